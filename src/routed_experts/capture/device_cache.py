@@ -1,0 +1,66 @@
+"""Routed experts of one step, on the device. Knows nothing of requests, of KV slots or of the host.
+
+A pytree value made inside the jitted step: each write returns a new value, so it rides in a scan's carry and leaves no tracer
+behind. It stays int32 and flat, [M, N*K], until `rows` narrows all of it at once: dispatch has the ids in that form anyway,
+a layer's write is one run, and one conversion a step is cheaper than one a layer (on TPU small operations count, not bytes).
+What is not written holds -1, which narrows to an id no router gives (255 of 256 experts excepted: then the row repeats it).
+Dims: N padded tokens, M MoE layers, K experts per token; run: layers of a run."""
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, UInt
+
+from routed_experts.core.capture_spec import CaptureSpec
+
+_NOT_WRITTEN = -1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _RoutedExpertsDeviceCache:
+    """The ids of one step: column n*K + k of row m is choice k of token n in MoE layer m."""
+
+    ids: Int[Array, "M N*K"]
+    spec: CaptureSpec = field(metadata={"static": True})
+
+    @staticmethod
+    def create(num_tokens: int, spec: CaptureSpec) -> "_RoutedExpertsDeviceCache":
+        """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time."""
+        shape = (spec.num_moe_layers, num_tokens * spec.top_k)
+        return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec)
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return self.ids.shape[1] // self.spec.top_k
+
+    def capture_fwd_routed_experts(self, moe_layer: int | Int[Array, ""], topk_ids: Int[Array, "N K"]) -> "_RoutedExpertsDeviceCache":
+        """Write the executed ids of one layer. `moe_layer` is its ordinal among MoE layers, traced or not; fused shared experts are out."""
+        wanted = (self.num_tokens, self.spec.top_k)
+        assert topk_ids.shape == wanted, f"ids of a layer have the shape {topk_ids.shape}; wanted {wanted}, without shared experts"
+        return self._written(moe_layer, topk_ids[None])
+
+    def capture_run(self, first_moe_layer: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]) -> "_RoutedExpertsDeviceCache":
+        """Write the executed ids of a run of layers at once, as a scan stacks them."""
+        wanted = (self.num_tokens, self.spec.top_k)
+        assert topk_ids.shape[1:] == wanted, f"ids of a run have the shape {topk_ids.shape}; wanted [run, {wanted[0]}, {wanted[1]}]"
+        return self._written(first_moe_layer, topk_ids)
+
+    def rows(self) -> UInt[Array, "N M*K"]:
+        """Return the step's one output: a row a token, narrowed to the spec's dtype."""
+        by_layer = self.ids.reshape(self.spec.num_moe_layers, self.num_tokens, self.spec.top_k)
+        return by_layer.transpose(1, 0, 2).reshape(self.num_tokens, -1).astype(self.spec.dtype)  # [M, N, K] -> [N, M*K]
+
+    def _written(self, first: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]) -> "_RoutedExpertsDeviceCache":
+        if isinstance(first, int):  # a traced index cannot be checked here: dynamic_update_slice would clamp it
+            last = first + topk_ids.shape[0] - 1
+            assert 0 <= first <= last < self.spec.num_moe_layers, f"layers {first} to {last}; wanted 0 to {self.spec.num_moe_layers - 1}"
+        block = topk_ids.astype(jnp.int32).reshape(topk_ids.shape[0], -1)  # [R, N, K] -> [R, N*K]
+        return replace(self, ids=jax.lax.dynamic_update_slice_in_dim(self.ids, block, first, axis=0))
+
+
+def create_device_cache(spec: CaptureSpec | None, num_tokens: int) -> _RoutedExpertsDeviceCache | None:
+    """Make a step's cache, or None, the empty pytree, when nothing is recorded: a jitted step closes over `spec` alone."""
+    return None if spec is None else _RoutedExpertsDeviceCache.create(num_tokens, spec)

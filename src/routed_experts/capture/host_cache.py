@@ -1,0 +1,80 @@
+"""Host store of routed experts, one row a KV slot. Knows nothing of JAX, requests or who owns a page.
+
+A row has the life of its slot: written by the pass that wrote the slot's keys and values, shared as they are shared, and
+forgotten (`valid` cleared) when the page is handed out again. What stands in a row that is not valid is never to be returned.
+Token-major: one token's row is one contiguous run of M*K bytes. Engine thread only.
+Dims: Z slots, P pages, R rows, M MoE layers, K experts per token."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32, UInt
+
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.integrity import Violation
+
+_NUM_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRows:
+    """Rows that a retracted request takes along, of its positions [0, R0). Where valid, they outrank what its new pages hold."""
+
+    ids: UInt[np.ndarray, "R0 M K"]
+    valid: Bool[np.ndarray, " R0"]
+    versions: Int32[np.ndarray, " R0"]
+
+
+class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in this room
+    """Rows, valid bits and weight versions by KV slot."""
+
+    def __init__(self, num_slots: int, spec: CaptureSpec) -> None:
+        assert num_slots >= 1, f"num_slots={num_slots}: wanted at least 1"
+        self._spec = spec
+        self._store: UInt[np.ndarray, "Z M*K"] = np.zeros((num_slots, spec.num_moe_layers * spec.top_k), spec.dtype)
+        self._valid: Bool[np.ndarray, " Z"] = np.zeros(num_slots, np.bool_)
+        self._versions: Int32[np.ndarray, " Z"] = np.zeros(num_slots, np.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of the store, in bytes."""
+        return self._store.nbytes + self._valid.nbytes + self._versions.nbytes
+
+    def put(self, slots: Int[np.ndarray, " R"], rows: UInt[np.ndarray, "R M*K"], version: int) -> None:
+        """File rows of one step under their slots: real tokens only, never padding. `version`: of the weights that ran."""
+        assert rows.shape == (slots.size, self._store.shape[1]), (rows.shape, slots.shape, self._store.shape)
+        assert rows.dtype == self._store.dtype, (rows.dtype, self._store.dtype)
+        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._valid.size - 1}"
+        self._store[slots] = rows
+        self._valid[slots] = True
+        self._versions[slots] = version
+
+    def clear(self, slots: Int[np.ndarray, " R"]) -> None:
+        """Forget the rows of these slots."""
+        self._valid[slots] = False
+
+    def clear_pages(self, pages: Int[np.ndarray, " P"], page_size: int) -> None:
+        """Forget the rows of these pages; page p holds slots [p * page_size, (p + 1) * page_size)."""
+        assert self._valid.size % page_size == 0, f"{self._valid.size} slots are no whole number of pages of {page_size}"
+        self._valid.reshape(-1, page_size)[pages] = False
+
+    def gather(self, slots: Int[np.ndarray, " R"]) -> tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np.ndarray, " R"]]:
+        """Copy out ids, valid bits and versions; ids of a row that is not valid mean nothing."""
+        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._valid.size - 1}"
+        ids = self._store.take(slots, axis=0).reshape(slots.size, self._spec.num_moe_layers, self._spec.top_k)
+        return ids, self._valid[slots], self._versions[slots]
+
+    def poison(self) -> None:
+        """Fill every row that is not valid with the largest value of its dtype, so that a test sees it come back."""
+        self._store[~self._valid] = np.iinfo(self._store.dtype).max
+
+    def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
+        """Check that no row is valid outside `owned_slots`, the slots of all pages that someone holds."""
+        orphaned = self._valid.copy()
+        orphaned[owned_slots] = False
+        num_orphaned = int(np.count_nonzero(orphaned))
+        if num_orphaned == 0:
+            return []
+        shown = np.flatnonzero(orphaned)[:_NUM_SHOWN].tolist()
+        detail = f"{num_orphaned} of {np.count_nonzero(self._valid)} valid rows are in slots whose page nobody owns, the first {shown}"
+        return [Violation(name="row_without_page", detail=detail)]

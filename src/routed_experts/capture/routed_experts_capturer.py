@@ -1,0 +1,216 @@
+"""The capturer: files the rows of each step beside their KV pages and hands a sequence its record. Knows nothing of HTTP or scheduling.
+
+One capturer an engine; a draft model has its own or none. Off is `_RoutedExpertsCapturerNoop`, whose device cache is None, so that
+the compiled program never hears of it. Host methods run on the engine thread, never under jit.
+Order of a page's life: on_pages_allocated (old rows forgotten) -> on_forward_end of the steps that write it -> collect or save
+-> page released. Rows of a step that is still in flight are filed before its requests are collected or saved.
+Dims: N padded tokens, R rows, M MoE layers, K experts per token, P pages."""
+
+from abc import ABC, abstractmethod
+from contextvars import ContextVar
+from typing import NoReturn
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32, UInt
+
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache, create_device_cache
+from routed_experts.capture.host_cache import SavedRows, _RoutedExpertsHostCache
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.errors import CaptureDisabledError, CaptureUnsupportedError, RoutingIncompleteError
+from routed_experts.core.integrity import Violation
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.routing_rows import version_spans_of
+
+GatheredRows = tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np.ndarray, " R"]]
+
+
+class RoutedExpertsCapturer(ABC):
+    """What the engine asks of a capturer, on or off."""
+
+    @staticmethod
+    def create(spec: CaptureSpec | None, *, num_slots: int, page_size: int, enable: bool) -> "RoutedExpertsCapturer":
+        """Build the capturer of an engine; `spec` None is a model that routes nothing, which cannot be captured."""
+        if not enable:
+            return _RoutedExpertsCapturerNoop()
+        if spec is None:
+            raise CaptureUnsupportedError("capture is on, but this model has no MoE layer; build with enable_return_routed_experts=False")
+        return _RoutedExpertsCapturerReal(spec, num_slots=num_slots, page_size=page_size)
+
+    @property
+    @abstractmethod
+    def enabled(self) -> bool:
+        """Whether rows are recorded."""
+
+    @abstractmethod
+    def device_cache(self, num_tokens: int) -> _RoutedExpertsDeviceCache | None:
+        """Make a step's device cache at trace time; None when off."""
+
+    @abstractmethod
+    def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:
+        """Forget what these pages held: they are handed out again."""
+
+    @abstractmethod
+    def on_forward_end(self, slots: Int[np.ndarray, " R"], rows: UInt[np.ndarray, "R M*K"], version: int) -> None:
+        """File a step's rows under the slots its tokens were written to, padding left out; `version` of the weights that ran."""
+
+    @abstractmethod
+    def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
+        """Copy out ids, valid bits and weight versions of these slots."""
+
+    @abstractmethod
+    def save(self, slots: Int[np.ndarray, " R0"], earlier: SavedRows | None = None) -> SavedRows:
+        """Take along the rows of positions [0, R0) before their pages go; `earlier` rows of the same request stay as they are."""
+
+    @abstractmethod
+    def collect(
+        self, slots: Int[np.ndarray, " R"], *, start: int, num_tokens: int, num_prompt_tokens: int,
+        saved: SavedRows | None = None, include_last: bool = False,
+    ) -> RoutedExperts:  # fmt: skip
+        """Assemble a sequence's record by the row law; slots[i] is the slot of token start + i.
+
+        `include_last`: the last token was fed too (score, max_tokens 0, include_last). Slots past the last row are not read, nor are
+        those whose row was saved. A row that neither knows raises RoutingIncompleteError naming its token."""
+
+    @abstractmethod
+    def host_bytes(self) -> int:
+        """Host memory held, in bytes."""
+
+    @abstractmethod
+    def device_bytes(self, num_tokens: int) -> int:
+        """Device memory of a step of `num_tokens` padded tokens, in bytes: the int32 block and the rows that leave."""
+
+    @abstractmethod
+    def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
+        """Check that no row is valid outside the slots of held pages."""
+
+
+class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
+    """Records."""
+
+    def __init__(self, spec: CaptureSpec, *, num_slots: int, page_size: int) -> None:
+        assert num_slots % page_size == 0, f"{num_slots} slots are no whole number of pages of {page_size}"
+        self.spec = spec
+        self.host_cache = _RoutedExpertsHostCache(num_slots, spec)
+        self._page_size = page_size
+
+    @property
+    def enabled(self) -> bool:
+        return True
+
+    def device_cache(self, num_tokens: int) -> _RoutedExpertsDeviceCache | None:
+        return create_device_cache(self.spec, num_tokens)
+
+    def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:
+        self.host_cache.clear_pages(pages, self._page_size)
+
+    def on_forward_end(self, slots: Int[np.ndarray, " R"], rows: UInt[np.ndarray, "R M*K"], version: int) -> None:
+        self.host_cache.put(slots, rows, version)
+
+    def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
+        return self.host_cache.gather(slots)
+
+    def save(self, slots: Int[np.ndarray, " R0"], earlier: SavedRows | None = None) -> SavedRows:
+        num_rows = slots.size if earlier is None else max(slots.size, earlier.valid.size)
+        ids, valid, versions = self._joined(slots, start=0, num_rows=num_rows, saved=earlier)
+        return SavedRows(ids=ids, valid=valid, versions=versions)
+
+    def collect(
+        self, slots: Int[np.ndarray, " R"], *, start: int, num_tokens: int, num_prompt_tokens: int,
+        saved: SavedRows | None = None, include_last: bool = False,
+    ) -> RoutedExperts:  # fmt: skip
+        num_rows = max(num_tokens - start - (0 if include_last else 1), 0)
+        ids, valid, versions = self._joined(slots, start=start, num_rows=num_rows, saved=saved)
+        if not valid.all():
+            missing = np.flatnonzero(~valid)
+            raise RoutingIncompleteError(
+                f"the routing of token {start + int(missing[0])} is not known, nor that of {missing.size - 1} more of the {num_rows} rows "
+                f"from token {start} on; wanted all of them, so the request fails: report this with the request"
+            )
+        return RoutedExperts(
+            ids=ids, start=start, num_tokens=num_tokens, num_prompt_tokens=num_prompt_tokens, layer_ids=self.spec.layer_ids,
+            num_hidden_layers=self.spec.num_hidden_layers, num_experts=self.spec.num_experts,
+            version_spans=version_spans_of(start, versions), router=self.spec.router,
+        )  # fmt: skip
+
+    def host_bytes(self) -> int:
+        return self.host_cache.nbytes
+
+    def device_bytes(self, num_tokens: int) -> int:
+        return num_tokens * (self.spec.num_moe_layers * self.spec.top_k * np.dtype(np.int32).itemsize + self.spec.row_bytes)
+
+    def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
+        return self.host_cache.check_integrity(owned_slots)
+
+    def _joined(self, slots: Int[np.ndarray, " R"], *, start: int, num_rows: int, saved: SavedRows | None) -> GatheredRows:
+        """Read rows [start, start + num_rows): the slots' rows, and over them the saved ones, which were first."""
+        slots = slots[:num_rows]
+        if saved is None and slots.size == num_rows:
+            return self.host_cache.gather(slots)
+        ids = np.empty((num_rows, self.spec.num_moe_layers, self.spec.top_k), self.spec.dtype)
+        valid = np.zeros(num_rows, np.bool_)
+        versions = np.zeros(num_rows, np.int32)
+        ids[: slots.size], valid[: slots.size], versions[: slots.size] = self.host_cache.gather(slots)
+        if saved is not None:
+            first = slice(start, start + num_rows)
+            kept = np.flatnonzero(saved.valid[first])
+            ids[kept], versions[kept], valid[kept] = saved.ids[first][kept], saved.versions[first][kept], True
+        return ids, valid, versions
+
+
+class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
+    """Records nothing: what the engine reports to it is dropped, and reading from it is an error."""
+
+    @property
+    def enabled(self) -> bool:
+        return False
+
+    def device_cache(self, num_tokens: int) -> _RoutedExpertsDeviceCache | None:
+        return None
+
+    def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:
+        return
+
+    def on_forward_end(self, slots: Int[np.ndarray, " R"], rows: UInt[np.ndarray, "R M*K"], version: int) -> None:
+        return
+
+    def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
+        _refuse()
+
+    def save(self, slots: Int[np.ndarray, " R0"], earlier: SavedRows | None = None) -> SavedRows:
+        _refuse()
+
+    def collect(
+        self, slots: Int[np.ndarray, " R"], *, start: int, num_tokens: int, num_prompt_tokens: int,
+        saved: SavedRows | None = None, include_last: bool = False,
+    ) -> RoutedExperts:  # fmt: skip
+        _refuse()
+
+    def host_bytes(self) -> int:
+        return 0
+
+    def device_bytes(self, num_tokens: int) -> int:
+        return 0
+
+    def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
+        return []
+
+
+def _refuse() -> NoReturn:
+    raise CaptureDisabledError(
+        "routed experts were asked of an engine that records none; build it with Engine(..., enable_return_routed_experts=True)"
+    )
+
+
+# A thin door for scripts; nothing inside the engine reads it. A ContextVar rather than a module object: it holds no state of its own,
+# a test or a task that sets it does not change it for another, and a thread that needs the capturer is handed it.
+_global_experts_capturer: ContextVar[RoutedExpertsCapturer | None] = ContextVar("global_experts_capturer", default=None)
+
+
+def get_global_experts_capturer() -> RoutedExpertsCapturer:
+    """Return the capturer that this script (context) has set, or one that records nothing."""
+    return _global_experts_capturer.get() or _RoutedExpertsCapturerNoop()
+
+
+def set_global_experts_capturer(capturer: RoutedExpertsCapturer) -> None:
+    """Set the capturer of this script (context)."""
+    _global_experts_capturer.set(capturer)

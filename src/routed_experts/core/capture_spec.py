@@ -1,0 +1,61 @@
+"""What a model's routing looks like: the shapes that every capture buffer and record follow. Knows nothing of arrays in use.
+
+Invariant: layer_ids ascend within [0, num_hidden_layers); column m of a record is hidden layer layer_ids[m].
+Dims: M MoE layers, K experts per token, E experts."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from routed_experts.core.errors import CaptureUnsupportedError
+
+MAX_NUM_EXPERTS = 65_535
+
+ExpertIdDType = np.dtype[np.uint8] | np.dtype[np.uint16]
+
+
+def expert_id_dtype(num_experts: int) -> ExpertIdDType:
+    """Return the smallest unsigned dtype for logical ids: uint8 up to 256 experts, else uint16."""
+    if not 1 <= num_experts <= MAX_NUM_EXPERTS:
+        raise CaptureUnsupportedError(
+            f"{num_experts} experts cannot be captured; wanted 1 to {MAX_NUM_EXPERTS}, so that an id fits two bytes; build without capture"
+        )
+    return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.uint16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureSpec:
+    """The routing of one model. `router` is a fingerprint of its routers, or None; replay refuses another."""
+
+    num_hidden_layers: int
+    layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    router: str | None = None
+
+    def __post_init__(self) -> None:
+        expert_id_dtype(self.num_experts)
+        if not self.layer_ids:
+            raise CaptureUnsupportedError("a model without MoE layers routes nothing; wanted at least one layer id; build without capture")
+        if not all(a < b for a, b in pairwise((-1, *self.layer_ids, self.num_hidden_layers))):
+            raise CaptureUnsupportedError(
+                f"layer_ids {self.layer_ids} cannot be captured; wanted ascending indices in 0..{self.num_hidden_layers - 1}"
+            )
+        if not 1 <= self.top_k <= self.num_experts:
+            raise CaptureUnsupportedError(f"top_k {self.top_k} cannot be captured; wanted 1 to {self.num_experts}, the number of experts")
+
+    @property
+    def dtype(self) -> ExpertIdDType:
+        """uint8 or uint16: the dtype of a filed or returned id."""
+        return expert_id_dtype(self.num_experts)
+
+    @property
+    def num_moe_layers(self) -> int:
+        """M, the columns of a record."""
+        return len(self.layer_ids)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's row, M * K ids."""
+        return self.num_moe_layers * self.top_k * self.dtype.itemsize

@@ -1,0 +1,99 @@
+"""Every error a user of this package can meet. Knows nothing of where they are raised.
+
+Each class has one HTTP status and one stable code, so that a server needs no table of its own. Messages say what came,
+what was wanted and what to do, in one line."""
+
+
+class RoutedExpertsError(Exception):
+    """Base of all errors of this package."""
+
+    status = 500
+    code = "internal_error"
+
+
+class ConfigError(RoutedExpertsError):
+    """A configuration cannot work; raised before anything is allocated."""
+
+    status = 400
+    code = "config_error"
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint is missing, damaged, or not of the shape its config promises."""
+
+    code = "checkpoint_error"
+
+
+class CaptureUnsupportedError(ConfigError):
+    """Routed experts cannot be captured with this model or backend; raised when the engine is built."""
+
+    code = "capture_unsupported"
+
+
+class InvalidRequestError(RoutedExpertsError, ValueError):
+    """A request holds a value that cannot be served; `param` names the field."""
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class CaptureDisabledError(InvalidRequestError):
+    """A request asks for routed experts, but the engine records none."""
+
+    code = "capture_disabled"
+
+
+class PromptTooLongError(InvalidRequestError):
+    """A prompt, or a prompt with its new tokens, does not fit the context or the page pool."""
+
+    code = "prompt_too_long"
+
+
+class QueueFullError(RoutedExpertsError):
+    """The waiting queue is full; try again later."""
+
+    status = 429
+    code = "queue_full"
+
+
+class WeightsMismatchError(InvalidRequestError):
+    """New weights differ from the served ones in tree, shape or dtype."""
+
+    code = "weights_mismatch"
+
+
+class RoutingIncompleteError(RoutedExpertsError):
+    """A row that the row law promises is not known; the request fails rather than return a guess."""
+
+    code = "routing_incomplete"
+
+
+class EngineDeadError(RoutedExpertsError):
+    """The engine thread has ended; every waiting request fails with its cause."""
+
+    status = 503
+    code = "engine_dead"
+
+
+class RoutingFormatError(RoutedExpertsError, ValueError):
+    """A payload of routed experts cannot be decoded."""
+
+    code = "routing_format"
+
+
+class RoutingAlignmentError(RoutedExpertsError, ValueError):
+    """Rows do not fit the tokens or the model they are replayed on; names sample, row and layer."""
+
+    code = "routing_alignment"
+
+
+class RoutingReplayError(RoutedExpertsError):
+    """A replay went wrong: the canary tripped or a router was given ids of another."""
+
+    code = "routing_replay"

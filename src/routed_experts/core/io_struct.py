@@ -1,0 +1,123 @@
+"""What travels between the rooms of an engine: a request on its way in, tokens and text on their way out.
+Knows nothing of HTTP; the flag `return_routed_experts` is carried end to end.
+
+GenerateReqInput (as the caller said it) -> TokenizedGenerateReqInput (one sequence, checked) -> BatchTokenIDOut (per step)
+-> BatchStrOut (per request, with text)."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExpertsRequest:
+    """What a request wants of its routing: WIRE.md's request fields, resolved. `start` is in tokens."""
+
+    asked: bool = False
+    start: int = 0
+    format: str = "int32"
+    layers: str = "all"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateReqInput:
+    """One call as the caller said it: one prompt or many, as text or as token ids."""
+
+    text: str | Sequence[str] | None = None
+    input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
+    sampling_params: SamplingParams | Mapping[str, object] | None = None
+    max_new_tokens: int | None = None
+    rid: str | None = None
+    extra_key: str | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int | None = None
+    routed_experts_format: str | None = None
+    routed_experts_layers: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizedGenerateReqInput:
+    """One sequence that has passed every check at the door. `choice` is its index among the n of a prompt."""
+
+    rid: str
+    group: str  # requests of one prompt share it, and wait for the first one's prefill
+    choice: int
+    input_ids: Int[np.ndarray, " S"]
+    sampling: ResolvedSampling  # its max_tokens is this request's limit
+    stop_token_ids: frozenset[int]  # those of the request and, unless ignore_eos, those of the model
+    extra_key: str | None
+    stream: bool
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    routed_experts: RoutedExpertsRequest
+
+    @property
+    def return_routed_experts(self) -> bool:
+        """Does this request want its rows."""
+        return self.routed_experts.asked
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FinishReason:
+    """Why a request ended: stop (with what matched), length, abort or error (with a message)."""
+
+    type: str
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """The form of `meta_info.finish_reason`."""
+        said = {"type": self.type, "matched": self.matched, "length": self.length, "message": self.message}
+        return {key: value for key, value in said.items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Logprobs:
+    """Logprobs of a span of tokens: one value and the top alternatives (logprob, id) of each."""
+
+    values: tuple[float | None, ...] = ()
+    top: tuple[tuple[tuple[float, int], ...] | None, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenIDOut:
+    """News of one request after a step; `routed_experts` only with the last."""
+
+    rid: str
+    new_token_ids: tuple[int, ...]
+    output_logprobs: Logprobs
+    input_logprobs: Logprobs | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_version: int
+    finish_reason: FinishReason | None
+    routed_experts: RoutedExperts | None
+    error: Exception | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTokenIDOut:
+    """News of every request that a step advanced."""
+
+    step: int
+    outs: tuple[TokenIDOut, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStrOut:
+    """News of one request with its text; `text` is the increment since the last."""
+
+    out: TokenIDOut
+    text: str

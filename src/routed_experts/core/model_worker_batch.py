@@ -1,0 +1,86 @@
+"""ModelWorkerBatch: one step, as the scheduler hands it to the runner. NumPy, padded to a bucket; knows no device.
+
+Tokens of one request are neighbours, in order of position; requests stand in batch-row order. Padding tokens and rows are
+zeros at the end. Dims: N padded tokens, B padded requests, W pages of a request, X bias entries of a request."""
+
+import dataclasses
+import enum
+
+import numpy as np
+from jaxtyping import Float, Int, UInt
+
+FROM_DEVICE = -1  # a token id that the host does not know yet: the last one sampled in the request's slot
+MAX_BIAS = 1088  # logit_bias entries (1,024) and stop ids masked by min_tokens (64)
+
+
+class ForwardMode(enum.Enum):
+    """DECODE: every request feeds one token. EXTEND: prompt chunks, alone or mixed with decode tokens."""
+
+    EXTEND = "extend"
+    DECODE = "decode"
+
+
+class SamplerForm(enum.Enum):
+    """The cheapest sampling program that serves every row of a step. FULL adds penalties, bias and top logprobs."""
+
+    GREEDY = "greedy"
+    RANDOM = "random"
+    FILTERED = "filtered"
+    FULL = "full"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingColumns:
+    """Sampling parameters by batch row; rows that sample nothing are greedy."""
+
+    temperature: Float[np.ndarray, " B"]
+    top_k: Int[np.ndarray, " B"]
+    top_p: Float[np.ndarray, " B"]
+    min_p: Float[np.ndarray, " B"]
+    seed: UInt[np.ndarray, "B 2"]  # high and low word
+    choice: Int[np.ndarray, " B"]
+    position: Int[np.ndarray, " B"]  # of the token that is sampled
+    presence: Float[np.ndarray, " B"]
+    frequency: Float[np.ndarray, " B"]
+    repetition: Float[np.ndarray, " B"]
+    prompt_len: Int[np.ndarray, " B"]
+    bias_ids: Int[np.ndarray, "B X"] | None  # only in the FULL form; padding id = vocabulary size
+    bias_values: Float[np.ndarray, "B X"] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWorkerBatch:
+    """One step. `return_routed_experts` tells which rows asked; rows of all are captured (DESIGN law 6)."""
+
+    step: int
+    mode: ForwardMode
+    form: SamplerForm
+    num_tokens: int
+    num_requests: int
+    token_ids: Int[np.ndarray, " N"]
+    positions: Int[np.ndarray, " N"]
+    token_rows: Int[np.ndarray, " N"]
+    kv_slots: Int[np.ndarray, " num_tokens"]
+    query_starts: Int[np.ndarray, " B1"]
+    seq_lens: Int[np.ndarray, " B"]
+    request_slots: Int[np.ndarray, " B"]
+    page_table: Int[np.ndarray, "B W"]
+    sampling: SamplingColumns
+    samples: tuple[bool, ...]  # by real row: does it sample a token, or is it a chunk before the last
+    prompt_targets: Int[np.ndarray, " N"] | None  # next prompt token of each token, when a row asks for prompt logprobs
+    return_routed_experts: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step computed, on the host. `rows` are the routed experts of its real tokens, or None without capture."""
+
+    tokens: Int[np.ndarray, " B"]
+    logprobs: Float[np.ndarray, " B"]
+    top_logprobs: Float[np.ndarray, "B T"] | None
+    top_ids: Int[np.ndarray, "B T"] | None
+    prompt_logprobs: Float[np.ndarray, " N"] | None
+    prompt_top_logprobs: Float[np.ndarray, "N T"] | None
+    prompt_top_ids: Int[np.ndarray, "N T"] | None
+    rows: UInt[np.ndarray, "num_tokens MK"] | None
+    weight_version: int

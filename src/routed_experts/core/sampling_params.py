@@ -1,0 +1,293 @@
+"""What a request says about sampling, and its limits. Knows nothing of tokenizers, vocabularies or surfaces.
+
+A field that was not named is None: each surface has its own default, so unset is kept apart from set until `resolve`.
+A value is checked when it is named and never patched; what depends on the model (ids in the vocabulary, tokens that fit)
+is checked at the door of the engine."""
+
+import dataclasses
+import difflib
+import numbers
+from collections.abc import Collection, Mapping, Sequence
+from typing import NoReturn, TypeVar
+
+from routed_experts.core.errors import InvalidRequestError
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_TEMPERATURE = 1e6
+MAX_REPETITION_PENALTY = 100.0  # and 1/100 below: both are far inside float32
+MAX_SEED = 2**63 - 1
+MAX_INT32 = 2**31 - 1
+ROUTED_EXPERTS_FORMATS = ("int32", "npy", "list", "ref")
+ROUTED_EXPERTS_LAYERS = ("all", "moe")
+
+ALIASES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+    "routed_experts_prompt_start": "routed_experts_start_len",
+}
+_SHOWN_CHARS = 60
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedSampling:
+    """Sampling values with nothing unset. 0 and neutral values mean off; logprobs None means not asked for."""
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
+    detokenize: bool
+
+    @property
+    def is_greedy(self) -> bool:
+        """Tell whether the best token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Tell whether top-k, top-p or min-p can drop a token."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def is_penalized(self) -> bool:
+        """Tell whether the tokens so far change the scores."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def seed_words(self) -> tuple[int, int]:
+        """Return the high and the low 32 bits of the seed, as the device takes it."""
+        return self.seed >> 32, self.seed & 0xFFFFFFFF
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """One request's sampling values; None is unset. Raises `InvalidRequestError` naming the field."""
+
+    n: int | None = None
+    temperature: float | None = None  # 0 is greedy
+    top_p: float | None = None
+    top_k: int | None = None  # 0 or -1 is off
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    detokenize: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int | None = None
+    routed_experts_format: str | None = None
+    routed_experts_layers: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_CHOICES)
+        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE, fix="0 is greedy, 1 is the model's own distribution")
+        _check_float("top_p", self.top_p, 0.0, 1.0, above_low=True, fix="1 is off; for greedy sampling set temperature to 0")
+        _check_int("top_k", self.top_k, -1, MAX_INT32, fix="0 or -1 is off")
+        _check_float("min_p", self.min_p, 0.0, 1.0, fix="0 is off")
+        _check_int("seed", self.seed, 0, MAX_SEED, fix="leave it out for a seed of the engine's choosing")
+        _check_stop(self.stop)
+        _check_stop_token_ids(self.stop_token_ids)
+        _check_int("max_tokens", self.max_tokens, 1, MAX_INT32, fix="to compute a prompt only, ask for 1 token and drop it")
+        _check_int("min_tokens", self.min_tokens, 0, MAX_INT32)
+        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, fix="0 gives the chosen token only")
+        _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, fix="0 gives the prompt's own tokens only")
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0, fix="0 is off")
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0, fix="0 is off")
+        low = 1.0 / MAX_REPETITION_PENALTY
+        _check_float("repetition_penalty", self.repetition_penalty, low, MAX_REPETITION_PENALTY, fix="1 is off")
+        _check_logit_bias(self.logit_bias)
+        _check_bool("ignore_eos", self.ignore_eos)
+        _check_bool("skip_special_tokens", self.skip_special_tokens)
+        _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
+        _check_bool("detokenize", self.detokenize)
+        _check_bool("return_routed_experts", self.return_routed_experts)
+        _check_int("routed_experts_start_len", self.routed_experts_start_len, 0, MAX_INT32, fix="0 gives every row")
+        _check_word("routed_experts_format", self.routed_experts_format, ROUTED_EXPERTS_FORMATS)
+        _check_word("routed_experts_layers", self.routed_experts_layers, ROUTED_EXPERTS_LAYERS)
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}", "lower min_tokens or raise max_tokens")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> "SamplingParams":
+        """Build from a dict with our names or SGLang's; None is unset. Two spellings of one field must agree."""
+        if not isinstance(values, Mapping):
+            _refuse("sampling_params", values, "a dict of sampling parameters", "pass SamplingParams or a dict")
+        named: dict[str, object] = {}
+        spelled: dict[str, str] = {}
+        for key, value in values.items():
+            field = _field_of(key)
+            if value is None:
+                continue
+            if field in named and (type(named[field]) is not type(value) or named[field] != value):
+                fix = "two names of one parameter must agree: leave one of them out"
+                _refuse(key, value, f"the value of {spelled[field]}, {shown(named[field])}", fix)
+            named[field], spelled[field] = value, key
+        if "logit_bias" in named:
+            named["logit_bias"] = _with_int_ids(named["logit_bias"])
+        return cls(**named)  # pyright: ignore[reportArgumentType]  # __post_init__ checks every type
+
+    def resolve(self, *, default_max_tokens: int = 128, default_seed: int = 0) -> ResolvedSampling:
+        """Fill what is unset. The surface owns the length; the engine owns the seed of a request that names none."""
+        stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return ResolvedSampling(
+            n=int(_either(self.n, 1)),
+            temperature=float(_either(self.temperature, 1.0)),
+            top_p=float(_either(self.top_p, 1.0)),
+            top_k=max(0, int(_either(self.top_k, 0))),
+            min_p=float(_either(self.min_p, 0.0)),
+            seed=int(_either(self.seed, default_seed)),
+            stop=stop,
+            stop_token_ids=tuple(int(token) for token in self.stop_token_ids or ()),
+            max_tokens=int(_either(self.max_tokens, default_max_tokens)),
+            min_tokens=int(_either(self.min_tokens, 0)),
+            ignore_eos=_either(self.ignore_eos, False),
+            logprobs=None if self.logprobs is None else int(self.logprobs),
+            prompt_logprobs=None if self.prompt_logprobs is None else int(self.prompt_logprobs),
+            presence_penalty=float(_either(self.presence_penalty, 0.0)),
+            frequency_penalty=float(_either(self.frequency_penalty, 0.0)),
+            repetition_penalty=float(_either(self.repetition_penalty, 1.0)),
+            logit_bias=tuple((int(token), float(bias)) for token, bias in (self.logit_bias or {}).items()),
+            skip_special_tokens=_either(self.skip_special_tokens, True),
+            include_stop_str_in_output=_either(self.include_stop_str_in_output, False),
+            detokenize=_either(self.detokenize, True),
+        )
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+
+
+def shown(value: object) -> str:
+    """Render a user's value in one short line, whatever it is: an error never echoes a large input."""
+    if isinstance(value, str):
+        return repr(value[:_SHOWN_CHARS]) + (f"... ({len(value)} characters)" if len(value) > _SHOWN_CHARS else "")
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, bool | int | float | numbers.Number):
+        return repr(value)[:_SHOWN_CHARS]
+    if isinstance(value, Collection):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _refuse(param: str, value: object, wanted: str, fix: str = "") -> NoReturn:
+    raise InvalidRequestError(f"{param} is {shown(value)}, but must be {wanted}" + (f"; {fix}" if fix else ""), param=param)
+
+
+def _either(value: _T | None, default: _T) -> _T:
+    return default if value is None else value
+
+
+def _check_int(param: str, value: object, low: int, high: int, fix: str = "") -> None:
+    if value is not None and not (isinstance(value, numbers.Integral) and not isinstance(value, bool) and low <= int(value) <= high):
+        _refuse(param, value, f"an integer in {low}..{high}", fix)
+
+
+def _check_float(param: str, value: object, low: float, high: float, *, above_low: bool = False, fix: str = "") -> None:
+    if value is None:
+        return
+    fits = isinstance(value, numbers.Real) and not isinstance(value, bool) and not value < low and value <= high  # NaN does not
+    if not fits or (above_low and value == low):
+        _refuse(param, value, f"a finite number in {'(' if above_low else '['}{low:g}, {high:g}]", fix)
+
+
+def _check_bool(param: str, value: object) -> None:
+    if value is not None and not isinstance(value, bool):
+        _refuse(param, value, "true or false")
+
+
+def _check_word(param: str, value: object, words: Sequence[str]) -> None:
+    if value is not None and not (isinstance(value, str) and value in words):
+        _refuse(param, value, f"one of {', '.join(words)}")
+
+
+def _check_stop(value: object) -> None:
+    if value is None:
+        return
+    texts: object = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        _refuse("stop", value, "a string or a list of strings")
+    if len(texts) > MAX_STOP_STRINGS:
+        _refuse("stop", value, f"at most {MAX_STOP_STRINGS} strings", "keep the ones that matter, or use stop_token_ids")
+    for index, text in enumerate(texts):
+        if not (isinstance(text, str) and 1 <= len(text) <= MAX_STOP_CHARS):
+            _refuse("stop", text, f"a string of 1..{MAX_STOP_CHARS} characters (item {index})")
+
+
+def _check_stop_token_ids(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, list | tuple) or len(value) > MAX_STOP_TOKEN_IDS:
+        _refuse("stop_token_ids", value, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
+    for token in value:
+        _check_int("stop_token_ids", token, 0, MAX_INT32)
+
+
+def _check_logit_bias(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS_ENTRIES:
+        _refuse("logit_bias", value, f"a dict of at most {MAX_LOGIT_BIAS_ENTRIES} token ids and their biases")
+    for token, bias in value.items():
+        _check_int("logit_bias", token, 0, MAX_INT32, fix="keys are token ids")
+        _check_float("logit_bias", "null" if bias is None else bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, fix="0 is off")
+
+
+def _with_int_ids(value: object) -> object:
+    """Turn JSON's string keys into token ids. What is no id is left for the check to refuse."""
+    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS_ENTRIES:
+        return value
+
+    def token_id(key: object) -> object:
+        return int(key) if isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdecimal() else key
+
+    biases = {token_id(key): bias for key, bias in value.items()}
+    if len(biases) < len(value):
+        _refuse("logit_bias", value, "a dict that names each token id once", '"7" and 7 are the same id')
+    return biases
+
+
+def _field_of(key: object) -> str:
+    """Return the field a key names, or refuse it with the nearest name."""
+    if isinstance(key, str):
+        if key in FIELDS:
+            return key
+        if key in ALIASES:
+            return ALIASES[key]
+    name = key[:_SHOWN_CHARS] if isinstance(key, str) else None  # the cut bounds difflib, which is quadratic
+    nearest = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1) if name else []
+    fix = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(FIELDS)}"
+    raise InvalidRequestError(f"{shown(key)} is no sampling parameter; {fix}", param=name)

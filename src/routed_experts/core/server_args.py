@@ -1,0 +1,100 @@
+"""ServerArgs: everything that is decided before an engine is built. Knows nothing of how it is used.
+
+Each field is a keyword of `Engine` and a flag of the command line. Checked once, here; never patched."""
+
+import dataclasses
+from typing import Literal
+
+from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOGPROBS_MODES = ("processed", "raw")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerArgs:
+    """Configuration of an engine. Lengths are in tokens; None means that the engine chooses (see each line).
+
+    `deterministic` promises bitwise equal ids, logprobs and rows whatever the neighbours: one padded shape, reference backends.
+    Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
+
+    model_path: str | None = None
+    tokenizer_path: str | None = None  # the model's own
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's
+    random_seed: int = 0  # seeds of requests that bring none
+    context_length: int | None = None  # the model's own
+    tp_size: int = 1
+    ep_size: int = 1
+    dp_size: int = 1
+    page_size: int = 16
+    mem_fraction_static: float = 0.8  # of the device's memory, for weights and pools
+    max_total_tokens: int | None = None  # KV slots: what fits, at most every request at full context
+    max_running_requests: int | None = None  # the largest of precompile_bs_paddings
+    max_queued_requests: int = 1024
+    chunked_prefill_size: int | None = None  # the largest of precompile_token_paddings
+    max_prefill_tokens: int | None = None  # tokens of a step: the largest of precompile_token_paddings
+    precompile_bs_paddings: tuple[int, ...] = (1, 8, 32)
+    precompile_token_paddings: tuple[int, ...] = (64, 256)
+    disable_radix_cache: bool = False
+    attention_backend: str = "auto"
+    moe_backend: str = "auto"
+    enable_return_routed_experts: bool = False
+    enable_return_routed_experts_weights: bool = False
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+    deterministic: bool = False
+    skip_tokenizer_init: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field once."""
+        for name in ("tp_size", "ep_size", "dp_size"):
+            if self._number(name) != 1:
+                raise ConfigError(f"{name}={self._number(name)!r} is not supported by this release; leave it at 1")
+        for name in ("page_size", "max_queued_requests"):
+            self._at_least_one(name)
+        for name in ("context_length", "max_total_tokens", "max_running_requests", "chunked_prefill_size", "max_prefill_tokens"):
+            if self._number(name) is not None:
+                self._at_least_one(name)
+        for name in ("precompile_bs_paddings", "precompile_token_paddings"):
+            self._increasing(name)
+        for name, allowed in (("dtype", DTYPES), ("logprobs_mode", LOGPROBS_MODES)):
+            if self._number(name) not in allowed:
+                raise ConfigError(f"{name}={self._number(name)!r} is unknown; choose one of {', '.join(allowed)}")
+        if not 0.0 < self.mem_fraction_static <= 1.0:
+            raise ConfigError(f"mem_fraction_static={self.mem_fraction_static!r} is outside (0, 1]; 0.8 is the default")
+        if self.enable_return_routed_experts_weights:
+            raise CaptureUnsupportedError("enable_return_routed_experts_weights is not supported by this release; leave it off")
+        if self.max_running_requests is not None and self.max_running_requests > max(self.precompile_bs_paddings):
+            raise ConfigError(
+                f"max_running_requests={self.max_running_requests} is above the largest of precompile_bs_paddings="
+                f"{self.precompile_bs_paddings}; add {self.max_running_requests} to the paddings or lower it"
+            )
+        if max(self.precompile_token_paddings) < self.running_limit:
+            raise ConfigError(
+                f"precompile_token_paddings={self.precompile_token_paddings} hold fewer tokens than {self.running_limit} running "
+                "requests; add a larger padding or lower max_running_requests"
+            )
+
+    @property
+    def running_limit(self) -> int:
+        """Requests that may run at once."""
+        return self.max_running_requests or max(self.precompile_bs_paddings)
+
+    @property
+    def prefill_limit(self) -> int:
+        """Prompt tokens that one step may take in."""
+        largest = max(self.precompile_token_paddings)
+        return min(self.chunked_prefill_size or largest, self.max_prefill_tokens or largest, largest)
+
+    def _number(self, name: str) -> object:
+        return {field.name: object.__getattribute__(self, field.name) for field in dataclasses.fields(self)}[name]
+
+    def _at_least_one(self, name: str) -> None:
+        value = self._number(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+
+    def _increasing(self, name: str) -> None:
+        value = self._number(name)
+        whole = isinstance(value, tuple) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 1 for v in value)
+        if not whole or not value or any(a >= b for a, b in zip(value, value[1:], strict=False)):
+            raise ConfigError(f"{name}={value!r} must be a non-empty, strictly increasing tuple of integers, such as (1, 8, 32)")

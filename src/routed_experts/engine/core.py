@@ -1,0 +1,133 @@
+"""EngineCore: the step loop without a thread. Ties scheduler, runner and capturer; knows no text but stop strings.
+
+    schedule n+1 -> dispatch n+1 -> read n -> file its rows -> commit n -> gather rows of the ended -> release their pages
+so that all host work of step n happens while the device runs step n+1. Engine thread only."""
+
+import numpy as np
+
+from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
+from routed_experts.core.errors import RoutedExpertsError
+from routed_experts.core.integrity import Violation
+from routed_experts.core.io_struct import BatchTokenIDOut, FinishReason, TokenIDOut
+from routed_experts.core.model_worker_batch import ModelWorkerBatch
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.engine.ledger import Ledger, StopCheck
+from routed_experts.execution.model_runner import ModelRunner, PendingStep
+from routed_experts.scheduling.schedule_batch import Req, ReqState
+from routed_experts.scheduling.scheduler import Scheduler
+
+
+class EngineCore:
+    """The loop's state: the live requests and the step in flight."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, capturer: RoutedExpertsCapturer) -> None:
+        self.scheduler, self.runner, self.capturer = scheduler, runner, capturer
+        self.ledger = Ledger()
+        self.num_steps = 0
+        self._pending: PendingStep | None = None
+        self._ended: list[TokenIDOut] = []  # news of requests that ended between steps
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits, runs or is in flight, and nothing is left to tell."""
+        return self.ledger.num_live == 0 and self._pending is None and not self._ended
+
+    def add(self, req: Req, stop: StopCheck | None = None) -> None:
+        """Accept a request; QueueFullError if the queue is full."""
+        self.scheduler.add(req)
+        self.ledger.enter(req, stop)
+
+    def abort(self, rid: str, message: str = "aborted by the caller") -> bool:
+        """End a live request with what it has; its news leaves with the next step. False if there is no such request."""
+        req = self.ledger.find(rid)
+        if req is None:
+            return False
+        req.finish(FinishReason(type="abort", message=message))
+        self._ended.append(self._news(req))
+        return True
+
+    def step(self) -> BatchTokenIDOut:
+        """Dispatch the next step, then finish the one before it."""
+        batch = self._schedule()
+        dispatched = None if batch is None else self.runner.dispatch(batch)
+        return self._finish(dispatched)
+
+    def drain(self) -> BatchTokenIDOut:
+        """Finish the step in flight without dispatching another."""
+        return self._finish(None)
+
+    def retract(self, req: Req) -> None:
+        """Send a running request back to the queue with its tokens and rows. Drain first."""
+        assert self._pending is None, "a retracted request takes its rows along: drain first"
+        saved = req.saved
+        if self.capturer.enabled:
+            saved = self.capturer.save(self.scheduler.pages.kv_slots(req, 0, req.num_read), earlier=req.saved)
+        self.scheduler.retract(req, saved)
+        self._forget_changed_pages()
+
+    def flush_cache(self) -> int:
+        """Forget all cached prefixes; returns the pages freed. Pages of running requests stay theirs."""
+        freed = self.scheduler.pages.flush()
+        self._forget_changed_pages()
+        return freed
+
+    def check_integrity(self) -> list[Violation]:
+        """I1, I3, I4 and I5 of the live state; empty when all hold. Call between steps."""
+        slots = self.scheduler.pages.owned_slots(self.scheduler.running)
+        return [*self.scheduler.check_integrity(), *self.capturer.check_integrity(slots), *self.ledger.check_integrity()]
+
+    def _schedule(self) -> ModelWorkerBatch | None:
+        """The next batch; when pages have run out and nothing is in flight, requests go back to the queue until one can run."""
+        batch = self.scheduler.schedule()
+        while batch is None and self._pending is None and (victim := self.scheduler.victim()) is not None:
+            self.retract(victim)
+            batch = self.scheduler.schedule()
+        stuck = batch is None and self._pending is None and self.ledger.num_live > 0
+        assert not stuck, f"{self.ledger.num_live} requests live, and none can run"
+        self._forget_changed_pages()
+        return batch
+
+    def _finish(self, dispatched: PendingStep | None) -> BatchTokenIDOut:
+        """Read the step in flight, file its rows, take in its tokens; `dispatched` is in flight from now on."""
+        finished, self._pending = self._pending, dispatched
+        outs, self._ended = self._ended, []
+        if finished is not None:
+            batch, result = finished.batch, self.runner.read(finished)
+            if result.rows is not None:
+                live = self.scheduler.live_tokens(batch)
+                self.capturer.on_forward_end(batch.kv_slots[live], result.rows[live], result.weight_version)
+            for req in self.scheduler.commit(batch, result):
+                matched = self.ledger.stop_string(req)
+                if matched is not None:
+                    req.stop_at(matched)
+                if req.state is ReqState.FINISHED or req.source.stream:
+                    outs.append(self._news(req))
+            self.num_steps += 1
+        self._forget_changed_pages()
+        return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
+
+    def _news(self, req: Req) -> TokenIDOut:
+        """What a request has to tell. An ended one hands over its rows, and only then its pages."""
+        record: RoutedExperts | None = None
+        error: Exception | None = None
+        if req.state is ReqState.FINISHED:
+            try:
+                record = self._record(req)
+            except RoutedExpertsError as cause:
+                error = cause
+            self.scheduler.release(req)
+        return self.ledger.news(req, record=record, error=error, weight_version=self.runner.weight_version)
+
+    def _record(self, req: Req) -> RoutedExperts | None:
+        """The rows of an ended request, from the slots of its pages and from those it took along when it was retracted."""
+        wanted = req.source.routed_experts
+        if not wanted.asked or req.num_output == 0:
+            return None
+        end = min(req.num_read, req.num_known - 1)
+        slots = self.scheduler.pages.kv_slots(req, wanted.start, end) if end > wanted.start else np.zeros(0, np.int64)
+        return self.capturer.collect(
+            slots, start=wanted.start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved
+        )
+
+    def _forget_changed_pages(self) -> None:
+        self.capturer.on_pages_allocated(self.scheduler.pages.take_changed())

@@ -1,0 +1,101 @@
+"""Ledger: the live requests, what each has been told, and how the others ended. Knows nothing of steps.
+
+Every accepted request has exactly one outcome: accepted == finished + live, at any time between steps."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from routed_experts.core.integrity import Violation
+from routed_experts.core.io_struct import Logprobs, TokenIDOut
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.scheduling.schedule_batch import Req, ReqState
+
+StopCheck = Callable[[int], str | None]  # the next token id -> the stop string that it completed
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Entry:
+    req: Req
+    stop: StopCheck | None
+    num_told: int = 0  # generated tokens that the caller has been told of
+
+
+class Ledger:
+    """Engine thread only; the counts may be read from any."""
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self._finished: dict[str, int] = {}
+        self._live: dict[str, _Entry] = {}
+
+    @property
+    def finished(self) -> Mapping[str, int]:
+        """Ended requests by outcome: stop, length, abort, error."""
+        return MappingProxyType(self._finished)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def enter(self, req: Req, stop: StopCheck | None) -> None:
+        """Note a request that has been accepted."""
+        assert req.rid not in self._live, req.rid
+        self._live[req.rid] = _Entry(req=req, stop=stop)
+        self.accepted += 1
+
+    def find(self, rid: str) -> Req | None:
+        """The live request of this id."""
+        entry = self._live.get(rid)
+        return None if entry is None else entry.req
+
+    def live(self) -> tuple[Req, ...]:
+        """All live requests, in order of arrival."""
+        return tuple(entry.req for entry in self._live.values())
+
+    def stop_string(self, req: Req) -> str | None:
+        """Show the newest token to the request's stop check; the string that it completed, if any."""
+        check = self._live[req.rid].stop
+        return None if check is None else check(int(req.tokens[req.num_known - 1]))
+
+    def news(self, req: Req, *, record: RoutedExperts | None, error: Exception | None, weight_version: int) -> TokenIDOut:
+        """What a request has to tell since it was last asked; an ended one leaves the ledger."""
+        entry = self._live[req.rid]
+        told, entry.num_told = entry.num_told, req.num_output
+        ended = req.state is ReqState.FINISHED
+        if ended:
+            assert req.finish_reason is not None, req.rid
+            outcome = "error" if error is not None else req.finish_reason.type
+            self._finished[outcome] = self._finished.get(outcome, 0) + 1
+            del self._live[req.rid]
+        return TokenIDOut(
+            rid=req.rid,
+            new_token_ids=tuple(req.output_ids[told:].tolist()),
+            output_logprobs=Logprobs(values=tuple(req.output_logprobs[told:]), top=tuple(req.output_top[told:])),
+            input_logprobs=_input_logprobs(req) if ended or told == 0 else None,
+            prompt_tokens=req.prompt_len,
+            completion_tokens=req.num_output,
+            cached_tokens=req.cached_tokens,
+            weight_version=weight_version,
+            finish_reason=req.finish_reason,
+            routed_experts=record,
+            error=error,
+        )
+
+    def check_integrity(self) -> list[Violation]:
+        """I1: every accepted request is live or has ended once."""
+        ended = sum(self._finished.values())
+        if self.accepted == ended + len(self._live):
+            return []
+        detail = f"accepted {self.accepted}, ended {ended}, live {len(self._live)}; wanted accepted == ended + live"
+        return [Violation(name="outcomes", detail=detail)]
+
+
+def _input_logprobs(req: Req) -> Logprobs | None:
+    """Logprobs of the prompt tokens from logprob_start_len on; the first token of a prompt has none."""
+    span = range(req.source.logprob_start_len, req.prompt_len)
+    if not req.wants_prompt_logprobs or any(place > 0 and place not in req.input_logprobs for place in span):
+        return None  # not asked for, or ended before the prompt was through
+    told = [(None, None) if place == 0 else req.input_logprobs[place] for place in span]
+    return Logprobs(values=tuple(value for value, _ in told), top=tuple(top for _, top in told))

@@ -1,0 +1,84 @@
+"""Memory plan: what an engine will allocate, said before it allocates anything. Knows shapes, not arrays.
+
+The pools get what `mem_fraction_static` of the device leaves after the weights and the step; never more than every running
+request can use twice over (once running, once cached)."""
+
+import dataclasses
+import math
+import os
+
+import jax
+from flax import nnx
+
+from routed_experts.core.buckets import Buckets
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.memory.kv_pool import KVPoolSpec
+
+_MEBI = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes by purpose, and the pool that fits. `capture_device` is two steps' rows, `capture_host` the store by slot."""
+
+    pool: KVPoolSpec
+    weights: int
+    capture_device: int
+    capture_host: int
+    limit: int
+
+    @property
+    def kv(self) -> int:
+        """Bytes of the KV pool."""
+        return self.pool.bytes_per_token * self.pool.num_slots
+
+    def lines(self) -> list[str]:
+        """The plan as it is printed, one purpose a line."""
+        tokens = (self.pool.num_pages - 1) * self.pool.page_size
+        return [
+            f"weights         {self.weights / _MEBI:10.1f} MiB",
+            f"KV pages        {self.kv / _MEBI:10.1f} MiB  ({tokens:,} tokens of {self.pool.bytes_per_token:,} bytes)",
+            f"capture, device {self.capture_device / _MEBI:10.1f} MiB  (rows of two steps)",
+            f"capture, host   {self.capture_host / _MEBI:10.1f} MiB  (one byte or two an id, by KV slot)",
+            f"limit           {self.limit / _MEBI:10.1f} MiB  (mem_fraction_static of the device)",
+        ]
+
+
+def plan_memory(
+    args: ServerArgs, buckets: Buckets, model: KVPoolSpec, state: nnx.State, capture: CaptureSpec | None, *, context_length: int
+) -> MemoryPlan:
+    """Size the pool. `model` carries the model's shapes; its num_pages is not read. ConfigError if it does not fit."""
+    weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    limit = int(device_bytes() * args.mem_fraction_static)
+    row_bytes = 0 if capture is None else capture.row_bytes
+    widest = max(tokens for _, tokens, _ in buckets.all_shapes())
+    slots = args.max_total_tokens or 2 * args.running_limit * context_length
+    pages = max(1, slots // args.page_size)
+    fitting = (limit - weights - 2 * widest * row_bytes) // (model.bytes_per_token * args.page_size)
+    if args.max_total_tokens is None:
+        pages = min(pages, fitting)
+    elif pages > fitting:
+        raise ConfigError(
+            f"max_total_tokens={args.max_total_tokens} needs {pages * args.page_size * model.bytes_per_token / _MEBI:.0f} MiB beside "
+            f"{weights / _MEBI:.0f} MiB of weights, above the limit of {limit / _MEBI:.0f} MiB; lower it to {max(0, fitting) * args.page_size} "
+            "or raise mem_fraction_static"
+        )
+    if pages < 1:
+        raise ConfigError(
+            f"weights of {weights / _MEBI:.0f} MiB leave no room for a KV page below the limit of {limit / _MEBI:.0f} MiB; "
+            "raise mem_fraction_static or choose a smaller dtype"
+        )
+    pool = dataclasses.replace(model, num_pages=pages + 1)
+    return MemoryPlan(
+        pool=pool, weights=weights, capture_device=2 * widest * row_bytes, capture_host=pool.num_slots * row_bytes, limit=limit
+    )
+
+
+def device_bytes() -> int:
+    """Memory of the default device: what its runtime says, or the machine's own on CPU."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

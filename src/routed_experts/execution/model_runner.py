@@ -1,0 +1,172 @@
+"""ModelRunner: owns what lives on the device (weights, KV pool, slots' last tokens) and runs the compiled programs.
+Knows nothing of queues; it takes a ModelWorkerBatch and gives, one step late, a StepResult.
+
+Host mutation: it rebinds what it donated. Every program is compiled before the first step; none afterwards."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int32, UInt
+
+from routed_experts.core.errors import WeightsMismatchError
+from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, ModelWorkerBatch, SamplerForm, StepResult
+from routed_experts.execution.forward_batch import BatchShape, pack, shape_of
+from routed_experts.execution.programs import FullInputs, ProgramSpec, SpokenTokens, forward, sample_tokens, score_prompt
+from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
+from routed_experts.memory.kv_pool import KVPoolSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """Static sizes of a runner. `shapes` are the padded steps it compiles for."""
+
+    pool: KVPoolSpec
+    num_request_slots: int  # slot 0 is padding
+    shapes: tuple[BatchShape, ...]
+    vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PendingStep:
+    """A dispatched step; its arrays are on their way to the host."""
+
+    batch: ModelWorkerBatch
+    sampled: Int32[Array, "B columns"]
+    scored: Int32[Array, "N columns"] | None
+    rows: UInt[Array, "N MK"] | None
+    weight_version: int
+
+
+class ModelRunner:
+    """Weights, pools and compiled programs of one model on one device."""
+
+    def __init__(self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, weight_version: int = 0) -> None:
+        self.spec, self.config, self.weight_version = spec, config, weight_version
+        self._state = state
+        self._pool = config.pool.allocate()
+        self._last_tokens = jnp.zeros(config.num_request_slots, jnp.int32)
+        self._spoken: SpokenTokens | None = None
+        self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
+
+    @property
+    def state(self) -> nnx.State[Any, Any]:
+        """The weights that the next step runs with."""
+        return self._state
+
+    def compile(self, *, progress: Callable[[int, int], None] | None = None, threads: int = 2) -> int:
+        """Compile every program of the table; returns how many there are."""
+        jobs = program_jobs(self._state, self.spec, self.config)
+        with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+            futures = {key: pool.submit(lambda job=job: job().compile()) for key, job in jobs.items()}
+            for done, (key, future) in enumerate(futures.items(), start=1):
+                self._programs[key] = future.result()
+                if progress is not None:
+                    progress(done, len(futures))
+        return len(jobs)
+
+    def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
+        """Put the batch and start its programs; returns at once."""
+        shape = shape_of(batch)
+        packed = jax.device_put(pack(batch))
+        self._pool, out = self._programs["forward", shape](self._state, self._pool, self._last_tokens, packed)
+        full = None
+        if batch.form is SamplerForm.FULL:
+            bias = jax.device_put((batch.sampling.bias_ids, batch.sampling.bias_values))
+            full = FullInputs(out.tokens, *bias)
+            if self._spoken is None:
+                self._spoken = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_spoken(self.config))
+        program = self._programs["sample", shape, batch.form]
+        spoken = self._spoken if full is not None else None
+        self._last_tokens, spoken, sampled = program(self._state, out.last_hidden, self._last_tokens, packed, spoken, full)
+        if spoken is not None:
+            self._spoken = spoken
+        scored = None
+        if batch.prompt_targets is not None:
+            scored = self._programs["score", shape.num_tokens](self._state, out.hidden, jax.device_put(batch.prompt_targets))
+        for array in (sampled, scored, out.rows):
+            if array is not None:
+                array.copy_to_host_async()
+        return PendingStep(batch=batch, sampled=sampled, scored=scored, rows=out.rows, weight_version=self.weight_version)
+
+    def read(self, pending: PendingStep) -> StepResult:
+        """Wait for a step's outputs and give them as host arrays."""
+        sampled = np.asarray(pending.sampled)
+        top, full = min(MAX_TOP_LOGPROBS, self.config.vocab_size), pending.batch.form is SamplerForm.FULL
+        scored = None if pending.scored is None else np.asarray(pending.scored)
+        return StepResult(
+            tokens=sampled[:, 0],
+            logprobs=_floats(sampled[:, 1]),
+            top_ids=sampled[:, 2 : 2 + top] if full else None,
+            top_logprobs=_floats(sampled[:, 2 + top :]) if full else None,
+            prompt_logprobs=None if scored is None else _floats(scored[:, 0]),
+            prompt_top_ids=None if scored is None else scored[:, 1 : 1 + top],
+            prompt_top_logprobs=None if scored is None else _floats(scored[:, 1 + top :]),
+            rows=None if pending.rows is None else np.asarray(pending.rows)[: pending.batch.num_tokens],
+            weight_version=pending.weight_version,
+        )
+
+    def update_weights(self, state: nnx.State[Any, Any], *, version: int) -> None:
+        """Run all later steps with other weights of the same tree, shapes and dtypes. Raises WeightsMismatchError."""
+        if version <= self.weight_version:
+            raise WeightsMismatchError(f"version={version} must be above {self.weight_version}, the one that is served", param="version")
+        old, new = (dict(jax.tree_util.tree_flatten_with_path(s)[0]) for s in (self._state, state))
+        wrong = [f"{jax.tree_util.keystr(k)}: {_said(new.get(k))} for {_said(v)}" for k, v in old.items() if _said(new.get(k)) != _said(v)]
+        wrong += [f"{jax.tree_util.keystr(k)}: {_said(v)} is not in the model" for k, v in new.items() if k not in old]
+        if wrong:
+            raise WeightsMismatchError(f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:4])}", param="state")
+        self._state, self.weight_version = state, version
+
+    def poison(self) -> None:
+        """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""
+        self._pool = jnp.full(self._pool.shape, 3e4, self._pool.dtype)
+
+
+def program_jobs(
+    state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig
+) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
+    """The table of programs: key to a call that lowers it. `state` may be arrays or their shapes."""
+    jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
+    for shape in config.shapes:
+        args = abstract_inputs(state, spec, config, shape)
+        run = jax.jit(functools.partial(forward, spec=spec, shape=shape), donate_argnums=1)
+        jobs["forward", shape] = functools.partial(run.lower, *args)
+        out = jax.eval_shape(functools.partial(forward, spec=spec, shape=shape), *args)[1]
+        for form in SamplerForm:
+            full = spoken = None
+            if form is SamplerForm.FULL:
+                bias = (shape.num_requests, MAX_BIAS)
+                full = FullInputs(out.tokens, jax.ShapeDtypeStruct(bias, jnp.int32), jax.ShapeDtypeStruct(bias, jnp.float32))
+                spoken = abstract_spoken(config)
+            run = jax.jit(functools.partial(sample_tokens, spec=spec, shape=shape, form=form), donate_argnums=(2, 4))
+            jobs["sample", shape, form] = functools.partial(run.lower, args[0], out.last_hidden, args[2], args[3], spoken, full)
+        if ("score", shape.num_tokens) not in jobs and shape.mode is ForwardMode.EXTEND:
+            run = jax.jit(functools.partial(score_prompt, spec=spec))
+            jobs["score", shape.num_tokens] = functools.partial(run.lower, args[0], out.hidden, out.tokens)
+    return jobs
+
+
+def abstract_inputs(state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape) -> tuple[Any, ...]:
+    """Shapes and dtypes of the arguments of `forward`."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    return shapes, config.pool.abstract, jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), shape.packed
+
+
+def abstract_spoken(config: RunnerConfig) -> SpokenTokens:
+    """Shapes of the counts that penalties need."""
+    size = (config.num_request_slots, config.vocab_size)
+    return SpokenTokens(jax.ShapeDtypeStruct(size, jnp.int32), jax.ShapeDtypeStruct(size, jnp.bool_))  # type: ignore[arg-type]
+
+
+def _floats(bits: Int32[np.ndarray, "..."]) -> Any:
+    return np.ascontiguousarray(bits).view(np.float32)
+
+
+def _said(array: Array | None) -> str:
+    return "nothing" if array is None else f"{array.dtype}{list(array.shape)}"

@@ -1,0 +1,159 @@
+"""The jitted programs of a step, as pure functions of arrays. Knows nothing of schedules, pools' owners or threads.
+
+A step is two programs: `forward` (tokens to hidden states; writes the KV pool in place; hands out the routed experts as one
+fresh array) and `sample` (hidden states to tokens). `prompt_logprobs` follows where a prompt's logprobs were asked for.
+Capture off is None at trace time: the program is the one that never heard of it.
+Dims: N padded tokens, B padded requests, R request slots, V vocabulary, M MoE layers, K experts per token, T top logprobs."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt
+
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.model_worker_batch import SamplerForm
+from routed_experts.execution.forward_batch import BatchShape, ForwardBatch, unpack
+from routed_experts.layers.attention import AttentionBackend, write_kv
+from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, prompt_logprobs, token_logprobs, top_logprobs
+from routed_experts.layers.moe import MoeBackend
+from routed_experts.layers.sampling import Penalties, SamplingMode, penalize, sample
+
+_MODES = {
+    SamplerForm.GREEDY: SamplingMode.GREEDY,
+    SamplerForm.RANDOM: SamplingMode.RANDOM,
+    SamplerForm.FILTERED: SamplingMode.FILTERED,
+    SamplerForm.FULL: SamplingMode.FILTERED,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramSpec:
+    """What all programs of an engine share; static."""
+
+    graphdef: nnx.GraphDef[Any]
+    capture: CaptureSpec | None  # None: off
+    moe: MoeBackend
+    attention: AttentionBackend
+    num_pages: int
+    raw_logprobs: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ForwardOut:
+    """Fresh outputs of `forward`. `rows` leave the device; the rest feeds the programs that follow."""
+
+    hidden: Float[Array, "N D"]
+    last_hidden: Float[Array, "B D"]
+    tokens: Int[Array, " N"]
+    rows: UInt[Array, "N MK"] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SpokenTokens:
+    """What each request slot has fed so far: counts of generated tokens, and which tokens its prompt held. Donated."""
+
+    generated: Int[Array, "R V"]
+    prompt: Bool[Array, "R V"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FullInputs:
+    """What only the FULL sampler needs."""
+
+    tokens: Int[Array, " N"]
+    bias_ids: Int[Array, "B X"]
+    bias_values: Float[Array, "B X"]
+
+
+def forward(
+    state: nnx.State[Any, Any],
+    pool: Float[Array, "LP page 2G C"],
+    last_tokens: Int[Array, " R"],
+    packed: Int32[Array, " words"],
+    *,
+    spec: ProgramSpec,
+    shape: BatchShape,
+) -> tuple[Float[Array, "LP page 2G C"], ForwardOut]:
+    """Run all layers over the tokens of a step."""
+    model = nnx.merge(spec.graphdef, state)
+    batch = unpack(packed, shape)
+    tokens = batch.resolve_tokens(last_tokens)
+
+    def attend(queries: Array, keys: Array, values: Array, pool: Array, layer: Array) -> tuple[Array, Array]:
+        first_page = layer * spec.num_pages
+        pool = write_kv(pool, keys, values, first_page, batch.paged)
+        return spec.attention.run(queries, pool, first_page, batch.paged), pool
+
+    capture = None if spec.capture is None else _RoutedExpertsDeviceCache.create(shape.num_tokens, spec.capture)
+    hidden, pool, capture = model(tokens, batch.paged.positions, batch.paged.valid, attend, pool, capture, backend=spec.moe)
+    rows = None if capture is None else capture.rows()
+    return pool, ForwardOut(hidden, jnp.take(hidden, batch.last_token_of_row, axis=0), tokens, rows)
+
+
+def sample_tokens(
+    state: nnx.State[Any, Any],
+    last_hidden: Float[Array, "B D"],
+    last_tokens: Int[Array, " R"],
+    packed: Int32[Array, " words"],
+    spoken: SpokenTokens | None,
+    full: FullInputs | None,
+    *,
+    spec: ProgramSpec,
+    shape: BatchShape,
+    form: SamplerForm,
+) -> tuple[Int[Array, " R"], SpokenTokens | None, Int32[Array, "B columns"]]:
+    """Choose the next token of every row. Returns the slots' last tokens, and one int32 array a row: token, logprob bits, and
+    in the FULL form T top ids and the bits of T top logprobs."""
+    batch = unpack(packed, shape)
+    raw = nnx.merge(spec.graphdef, state).logits(last_hidden)
+    logits = raw
+    if spoken is not None and full is not None:
+        spoken, penalties = count_spoken(spoken, full.tokens, batch)
+        logits = penalize(raw, penalties, full.bias_ids, full.bias_values)
+    tokens, processed = sample(logits, batch.sampling, _MODES[form])
+    source = raw if spec.raw_logprobs else processed
+    columns = [tokens[:, None], _bits(token_logprobs(source, tokens))[:, None]]
+    if full is not None:
+        values, ids = top_logprobs(source)
+        columns += [ids, _bits(values)]
+    return last_tokens.at[batch.request_slots].set(tokens), spoken, jnp.concatenate(columns, axis=1)
+
+
+def score_prompt(
+    state: nnx.State[Any, Any], hidden: Float[Array, "N D"], targets: Int[Array, " N"], *, spec: ProgramSpec
+) -> Int32[Array, "N columns"]:
+    """Logprobs of each token's successor in the prompt: logprob bits, T top ids, bits of T top logprobs."""
+    head = nnx.merge(spec.graphdef, state).unembedding()
+    scored = prompt_logprobs(hidden, head, targets, top=min(MAX_TOP_LOGPROBS, head.shape[1]))
+    return jnp.concatenate([_bits(scored.target)[:, None], scored.top_ids, _bits(scored.top)], axis=1)
+
+
+def count_spoken(spoken: SpokenTokens, tokens: Int[Array, " N"], batch: ForwardBatch) -> tuple[SpokenTokens, Penalties]:
+    """Add the tokens of this step to the counts of their slots; a request that feeds position 0 starts anew."""
+    paged, slots = batch.paged, batch.request_slots
+    starts_anew = (paged.positions[jnp.minimum(paged.query_starts[:-1], tokens.shape[0] - 1)] == 0)[:, None]
+    generated = jnp.where(starts_anew, 0, spoken.generated[slots])
+    prompt = jnp.where(starts_anew, False, spoken.prompt[slots])
+    of_prompt = paged.positions < batch.prompt_len[paged.token_rows]
+    generated = generated.at[paged.token_rows, tokens].add((paged.valid & ~of_prompt).astype(jnp.int32))
+    prompt = prompt.at[paged.token_rows, tokens].max(paged.valid & of_prompt)
+    penalties = Penalties(
+        presence=batch.presence,
+        frequency=batch.frequency,
+        repetition=batch.repetition,
+        generated_counts=generated,
+        prompt_seen=prompt,
+    )
+    return SpokenTokens(spoken.generated.at[slots].set(generated), spoken.prompt.at[slots].set(prompt)), penalties
+
+
+def _bits(x: Float[Array, "..."]) -> Int32[Array, "..."]:
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)

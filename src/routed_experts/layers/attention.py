@@ -1,0 +1,214 @@
+"""Attention over a paged pool of keys and values, and over whole sequences.
+Knows nothing of requests beyond the arrays of a step; `reference` is the oracle of every other backend.
+
+The pool of all layers is one array [L*P, page, 2G, C] that is carried through the layers and updated in place; row 2g holds
+the keys of head g and row 2g+1 its values. New keys and values are written first, then attention reads all from the pool.
+Padding tokens write to page 0 of the layer, which no request owns. Dims: N tokens, B requests, L layers, P pages, W pages of a
+request, H query heads, G kv heads, C head dim, S tokens of a sequence, T keys of a block, Q rows of a query tile."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+NEVER = -1e30  # a score that no softmax sees; finite, because inf - inf is NaN
+QUERY_TILE = 16
+KEY_BLOCK = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedBatch:
+    """Where the tokens of a step stand. Tokens of one request are neighbours, in order of position.
+
+    `decode` says that token n is the only token of request n; a backend may use it, none may need it."""
+
+    positions: Int[Array, " N"]
+    token_rows: Int[Array, " N"]  # request of each token
+    valid: Bool[Array, " N"]
+    query_starts: Int[Array, " B1"]  # first token of each request, and the end of the last
+    seq_lens: Int[Array, " B"]  # keys of each request after this step, 0 for padding
+    page_table: Int[Array, "B W"]
+    decode: bool = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBackend:
+    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]."""
+
+    name: str
+    run: Callable[[Float[Array, "N H C"], Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch], Float[Array, "N H C"]]
+
+
+def write_kv(
+    pool: Float[Array, "LP page 2G C"],
+    keys: Float[Array, "N G C"],
+    values: Float[Array, "N G C"],
+    first_page: Int[Array, ""],
+    batch: PagedBatch,
+) -> Float[Array, "LP page 2G C"]:
+    """Write each token's keys and values at its position's slot; padding goes to page 0 of the layer."""
+    page_size = pool.shape[1]
+    page = jnp.where(batch.valid, batch.page_table[batch.token_rows, batch.positions // page_size], 0)
+    both = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])  # [N, 2G, C]
+    return pool.at[first_page + page, batch.positions % page_size].set(both.astype(pool.dtype))
+
+
+def attend_all(
+    queries: Float[Array, "N H C"], keys: Float[Array, "N T G C"], values: Float[Array, "N T G C"], seen: Bool[Array, "N T"]
+) -> Float[Array, "N H C"]:
+    """Softmax attention of each row over its own keys, in float32."""
+    num_rows, heads, head_dim = queries.shape
+    groups = keys.shape[2]
+    wide = queries.astype(jnp.float32).reshape(num_rows, groups, heads // groups, head_dim)
+    scores = jnp.einsum("ngrc,ntgc->ngrt", wide, keys.astype(jnp.float32)) * head_dim**-0.5
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, NEVER), axis=-1)
+    return jnp.einsum("ngrt,ntgc->ngrc", weights, values.astype(jnp.float32)).reshape(queries.shape).astype(queries.dtype)
+
+
+def gather_pages(
+    pool: Float[Array, "LP page 2G C"], pages: Int[Array, "B W"]
+) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]:
+    """Give the keys and values of the listed pages, page after page."""
+    both = jnp.take(pool, pages, axis=0)
+    both = both.reshape(pages.shape[0], -1, pool.shape[2] // 2, 2, pool.shape[3])
+    return both[..., 0, :], both[..., 1, :]
+
+
+def reference_attention(
+    queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
+) -> Float[Array, "N H C"]:
+    """Gather every page of each token's request, at full width: no row's result depends on another row."""
+    keys, values = gather_pages(pool, first_page + batch.page_table[batch.token_rows])
+    seen = jnp.arange(keys.shape[1]) <= batch.positions[:, None]
+    return attend_all(queries, keys, values, seen)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RunningSoftmax:
+    """Online softmax (Milakov and Gimelshein 2018): maximum, normaliser and weighted values of the keys seen so far."""
+
+    top: Float[Array, "..."]
+    total: Float[Array, "..."]
+    mixed: Float[Array, "... C"]
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], head_dim: int) -> "RunningSoftmax":
+        """Nothing seen yet."""
+        zeros = jnp.zeros(shape, jnp.float32)
+        return RunningSoftmax(zeros + NEVER, zeros, jnp.zeros((*shape, head_dim), jnp.float32))
+
+    def add(self, scores: Float[Array, "... T"], values: Float[Array, "... T C"]) -> "RunningSoftmax":
+        """Take in one block of keys; batch axes of `values` are all axes of `scores` but its last two."""
+        top = jnp.maximum(self.top, jnp.max(scores, axis=-1))
+        shrink, weights = jnp.exp(self.top - top), jnp.exp(scores - top[..., None])
+        mixed = self.mixed * shrink[..., None] + weights @ values
+        return RunningSoftmax(top, self.total * shrink + jnp.sum(weights, axis=-1), mixed)
+
+    def result(self) -> Float[Array, "... C"]:
+        """The attention output; rows that saw nothing are 0."""
+        return self.mixed / jnp.maximum(self.total, 1e-30)[..., None]
+
+
+def paged_attention(
+    queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
+) -> Float[Array, "N H C"]:
+    """Walk over blocks of pages with an online softmax; work follows the tokens that are there, not the padding."""
+    return (_decode_attention if batch.decode else _ragged_attention)(queries, pool, first_page, batch)
+
+
+def _block_pages(page_size: int, width: int) -> int:
+    return max(1, min(width, KEY_BLOCK // page_size))
+
+
+def _decode_attention(
+    queries: Float[Array, "B H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
+) -> Float[Array, "B H C"]:
+    """All requests side by side, one block of keys after another up to the longest."""
+    (num_rows, heads, head_dim), groups, page_size = queries.shape, pool.shape[2] // 2, pool.shape[1]
+    pages = _block_pages(page_size, batch.page_table.shape[1])
+    block = pages * page_size
+    table = jnp.pad(batch.page_table, ((0, 0), (0, -batch.page_table.shape[1] % pages)))
+    wide = queries.astype(jnp.float32).reshape(num_rows, groups, heads // groups, head_dim) * head_dim**-0.5
+
+    def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
+        keys, values = gather_pages(pool, first_page + lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1))
+        keys, values = (jnp.swapaxes(x, 1, 2).astype(jnp.float32) for x in (keys, values))  # [B, G, T, C]
+        scores = jnp.einsum("bgrc,bgtc->bgrt", wide, keys)
+        seen = index * block + jnp.arange(block) < batch.seq_lens[:, None]
+        return state.add(jnp.where(seen[:, None, None], scores, NEVER), values)
+
+    blocks = (jnp.max(batch.seq_lens) + block - 1) // block
+    state = lax.fori_loop(0, blocks, add_block, RunningSoftmax.empty((num_rows, groups, heads // groups), head_dim))
+    return state.result().reshape(queries.shape).astype(queries.dtype)
+
+
+def _ragged_attention(
+    queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
+) -> Float[Array, "N H C"]:
+    """Tiles of Q query rows, each of one request, in order; a tile's rows past its request are overwritten by the next tile."""
+    (num_tokens, heads, head_dim), groups, page_size = queries.shape, pool.shape[2] // 2, pool.shape[1]
+    tile, pages = min(QUERY_TILE, num_tokens), _block_pages(page_size, batch.page_table.shape[1])
+    block, share = pages * page_size, heads // groups
+    table = jnp.pad(batch.page_table, ((0, 0), (0, -batch.page_table.shape[1] % pages)))
+    wide = jnp.pad(queries.astype(jnp.float32) * head_dim**-0.5, ((0, tile), (0, 0), (0, 0)))
+    positions = jnp.pad(batch.positions, (0, tile))
+    lengths = batch.query_starts[1:] - batch.query_starts[:-1]
+    tile_ends = jnp.cumsum((lengths + tile - 1) // tile)
+
+    def run_tile(index: Int[Array, ""], outputs: Float[Array, "NQ H C"]) -> Float[Array, "NQ H C"]:
+        row = jnp.searchsorted(tile_ends, index, side="right", method="compare_all").astype(jnp.int32)
+        first_tile = tile_ends[row] - (lengths[row] + tile - 1) // tile
+        start = batch.query_starts[row] + (index - first_tile) * tile
+        end = jnp.minimum(start + tile, batch.query_starts[row + 1])
+        rows = lax.dynamic_slice_in_dim(wide, start, tile).reshape(tile, groups, share, head_dim)
+        rows = jnp.transpose(rows, (1, 0, 2, 3)).reshape(groups, tile * share, head_dim)
+        at = lax.dynamic_slice_in_dim(positions, start, tile)
+
+        def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
+            listed = lax.dynamic_slice(table, (row, index * pages), (1, pages))
+            keys, values = gather_pages(pool, first_page + listed)
+            keys, values = (jnp.swapaxes(x[0], 0, 1).astype(jnp.float32) for x in (keys, values))  # [G, T, C]
+            seen = index * block + jnp.arange(block) <= at[:, None]
+            scores = jnp.einsum("gqc,gtc->gqt", rows, keys)
+            return state.add(jnp.where(jnp.repeat(seen, share, axis=0)[None], scores, NEVER), values)
+
+        blocks = (positions[end - 1] + block) // block
+        state = lax.fori_loop(0, blocks, add_block, RunningSoftmax.empty((groups, tile * share), head_dim))
+        mixed = state.result().reshape(groups, tile, share, head_dim)
+        mixed = jnp.transpose(mixed, (1, 0, 2, 3)).reshape(tile, heads, head_dim)
+        return lax.dynamic_update_slice_in_dim(outputs, mixed, start, axis=0)
+
+    outputs = lax.fori_loop(0, tile_ends[-1], run_tile, jnp.zeros_like(wide))
+    return outputs[:num_tokens].astype(queries.dtype)
+
+
+def causal_attention(
+    queries: Float[Array, "B S H C"],
+    keys: Float[Array, "B S G C"],
+    values: Float[Array, "B S G C"],
+    segment_ids: Int[Array, "B S"] | None,
+) -> Float[Array, "B S H C"]:
+    """Whole sequences, each token over itself and what came before it in its segment. Differentiable; for training."""
+    (batch, length, heads, head_dim), groups = queries.shape, keys.shape[2]
+    seen = jnp.tril(jnp.ones((length, length), bool))[None]
+    if segment_ids is not None:
+        seen = seen & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    wide = queries.astype(jnp.float32).reshape(batch, length, groups, heads // groups, head_dim)
+    scores = jnp.einsum("bsgrc,btgc->bgrst", wide, keys.astype(jnp.float32)) * head_dim**-0.5
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, NEVER), axis=-1)
+    mixed = jnp.einsum("bgrst,btgc->bsgrc", weights, values.astype(jnp.float32))
+    return mixed.reshape(queries.shape).astype(queries.dtype)
+
+
+ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
+    {
+        "reference": AttentionBackend(name="reference", run=reference_attention),
+        "paged": AttentionBackend(name="paged", run=paged_attention),
+    }
+)

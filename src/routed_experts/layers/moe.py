@@ -1,0 +1,147 @@
+"""Expert computation: y[n] = sum over k of weights[n, k] * expert(ids[n, k])(x[n]), SiLU-gated experts.
+Knows nothing of how ids were chosen; it runs exactly the ids that it is given, which is what makes them worth recording.
+
+Expert weights of all layers of a run stand in one array [R*E, ...]; a backend takes the whole array and the first expert of
+its layer, because a scan would copy a layer's experts in order to slice them. Dims: N tokens, K experts per token, E experts
+of a layer, R layers of the run, D hidden, F expert width, T rows of a tile."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertCall:
+    """One layer's expert computation. Rows that are not `valid` are padding: they may be skipped and yield zeros."""
+
+    x: Float[Array, "N D"]
+    ids: Int[Array, "N K"]
+    weights: Float[Array, "N K"]
+    valid: Bool[Array, " N"]
+    gate_up: Float[Array, "RE D 2F"]
+    down: Float[Array, "RE F D"]
+    first_expert: Int[Array, ""]
+    num_experts: int = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoeBackend:
+    """A way to run experts. `reveals_ids`: it runs the ids it is given; a backend that routes inside itself does not, and
+    capture refuses it. `layered`: it takes the weights of the whole run; otherwise one layer's [E, ...]."""
+
+    name: str
+    run: Callable[["ExpertCall"], Float[Array, "N D"]]
+    reveals_ids: bool = True
+    layered: bool = True
+
+
+def gated(x: Float[Array, "... 2F"]) -> Float[Array, "... F"]:
+    """SiLU(gate) * up, for gate and up side by side in the last axis."""
+    gate, up = jnp.split(x, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def reference_experts(call: ExpertCall) -> Float[Array, "N D"]:
+    """Run every expert on every row and pick: no row's result depends on another row. The oracle of all backends."""
+    gate_up = lax.dynamic_slice_in_dim(call.gate_up, call.first_expert, call.num_experts)
+    down = lax.dynamic_slice_in_dim(call.down, call.first_expert, call.num_experts)
+    hidden = gated(jnp.einsum("nd,edf->enf", call.x, gate_up))
+    outputs = jnp.einsum("enf,efd->end", hidden, down)  # [E, N, D]
+    rows = jnp.arange(call.x.shape[0])[:, None]
+    return combine(outputs[call.ids, rows], call.weights, call.valid)
+
+
+def combine(outputs: Float[Array, "N K D"], weights: Float[Array, "N K"], valid: Bool[Array, " N"]) -> Float[Array, "N D"]:
+    """Weighted sum over the K slots in executed order, accumulated in float32; padding rows become 0."""
+    summed = jnp.sum(outputs.astype(jnp.float32) * weights[..., None], axis=1)
+    return jnp.where(valid[:, None], summed, 0.0).astype(outputs.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TilePlan:
+    """Slots sorted by expert and cut into tiles of T rows, each of one expert. The rows of a tile past its expert's last one
+    belong to the next expert, whose own tile overwrites them."""
+
+    order: Int[Array, " NK"]  # slot (n*K + k) at each sorted place
+    place: Int[Array, " NK"]  # sorted place of each slot
+    row: Int[Array, " NK"]  # tile * T + row in the tile, of each slot
+    tile_expert: Int[Array, " tiles"]
+    tile_start: Int[Array, " tiles"]  # sorted place of the tile's first row
+    num_tiles: Int[Array, ""]
+
+
+def plan_tiles(ids: Int[Array, "N K"], valid: Bool[Array, " N"], *, num_experts: int, tile: int) -> TilePlan:
+    """Sort slots by expert (padding last, in no tile) and cut each expert's rows into tiles."""
+    slots = ids.size
+    key = jnp.where(valid[:, None], ids, num_experts).reshape(-1)
+    order = jnp.argsort(key, stable=True).astype(jnp.int32)
+    place = jnp.zeros(slots, jnp.int32).at[order].set(jnp.arange(slots, dtype=jnp.int32), unique_indices=True)
+    counts = jnp.sum(key[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+    starts = jnp.cumsum(counts) - counts
+    tiles = (counts + tile - 1) // tile
+    ends = jnp.cumsum(tiles)
+    index = jnp.arange(min(slots, slots // tile + num_experts), dtype=jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32), num_experts - 1)
+    first = ends - tiles
+    start = starts[expert] + (index - first[expert]) * tile
+    own = jnp.minimum(key, num_experts - 1)
+    row = jnp.clip(first[own] * tile + place - starts[own], 0, index.shape[0] * tile - 1)
+    return TilePlan(order=order, place=place, row=row, tile_expert=expert, tile_start=start, num_tiles=ends[-1])
+
+
+def tile_rows(num_slots: int, num_experts: int) -> int:
+    """Rows of a tile: about the mean load of an expert, as a power of two between 1 and 64."""
+    rows = 1
+    while rows < 64 and rows * num_experts < num_slots:
+        rows *= 2
+    return rows
+
+
+def tiled_experts(call: ExpertCall) -> Float[Array, "N D"]:
+    """Loop over the tiles that hold rows; reads only the experts that were chosen. Best on CPU."""
+    (num_rows, top_k), width = call.ids.shape, call.x.shape[1]
+    tile = tile_rows(call.ids.size, call.num_experts)
+    plan = plan_tiles(call.ids, call.valid, num_experts=call.num_experts, tile=tile)
+    sorted_x = jnp.take(call.x, plan.order // top_k, axis=0)
+    sorted_x = jnp.concatenate([sorted_x, jnp.zeros((tile, width), call.x.dtype)])
+
+    def run_tile(index: Int[Array, ""], outputs: Float[Array, "NKT D"]) -> Float[Array, "NKT D"]:
+        expert, start = call.first_expert + plan.tile_expert[index], plan.tile_start[index]
+        rows = lax.dynamic_slice_in_dim(sorted_x, start, tile)
+        gate_up = lax.dynamic_index_in_dim(call.gate_up, expert, keepdims=False)
+        down = lax.dynamic_index_in_dim(call.down, expert, keepdims=False)
+        return lax.dynamic_update_slice_in_dim(outputs, gated(rows @ gate_up) @ down, start, axis=0)
+
+    outputs = lax.fori_loop(0, plan.num_tiles, run_tile, jnp.zeros_like(sorted_x))
+    outputs = jnp.take(outputs, plan.place, axis=0).reshape(num_rows, top_k, width)
+    return combine(outputs, call.weights, call.valid)
+
+
+def grouped_experts(call: ExpertCall) -> Float[Array, "N D"]:
+    """All tiles as one batched product; differentiable in x, weights and expert weights. For training."""
+    (num_rows, top_k), width = call.ids.shape, call.x.shape[1]
+    tile = tile_rows(call.ids.size, call.num_experts)
+    plan = plan_tiles(call.ids, call.valid, num_experts=call.num_experts, tile=tile)
+    index = jnp.arange(plan.tile_expert.shape[0])
+    places = plan.tile_start[:, None] + jnp.arange(tile)  # [tiles, T]
+    slots = jnp.take(plan.order, jnp.clip(places, 0, plan.order.shape[0] - 1))
+    rows = jnp.take(call.x, slots // top_k, axis=0)  # [tiles, T, D]
+    experts = call.first_expert + jnp.where(index < plan.num_tiles, plan.tile_expert, 0)
+    hidden = gated(jnp.einsum("itd,idf->itf", rows, jnp.take(call.gate_up, experts, axis=0)))
+    outputs = jnp.einsum("itf,ifd->itd", hidden, jnp.take(call.down, experts, axis=0)).reshape(-1, width)
+    return combine(jnp.take(outputs, plan.row, axis=0).reshape(num_rows, top_k, width), call.weights, call.valid)
+
+
+MOE_BACKENDS: Mapping[str, MoeBackend] = MappingProxyType(
+    {
+        "reference": MoeBackend(name="reference", run=reference_experts),
+        "tiled": MoeBackend(name="tiled", run=tiled_experts),
+        "grouped": MoeBackend(name="grouped", run=grouped_experts, layered=False),
+    }
+)

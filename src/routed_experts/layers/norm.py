@@ -1,0 +1,13 @@
+"""Root-mean-square normalisation (Zhang and Sennrich 2019).
+Knows nothing of what it normalises."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], *, eps: float) -> Float[Array, "... D"]:
+    """Normalise the last axis in float32, cast to x's dtype, then multiply by `scale`."""
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * inverse).astype(x.dtype) * scale

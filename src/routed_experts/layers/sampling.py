@@ -1,0 +1,180 @@
+"""Choose one token per row from logits, on the device. Knows nothing of requests, pages, stop strings or the model.
+
+Noise is a function of (seed, choice, position) alone: never of the batch row, its neighbours or the padding. No row is
+sorted: a filter is a border in the row's own scores, found by bisection over the bits of a float32, so its cost does not
+depend on the values, and equal scores are kept or dropped together.
+Dims: B rows, V vocabulary, X logit-bias entries of a row."""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from routed_experts.core.sampling_params import ResolvedSampling
+
+_MAX_FINITE_BITS = 0x7F7FFFFF  # float32 maximum read as an int32; non-negative floats order as their bits do
+_BISECTIONS = 31  # halvings of [0, _MAX_FINITE_BITS]
+
+
+class SamplingMode(enum.Enum):
+    """How much of the sampler a program holds; static. Rows with temperature 0 are greedy in every mode."""
+
+    GREEDY = "greedy"  # argmax only
+    RANDOM = "random"  # temperature and noise
+    FILTERED = "filtered"  # also top-k, top-p, min-p
+
+    @classmethod
+    def cheapest(cls, rows: Iterable[ResolvedSampling]) -> "SamplingMode":
+        """Return the smallest mode that serves all rows."""
+        mode = cls.GREEDY
+        for row in rows:
+            if row.is_filtered:
+                return cls.FILTERED
+            if not row.is_greedy:
+                mode = cls.RANDOM
+        return mode
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingBatch:
+    """Sampling values of each row. A padded row has temperature 0, the rest is then not read."""
+
+    temperature: Float[Array, " B"]  # 0 = greedy
+    top_k: Int[Array, " B"]  # <= 0 = off
+    top_p: Float[Array, " B"]  # >= 1 = off
+    min_p: Float[Array, " B"]  # 0 = off
+    seed: UInt32[Array, "B 2"]  # high and low word of an int64
+    choice: Int[Array, " B"]  # j of n
+    position: Int[Array, " B"]  # index in the sequence of the token to be sampled
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Penalties:
+    """What each row has said so far, and what saying it again costs. Neutral: 0, 0 and 1."""
+
+    presence: Float[Array, " B"]
+    frequency: Float[Array, " B"]
+    repetition: Float[Array, " B"]
+    generated_counts: Int[Array, "B V"]
+    prompt_seen: Bool[Array, "B V"]
+
+
+def penalize(
+    logits: Float[Array, "B V"],
+    penalties: Penalties | None,
+    bias_ids: Int[Array, "B X"] | None = None,
+    bias_values: Float[Array, "B X"] | None = None,
+) -> Float[Array, "B V"]:
+    """Apply repetition (prompt and generated), then frequency and presence (generated only), then the logit bias.
+
+    The formulas are those of OpenAI and vLLM; the bias comes last, as in SGLang, so a repetition penalty does not scale
+    it. A bias id of V is padding and dropped; a bias of -inf bans a token (minimum length). None is off."""
+    if penalties is not None:
+        spoken = penalties.generated_counts > 0
+        repetition = penalties.repetition[:, None]
+        repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        logits = jnp.where(spoken | penalties.prompt_seen, repeated, logits)
+        logits = logits - penalties.frequency[:, None] * penalties.generated_counts.astype(jnp.float32)
+        logits = logits - jnp.where(spoken, penalties.presence[:, None], jnp.float32(0))
+    if bias_ids is not None and bias_values is not None:
+        rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+        logits = logits.at[rows, bias_ids].add(bias_values, mode="drop")
+    return logits
+
+
+def processed_logits(logits: Float[Array, "B V"], batch: SamplingBatch, mode: SamplingMode) -> Float[Array, "B V"]:
+    """Return the scores that are sampled from: dropped tokens are -inf, up to a constant per row.
+
+    Temperature, then top-k, then top-p over what top-k left, then min-p: the order of Hugging Face and of SGLang's
+    flashinfer path (vLLM puts min-p first; the two differ only where min-p and top-p are both set). Top-k keeps every score
+    >= the k-th (Hugging Face); top-p keeps the fewest whole groups of equal scores whose mass reaches top_p. The best token
+    stays. A greedy row is returned as it came: its distribution is the model's at temperature 1."""
+    if mode is SamplingMode.GREEDY:
+        return logits
+    # Shift first: the best score is then exactly 0 at any temperature and nothing overflows to +inf.
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scores = shifted / jnp.maximum(batch.temperature, jnp.finfo(jnp.float32).tiny)[:, None]
+    if mode is SamplingMode.FILTERED:
+        scores = _filter(scores, batch)
+    return jnp.where(is_greedy(batch)[:, None], logits, scores)
+
+
+def sample(logits: Float[Array, "B V"], batch: SamplingBatch, mode: SamplingMode) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+    """Return the token of each row and the processed logits it was drawn from. Ties go to the lower id.
+
+    `logits` are float32, after `penalize`. In GREEDY mode the caller vouches that all rows have temperature 0."""
+    processed = processed_logits(logits, batch, mode)
+    scores = processed
+    if mode is not SamplingMode.GREEDY:
+        noise = gumbel_noise(batch, logits.shape[-1])
+        scores = jnp.where(is_greedy(batch)[:, None], processed, processed + noise)
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32), processed
+
+
+def is_greedy(batch: SamplingBatch) -> Bool[Array, " B"]:
+    """Tell which rows have temperature 0. Below the smallest normal float32 counts as 0 on every platform."""
+    return batch.temperature < jnp.finfo(jnp.float32).tiny
+
+
+def gumbel_noise(batch: SamplingBatch, vocab_size: int) -> Float[Array, "B V"]:
+    """Return standard Gumbel noise of (seed, choice, position), row by row; finite.
+
+    All 32 random bits are used, with the fine end of the float where the noise is large: it reaches 22.8, where the usual 23 bits
+    end at 15.9 and starve the tail of a large vocabulary (each token below 1e-7)."""
+
+    def of_row(seed: UInt32[Array, " 2"], choice: Int[Array, ""], position: Int[Array, ""]) -> Float[Array, " V"]:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, choice), position)
+        bits = jax.random.bits(key, (vocab_size,), jnp.uint32).astype(jnp.float32)
+        # (0, 1), open at both ends: 2^-33 .. 1 - 2^-24
+        uniform = jnp.minimum((bits + jnp.float32(0.5)) * jnp.float32(2.0**-32), jnp.float32(1 - 2.0**-24))
+        return -jnp.log(-jnp.log1p(-uniform))
+
+    return jax.vmap(of_row)(batch.seed, batch.choice, batch.position)
+
+
+def _filter(scores: Float[Array, "B V"], batch: SamplingBatch) -> Float[Array, "B V"]:
+    """Drop what top-k, top-p and min-p drop. Scores are <= 0 and the best of each row is 0.
+
+    No branch looks at the batch: a GPU would have to wait for the answer before it could be given the next step."""
+
+    def enough_tokens(border: Float[Array, " B"]) -> Bool[Array, " B"]:
+        return jnp.sum(scores >= border[:, None], axis=-1, dtype=jnp.int32) >= batch.top_k
+
+    limited = (batch.top_k > 0) & (batch.top_k < scores.shape[-1])
+    at_top_k = jnp.where(limited, _border(enough_tokens, scores.shape[0]), -jnp.inf)
+    left = jnp.where(scores >= at_top_k[:, None], scores, -jnp.inf)
+    weights = jnp.exp(left)
+    wanted = batch.top_p * jnp.sum(weights, axis=-1)
+
+    def enough_mass(border: Float[Array, " B"]) -> Bool[Array, " B"]:
+        # Terms are >= 0 and added in one fixed order, so the mass never falls as the border does: bisection is exact.
+        return jnp.sum(jnp.where(left >= border[:, None], weights, jnp.float32(0)), axis=-1) >= wanted
+
+    at_top_p = jnp.where(batch.top_p < 1, _border(enough_mass, scores.shape[0]), -jnp.inf)
+    border = jnp.maximum(at_top_p, jnp.log(batch.min_p))  # min-p: p >= min_p * p_best, and log 0 is off
+    return jnp.where(left >= border[:, None], left, -jnp.inf)
+
+
+def _border(reaches: Callable[[Float[Array, " B"]], Bool[Array, " B"]], num_rows: int) -> Float[Array, " B"]:
+    """Return per row the highest border <= 0 for which `reaches(border)` holds, or the lowest finite one if none does.
+
+    `reaches` must not turn false as the border falls. Exact to the last bit of a float32."""
+
+    def as_border(bits: Int[Array, " B"]) -> Float[Array, " B"]:
+        return -lax.bitcast_convert_type(bits, jnp.float32)
+
+    def halve(_: Int[Array, ""], span: tuple[Int[Array, " B"], Int[Array, " B"]]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        low, high = span  # the answer is in low..high
+        middle = low + (high - low) // 2
+        reached = reaches(as_border(middle))
+        return jnp.where(reached, low, middle + 1), jnp.where(reached, middle, high)
+
+    span = jnp.zeros(num_rows, jnp.int32), jnp.full(num_rows, _MAX_FINITE_BITS, jnp.int32)
+    return as_border(lax.fori_loop(0, _BISECTIONS, halve, span)[1])

@@ -1,0 +1,272 @@
+"""Qwen3-MoE (Qwen Team 2025): grouped-query attention with q/k norm, rotary positions, top-k experts; dense layers may be
+interleaved (`decoder_sparse_step`, `mlp_only_layers`). Knows nothing of caches: attention is an argument.
+
+Layers stand in homogeneous runs, each scanned: a dense-first model has two. A run's expert weights are one array
+[R*E, ...] (layers/moe.py). Dims: N tokens, L layers, R layers of a run, D hidden, H query heads, G kv heads, C head dim,
+E experts, K experts per token, F expert width, I dense width, V vocabulary."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.layers.moe import ExpertCall, MoeBackend, gated
+from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.rotary import apply_rotary, rotary_angles
+from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
+from routed_experts.models.checkpoint import WeightSource
+from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.interface import Attend, TokenRouting
+
+ARCHITECTURE = "Qwen3MoeForCausalLM"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3MoeConfig:
+    """Shapes and constants of config.json; hashable, so that it can be static under jit."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dense_width: int
+    expert_width: int
+    router: RouterSpec
+    moe_layers: tuple[int, ...]
+    rope_theta: float
+    norm_eps: float
+    tie_embeddings: bool
+    context_length: int
+
+    @property
+    def capture_spec(self) -> CaptureSpec | None:
+        """What the routed experts of this model look like; None for a model without MoE layers."""
+        if not self.moe_layers:
+            return None
+        experts, top_k = self.router.num_experts, self.router.top_k
+        return CaptureSpec(num_hidden_layers=self.num_layers, layer_ids=self.moe_layers, num_experts=experts, top_k=top_k)
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Maximal runs [first, end) of layers that are all dense or all MoE."""
+        moe = [layer in self.moe_layers for layer in range(self.num_layers)]
+        starts = [layer for layer in range(self.num_layers) if layer == 0 or moe[layer] != moe[layer - 1]]
+        return tuple(zip(starts, [*starts[1:], self.num_layers], strict=True))
+
+    @staticmethod
+    def from_reader(reader: ConfigReader) -> "Qwen3MoeConfig":
+        """Read config.json; every key that is missing or cannot be is named in a ConfigError."""
+        layers, heads = reader.int("num_hidden_layers", minimum=1), reader.int("num_attention_heads", minimum=1)
+        hidden, experts = reader.int("hidden_size", minimum=1), reader.int("num_experts", minimum=0)
+        step, only = reader.int("decoder_sparse_step", minimum=1, default=1), reader.ints("mlp_only_layers", default=())
+        moe_layers = tuple(i for i in range(layers) if i not in only and experts > 0 and (i + 1) % step == 0)
+        kv_heads = reader.int("num_key_value_heads", minimum=1, default=heads)
+        reader.require(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads={heads}")
+        top_k = reader.int("num_experts_per_tok", minimum=1)
+        reader.require(not moe_layers or top_k <= experts, "num_experts_per_tok", f"at most num_experts={experts}")
+        reader.require(reader.str("hidden_act", default="silu") == "silu", "hidden_act", "'silu'")
+        reader.require(not reader.bool("attention_bias", default=False), "attention_bias", "false")
+        reader.require(not reader.bool("use_sliding_window", default=False), "use_sliding_window", "false")
+        return Qwen3MoeConfig(
+            vocab_size=reader.int("vocab_size", minimum=1),
+            hidden_size=hidden,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=reader.int("head_dim", minimum=2, default=hidden // heads),
+            dense_width=reader.int("intermediate_size", minimum=1),
+            expert_width=reader.int("moe_intermediate_size", minimum=1),
+            router=RouterSpec(num_experts=experts, top_k=top_k, renormalize=reader.bool("norm_topk_prob", default=False)),
+            moe_layers=moe_layers,
+            rope_theta=reader.rope_theta(default=10_000.0),
+            norm_eps=reader.float("rms_norm_eps", default=1e-6),
+            tie_embeddings=reader.bool("tie_word_embeddings", default=False),
+            context_length=reader.int("max_position_embeddings", minimum=1),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerInputs:
+    """What every layer of a step shares."""
+
+    cos: Float[Array, "N C"]
+    sin: Float[Array, "N C"]
+    valid: Bool[Array, " N"]
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[Array]:
+    return nnx.Param((jax.random.normal(rngs.params(), shape) * 0.02).astype(dtype))
+
+
+class DecoderRun(nnx.Module):
+    """R neighbouring layers of one kind, their weights stacked on the first axis."""
+
+    def __init__(self, config: Qwen3MoeConfig, first: int, end: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        self.first, self.length, self.is_moe = first, end - first, first in config.moe_layers
+        num, dim, heads, groups, c = self.length, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.input_norm, self.post_norm = nnx.Param(jnp.ones((num, dim), dtype)), nnx.Param(jnp.ones((num, dim), dtype))
+        self.q_norm, self.k_norm = nnx.Param(jnp.ones((num, c), dtype)), nnx.Param(jnp.ones((num, c), dtype))
+        self.qkv = _normal(rngs, (num, dim, (heads + 2 * groups) * c), dtype)
+        self.out = _normal(rngs, (num, heads * c, dim), dtype)
+        experts = config.router.num_experts if self.is_moe else 1
+        width = config.expert_width if self.is_moe else config.dense_width
+        self.gate_up = _normal(rngs, (num * experts, dim, 2 * width), dtype)
+        self.down = _normal(rngs, (num * experts, width, dim), dtype)
+        self.router = _normal(rngs, (num, dim, experts), dtype) if self.is_moe else None
+
+    def attention_weights(self) -> tuple[Float[Array, "R ..."], ...]:
+        """The six arrays of attention and norms, layer axis first."""
+        return tuple(p[...] for p in (self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.post_norm))
+
+
+class Qwen3Moe(nnx.Module):
+    """The decoder. `__call__` gives hidden states of tokens; `logits` turns hidden states into scores of the vocabulary."""
+
+    def __init__(self, config: Qwen3MoeConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        self.config = config
+        self.embed = _normal(rngs, (config.vocab_size, config.hidden_size), dtype)
+        self.runs = nnx.List([DecoderRun(config, first, end, rngs=rngs, dtype=dtype) for first, end in config.runs])
+        self.norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        self.head = None if config.tie_embeddings else _normal(rngs, (config.hidden_size, config.vocab_size), dtype)
+
+    def logits(self, hidden: Float[Array, "N D"]) -> Float[Array, "N V"]:
+        """Scores of the vocabulary, float32."""
+        return jnp.dot(hidden, self.unembedding(), preferred_element_type=jnp.float32)
+
+    def unembedding(self) -> Float[Array, "D V"]:
+        """The matrix that `logits` multiplies by."""
+        return self.embed[...].T if self.head is None else self.head[...]
+
+    def __call__(
+        self,
+        tokens: Int[Array, " N"],
+        positions: Int[Array, " N"],
+        valid: Bool[Array, " N"],
+        attend: Attend,
+        cache: Any,
+        capture: _RoutedExpertsDeviceCache | None,
+        *,
+        backend: MoeBackend,
+        routed: TokenRouting | None = None,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
+        """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in it."""
+        config = self.config
+        cos, sin = rotary_angles(positions, head_dim=config.head_dim, theta=config.rope_theta)
+        shared = LayerInputs(cos=cos, sin=sin, valid=valid)
+        x = jnp.take(self.embed[...], tokens, axis=0)
+        first_moe = 0
+        for run in self.runs:
+            body = self._layer(run, shared, attend, backend, routed)
+            layers = jnp.arange(run.first, run.first + run.length, dtype=jnp.int32)
+            columns = layers - run.first + first_moe
+            ids = None
+            if run.is_moe:
+                ids = None if routed is None else jnp.swapaxes(routed.ids[:, first_moe : first_moe + run.length], 0, 1)
+                first_moe += run.length
+            router = None if run.router is None else run.router[...]
+            sliced = None if backend.layered and run.is_moe else self._per_layer(run)
+            scanned = (layers, columns, run.attention_weights(), router, sliced, ids)
+            (x, cache, capture), _ = lax.scan(jax.checkpoint(body) if remat else body, (x, cache, capture), scanned)
+        return rms_norm(x, self.norm[...], eps=config.norm_eps), cache, capture
+
+    def _per_layer(self, run: DecoderRun) -> tuple[Float[Array, "R E D 2F"], Float[Array, "R E F D"]]:
+        gate_up, down = run.gate_up[...], run.down[...]
+        return gate_up.reshape(run.length, -1, *gate_up.shape[1:]), down.reshape(run.length, -1, *down.shape[1:])
+
+    def _layer(
+        self, run: DecoderRun, shared: LayerInputs, attend: Attend, backend: MoeBackend, routed: TokenRouting | None
+    ) -> Callable[[Any, Any], tuple[Any, None]]:
+        """The body of a run's scan: one decoder layer."""
+        config = self.config
+
+        def layer(carry: Any, scanned: Any) -> tuple[Any, None]:
+            x, cache, capture = carry
+            index, column, weights, router, sliced, ids = scanned
+            attended, cache = _attention(x, weights, shared, attend, cache, index, config)
+            x = x + attended
+            normed = rms_norm(x, weights[-1], eps=config.norm_eps)
+            if router is None:
+                gate_up, down = sliced
+                return (x + gated(normed @ gate_up[0]) @ down[0], cache, capture), None
+            layer_routing = None if routed is None or ids is None else LayerRouting(ids, routed.valid)
+            routing = replay_topk(jnp.dot(normed, router, preferred_element_type=jnp.float32), layer_routing, spec=config.router)
+            gate_up, down = (run.gate_up[...], run.down[...]) if sliced is None else sliced
+            experts = config.router.num_experts
+            first = (index - run.first) * experts if sliced is None else jnp.zeros((), jnp.int32)
+            call = ExpertCall(normed, routing.ids, routing.weights, shared.valid, gate_up, down, first, experts)
+            if capture is not None:
+                capture = capture.capture_fwd_routed_experts(column, routing.ids)
+            return (x + backend.run(call), cache, capture), None
+
+        return layer
+
+    @staticmethod
+    def weight_sources(config: Qwen3MoeConfig) -> Iterator[WeightSource]:
+        """The table of names: where each tensor of a checkpoint belongs."""
+        dim = config.hidden_size
+        yield WeightSource(name="model.embed_tokens.weight", shape=(config.vocab_size, dim), target="embed", index=(), transpose=False)
+        yield WeightSource(name="model.norm.weight", shape=(dim,), target="norm", index=(), transpose=False)
+        if not config.tie_embeddings:
+            yield WeightSource(name="lm_head.weight", shape=(config.vocab_size, dim), target="head", index=(), transpose=True)
+        for run, (first, end) in enumerate(config.runs):
+            for layer in range(first, end):
+                yield from _layer_sources(config, f"runs.{run}.", layer, layer - first)
+
+
+def _attention(
+    x: Float[Array, "N D"],
+    weights: tuple[Float[Array, "..."], ...],
+    shared: LayerInputs,
+    attend: Attend,
+    cache: Any,
+    layer: Int[Array, ""],
+    config: Qwen3MoeConfig,
+) -> tuple[Float[Array, "N D"], Any]:
+    input_norm, qkv, q_norm, k_norm, out, _ = weights
+    heads, groups, c = config.num_heads, config.num_kv_heads, config.head_dim
+    mixed = (rms_norm(x, input_norm, eps=config.norm_eps) @ qkv).reshape(x.shape[0], heads + 2 * groups, c)
+    queries, keys, values = mixed[:, :heads], mixed[:, heads : heads + groups], mixed[:, heads + groups :]
+    queries = apply_rotary(rms_norm(queries, q_norm, eps=config.norm_eps), shared.cos, shared.sin)
+    keys = apply_rotary(rms_norm(keys, k_norm, eps=config.norm_eps), shared.cos, shared.sin)
+    attended, cache = attend(queries, keys, values, cache, layer)
+    return attended.reshape(x.shape[0], heads * c) @ out, cache
+
+
+def _layer_sources(config: Qwen3MoeConfig, run: str, layer: int, index: int) -> Iterator[WeightSource]:
+    dim, heads, groups, c = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+
+    def source(name: str, shape: tuple[int, ...], target: str, *, row: int = index, offset: int = 0) -> WeightSource:
+        full = f"model.layers.{layer}.{name}.weight"
+        return WeightSource(name=full, shape=shape, target=run + target, index=(row,), transpose=len(shape) == 2, offset=offset)
+
+    yield source("input_layernorm", (dim,), "input_norm")
+    yield source("post_attention_layernorm", (dim,), "post_norm")
+    yield source("self_attn.q_norm", (c,), "q_norm")
+    yield source("self_attn.k_norm", (c,), "k_norm")
+    yield source("self_attn.q_proj", (heads * c, dim), "qkv")
+    yield source("self_attn.k_proj", (groups * c, dim), "qkv", offset=heads * c)
+    yield source("self_attn.v_proj", (groups * c, dim), "qkv", offset=(heads + groups) * c)
+    yield source("self_attn.o_proj", (dim, heads * c), "out")
+    if layer not in config.moe_layers:
+        yield source("mlp.gate_proj", (config.dense_width, dim), "gate_up")
+        yield source("mlp.up_proj", (config.dense_width, dim), "gate_up", offset=config.dense_width)
+        yield source("mlp.down_proj", (dim, config.dense_width), "down")
+        return
+    experts, width = config.router.num_experts, config.expert_width
+    yield source("mlp.gate", (experts, dim), "router")
+    for expert in range(experts):
+        row, name = index * experts + expert, f"mlp.experts.{expert}"
+        yield source(f"{name}.gate_proj", (width, dim), "gate_up", row=row)
+        yield source(f"{name}.up_proj", (width, dim), "gate_up", row=row, offset=width)
+        yield source(f"{name}.down_proj", (dim, width), "down", row=row)

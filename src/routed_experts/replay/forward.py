@@ -1,0 +1,68 @@
+"""The training forward: whole sequences through the module that also serves, with live or replayed routing.
+Knows nothing of losses or optimisers. Differentiable; ids are inputs, so scan, remat and sharding see the same ids.
+Dims: B sequences, S tokens of a sequence, M MoE layers, K experts per token, V vocabulary."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.layers.attention import causal_attention
+from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
+from routed_experts.models.interface import Decoder, TokenRouting
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoutedBatch:
+    """Rows to replay, aligned with the tokens of a batch. Ids of a row that is not valid are never read; such a token goes to
+    the live router. `pad` marks places that hold no token; a place is never both."""
+
+    ids: UInt[Array, "B S M K"]
+    valid: Bool[Array, "B S"]
+    pad: Bool[Array, "B S"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """Logits float32, and the executed ids when they were asked for (logical, score order as executed)."""
+
+    logits: Float[Array, "B S V"]
+    ids: UInt[Array, "B S M K"] | None
+
+
+def forward(
+    model: Decoder,
+    tokens: Int[Array, "B S"],
+    *,
+    positions: Int[Array, "B S"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    routed: RoutedBatch | None = None,
+    return_routed: bool = False,
+    backend: MoeBackend = MOE_BACKENDS["grouped"],
+    remat: bool = False,
+) -> Forward:
+    """Score whole sequences causally. `routed=None` is another trace; new ids or a new `valid` never retrace."""
+    batch, length = tokens.shape
+    where = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)) if positions is None else positions
+
+    def attend(
+        queries: Float[Array, "N H C"], keys: Float[Array, "N G C"], values: Float[Array, "N G C"], cache: None, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N H C"], None]:
+        split = [x.reshape(batch, length, *x.shape[1:]) for x in (queries, keys, values)]
+        return causal_attention(*split, segment_ids).reshape(queries.shape), cache
+
+    spec = model.config.capture_spec
+    capture = _RoutedExpertsDeviceCache.create(tokens.size, spec) if return_routed and spec is not None else None
+    replay = None if routed is None else TokenRouting(routed.ids.reshape(tokens.size, *routed.ids.shape[2:]), routed.valid.reshape(-1))
+    valid = jnp.ones(tokens.size, bool) if routed is None else ~routed.pad.reshape(-1)
+    hidden, _, capture = model(
+        tokens.reshape(-1), where.reshape(-1), valid, attend, None, capture, backend=backend, routed=replay, remat=remat
+    )
+    ids = None
+    if capture is not None and spec is not None:
+        ids = capture.rows().reshape(batch, length, spec.num_moe_layers, spec.top_k)
+    return Forward(model.logits(hidden).reshape(batch, length, -1), ids)

@@ -1,0 +1,153 @@
+"""RequestPages: which pages a request holds, and who owns them. Knows nothing of policy or batches.
+
+A request's pages stand in one row of the page table: first `num_shared` pages that the prefix cache owns and the request has
+locked, then its own. Pages come from the free list, or from the cache by eviction."""
+
+from collections.abc import Hashable, Iterable
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+from routed_experts.core.integrity import Violation
+from routed_experts.memory.page_allocator import PageAllocator
+from routed_experts.memory.prefix_cache import PrefixCache, PrefixNode
+from routed_experts.memory.req_to_token_pool import ReqToTokenPool
+from routed_experts.scheduling.schedule_batch import Req
+
+
+class RequestPages:
+    """The page table, the free list and the prefix cache as one."""
+
+    def __init__(self, *, num_pages: int, page_size: int, num_request_slots: int, table_width: int, use_prefix_cache: bool) -> None:
+        self.page_size, self.use_prefix_cache = page_size, use_prefix_cache
+        self.allocator = PageAllocator(num_pages, page_size)
+        self.cache = PrefixCache(page_size)
+        self.table = ReqToTokenPool(num_request_slots, table_width)
+        self._changed: list[Int32[np.ndarray, " P"]] = []
+
+    @property
+    def num_available(self) -> int:
+        """Pages that could be handed out now, by eviction if need be."""
+        return self.allocator.num_free + self.cache.num_evictable
+
+    def admit(self, req: Req, namespace: Hashable, *, spare: int) -> bool:
+        """Give a waiting request a slot, its cached prefix, and pages for all its known tokens; False if they are not there,
+        or if fewer than `spare` pages would be left."""
+        if self.table.num_free == 0:
+            return False
+        limit = _matchable_tokens(req) if self.use_prefix_cache else 0
+        match = self.cache.match(req.tokens[:limit], namespace)
+        self.cache.lock(match.node)
+        wanted = pages_for(req.num_known, self.page_size) - match.pages.size
+        if wanted + spare > self.num_available:
+            self._free(self.cache.unlock(match.node))
+            return False
+        slot = self.table.allocate()
+        assert slot is not None
+        req.slot, req.node = slot, match.node
+        req.num_shared = req.num_pages = int(match.pages.size)
+        req.num_fed = req.num_read = req.num_shared * self.page_size
+        self.table.set_pages(slot, 0, match.pages)
+        grown = self.grow(req, req.num_known)
+        assert grown, (req.rid, wanted, self.num_available)
+        return True
+
+    def grow(self, req: Req, num_tokens: int) -> bool:
+        """Make sure that a running request has pages for its first `num_tokens` tokens; False if there are none."""
+        wanted = pages_for(num_tokens, self.page_size) - req.num_pages
+        if wanted <= 0:
+            return True
+        if wanted > self.num_available:
+            return False
+        if wanted > self.allocator.num_free:
+            self._free(self.cache.evict(wanted - self.allocator.num_free))
+        pages = self.allocator.allocate(wanted)
+        assert pages is not None, (wanted, self.allocator.num_free)
+        self.table.set_pages(req.slot, req.num_pages, pages)
+        req.num_pages += wanted
+        self._changed.append(pages)
+        return True
+
+    def share(self, req: Req, namespace: Hashable) -> None:
+        """Let others use the full pages of what a running request has fed and read back; not where the cache already
+        knows those tokens under other pages: the request keeps the pages of its own pass."""
+        full = req.num_read // self.page_size
+        if not self.use_prefix_cache or full <= req.num_shared or req.node is None or not self.cache.is_attached(req.node):
+            return
+        known = self.cache.match(req.tokens[: full * self.page_size], namespace)
+        if known.pages.size > req.num_shared:
+            return
+        inserted = self.cache.insert(req.tokens[: full * self.page_size], self._pages(req, full), namespace)
+        assert inserted.duplicates.size == 0, (req.rid, inserted.duplicates)
+        self.cache.lock(inserted.node)
+        self._free(self.cache.unlock(req.node))
+        req.node, req.num_shared = inserted.node, full
+
+    def release(self, req: Req, namespace: Hashable, *, keep: bool) -> None:
+        """Take everything from a request. With `keep`, its full pages stay in the cache for others."""
+        assert req.node is not None, req.rid
+        own = self._pages(req)[req.num_shared :]
+        if keep and self.use_prefix_cache and self.cache.is_attached(req.node):
+            full = req.num_read // self.page_size
+            kept = self.cache.insert(req.tokens[: full * self.page_size], self._pages(req, full), namespace)
+            own = np.concatenate([kept.duplicates, self._pages(req)[max(full, req.num_shared) :]])
+        self._free(own)
+        self._free(self.cache.unlock(req.node))
+        self.table.free(req.slot)
+        req.slot, req.num_pages, req.num_shared, req.node = 0, 0, 0, None
+
+    def kv_slots(self, req: Req, start: int, end: int) -> Int[np.ndarray, " R"]:
+        """The KV slots of tokens [start, end) of a running request."""
+        positions = np.arange(start, end)
+        return self.table.pages[req.slot, positions // self.page_size] * self.page_size + positions % self.page_size
+
+    def flush(self) -> int:
+        """Forget all cached prefixes; returns the pages freed now. Pages of running requests stay theirs."""
+        pages = self.cache.flush()
+        self._free(pages)
+        return int(pages.size)
+
+    def take_changed(self) -> Int32[np.ndarray, " P"]:
+        """Pages handed out or freed since this was last asked: what was recorded of their slots holds no more."""
+        pages = np.concatenate(self._changed) if self._changed else np.zeros(0, np.int32)
+        self._changed.clear()
+        return pages
+
+    def owned_slots(self, running: Iterable[Req]) -> Int[np.ndarray, " O"]:
+        """The KV slots of all pages that a request or the cache holds."""
+        pages = np.concatenate([self.cache.owned_pages(), *(self._pages(req) for req in running)]).astype(np.int64)
+        return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
+
+    def check_integrity(self, running: Iterable[Req]) -> list[Violation]:
+        """I3, I4 and I5 of the live state: every page has one owner, every lock a holder."""
+        holders = list(running)
+        owners = {f"request {req.rid}": self._pages(req)[req.num_shared :] for req in holders}
+        refs: dict[PrefixNode, int] = {}
+        for req in holders:
+            assert req.node is not None, req.rid
+            refs[req.node] = refs.get(req.node, 0) + 1
+        found = self.allocator.check_integrity({**owners, "prefix cache": self.cache.owned_pages()})
+        return [*found, *self.cache.check_integrity(refs), *self.table.check_integrity()]
+
+    def _pages(self, req: Req, count: int | None = None) -> Int32[np.ndarray, " P"]:
+        return self.table.pages[req.slot, : req.num_pages if count is None else count].copy()
+
+    def _free(self, pages: Int32[np.ndarray, " P"]) -> None:
+        if pages.size:
+            self.allocator.free(pages)
+            self._changed.append(pages)
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold `num_tokens` tokens."""
+    return -(-num_tokens // page_size)
+
+
+def _matchable_tokens(req: Req) -> int:
+    """Tokens that may come from the cache: not the last, which must be fed to sample; none whose logprobs or counts are needed."""
+    if req.source.sampling.is_penalized:
+        return 0
+    limit = req.num_known - 1
+    if req.wants_prompt_logprobs and not req.is_prefilled:
+        limit = min(limit, max(req.source.logprob_start_len - 1, 0))
+    return limit

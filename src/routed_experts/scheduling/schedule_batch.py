@@ -1,0 +1,118 @@
+"""Req: one sequence on its way through the engine, and the rows of a step. Knows nothing of pools or devices.
+
+Only Req may change, and only on the engine thread. Its tokens run
+    0 .. num_read .. num_fed .. num_known + num_pending
+where read tokens have been fed by a step whose outputs are on the host (their rows are filed), fed ones have been dispatched
+(their keys are or will be in the pool, in order), known ones are on the host, and pending ones have been sampled by a step
+that has not been read yet (at most one)."""
+
+import dataclasses
+import enum
+
+import numpy as np
+from jaxtyping import Int32
+
+from routed_experts.capture.host_cache import SavedRows
+from routed_experts.core.io_struct import FinishReason, TokenizedGenerateReqInput
+from routed_experts.core.model_worker_batch import SamplerForm
+from routed_experts.memory.prefix_cache import PrefixNode
+
+
+class ReqState(enum.Enum):
+    """WAITING holds no page; RUNNING holds a slot and pages; FINISHED has a reason, and pages until it is released."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Req:
+    """A sequence: its tokens, how far it has come, what it holds, and what it has to tell."""
+
+    def __init__(self, source: TokenizedGenerateReqInput) -> None:
+        self.source = source
+        self.rid = source.rid
+        self.prompt_len = int(source.input_ids.size)
+        self.max_len = self.prompt_len + source.sampling.max_tokens
+        self.tokens: Int32[np.ndarray, " max_len"] = np.zeros(self.max_len, np.int32)
+        self.tokens[: self.prompt_len] = source.input_ids
+        self.form = form_of(source)
+        self.state = ReqState.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.num_known, self.num_pending, self.num_fed, self.num_read = self.prompt_len, 0, 0, 0
+        self.slot, self.num_pages, self.num_shared = 0, 0, 0
+        self.node: PrefixNode | None = None
+        self.cached_tokens, self.weight_version = 0, 0
+        self.is_prefilled = False  # its whole prompt has been read back once
+        self.saved: SavedRows | None = None
+        self.output_logprobs: list[float] = []
+        self.output_top: list[tuple[tuple[float, int], ...] | None] = []
+        self.input_logprobs: dict[int, tuple[float, tuple[tuple[float, int], ...] | None]] = {}
+
+    @property
+    def num_output(self) -> int:
+        """Generated tokens that the host knows."""
+        return self.num_known - self.prompt_len
+
+    @property
+    def output_ids(self) -> Int32[np.ndarray, " G"]:
+        """Generated tokens, the one that stopped it included."""
+        return self.tokens[self.prompt_len : self.num_known]
+
+    @property
+    def wants_decode(self) -> bool:
+        """Is the next thing to feed the token sampled last, and is there room for one more."""
+        length = self.num_known + self.num_pending
+        return self.num_fed == length - 1 and self.num_fed >= self.prompt_len and length < self.max_len
+
+    @property
+    def num_unfed(self) -> int:
+        """Known tokens still to be fed before the next can be sampled; a decoding request has one or none."""
+        return self.num_known - self.num_fed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Were logprobs of prompt tokens asked for."""
+        return self.source.return_logprob and 0 <= self.source.logprob_start_len < self.prompt_len
+
+    def form_now(self) -> SamplerForm:
+        """The sampler that this request needs for its next token."""
+        if self.num_known + self.num_pending - self.prompt_len < self.source.sampling.min_tokens:
+            return SamplerForm.FULL
+        return self.form
+
+    def bias_now(self) -> tuple[tuple[int, float], ...]:
+        """Logit bias of the next token: the request's own, and stop ids forbidden until min_tokens are there."""
+        sampling = self.source.sampling
+        if self.num_known + self.num_pending - self.prompt_len >= sampling.min_tokens:
+            return sampling.logit_bias
+        return (*sampling.logit_bias, *((token, -np.inf) for token in sorted(self.source.stop_token_ids)))
+
+    def finish(self, reason: FinishReason) -> None:
+        """End this request; it keeps its pages until it is released."""
+        assert self.state is not ReqState.FINISHED, (self.rid, self.finish_reason, reason)
+        self.state, self.finish_reason = ReqState.FINISHED, reason
+
+    def stop_at(self, matched: str) -> None:
+        """End this request at a stop string; it outranks a length that the same token reached."""
+        self.state, self.finish_reason = ReqState.FINISHED, FinishReason(type="stop", matched=matched)
+
+
+def form_of(source: TokenizedGenerateReqInput) -> SamplerForm:
+    """The cheapest sampler that serves a request from its first token to its last."""
+    sampling = source.sampling
+    if sampling.is_penalized or sampling.logit_bias or (source.return_logprob and source.top_logprobs_num > 0):
+        return SamplerForm.FULL
+    if sampling.is_filtered:
+        return SamplerForm.FILTERED
+    return SamplerForm.GREEDY if sampling.is_greedy else SamplerForm.RANDOM
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One request's part of a step: it feeds tokens [start, start + count), and samples the next if `samples`."""
+
+    req: Req
+    start: int
+    count: int
+    samples: bool

@@ -1,0 +1,136 @@
+"""The device cache against a NumPy loop: under jit, in a scan, twice in a row, and never by side effect."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache, create_device_cache
+from routed_experts.core.capture_spec import CaptureSpec
+
+NUM_TOKENS = 6
+
+
+def spec_of(num_experts=8, num_layers=5, top_k=3):
+    return CaptureSpec(num_hidden_layers=num_layers, layer_ids=tuple(range(num_layers)), num_experts=num_experts, top_k=top_k)
+
+
+def random_ids(spec, seed=0, num_tokens=NUM_TOKENS):
+    shape = (spec.num_moe_layers, num_tokens, spec.top_k)
+    return np.random.default_rng(seed).integers(0, spec.num_experts, shape).astype(np.int32)
+
+
+def rows_by_loop(ids):
+    num_layers, num_tokens, top_k = ids.shape
+    rows = np.zeros((num_tokens, num_layers * top_k), np.int64)
+    for layer in range(num_layers):
+        for token in range(num_tokens):
+            for slot in range(top_k):
+                rows[token, layer * top_k + slot] = ids[layer, token, slot]
+    return rows
+
+
+def scanned(spec):
+    @jax.jit
+    def step(ids):
+        def layer(cache, scanned_in):
+            index, layer_ids = scanned_in
+            return cache.capture_fwd_routed_experts(index, layer_ids), None
+
+        cache = _RoutedExpertsDeviceCache.create(ids.shape[1], spec)
+        return jax.lax.scan(layer, cache, (jnp.arange(spec.num_moe_layers), ids))[0].rows()
+
+    return step
+
+
+@pytest.mark.parametrize("num_experts", [8, 256, 257, 65_535])
+def test_a_scanned_step_returns_the_rows_of_a_numpy_loop(num_experts):
+    spec = spec_of(num_experts)
+    ids = random_ids(spec)
+    ids[0, 0, 0] = num_experts - 1
+    rows = scanned(spec)(ids)
+    assert rows.dtype == spec.dtype
+    assert np.array_equal(np.asarray(rows), rows_by_loop(ids))
+
+
+def test_unrolled_layers_and_whole_runs_give_the_same_rows():
+    spec = spec_of()
+    ids = random_ids(spec)
+
+    @jax.jit
+    def unrolled(ids):
+        cache = _RoutedExpertsDeviceCache.create(NUM_TOKENS, spec)
+        for layer in reversed(range(spec.num_moe_layers)):
+            cache = cache.capture_fwd_routed_experts(layer, ids[layer])
+        return cache.rows()
+
+    @jax.jit
+    def runs(ids):
+        cache = _RoutedExpertsDeviceCache.create(NUM_TOKENS, spec).capture_run(0, ids[:2])
+        return cache.capture_run(jnp.int32(2), ids[2:]).rows()
+
+    assert np.array_equal(unrolled(ids), rows_by_loop(ids))
+    assert np.array_equal(runs(ids), rows_by_loop(ids))
+
+
+def test_the_second_step_records_its_own_ids_and_compiles_nothing():
+    spec = spec_of()
+    step = scanned(spec)
+    first, second = random_ids(spec, seed=1), random_ids(spec, seed=2)
+    kept = step(first)
+    assert np.array_equal(step(second), rows_by_loop(second))
+    assert np.array_equal(kept, rows_by_loop(first))
+    assert step._cache_size() == 1
+
+
+def test_no_tracer_leaks():
+    spec = spec_of()
+    with jax.checking_leaks():
+        assert np.array_equal(scanned(spec)(random_ids(spec)), rows_by_loop(random_ids(spec)))
+
+
+def test_a_write_is_a_new_value():
+    spec = spec_of()
+    empty = _RoutedExpertsDeviceCache.create(NUM_TOKENS, spec)
+    ids = random_ids(spec)[0]
+    written = empty.capture_fwd_routed_experts(1, jnp.asarray(ids))
+    assert (np.asarray(empty.ids) == -1).all()
+    assert np.array_equal(written.rows()[:, 3:6], ids)
+
+
+def test_a_layer_that_was_not_written_is_no_expert():
+    rows = _RoutedExpertsDeviceCache.create(NUM_TOKENS, spec_of(8)).rows()
+    assert (np.asarray(rows) == 0xFF).all()
+    assert (np.asarray(_RoutedExpertsDeviceCache.create(NUM_TOKENS, spec_of(257)).rows()) == 0xFFFF).all()
+
+
+def test_the_carry_of_a_scan_is_written_in_place():
+    spec = spec_of(num_experts=128, num_layers=48, top_k=8)
+    compiled = scanned(spec).lower(jax.ShapeDtypeStruct((48, 256, 8), jnp.int32)).compile()
+    block_bytes = 48 * 256 * 8 * 4
+    assert not re.findall(r"= s32\[48,2048\]\S* copy\(", compiled.as_text())
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * block_bytes
+
+
+def test_ids_of_another_shape_or_layer_are_refused():
+    cache = _RoutedExpertsDeviceCache.create(NUM_TOKENS, spec_of())
+    with pytest.raises(AssertionError, match="shared experts"):
+        cache.capture_fwd_routed_experts(0, jnp.zeros((NUM_TOKENS, 4), jnp.int32))
+    with pytest.raises(AssertionError, match="wanted 0 to 4"):
+        cache.capture_fwd_routed_experts(5, jnp.zeros((NUM_TOKENS, 3), jnp.int32))
+    with pytest.raises(AssertionError, match="wanted 0 to 4"):
+        cache.capture_run(3, jnp.zeros((3, NUM_TOKENS, 3), jnp.int32))
+
+
+def test_ids_of_another_integer_type_are_cast_explicitly():
+    spec = spec_of()
+    ids = jnp.ones((NUM_TOKENS, 3), jnp.uint8)
+    cache = _RoutedExpertsDeviceCache.create(NUM_TOKENS, spec).capture_fwd_routed_experts(jnp.uint8(0), ids)
+    assert cache.ids.dtype == jnp.int32
+
+
+def test_off_is_an_empty_pytree():
+    assert jax.tree.leaves(create_device_cache(None, NUM_TOKENS)) == []
+    assert len(jax.tree.leaves(create_device_cache(spec_of(), NUM_TOKENS))) == 1

@@ -1,0 +1,93 @@
+"""The host store against a dictionary, under any order of writes and forgetting. Knows nothing of JAX."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from routed_experts.capture.host_cache import _RoutedExpertsHostCache
+from routed_experts.core.capture_spec import CaptureSpec
+
+NUM_SLOTS, PAGE_SIZE = 12, 4
+SPEC = CaptureSpec(num_hidden_layers=3, layer_ids=(0, 2), num_experts=300, top_k=2)
+SLOTS = st.lists(st.integers(0, NUM_SLOTS - 1), unique=True, max_size=NUM_SLOTS)
+
+
+class HostCacheMachine(RuleBasedStateMachine):
+    """The model is a dict from slot to (row, version); poison falls between any two operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
+        self.known = {}
+
+    @rule(slots=SLOTS, version=st.integers(0, 3), seed=st.integers(0, 999))
+    def put(self, slots, version, seed):
+        rows = np.random.default_rng(seed).integers(0, 300, (len(slots), 4)).astype(np.uint16)
+        self.cache.put(np.array(slots, np.int32), rows, version)
+        self.known |= {slot: (row.tolist(), version) for slot, row in zip(slots, rows, strict=True)}
+
+    @rule(slots=SLOTS)
+    def clear(self, slots):
+        self.cache.clear(np.array(slots, np.int32))
+        self.known = {slot: row for slot, row in self.known.items() if slot not in slots}
+
+    @rule(pages=st.lists(st.integers(0, NUM_SLOTS // PAGE_SIZE - 1), unique=True))
+    def clear_pages(self, pages):
+        self.cache.clear_pages(np.array(pages, np.int32), PAGE_SIZE)
+        self.known = {slot: row for slot, row in self.known.items() if slot // PAGE_SIZE not in pages}
+
+    @rule()
+    def poison(self):
+        self.cache.poison()
+        ids, valid, _ = self.cache.gather(np.arange(NUM_SLOTS))
+        assert (ids[~valid] == 0xFFFF).all()
+
+    @rule(owned=SLOTS)
+    def check(self, owned):
+        violations = self.cache.check_integrity(np.array(owned, np.int32))
+        orphaned = sorted(set(self.known) - set(owned))
+        assert [violation.name for violation in violations] == ["row_without_page"] * bool(orphaned)
+        assert not orphaned or violations[0].detail.startswith(f"{len(orphaned)} of {len(self.known)} ")
+
+    @invariant()
+    def holds_what_the_dict_holds(self):
+        slots = np.arange(NUM_SLOTS)[::-1]
+        ids, valid, versions = self.cache.gather(slots)
+        assert (ids.shape, ids.dtype, versions.dtype) == ((NUM_SLOTS, 2, 2), np.uint16, np.int32)
+        got = {int(s): (ids[i].reshape(-1).tolist(), int(versions[i])) for i, s in enumerate(slots) if valid[i]}
+        assert got == self.known
+
+
+HostCacheMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
+test_the_store_agrees_with_a_dictionary = HostCacheMachine.TestCase
+
+
+def test_what_was_gathered_is_a_copy():
+    cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
+    slots = np.array([3, 4])
+    cache.put(slots, np.full((2, 4), 256, np.uint16), 0)
+    ids, _, _ = cache.gather(slots)
+    cache.put(slots, np.zeros((2, 4), np.uint16), 1)
+    assert (ids == 256).all()
+
+
+@pytest.mark.parametrize(("slots", "error"), [([-1], AssertionError), ([NUM_SLOTS], IndexError)])
+def test_a_slot_outside_the_store_is_refused(slots, error):
+    cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
+    with pytest.raises(error):
+        cache.put(np.array(slots), np.zeros((1, 4), np.uint16), 0)
+    with pytest.raises(error):
+        cache.gather(np.array(slots))
+
+
+@pytest.mark.parametrize("rows", [np.zeros((2, 3), np.uint16), np.zeros((1, 4), np.uint16), np.zeros((2, 4), np.int32)])
+def test_rows_of_another_shape_or_dtype_are_refused(rows):
+    with pytest.raises(AssertionError):
+        _RoutedExpertsHostCache(NUM_SLOTS, SPEC).put(np.array([1, 2]), rows, 0)
+
+
+def test_the_size_is_one_byte_an_id_a_slot_and_five_for_its_marks():
+    spec = CaptureSpec(num_hidden_layers=48, layer_ids=tuple(range(48)), num_experts=128, top_k=8)
+    assert _RoutedExpertsHostCache(64, spec).nbytes == 64 * (384 + 1 + 4)

@@ -1,0 +1,262 @@
+"""Wire forms: the worked example to the byte, every form back to the same record, and what is refused. Knows nothing of HTTP."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+
+from routed_experts.capture import record_from_meta_info, record_from_npy, record_from_response
+from routed_experts.capture.meta_info import extract_routed_experts_from_meta_info
+from routed_experts.capture.wire import encode_meta_info, encode_routed_experts, npy_bytes
+from routed_experts.core.capture_spec import expert_id_dtype
+from routed_experts.core.errors import RoutingFormatError
+from routed_experts.core.routed_experts import RoutedExperts, sidecar_of
+from routed_experts.core.routing_rows import version_spans_of
+
+# Typed from the description of the wire (section 5), not from this code.
+INT32_TEXT = "//////////8BAAAAAAAAAAcAAAADAAAA//////////8EAAAAAgAAAAUAAAABAAAA"
+NPY_ALL_DATA = bytes([0, 0, 1, 0, 7, 3, 0, 0, 4, 2, 5, 1])
+NPY_MOE_DATA = bytes([1, 0, 7, 3, 4, 2, 5, 1])
+FLAT = [-1, -1, 1, 0, 7, 3, -1, -1, 4, 2, 5, 1]
+INFO = {
+    "schema": "routed_experts/1", "format": "int32", "layers": "all", "dtype": "int32", "shape": [2, 3, 2],
+    "start": 2, "num_tokens": 5, "num_prompt_tokens": 3, "prompt_rows": 1, "include_last": False,
+    "num_hidden_layers": 3, "moe_layer_ids": [1, 2], "num_experts": 8, "top_k": 2, "dense_fill": -1,
+    "order": "score_desc", "ids": "logical", "exact": True, "placement": None, "version_spans": [[2, 4, 0]],
+    "missing_rows": 0, "weights": None, "router": None,
+}  # fmt: skip
+
+
+def example(**changes):
+    fields = {
+        "ids": np.array([[[1, 0], [7, 3]], [[4, 2], [5, 1]]], np.uint8), "start": 2, "num_tokens": 5, "num_prompt_tokens": 3,
+        "layer_ids": (1, 2), "num_hidden_layers": 3, "num_experts": 8, "version_spans": ((2, 4, 0),),
+    }  # fmt: skip
+    return RoutedExperts(**(fields | changes))
+
+
+def listed(record, layers="moe"):
+    """Form (c), made here by hand: the prompt's rows apart from the choice's."""
+    ids = record.ids.astype(np.int16)
+    if layers == "all":
+        ids = np.full((record.num_rows, record.num_hidden_layers, record.top_k), -1, np.int16)
+        ids[:, list(record.layer_ids)] = record.ids
+    info = sidecar_of(record, payload_format="list", layers=layers).to_json()
+    return {
+        "prompt_routed_experts": ids[: info["prompt_rows"]].tolist(),
+        "choices": [{"index": 0, "routed_experts": ids[info["prompt_rows"] :].tolist(), "routed_experts_info": info}],
+    }
+
+
+def test_int32_is_the_worked_example():
+    fields = encode_meta_info(example(), payload_format="int32", layers="all")
+    sha256 = fields["routed_experts_info"].pop("sha256")
+    assert sha256.startswith("68a6f491")
+    assert fields == {"routed_experts": INT32_TEXT, "routed_experts_info": INFO, "routed_experts_start_len": 2}
+    assert list(fields["routed_experts_info"]) == list(INFO)  # the same order
+    users_own = np.frombuffer(base64.b64decode(fields["routed_experts"].encode()), np.int32).reshape(-1, 3, 2)
+    assert users_own.reshape(-1).tolist() == FLAT
+
+
+@pytest.mark.parametrize(
+    ("layers", "data", "length", "shape", "fill"),
+    [("all", NPY_ALL_DATA, 188, (2, 3, 2), 0), ("moe", NPY_MOE_DATA, 184, (2, 2, 2), None)],
+)
+def test_npy_is_the_worked_example(layers, data, length, shape, fill):
+    fields = encode_routed_experts(example(), payload_format="npy", layers=layers)
+    text, info = fields["routed_experts"], fields["routed_experts_info"]
+    raw = base64.b64decode(text)
+    assert (len(text), len(raw), raw[128:]) == (length, 128 + len(data), data)
+    assert raw[:8] == b"\x93NUMPY\x01\x00"
+    assert text.startswith("k05VTVBZAQB2AHsn")
+    assert layers == "moe" or text.endswith("AAEABwMAAAQCBQE=")  # past the header's last group, whose newline the description misprints
+    saved = io.BytesIO()
+    np.save(saved, np.frombuffer(data, np.uint8).reshape(shape))  # NumPy's own bytes, made of the description's data
+    assert raw == saved.getvalue()
+    loaded = np.load(io.BytesIO(raw), allow_pickle=False)
+    assert (loaded.dtype, loaded.shape, loaded.flags.c_contiguous) == (np.uint8, shape, True)
+    assert (info["format"], info["layers"], info["dtype"], info["shape"], info["dense_fill"]) == ("npy", layers, "uint8", list(shape), fill)
+    assert info["sha256"].startswith("68a6f491")
+
+
+def test_int32_of_moe_layers_has_no_dense_column():
+    fields = encode_routed_experts(example(), payload_format="int32", layers="moe")
+    assert np.frombuffer(base64.b64decode(fields["routed_experts"]), "<i4").tolist() == list(NPY_MOE_DATA)
+    assert (fields["routed_experts_info"]["dense_fill"], fields["routed_experts_info"]["shape"]) == (None, [2, 2, 2])
+
+
+def random_record(rng):
+    num_layers = int(rng.integers(1, 5))
+    layer_ids = tuple(sorted(rng.choice(num_layers, size=int(rng.integers(1, num_layers + 1)), replace=False).tolist()))
+    num_experts, top_k = int(rng.choice([3, 255, 256, 257, 32_768])), int(rng.integers(1, 4))
+    start, num_rows = int(rng.integers(0, 3)), int(rng.integers(0, 5))
+    num_tokens = start + num_rows + int(rng.integers(0, 2))
+    ids = rng.integers(0, num_experts, (num_rows, len(layer_ids), top_k)).astype(expert_id_dtype(num_experts))
+    return RoutedExperts(
+        ids=ids, start=start, num_tokens=num_tokens, num_prompt_tokens=int(rng.integers(0, num_tokens + 1)), layer_ids=layer_ids,
+        num_hidden_layers=num_layers, num_experts=num_experts, version_spans=version_spans_of(start, rng.integers(0, 2, num_rows)),
+        valid=rng.random(num_rows) < 0.7 if rng.random() < 0.2 else None,
+        weights=rng.random(ids.shape, np.float32) if rng.random() < 0.3 else None,
+    )  # fmt: skip
+
+
+def test_every_form_of_a_thousand_records_comes_back_and_reads_as_one_array():
+    rng = np.random.default_rng(0)
+    for _ in range(1_000):
+        record = random_record(rng)
+        wanted = np.full((record.num_rows, record.num_hidden_layers, record.top_k), -1, np.int32)
+        for row, column in np.ndindex(record.num_rows, len(record.layer_ids)):
+            if record.valid is None or record.valid[row]:
+                wanted[row, record.layer_ids[column]] = record.ids[row, column]
+        for payload_format in ("int32", "npy"):
+            for layers in ("all", "moe"):
+                fields = json.loads(json.dumps(encode_routed_experts(record, payload_format=payload_format, layers=layers)))
+                for answer in ({"meta_info": fields}, {"index": 0, **fields}):  # /generate, and a choice
+                    assert record_from_meta_info(answer) == record
+                    flat = extract_routed_experts_from_meta_info(answer)
+                    assert flat.dtype == np.int32
+                    assert np.array_equal(flat, wanted.reshape(-1))
+        response = listed(record, layers=str(rng.choice(["all", "moe"])))
+        if record.weights is None:
+            assert record_from_response(response) == record
+        info = sidecar_of(record, payload_format="ref").to_json()
+        if record.weights is None:
+            assert record_from_npy(npy_bytes(record.ids), info) == record
+
+
+def test_expert_256_survives_every_form():
+    record = example(ids=np.array([[[256, 0], [7, 256]], [[4, 2], [256, 1]]], np.uint16), num_experts=257)
+    wanted = [-1, -1, 256, 0, 7, 256, -1, -1, 4, 2, 256, 1]
+    for payload_format in ("int32", "npy"):
+        fields = encode_routed_experts(record, payload_format=payload_format, layers="all")
+        assert extract_routed_experts_from_meta_info({"meta_info": fields}).tolist() == wanted
+    assert record_from_response(listed(record)) == record
+    assert RoutedExperts.from_bytes(record.to_bytes()) == record
+
+
+def test_the_extracted_array_can_be_written_to():
+    for payload_format in ("int32", "npy"):
+        fields = encode_meta_info(example(), payload_format=payload_format, layers="all")
+        for answer in ({"meta_info": fields}, {"meta_info": {"routed_experts": INT32_TEXT}}):
+            flat = extract_routed_experts_from_meta_info(answer)
+            assert flat.tolist() == FLAT
+            flat[0] = 5
+
+
+def test_the_last_token_counts_as_included_when_it_has_a_row():
+    record = example(num_tokens=4)
+    assert encode_routed_experts(record, payload_format="int32", layers="all")["routed_experts_info"]["include_last"] is True
+
+
+def test_no_rows_is_an_empty_payload_and_nothing_generated_before_an_abort_is_null():
+    empty = example()[3:3]
+    assert encode_routed_experts(empty, payload_format="int32", layers="all", aborted=True)["routed_experts"] == ""
+    npy = encode_routed_experts(empty, payload_format="npy", layers="all")["routed_experts"]
+    assert np.load(io.BytesIO(base64.b64decode(npy))).shape == (0, 3, 2)
+    score = example(num_tokens=4, num_prompt_tokens=4)  # nothing generated, yet not aborted
+    assert encode_routed_experts(score, payload_format="int32", layers="all")["routed_experts"] == INT32_TEXT
+    fields = encode_routed_experts(score, payload_format="int32", layers="all", aborted=True)
+    assert fields["routed_experts"] is None
+    assert fields["routed_experts_info"]["shape"] == [0, 3, 2]
+    assert extract_routed_experts_from_meta_info({"meta_info": fields}) is None
+
+
+def test_rows_absent_or_null_read_as_none():
+    for answer in ({}, {"meta_info": None}, {"meta_info": {}}, {"meta_info": {"routed_experts": None}}, {"routed_experts": None}):
+        assert extract_routed_experts_from_meta_info(answer) is None
+        assert record_from_meta_info(answer) is None
+    assert extract_routed_experts_from_meta_info({"meta_info": {"routed_experts": ""}}).shape == (0,)
+
+
+def test_a_ref_names_its_url():
+    for answer in ({"meta_info": {"routed_experts_ref": "/v1/routing/r1?choice=0"}}, {"routed_experts_ref": "/v1/routing/r1?choice=0"}):
+        with pytest.raises(RoutingFormatError, match=r"/v1/routing/r1\?choice=0"):
+            extract_routed_experts_from_meta_info(answer)
+
+
+def changed(fields, **info):
+    return {"meta_info": fields | {"routed_experts_info": fields["routed_experts_info"] | info}}
+
+
+def test_an_answer_that_does_not_fit_its_sidecar_is_refused_with_both_numbers():
+    int32 = encode_routed_experts(example(), payload_format="int32", layers="all")
+    npy = encode_routed_experts(example(), payload_format="npy", layers="moe")
+    cut = int32 | {"routed_experts": INT32_TEXT[:-4]}
+    cut_npy = npy | {"routed_experts": base64.b64encode(base64.b64decode(npy["routed_experts"])[:-1]).decode()}
+    for answer, text in (
+        ({"meta_info": cut}, "45 bytes; wanted 48"),
+        ({"meta_info": int32 | {"routed_experts": INT32_TEXT[:-1]}}, "base64"),
+        ({"meta_info": int32 | {"routed_experts": INT32_TEXT[:32] + "\n" + INT32_TEXT[32:]}}, "base64"),
+        ({"meta_info": int32 | {"routed_experts": 3}}, "int; wanted base64"),
+        (changed(int32, shape=[3, 3, 2]), "prompt_rows|48 bytes; wanted 72"),
+        (changed(int32, shape=[2, 2, 2]), r"\[2, 2, 2\]; wanted \[R, 3, 2\]"),
+        (changed(int32, num_experts=7), "id 7; wanted 0 to 6"),
+        (changed(int32, moe_layer_ids=[0, 2]), "dense layer"),
+        (changed(int32, moe_layer_ids=[1, 3]), "num_hidden_layers 3"),
+        (changed(int32, moe_layer_ids=[1, 1]), "dense layer|ascending"),
+        (changed(int32, dense_fill=0), "dense layer"),
+        (changed(int32, schema="routed_experts/2"), r"routed_experts/2'; wanted 'routed_experts/1"),
+        (changed(int32, num_tokens=True), "num_tokens is True"),
+        (changed(int32, start=-1), "start is -1"),
+        (changed(int32, version_spans=[[2, 3, 0]]), "end at 3; wanted them to end at 4"),
+        (changed(int32, num_tokens=3), "sequence of 3"),
+        (changed(int32, sha256="00"), "sha256"),
+        (changed(int32, weights="float32"), "NoneType; wanted base64"),
+        (changed(int32, missing_rows=1), "missing_rows is 1"),
+        (changed(int32, missing_rows=1, valid="Aw=="), "0 of 2 rows are marked missing; wanted 1"),
+        (changed(int32, missing_rows=1, valid="AwA="), "2 bytes; wanted 1"),
+        (changed(npy, dtype="uint16"), "uint8.*wanted C-order uint16"),
+        ({"meta_info": cut_npy}, "7 bytes .*wanted 8"),
+        ({"meta_info": npy | {"routed_experts": INT32_TEXT}}, r"no \.npy"),
+        (changed(npy, format="ref"), "fetched from its URL"),
+        ({"meta_info": npy | {"routed_experts_info": []}}, "list; wanted a JSON object"),
+    ):
+        with pytest.raises(RoutingFormatError, match=text):
+            extract_routed_experts_from_meta_info(answer)
+    for key in INFO:
+        short = {name: value for name, value in int32["routed_experts_info"].items() if name != key}
+        with pytest.raises(RoutingFormatError, match=key):
+            extract_routed_experts_from_meta_info({"meta_info": int32 | {"routed_experts_info": short}})
+
+
+def test_a_payload_without_sidecar_is_raw_int32_and_nothing_else():
+    assert extract_routed_experts_from_meta_info({"meta_info": {"routed_experts": INT32_TEXT}}).tolist() == FLAT
+    npy = encode_routed_experts(example(), payload_format="npy", layers="all")["routed_experts"]
+    ragged = INT32_TEXT[:-4] + "AA=="
+    for payload, text in ((npy, "without routed_experts_info"), (ragged, "46 bytes; wanted a multiple of 4"), ([[[1]]], "list")):
+        with pytest.raises(RoutingFormatError, match=text):
+            extract_routed_experts_from_meta_info({"routed_experts": payload})
+    with pytest.raises(RoutingFormatError, match="shape"):
+        record_from_meta_info({"routed_experts": INT32_TEXT})
+    with pytest.raises(RoutingFormatError, match="model_dump"):
+        extract_routed_experts_from_meta_info("r1")
+
+
+def test_npy_never_unpickles():
+    stream = io.BytesIO()
+    np.save(stream, np.array([[[{}]]], dtype=object), allow_pickle=True)
+    with pytest.raises(RoutingFormatError, match="object"):
+        record_from_npy(stream.getvalue(), sidecar_of(example(), payload_format="ref").to_json())
+
+
+def test_a_list_needs_the_prompt_rows_that_stand_beside_the_choices():
+    response = listed(example())
+    assert response["prompt_routed_experts"] == [[[1, 0], [7, 3]]]
+    assert record_from_response(response) == example()
+    with pytest.raises(RoutingFormatError, match=r"\[0\]; wanted \[1, 2, 2\].*record_from_response"):
+        extract_routed_experts_from_meta_info(response["choices"][0])
+    for broken in ([[[1, 0], [7]]], [[[1, 0.5], [7, 3]]], [[[1, 0]]], "x", [[[True, False], [False, True]]]):
+        with pytest.raises(RoutingFormatError, match="prompt_routed_experts"):
+            record_from_response(response | {"prompt_routed_experts": broken})
+
+
+def test_a_response_is_read_by_the_index_of_its_choice():
+    later = example(version_spans=((2, 4, 1),))
+    encoded = {j: encode_routed_experts(record, payload_format="npy", layers="all") for j, record in ((1, later), (0, example()))}
+    choices = [{"index": j, **fields} for j, fields in encoded.items()]
+    assert record_from_response({"choices": choices}, choice=1) == later
+    assert record_from_response({"choices": choices}) == example()
+    with pytest.raises(RoutingFormatError, match="2 choices, 0 of index 2"):
+        record_from_response({"choices": choices}, choice=2)

@@ -1,0 +1,33 @@
+"""How every test runs: on the CPU, with strict promotion, and with the TPU compiler where it is installed. Knows no test."""
+
+import importlib.util
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported by anybody
+
+import hypothesis
+import jax
+import pytest
+
+hypothesis.settings.register_profile("unhurried", deadline=None)  # a first call compiles
+if "CI" not in os.environ:  # there hypothesis' own profile rules: derandomized, no deadline
+    hypothesis.settings.load_profile("unhurried")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-tpu-aot", action="store_true", help="where libtpu is missing, fail the tests marked tpu_aot, not skip them")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and config.pluginmanager.hasplugin("cacheprovider"):
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))  # .pytest_cache: of this checkout alone
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("tpu_aot") and importlib.util.find_spec("libtpu") is None:
+        reason = "needs libtpu: pip install 'routed-experts[tpu-aot]'"
+        if item.config.getoption("--require-tpu-aot"):  # as CI does: there these tests always run
+            pytest.fail(reason)
+        pytest.skip(reason)

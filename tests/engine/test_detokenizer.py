@@ -1,0 +1,212 @@
+"""Incremental text equals one-shot text, however the tokens are cut, whatever bytes they hold; and takes linear work."""
+
+import random
+
+import pytest
+from tiny import SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer, write_tiny_tokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from routed_experts.core.errors import InvalidRequestError
+from routed_experts.engine.detokenizer import IncrementalDetokenizer
+from routed_experts.engine.tokenizer import Tokenizer
+
+CHARACTERS = "ab ab ab  \n<|>\té€ñ中文字한🙂👩‍👩‍👧‍👦𝕏\u0301\u200d\ufffd\x00ﬁ"
+
+
+def save_backend(folder, backend):
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    return Tokenizer.from_directory(folder)
+
+
+def sentencepiece_like(decoder):
+    """A vocabulary as Mixtral's: raw bytes, words that begin with a space mark, a special token."""
+    words = ["<unk>", "<s>", *[f"<0x{byte:02X}>" for byte in range(256)], "▁", *"abé中", "▁a", "▁▁", "ab", "▁ab", "ba▁"]
+    backend = Backend(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.add_special_tokens(["<s>"])
+    backend.decoder = decoder
+    return backend
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizers")
+    mixed = "".join(random.Random(0).choices(CHARACTERS, k=4000))
+    merged = train_tokenizer(mixed, 700)
+    merged.add_tokens(["a b é", "Ġ 中"])  # with characters that stand for no byte: these are text as they are
+    mixtral = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return {
+        "byte-level": Tokenizer.from_directory(write_tiny_tokenizer(folder / "tiny")),
+        "byte-level, merges across characters": save_backend(folder / "mixed", merged),
+        "byte fallback": save_backend(folder / "fallback", sentencepiece_like(mixtral)),
+        "metaspace": save_backend(folder / "metaspace", sentencepiece_like(decoders.Metaspace())),
+        "no decoder": save_backend(folder / "none", sentencepiece_like(None)),
+    }
+
+
+def random_ids(rng, tokenizer):
+    """Half text, half any ids at all: broken characters, special tokens, ids that are in no vocabulary."""
+    if rng.random() < 0.5:
+        return tokenizer.encode("a b é".join("".join(rng.choices(CHARACTERS, k=rng.randrange(20))) for _ in range(2)))
+    return rng.choices(range(tokenizer.vocab_size + 5), k=rng.randrange(40))
+
+
+def random_stops(rng, text):
+    """Pieces of the text itself, some overlapping, and strings that nearly are."""
+    stops = []
+    for _ in range(rng.randrange(5)):
+        first = rng.randrange(len(text) + 1)
+        piece = text[first : first + rng.randrange(1, 12)]
+        stops.append(piece if rng.random() < 0.6 else piece + rng.choice(CHARACTERS))
+    return tuple(stop for stop in stops if stop)
+
+
+def first_stop(text, stops):
+    """The oracle: the stop string with the smallest end, then the longest; by trying every end."""
+    for end in range(len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return max(ending, key=len), end
+    return None, len(text)
+
+
+def split(rng, ids):
+    rest, parts = list(ids), []
+    while rest:
+        size = rng.choice((0, 1, 1, 1, 2, 3, 7, len(rest)))
+        parts.append(rest[:size])
+        rest = rest[size:]
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("kind", "runs"),
+    [
+        ("byte-level", 1000),
+        ("byte-level, merges across characters", 1000),
+        ("byte fallback", 500),
+        ("metaspace", 200),
+        ("no decoder", 200),
+    ],
+)
+def test_joined_deltas_equal_the_one_shot_decode_cut_at_the_first_stop(tokenizers, kind, runs):
+    tokenizer, rng, num_stopped = tokenizers[kind], random.Random(1), 0
+    for _ in range(runs):
+        ids, skip, include = random_ids(rng, tokenizer), rng.random() < 0.5, rng.random() < 0.5
+        text = tokenizer.decode(ids, skip_special_tokens=skip)
+        stops = random_stops(rng, text)
+        stopped, end = first_stop(text, stops)
+        wanted = text[: end if include or stopped is None else end - len(stopped)]
+
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip, stop=stops, include_stop_str=include)
+        deltas = [detokenizer.push(part) for part in split(rng, ids)]
+        deltas.append(detokenizer.finish())
+
+        assert "".join(deltas) == wanted, (ids, stops, skip, include)
+        assert detokenizer.stopped == stopped
+        assert detokenizer.num_tokens <= len(ids)
+        assert (detokenizer.push([5, 6]), detokenizer.finish()) == ("", "")
+        num_stopped += stopped is not None
+    assert num_stopped > runs // 5
+
+
+def test_num_tokens_ends_with_the_token_that_completed_the_stop(tokenizers):
+    rng, checked = random.Random(2), 0
+    for tokenizer in (tokenizers["byte-level"], tokenizers["byte-level, merges across characters"]):
+        for _ in range(300):
+            ids = random_ids(rng, tokenizer)
+            text = tokenizer.decode(ids)
+            stops = tuple(stop for stop in random_stops(rng, text) if "\ufffd" not in stop)
+            stopped, end = first_stop(text, stops)
+            if stopped is None:
+                continue
+            # the fewest tokens whose own text already reaches the end of the stop string, unchanged by what follows
+            wanted = next(n for n in range(1, len(ids) + 1) if tokenizer.decode(ids[:n])[:end] == text[:end])
+            detokenizer = IncrementalDetokenizer(tokenizer, stop=stops)
+            for part in split(rng, ids):
+                detokenizer.push(part)
+            assert (detokenizer.stopped, detokenizer.num_tokens) == (stopped, wanted), (ids, stops)
+            checked += 1
+    assert checked > 100
+
+
+def test_without_stop_strings_only_an_unfinished_character_waits(tokenizers):
+    tokenizer = tokenizers["byte-level"]
+    ids = tokenizer.encode("a🙂b")
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert [detokenizer.push([i]) for i in ids] == ["a", "", "", "", "🙂", "b"]
+    assert detokenizer.finish() == ""
+
+
+def test_unfinished_character_is_flushed_as_one_replacement(tokenizers):
+    tokenizer = tokenizers["byte-level"]
+    ids = tokenizer.encode("a🙂")[:-1]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert (detokenizer.push(ids), detokenizer.finish()) == ("a", "\ufffd")
+
+
+def test_text_that_may_begin_a_stop_is_held_and_given_back(tokenizers):
+    tokenizer = tokenizers["byte-level"]
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=("###END", "#x"))
+    assert detokenizer.push(tokenizer.encode("ok ##")) == "ok "
+    assert detokenizer.push(tokenizer.encode("#EN")) == ""
+    assert detokenizer.push(tokenizer.encode("T #")) == "###ENT "
+    assert detokenizer.push(tokenizer.encode("x never seen")) == ""
+    assert (detokenizer.stopped, detokenizer.finish()) == ("#x", "")
+
+
+def test_stop_met_in_the_flushed_text(tokenizers):
+    tokenizer = tokenizers["byte-level"]
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=("\ufffd",))
+    assert (detokenizer.push(tokenizer.encode("a🙂")[:-1]), detokenizer.finish(), detokenizer.stopped) == ("a", "", "\ufffd")
+
+
+def test_special_tokens_can_be_stop_strings_when_they_are_shown(tokenizers):
+    tokenizer = tokenizers["byte-level"]
+    ids = tokenizer.encode("hi<|im_end|>more")
+    shown = IncrementalDetokenizer(tokenizer, skip_special_tokens=False, stop=("<|im_end|>",))
+    hidden = IncrementalDetokenizer(tokenizer, skip_special_tokens=True, stop=("<|im_end|>",))
+    assert (shown.push(ids) + shown.finish(), shown.stopped) == ("hi", SPECIAL_TOKENS[2])
+    assert (hidden.push(ids) + hidden.finish(), hidden.stopped) == ("himore", None)
+
+
+def test_empty_stop_string_is_refused(tokenizers):
+    with pytest.raises(InvalidRequestError, match="empty string"):
+        IncrementalDetokenizer(tokenizers["byte-level"], stop=("a", ""))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "stops"),
+    [
+        ("byte-level", "a", ("a" * 255 + "b", "a" * 100 + "c")),  # every character may begin a stop string
+        ("byte-level", "ab", ("ab" * 128 + "x",)),
+        ("byte-level", "broken", ()),  # continuation bytes for ever
+        ("byte-level", "broken", ("\ufffd" * 200 + "x",)),
+        ("byte fallback", "broken", ("b" * 16,)),  # one run of raw bytes
+        ("byte fallback", "a", ("a" * 255 + "b",)),
+    ],
+)
+def test_twice_the_text_is_twice_the_work(tokenizers, kind, pattern, stops):
+    tokenizer = tokenizers[kind]
+    broken = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b"\x80")
+    unit = [broken] if pattern == "broken" else tokenizer.encode(pattern)
+    works = []
+    for size in (1 << 14, 1 << 15):
+        ids = (unit * size)[:size]
+        detokenizer = IncrementalDetokenizer(tokenizer, stop=stops)
+        built = detokenizer.work
+        for first in range(0, size, 64):
+            detokenizer.push(ids[first : first + 64])
+        detokenizer.finish()
+        assert detokenizer.num_tokens == size
+        works.append(detokenizer.work - built)
+    assert works[1] < 2.1 * works[0]
+    assert works[1] < 8 * (1 << 15)
+
+
+def test_every_id_of_the_tiny_vocabulary_alone(tokenizers):
+    tokenizer = tokenizers["byte-level"]
+    for token_id in range(VOCAB_SIZE):
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+        assert detokenizer.push([token_id]) + detokenizer.finish() == tokenizer.decode([token_id], skip_special_tokens=False)

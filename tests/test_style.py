@@ -1,0 +1,264 @@
+"""The house rules that a program can read off the source. Knows the form of the code, nothing of what it does.
+
+Every rule carries a snippet that trips it, so that a rule that no longer looks cannot pass for one that finds nothing."""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS, MAX_CONFIG_FIELDS = 300, 60, 12, 25
+CONFIG_SUFFIXES = ("Config", "Args", "Params", "Options", "Settings")
+PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+HOST_ONLY = ("core/", "scheduling/")
+DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "torch", "transformers"}
+Functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str  # below the package: "core/errors.py"
+    text: str
+    tree: ast.Module
+
+    def nodes(self, *kinds: type) -> Iterator[ast.AST]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+
+
+@dataclass(frozen=True)
+class Rule:
+    find: Callable[[Source], Iterator[tuple[int, str]]]
+    trips: tuple[str, ...]  # each of these snippets breaks the rule
+    path: str = "layers/example.py"
+
+
+def parse(text: str, path: str) -> Source:
+    return Source(path, text, ast.parse(text))
+
+
+def read_package() -> list[Source]:
+    package = ROOT / "src" / "routed_experts"
+    return [parse(file.read_text(encoding="utf-8"), file.relative_to(package).as_posix()) for file in sorted(package.rglob("*.py"))]
+
+
+def imported_modules(source: Source) -> Iterator[tuple[int, str]]:
+    for node in source.nodes(ast.Import, ast.ImportFrom):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif node.level == 0 and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def called_names(source: Source) -> Iterator[tuple[int, str]]:
+    for node in source.nodes(ast.Call):
+        yield node.lineno, ast.unparse(node.func)
+
+
+def find_long_files(source: Source) -> Iterator[tuple[int, str]]:
+    count = len(source.text.splitlines())
+    if count > MAX_FILE_LINES:
+        yield count, f"{count} lines, at most {MAX_FILE_LINES}: which room is asking to be split?"
+
+
+def find_long_functions(source: Source) -> Iterator[tuple[int, str]]:
+    for node in source.nodes(*Functions):
+        count = node.end_lineno - node.lineno + 1
+        if count > MAX_FUNCTION_LINES:
+            yield node.lineno, f"{node.name} has {count} lines, at most {MAX_FUNCTION_LINES}"
+
+
+def find_wide_classes(source: Source) -> Iterator[tuple[int, str]]:
+    for node in source.nodes(ast.ClassDef):
+        methods = {item.name for item in node.body if isinstance(item, Functions) and not item.name.startswith("__")}
+        if len(methods) > MAX_METHODS:
+            yield node.lineno, f"{node.name} has {len(methods)} methods, at most {MAX_METHODS}"
+
+
+def find_wide_configs(source: Source) -> Iterator[tuple[int, str]]:
+    for node in source.nodes(ast.ClassDef):
+        fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+        if node.name.endswith(CONFIG_SUFFIXES) and node.decorator_list and len(fields) > MAX_CONFIG_FIELDS:
+            yield node.lineno, f"{node.name} has {len(fields)} fields, at most {MAX_CONFIG_FIELDS}"
+
+
+def find_undescribed_modules(source: Source) -> Iterator[tuple[int, str]]:
+    docstring = ast.get_docstring(source.tree, clean=False)
+    if source.tree.body and not (docstring or "").split("\n")[0].strip():  # an empty __init__.py has nothing to say
+        yield 1, "the first line of the module's docstring says what the file is for"
+
+
+def find_pickles(source: Source) -> Iterator[tuple[int, str]]:
+    for line, name in imported_modules(source):
+        if name.split(".")[0] in PICKLES:
+            yield line, f"imports {name}: a file that runs code when it is read"
+    for node in source.nodes(ast.keyword):
+        if node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            yield node.value.lineno, "allow_pickle must be False"
+
+
+def find_banned_calls(source: Source) -> Iterator[tuple[int, str]]:
+    banned = {"eval", "exec", "yaml.load", "torch.load", "time.sleep", "object.__setattr__", "__import__", "os.system"}
+    for line, name in called_names(source):
+        if name in banned:
+            yield line, f"calls {name}"
+    for line, name in imported_modules(source):
+        if name in banned:
+            yield line, f"imports {name}"
+
+
+def find_globals(source: Source) -> Iterator[tuple[int, str]]:
+    for node in source.nodes(ast.Global):
+        yield node.lineno, "global: pass it, or return it"
+
+
+def find_swallowed_errors(source: Source) -> Iterator[tuple[int, str]]:
+    for node in source.nodes(ast.ExceptHandler):
+        if node.type is None:
+            yield node.lineno, "bare except"
+        if all(isinstance(item, ast.Pass) or (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant)) for item in node.body):
+            yield node.lineno, "an error is caught and passed over"
+
+
+def find_environment_reads(source: Source) -> Iterator[tuple[int, str]]:
+    if source.path == "cli.py" or source.path.startswith("cli/"):
+        return
+    readers = {"os.environ", "os.getenv", "os.environb", "os.putenv"}
+    for node in source.nodes(ast.Attribute):
+        if ast.unparse(node) in readers:
+            yield node.lineno, "the environment is read in cli alone: take an argument"
+    for line, name in imported_modules(source):
+        if name in readers:
+            yield line, "the environment is read in cli alone: take an argument"
+
+
+def find_device_imports(source: Source) -> Iterator[tuple[int, str]]:
+    for line, name in imported_modules(source):
+        if source.path.startswith(HOST_ONLY) and name.split(".")[0] in DEVICE_LIBRARIES:
+            yield line, f"imports {name}: this room is NumPy only"
+
+
+def find_unfinished_code(source: Source) -> Iterator[tuple[int, str]]:
+    for node in source.nodes(ast.Raise):
+        if node.exc is not None and ast.unparse(node.exc).startswith("NotImplemented"):
+            yield node.lineno, "refuse by name where it is built, or write it"
+    for line, text in enumerate(source.text.splitlines(), start=1):
+        if any(f"# {word}" in text for word in ("TODO", "FIXME", "XXX")):
+            yield line, "unfinished: mend it or open an issue"
+
+
+def find_foreign_forms(source: Source) -> Iterator[tuple[int, str]]:
+    for line, name in imported_modules(source):
+        if name == "__future__.annotations":
+            yield line, "no `annotations` future: jaxtyping reads annotations at run time"
+        if name in {"typing.Self", "typing_extensions.Self"}:
+            yield line, "quote the class instead of Self"
+
+
+def find_sleeps_and_mocks(source: Source) -> Iterator[tuple[int, str]]:
+    for line, name in [*imported_modules(source), *called_names(source)]:
+        if name == "time.sleep" or name.startswith(("unittest.mock", "mock.")):
+            yield line, f"{name}: a test waits for an event, and runs the real code"
+
+
+def lines(count: int, text: str = "    x = 1\n") -> str:
+    return text * count
+
+
+RULES = {
+    "file length": Rule(find_long_files, (lines(301, "x = 1\n"),)),
+    "function length": Rule(find_long_functions, ("def f():\n" + lines(60), "class A:\n  async def f():\n" + lines(60))),
+    "methods of a class": Rule(find_wide_classes, ("class A:\n" + "".join(f"  def f{i}(self): return {i}\n" for i in range(13)),)),
+    "fields of a config": Rule(find_wide_configs, ("@dataclass\nclass AConfig:\n" + "".join(f"  f{i}: int\n" for i in range(26)),)),
+    "module docstring": Rule(find_undescribed_modules, ("x = 1\n", '"""\nToo late."""\n')),
+    "no pickle": Rule(
+        find_pickles,
+        ("import pickle\n", "from dill import loads\n", "def f():\n    import cloudpickle as c\n", "np.load(p, allow_pickle=True)\n"),
+    ),
+    "banned calls": Rule(
+        find_banned_calls,
+        ("eval('1')\n", "exec(s)\n", "yaml.load(s)\n", "torch.load(p)\n", "time.sleep(1)\n", "from time import sleep\n",
+         "object.__setattr__(self, 'x', 1)\n", "__import__('x')\n", "os.system('x')\n"),
+    ),
+    "no global": Rule(find_globals, ("def f():\n    global x\n    x = 1\n",)),
+    "no swallowed error": Rule(
+        find_swallowed_errors,
+        ("try:\n    f()\nexcept:\n    raise\n", "try:\n    f()\nexcept ValueError:\n    pass\n", "try:\n    f()\nexcept E:\n    ...\n"),
+    ),
+    "environment": Rule(find_environment_reads, ("x = os.environ['X']\n", "x = os.getenv('X')\n", "from os import environ\n")),
+    "core without JAX": Rule(
+        find_device_imports, ("import jax.numpy as jnp\n", "def f():\n    from flax import nnx\n"), path="core/example.py"
+    ),
+    "scheduling without JAX": Rule(find_device_imports, ("from jax import Array\n",), path="scheduling/example.py"),
+    "nothing unfinished": Rule(
+        find_unfinished_code, ("raise NotImplementedError\n", "raise NotImplementedError('x')\n", "x = 1  # TO" + "DO: y\n")
+    ),
+    "foreign forms": Rule(find_foreign_forms, ("from __future__ import annotations\n", "from typing import Any, Self\n")),
+}
+
+TEST_RULE = Rule(
+    find_sleeps_and_mocks, ("import unittest.mock\n", "from unittest import mock\n", "time.sleep(1)\n", "from time import sleep\n")
+)
+
+HONEST = '''"""A module that keeps every rule. Knows nothing else."""
+
+import contextlib
+import logging
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+
+def load(path):
+    """Load an array; a model.eval() or a word such as pickle in text is no offence."""
+    with contextlib.suppress(FileNotFoundError):
+        return np.load(path, allow_pickle=False)
+    try:
+        model.eval()
+    except ValueError as error:
+        raise KeyError(path) from error
+'''
+
+
+def findings(rule: Rule, sources: list[Source]) -> list[str]:
+    return [f"{source.path}:{line}: {words}" for source in sources for line, words in rule.find(source)]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_package_keeps_the_rule(name):
+    broken = findings(RULES[name], read_package())
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(("name", "snippet"), [(name, snippet) for name, rule in RULES.items() for snippet in rule.trips])
+def test_the_rule_finds_what_breaks_it(name, snippet):
+    assert findings(RULES[name], [parse(snippet, RULES[name].path)])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_rule_lets_honest_code_pass(name):
+    assert findings(RULES[name], [parse(HONEST, RULES[name].path)]) == []
+    assert findings(RULES[name], [parse("", "core/__init__.py")]) == []
+
+
+def test_the_environment_may_be_read_in_cli_and_jax_imported_elsewhere():
+    assert findings(RULES["environment"], [parse("x = os.environ['X']\n", path) for path in ("cli.py", "cli/serve.py")]) == []
+    assert findings(RULES["core without JAX"], [parse("import jax\n", "memory/kv_pool.py")]) == []
+
+
+def test_the_package_was_read():
+    assert {"core/errors.py"} <= {source.path for source in read_package()}
+
+
+def test_tests_do_not_sleep_or_mock():
+    sources = [parse(file.read_text(encoding="utf-8"), file.name) for file in sorted((ROOT / "tests").rglob("*.py"))]
+    assert "test_style.py" in {source.path for source in sources}
+    assert not findings(TEST_RULE, sources)
+
+
+@pytest.mark.parametrize("snippet", TEST_RULE.trips)
+def test_a_sleep_or_a_mock_in_a_test_is_found(snippet):
+    assert findings(TEST_RULE, [parse(snippet, "test_example.py")])
