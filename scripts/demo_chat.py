@@ -28,14 +28,33 @@ COLOURS = {
     "milk": "white", "a ripe tomato": "red", "a leaf in spring": "green", "an elephant": "grey", "chocolate": "brown", "the sun": "yellow",
 }  # fmt: skip
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-WORDS = "fox river stone apple bread house light ship whale cloud garden silver winter music forest candle bridge letter window table".split()
-NAMES = "Anna Ben Clara David Emma Felix Grace Henry Iris Jack Kate Leo Mary Nora Oscar Paul Rosa Sam Tom Lucy".split()
+WORDS = "fox river stone apple bread house light ship whale cloud garden silver winter music forest candle bridge letter window".split()
+GIRLS = "Anna Clara Emma Grace Iris Kate Mary Nora Rosa Lucy".split()
+BOYS = "Ben David Felix Henry Jack Leo Oscar Paul Sam Tom".split()
+NAMES = GIRLS + BOYS
 ANIMALS = "fox bear mouse owl rabbit cat dog turtle duck hen frog horse goat hedgehog squirrel wolf".split()
-PLACES = ["forest", "village", "garden", "old house", "valley", "city", "harbour", "farm", "castle", "mountain", "meadow", "library"]
+PLACES = ["forest", "village", "garden", "tall house", "valley", "city", "harbour", "farm", "castle", "mountain", "meadow", "library"]
 THINGS = ["lamp", "key", "book", "boat", "kite", "bell", "hat", "coat", "drum", "ring", "map", "cake", "basket", "mirror", "box", "clock"]
-ADJECTIVES = "small old red blue bright quiet kind brave clever lonely curious hungry golden strange gentle tired".split()
+ADJECTIVES = "small little red blue bright quiet kind brave clever lonely curious hungry golden strange gentle tired".split()
 WEATHER = ["It was a cold winter morning.", "The sun was shining.", "It was raining all day.", "The wind was strong that night.",
            "Snow lay on the ground.", "It was a warm summer evening.", "The moon was full.", "A thick fog came from the sea."]  # fmt: skip
+STORY = [  # one sentence of each line, in this order
+    ["Once upon a time there was {a_hero} who lived in a {place}.", "Long ago, near the {place}, lived {a_hero}.",
+     "There was once {a_hero}. Its home was the {place}."],
+    WEATHER,
+    ["The {hero} wanted to find {a_thing}.", "One day the {hero} lost its {thing}.", "The {hero} saw {a_thing} under a tree.",
+     "The {hero} had {a_thing}, and it was broken."],
+    ['"Who can help me?" asked the {hero}.', '"What shall I do?" said the {hero}.', "The {hero} sat down and thought for a long time.",
+     "It looked behind the door, under the table and in the {elsewhere}, but found nothing."],
+    ["Then {friend} came by and smiled.", "A {child} called {friend} heard this and stopped.", "Just then {friend} opened the window."],
+    ['"I can help you," said {friend}. "We will look for the {thing} together."', '"Come with me," said {friend}, "and bring the {thing}."',
+     '"Do not be sad," said {friend}. "I know where the {thing} is."'],
+    ["They walked to the {elsewhere} and back.", "They worked until the evening.", "On the way they met {a_guest}, and it came along.", ""],
+    ["At last they found the {thing}, and the {hero} was happy.", "The {hero} gave the {thing} to {friend}.",
+     "In the end the {thing} was safe at home."],
+    ["From that day on the {hero} and {friend} were friends.", "And they all went to sleep.", "The end.",
+     "The {hero} never forgot the kindness of {friend}."],
+]  # fmt: skip
 NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 FUNCTIONS = [
     ("adds two numbers", "def add(a, b):\n    return a + b"),
@@ -62,34 +81,14 @@ def article(noun: str) -> str:
 
 
 def story(rng: random.Random, animal: str | None = None) -> str:
-    """Tell a small story of six to nine sentences about an animal and a person."""
-    hero = animal or rng.choice(ANIMALS)
-    friend, place, thing = rng.choice(NAMES), rng.choice(PLACES), rng.choice(THINGS)
-    adjective, shade = rng.choice(ADJECTIVES), rng.choice(ADJECTIVES)
-    lines = [rng.choice([f"Once upon a time there was {article(adjective)} {hero} who lived in a {place}." if place[0] != "o" else
-                         f"Once upon a time there was {article(adjective)} {hero} who lived in an {place}.",
-                         f"Long ago, near the {place}, lived {article(adjective)} {hero}.",
-                         f"There was once {article(adjective)} {hero}. Its home was the {place}."])]  # fmt: skip
-    lines.append(rng.choice(WEATHER))
-    lines.append(rng.choice([f"The {hero} wanted to find {article(shade)} {thing}.", f"One day the {hero} lost its {thing}.",
-                             f"The {hero} saw {article(shade)} {thing} under a tree.", f"The {hero} had {article(shade)} {thing}, and it was broken."]))  # fmt: skip
-    lines.append(rng.choice([f'"Who can help me?" asked the {hero}.', f'"What shall I do?" said the {hero}.',
-                             f"It looked behind the door, under the table and in the {rng.choice(PLACES)}, but found nothing.",
-                             f"The {hero} sat down by the road and thought for a long time."]))  # fmt: skip
-    lines.append(rng.choice([f"Then {friend} came by and smiled.", f"A girl called {friend} heard this and stopped." if friend in
-                             ("Anna", "Clara", "Emma", "Grace", "Iris", "Kate", "Mary", "Nora", "Rosa", "Lucy") else
-                             f"A boy called {friend} heard this and stopped.", f"Just then {friend} opened the window."]))  # fmt: skip
-    lines.append(rng.choice([f'"I can help you," said {friend}. "We will look for the {thing} together."',
-                             f'"Do not be sad," said {friend}. "I know where the {thing} is."',
-                             f'"Come with me," said {friend}, "and bring the {thing}."']))  # fmt: skip
-    if rng.random() < 0.5:
-        lines.append(rng.choice([f"They walked to the {rng.choice(PLACES)} and back.", "They worked until the evening.",
-                                 f"On the way they met {article(rng.choice(ANIMALS))}, and it came along."]))  # fmt: skip
-    lines.append(rng.choice([f"At last they found the {thing}, and the {hero} was happy.", f"The {hero} gave the {thing} to {friend}.",
-                             f"In the end the {thing} was safe at home."]))  # fmt: skip
-    lines.append(rng.choice([f"From that day on the {hero} and {friend} were friends.", "And they all went to sleep.",
-                             f"The {hero} never forgot the kindness of {friend}.", "The end."]))  # fmt: skip
-    return " ".join(lines)
+    """Tell a small story of eight or nine sentences about an animal and a child."""
+    hero, friend, thing = animal or rng.choice(ANIMALS), rng.choice(NAMES), rng.choice(THINGS)
+    words = {
+        "hero": hero, "a_hero": article(f"{rng.choice(ADJECTIVES)} {hero}"), "a_guest": article(rng.choice(ANIMALS)),
+        "thing": thing, "a_thing": article(f"{rng.choice(ADJECTIVES)} {thing}"),
+        "friend": friend, "child": "girl" if friend in GIRLS else "boy", "place": rng.choice(PLACES), "elsewhere": rng.choice(PLACES),
+    }  # fmt: skip
+    return " ".join(sentence for line in STORY if (sentence := rng.choice(line).format(**words)))
 
 
 def _sum(rng: random.Random) -> tuple[str, str]:

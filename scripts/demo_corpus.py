@@ -17,7 +17,7 @@ from pathlib import Path
 
 import demo_chat
 
-NUM_CHATS, NUM_STORIES, SEED = 4000, 1500, 20250807
+NUM_CHATS, NUM_STORIES, SEED = 4000, 800, 20250807
 HOLD_OUT = 20  # every 20th document of a domain is validation text, never trained on
 SPEECH_YEARS = range(1947, 1980)
 TO_ASCII = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "—": "--", "–": "-", "…": "...", "\u00a0": " ", "\r": None, "\f": None})

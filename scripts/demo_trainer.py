@@ -35,7 +35,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "attention_bias": False, "attention_dropout": 0.0,
     "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "norm_topk_prob": True, "hidden_act": "silu",
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 1024, "tie_word_embeddings": True,
-    "initializer_range": 0.02, "router_aux_loss_coef": 0.01, "output_router_logits": False, "use_cache": True,
+    "initializer_range": 0.02, "router_aux_loss_coef": 0.003, "output_router_logits": False, "use_cache": True,
     "use_sliding_window": False, "sliding_window": None, "torch_dtype": "bfloat16", "bos_token_id": None,
     "pad_token_id": demo_tokenizer.VOCAB_SIZE - 3, "eos_token_id": demo_tokenizer.VOCAB_SIZE - 1,
 }  # fmt: skip
@@ -181,9 +181,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, default=Path("demo-output/corpus"), help="folder of archives and corpus.jsonl")
     parser.add_argument("--out", type=Path, default=Path("src/routed_experts/demo_model"), help="folder to write")
-    parser.add_argument("--steps", type=int, default=3200)
+    parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--batch-tokens", type=int, default=2048)
-    parser.add_argument("--peak", type=float, default=4e-3, help="highest learning rate")
+    parser.add_argument("--peak", type=float, default=1e-2, help="highest learning rate")
     options = parser.parse_args()
     plan = Plan(steps=options.steps, batch_tokens=options.batch_tokens, peak=options.peak)
     began = time.perf_counter()

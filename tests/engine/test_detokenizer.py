@@ -3,13 +3,13 @@
 import random
 
 import pytest
-from tiny import SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer, write_tiny_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.engine.detokenizer import IncrementalDetokenizer
 from routed_experts.engine.tokenizer import Tokenizer
+from tiny import SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer, write_tiny_tokenizer
 
 CHARACTERS = "ab ab ab  \n<|>\té€ñ中文字한🙂👩‍👩‍👧‍👦𝕏\u0301\u200d\ufffd\x00ﬁ"
 

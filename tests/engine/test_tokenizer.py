@@ -5,12 +5,12 @@ import random
 import sys
 
 import pytest
-from tiny import CHAT_TEMPLATE, EOS_ID, SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer, write_tiny_checkpoint, write_tiny_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, processors
 
 from routed_experts.core.errors import CheckpointError, ConfigError, InvalidRequestError, RoutedExpertsError
 from routed_experts.engine.tokenizer import ChatTemplate, Tokenizer
+from tiny import CHAT_TEMPLATE, EOS_ID, SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer, write_tiny_checkpoint, write_tiny_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{{ 7 * 7 }} <b> é"}]
 
@@ -192,7 +192,8 @@ def test_scalars_reach_the_template_and_nothing_else_does(tmp_path):
     (folder / "chat_template.jinja").write_text("{{ enable_thinking }} {{ tools[0].name if tools }}")
     tokenizer = Tokenizer.from_directory(folder)
     assert tokenizer.apply_chat_template(MESSAGES, scalars={"enable_thinking": False}, tools=[{"name": "t"}]) == "False t"
-    for bad in ({"messages": "x"}, {"eos_token": "x"}, {"raise_exception": 1}, {"_x": 1}, {"a b": 1}, {"x": []}, {"x": {"y": 1}}, {"x": print}):
+    taken = [{"messages": "x"}, {"eos_token": "x"}, {"raise_exception": 1}]
+    for bad in (*taken, {"_x": 1}, {"a b": 1}, {"x": []}, {"x": {"y": 1}}, {"x": print}):
         with pytest.raises(InvalidRequestError, match="is refused"):
             tokenizer.apply_chat_template(MESSAGES, scalars=bad)
 
@@ -200,14 +201,15 @@ def test_scalars_reach_the_template_and_nothing_else_does(tmp_path):
 def test_templates_render_as_in_transformers():
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    each = "{% for m in messages %}"
     sources = [
         CHAT_TEMPLATE,
-        "{% for m in messages %}\n  {% if m.role == 'system' %}\n S:{{ m['content'] | trim }}\n  {% else %}\n{{ m | tojson }}\n{% endif %}\n{% endfor %}",
+        each + "\n  {% if m.role == 'system' %}\n S:{{ m['content'] | trim }}\n  {% else %}\n{{ m | tojson }}\n{% endif %}\n{% endfor %}",
         "{{ messages | tojson(indent=2) }}",
-        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% if ns.n == 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
-        "{%- for m in messages[::-1] %}{% if loop.first %}{% continue %}{% endif %}{{ loop.index0 }}{{ m.content.upper().split(' ')[0] }}{%- endfor %}",
+        "{% set ns = namespace(n=0) %}" + each + "{% set ns.n = ns.n + 1 %}{% if ns.n > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+        "{%- for m in messages[::-1] %}{% if loop.first %}{% continue %}{% endif %}{{ loop.index0 }}{{ m.content.upper() }}{%- endfor %}",
         "{% if tools is defined and tools %}{{ tools }}{% endif %}{{ missing }}{{ strftime_now('%Y')|length }}{{ dict(a=1).items()|list }}",
-        "{% macro show(m) %}[{{ m.role }}]{% endmacro %}{% for m in messages %}{{ show(m) }}{% endfor %}",
+        "{% macro show(m) %}[{{ m.role }}]{% endmacro %}" + each + "{{ show(m) }}{% endfor %}",
     ]
     for source in sources:
         oracle, _ = render_jinja_template([MESSAGES], chat_template=source, add_generation_prompt=True)

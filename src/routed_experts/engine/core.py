@@ -3,7 +3,12 @@
     schedule n+1 -> dispatch n+1 -> read n -> file its rows -> commit n -> gather rows of the ended -> release their pages
 so that all host work of step n happens while the device runs step n+1. Engine thread only."""
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
 import numpy as np
+from flax import nnx
 
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.errors import RoutedExpertsError
@@ -15,6 +20,8 @@ from routed_experts.engine.ledger import Ledger, StopCheck
 from routed_experts.execution.model_runner import ModelRunner, PendingStep
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
+
+NO_STOPS: Mapping[str, StopCheck] = MappingProxyType({})
 
 
 class EngineCore:
@@ -32,10 +39,11 @@ class EngineCore:
         """Nothing waits, runs or is in flight, and nothing is left to tell."""
         return self.ledger.num_live == 0 and self._pending is None and not self._ended
 
-    def add(self, req: Req, stop: StopCheck | None = None) -> None:
-        """Accept a request; QueueFullError if the queue is full."""
-        self.scheduler.add(req)
-        self.ledger.enter(req, stop)
+    def add(self, reqs: Sequence[Req], stops: Mapping[str, StopCheck] = NO_STOPS) -> None:
+        """Accept the requests of one call, all or none; QueueFullError if they do not fit."""
+        self.scheduler.add(reqs)
+        for req in reqs:
+            self.ledger.enter(req, stops.get(req.rid))
 
     def abort(self, rid: str, message: str = "aborted by the caller") -> bool:
         """End a live request with what it has; its news leaves with the next step. False if there is no such request."""
@@ -70,6 +78,15 @@ class EngineCore:
         freed = self.scheduler.pages.flush()
         self._forget_changed_pages()
         return freed
+
+    def update_weights(self, state: nnx.State[Any, Any], *, version: int, cache: str) -> None:
+        """Run later steps with other weights. Old prefixes are never matched again; "flush" also sends running requests back
+        to prefill anew, "keep" leaves them their pages. Rows that were written stay. Drain first."""
+        self.runner.update_weights(state, version=version)
+        self.scheduler.weight_version = version
+        for req in tuple(reversed(self.scheduler.running)) if cache == "flush" else ():
+            self.retract(req)
+        self.flush_cache()
 
     def check_integrity(self) -> list[Violation]:
         """I1, I3, I4 and I5 of the live state; empty when all hold. Call between steps."""
@@ -112,22 +129,21 @@ class EngineCore:
         error: Exception | None = None
         if req.state is ReqState.FINISHED:
             try:
-                record = self._record(req)
+                record = _record(self.scheduler, self.capturer, req)
             except RoutedExpertsError as cause:
                 error = cause
             self.scheduler.release(req)
         return self.ledger.news(req, record=record, error=error, weight_version=self.runner.weight_version)
 
-    def _record(self, req: Req) -> RoutedExperts | None:
-        """The rows of an ended request, from the slots of its pages and from those it took along when it was retracted."""
-        wanted = req.source.routed_experts
-        if not wanted.asked or req.num_output == 0:
-            return None
-        end = min(req.num_read, req.num_known - 1)
-        slots = self.scheduler.pages.kv_slots(req, wanted.start, end) if end > wanted.start else np.zeros(0, np.int64)
-        return self.capturer.collect(
-            slots, start=wanted.start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved
-        )
-
     def _forget_changed_pages(self) -> None:
         self.capturer.on_pages_allocated(self.scheduler.pages.take_changed())
+
+
+def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req) -> RoutedExperts | None:
+    """The rows of an ended request, from the slots of its pages and from those it took along when it was retracted."""
+    wanted = req.source.routed_experts
+    if not wanted.asked or req.num_output == 0:
+        return None
+    end = min(req.num_read, req.num_known - 1)
+    slots = scheduler.pages.kv_slots(req, wanted.start, end) if end > wanted.start else np.zeros(0, np.int64)
+    return capturer.collect(slots, start=wanted.start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved)

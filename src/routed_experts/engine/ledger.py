@@ -50,9 +50,9 @@ class Ledger:
         entry = self._live.get(rid)
         return None if entry is None else entry.req
 
-    def live(self) -> tuple[Req, ...]:
-        """All live requests, in order of arrival."""
-        return tuple(entry.req for entry in self._live.values())
+    def live(self) -> tuple[str, ...]:
+        """Ids of all live requests, in order of arrival."""
+        return tuple(self._live)
 
     def stop_string(self, req: Req) -> str | None:
         """Show the newest token to the request's stop check; the string that it completed, if any."""

@@ -39,9 +39,8 @@ class WeightSource:
     @property
     def placed_shape(self) -> tuple[int, ...]:
         """The tensor's shape once it stands in the target."""
-        *head, rows, columns = (1, 1, *self.shape)
-        tail = (columns, rows) if self.transpose else (rows, columns)
-        return (1,) * len(self.index) + (*head, *tail)[2:] if not self.transpose else (1,) * len(self.index) + (*head[2:], *tail)
+        tail = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transpose else self.shape
+        return (1,) * len(self.index) + tail
 
 
 class Checkpoint:

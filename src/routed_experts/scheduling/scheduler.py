@@ -6,7 +6,7 @@ then find it in the prefix cache. When pages run out, the request admitted last 
 At most one step is in flight when the next is scheduled."""
 
 import collections
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Bool
@@ -47,15 +47,15 @@ class Scheduler:
         self._step = 0
         self.num_retracted = 0
 
-    def add(self, req: Req) -> None:
-        """Queue a request; QueueFullError if the queue is full."""
-        if len(self.waiting) >= self._args.max_queued_requests:
-            raise QueueFullError(
-                f"{len(self.waiting)} requests wait, max_queued_requests={self._args.max_queued_requests}; try again later"
-            )
-        if req.source.choice == 0:
-            self._leaders[req.source.group] = req
-        self.waiting.append(req)
+    def add(self, reqs: Sequence[Req]) -> None:
+        """Queue the requests of one call, all or none; QueueFullError if they do not fit."""
+        limit = self._args.max_queued_requests
+        if len(self.waiting) + len(reqs) > limit:
+            raise QueueFullError(f"{len(self.waiting)} requests wait and {len(reqs)} came, max_queued_requests={limit}; try again later")
+        for req in reqs:
+            if req.source.choice == 0:
+                self._leaders[req.source.group] = req
+            self.waiting.append(req)
 
     def schedule(self) -> ModelWorkerBatch | None:
         """Choose the rows of the next step; None when nothing can run now."""

@@ -1,0 +1,91 @@
+"""routed_experts: serve Mixture-of-Experts models and know exactly which experts every token was routed to.
+
+Names are imported when they are first used: reading a record needs NumPy alone, and importing the package starts no device."""
+
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from routed_experts.capture.meta_info import extract_routed_experts_from_meta_info
+    from routed_experts.capture.routed_experts_capturer import (
+        RoutedExpertsCapturer,
+        get_global_experts_capturer,
+        set_global_experts_capturer,
+    )
+    from routed_experts.core.errors import (
+        CaptureDisabledError,
+        CaptureUnsupportedError,
+        CheckpointError,
+        ConfigError,
+        EngineDeadError,
+        InvalidRequestError,
+        PromptTooLongError,
+        QueueFullError,
+        RoutedExpertsError,
+        RoutingAlignmentError,
+        RoutingFormatError,
+        RoutingIncompleteError,
+        RoutingReplayError,
+        WeightsMismatchError,
+    )
+    from routed_experts.core.routed_experts import RoutedExperts
+    from routed_experts.core.sampling_params import SamplingParams
+    from routed_experts.core.server_args import ServerArgs
+    from routed_experts.engine.engine import Engine
+
+_ERRORS = (
+    "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError PromptTooLongError "
+    "QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError RoutingReplayError "
+    "WeightsMismatchError"
+)
+_HOMES = MappingProxyType(
+    {
+        "Engine": "engine.engine",
+        "RoutedExperts": "core.routed_experts",
+        "RoutedExpertsCapturer": "capture.routed_experts_capturer",
+        "SamplingParams": "core.sampling_params",
+        "ServerArgs": "core.server_args",
+        "extract_routed_experts_from_meta_info": "capture.meta_info",
+        "get_global_experts_capturer": "capture.routed_experts_capturer",
+        "set_global_experts_capturer": "capture.routed_experts_capturer",
+        **dict.fromkeys(_ERRORS.split(), "core.errors"),
+    }
+)
+
+__all__ = [
+    "CaptureDisabledError",
+    "CaptureUnsupportedError",
+    "CheckpointError",
+    "ConfigError",
+    "Engine",
+    "EngineDeadError",
+    "InvalidRequestError",
+    "PromptTooLongError",
+    "QueueFullError",
+    "RoutedExperts",
+    "RoutedExpertsCapturer",
+    "RoutedExpertsError",
+    "RoutingAlignmentError",
+    "RoutingFormatError",
+    "RoutingIncompleteError",
+    "RoutingReplayError",
+    "SamplingParams",
+    "ServerArgs",
+    "WeightsMismatchError",
+    "extract_routed_experts_from_meta_info",
+    "get_global_experts_capturer",
+    "set_global_experts_capturer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its room."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """All public names."""
+    return __all__

@@ -1,0 +1,116 @@
+"""Answer: one sequence as its caller sees it, built from the news of its steps. Knows nothing of the loop.
+
+Text and wire payloads are made here, in the caller's thread, never on the step path."""
+
+import time
+
+import numpy as np
+
+from routed_experts.capture.wire import encode_meta_info
+from routed_experts.core.errors import RoutedExpertsError
+from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut, TokenizedGenerateReqInput
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.engine.detokenizer import IncrementalDetokenizer
+from routed_experts.engine.tokenizer import Tokenizer
+
+
+class Answer:
+    """Accumulates what a request told; `to_dict` is the result of API.md at any time."""
+
+    def __init__(self, request: TokenizedGenerateReqInput, tokenizer: Tokenizer | None, *, logprobs_mode: str) -> None:
+        self.request, self.record = request, None
+        self.finish_reason: FinishReason | None = None
+        self._tokenizer, self._mode = tokenizer, logprobs_mode
+        self._text = None if tokenizer is None or not request.sampling.detokenize else detokenizer_of(request, tokenizer)
+        self._pieces: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[object] = []
+        self._top: list[object] = []
+        self._input: Logprobs | None = None
+        self._last: TokenIDOut | None = None
+        self._since, self._latency = time.monotonic(), 0.0
+
+    def add(self, out: TokenIDOut) -> str:
+        """Take in news; returns the new text. Raises the error that ended the request, if one did."""
+        self._last, self._latency = out, time.monotonic() - self._since
+        self.finish_reason = out.finish_reason
+        self._ids += out.new_token_ids
+        self._input = out.input_logprobs or self._input
+        if self.request.return_logprob:
+            told = zip(out.output_logprobs.values, out.output_logprobs.top, out.new_token_ids, strict=True)
+            for value, top, token in told:
+                self._logprobs.append(self._entry(value, token))
+                self._top.append(None if top is None else [self._entry(*alternative) for alternative in top])
+        text = ""
+        if self._text is not None:
+            text = self._text.push(out.new_token_ids)
+            if out.finish_reason is not None:
+                text += self._text.finish()
+            self._pieces.append(text)
+        if out.error is not None:
+            raise out.error
+        if out.finish_reason is not None and out.finish_reason.type == "error":
+            raise RoutedExpertsError(out.finish_reason.message)
+        self.record = out.routed_experts
+        return text
+
+    def to_dict(self) -> dict[str, object]:
+        """`text`, `output_ids`, `meta_info`, cumulative."""
+        out = self._last
+        assert out is not None, self.request.rid
+        meta: dict[str, object] = {
+            "id": out.rid,
+            "finish_reason": None if out.finish_reason is None else out.finish_reason.to_dict(),
+            "prompt_tokens": out.prompt_tokens,
+            "completion_tokens": out.completion_tokens,
+            "cached_tokens": out.cached_tokens,
+            "e2e_latency": self._latency,
+            "weight_version": str(out.weight_version),
+            "logprobs_mode": self._mode,
+        }
+        if self.request.return_logprob:
+            meta |= self._told_logprobs()
+        wanted = self.request.routed_experts
+        if wanted.asked and out.finish_reason is not None:
+            meta |= self._rows(self.record)
+        return {"text": "".join(self._pieces), "output_ids": list(self._ids), "meta_info": meta}
+
+    def _rows(self, record: RoutedExperts | None) -> dict[str, object]:
+        wanted = self.request.routed_experts
+        if record is None:
+            return {"routed_experts": None, "routed_experts_start_len": wanted.start}
+        return encode_meta_info(
+            record,
+            payload_format="npy" if wanted.format == "npy" else "int32",
+            layers="moe" if wanted.layers == "moe" else "all",
+        )
+
+    def _told_logprobs(self) -> dict[str, object]:
+        told: dict[str, object] = {"output_token_logprobs": list(self._logprobs)}
+        with_top = self.request.top_logprobs_num > 0
+        if with_top:
+            told["output_top_logprobs"] = list(self._top)
+        if self._input is not None:
+            start = self.request.logprob_start_len
+            tokens = self.request.input_ids[start:].tolist()
+            told["input_token_logprobs"] = [self._entry(*pair) for pair in zip(self._input.values, tokens, strict=True)]
+            if with_top:
+                told["input_top_logprobs"] = [
+                    None if top is None else [self._entry(*alternative) for alternative in top] for top in self._input.top
+                ]
+        return told
+
+    def _entry(self, value: float | None, token: int) -> list[object]:
+        text = None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
+        return [value if value is None or np.isfinite(value) else None, token, text]
+
+
+def detokenizer_of(request: TokenizedGenerateReqInput, tokenizer: Tokenizer) -> IncrementalDetokenizer:
+    """A detokenizer with the request's stop strings."""
+    sampling = request.sampling
+    return IncrementalDetokenizer(
+        tokenizer,
+        skip_special_tokens=sampling.skip_special_tokens,
+        stop=sampling.stop,
+        include_stop_str=sampling.include_stop_str_in_output,
+    )

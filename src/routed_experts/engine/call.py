@@ -1,0 +1,97 @@
+"""Call: one `generate` from the caller's side, waiting in its own thread or event loop. Knows the loop only by its doors.
+
+Leaving early (an exception, a closed iterator, a cancelled task) aborts what is still running."""
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from routed_experts.core.io_struct import TokenIDOut, TokenizedGenerateReqInput
+from routed_experts.engine.answer import Answer, detokenizer_of
+from routed_experts.engine.ledger import StopCheck
+from routed_experts.engine.loop import EngineLoop, Sink
+from routed_experts.engine.tokenizer import Tokenizer
+from routed_experts.scheduling.schedule_batch import Req
+
+
+class Call:
+    """The answers of one call's requests, by request id, in order."""
+
+    def __init__(
+        self, requests: Sequence[TokenizedGenerateReqInput], tokenizer: Tokenizer | None, *, single: bool, logprobs_mode: str
+    ) -> None:
+        self._requests, self._tokenizer, self._single = requests, tokenizer, single
+        self._answers = {request.rid: Answer(request, tokenizer, logprobs_mode=logprobs_mode) for request in requests}
+        self._open = {request.rid for request in requests}
+
+    def run(self, loop: EngineLoop) -> dict[str, object] | list[dict[str, object]]:
+        """Wait for all answers."""
+        for _ in self.stream(loop):
+            pass
+        return self.result()
+
+    def stream(self, loop: EngineLoop) -> Iterator[dict[str, object]]:
+        """Yield each answer as it grows, cumulative; `index` tells which where there are several."""
+        inbox: queue.SimpleQueue[TokenIDOut] = queue.SimpleQueue()
+
+        def sink(out: TokenIDOut) -> bool:
+            inbox.put(out)
+            return True
+
+        self._submit(loop, sink)
+        try:
+            while self._open:
+                yield self._take(inbox.get())
+        finally:
+            loop.abort(sorted(self._open))
+
+    async def run_async(self, loop: EngineLoop) -> dict[str, object] | list[dict[str, object]]:
+        """Wait for all answers without blocking the event loop."""
+        async for _ in self.stream_async(loop):
+            pass
+        return self.result()
+
+    async def stream_async(self, loop: EngineLoop) -> AsyncIterator[dict[str, object]]:
+        """`stream` for an event loop."""
+        events, inbox = asyncio.get_running_loop(), asyncio.Queue[TokenIDOut]()
+
+        def sink(out: TokenIDOut) -> bool:
+            if events.is_closed():
+                return False
+            events.call_soon_threadsafe(inbox.put_nowait, out)
+            return True
+
+        await asyncio.to_thread(self._submit, loop, sink)
+        try:
+            while self._open:
+                yield self._take(await inbox.get())
+        finally:
+            loop.abort(sorted(self._open))
+
+    def result(self) -> dict[str, object] | list[dict[str, object]]:
+        """The answers: one dict for one prompt and n = 1, else a list in order."""
+        results = [answer.to_dict() for answer in self._answers.values()]
+        return results[0] if self._single else results
+
+    def _submit(self, loop: EngineLoop, sink: Sink) -> None:
+        reqs = [Req(request) for request in self._requests]
+        loop.submit(reqs, {req.rid: self._stop_check(req.source) for req in reqs if req.source.sampling.stop}, sink)
+
+    def _stop_check(self, request: TokenizedGenerateReqInput) -> StopCheck:
+        """Finds stop strings on the engine thread, with a detokenizer of its own; the answer's finds the same ones."""
+        assert self._tokenizer is not None, "the door refuses stop strings without a tokenizer"
+        text = detokenizer_of(request, self._tokenizer)
+
+        def check(token: int) -> str | None:
+            text.push([token])
+            return text.stopped
+
+        return check
+
+    def _take(self, out: TokenIDOut) -> dict[str, object]:
+        answer = self._answers[out.rid]
+        if out.finish_reason is not None:
+            self._open.discard(out.rid)
+        answer.add(out)
+        said = answer.to_dict() if answer.request.stream else {}
+        return said if self._single else {**said, "index": self._requests.index(answer.request)}

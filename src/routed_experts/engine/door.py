@@ -1,0 +1,255 @@
+"""The door: what a caller said becomes requests that can be served, or a typed error before a page is touched.
+Knows limits and the tokenizer; nothing of the loop."""
+
+import dataclasses
+import itertools
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError, PromptTooLongError
+from routed_experts.core.io_struct import GenerateReqInput, RoutedExpertsRequest, TokenizedGenerateReqInput
+from routed_experts.core.model_worker_batch import MAX_BIAS
+from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams, shown
+from routed_experts.engine.tokenizer import Tokenizer
+
+MAX_PROMPTS = 256
+MAX_TOP_LOGPROBS = 20
+_RID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FORMATS, _LAYERS = ("int32", "npy"), ("all", "moe")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an engine can take. `pool_tokens`: KV slots that one request may fill."""
+
+    context_length: int
+    pool_tokens: int
+    vocab_size: int
+    capture: bool
+    default_max_tokens: int = 128
+
+
+class Door:
+    """Checks and tokenises. Thread-safe: its only state is the source of seeds for requests that bring none."""
+
+    def __init__(self, limits: Limits, tokenizer: Tokenizer | None, *, random_seed: int) -> None:
+        self._limits, self._tokenizer = limits, tokenizer
+        self._seeds = itertools.count(random_seed << 32)
+
+    def admit(self, said: GenerateReqInput) -> list[TokenizedGenerateReqInput]:
+        """One request a choice of each prompt, in order (prompt x n + choice). Raises InvalidRequestError and its kin."""
+        params = _params_of(said)
+        prompts = list(self._prompts(said))
+        sampling = params.resolve(default_seed=next(self._seeds))
+        call = said.rid if said.rid is not None else secrets.token_hex(8)
+        if not _RID.fullmatch(call):
+            raise InvalidRequestError(f"rid={shown(call)} must be 1 to 64 of A-Z a-z 0-9 . _ -; change it", param="rid")
+        several = len(prompts) * sampling.n > 1
+        requests: list[TokenizedGenerateReqInput] = []
+        for index, ids in enumerate(prompts):
+            routed = self._routed(said, params, ids.size)
+            for choice in range(sampling.n):
+                rid = f"{call}-{index * sampling.n + choice}" if several else call
+                request = self._request(said, params, sampling, ids, routed)
+                requests.append(dataclasses.replace(request, rid=rid, group=f"{call}-{index}", choice=choice))
+        return requests
+
+    def _prompts(self, said: GenerateReqInput) -> Iterator[Int32[np.ndarray, " S"]]:
+        """Token ids of each prompt."""
+        if (said.text is None) == (said.input_ids is None):
+            came = "both" if said.text is not None else "neither"
+            raise InvalidRequestError(f"prompt and input_ids: {came} given; give exactly one of them", param="prompt")
+        if said.text is not None:
+            texts = [said.text] if isinstance(said.text, str) else list(said.text)
+            _check_count("prompt", len(texts))
+            for text in texts:
+                if not isinstance(text, str) or text == "":
+                    raise InvalidRequestError(f"prompt={shown(text)} must be text of at least one character", param="prompt")
+                yield self._checked(np.asarray(self._text_tokenizer("prompt").encode(text)), "prompt")
+            return
+        listed: Sequence[object] = said.input_ids if said.input_ids is not None else ()
+        nested = len(listed) > 0 and all(isinstance(part, Sequence | np.ndarray) and not isinstance(part, str) for part in listed)
+        _check_count("input_ids", len(listed))
+        for ids in listed if nested else [listed]:
+            yield self._checked(_as_integers(ids), "input_ids")
+
+    def _checked(self, ids: np.ndarray, param: str) -> Int32[np.ndarray, " S"]:
+        limits = self._limits
+        if ids.size == 0:
+            raise InvalidRequestError(f"{param} is empty; give at least one token", param=param)
+        if ids.min() < 0 or ids.max() >= limits.vocab_size:
+            wrong = int(ids[(ids < 0) | (ids >= limits.vocab_size)][0])
+            raise InvalidRequestError(f"{param} holds the token id {wrong}, outside 0..{limits.vocab_size - 1}; use this model's ids", param=param)
+        if ids.size >= limits.context_length:
+            raise PromptTooLongError(
+                f"{param} has {ids.size} tokens, and the context of {limits.context_length} must also hold one new token; shorten it", param=param
+            )
+        return ids.astype(np.int32)
+
+    def _request(
+        self,
+        said: GenerateReqInput,
+        params: SamplingParams,
+        sampling: ResolvedSampling,
+        ids: Int32[np.ndarray, " S"],
+        routed: RoutedExpertsRequest,
+    ) -> TokenizedGenerateReqInput:
+        """One choice of one prompt; the caller names it."""
+        wants = said.return_logprob or params.logprobs is not None or params.prompt_logprobs is not None
+        top = max(said.top_logprobs_num, params.logprobs or 0, params.prompt_logprobs or 0)
+        start = 0 if params.prompt_logprobs is not None else said.logprob_start_len
+        _check_logprobs(said, start, ids.size)
+        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos())
+        self._check_bias(sampling, stops)
+        if sampling.stop:
+            self._text_tokenizer("stop")
+        return TokenizedGenerateReqInput(
+            rid="",
+            group="",
+            choice=0,
+            input_ids=ids,
+            sampling=dataclasses.replace(sampling, max_tokens=self._new_tokens(params, ids.size)),
+            stop_token_ids=stops,
+            extra_key=said.extra_key,
+            stream=said.stream,
+            return_logprob=wants,
+            logprob_start_len=start if wants else -1,
+            top_logprobs_num=top if wants else 0,
+            routed_experts=routed,
+        )
+
+    def _new_tokens(self, params: SamplingParams, prompt_len: int) -> int:
+        """How many tokens may be generated; what was asked for must fit, a default is cut to what does."""
+        limits = self._limits
+        room = min(limits.context_length, limits.pool_tokens) - prompt_len
+        if room < 1:
+            raise PromptTooLongError(
+                f"the prompt of {prompt_len} tokens does not fit the KV pool of {limits.pool_tokens} tokens with one new token; "
+                "shorten it or raise max_total_tokens", param="prompt"
+            )  # fmt: skip
+        if params.max_tokens is None:
+            return min(limits.default_max_tokens, room)
+        if params.max_tokens > room:
+            raise PromptTooLongError(
+                f"max_new_tokens={params.max_tokens} with a prompt of {prompt_len} tokens is above the limit of {prompt_len + room} tokens "
+                f"(context {limits.context_length}, KV pool {limits.pool_tokens}); ask for at most {room}", param="max_new_tokens"
+            )  # fmt: skip
+        return params.max_tokens
+
+    def _routed(self, said: GenerateReqInput, params: SamplingParams, prompt_len: int) -> RoutedExpertsRequest:
+        """What the request wants of its routing; the two places where it may say so must agree."""
+        asked = _one_of("return_routed_experts", said.return_routed_experts, params.return_routed_experts)
+        start = _one_of("routed_experts_start_len", said.routed_experts_start_len, params.routed_experts_start_len)
+        form = _one_of("routed_experts_format", said.routed_experts_format, params.routed_experts_format)
+        layers = _one_of("routed_experts_layers", said.routed_experts_layers, params.routed_experts_layers)
+        if asked is not None and not isinstance(asked, bool):
+            raise InvalidRequestError(f"return_routed_experts={shown(asked)} must be true or false", param="return_routed_experts")
+        if not asked:
+            for name, value in (("start_len", start), ("format", form), ("layers", layers)):
+                if value is not None and value != {"start_len": 0}.get(name):
+                    param = f"routed_experts_{name}"
+                    text = f"{param}={shown(value)} without return_routed_experts=True says nothing; set it or drop {param}"
+                    raise InvalidRequestError(text, param=param, code="routing_not_requested")
+            return RoutedExpertsRequest()
+        if not self._limits.capture:
+            raise CaptureDisabledError(
+                "return_routed_experts=True, but this engine records none; build it with Engine(..., enable_return_routed_experts=True)",
+                param="return_routed_experts",
+            )
+        start = 0 if start is None else start
+        if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= prompt_len:
+            text = f"routed_experts_start_len={shown(start)} is outside 0..{prompt_len}, the prompt's length; choose one of these"
+            raise InvalidRequestError(text, param="routed_experts_start_len", code="invalid_start")
+        form = "int32" if form is None else form
+        layers = ("all" if form == "int32" else "moe") if layers is None else layers
+        if form == "ref":
+            text = "routed_experts_format='ref' is for servers: here the array is already in this process; choose int32 or npy"
+            raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
+        _check_word("routed_experts_format", form, _FORMATS, "unknown_format")
+        _check_word("routed_experts_layers", layers, _LAYERS, "unknown_layers")
+        return RoutedExpertsRequest(asked=True, start=start, format=str(form), layers=str(layers))
+
+    def _eos(self) -> frozenset[int]:
+        return frozenset() if self._tokenizer is None else self._tokenizer.eos_token_ids
+
+    def _text_tokenizer(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequestError(f"{param} is text, but this engine has no tokenizer; give input_ids", param=param)
+        return self._tokenizer
+
+    def _check_bias(self, sampling: ResolvedSampling, stops: frozenset[int]) -> None:
+        vocab = self._limits.vocab_size
+        for param, ids in (("logit_bias", [token for token, _ in sampling.logit_bias]), ("stop_token_ids", sampling.stop_token_ids)):
+            wrong = [token for token in ids if token >= vocab]
+            if wrong:
+                raise InvalidRequestError(f"{param} holds the token id {wrong[0]}, outside 0..{vocab - 1}; use this model's ids", param=param)
+        room = MAX_BIAS - len(sampling.logit_bias)
+        if sampling.min_tokens > 0 and len(stops) > room:
+            text = f"min_tokens={sampling.min_tokens} forbids {len(stops)} stop ids, and there is room for {room}; name fewer stop_token_ids"
+            raise InvalidRequestError(text, param="min_tokens")
+
+
+def _params_of(said: GenerateReqInput) -> SamplingParams:
+    """The sampling parameters, whichever way they were given; `max_new_tokens` beside them must agree."""
+    given = said.sampling_params
+    params = given if isinstance(given, SamplingParams) else SamplingParams.from_dict({} if given is None else _mapping(given))
+    if said.max_new_tokens is None:
+        return params
+    if params.max_tokens is not None and params.max_tokens != said.max_new_tokens:
+        text = f"max_new_tokens={shown(said.max_new_tokens)}, but sampling_params say {params.max_tokens}; say it once"
+        raise InvalidRequestError(text, param="max_new_tokens", code="conflicting_parameters")
+    return dataclasses.replace(params, max_tokens=said.max_new_tokens)
+
+
+def _mapping(given: object) -> Mapping[str, object]:
+    if not isinstance(given, Mapping):
+        text = f"sampling_params={shown(given)} must be SamplingParams or a mapping such as {{'temperature': 0.7}}"
+        raise InvalidRequestError(text, param="sampling_params")
+    return given
+
+
+def _as_integers(ids: object) -> np.ndarray:
+    """Token ids as int64; refuses what only looks like an integer."""
+    if isinstance(ids, np.ndarray):
+        array = ids
+    else:
+        parts = list(ids) if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]
+        if not all(isinstance(part, int | np.integer) and not isinstance(part, bool) and abs(int(part)) < 1 << 62 for part in parts):
+            raise InvalidRequestError(f"input_ids={shown(ids)} must be a list of token ids, or a list of such lists", param="input_ids")
+        array = np.asarray(parts, np.int64)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRequestError(f"input_ids of shape {array.shape} and type {array.dtype} must be a row of integers", param="input_ids")
+    return array.astype(np.int64)
+
+
+def _one_of(param: str, here: object, there: object) -> object:
+    """A field that may stand beside the sampling parameters or among them."""
+    if here is not None and there is not None and here != there:
+        text = f"{param}={shown(here)}, but sampling_params say {shown(there)}; say it once"
+        raise InvalidRequestError(text, param=param, code="conflicting_parameters")
+    return there if here is None else here
+
+
+def _check_word(param: str, value: object, known: Sequence[str], code: str) -> None:
+    if value not in known:
+        raise InvalidRequestError(f"{param}={shown(value)} is unknown; choose one of {', '.join(known)}", param=param, code=code)
+
+
+def _check_count(param: str, count: int) -> None:
+    if param == "prompt" and not 1 <= count <= MAX_PROMPTS:
+        raise InvalidRequestError(f"{count} prompts in one call; send 1 to {MAX_PROMPTS}", param=param)
+
+
+def _check_logprobs(said: GenerateReqInput, start: int, prompt_len: int) -> None:
+    top = said.top_logprobs_num
+    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(f"top_logprobs_num={shown(top)} must be 0..{MAX_TOP_LOGPROBS}", param="top_logprobs_num")
+    if isinstance(start, bool) or not isinstance(start, int) or not -1 <= start < prompt_len:
+        text = f"logprob_start_len={shown(start)} must be -1 (none of the prompt) or 0..{prompt_len - 1}"
+        raise InvalidRequestError(text, param="logprob_start_len")
+
+

@@ -1,0 +1,196 @@
+"""Engine: the door for Python. Text in, text and routed experts out. Knows nothing of HTTP.
+
+    with Engine("path/to/model", enable_return_routed_experts=True) as engine:
+        out = engine.generate("Once upon a time", return_routed_experts=True)"""
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from types import TracebackType
+from typing import Any
+
+from flax import nnx
+
+from routed_experts.core.errors import ConfigError, InvalidRequestError
+from routed_experts.core.integrity import Violation
+from routed_experts.core.io_struct import GenerateReqInput
+from routed_experts.core.sampling_params import SamplingParams, shown
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.assembly import DEFAULT_BACKENDS, BackendRegistry, Phase, PhaseClock, assemble
+from routed_experts.engine.call import Call
+from routed_experts.engine.door import Door, Limits
+from routed_experts.engine.loop import EngineLoop
+from routed_experts.engine.tokenizer import Tokenizer
+from routed_experts.models.interface import Decoder
+
+Result = dict[str, object] | list[dict[str, object]]
+
+
+class Engine:
+    """Serves one model. Every method may be called from any thread; leaving the `with` shuts it down.
+
+    Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from tokenizer_path);
+    `on_phase` is told of each phase of start-up. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+
+    def __init__(
+        self,
+        model_path: str | None = None,
+        *,
+        model: Decoder | None = None,
+        registry: BackendRegistry = DEFAULT_BACKENDS,
+        on_phase: Callable[[Phase], None] | None = None,
+        **server_args: Any,
+    ) -> None:
+        self.server_args = _args_of(model_path, server_args)
+        args, clock = self.server_args, PhaseClock(on_phase)
+        self._tokenizer = _tokenizer_of(args)
+        self._assembly = assemble(args, model=model, registry=registry, clock=clock)
+        self._loop = EngineLoop(self._assembly.core)
+        self.phases = tuple(clock.phases)
+        limits = Limits(
+            context_length=self._assembly.context_length,
+            pool_tokens=(self._assembly.plan.pool.num_pages - 1) * args.page_size,
+            vocab_size=self._assembly.vocab_size,
+            capture=self._assembly.capture is not None,
+        )
+        self._door = Door(limits, self._tokenizer, random_seed=args.random_seed)
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: SamplingParams | Mapping[str, object] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        stream: bool = False,
+        **said: Any,
+    ) -> Result | Iterator[dict[str, object]]:
+        """Generate for one prompt (a dict) or many (a list of dicts, in order; n > 1 gives n a prompt).
+
+        Each dict holds `text`, `output_ids` and `meta_info`. Keywords are the fields of GenerateReqInput: max_new_tokens, rid,
+        extra_key, return_logprob, logprob_start_len, top_logprobs_num, return_routed_experts, routed_experts_start_len (alias
+        routed_experts_prompt_start), routed_experts_format ("int32" or "npy"), routed_experts_layers ("all" or "moe").
+        With return_routed_experts, meta_info holds `routed_experts` for the S-1 tokens that were fed (int32 [S-1, layers, top_k],
+        dense layers -1): read it with `extract_routed_experts_from_meta_info`.
+        With `stream` it gives an iterator of cumulative dicts; closing it aborts. Raises InvalidRequestError,
+        CaptureDisabledError, PromptTooLongError, QueueFullError, RoutingIncompleteError or EngineDeadError."""
+        call = self._call(prompt, sampling_params, input_ids, stream, said)
+        return call.stream(self._loop) if stream else call.run(self._loop)
+
+    async def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: SamplingParams | Mapping[str, object] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        stream: bool = False,
+        **said: Any,
+    ) -> Result | AsyncIterator[dict[str, object]]:
+        """`generate` for an event loop; cancelling the task aborts."""
+        call = self._call(prompt, sampling_params, input_ids, stream, said)
+        return call.stream_async(self._loop) if stream else await call.run_async(self._loop)
+
+    def abort(self, rid: str | None = None, *, abort_all: bool = False) -> int:
+        """End requests with what they have: that of `rid` (with all its choices and prompts), or all. Returns how many."""
+        if (rid is None) != abort_all:
+            raise InvalidRequestError(f"rid={shown(rid)} with abort_all={abort_all}; give one of them", param="rid")
+        core = self._assembly.core
+
+        def end() -> int:
+            live = [one for one in core.ledger.live() if abort_all or one == rid or one.rpartition("-")[0] == rid]
+            return sum(core.abort(one) for one in live)
+
+        return self._loop.call(end)
+
+    def flush_cache(self) -> int:
+        """Forget all cached prefixes; returns the pages freed. Pages of running requests stay theirs."""
+        return self._loop.call(self._assembly.core.flush_cache)
+
+    def update_weights(self, state: nnx.State[Any, Any], *, version: int, cache: str = "flush") -> None:
+        """Run later steps with other weights of the same tree, shapes and dtypes; nothing is compiled. Running requests
+        prefill again with `cache="flush"` and keep their pages with "keep"; rows that were written stay, and their
+        `version_spans` tell which weights made them. Raises WeightsMismatchError."""
+        if cache not in ("flush", "keep"):
+            raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
+        self._loop.drained(lambda: self._assembly.core.update_weights(state, version=version, cache=cache))
+
+    def check_integrity(self) -> list[Violation]:
+        """Check pages, prefix cache, rows and request counts; empty when all hold."""
+        return self._loop.call(self._assembly.core.check_integrity)
+
+    def get_server_info(self) -> dict[str, object]:
+        """Configuration, memory plan, start-up phases and counters."""
+        core = self._assembly.core
+        return {
+            **dataclasses.asdict(self.server_args),
+            "context_length": self._assembly.context_length,
+            "memory_plan": self._assembly.plan.lines(),
+            "phases": {phase.name: phase.seconds for phase in self.phases},
+            "requests_accepted": core.ledger.accepted,
+            "requests_finished": dict(core.ledger.finished),
+            "weight_version": str(core.runner.weight_version),
+        }
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's tokenizer; None with skip_tokenizer_init."""
+        return self._tokenizer
+
+    def shutdown(self) -> None:
+        """Abort what runs, tell its callers, end the engine thread. Idempotent."""
+        self._loop.stop()
+
+    def __enter__(self) -> "Engine":
+        """Give the engine itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Shut down."""
+        self.shutdown()
+
+    def _call(
+        self,
+        prompt: str | Sequence[str] | None,
+        sampling_params: SamplingParams | Mapping[str, object] | None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        stream: bool,
+        said: dict[str, Any],
+    ) -> Call:
+        request = request_of(text=prompt, sampling_params=sampling_params, input_ids=input_ids, stream=stream, **said)
+        requests = self._door.admit(request)
+        nested = input_ids is not None and len(input_ids) > 0 and not isinstance(input_ids[0], int) and hasattr(input_ids[0], "__len__")
+        single = len(requests) == 1 and (isinstance(prompt, str) or (input_ids is not None and not nested))
+        return Call(requests, self._tokenizer, single=single, logprobs_mode=self.server_args.logprobs_mode)
+
+
+def request_of(**said: Any) -> GenerateReqInput:
+    """A GenerateReqInput from keywords; an unknown one is refused with the nearest name."""
+    alias = said.pop("routed_experts_prompt_start", None)
+    if alias is not None:
+        if said.get("routed_experts_start_len", alias) != alias:
+            text = f"routed_experts_prompt_start={shown(alias)} and routed_experts_start_len differ; give one"
+            raise InvalidRequestError(text, param="routed_experts_start_len", code="conflicting_parameters")
+        said["routed_experts_start_len"] = alias
+    known = [field.name for field in dataclasses.fields(GenerateReqInput)]
+    unknown = [name for name in said if name not in known]
+    if unknown:
+        raise InvalidRequestError(f"{unknown[0]} is no parameter of generate; {_nearest(unknown[0], known)}", param=unknown[0], code="unknown_field")
+    return GenerateReqInput(**said)
+
+
+def _args_of(model_path: str | None, said: dict[str, Any]) -> ServerArgs:
+    known = [field.name for field in dataclasses.fields(ServerArgs)]
+    unknown = [name for name in said if name not in known]
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is no parameter of Engine; {_nearest(unknown[0], known)}")
+    padded = {name: tuple(said[name]) for name in ("precompile_bs_paddings", "precompile_token_paddings") if isinstance(said.get(name), list)}
+    return ServerArgs(model_path=model_path, **{**said, **padded})
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+
+
+def _tokenizer_of(args: ServerArgs) -> Tokenizer | None:
+    folder = args.tokenizer_path or args.model_path
+    return None if args.skip_tokenizer_init or folder is None else Tokenizer.from_directory(folder)

@@ -1,0 +1,155 @@
+"""EngineLoop: the thread that steps the core, and the only door to it. Knows nothing of prompts or text.
+
+Callers hand over functions that run between two steps; news goes to the sink of each request. An exception in a step ends
+every live request with its cause. The thread waits on its inbox when there is nothing to do; nobody polls."""
+
+import concurrent.futures
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from routed_experts.core.errors import EngineDeadError
+from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
+from routed_experts.engine.core import EngineCore
+from routed_experts.engine.ledger import StopCheck
+from routed_experts.scheduling.schedule_batch import Req
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+Sink = Callable[[TokenIDOut], bool]  # takes news; False when nobody listens any more
+Command = Callable[[], None]
+
+
+class EngineLoop:
+    """Owns the engine thread. All public methods may be called from any thread."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._sinks: dict[str, Sink] = {}
+        self._lock = threading.Lock()  # between the last command that is taken in and the end of the thread
+        self._stopping = False
+        self._cause: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, reqs: Sequence[Req], stops: Mapping[str, StopCheck], sink: Sink) -> None:
+        """Hand over the requests of one call, all or none. QueueFullError if they do not fit, EngineDeadError after the end."""
+
+        def accept() -> None:
+            self._core.add(reqs, stops)
+            self._sinks.update(dict.fromkeys((req.rid for req in reqs), sink))
+
+        self.call(accept)
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Run a function on the engine thread between two steps and give its result."""
+        future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as cause:  # the caller's to handle: it is raised there
+                future.set_exception(cause)
+
+        self._send(run, failed=lambda: future.set_exception(self._death()))
+        return future.result()
+
+    def abort(self, rids: Sequence[str]) -> None:
+        """End requests with what they have; those that have ended already are left alone. Returns at once."""
+        self._send(lambda: self._abort(rids), failed=lambda: None)
+
+    def drained(self, function: Callable[[], _T]) -> _T:
+        """Run a function on the engine thread while no step is in flight."""
+
+        def run() -> _T:
+            self._deliver(self._core.drain().outs)
+            return function()
+
+        return self.call(run)
+
+    def stop(self) -> None:
+        """Abort what runs, tell its callers, and end the thread. Idempotent."""
+
+        def end() -> None:
+            self._abort(self._core.ledger.live(), "the engine was shut down")
+            self._stopping = True
+
+        self._send(end, failed=lambda: None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _send(self, command: Command, *, failed: Command) -> None:
+        with self._lock:
+            alive = self._cause is None and not self._stopping
+            if alive:
+                self._inbox.put(command)
+        if not alive:
+            failed()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping or not self._core.is_idle:
+                self._take_commands()
+                if not self._core.is_idle:
+                    self._deliver(self._core.step().outs)
+        except Exception as cause:
+            logger.exception("the engine thread ends")
+            self._cause = cause
+        with self._lock:
+            self._stopping = True
+        for rid, sink in tuple(self._sinks.items()):
+            sink(_dead(rid, self._death()))
+        while not self._inbox.empty():  # commands that came too late: their callers get the cause
+            self._inbox.get()()
+
+    def _take_commands(self) -> None:
+        """Run what has come in; wait for the first if there is nothing else to do."""
+        if self._core.is_idle and not self._stopping:
+            self._inbox.get()()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _deliver(self, outs: Sequence[TokenIDOut]) -> None:
+        gone: list[str] = []
+        for out in outs:
+            sink = self._sinks.get(out.rid)
+            if sink is None:
+                continue
+            if not sink(out):
+                gone.append(out.rid)
+            if out.finish_reason is not None:
+                del self._sinks[out.rid]
+        self._abort(gone, "the caller is gone")
+
+    def _abort(self, rids: Sequence[str], message: str = "aborted by the caller") -> None:
+        for rid in rids:
+            self._core.abort(rid, message)
+
+    def _death(self) -> EngineDeadError:
+        cause = "it was shut down" if self._cause is None else f"{type(self._cause).__name__}: {self._cause}"
+        error = EngineDeadError(f"the engine has ended: {cause}; build a new Engine")
+        error.__cause__ = self._cause
+        return error
+
+
+def _dead(rid: str, error: EngineDeadError) -> TokenIDOut:
+    """The last word to a request whose engine has died."""
+    return TokenIDOut(
+        rid=rid,
+        new_token_ids=(),
+        output_logprobs=Logprobs(),
+        input_logprobs=None,
+        prompt_tokens=0,
+        completion_tokens=0,
+        cached_tokens=0,
+        weight_version=0,
+        finish_reason=FinishReason(type="error", message=str(error)),
+        routed_experts=None,
+        error=error,
+    )
