@@ -16,7 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt
 from tokenizers import Tokenizer
 
-from routed_experts.models.qwen3_moe import Qwen3Moe
+from routed_experts.models.interface import Decoder
+from routed_experts.models.registry import ModelFolder
 from routed_experts.replay.forward import forward
 
 LENGTH, BATCH = 512, 4
@@ -64,7 +65,7 @@ def mutual_information(labels: Int[np.ndarray, " T"], ids: UInt[np.ndarray, "T K
     return float(np.sum(joint[joint > 0] * np.log(joint[joint > 0] / apart[joint > 0])))
 
 
-def score(model: Qwen3Moe, streams: dict[str, Int[np.ndarray, " S"]]) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def score(model: Decoder, streams: dict[str, Int[np.ndarray, " S"]]) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """For each domain: its input tokens [T], the loss of the next token [T], and the executed ids [T M K]."""
     graph, state = nnx.split(model)
 
@@ -86,7 +87,7 @@ def score(model: Qwen3Moe, streams: dict[str, Int[np.ndarray, " S"]]) -> dict[st
     return scored
 
 
-def sampler(model: Qwen3Moe, length: int = 256) -> Callable[[list[int], float, int], list[int]]:
+def sampler(model: Decoder, length: int = 256) -> Callable[[list[int], float, int], list[int]]:
     """Plain sampling by whole forwards over a padded row: slow and simple, with no cache."""
     graph, state = nnx.split(model)
 
@@ -109,8 +110,11 @@ def sampler(model: Qwen3Moe, length: int = 256) -> Callable[[list[int], float, i
     return sample
 
 
-def report(model: Qwen3Moe, tokenizer: Tokenizer, held_out: Iterable[CorpusText]) -> None:
-    """Print the tables of docs/demo-model.md and one sample a prompt."""
+def report(folder: Path, held_out: Iterable[CorpusText]) -> None:
+    """Print the tables of docs/demo-model.md and one sample a prompt, from the written folder (bfloat16 weights, float32 arithmetic)."""
+    model, tokenizer = ModelFolder.open(folder).load(jnp.dtype("float32")), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    spec = model.config.capture_spec
+    assert spec is not None, folder
     grouped: dict[str, list[CorpusText]] = defaultdict(list)
     for document in held_out:
         grouped[document.domain].append(document)
@@ -124,8 +128,8 @@ def report(model: Qwen3Moe, tokenizer: Tokenizer, held_out: Iterable[CorpusText]
     domains = np.concatenate([np.full(len(part[0]), i) for i, part in enumerate(scored.values())])
     print(f"all      {len(tokens):7,d} tokens  loss {losses.mean():.3f} nats a token")
     print("layer  entropy of load  max load / mean  least used  I(token; expert)  shuffled  I(domain; expert)")
-    experts, rng = model.config.router.num_experts, np.random.default_rng(0)
-    for column, layer in enumerate(model.config.moe_layers):
+    experts, rng = spec.num_experts, np.random.default_rng(0)
+    for column, layer in enumerate(spec.layer_ids):
         picked = ids[:, column]
         load = np.bincount(picked.reshape(-1), minlength=experts).astype(float)
         about, chance = mutual_information(tokens, picked, experts), mutual_information(rng.permutation(tokens), picked, experts)
@@ -136,5 +140,14 @@ def report(model: Qwen3Moe, tokenizer: Tokenizer, held_out: Iterable[CorpusText]
         print(f"--- {prompt!r}\n{tokenizer.decode(sample(tokenizer.encode(prompt).ids, 0.7, number))}")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--corpus", type=Path, default=Path("demo-output/corpus"), help="folder of corpus.jsonl")
+    parser.add_argument("--model", type=Path, default=Path("src/routed_experts/demo_model"), help="folder to report on")
+    options = parser.parse_args()
+    held_out = [document for document in read(options.corpus / "corpus.jsonl") if document.held_out]
+    report(options.model, held_out)
+
+
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    main()

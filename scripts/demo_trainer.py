@@ -199,7 +199,7 @@ def main() -> None:
     minutes = (time.perf_counter() - began) / 60
     (options.corpus / "training.json").write_text(json.dumps({"minutes": minutes, "curve": curve}) + "\n", encoding="utf-8")
     print(f"trained in {minutes:.1f} minutes; {sum(file.stat().st_size for file in options.out.iterdir()):,} bytes in {options.out}")
-    demo_report.report(model, tokenizer, [document for document in corpus if document.held_out])
+    demo_report.report(options.out, [document for document in corpus if document.held_out])
 
 
 if __name__ == "__main__":

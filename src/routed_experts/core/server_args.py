@@ -3,6 +3,7 @@
 Each field is a keyword of `Engine` and a flag of the command line. Checked once, here; never patched."""
 
 import dataclasses
+import itertools
 from typing import Literal
 
 from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
@@ -46,21 +47,23 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         """Check every field once."""
+        values = dataclasses.asdict(self)
         for name in ("tp_size", "ep_size", "dp_size"):
-            if self._number(name) != 1:
-                raise ConfigError(f"{name}={self._number(name)!r} is not supported by this release; leave it at 1")
+            if values[name] != 1:
+                raise ConfigError(f"{name}={values[name]!r} is not supported by this release; leave it at 1")
         for name in ("page_size", "max_queued_requests"):
-            self._at_least_one(name)
+            _at_least_one(name, values[name])
         for name in ("context_length", "max_total_tokens", "max_running_requests", "chunked_prefill_size", "max_prefill_tokens"):
-            if self._number(name) is not None:
-                self._at_least_one(name)
+            if values[name] is not None:
+                _at_least_one(name, values[name])
         for name in ("precompile_bs_paddings", "precompile_token_paddings"):
-            self._increasing(name)
+            _increasing(name, values[name])
         for name, allowed in (("dtype", DTYPES), ("logprobs_mode", LOGPROBS_MODES)):
-            if self._number(name) not in allowed:
-                raise ConfigError(f"{name}={self._number(name)!r} is unknown; choose one of {', '.join(allowed)}")
-        if not 0.0 < self.mem_fraction_static <= 1.0:
-            raise ConfigError(f"mem_fraction_static={self.mem_fraction_static!r} is outside (0, 1]; 0.8 is the default")
+            if values[name] not in allowed:
+                raise ConfigError(f"{name}={values[name]!r} is unknown; choose one of {', '.join(allowed)}")
+        fraction = self.mem_fraction_static
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
+            raise ConfigError(f"mem_fraction_static={fraction!r} is outside (0, 1]; 0.8 is the default")
         if self.enable_return_routed_experts_weights:
             raise CaptureUnsupportedError("enable_return_routed_experts_weights is not supported by this release; leave it off")
         if self.max_running_requests is not None and self.max_running_requests > max(self.precompile_bs_paddings):
@@ -85,16 +88,14 @@ class ServerArgs:
         largest = max(self.precompile_token_paddings)
         return min(self.chunked_prefill_size or largest, self.max_prefill_tokens or largest, largest)
 
-    def _number(self, name: str) -> object:
-        return {field.name: object.__getattribute__(self, field.name) for field in dataclasses.fields(self)}[name]
 
-    def _at_least_one(self, name: str) -> None:
-        value = self._number(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+def _at_least_one(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
 
-    def _increasing(self, name: str) -> None:
-        value = self._number(name)
-        whole = isinstance(value, tuple) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 1 for v in value)
-        if not whole or not value or any(a >= b for a, b in zip(value, value[1:], strict=False)):
-            raise ConfigError(f"{name}={value!r} must be a non-empty, strictly increasing tuple of integers, such as (1, 8, 32)")
+
+def _increasing(name: str, value: object) -> None:
+    listed: tuple[object, ...] = value if isinstance(value, tuple) else ()
+    sizes = [size for size in listed if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
+    if not sizes or len(sizes) != len(listed) or any(a >= b for a, b in itertools.pairwise(sizes)):
+        raise ConfigError(f"{name}={value!r} must be a non-empty, strictly increasing tuple of integers, such as (1, 8, 32)")

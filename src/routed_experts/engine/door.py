@@ -83,11 +83,11 @@ class Door:
             raise InvalidRequestError(f"{param} is empty; give at least one token", param=param)
         if ids.min() < 0 or ids.max() >= limits.vocab_size:
             wrong = int(ids[(ids < 0) | (ids >= limits.vocab_size)][0])
-            raise InvalidRequestError(f"{param} holds the token id {wrong}, outside 0..{limits.vocab_size - 1}; use this model's ids", param=param)
+            text = f"{param} holds the token id {wrong}, outside 0..{limits.vocab_size - 1}; use this model's ids"
+            raise InvalidRequestError(text, param=param)
         if ids.size >= limits.context_length:
-            raise PromptTooLongError(
-                f"{param} has {ids.size} tokens, and the context of {limits.context_length} must also hold one new token; shorten it", param=param
-            )
+            text = f"{param} has {ids.size} tokens, and the context of {limits.context_length} must also hold one new token; shorten it"
+            raise PromptTooLongError(text, param=param)
         return ids.astype(np.int32)
 
     def _request(
@@ -186,10 +186,11 @@ class Door:
         for param, ids in (("logit_bias", [token for token, _ in sampling.logit_bias]), ("stop_token_ids", sampling.stop_token_ids)):
             wrong = [token for token in ids if token >= vocab]
             if wrong:
-                raise InvalidRequestError(f"{param} holds the token id {wrong[0]}, outside 0..{vocab - 1}; use this model's ids", param=param)
+                text = f"{param} holds the token id {wrong[0]}, outside 0..{vocab - 1}; use this model's ids"
+                raise InvalidRequestError(text, param=param)
         room = MAX_BIAS - len(sampling.logit_bias)
         if sampling.min_tokens > 0 and len(stops) > room:
-            text = f"min_tokens={sampling.min_tokens} forbids {len(stops)} stop ids, and there is room for {room}; name fewer stop_token_ids"
+            text = f"min_tokens={sampling.min_tokens} forbids {len(stops)} stop ids, with room for {room}; name fewer stop_token_ids"
             raise InvalidRequestError(text, param="min_tokens")
 
 

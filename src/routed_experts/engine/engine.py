@@ -173,7 +173,8 @@ def request_of(**said: Any) -> GenerateReqInput:
     known = [field.name for field in dataclasses.fields(GenerateReqInput)]
     unknown = [name for name in said if name not in known]
     if unknown:
-        raise InvalidRequestError(f"{unknown[0]} is no parameter of generate; {_nearest(unknown[0], known)}", param=unknown[0], code="unknown_field")
+        text = f"{unknown[0]} is no parameter of generate; {_nearest(unknown[0], known)}"
+        raise InvalidRequestError(text, param=unknown[0], code="unknown_field")
     return GenerateReqInput(**said)
 
 
@@ -182,8 +183,9 @@ def _args_of(model_path: str | None, said: dict[str, Any]) -> ServerArgs:
     unknown = [name for name in said if name not in known]
     if unknown:
         raise ConfigError(f"{unknown[0]} is no parameter of Engine; {_nearest(unknown[0], known)}")
-    padded = {name: tuple(said[name]) for name in ("precompile_bs_paddings", "precompile_token_paddings") if isinstance(said.get(name), list)}
-    return ServerArgs(model_path=model_path, **{**said, **padded})
+    paddings = ("precompile_bs_paddings", "precompile_token_paddings")
+    fields: dict[str, Any] = {name: tuple(said[name]) for name in paddings if isinstance(said.get(name), list)}
+    return ServerArgs(model_path=model_path, **(said | fields))
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

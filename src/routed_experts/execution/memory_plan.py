@@ -6,6 +6,7 @@ request can use twice over (once running, once cached)."""
 import dataclasses
 import math
 import os
+from typing import Any
 
 import jax
 from flax import nnx
@@ -47,7 +48,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    args: ServerArgs, buckets: Buckets, model: KVPoolSpec, state: nnx.State, capture: CaptureSpec | None, *, context_length: int
+    args: ServerArgs, buckets: Buckets, model: KVPoolSpec, state: nnx.State[Any, Any], capture: CaptureSpec | None, *, context_length: int
 ) -> MemoryPlan:
     """Size the pool. `model` carries the model's shapes; its num_pages is not read. ConfigError if it does not fit."""
     weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
@@ -62,8 +63,8 @@ def plan_memory(
     elif pages > fitting:
         raise ConfigError(
             f"max_total_tokens={args.max_total_tokens} needs {pages * args.page_size * model.bytes_per_token / _MEBI:.0f} MiB beside "
-            f"{weights / _MEBI:.0f} MiB of weights, above the limit of {limit / _MEBI:.0f} MiB; lower it to {max(0, fitting) * args.page_size} "
-            "or raise mem_fraction_static"
+            f"{weights / _MEBI:.0f} MiB of weights, above the limit of {limit / _MEBI:.0f} MiB; lower it to "
+            f"{max(0, fitting) * args.page_size} or raise mem_fraction_static"
         )
     if pages < 1:
         raise ConfigError(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertCall:

@@ -52,8 +52,8 @@ def forward(
     def attend(
         queries: Float[Array, "N H C"], keys: Float[Array, "N G C"], values: Float[Array, "N G C"], cache: None, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N H C"], None]:
-        split = [x.reshape(batch, length, *x.shape[1:]) for x in (queries, keys, values)]
-        return causal_attention(*split, segment_ids).reshape(queries.shape), cache
+        q, k, v = (x.reshape(batch, length, *x.shape[1:]) for x in (queries, keys, values))
+        return causal_attention(q, k, v, segment_ids).reshape(queries.shape), cache
 
     spec = model.config.capture_spec
     capture = _RoutedExpertsDeviceCache.create(tokens.size, spec) if return_routed and spec is not None else None
