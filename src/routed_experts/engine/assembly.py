@@ -18,6 +18,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.core import EngineCore
+from routed_experts.engine.self_check import check_determinism
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
@@ -25,7 +26,7 @@ from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.attention import ATTENTION_BACKENDS, AttentionBackend
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models.interface import Decoder
+from routed_experts.models.interface import Decoder, DecoderConfig
 from routed_experts.models.registry import ModelFolder
 from routed_experts.scheduling.scheduler import Scheduler
 
@@ -108,29 +109,11 @@ def assemble(
     """Load, plan, allocate and compile. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     moe, attention = registry.choose(args)
-    folder = None
-    if model is None:
-        if args.model_path is None:
-            raise ConfigError("model_path=None and no model was given; pass the folder of a checkpoint, or model=")
-        folder = ModelFolder.open(args.model_path)
-    config = folder.config if folder is not None else _of(model).config
-    if args.enable_return_routed_experts and config.capture_spec is None:
-        raise CaptureUnsupportedError(
-            f"enable_return_routed_experts=True, but {args.model_path or 'this model'} has no MoE layer; serve it without the flag"
-        )
+    config, graphdef, state = _load(args, model, clock)
     context_length = _context_length(args, config.context_length)
     buckets = Buckets.of(args, context_length=context_length)
-    clock.done("config", f"{config.num_layers} layers, context {context_length:,}")
-    if folder is not None:
-        model = folder.load(folder.dtype(args.dtype))
-    graphdef, state = nnx.split(_of(model))
-    jax.block_until_ready(state)
-    clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
-    shapes = dict(num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
-    dtype = jnp.result_type(jax.tree.leaves(state)[0])
-    pool = KVPoolSpec(num_pages=0, page_size=args.page_size, dtype=dtype, **shapes)
     capture = config.capture_spec if args.enable_return_routed_experts else None
-    plan = plan_memory(args, buckets, pool, state, capture, context_length=context_length)
+    plan = plan_memory(args, buckets, _kv_shapes(args, config, state), state, capture, context_length=context_length)
     clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV")
     spec = ProgramSpec(
         graphdef=graphdef,
@@ -140,32 +123,66 @@ def assemble(
         num_pages=plan.pool.num_pages,
         raw_logprobs=args.logprobs_mode == "raw",
     )
-    runner_config = RunnerConfig(
-        pool=plan.pool,
-        num_request_slots=args.running_limit + 1,
-        shapes=tuple(
-            BatchShape(mode=mode, num_tokens=tokens, num_requests=requests, table_width=buckets.table_width)
-            for mode, tokens, requests in buckets.all_shapes()
-        ),
-        vocab_size=config.vocab_size,
+    shapes = tuple(
+        BatchShape(mode=mode, num_tokens=tokens, num_requests=requests, table_width=buckets.table_width)
+        for mode, tokens, requests in buckets.all_shapes()
     )
-    runner = ModelRunner(state, spec, runner_config)
-    capturer = RoutedExpertsCapturer.create(
-        config.capture_spec, num_slots=plan.pool.num_slots, page_size=args.page_size, enable=capture is not None
-    )
-    scheduler = Scheduler(args, buckets, num_pages=plan.pool.num_pages, vocab_size=config.vocab_size)
+    sizes = RunnerConfig(pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=config.vocab_size)
+    runner = ModelRunner(state, spec, sizes)
+
+    def new_core() -> EngineCore:
+        capturer = RoutedExpertsCapturer.create(
+            config.capture_spec, num_slots=plan.pool.num_slots, page_size=args.page_size, enable=capture is not None
+        )
+        scheduler = Scheduler(args, buckets, num_pages=plan.pool.num_pages, vocab_size=config.vocab_size)
+        return EngineCore(scheduler, runner, capturer)
+
+    core = new_core()
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
     count = runner.compile()
     clock.done("compile", f"{count} programs")
-    core = EngineCore(scheduler, runner, capturer)
+    if args.deterministic:
+        names = f"moe_backend={moe.name!r} and attention_backend={attention.name!r}"
+        compared = check_determinism(new_core, vocab_size=config.vocab_size, context_length=context_length, backends=names)
+        clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
     return Assembly(
         core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size
     )
 
 
-def _of(model: Decoder | None) -> Decoder:
-    assert model is not None
-    return model
+def _load(args: ServerArgs, model: Decoder | None, clock: PhaseClock) -> tuple[DecoderConfig, nnx.GraphDef[Any], nnx.State[Any, Any]]:
+    """The model's config, checked against what is asked of it, and then its weights on the device."""
+    folder = None
+    if model is None:
+        if args.model_path is None:
+            raise ConfigError("model_path=None and no model was given; pass the folder of a checkpoint, or model=")
+        folder = ModelFolder.open(args.model_path)
+        config: DecoderConfig = folder.config
+    else:
+        config = model.config
+    if args.enable_return_routed_experts and config.capture_spec is None:
+        raise CaptureUnsupportedError(
+            f"enable_return_routed_experts=True, but {args.model_path or 'this model'} has no MoE layer; serve it without the flag"
+        )
+    clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens")
+    if folder is not None:
+        model = folder.load(folder.dtype(args.dtype))
+    graphdef, state = nnx.split(model)
+    jax.block_until_ready(state)
+    clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
+    return config, graphdef, state
+
+
+def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
+    """The pool's shapes before its size is known; keys and values have the weights' dtype."""
+    return KVPoolSpec(
+        num_layers=config.num_layers,
+        num_pages=0,
+        page_size=args.page_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=jnp.result_type(jax.tree.leaves(state)[0]),
+    )
 
 
 def _context_length(args: ServerArgs, trained: int) -> int:

@@ -3,7 +3,8 @@ Knows nothing of experts' weights. One function serves live, replayed and mixed 
 
 Law (REPLAY: replay ids, recompute weights). z = logits in float32, s = softmax(z) over E, native = top_k(stop_gradient(s)),
 ties to the lower id; ids = replayed where the row is valid, else native; weights = s gathered at ids, renormalised over the
-K slots when the family does. Dims: N tokens, E experts, K experts per token."""
+K slots when the family does: that is softmax over the K gathered z, which stays finite where all K scores are 0 in float32
+(replayed ids may be far below the best). Dims: N tokens, E experts, K experts per token."""
 
 import dataclasses
 
@@ -45,14 +46,15 @@ def replay_topk(logits: Float[Array, "N E"], routed: LayerRouting | None, *, spe
     """Choose K experts a token by softmax scores, or take `routed` where it is valid.
 
     Source: Qwen3 technical report (softmax over E, top-k, optional renormalisation over the K slots)."""
-    scores = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    wide = logits.astype(jnp.float32)
+    scores = jax.nn.softmax(wide, axis=-1)
     _, native = jax.lax.top_k(jax.lax.stop_gradient(scores), spec.top_k)
     native = native.astype(jnp.int32)
     if routed is None:
         ids, replaced = native, jnp.zeros(logits.shape[0], bool)
     else:
         ids, replaced = jnp.where(routed.valid[:, None], routed.ids.astype(jnp.int32), native), routed.valid
-    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    weights = jnp.take_along_axis(wide if spec.renormalize else scores, ids, axis=-1)
     if spec.renormalize:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        weights = jax.nn.softmax(weights, axis=-1)
     return Routing(weights=weights, ids=ids, native_ids=native, replaced=replaced)

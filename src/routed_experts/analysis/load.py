@@ -1,0 +1,144 @@
+"""Numbers about routing: how load spreads over experts, which experts work together, where two runs differ. Knows no model,
+no figure, and nothing but the records it is given.
+
+Letters of every formula: T rows that are known, c[l, e] = n(e in row t of layer l), K experts per token, E experts, M MoE
+layers. n(.) counts known rows only. A number that no row determines is NaN, never 0."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64, UInt
+
+from routed_experts.core.errors import RoutingAlignmentError
+from routed_experts.core.routed_experts import RoutedExperts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Balance:
+    """How evenly each MoE layer spreads its load; p = c / (T·K). A uniform layer has 1, 0, 0, 1 and 0."""
+
+    max_load: Float64[np.ndarray, " M"]  # max_e u; 1 at best, E/K at worst
+    gini: Float64[np.ndarray, " M"]  # Σ_i Σ_j |c_i - c_j| / (2·E·Σ c)
+    variation: Float64[np.ndarray, " M"]  # std(c) / mean(c), population std
+    entropy: Float64[np.ndarray, " M"]  # -Σ p ln p / ln E; 1 where there is one expert
+    dead: Int64[np.ndarray, " M"]  # experts with c = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoutingDifference:
+    """Where two records of the same tokens differ; A and B are the sets of experts of one token and layer."""
+
+    tokens: Int64[np.ndarray, " T"]  # absolute indices of the tokens that both records know
+    overlap: Float64[np.ndarray, "T M"]  # o = size(A∩B) / K
+    jaccard: Float64[np.ndarray, "T M"]  # o / (2 - o)
+    rank1_agreement: Float64[np.ndarray, " M"]  # share of rows with the same first expert
+    flip_rate: Float64[np.ndarray, " M"]  # mean(o < 1)
+    first_difference: Int64[np.ndarray, " T"]  # column of the first layer with o < 1, M where there is none
+
+
+def expert_counts(*records: RoutedExperts) -> Int64[np.ndarray, "M E"]:
+    """Count c[l, e], the known rows of layer l that went to expert e, over all records."""
+    rows, num_experts = known_rows(*records), records[0].num_experts
+    return np.stack([_chosen(rows[:, layer], num_experts).sum(axis=0, dtype=np.int64) for layer in range(rows.shape[1])])
+
+
+def utilization(*records: RoutedExperts) -> Float64[np.ndarray, "M E"]:
+    """Load relative to uniform (figure F1): u = c·E / (T·K), so 1 is uniform and 0 is dead."""
+    num_rows = len(known_rows(*records))
+    return _ratio(expert_counts(*records) * float(records[0].num_experts), np.float64(num_rows * records[0].top_k))
+
+
+def balance(*records: RoutedExperts) -> Balance:
+    """Balance of each layer (figure F2); the formulas stand in Balance."""
+    counts = expert_counts(*records).astype(np.float64)
+    num_experts, total = counts.shape[1], counts.sum(axis=1)
+    share = _ratio(counts, total[:, None])
+    logs = np.log(share, out=np.zeros_like(share), where=share > 0)
+    entropy = -(share * logs).sum(axis=1) / np.log(num_experts) if num_experts > 1 else _ratio(total, total)
+    rank = np.arange(1, num_experts + 1)  # Σ_i Σ_j |c_i - c_j| = 2·Σ_r (2r - E - 1)·c_(r), sorted ascending
+    spread = ((2 * rank - num_experts - 1) * np.sort(counts, axis=1)).sum(axis=1)
+    return Balance(
+        max_load=utilization(*records).max(axis=1),
+        gini=_ratio(spread, num_experts * total),
+        variation=_ratio(counts.std(axis=1), counts.mean(axis=1)),
+        entropy=entropy,
+        dead=(counts == 0).sum(axis=1),
+    )
+
+
+def coactivation(*records: RoutedExperts) -> Float64[np.ndarray, "M E E"]:
+    """Lift of two experts on one token (figure F4): T·n(i and j) / (c_i·c_j); 1 is chance, NaN where one is dead."""
+    rows, counts = known_rows(*records), expert_counts(*records)
+    together = np.stack([_pairs(rows[:, layer], rows[:, layer], counts.shape[1]) for layer in range(rows.shape[1])])
+    return _ratio(len(rows) * together, counts[:, :, None] * counts[:, None, :].astype(np.float64))
+
+
+def layer_flow(*records: RoutedExperts) -> Float64[np.ndarray, "M1 E E"]:
+    """Where a token goes next (figure F4): P(j at l+1 given i at l) = n(i at l and j at l+1) / (K·c[l, i]), for M-1 steps."""
+    rows, counts = known_rows(*records), expert_counts(*records)
+    num_experts, steps = counts.shape[1], rows.shape[1] - 1
+    both = [_pairs(rows[:, layer], rows[:, layer + 1], num_experts) for layer in range(steps)]
+    return _ratio(np.array(both).reshape(steps, num_experts, num_experts), rows.shape[2] * counts[:-1, :, None].astype(np.float64))
+
+
+def routing_difference(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
+    """Compare two records on the tokens that both know (figure F7). Raises RoutingAlignmentError when there is none."""
+    _check_alike(a, b)
+    low, high = max(a.start, b.start), min(a.start + a.num_rows, b.start + b.num_rows)
+    if low >= high:
+        raise RoutingAlignmentError(f"records hold tokens {_span(a)} and {_span(b)}; wanted tokens that are in both")
+    left, right = a[low:high], b[low:high]
+    known = _known(left) & _known(right)
+    ours, theirs = left.ids[known], right.ids[known]
+    overlap = (ours[:, :, :, None] == theirs[:, :, None, :]).any(axis=3).mean(axis=2)
+    flipped = overlap < 1
+    num_rows = np.float64(len(ours))
+    return RoutingDifference(
+        tokens=low + np.flatnonzero(known),
+        overlap=overlap,
+        jaccard=overlap / (2 - overlap),
+        rank1_agreement=_ratio((ours[:, :, 0] == theirs[:, :, 0]).sum(axis=0), num_rows),
+        flip_rate=_ratio(flipped.sum(axis=0), num_rows),
+        first_difference=np.where(flipped.any(axis=1), flipped.argmax(axis=1), flipped.shape[1]),
+    )
+
+
+def known_rows(*records: RoutedExperts) -> UInt[np.ndarray, "T M K"]:
+    """Join the known rows of records of one model. Raises RoutingAlignmentError when their shapes differ, or without a record."""
+    if not records:
+        raise RoutingAlignmentError("no record came; wanted at least one")
+    for other in records[1:]:
+        _check_alike(records[0], other)
+    return np.concatenate([record.ids[_known(record)] for record in records])
+
+
+def _known(record: RoutedExperts) -> Bool[np.ndarray, " R"]:
+    return np.ones(record.num_rows, np.bool_) if record.valid is None else record.valid
+
+
+def _check_alike(a: RoutedExperts, b: RoutedExperts) -> None:
+    shapes = [f"layers {record.layer_ids}, {record.num_experts} experts, top-{record.top_k}" for record in (a, b)]
+    if shapes[0] != shapes[1]:
+        raise RoutingAlignmentError(f"records of {shapes[0]} and of {shapes[1]} came together; wanted records of one model")
+
+
+def _chosen(ids: UInt[np.ndarray, "T K"], num_experts: int) -> Bool[np.ndarray, "T E"]:
+    """Mark the experts of each row; an expert that a hash-routed row names twice is marked once."""
+    chosen = np.zeros((len(ids), num_experts), np.bool_)
+    np.put_along_axis(chosen, ids.astype(np.intp), values=True, axis=1)
+    return chosen
+
+
+def _pairs(left: UInt[np.ndarray, "T K"], right: UInt[np.ndarray, "T K"], num_experts: int) -> Float64[np.ndarray, "E E"]:
+    """n(i in a row of left and j in the same row of right); float64 holds such counts exactly."""
+    return _chosen(left, num_experts).T.astype(np.float64) @ _chosen(right, num_experts).astype(np.float64)
+
+
+def _ratio(above: np.ndarray, below: np.ndarray) -> Float64[np.ndarray, "..."]:
+    """Divide, NaN where there is nothing to divide by."""
+    above, below = np.broadcast_arrays(above, below)
+    return np.divide(above, below, out=np.full(above.shape, np.nan), where=below != 0)
+
+
+def _span(record: RoutedExperts) -> str:
+    return f"[{record.start}, {record.start + record.num_rows})"
