@@ -12,7 +12,7 @@ from importlib.resources import files
 import numpy as np
 from jaxtyping import Float64
 
-from routed_experts.analysis.colours import CIVIDIS, colour_at, expert_palette, ink_on
+from routed_experts.analysis.colours import CIVIDIS, colour_at, expert_palette, ink_on, scale_top
 from routed_experts.analysis.load import known_rows, utilization
 from routed_experts.analysis.routed_text import RoutedText, printable
 
@@ -35,7 +35,7 @@ def routing_page(texts: Sequence[RoutedText], *, title: str, column: int | None 
         "column": str(column),
         "last_column": str(len(first.layer_ids) - 1),
         "layer_name": f"layer {first.layer_ids[column]}",
-        "texts": "\n".join(_section(text, place, column) for place, text in enumerate(texts)),
+        "texts": "\n".join(_section(text, place, column, expert_palette(first.num_experts)) for place, text in enumerate(texts)),
         "maps": "".join(_map(name, load, counts[name], first.layer_ids, top) for name, load in loads.items()),
         "scale": _scale(top),
         "caption": f"u = c·E / (T·K), where c counts the rows of a layer that went to an expert; 1 is uniform. T = {counts['prompt']} rows "
@@ -46,14 +46,8 @@ def routing_page(texts: Sequence[RoutedText], *, title: str, column: int | None 
     return _PLACEHOLDER.sub(lambda found: values[found[1]], template)  # one pass: text that looks like a placeholder stays text
 
 
-def scale_top(*loads: Float64[np.ndarray, "M E"]) -> float:
-    """The end of a shared colour scale that begins at 0: the largest load, rounded up to a half, at least 2."""
-    known = np.concatenate([load[~np.isnan(load)] for load in loads])
-    return max(2.0, float(np.ceil(known.max() * 2) / 2)) if known.size else 2.0
-
-
-def _section(text: RoutedText, place: int, column: int) -> str:
-    spans = "".join(_span(text, token, column) for token in range(len(text.pieces)))
+def _section(text: RoutedText, place: int, column: int, palette: Sequence[str]) -> str:
+    spans = "".join(_span(text, token, column, palette) for token in range(len(text.pieces)))
     label = f"text {place + 1}; arrow keys walk its tokens"
     return (
         f'<section><h2>{html.escape(printable(text.title))}</h2><p class="soft">{text.record.num_prompt_tokens} tokens of prompt, '
@@ -62,12 +56,14 @@ def _section(text: RoutedText, place: int, column: int) -> str:
     )
 
 
-def _span(text: RoutedText, token: int, column: int) -> str:
+def _span(text: RoutedText, token: int, column: int, palette: Sequence[str]) -> str:
     experts = text.experts(token, column)
     generated, cached = token >= text.record.num_prompt_tokens, token < text.cached_tokens
     classes = f"t{' g' if generated else ''}{' c' if cached else ''}{'' if experts else ' u'}"
-    kind = ("generated" if generated else "prompt") + (", from the prefix cache" if cached else "") + ("" if experts else ", never fed: no row")
-    colour = expert_palette(text.record.num_experts)[experts[0]] if experts else ""
+    kind = ("generated" if generated else "prompt") + (", from the prefix cache" if cached else "")
+    if not experts:
+        kind += ", never fed: no row" if token == text.record.num_tokens - 1 else ", no row"
+    colour = palette[experts[0]] if experts else ""
     style = f' style="background:{colour};color:{ink_on(colour)}"' if experts else ""
     shown = printable(text.pieces[token]).replace("\n", "↵\n") or "·"
     return f'<span class="{classes}" data-kind="{kind}"{style}>{html.escape(shown)}</span>'

@@ -1,8 +1,9 @@
 """Routed experts of one step, on the device. Knows nothing of requests, of KV slots or of the host.
 
 A pytree value made inside the jitted step: each write returns a new value, so it rides in a scan's carry and leaves no tracer
-behind. It stays int32 and flat, [M, N*K], until `rows` narrows all of it at once: dispatch has the ids in that form anyway,
-a layer's write is one run, and one conversion a step is cheaper than one a layer (on TPU small operations count, not bytes).
+behind. It stays int32 and token-minor, [M*K, N], until `rows` narrows and turns all of it at once. On TPU small operations count,
+not bytes, and top-k leaves its ids token-minor: so a layer's write is one fused operation and a step adds three; int32 as
+[M, N*K], rows of which are tokens, took four a layer and seven a step (benchmarks/tpu_report.py counts them).
 What is not written holds -1, which narrows to an id no router gives (255 of 256 experts excepted: then the row repeats it).
 Dims: N padded tokens, M MoE layers, K experts per token; run: layers of a run."""
 
@@ -20,21 +21,21 @@ _NOT_WRITTEN = -1
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _RoutedExpertsDeviceCache:
-    """The ids of one step: column n*K + k of row m is choice k of token n in MoE layer m."""
+    """The ids of one step: row m*K + k holds choice k of every token in MoE layer m."""
 
-    ids: Int[Array, "M N*K"]
+    ids: Int[Array, "M*K N"]
     spec: CaptureSpec = field(metadata={"static": True})
 
     @staticmethod
     def create(num_tokens: int, spec: CaptureSpec) -> "_RoutedExpertsDeviceCache":
         """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time."""
-        shape = (spec.num_moe_layers, num_tokens * spec.top_k)
+        shape = (spec.num_moe_layers * spec.top_k, num_tokens)
         return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec)
 
     @property
     def num_tokens(self) -> int:
         """N."""
-        return self.ids.shape[1] // self.spec.top_k
+        return self.ids.shape[1]
 
     def capture_fwd_routed_experts(self, moe_layer: int | Int[Array, ""], topk_ids: Int[Array, "N K"]) -> "_RoutedExpertsDeviceCache":
         """Write the executed ids of one layer. `moe_layer` is its ordinal among MoE layers, traced or not; fused shared experts are out."""
@@ -50,15 +51,16 @@ class _RoutedExpertsDeviceCache:
 
     def rows(self) -> UInt[Array, "N M*K"]:
         """Return the step's one output: a row a token, narrowed to the spec's dtype."""
-        by_layer = self.ids.reshape(self.spec.num_moe_layers, self.num_tokens, self.spec.top_k)
-        return by_layer.transpose(1, 0, 2).reshape(self.num_tokens, -1).astype(self.spec.dtype)  # [M, N, K] -> [N, M*K]
+        return self.ids.T.astype(self.spec.dtype)  # [M*K, N] -> [N, M*K]
 
     def _written(self, first: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]) -> "_RoutedExpertsDeviceCache":
         if isinstance(first, int):  # a traced index cannot be checked here: dynamic_update_slice would clamp it
             last = first + topk_ids.shape[0] - 1
             assert 0 <= first <= last < self.spec.num_moe_layers, f"layers {first} to {last}; wanted 0 to {self.spec.num_moe_layers - 1}"
-        block = topk_ids.astype(jnp.int32).reshape(topk_ids.shape[0], -1)  # [R, N, K] -> [R, N*K]
-        return replace(self, ids=jax.lax.dynamic_update_slice_in_dim(self.ids, block, first, axis=0))
+        block = jnp.swapaxes(topk_ids.astype(jnp.int32), 1, 2).reshape(-1, self.num_tokens)  # [run, N, K] -> [run*K, N]
+        row = jnp.asarray(first, jnp.int32) * self.spec.top_k
+        # No negative indices: to wrap one around would be three more operations a layer.
+        return replace(self, ids=jax.lax.dynamic_update_slice_in_dim(self.ids, block, row, axis=0, allow_negative_indices=False))
 
 
 def create_device_cache(spec: CaptureSpec | None, num_tokens: int) -> _RoutedExpertsDeviceCache | None:

@@ -10,6 +10,15 @@ from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("processed", "raw")
+MAX_RANDOM_SEED = 2**31 - 1  # seeds of requests are counted from random_seed * 2^32, within an int64
+_TEXTS = ("model_path", "tokenizer_path", "attention_backend", "moe_backend")
+_SWITCHES = (
+    "disable_radix_cache",
+    "enable_return_routed_experts",
+    "enable_return_routed_experts_weights",
+    "deterministic",
+    "skip_tokenizer_init",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +58,24 @@ class ServerArgs:
         """Check every field once."""
         values = dataclasses.asdict(self)
         for name in ("tp_size", "ep_size", "dp_size"):
-            if values[name] != 1:
+            if values[name] != 1 or isinstance(values[name], bool):
                 raise ConfigError(f"{name}={values[name]!r} is not supported by this release; leave it at 1")
+        for name in _TEXTS:
+            if not isinstance(values[name], str) and not (values[name] is None and name.endswith("_path")):
+                raise ConfigError(f"{name}={values[name]!r} must be text")
+        for name in _SWITCHES:
+            if not isinstance(values[name], bool):
+                raise ConfigError(f"{name}={values[name]!r} must be True or False")
+        _at_least("random_seed", self.random_seed, 0, most=MAX_RANDOM_SEED)
         for name in ("page_size", "max_queued_requests"):
-            _at_least_one(name, values[name])
-        for name in ("context_length", "max_total_tokens", "max_running_requests", "chunked_prefill_size", "max_prefill_tokens"):
+            _at_least(name, values[name], 1)
+        for name in ("max_running_requests", "chunked_prefill_size", "max_prefill_tokens"):
             if values[name] is not None:
-                _at_least_one(name, values[name])
+                _at_least(name, values[name], 1)
+        if self.context_length is not None:
+            _at_least("context_length", self.context_length, 2, why="one token of a prompt and one new one")
+        if self.max_total_tokens is not None:
+            _at_least("max_total_tokens", self.max_total_tokens, self.page_size, why="one page (page_size)")
         for name in ("precompile_bs_paddings", "precompile_token_paddings"):
             _increasing(name, values[name])
         for name, allowed in (("dtype", DTYPES), ("logprobs_mode", LOGPROBS_MODES)):
@@ -89,9 +109,10 @@ class ServerArgs:
         return min(self.chunked_prefill_size or largest, self.max_prefill_tokens or largest, largest)
 
 
-def _at_least_one(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+def _at_least(name: str, value: object, least: int, *, most: int | None = None, why: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        limit = f" and at most {most}" if most is not None else f", {why}" if why else ""
+        raise ConfigError(f"{name}={value!r} must be an integer of at least {least}{limit}")
 
 
 def _increasing(name: str, value: object) -> None:

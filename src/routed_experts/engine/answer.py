@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from routed_experts.capture.wire import encode_meta_info
+from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import RoutedExpertsError
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
@@ -17,8 +18,10 @@ from routed_experts.engine.tokenizer import Tokenizer
 class Answer:
     """Accumulates what a request told; `to_dict` is the result of API.md at any time."""
 
-    def __init__(self, request: TokenizedGenerateReqInput, tokenizer: Tokenizer | None, *, logprobs_mode: str) -> None:
-        self.request, self.record = request, None
+    def __init__(
+        self, request: TokenizedGenerateReqInput, tokenizer: Tokenizer | None, *, logprobs_mode: str, capture: CaptureSpec | None = None
+    ) -> None:
+        self.request, self.record, self._capture = request, None, capture
         self.finish_reason: FinishReason | None = None
         self._tokenizer, self._mode = tokenizer, logprobs_mode
         self._text = None if tokenizer is None or not request.sampling.detokenize else detokenizer_of(request, tokenizer)
@@ -43,7 +46,7 @@ class Answer:
                 self._top.append(None if top is None else [self._entry(*alternative) for alternative in top])
         text = ""
         if self._text is not None:
-            text = self._text.push(out.new_token_ids)
+            text = self._text.push(self._shown(out))
             if out.finish_reason is not None:
                 text += self._text.finish()
             self._pieces.append(text)
@@ -75,15 +78,29 @@ class Answer:
             meta |= self._rows(self.record)
         return {"text": "".join(self._pieces), "output_ids": list(self._ids), "meta_info": meta}
 
+    def _shown(self, out: TokenIDOut) -> tuple[int, ...]:
+        """The new tokens that have text: all but a stop token, which is kept in the ids alone unless stops are asked for."""
+        at_stop_token = out.finish_reason is not None and isinstance(out.finish_reason.matched, int)
+        return out.new_token_ids[:-1] if at_stop_token and not self.request.sampling.include_stop_str_in_output else out.new_token_ids
+
     def _rows(self, record: RoutedExperts | None) -> dict[str, object]:
         wanted = self.request.routed_experts
-        if record is None:
-            return {"routed_experts": None, "routed_experts_start_len": wanted.start}
         return encode_meta_info(
-            record,
+            self._no_rows() if record is None else record,
             payload_format="npy" if wanted.format == "npy" else "int32",
             layers="moe" if wanted.layers == "moe" else "all",
+            aborted=record is None,
         )
+
+    def _no_rows(self) -> RoutedExperts:
+        """The record of a request that ended before its first token."""
+        spec, prompt_len = self._capture, int(self.request.input_ids.size)
+        assert spec is not None, "the door refuses a request for rows where none are recorded"
+        return RoutedExperts(
+            ids=np.zeros((0, spec.num_moe_layers, spec.top_k), spec.dtype), start=self.request.routed_experts.start,
+            num_tokens=prompt_len, num_prompt_tokens=prompt_len, layer_ids=spec.layer_ids,
+            num_hidden_layers=spec.num_hidden_layers, num_experts=spec.num_experts, version_spans=(), router=spec.router,
+        )  # fmt: skip
 
     def _told_logprobs(self) -> dict[str, object]:
         told: dict[str, object] = {"output_token_logprobs": list(self._logprobs)}

@@ -3,9 +3,11 @@
 Leaving early (an exception, a closed iterator, a cancelled task) aborts what is still running."""
 
 import asyncio
+import concurrent.futures
 import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 
+from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.io_struct import TokenIDOut, TokenizedGenerateReqInput
 from routed_experts.engine.answer import Answer, detokenizer_of
 from routed_experts.engine.ledger import StopCheck
@@ -18,10 +20,17 @@ class Call:
     """The answers of one call's requests, by request id, in order."""
 
     def __init__(
-        self, requests: Sequence[TokenizedGenerateReqInput], tokenizer: Tokenizer | None, *, single: bool, logprobs_mode: str
+        self,
+        requests: Sequence[TokenizedGenerateReqInput],
+        tokenizer: Tokenizer | None,
+        *,
+        single: bool,
+        logprobs_mode: str,
+        capture: CaptureSpec | None = None,
     ) -> None:
-        self._requests, self._tokenizer, self._single = requests, tokenizer, single
-        self._answers = {request.rid: Answer(request, tokenizer, logprobs_mode=logprobs_mode) for request in requests}
+        self._tokenizer, self._single = tokenizer, single
+        self._index = {request.rid: index for index, request in enumerate(requests)}
+        self._answers = {request.rid: Answer(request, tokenizer, logprobs_mode=logprobs_mode, capture=capture) for request in requests}
         self._open = {request.rid for request in requests}
 
     def run(self, loop: EngineLoop) -> dict[str, object] | list[dict[str, object]]:
@@ -38,12 +47,13 @@ class Call:
             inbox.put(out)
             return True
 
-        self._submit(loop, sink)
+        accepted = self._submit(loop, sink)
         try:
+            accepted.result()
             while self._open:
                 yield self._take(inbox.get())
         finally:
-            loop.abort(sorted(self._open))
+            loop.abort(sorted(self._open), sink)
 
     async def run_async(self, loop: EngineLoop) -> dict[str, object] | list[dict[str, object]]:
         """Wait for all answers without blocking the event loop."""
@@ -56,26 +66,28 @@ class Call:
         events, inbox = asyncio.get_running_loop(), asyncio.Queue[TokenIDOut]()
 
         def sink(out: TokenIDOut) -> bool:
-            if events.is_closed():
+            try:
+                events.call_soon_threadsafe(inbox.put_nowait, out)
+            except RuntimeError:  # the event loop has been closed
                 return False
-            events.call_soon_threadsafe(inbox.put_nowait, out)
             return True
 
-        await asyncio.to_thread(self._submit, loop, sink)
+        accepted = self._submit(loop, sink)
         try:
+            await asyncio.wrap_future(accepted)
             while self._open:
                 yield self._take(await inbox.get())
         finally:
-            loop.abort(sorted(self._open))
+            loop.abort(sorted(self._open), sink)
 
     def result(self) -> dict[str, object] | list[dict[str, object]]:
         """The answers: one dict for one prompt and n = 1, else a list in order."""
         results = [answer.to_dict() for answer in self._answers.values()]
         return results[0] if self._single else results
 
-    def _submit(self, loop: EngineLoop, sink: Sink) -> None:
-        reqs = [Req(request) for request in self._requests]
-        loop.submit(reqs, {req.rid: self._stop_check(req.source) for req in reqs if req.source.sampling.stop}, sink)
+    def _submit(self, loop: EngineLoop, sink: Sink) -> concurrent.futures.Future[None]:
+        reqs = [Req(answer.request) for answer in self._answers.values()]
+        return loop.submit(reqs, {req.rid: self._stop_check(req.source) for req in reqs if req.source.sampling.stop}, sink)
 
     def _stop_check(self, request: TokenizedGenerateReqInput) -> StopCheck:
         """Finds stop strings on the engine thread, with a detokenizer of its own; the answer's finds the same ones."""
@@ -94,4 +106,4 @@ class Call:
             self._open.discard(out.rid)
         answer.add(out)
         said = answer.to_dict() if answer.request.stream else {}
-        return said if self._single else {**said, "index": self._requests.index(answer.request)}
+        return said if self._single else {**said, "index": self._index[out.rid]}

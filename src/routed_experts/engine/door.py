@@ -6,6 +6,8 @@ import itertools
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
@@ -20,6 +22,7 @@ MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20
 _RID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FORMATS, _LAYERS = ("int32", "npy"), ("all", "moe")
+_DEFAULTS = MappingProxyType({"start_len": 0, "format": "int32", "layers": "all"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +45,12 @@ class Door:
 
     def admit(self, said: GenerateReqInput) -> list[TokenizedGenerateReqInput]:
         """One request a choice of each prompt, in order (prompt x n + choice). Raises InvalidRequestError and its kin."""
+        _check_flags(said)
         params = _params_of(said)
         prompts = list(self._prompts(said))
         sampling = params.resolve(default_seed=next(self._seeds))
         call = said.rid if said.rid is not None else secrets.token_hex(8)
-        if not _RID.fullmatch(call):
+        if not isinstance(call, str) or not _RID.fullmatch(call):
             raise InvalidRequestError(f"rid={shown(call)} must be 1 to 64 of A-Z a-z 0-9 . _ -; change it", param="rid")
         several = len(prompts) * sampling.n > 1
         requests: list[TokenizedGenerateReqInput] = []
@@ -64,16 +68,18 @@ class Door:
             came = "both" if said.text is not None else "neither"
             raise InvalidRequestError(f"prompt and input_ids: {came} given; give exactly one of them", param="prompt")
         if said.text is not None:
-            texts = [said.text] if isinstance(said.text, str) else list(said.text)
+            texts: Sequence[object] = [said.text] if isinstance(said.text, str) else said.text
+            if not isinstance(texts, list | tuple):
+                raise InvalidRequestError(f"prompt={shown(said.text)} must be text or a list of texts", param="prompt")
             _check_count("prompt", len(texts))
             for text in texts:
                 if not isinstance(text, str) or text == "":
                     raise InvalidRequestError(f"prompt={shown(text)} must be text of at least one character", param="prompt")
                 yield self._checked(np.asarray(self._text_tokenizer("prompt").encode(text)), "prompt")
             return
-        listed: Sequence[object] = said.input_ids if said.input_ids is not None else ()
-        nested = len(listed) > 0 and all(isinstance(part, Sequence | np.ndarray) and not isinstance(part, str) for part in listed)
-        _check_count("input_ids", len(listed))
+        listed: Any = said.input_ids
+        nested = is_nested(listed)
+        _check_count("input_ids", len(listed) if nested else 1)
         for ids in listed if nested else [listed]:
             yield self._checked(_as_integers(ids), "input_ids")
 
@@ -100,19 +106,23 @@ class Door:
     ) -> TokenizedGenerateReqInput:
         """One choice of one prompt; the caller names it."""
         wants = said.return_logprob or params.logprobs is not None or params.prompt_logprobs is not None
-        top = max(said.top_logprobs_num, params.logprobs or 0, params.prompt_logprobs or 0)
         start = 0 if params.prompt_logprobs is not None else said.logprob_start_len
         _check_logprobs(said, start, ids.size)
+        top = max(said.top_logprobs_num, params.logprobs or 0, params.prompt_logprobs or 0)
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos())
         self._check_bias(sampling, stops)
         if sampling.stop:
             self._text_tokenizer("stop")
+        new_tokens = self._new_tokens(params, ids.size)
+        if sampling.min_tokens > new_tokens:
+            text = f"min_tokens={sampling.min_tokens} is above the {new_tokens} tokens that may be generated; lower it or raise max_tokens"
+            raise InvalidRequestError(text, param="min_tokens")
         return TokenizedGenerateReqInput(
             rid="",
             group="",
             choice=0,
             input_ids=ids,
-            sampling=dataclasses.replace(sampling, max_tokens=self._new_tokens(params, ids.size)),
+            sampling=dataclasses.replace(sampling, max_tokens=new_tokens),
             stop_token_ids=stops,
             extra_key=said.extra_key,
             stream=said.stream,
@@ -150,7 +160,7 @@ class Door:
             raise InvalidRequestError(f"return_routed_experts={shown(asked)} must be true or false", param="return_routed_experts")
         if not asked:
             for name, value in (("start_len", start), ("format", form), ("layers", layers)):
-                if value is not None and value != {"start_len": 0}.get(name):
+                if value is not None and (isinstance(value, bool) or value != _DEFAULTS[name]):
                     param = f"routed_experts_{name}"
                     text = f"{param}={shown(value)} without return_routed_experts=True says nothing; set it or drop {param}"
                     raise InvalidRequestError(text, param=param, code="routing_not_requested")
@@ -218,13 +228,18 @@ def _as_integers(ids: object) -> np.ndarray:
     if isinstance(ids, np.ndarray):
         array = ids
     else:
-        parts = list(ids) if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]
-        if not all(isinstance(part, int | np.integer) and not isinstance(part, bool) and abs(int(part)) < 1 << 62 for part in parts):
+        listed = isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
+        parts: list[Any] = list(ids) if listed else []
+        if not listed or not all(_is_id(part) for part in parts):
             raise InvalidRequestError(f"input_ids={shown(ids)} must be a list of token ids, or a list of such lists", param="input_ids")
         array = np.asarray(parts, np.int64)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidRequestError(f"input_ids of shape {array.shape} and type {array.dtype} must be a row of integers", param="input_ids")
     return array.astype(np.int64)
+
+
+def _is_id(part: object) -> bool:
+    return isinstance(part, int | np.integer) and not isinstance(part, bool) and abs(int(part)) < 1 << 62
 
 
 def _one_of(param: str, here: object, there: object) -> object:
@@ -240,9 +255,27 @@ def _check_word(param: str, value: object, known: Sequence[str], code: str) -> N
         raise InvalidRequestError(f"{param}={shown(value)} is unknown; choose one of {', '.join(known)}", param=param, code=code)
 
 
+def is_nested(input_ids: object) -> bool:
+    """Do these token ids stand in several rows, one a prompt."""
+    if isinstance(input_ids, np.ndarray):
+        return input_ids.ndim > 1
+    listed: Sequence[object] = input_ids if isinstance(input_ids, list | tuple) else ()
+    return len(listed) > 0 and all(isinstance(part, list | tuple | range | np.ndarray) for part in listed)
+
+
+def _check_flags(said: GenerateReqInput) -> None:
+    """What decides how a call is run and whose pages it may share."""
+    for param, flag in (("stream", said.stream), ("return_logprob", said.return_logprob)):
+        if not isinstance(flag, bool):
+            raise InvalidRequestError(f"{param}={shown(flag)} must be True or False", param=param)
+    key = said.extra_key
+    if key is not None and not isinstance(key, str):
+        raise InvalidRequestError(f"extra_key={shown(key)} must be text: requests of equal keys share cached prefixes", param="extra_key")
+
+
 def _check_count(param: str, count: int) -> None:
-    if param == "prompt" and not 1 <= count <= MAX_PROMPTS:
-        raise InvalidRequestError(f"{count} prompts in one call; send 1 to {MAX_PROMPTS}", param=param)
+    if not 1 <= count <= MAX_PROMPTS:
+        raise InvalidRequestError(f"{param} holds {count} prompts; send 1 to {MAX_PROMPTS} in a call", param=param)
 
 
 def _check_logprobs(said: GenerateReqInput, start: int, prompt_len: int) -> None:
@@ -252,5 +285,3 @@ def _check_logprobs(said: GenerateReqInput, start: int, prompt_len: int) -> None
     if isinstance(start, bool) or not isinstance(start, int) or not -1 <= start < prompt_len:
         text = f"logprob_start_len={shown(start)} must be -1 (none of the prompt) or 0..{prompt_len - 1}"
         raise InvalidRequestError(text, param="logprob_start_len")
-
-

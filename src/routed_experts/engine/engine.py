@@ -4,6 +4,7 @@
         out = engine.generate("Once upon a time", return_routed_experts=True)"""
 
 import dataclasses
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from types import TracebackType
@@ -18,7 +19,7 @@ from routed_experts.core.sampling_params import SamplingParams, shown
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import DEFAULT_BACKENDS, BackendRegistry, Phase, PhaseClock, assemble
 from routed_experts.engine.call import Call
-from routed_experts.engine.door import Door, Limits
+from routed_experts.engine.door import Door, Limits, is_nested
 from routed_experts.engine.loop import EngineLoop
 from routed_experts.engine.tokenizer import Tokenizer
 from routed_experts.models.interface import Decoder
@@ -96,8 +97,8 @@ class Engine:
         core = self._assembly.core
 
         def end() -> int:
-            live = [one for one in core.ledger.live() if abort_all or one == rid or one.rpartition("-")[0] == rid]
-            return sum(core.abort(one) for one in live)
+            live = [req for one in core.ledger.live() if (req := core.ledger.find(one)) is not None]
+            return sum(core.abort(req.rid) for req in live if abort_all or rid in (req.rid, req.source.group.rpartition("-")[0]))
 
         return self._loop.call(end)
 
@@ -157,17 +158,18 @@ class Engine:
     ) -> Call:
         request = request_of(text=prompt, sampling_params=sampling_params, input_ids=input_ids, stream=stream, **said)
         requests = self._door.admit(request)
-        nested = input_ids is not None and len(input_ids) > 0 and not isinstance(input_ids[0], int) and hasattr(input_ids[0], "__len__")
-        single = len(requests) == 1 and (isinstance(prompt, str) or (input_ids is not None and not nested))
-        return Call(requests, self._tokenizer, single=single, logprobs_mode=self.server_args.logprobs_mode)
+        single = len(requests) == 1 and (isinstance(prompt, str) or (input_ids is not None and not is_nested(input_ids)))
+        mode, capture = self.server_args.logprobs_mode, self._assembly.capture
+        return Call(requests, self._tokenizer, single=single, logprobs_mode=mode, capture=capture)
 
 
 def request_of(**said: Any) -> GenerateReqInput:
-    """A GenerateReqInput from keywords; an unknown one is refused with the nearest name."""
+    """A GenerateReqInput from keywords; None is absent, and an unknown one is refused with the nearest name."""
     alias = said.pop("routed_experts_prompt_start", None)
     if alias is not None:
-        if said.get("routed_experts_start_len", alias) != alias:
-            text = f"routed_experts_prompt_start={shown(alias)} and routed_experts_start_len differ; give one"
+        start = said.get("routed_experts_start_len")
+        if start is not None and start != alias:
+            text = f"routed_experts_prompt_start={shown(alias)} and routed_experts_start_len={shown(start)} differ; give one"
             raise InvalidRequestError(text, param="routed_experts_start_len", code="conflicting_parameters")
         said["routed_experts_start_len"] = alias
     known = [field.name for field in dataclasses.fields(GenerateReqInput)]
@@ -175,7 +177,7 @@ def request_of(**said: Any) -> GenerateReqInput:
     if unknown:
         text = f"{unknown[0]} is no parameter of generate; {_nearest(unknown[0], known)}"
         raise InvalidRequestError(text, param=unknown[0], code="unknown_field")
-    return GenerateReqInput(**said)
+    return GenerateReqInput(**{name: value for name, value in said.items() if value is not None})
 
 
 def _args_of(model_path: str | None, said: dict[str, Any]) -> ServerArgs:
@@ -184,8 +186,10 @@ def _args_of(model_path: str | None, said: dict[str, Any]) -> ServerArgs:
     if unknown:
         raise ConfigError(f"{unknown[0]} is no parameter of Engine; {_nearest(unknown[0], known)}")
     paddings = ("precompile_bs_paddings", "precompile_token_paddings")
-    fields: dict[str, Any] = {name: tuple(said[name]) for name in paddings if isinstance(said.get(name), list)}
-    return ServerArgs(model_path=model_path, **(said | fields))
+    fields = {"model_path": model_path} | said
+    fields |= {name: tuple(fields[name]) for name in paddings if isinstance(fields.get(name), list)}
+    paths = ("model_path", "tokenizer_path")
+    return ServerArgs(**(fields | {name: str(fields[name]) for name in paths if isinstance(fields.get(name), os.PathLike)}))
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -195,4 +199,8 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 def _tokenizer_of(args: ServerArgs) -> Tokenizer | None:
     folder = args.tokenizer_path or args.model_path
-    return None if args.skip_tokenizer_init or folder is None else Tokenizer.from_directory(folder)
+    if args.skip_tokenizer_init or folder is None:
+        return None
+    if args.tokenizer_path is None and not os.path.exists(os.path.join(folder, "config.json")):
+        return None  # no checkpoint at all: `assemble` says so, which helps more than a missing tokenizer.json
+    return Tokenizer.from_directory(folder)

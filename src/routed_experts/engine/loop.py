@@ -4,13 +4,14 @@ Callers hand over functions that run between two steps; news goes to the sink of
 every live request with its cause. The thread waits on its inbox when there is nothing to do; nobody polls."""
 
 import concurrent.futures
+import dataclasses
 import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from routed_experts.core.errors import EngineDeadError
+from routed_experts.core.errors import EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
 from routed_experts.engine.core import EngineCore
 from routed_experts.engine.ledger import StopCheck
@@ -19,8 +20,15 @@ from routed_experts.scheduling.schedule_batch import Req
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-Sink = Callable[[TokenIDOut], bool]  # takes news; False when nobody listens any more
-Command = Callable[[], None]
+Sink = Callable[[TokenIDOut], bool]  # takes news, never raises; False when nobody listens any more
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Command:
+    """What a caller wants done between two steps, and what is done instead when the thread has ended."""
+
+    run: Callable[[], None]
+    fail: Callable[[], None]
 
 
 class EngineLoop:
@@ -30,23 +38,32 @@ class EngineLoop:
         self._core = core
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
-        self._lock = threading.Lock()  # between the last command that is taken in and the end of the thread
+        # Between the last command that is taken in and the end of the thread. Reentrant: the collector may close a stream in here.
+        self._lock = threading.RLock()
         self._stopping = False
         self._cause: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, reqs: Sequence[Req], stops: Mapping[str, StopCheck], sink: Sink) -> None:
-        """Hand over the requests of one call, all or none. QueueFullError if they do not fit, EngineDeadError after the end."""
+    def submit(self, reqs: Sequence[Req], stops: Mapping[str, StopCheck], sink: Sink) -> concurrent.futures.Future[None]:
+        """Hand over the requests of one call, all or none; the future tells when they are in. QueueFullError if they do not fit,
+        InvalidRequestError if an id is in use, EngineDeadError after the end. Cancelled in time, they never come in."""
 
         def accept() -> None:
+            taken = next((req.rid for req in reqs if self._core.ledger.find(req.rid) is not None), None)
+            if taken is not None:
+                text = f"rid={taken!r} is the id of a request that has not ended; choose another, or leave it out"
+                raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
             self._core.add(reqs, stops)
             self._sinks.update(dict.fromkeys((req.rid for req in reqs), sink))
 
-        self.call(accept)
+        return self._promise(accept)
 
     def call(self, function: Callable[[], _T]) -> _T:
         """Run a function on the engine thread between two steps and give its result."""
+        return self._promise(function).result()
+
+    def _promise(self, function: Callable[[], _T]) -> concurrent.futures.Future[_T]:
         future: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -57,12 +74,17 @@ class EngineLoop:
             except Exception as cause:  # the caller's to handle: it is raised there
                 future.set_exception(cause)
 
-        self._send(run, failed=lambda: future.set_exception(self._death()))
-        return future.result()
+        def fail() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._death())
 
-    def abort(self, rids: Sequence[str]) -> None:
-        """End requests with what they have; those that have ended already are left alone. Returns at once."""
-        self._send(lambda: self._abort(rids), failed=lambda: None)
+        self._send(Command(run, fail))
+        return future
+
+    def abort(self, rids: Sequence[str], sink: Sink) -> None:
+        """End those of these requests whose news goes to `sink`, with what they have; the others (ended, refused, of another
+        call) are left alone. Returns at once."""
+        self._send(Command(lambda: self._abort([rid for rid in rids if self._sinks.get(rid) is sink]), fail=lambda: None))
 
     def drained(self, function: Callable[[], _T]) -> _T:
         """Run a function on the engine thread while no step is in flight."""
@@ -80,17 +102,17 @@ class EngineLoop:
             self._abort(self._core.ledger.live(), "the engine was shut down")
             self._stopping = True
 
-        self._send(end, failed=lambda: None)
+        self._send(Command(end, fail=lambda: None))
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _send(self, command: Command, *, failed: Command) -> None:
+    def _send(self, command: Command) -> None:
         with self._lock:
             alive = self._cause is None and not self._stopping
             if alive:
                 self._inbox.put(command)
         if not alive:
-            failed()
+            command.fail()
 
     def _run(self) -> None:
         try:
@@ -105,15 +127,19 @@ class EngineLoop:
             self._stopping = True
         for rid, sink in tuple(self._sinks.items()):
             sink(_dead(rid, self._death()))
-        while not self._inbox.empty():  # commands that came too late: their callers get the cause
-            self._inbox.get()()
+        while not self._inbox.empty():
+            self._inbox.get().fail()  # it came too late: its caller gets the cause
 
     def _take_commands(self) -> None:
         """Run what has come in; wait for the first if there is nothing else to do."""
         if self._core.is_idle and not self._stopping:
-            self._inbox.get()()
+            self._inbox.get().run()
         while not self._inbox.empty():
-            self._inbox.get()()
+            command = self._inbox.get()
+            if self._stopping:
+                command.fail()
+            else:
+                command.run()
 
     def _deliver(self, outs: Sequence[TokenIDOut]) -> None:
         gone: list[str] = []

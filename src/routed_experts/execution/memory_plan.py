@@ -58,18 +58,19 @@ def plan_memory(
     slots = args.max_total_tokens or 2 * args.running_limit * context_length
     pages = max(1, slots // args.page_size)
     fitting = (limit - weights - 2 * widest * row_bytes) // (model.bytes_per_token * args.page_size)
+    if fitting < 1:
+        raise ConfigError(
+            f"weights of {weights / _MEBI:.1f} MiB leave no room for a KV page of {args.page_size} tokens "
+            f"({args.page_size * model.bytes_per_token / _MEBI:.1f} MiB) below the limit of {limit / _MEBI:.1f} MiB; "
+            "raise mem_fraction_static, or choose a smaller dtype or page_size"
+        )
     if args.max_total_tokens is None:
         pages = min(pages, fitting)
     elif pages > fitting:
         raise ConfigError(
             f"max_total_tokens={args.max_total_tokens} needs {pages * args.page_size * model.bytes_per_token / _MEBI:.0f} MiB beside "
             f"{weights / _MEBI:.0f} MiB of weights, above the limit of {limit / _MEBI:.0f} MiB; lower it to "
-            f"{max(0, fitting) * args.page_size} or raise mem_fraction_static"
-        )
-    if pages < 1:
-        raise ConfigError(
-            f"weights of {weights / _MEBI:.0f} MiB leave no room for a KV page below the limit of {limit / _MEBI:.0f} MiB; "
-            "raise mem_fraction_static or choose a smaller dtype"
+            f"{fitting * args.page_size} or raise mem_fraction_static"
         )
     pool = dataclasses.replace(model, num_pages=pages + 1)
     return MemoryPlan(

@@ -5,7 +5,7 @@ Host mutation: it rebinds what it donated. Every program is compiled before the 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -49,20 +49,20 @@ class ModelRunner:
 
     def __init__(self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, weight_version: int = 0) -> None:
         self.spec, self.config, self.weight_version = spec, config, weight_version
-        self._state = state
+        self._weights, self._tree = jax.tree.flatten(state)  # leaves: a call costs time by the leaf, and more by the node
         self._pool = config.pool.allocate()
         self._last_tokens = jnp.zeros(config.num_request_slots, jnp.int32)
-        self._spoken: SpokenTokens | None = None
+        self._spoken = _zeros(abstract_spoken(config))  # now: the first penalty must not find the device full, nor compile
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
 
     @property
     def state(self) -> nnx.State[Any, Any]:
         """The weights that the next step runs with."""
-        return self._state
+        return jax.tree.unflatten(self._tree, self._weights)
 
     def compile(self, *, progress: Callable[[int, int], None] | None = None, threads: int = 2) -> int:
         """Compile every program of the table; returns how many there are."""
-        jobs = program_jobs(self._state, self.spec, self.config)
+        jobs = program_jobs(self.state, self.spec, self.config)
         with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
             futures = {key: pool.submit(lambda job=job: job().compile()) for key, job in jobs.items()}
             for done, (key, future) in enumerate(futures.items(), start=1):
@@ -72,24 +72,21 @@ class ModelRunner:
         return len(jobs)
 
     def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
-        """Put the batch and start its programs; returns at once."""
+        """Start a step's programs; returns at once. The first call carries the metadata over, a host array among its arguments."""
         shape = shape_of(batch)
-        packed = jax.device_put(pack(batch))
-        self._pool, out = self._programs["forward", shape](self._state, self._pool, self._last_tokens, packed)
+        self._pool, out = self._programs["forward", shape](self._weights, self._pool, self._last_tokens, pack(batch))
         full = None
         if batch.form is SamplerForm.FULL:
             bias = jax.device_put((batch.sampling.bias_ids, batch.sampling.bias_values))
             full = FullInputs(out.tokens, *bias)
-            if self._spoken is None:
-                self._spoken = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_spoken(self.config))
         program = self._programs["sample", shape, batch.form]
         spoken = self._spoken if full is not None else None
-        self._last_tokens, spoken, sampled = program(self._state, out.last_hidden, self._last_tokens, packed, spoken, full)
+        self._last_tokens, spoken, sampled = program(self._weights, out.last_hidden, self._last_tokens, out.packed, spoken, full)
         if spoken is not None:
             self._spoken = spoken
         scored = None
         if batch.prompt_targets is not None:
-            scored = self._programs["score", shape.num_tokens](self._state, out.hidden, jax.device_put(batch.prompt_targets))
+            scored = self._programs["score", shape.num_tokens](self._weights, out.hidden, jax.device_put(batch.prompt_targets))
         for array in (sampled, scored, out.rows):
             if array is not None:
                 array.copy_to_host_async()
@@ -116,12 +113,12 @@ class ModelRunner:
         """Run all later steps with other weights of the same tree, shapes and dtypes. Raises WeightsMismatchError."""
         if version <= self.weight_version:
             raise WeightsMismatchError(f"version={version} must be above {self.weight_version}, the one that is served", param="version")
-        old, new = (dict(jax.tree_util.tree_flatten_with_path(s)[0]) for s in (self._state, state))
+        old, new = (dict(jax.tree_util.tree_flatten_with_path(s)[0]) for s in (self.state, state))
         wrong = [f"{jax.tree_util.keystr(k)}: {_said(new.get(k))} for {_said(v)}" for k, v in old.items() if _said(new.get(k)) != _said(v)]
         wrong += [f"{jax.tree_util.keystr(k)}: {_said(v)} is not in the model" for k, v in new.items() if k not in old]
         if wrong:
             raise WeightsMismatchError(f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:4])}", param="state")
-        self._state, self.weight_version = state, version
+        self._weights, self.weight_version = jax.tree.leaves(state), version
 
     def poison(self) -> None:
         """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""
@@ -131,37 +128,57 @@ class ModelRunner:
 def program_jobs(
     state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig
 ) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
-    """The table of programs: key to a call that lowers it. `state` may be arrays or their shapes."""
+    """The table of programs: key to a call that lowers it. `state` may be arrays or their shapes; programs take its leaves."""
     jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
+    tree = jax.tree.structure(state)
     for shape in config.shapes:
         args = abstract_inputs(state, spec, config, shape)
-        run = jax.jit(functools.partial(forward, spec=spec, shape=shape), donate_argnums=1)
-        jobs["forward", shape] = functools.partial(run.lower, *args)
         out = jax.eval_shape(functools.partial(forward, spec=spec, shape=shape), *args)[1]
+        args = (jax.tree.leaves(args[0]), *args[1:])
+        run = jax.jit(_on_leaves(functools.partial(forward, spec=spec, shape=shape), tree), donate_argnums=1)
+        jobs["forward", shape] = functools.partial(run.lower, *args)
         for form in SamplerForm:
             full = spoken = None
             if form is SamplerForm.FULL:
                 bias = (shape.num_requests, MAX_BIAS)
-                full = FullInputs(out.tokens, jax.ShapeDtypeStruct(bias, jnp.int32), jax.ShapeDtypeStruct(bias, jnp.float32))
+                full = FullInputs(out.tokens, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
                 spoken = abstract_spoken(config)
-            run = jax.jit(functools.partial(sample_tokens, spec=spec, shape=shape, form=form), donate_argnums=(2, 4))
+            run = jax.jit(_on_leaves(functools.partial(sample_tokens, spec=spec, shape=shape, form=form), tree), donate_argnums=(2, 4))
             jobs["sample", shape, form] = functools.partial(run.lower, args[0], out.last_hidden, args[2], args[3], spoken, full)
         if ("score", shape.num_tokens) not in jobs and shape.mode is ForwardMode.EXTEND:
-            run = jax.jit(functools.partial(score_prompt, spec=spec))
+            run = jax.jit(_on_leaves(functools.partial(score_prompt, spec=spec), tree))
             jobs["score", shape.num_tokens] = functools.partial(run.lower, args[0], out.hidden, out.tokens)
     return jobs
 
 
+def _on_leaves(program: Callable[..., Any], tree: jax.tree_util.PyTreeDef) -> Callable[..., Any]:
+    """The same program, with the weights as a list of leaves."""
+
+    def on_leaves(weights: Sequence[Array], *rest: Any) -> Any:
+        return program(jax.tree.unflatten(tree, weights), *rest)
+
+    return on_leaves
+
+
 def abstract_inputs(state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape) -> tuple[Any, ...]:
-    """Shapes and dtypes of the arguments of `forward`."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    """Shapes and dtypes of the arguments of `forward`. Weights keep their sharding: it names the devices that are compiled for."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     return shapes, config.pool.abstract, jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), shape.packed
 
 
 def abstract_spoken(config: RunnerConfig) -> SpokenTokens:
     """Shapes of the counts that penalties need."""
     size = (config.num_request_slots, config.vocab_size)
-    return SpokenTokens(jax.ShapeDtypeStruct(size, jnp.int32), jax.ShapeDtypeStruct(size, jnp.bool_))  # type: ignore[arg-type]
+    return SpokenTokens(_shape(size, jnp.int32), _shape(size, jnp.bool_))
+
+
+def _shape(size: tuple[int, ...], dtype: Any) -> Any:
+    """A ShapeDtypeStruct that stands for an array while programs are lowered."""
+    return jax.ShapeDtypeStruct(size, dtype)
+
+
+def _zeros(shapes: SpokenTokens) -> SpokenTokens:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def _floats(bits: Int32[np.ndarray, "..."]) -> Any:

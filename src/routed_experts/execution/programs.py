@@ -51,6 +51,7 @@ class ForwardOut:
     hidden: Float[Array, "N D"]
     last_hidden: Float[Array, "B D"]
     tokens: Int[Array, " N"]
+    packed: Int32[Array, " words"]  # the step's metadata, now on the device
     rows: UInt[Array, "N MK"] | None
 
 
@@ -95,7 +96,7 @@ def forward(
     capture = None if spec.capture is None else _RoutedExpertsDeviceCache.create(shape.num_tokens, spec.capture)
     hidden, pool, capture = model(tokens, batch.paged.positions, batch.paged.valid, attend, pool, capture, backend=spec.moe)
     rows = None if capture is None else capture.rows()
-    return pool, ForwardOut(hidden, jnp.take(hidden, batch.last_token_of_row, axis=0), tokens, rows)
+    return pool, ForwardOut(hidden, jnp.take(hidden, batch.last_token_of_row, axis=0), tokens, packed, rows)
 
 
 def sample_tokens(

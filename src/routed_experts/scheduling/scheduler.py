@@ -50,6 +50,8 @@ class Scheduler:
     def add(self, reqs: Sequence[Req]) -> None:
         """Queue the requests of one call, all or none; QueueFullError if they do not fit."""
         limit = self._args.max_queued_requests
+        if len(reqs) > limit:
+            raise QueueFullError(f"{len(reqs)} requests came in one call, max_queued_requests={limit}; send at most {limit} at once")
         if len(self.waiting) + len(reqs) > limit:
             raise QueueFullError(f"{len(self.waiting)} requests wait and {len(reqs)} came, max_queued_requests={limit}; try again later")
         for req in reqs:

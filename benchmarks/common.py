@@ -1,0 +1,195 @@
+"""What the benchmarks share: the benchmark model, a driver that times prefill and decode apart, and the form of a result.
+
+The model is the one of the peers' table: Qwen3-MoE, hidden 512, 6 layers, 8 query and 4 key-value heads of 128, 32 experts of
+width 256, top-4, vocabulary 8,192; random weights, with a router spread enough that routing is diverse."""
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
+from routed_experts.core.sampling_params import SamplingParams
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.assembly import Assembly, assemble
+from routed_experts.engine.core import EngineCore
+from routed_experts.layers.routing import RouterSpec
+from routed_experts.models.checkpoint import save
+from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.scheduling.schedule_batch import Req
+
+RESULTS = Path(__file__).parent / "results"
+VOCABULARY = 8192
+HF_CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 1024,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "torch_dtype": "float32",
+}
+
+
+def benchmark_config() -> Qwen3MoeConfig:
+    """The benchmark model's config, as the module takes it."""
+    return Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        num_layers=6,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=128,
+        dense_width=1024,
+        expert_width=256,
+        router=RouterSpec(num_experts=32, top_k=4, renormalize=True),
+        moe_layers=tuple(range(6)),
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tie_embeddings=False,
+        context_length=1024,
+    )
+
+
+def benchmark_model(dtype: jnp.dtype) -> Qwen3Moe:
+    """Random weights; the router's are ten times as wide, so that tokens spread over the experts."""
+    model = Qwen3Moe(benchmark_config(), rngs=nnx.Rngs(0), dtype=dtype)
+    for run in model.runs:
+        run.router[...] = run.router[...] * jnp.asarray(10, dtype)
+    return model
+
+
+def write_checkpoint(model: Qwen3Moe, folder: Path) -> Path:
+    """The same weights as a Hugging Face folder, for peers."""
+    flat = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    tensors: dict[str, np.ndarray] = {}
+    for source in Qwen3Moe.weight_sources(model.config):
+        piece = flat[source.target][source.index]
+        width = source.shape[0] if source.transpose else piece.shape[-1]
+        piece = piece[..., source.offset : source.offset + width]
+        tensors[source.name] = np.ascontiguousarray(piece.T if source.transpose else piece)
+    save(folder, HF_CONFIG, tensors)
+    return folder
+
+
+def build(model: Qwen3Moe, *, capture: bool, **changes: object) -> Assembly:
+    """An engine core over the benchmark model; no thread, so that steps can be timed."""
+    args = ServerArgs(enable_return_routed_experts=capture, max_total_tokens=16_384, **changes)
+    return assemble(args, model=model)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Tokens per second of one run."""
+
+    prefill: float
+    decode: float
+
+
+class Prompts:
+    """Random prompts, never twice the same, so that no prefix is cached."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._noise, self._count = np.random.default_rng(seed), 0
+
+    def requests(self, batch: int, *, prompt: int, new: int, ask: bool, temperature: float = 0.0) -> list[Req]:
+        """`batch` requests of `prompt` random tokens that generate `new` each."""
+        return [self._request(prompt, new, ask, temperature) for _ in range(batch)]
+
+    def _request(self, prompt: int, new: int, ask: bool, temperature: float) -> Req:
+        self._count += 1
+        rid = str(self._count)
+        sampling = SamplingParams(temperature=temperature, max_tokens=new, seed=self._count).resolve()
+        source = TokenizedGenerateReqInput(
+            rid=rid,
+            group=rid,
+            choice=0,
+            input_ids=self._noise.integers(0, VOCABULARY, size=prompt).astype(np.int32),
+            sampling=sampling,
+            stop_token_ids=frozenset(),
+            extra_key=None,
+            stream=False,
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            routed_experts=RoutedExpertsRequest(asked=ask),
+        )
+        return Req(source)
+
+
+def run(core: EngineCore, reqs: list[Req]) -> Timing:
+    """Drive requests to their end; prefill ends when every prompt has been read back."""
+    core.flush_cache()
+    start = time.perf_counter()
+    core.add(reqs)
+    while not all(req.is_prefilled for req in reqs):
+        core.step()
+    middle, done = time.perf_counter(), sum(req.num_output for req in reqs)
+    while not core.is_idle:
+        core.step()
+    end = time.perf_counter()
+    total = sum(req.num_output for req in reqs)
+    return Timing(prefill=sum(req.prompt_len for req in reqs) / (middle - start), decode=(total - done) / (end - middle))
+
+
+def machine() -> dict[str, object]:
+    """Where a figure was taken."""
+    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "unknown")
+    names = ("jax", "jaxlib", "flax", "numpy", "routed-experts")
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in names},
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def write_result(name: str, rows: list[dict[str, object]], **more: object) -> Path:
+    """Write JSON beside this file: the command, the machine, the rows."""
+    RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / f"{name}.json"
+    command = " ".join(["python", *sys.argv])
+    file.write_text(json.dumps({"command": command, "machine": machine(), **more, "rows": rows}, indent=1) + "\n")
+    return file
+
+
+def print_table(rows: list[dict[str, object]]) -> None:
+    """Rows as a table of aligned columns."""
+    names = list(rows[0])
+    shown = [[f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in names] for row in rows]
+    widths = [max(len(name), *(len(line[i]) for line in shown)) for i, name in enumerate(names)]
+    for line in (names, *shown):
+        print("  ".join(part.rjust(width) for part, width in zip(line, widths, strict=True)))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except ModuleNotFoundError:
+        return "not installed"

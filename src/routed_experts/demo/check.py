@@ -1,0 +1,129 @@
+"""Does a replay of the captured ids give back what the engine said? Knows nothing of engines: it is given answers and a model.
+
+One jitted program scores all answers thrice, through the forward pass of training (dense attention, other kernels than
+the engine's): live, with the captured ids, and with ids that belong to the token before, which must not pass.
+Dims: B answers, S tokens, M MoE layers, K experts per token, V vocabulary."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from routed_experts.demo.spoken import Spoken
+from routed_experts.models.interface import Decoder
+from routed_experts.replay.forward import RoutedBatch, forward
+
+LOGPROB_TOLERANCE = 1e-4  # float32 sums in another order differ by some 1e-6
+_LENGTH_STEP = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayCheck:
+    """Largest differences and shares; `num_rows` rows were replayed and `num_logprobs` generated tokens compared."""
+
+    num_rows: int
+    num_logprobs: int
+    replay_logprob: float  # max |Δ logprob|, replay against the engine
+    executed: float  # share of rows x layers whose executed ids are the captured ones, slot by slot
+    live_agreement: float  # share of rows x layers where the live router chose the captured ids
+    live_logit: float  # max |Δ logit|, live against replay, up to the first row where the live router chose otherwise
+    shifted_logprob: float  # max |Δ logprob| when each token is given the ids of the one before
+
+    @property
+    def replay_passed(self) -> bool:
+        """Does the replay say what the engine said."""
+        return self.replay_logprob <= LOGPROB_TOLERANCE
+
+    @property
+    def live_passed(self) -> bool:
+        """Are live and replayed logits one where the experts are."""
+        return self.live_logit <= LOGPROB_TOLERANCE
+
+    @property
+    def shift_noticed(self) -> bool:
+        """Does the check fail when it should."""
+        return self.shifted_logprob > 10 * LOGPROB_TOLERANCE
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What went wrong; empty when all is well. NaN passes nothing."""
+        told = {
+            "the replay differs from the engine": self.replay_passed,
+            "the replay ran other experts than it was given": self.executed == 1.0,
+            "live and replayed logits differ although the experts are the same": self.live_passed,
+            "rows of the wrong tokens passed the check": self.shift_noticed,
+        }
+        return tuple(text for text, passed in told.items() if not passed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    tokens: Int[np.ndarray, "B S"]
+    targets: Int[np.ndarray, "B S"]
+    spoken: Bool[np.ndarray, "B S"]  # places whose target was generated
+    logprobs: Float[np.ndarray, "B S"]  # the engine's, at these places
+    ids: UInt[np.ndarray, "B S M K"]
+    shifted: UInt[np.ndarray, "B S M K"]
+    fed: Bool[np.ndarray, "B S"]
+
+
+def check_replay(model: Decoder, answers: Sequence[Spoken]) -> ReplayCheck:
+    """Score the answers live, replayed and wrongly replayed, and compare."""
+    batch = _batch_of(answers)
+    live, replay, shifted = (
+        _score(model, batch.tokens, batch.targets, RoutedBatch(ids, valid, ~batch.fed))
+        for ids, valid in ((batch.ids, np.zeros_like(batch.fed)), (batch.ids, batch.fed), (batch.shifted, batch.fed))
+    )
+    same = (live[2] == batch.ids).all(axis=3)  # [B, S, M]
+    alike = np.logical_and.accumulate(same.all(axis=2) | ~batch.fed, axis=1) & batch.fed
+    return ReplayCheck(
+        num_rows=int(batch.fed.sum()),
+        num_logprobs=int(batch.spoken.sum()),
+        replay_logprob=_gap(replay[1], batch.logprobs, batch.spoken),
+        executed=float((replay[2] == batch.ids).all(axis=3)[batch.fed].mean()),
+        live_agreement=float(same[batch.fed].mean()),
+        live_logit=_gap(live[0], replay[0], alike),
+        shifted_logprob=_gap(shifted[1], batch.logprobs, batch.spoken),
+    )
+
+
+@nnx.jit
+def _scored(
+    model: Decoder, tokens: Int[Array, "B S"], targets: Int[Array, "B S"], routed: RoutedBatch
+) -> tuple[Float[Array, "B S V"], Float[Array, "B S"], UInt[Array, "B S M K"]]:
+    out = forward(model, tokens, routed=routed, return_routed=True)
+    assert out.ids is not None, "the demo model has MoE layers"
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(out.logits, axis=-1), targets[..., None], axis=-1)[..., 0]
+    return out.logits, logprobs, out.ids
+
+
+def _score(model: Decoder, tokens: np.ndarray, targets: np.ndarray, routed: RoutedBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    logits, logprobs, ids = _scored(model, jnp.asarray(tokens), jnp.asarray(targets), jax.tree.map(jnp.asarray, routed))
+    return np.asarray(logits), np.asarray(logprobs), np.asarray(ids)
+
+
+def _batch_of(answers: Sequence[Spoken]) -> _Batch:
+    """Pad the fed tokens (all but the last) of every answer to one length."""
+    longest = max(len(answer.token_ids) - 1 for answer in answers)
+    shape = (len(answers), -(-longest // _LENGTH_STEP) * _LENGTH_STEP)
+    first = answers[0].record
+    ids = np.zeros((*shape, *first.ids.shape[1:]), first.ids.dtype)
+    shifted = np.zeros_like(ids)
+    tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    fed, spoken, logprobs = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
+    for place, answer in enumerate(answers):
+        rows, prompt = len(answer.token_ids) - 1, answer.record.num_prompt_tokens
+        assert answer.record.ids.shape[0] == rows and answer.record.valid is None, "the demo asks for all rows"
+        tokens[place, :rows], targets[place, :rows] = answer.token_ids[:-1], answer.token_ids[1:]
+        ids[place, :rows], shifted[place, :rows] = answer.record.ids, np.roll(answer.record.ids, 1, axis=0)
+        fed[place, :rows], spoken[place, prompt - 1 : rows] = True, True
+        logprobs[place, prompt - 1 : rows] = answer.logprobs
+    return _Batch(tokens=tokens, targets=targets, spoken=spoken, logprobs=logprobs, ids=ids, shifted=shifted, fed=fed)
+
+
+def _gap(a: np.ndarray, b: np.ndarray, where: Bool[np.ndarray, "B S"]) -> float:
+    return float(np.abs(a[where] - b[where]).max()) if where.any() else float("nan")  # NaN passes no check

@@ -1,0 +1,55 @@
+"""Where the seconds of start-up go: tracing, lowering, compiling, reading the compilation cache. Knows no engine.
+
+Programs are built in several threads, so these are seconds of threads and may add up to more than the clock on the wall."""
+
+import threading
+from collections import Counter
+from types import TracebackType
+
+from jax import monitoring
+
+_SECONDS = {
+    "/jax/core/compile/jaxpr_trace_duration": "trace",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
+    "/jax/core/compile/backend_compile_duration": "compile",  # holds the reading of the cache as well
+    "/jax/compilation_cache/cache_retrieval_time_sec": "read",
+}
+_COUNTS = {"/jax/compilation_cache/cache_hits": "hits", "/jax/compilation_cache/cache_misses": "misses"}
+
+
+class CompileClock:
+    """Listens to JAX between enter and exit. Host mutation: its counters, under a lock."""
+
+    def __init__(self) -> None:
+        self._told: Counter[str] = Counter()
+        self._seconds: dict[str, float] = dict.fromkeys(_SECONDS.values(), 0.0)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "CompileClock":
+        """Begin to listen."""
+        monitoring.register_event_duration_secs_listener(self._on_seconds)
+        monitoring.register_event_listener(self._on_event)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop listening."""
+        monitoring.unregister_event_duration_listener(self._on_seconds)
+        monitoring.unregister_event_listener(self._on_event)
+
+    def line(self) -> str:
+        """What was heard, in one line."""
+        with self._lock:
+            seconds, hits, misses = dict(self._seconds), self._told["hits"], self._told["misses"]
+        xla = max(seconds["compile"] - seconds["read"], 0.0)
+        parts = f"trace {seconds['trace']:.1f} · lower {seconds['lower']:.1f} · XLA {xla:.1f} · read cache {seconds['read']:.1f} s"
+        return f"seconds of threads: {parts} ({hits} programs from the cache, {misses} compiled)"
+
+    def _on_seconds(self, event: str, seconds: float, **_: str | int) -> None:
+        if event in _SECONDS:
+            with self._lock:
+                self._seconds[_SECONDS[event]] += seconds
+
+    def _on_event(self, event: str, **_: str | int) -> None:
+        if event in _COUNTS:
+            with self._lock:
+                self._told[_COUNTS[event]] += 1

@@ -1,0 +1,151 @@
+"""Numbers of routing against loops that follow the formulas of the docstrings letter by letter."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from analysis.records import random_record
+
+from routed_experts.analysis import balance, coactivation, expert_counts, layer_flow, routing_difference, utilization
+from routed_experts.core.errors import RoutingAlignmentError
+
+VALID = np.array([True, False, True, True, True, False, True, True, True])
+RECORDS = {
+    "one": [random_record(1)],
+    "rows are missing": [random_record(2, valid=VALID)],
+    "several": [random_record(3), random_record(4, rows=2, start=5), random_record(5, valid=VALID)],
+    "one row": [random_record(6, rows=1)],
+    "one layer": [random_record(7, layers=1)],
+}
+
+
+def rows_of(records):
+    """Known rows as nested lists: [T][M][K]."""
+    return [
+        record.ids[row].tolist() for record in records for row in range(record.num_rows) if record.valid is None or record.valid[row]
+    ]
+
+
+def count(records, layer, *experts):
+    return sum(all(expert in row[layer] for expert in experts) for row in rows_of(records))
+
+
+@pytest.fixture(params=RECORDS)
+def records(request):
+    return RECORDS[request.param]
+
+
+@pytest.fixture
+def shape(records):
+    return len(records[0].layer_ids), records[0].num_experts
+
+
+def test_counts_and_utilization_are_those_of_a_loop(records, shape):
+    counts, load = expert_counts(*records), utilization(*records)
+    assert counts.shape == load.shape == shape
+    for layer, expert in np.ndindex(shape):
+        assert counts[layer, expert] == count(records, layer, expert)
+        wanted = count(records, layer, expert) * shape[1] / (len(rows_of(records)) * records[0].top_k)
+        assert load[layer, expert] == pytest.approx(wanted, rel=1e-12)
+    np.testing.assert_allclose(load.mean(axis=1), 1.0, rtol=1e-12)
+
+
+def test_balance_is_that_of_a_loop(records, shape):
+    told, (layers, experts) = balance(*records), shape
+    for layer in range(layers):
+        c = [count(records, layer, expert) for expert in range(experts)]
+        slots = len(rows_of(records)) * records[0].top_k
+        assert told.max_load[layer] == pytest.approx(max(c) * experts / slots)
+        assert told.gini[layer] == pytest.approx(sum(abs(a - b) for a in c for b in c) / (2 * experts * sum(c)), abs=1e-12)
+        mean = sum(c) / experts
+        assert told.variation[layer] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in c) / experts) / mean)
+        assert told.entropy[layer] == pytest.approx(-sum(x / slots * math.log(x / slots) for x in c if x) / math.log(experts))
+        assert told.dead[layer] == c.count(0)
+
+
+def test_coactivation_is_that_of_a_loop(records, shape):
+    lift, (layers, experts) = coactivation(*records), shape
+    assert lift.shape == (layers, experts, experts)
+    for layer, i, j in np.ndindex(lift.shape):
+        below = count(records, layer, i) * count(records, layer, j)
+        wanted = len(rows_of(records)) * count(records, layer, i, j) / below if below else math.nan
+        assert lift[layer, i, j] == pytest.approx(wanted, nan_ok=True)
+
+
+def test_flow_between_layers_is_that_of_a_loop(records, shape):
+    flow, (layers, experts) = layer_flow(*records), shape
+    assert flow.shape == (layers - 1, experts, experts)
+    for layer, i, j in np.ndindex(flow.shape):
+        both = sum(i in row[layer] and j in row[layer + 1] for row in rows_of(records))
+        below = records[0].top_k * count(records, layer, i)
+        assert flow[layer, i, j] == pytest.approx(both / below if below else math.nan, nan_ok=True)
+    assert np.all(np.isnan(flow).all(axis=2) | np.isclose(flow.sum(axis=2), 1.0))
+
+
+def test_uniform_and_one_sided_loads_have_the_numbers_that_the_docstring_promises():
+    pairs = list(itertools.combinations(range(4), 2))  # every expert equally often
+    record = random_record(rows=6, layers=1, experts=4, top_k=2)
+    told = balance(_with_ids(record, np.array(pairs)[:, None]))
+    assert [float(x[0]) for x in (told.max_load, told.gini, told.variation, told.entropy, told.dead)] == pytest.approx([1, 0, 0, 1, 0])
+    told = balance(_with_ids(record, np.tile([3, 1], (6, 1, 1))))
+    assert (told.max_load[0], told.dead[0]) == (2.0, 2)
+    assert told.entropy[0] == pytest.approx(0.5)
+
+
+def test_no_known_row_gives_nan_and_no_warning():
+    record = random_record(rows=3, valid=np.zeros(3, bool))
+    assert np.isnan(utilization(record)).all()
+    assert np.isnan(balance(record).gini).all()
+    assert np.isnan(coactivation(record)).all()
+    assert (expert_counts(record) == 0).all()
+    assert np.isnan(utilization(random_record(rows=0, prompt=0))).all()
+
+
+def test_one_expert_is_balanced():
+    told = balance(random_record(experts=1, top_k=1))
+    assert (told.entropy == 1.0).all()
+    assert (told.gini == 0.0).all()
+
+
+def test_difference_is_that_of_a_loop():
+    a = random_record(1, rows=12, valid=np.arange(12) % 5 != 0)
+    b = random_record(2, rows=8, start=3, valid=np.arange(8) != 2)
+    told = routing_difference(a, b)
+    tokens = [t for t in range(3, 11) if t % 5 != 0 and t - 3 != 2]
+    assert told.tokens.tolist() == tokens
+    for place, token in enumerate(tokens):
+        first = 3
+        for layer in reversed(range(3)):
+            A, B = set(a.ids[token, layer].tolist()), set(b.ids[token - 3, layer].tolist())
+            assert told.overlap[place, layer] == pytest.approx(len(A & B) / 3)
+            assert told.jaccard[place, layer] == pytest.approx(len(A & B) / len(A | B))
+            first = layer if A != B else first
+        assert told.first_difference[place] == first
+    for layer in range(3):
+        assert told.flip_rate[layer] == pytest.approx(np.mean([set(a.ids[t, layer]) != set(b.ids[t - 3, layer]) for t in tokens]))
+        assert told.rank1_agreement[layer] == pytest.approx(np.mean([a.ids[t, layer, 0] == b.ids[t - 3, layer, 0] for t in tokens]))
+
+
+def test_a_record_does_not_differ_from_itself_and_order_of_slots_is_no_flip():
+    record = random_record(3)
+    turned = _with_ids(record, record.ids[:, :, ::-1])
+    told = routing_difference(record, turned)
+    assert (told.flip_rate == 0).all()
+    assert (told.first_difference == 3).all()
+    assert (told.rank1_agreement == 0).all()
+
+
+def test_records_that_do_not_belong_together_are_refused():
+    with pytest.raises(RoutingAlignmentError, match="7 experts.*8 experts"):
+        utilization(random_record(), random_record(experts=8))
+    with pytest.raises(RoutingAlignmentError, match=r"\[0, 9\) and \[20, 29\)"):
+        routing_difference(random_record(), random_record(start=20))
+    with pytest.raises(RoutingAlignmentError, match="at least one"):
+        utilization()
+
+
+def _with_ids(record, ids):
+    import dataclasses
+
+    return dataclasses.replace(record, ids=np.ascontiguousarray(ids, dtype=record.ids.dtype))

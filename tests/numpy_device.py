@@ -1,0 +1,98 @@
+"""A device in NumPy: runs the batches of a scheduler with a rule instead of a model. Knows nothing of JAX, nor of policy.
+
+Its KV pool keeps which token was fed at which position. The next token follows from all tokens that a row reads through its page
+table, so one page that is wrong, shared wrongly or overwritten changes what is said; the rule itself needs no pages.
+Dims: N padded tokens, B padded requests, V vocabulary."""
+
+import numpy as np
+
+from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
+from routed_experts.core.model_worker_batch import FROM_DEVICE, StepResult
+from routed_experts.core.sampling_params import SamplingParams
+
+VOCAB = 97
+NOTHING = -7  # what a slot of the pool holds that was never written
+
+
+def next_token(tokens) -> int:
+    """The rule: a hash of the whole sequence."""
+    value = 17
+    for token in tokens:
+        value = (value * 31 + int(token) + 1) % 1_000_003
+    return value % VOCAB
+
+
+def logprob_of(tokens, following) -> float:
+    """The logprob that the rule gives to a successor; any number that depends on both will do."""
+    return -float((next_token(tokens) * 7 + int(following)) % 13) / 4
+
+
+def says(prompt, max_tokens, *, stops=(), min_tokens=0) -> list[int]:
+    """What a request must generate, by the rule alone."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stops and len(tokens) - len(prompt) >= min_tokens:
+            break
+    return tokens[len(prompt) :]
+
+
+def source(prompt, *, rid="r", max_tokens=4, group=None, choice=0, stops=(), logprob_start=None, extra_key=None, **sampling):
+    """A request that has passed the door."""
+    params = SamplingParams(max_tokens=max_tokens, **sampling).resolve()
+    return TokenizedGenerateReqInput(
+        rid=rid,
+        group=rid if group is None else group,
+        choice=choice,
+        input_ids=np.asarray(prompt, np.int32),
+        sampling=params,
+        stop_token_ids=frozenset(stops),
+        extra_key=extra_key,
+        stream=False,
+        return_logprob=logprob_start is not None,
+        logprob_start_len=-1 if logprob_start is None else logprob_start,
+        top_logprobs_num=0,
+        routed_experts=RoutedExpertsRequest(),
+    )
+
+
+class NumpyDevice:
+    """A pool, the last token of every slot, and nothing else."""
+
+    def __init__(self, *, num_slots, num_request_slots, page_size) -> None:
+        self.page_size = page_size
+        self.tokens = np.full(num_slots, NOTHING)
+        self.positions = np.full(num_slots, NOTHING)
+        self.last = np.full(num_request_slots, NOTHING)
+
+    def run(self, batch) -> StepResult:
+        """Feed the tokens of a batch and sample from every row, chunks too, as the real one does."""
+        real = batch.num_tokens
+        ids = batch.token_ids[:real].copy()
+        unknown = ids == FROM_DEVICE
+        ids[unknown] = self.last[batch.request_slots[batch.token_rows[:real]]][unknown]
+        assert (ids >= 0).all(), "a token was fed that nobody has sampled"
+        self.tokens[batch.kv_slots], self.positions[batch.kv_slots] = ids, batch.positions[:real]
+        sampled = np.zeros(batch.request_slots.size, np.int32)
+        logprobs = np.zeros(sampled.size, np.float32)
+        scores = np.zeros(batch.token_ids.size, np.float32)
+        for row in range(batch.num_requests):
+            read = self.read(batch.page_table[row], int(batch.seq_lens[row]))
+            sampled[row] = next_token(read)
+            logprobs[row] = logprob_of(read, sampled[row])
+            first, last = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
+            for at in range(first, last) if batch.prompt_targets is not None else ():
+                scores[at] = logprob_of(read[: batch.positions[at] + 1], batch.prompt_targets[at])
+        self.last[batch.request_slots[: batch.num_requests]] = sampled[: batch.num_requests]
+        return StepResult(
+            tokens=sampled, logprobs=logprobs, top_logprobs=None, top_ids=None, prompt_top_logprobs=None, prompt_top_ids=None,
+            prompt_logprobs=None if batch.prompt_targets is None else scores, rows=None, weight_version=0,
+        )  # fmt: skip
+
+    def read(self, pages, length) -> np.ndarray:
+        """The tokens at positions 0 .. length-1 of a row of the page table."""
+        where = np.arange(length)
+        slots = pages[where // self.page_size] * self.page_size + where % self.page_size
+        assert (slots >= self.page_size).all(), f"the padding page is read: {pages.tolist()}, {length} tokens"
+        assert np.array_equal(self.positions[slots], where), f"positions {self.positions[slots].tolist()} in slots {slots.tolist()}"
+        return self.tokens[slots]

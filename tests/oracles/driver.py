@@ -1,0 +1,223 @@
+"""Put requests through a core, step by step, beside an account of what was fed when. Shares no code with capture.
+
+A `Bench` compiles once; each `Drive` on it is a scheduler, a store and a core of its own over the same runner, so that a test
+of scheduling compiles nothing. The account (`FedLog`) is written from the batches alone: which forward fed which token of
+which request first, and for a token that the request never fed, which forward wrote the page that it reads.
+Dims: N padded tokens, R rows, M MoE layers, K experts per token."""
+
+import dataclasses
+
+import numpy as np
+
+from oracles.tapped import Tap
+from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
+from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
+from routed_experts.core.sampling_params import SamplingParams
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.assembly import assemble
+from routed_experts.engine.core import EngineCore
+from routed_experts.scheduling.schedule_batch import Req
+from routed_experts.scheduling.scheduler import Scheduler
+
+
+def request(
+    rid, ids, max_tokens=8, *, choice=0, group=None, stream=False, asks=True, start=0, stop_token_ids=(),
+    prompt_logprobs_from=-1, extra_key=None, **sampling,
+):  # fmt: skip
+    """A request as the door would pass it on; greedy unless `sampling` says otherwise."""
+    params = SamplingParams(**{"temperature": 0.0, "seed": 0, **sampling}, max_tokens=max_tokens)
+    return Req(
+        TokenizedGenerateReqInput(
+            rid=rid, group=rid if group is None else group, choice=choice, input_ids=np.asarray(ids, np.int32),
+            sampling=params.resolve(), stop_token_ids=frozenset(stop_token_ids), extra_key=extra_key, stream=stream,
+            return_logprob=True, logprob_start_len=prompt_logprobs_from, top_logprobs_num=0,
+            routed_experts=RoutedExpertsRequest(asked=asks, start=start if asks else 0),
+        )
+    )  # fmt: skip
+
+
+class Bench:
+    """One model, compiled once. `model` is a folder."""
+
+    def __init__(self, model, **args):
+        self.args = ServerArgs(model_path=str(model), enable_return_routed_experts=True, **args)
+        self.tap = None
+        if self.args.moe_backend == "tapped":
+            self.tap = Tap(self._spec_of(model).num_moe_layers)
+        registry = {} if self.tap is None else {"registry": self.tap.registry}
+        self.assembly = assemble(self.args, **registry)
+        self.runner = self.assembly.core.runner
+        self.spec = self.assembly.capture
+
+    @staticmethod
+    def _spec_of(model):
+        from routed_experts.models.registry import ModelFolder
+
+        return ModelFolder.open(model).config.capture_spec
+
+    def drive(self, *, pages=None, poison_kv=True, **changed):
+        """A fresh core over the compiled runner; `pages` that can be handed out, `changed` fields of ServerArgs."""
+        return Drive(self, dataclasses.replace(self.args, **changed), pages, poison_kv)
+
+
+@dataclasses.dataclass
+class Told:
+    """Everything that one request was told, joined."""
+
+    tokens: list = dataclasses.field(default_factory=list)
+    logprobs: list = dataclasses.field(default_factory=list)
+    prompt_logprobs: list | None = None
+    num_news: int = 0
+    end: object = None  # the last news
+
+
+class FedLog:
+    """A runner that writes down what is dispatched to the one it stands before."""
+
+    def __init__(self, runner, scheduler, page_size):
+        self._runner, self._scheduler, self._page_size = runner, scheduler, page_size
+        self.forwards = []  # (batch, weight version)
+        self.rows = {}  # rid -> {position: (forward, index in its tokens)}: the first pass, or the one that wrote the page
+        self._writers = {}  # KV slot -> (forward, index) that wrote it last
+
+    @property
+    def weight_version(self):
+        return self._runner.weight_version
+
+    def dispatch(self, batch):
+        rids = {req.slot: req.rid for req in self._scheduler.running}
+        forward = len(self.forwards)
+        for row in range(batch.num_requests):
+            first, end = batch.query_starts[row : row + 2]
+            rows = self.rows.setdefault(rids[int(batch.request_slots[row])], {})
+            for position in range(int(batch.positions[first])):  # in the pool already: by an earlier step, or by another request
+                if position not in rows:
+                    rows[position] = self._writers[self._slot(batch, row, position)]
+            for index in range(first, end):
+                rows.setdefault(int(batch.positions[index]), (forward, int(index)))
+        for row in range(batch.num_requests):
+            for index in range(*batch.query_starts[row : row + 2]):
+                self._writers[self._slot(batch, row, int(batch.positions[index]))] = (forward, int(index))
+        self.forwards.append((batch, self._runner.weight_version))
+        return self._runner.dispatch(batch)
+
+    def read(self, pending):
+        return self._runner.read(pending)
+
+    def update_weights(self, state, *, version):
+        self._runner.update_weights(state, version=version)
+
+    def _slot(self, batch, row, position):
+        return int(batch.page_table[row, position // self._page_size]) * self._page_size + position % self._page_size
+
+
+class Drive:
+    """A core, and what its requests were told."""
+
+    def __init__(self, bench, args, pages, poison_kv):
+        self.bench, self.args = bench, args
+        num_pages = bench.assembly.plan.pool.num_pages if pages is None else pages + 1
+        assert num_pages <= bench.assembly.plan.pool.num_pages, (num_pages, bench.assembly.plan.pool.num_pages)
+        scheduler = Scheduler(args, bench.assembly.buckets, num_pages=num_pages, vocab_size=bench.assembly.vocab_size)
+        scheduler.weight_version = bench.runner.weight_version
+        num_slots = num_pages * args.page_size
+        capturer = RoutedExpertsCapturer.create(bench.spec, num_slots=num_slots, page_size=args.page_size, enable=True)
+        self.log = FedLog(bench.runner, scheduler, args.page_size)
+        self.core = EngineCore(scheduler, self.log, capturer)
+        self.told, self.reqs = {}, {}
+        capturer.host_cache.poison()
+        if poison_kv:
+            bench.runner.poison()
+        if bench.tap is not None:
+            bench.tap.clear()
+
+    def add(self, *reqs):
+        """Accept the requests of one call."""
+        self.core.add(reqs)
+        for req in reqs:
+            self.told[req.rid], self.reqs[req.rid] = Told(), req
+
+    def step(self, *, check=True):
+        """One step; afterwards every invariant holds, and every row that is free again is poison."""
+        self._take(self.core.step())
+        if check:
+            assert self.core.check_integrity() == []
+            self.core.capturer.host_cache.poison()
+
+    def drain(self):
+        """Finish the step in flight."""
+        self._take(self.core.drain())
+
+    def retract_victim(self):
+        """Send the request back that was admitted last; False if there is none to spare."""
+        self.drain()
+        victim = self.core.scheduler.victim()
+        if victim is not None:
+            self.core.retract(victim)
+        return victim is not None
+
+    def abort(self, rid):
+        assert self.core.abort(rid)
+
+    def run(self, *reqs, before_step=None, check=True):
+        """Step until nothing is left to tell; `before_step(n)` may meddle. Returns what was told, by request id."""
+        if reqs:
+            self.add(*reqs)
+        steps = 0
+        while not self.core.is_idle:
+            if before_step is not None:
+                before_step(steps)
+            self.step(check=check)
+            steps += 1
+            assert steps < 20_000, "this run does not end"
+        assert self.core.check_integrity() == []
+        return self.told
+
+    def _take(self, batch):
+        for out in batch.outs:
+            told = self.told[out.rid]
+            assert told.end is None, f"{out.rid} was told more after its end"
+            told.tokens += out.new_token_ids
+            told.logprobs += out.output_logprobs.values
+            if out.input_logprobs is not None:
+                told.prompt_logprobs = list(out.input_logprobs.values)
+            told.num_news += 1
+            assert out.completion_tokens == len(told.tokens)
+            if out.finish_reason is not None:
+                told.end = out
+
+
+def expected_ids(drive, rid, start, end):
+    """[R, M, K]: what the experts were given for tokens [start, end) of a request, in the pass that its rows are of."""
+    passes = [drive.log.rows[rid][position] for position in range(start, end)]
+    spec = drive.bench.spec
+    if not passes:
+        return np.zeros((0, spec.num_moe_layers, spec.top_k), np.int32)
+    return np.stack([drive.bench.tap.step(forward)[index] for forward, index in passes])
+
+
+def assert_faithful(drive, rid):
+    """The record of an ended request is what the tap saw, row by row, version by version, and keeps the row law."""
+    req, told = drive.reqs[rid], drive.told[rid]
+    assert told.end is not None and told.end.error is None, (rid, told.end)
+    assert told.tokens == req.output_ids.tolist()
+    if not (req.source.return_routed_experts and req.num_output):
+        assert told.end.routed_experts is None
+        return
+    record, start = told.end.routed_experts, req.source.routed_experts.start
+    record.validate()
+    assert record.valid is None
+    assert (record.start, record.num_tokens, record.num_prompt_tokens) == (start, req.num_known, req.prompt_len)
+    assert record.ids.shape == (req.num_known - 1 - start, drive.bench.spec.num_moe_layers, drive.bench.spec.top_k)
+    np.testing.assert_array_equal(record.ids, expected_ids(drive, rid, start, req.num_known - 1), err_msg=rid)
+    passes = [drive.log.rows[rid][position] for position in range(start, req.num_known - 1)]
+    versions = [drive.log.forwards[forward][1] for forward, _ in passes]
+    told_versions = [version for low, high, version in record.version_spans for _ in range(low, high)]
+    assert told_versions == versions, rid
+
+
+def assert_all_faithful(drive):
+    """`assert_faithful` for every request; returns how many rows were compared."""
+    for rid in drive.told:
+        assert_faithful(drive, rid)
+    return sum(told.end.routed_experts.num_rows for told in drive.told.values() if told.end.routed_experts is not None)

@@ -1,0 +1,279 @@
+"""Who goes next: single facts of the policy, without a device. The random life of many requests is test_scheduler_machine.py."""
+
+import numpy as np
+import pytest
+from numpy_device import VOCAB, NumpyDevice, logprob_of, says, source
+
+from routed_experts.core.buckets import Buckets
+from routed_experts.core.errors import QueueFullError
+from routed_experts.core.io_struct import FinishReason
+from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.scheduling.schedule_batch import Req, ReqState
+from routed_experts.scheduling.scheduler import Scheduler
+
+PAGE = 4
+
+
+class Bench:
+    """A scheduler with a NumPy device behind it. `step` schedules, runs and reads at once; nothing stays in flight."""
+
+    def __init__(self, *, pages=64, context=64, requests=4, tokens=16, **args) -> None:
+        settings = {"page_size": PAGE, "precompile_bs_paddings": (requests,), "precompile_token_paddings": (tokens,)}
+        self.args = ServerArgs(**(settings | args))
+        buckets = Buckets.of(self.args, context_length=context)
+        self.scheduler = Scheduler(self.args, buckets, num_pages=pages + 1, vocab_size=VOCAB)
+        self.device = NumpyDevice(num_slots=(pages + 1) * PAGE, num_request_slots=self.args.running_limit + 1, page_size=PAGE)
+
+    def add(self, *sources):
+        reqs = [Req(one) for one in sources]
+        self.scheduler.add(reqs)
+        return reqs if len(reqs) > 1 else reqs[0]
+
+    def step(self):
+        batch = self.scheduler.schedule()
+        assert batch is not None
+        self.commit(batch, self.device.run(batch))
+        return batch
+
+    def commit(self, batch, result):
+        for req in self.scheduler.commit(batch, result):
+            if req.state is ReqState.FINISHED:
+                self.scheduler.release(req)
+        assert self.scheduler.check_integrity() == []
+
+    def finish(self, req):
+        while req.state is not ReqState.FINISHED:
+            self.step()
+        return req.output_ids.tolist()
+
+
+def prompt(length, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def test_one_request_says_what_the_rule_says():
+    bench = Bench()
+    req = bench.add(source(prompt(11), max_tokens=9))
+    assert bench.finish(req) == says(prompt(11), 9)
+    assert req.finish_reason == FinishReason(type="length", length=9)
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_samples_once():
+    bench = Bench(chunked_prefill_size=5)
+    req = bench.add(source(prompt(13), max_tokens=1))
+    batches = [bench.step() for _ in range(3)]
+    assert [batch.num_tokens for batch in batches] == [5, 5, 3]
+    assert [batch.samples for batch in batches] == [(False,), (False,), (True,)]
+    assert req.output_ids.tolist() == says(prompt(13), 1)
+
+
+def test_decode_tokens_come_before_prompt_chunks_and_share_the_step():
+    bench = Bench(tokens=8)
+    first = bench.add(source(prompt(6), rid="a", max_tokens=8))
+    bench.step()
+    bench.add(source(prompt(20, 1), rid="b"))
+    batch = bench.step()
+    assert (batch.num_tokens, batch.num_requests, batch.mode) == (8, 2, ForwardMode.EXTEND)
+    assert np.diff(batch.query_starts[:3]).tolist() == [1, 7]  # one decode token, the rest of the budget for the prompt
+    assert batch.request_slots[0] == first.slot
+
+
+def test_a_token_that_the_host_has_not_read_is_taken_from_the_device():
+    bench = Bench()
+    req = bench.add(source(prompt(5), max_tokens=4))
+    in_flight = bench.scheduler.schedule()
+    pending = bench.device.run(in_flight)
+    batch = bench.scheduler.schedule()  # before the first step has been read
+    assert batch.mode is ForwardMode.DECODE and batch.token_ids[0] == FROM_DEVICE
+    after = bench.device.run(batch)
+    bench.commit(in_flight, pending)
+    bench.commit(batch, after)
+    assert bench.finish(req) == says(prompt(5), 4)
+
+
+def test_no_step_is_dispatched_for_a_last_token():
+    bench = Bench()
+    bench.add(source(prompt(5), max_tokens=2))
+    first = bench.scheduler.schedule()
+    result = bench.device.run(first)
+    second = bench.scheduler.schedule()
+    assert second is not None
+    assert bench.scheduler.schedule() is None  # two tokens are sampled or under way: that is all there may be
+    bench.commit(first, result)
+    bench.commit(second, bench.device.run(second))
+    assert not bench.scheduler.running
+
+
+def test_a_stop_token_ends_a_request_and_is_kept():
+    said = says(prompt(6), 12)
+    stop = said[4]
+    bench = Bench()
+    req = bench.add(source(prompt(6), max_tokens=12, stops=[stop]))
+    assert bench.finish(req) == said[: said.index(stop) + 1]
+    assert req.finish_reason == FinishReason(type="stop", matched=stop)
+
+
+def test_a_stop_token_before_min_tokens_does_not_end_a_request():
+    said = says(prompt(6), 12)
+    bench = Bench()
+    req = bench.add(source(prompt(6), max_tokens=12, min_tokens=12, stops=[said[0], said[-1]]))
+    assert bench.finish(req) == said
+    assert req.finish_reason == FinishReason(type="stop", matched=said[-1])
+
+
+def test_the_queue_takes_a_call_whole_or_not_at_all():
+    bench = Bench(max_queued_requests=3)
+    bench.add(source(prompt(3), rid="a"), source(prompt(3), rid="b"))
+    with pytest.raises(QueueFullError, match="2 requests wait and 2 came, max_queued_requests=3; try again later"):
+        bench.add(source(prompt(3), rid="c"), source(prompt(3), rid="d"))
+    assert [req.rid for req in bench.scheduler.waiting] == ["a", "b"]
+    bench.add(source(prompt(3), rid="e"))
+    with pytest.raises(QueueFullError, match="4 requests came in one call, max_queued_requests=3; send at most 3"):
+        bench.add(*(source(prompt(3), rid=f"x{i}") for i in range(4)))
+
+
+def test_first_come_is_first_served():
+    bench = Bench(requests=2)
+    reqs = bench.add(*(source(prompt(4, i), rid=str(i), max_tokens=3) for i in range(6)))
+    order = []
+    while bench.scheduler.waiting or bench.scheduler.running:
+        bench.step()
+        order += [req.rid for req in bench.scheduler.running if req.rid not in order]
+    assert order == [req.rid for req in reqs]
+
+
+def test_a_request_too_large_for_now_is_not_overtaken():
+    bench = Bench(pages=6)
+    bench.add(source(prompt(8), rid="runs", max_tokens=8))
+    bench.step()
+    bench.add(source(prompt(20, 1), rid="large", max_tokens=4), source(prompt(2, 2), rid="small", max_tokens=2))
+    while "large" in [req.rid for req in bench.scheduler.waiting]:
+        assert "small" not in [req.rid for req in bench.scheduler.running]
+        bench.step()
+    assert [req.rid for req in bench.scheduler.running] == ["large"]
+
+
+def test_choices_of_one_prompt_wait_for_the_first_and_share_its_pages():
+    bench = Bench()
+    reqs = bench.add(*(source(prompt(11), rid=str(i), group="g", choice=i, max_tokens=4) for i in range(3)))
+    bench.step()
+    assert bench.scheduler.running == [reqs[0]]
+    bench.step()
+    assert bench.scheduler.running == reqs
+    assert [req.cached_tokens for req in reqs] == [0, 8, 8]
+    tables = [bench.scheduler.pages.table.pages[req.slot, :2].tolist() for req in reqs]
+    assert tables[0] == tables[1] == tables[2]
+
+
+def test_choices_do_not_wait_where_nothing_is_shared():
+    bench = Bench(disable_radix_cache=True)
+    reqs = bench.add(*(source(prompt(4), rid=str(i), group="g", choice=i) for i in range(3)))
+    bench.step()
+    assert bench.scheduler.running == reqs and [req.cached_tokens for req in reqs] == [0, 0, 0]
+
+
+def test_choices_go_on_when_the_first_is_aborted_before_its_prompt_was_read():
+    bench = Bench()
+    first, second = bench.add(*(source(prompt(11), rid=str(i), group="g", choice=i) for i in range(2)))
+    first.finish(FinishReason(type="abort"))
+    bench.scheduler.release(first)
+    assert bench.finish(second) == says(prompt(11), 4)
+
+
+def test_a_second_request_finds_the_first_in_the_cache():
+    bench = Bench()
+    bench.finish(bench.add(source(prompt(10), rid="a")))
+    req = bench.add(source(prompt(10) + [1], rid="b"))
+    batch = bench.step()
+    assert req.cached_tokens == 8 and batch.num_tokens == 3
+    assert bench.finish(req) == says([*prompt(10), 1], 4)
+
+
+def test_the_last_prompt_token_is_never_taken_from_the_cache():
+    bench = Bench()
+    bench.finish(bench.add(source(prompt(8), rid="a")))
+    req = bench.add(source(prompt(8), rid="b"))
+    assert bench.finish(req) == says(prompt(8), 4) and req.cached_tokens == 4
+
+
+def test_other_keys_other_weights_and_penalties_find_nothing():
+    bench = Bench()
+    bench.finish(bench.add(source(prompt(12), rid="a", extra_key="one")))
+    for changed in ({"extra_key": "two"}, {"extra_key": None}, {"extra_key": "one", "presence_penalty": 0.5}):
+        req = bench.add(source(prompt(12), rid="b", **changed))
+        bench.finish(req)
+        assert req.cached_tokens == 0
+    bench.scheduler.weight_version = 1
+    req = bench.add(source(prompt(12), rid="c", extra_key="one"))
+    bench.finish(req)
+    assert req.cached_tokens == 0
+
+
+def test_prompt_logprobs_are_whole_although_the_prefix_is_cached():
+    bench = Bench(chunked_prefill_size=5)
+    tokens = prompt(14)
+    bench.finish(bench.add(source(tokens, rid="a")))
+    for start in (0, 1, 6, 13):
+        req = bench.add(source(tokens, rid="b", logprob_start=start))
+        bench.finish(req)
+        wanted = {place: logprob_of(tokens[:place], tokens[place]) for place in range(max(start, 1), 14)}
+        assert {place: value for place, (value, _) in req.input_logprobs.items() if place >= start} == wanted
+        assert req.cached_tokens <= max(start - 1, 0)
+        assert req.output_logprobs == [logprob_of(tokens + says(tokens, 4)[:i], says(tokens, 4)[i]) for i in range(4)]
+
+
+def test_the_last_admitted_goes_back_first_and_to_the_head_of_the_queue():
+    bench = Bench()
+    reqs = bench.add(*(source(prompt(4, i), rid=str(i), max_tokens=8) for i in range(3)))
+    bench.step()
+    waiting = bench.add(source(prompt(4, 9), rid="late"))
+    for wanted in (reqs[2], reqs[1]):
+        victim = bench.scheduler.victim()
+        assert victim is wanted
+        bench.scheduler.retract(victim, None)
+    assert bench.scheduler.victim() is None  # never the only one
+    assert list(bench.scheduler.waiting) == [reqs[1], reqs[2], waiting]
+    assert [bench.finish(req) for req in reqs] == [says(prompt(4, i), 8) for i in range(3)]
+
+
+def test_a_retracted_request_keeps_its_tokens_and_is_prefilled_with_them():
+    bench = Bench(disable_radix_cache=True)
+    first, second = bench.add(source(prompt(4), rid="a", max_tokens=9), source(prompt(5, 1), rid="b", max_tokens=9))
+    for _ in range(4):
+        bench.step()
+    bench.scheduler.retract(second, None)
+    assert second.output_ids.tolist() == says(prompt(5, 1), 4) and second.num_pages == 0
+    batch = bench.step()
+    assert batch.num_tokens == 1 + 9  # a decode token, and prompt and output of the other anew
+    assert bench.finish(second) == says(prompt(5, 1), 9) and bench.finish(first) == says(prompt(4), 9)
+
+
+def test_rows_of_a_request_that_ended_in_flight_are_not_live():
+    bench = Bench()
+    first, second = bench.add(source(prompt(3), rid="a"), source(prompt(4, 1), rid="b"))
+    batch = bench.scheduler.schedule()
+    assert bench.scheduler.live_tokens(batch) == slice(None)
+    first.finish(FinishReason(type="abort"))
+    bench.scheduler.release(first)
+    assert bench.scheduler.live_tokens(batch).tolist() == [False] * 3 + [True] * 4
+    bench.commit(batch, bench.device.run(batch))
+    assert first.num_output == 0 and second.num_output == 1
+
+
+def test_pages_of_a_request_that_ended_in_flight_serve_the_next():
+    bench = Bench(pages=2, requests=2)
+    first = bench.add(source(prompt(6), rid="a", max_tokens=2))
+    batch = bench.scheduler.schedule()
+    first.finish(FinishReason(type="abort"))
+    bench.scheduler.release(first)
+    result = bench.device.run(batch)
+    second = bench.add(source(prompt(6, 1), rid="b", max_tokens=2))
+    following = bench.scheduler.schedule()
+    bench.commit(batch, result)
+    bench.commit(following, bench.device.run(following))
+    assert bench.finish(second) == says(prompt(6, 1), 2)
+
+
+def test_an_idle_scheduler_has_nothing_to_run():
+    assert Bench().scheduler.schedule() is None

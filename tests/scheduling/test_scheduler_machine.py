@@ -1,0 +1,199 @@
+"""The random life of many requests in a pool that is too small for them: arrivals, aborts, retractions, flushes, new weights.
+
+One step is in flight while the next is scheduled, as in the engine. What a request says is known beforehand (numpy_device.says):
+any page that is shared, lost or overwritten wrongly changes it. Every step is looked at, and the whole state after it."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from numpy_device import VOCAB, NumpyDevice, says, source
+
+from routed_experts.core.buckets import Buckets
+from routed_experts.core.io_struct import FinishReason
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.scheduling.schedule_batch import Req, ReqState
+from routed_experts.scheduling.scheduler import Scheduler
+
+CONTEXT = 48
+
+
+@dataclass(frozen=True)
+class Life:
+    """What happens: `arrivals` (tick, prompts' common part, own part, max_tokens, choices, stops, penalised), `events` (tick, kind, pick)."""
+
+    page_size: int
+    pages: int
+    requests: int
+    tokens: int
+    chunk: int
+    cache: bool
+    deterministic: bool
+    arrivals: list
+    events: list
+
+
+@st.composite
+def lives(draw) -> Life:
+    page_size = draw(st.sampled_from([1, 2, 4, 16]))
+    requests = draw(st.integers(1, 4))
+    tokens = draw(st.integers(requests, 24))
+    arrival = st.tuples(
+        st.integers(0, 12), st.integers(0, 16), st.integers(1, 8), st.integers(1, 24), st.integers(1, 3), st.booleans(), st.booleans()
+    )
+    least = -(-CONTEXT // page_size)  # one request at full length
+    return Life(
+        page_size=page_size,
+        pages=least + draw(st.integers(0, least)),
+        requests=requests,
+        tokens=tokens,
+        chunk=draw(st.integers(1, tokens)),
+        cache=draw(st.booleans()),
+        deterministic=draw(st.booleans()),
+        arrivals=draw(st.lists(arrival, min_size=2, max_size=10)),
+        events=draw(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["abort", "retract", "flush", "weights"]), st.integers(0, 9)))),
+    )
+
+
+class Machine:
+    """The engine's loop around a scheduler and a NumPy device; keeps what it needs to check every step."""
+
+    def __init__(self, life: Life) -> None:
+        self.args = ServerArgs(
+            page_size=life.page_size, precompile_bs_paddings=(life.requests,), precompile_token_paddings=(life.tokens,),
+            chunked_prefill_size=life.chunk, disable_radix_cache=not life.cache, deterministic=life.deterministic,
+        )  # fmt: skip
+        self.buckets = Buckets.of(self.args, context_length=CONTEXT)
+        self.scheduler = Scheduler(self.args, self.buckets, num_pages=life.pages + 1, vocab_size=VOCAB)
+        self.device = NumpyDevice(
+            num_slots=(life.pages + 1) * life.page_size, num_request_slots=life.requests + 1, page_size=life.page_size
+        )
+        self.pending = None
+        self.ended: list[Req] = []
+        self.fed: dict[str, int] = {}  # of each running request: tokens fed since it was admitted
+        self.admitted: list[str] = []
+
+    @property
+    def live(self) -> list[Req]:
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
+    def step(self) -> None:
+        batch = self.scheduler.schedule()
+        while batch is None and self.pending is None and (victim := self.scheduler.victim()) is not None:
+            event("pages ran out")
+            self.retract(victim)
+            batch = self.scheduler.schedule()
+        assert batch is not None or self.pending is not None or not self.live, "requests are live, and none can run"
+        dispatched = None
+        if batch is not None:
+            self.check(batch)
+            dispatched = (batch, self.device.run(batch))
+        self.finish(dispatched)
+
+    def finish(self, dispatched) -> None:
+        done, self.pending = self.pending, dispatched
+        if done is not None:
+            for req in self.scheduler.commit(*done):
+                if req.state is ReqState.FINISHED:
+                    self.end(req)
+        assert self.scheduler.check_integrity() == []
+
+    def end(self, req: Req) -> None:
+        self.scheduler.release(req)
+        self.fed.pop(req.rid, None)
+        self.ended.append(req)
+
+    def retract(self, req: Req) -> None:
+        self.scheduler.retract(req, None)
+        self.fed.pop(req.rid, None)
+        assert self.scheduler.check_integrity() == []
+
+    def happen(self, kind: str, pick: int) -> None:
+        event(kind)
+        if kind == "abort" and self.live:
+            req = self.live[pick % len(self.live)]
+            req.finish(FinishReason(type="abort"))
+            self.end(req)
+        elif kind == "retract" and self.scheduler.running:
+            self.finish(None)
+            for req in tuple(self.scheduler.running[: -1 - pick % 2 : -1]):
+                self.retract(req)
+        elif kind == "flush":
+            self.scheduler.pages.flush()
+        elif kind == "weights":
+            self.scheduler.weight_version += 1
+            self.scheduler.pages.flush()
+        assert self.scheduler.check_integrity() == []
+
+    def check(self, batch) -> None:
+        """What must hold of any step."""
+        rows = self.scheduler._in_flight[batch.step]
+        counts = [row.count for row in rows]
+        assert batch.num_tokens == sum(counts) <= self.buckets.extend[-1] <= max(self.args.precompile_token_paddings)
+        assert sum(count for count in counts if count > 1) <= self.args.prefill_limit
+        assert batch.num_requests == len(rows) <= self.args.running_limit
+        slots = batch.request_slots[: batch.num_requests]
+        assert (slots > 0).all() and np.unique(slots).size == slots.size
+        assert np.unique(batch.kv_slots).size == batch.num_tokens, "two tokens of a step are written to one slot"
+        assert (batch.kv_slots >= self.args.page_size).all(), "a token is written to the padding page"
+        for row in rows:
+            rid, start = row.req.rid, row.start
+            if rid not in self.fed:  # just admitted: what it did not feed came from the cache, whole pages of it
+                assert start % self.args.page_size == 0 and start < row.req.num_known
+                assert start == 0 or not self.args.disable_radix_cache
+                self.fed[rid] = start
+                if rid not in self.admitted:
+                    self.admitted.append(rid)
+            assert start == self.fed[rid], f"{rid} feeds token {start} after {self.fed[rid]}"
+            self.fed[rid] = start + row.count
+
+
+def sources_of(index, arrival):
+    """The requests of one arrival, and what each must say."""
+    _, common, own, max_tokens, choices, stops, penalised = arrival
+    prompt = [*range(common), *((index * 7 + i) % VOCAB for i in range(own))]
+    everything = says(prompt, max_tokens)
+    stop = [everything[len(everything) // 2]] if stops else []
+    penalty = {"presence_penalty": 1.0} if penalised else {}
+    made = [
+        source(prompt, rid=f"{index:02}-{choice}", group=f"{index:02}", choice=choice, max_tokens=max_tokens, stops=stop, **penalty)
+        for choice in range(choices)
+    ]
+    return made, says(prompt, max_tokens, stops=stop)
+
+
+@settings(max_examples=200)
+@given(life=lives())
+def test_every_request_ends_with_exactly_its_tokens(life):
+    machine = Machine(life)
+    wanted: dict[str, list[int]] = {}
+    tick, limit = 0, 60 + 40 * sum((arrival[1] + arrival[2] + arrival[3]) * arrival[4] for arrival in life.arrivals)
+    while tick <= 45 or machine.live or machine.pending is not None:
+        for index, arrival in enumerate(life.arrivals):
+            if arrival[0] == tick:
+                made, said = sources_of(index, arrival)
+                wanted |= dict.fromkeys((one.rid for one in made), said)
+                machine.scheduler.add([Req(one) for one in made])
+        for at, kind, pick in life.events:
+            if at == tick:
+                machine.happen(kind, pick)
+        machine.step()
+        tick += 1
+        assert tick < limit, f"{len(machine.live)} requests starve"
+    assert Counter(req.rid for req in machine.ended) == Counter(list(wanted)), "each request has exactly one end"
+    for req in machine.ended:
+        said = req.output_ids.tolist()
+        assert req.finish_reason is not None
+        assert said == wanted[req.rid][: len(said)]
+        if req.finish_reason.type != "abort":
+            assert said == wanted[req.rid]
+    pages = machine.scheduler.pages
+    assert pages.num_available == pages.allocator.num_total
+    assert pages.table.num_free == pages.table.num_total
+    assert not machine.scheduler._leaders
+
+    order = {f"{index:02}-0": (arrival[0], index) for index, arrival in enumerate(life.arrivals)}
+    first_choices = [order[rid] for rid in machine.admitted if rid in order]
+    assert first_choices == sorted(first_choices), "first come, first served"
