@@ -99,14 +99,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     demo = commands.add_parser("demo", help="generate with capture, replay it, draw it; no network, no accelerator", allow_abbrev=False)
     demo.add_argument("--model", type=Path, default=None, metavar="DIR", help="checkpoint to show (default: the one in the package)")
-    demo.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="folder of the pictures (default: demo-output)")
+    demo.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="default: demo-output")
     demo.set_defaults(run=_demo)
     generate = commands.add_parser("generate", help="generate for prompts, with routed experts if asked", allow_abbrev=False)
     generate.add_argument("model_path", metavar="MODEL", help="checkpoint folder")
     generate.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
     generate.add_argument("--max-new-tokens", type=int, default=None, metavar="N", help="default: 128")
     generate.add_argument("--temperature", type=float, default=None, metavar="T", help="default: 1; 0 is greedy")
-    generate.add_argument("--output", type=Path, default=None, metavar="FILE", help="JSON lines, one an answer, with routed experts if asked")
+    generate.add_argument("--output", type=Path, default=None, metavar="FILE", help="JSON lines, one an answer, with the rows")
     add_engine_flags(generate, leave_out=("model_path", "skip_tokenizer_init"))
     generate.set_defaults(run=_generate)
     return parser
@@ -117,9 +117,7 @@ def _demo(options: argparse.Namespace, began: float) -> int:
     from routed_experts.demo.story import DemoOptions, run_demo
 
     model = Path(__file__).parent / "demo_model" if options.model is None else options.model
-    told = DemoOptions(
-        model=model, output=options.output, began=began, imported=time.perf_counter(), cache=cache, version=_version()
-    )
+    told = DemoOptions(model=model, output=options.output, began=began, imported=time.perf_counter(), cache=cache, version=_version())
     return run_demo(told, sys.stdout)
 
 
@@ -130,7 +128,7 @@ def _generate(options: argparse.Namespace, began: float) -> int:
         _start_jax(default_platform=None)
         from routed_experts.engine.engine import Engine
 
-        engine = stack.enter_context(Engine(**{field.name: vars(args)[field.name] for field in dataclasses.fields(args)}))
+        engine = stack.enter_context(Engine(**dataclasses.asdict(args)))
         print(f"ready in {time.perf_counter() - began:.1f} s", file=sys.stderr)
         answers = engine.generate(
             options.prompt,

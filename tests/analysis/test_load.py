@@ -1,12 +1,13 @@
 """Numbers of routing against loops that follow the formulas of the docstrings letter by letter."""
 
+import dataclasses
 import itertools
 import math
 
 import numpy as np
 import pytest
-from analysis.records import random_record
 
+from analysis.records import random_record
 from routed_experts.analysis import balance, coactivation, expert_counts, layer_flow, routing_difference, utilization
 from routed_experts.core.errors import RoutingAlignmentError
 
@@ -22,9 +23,7 @@ RECORDS = {
 
 def rows_of(records):
     """Known rows as nested lists: [T][M][K]."""
-    return [
-        record.ids[row].tolist() for record in records for row in range(record.num_rows) if record.valid is None or record.valid[row]
-    ]
+    return [record.ids[row].tolist() for record in records for row in range(record.num_rows) if record.valid is None or record.valid[row]]
 
 
 def count(records, layer, *experts):
@@ -137,7 +136,7 @@ def test_a_record_does_not_differ_from_itself_and_order_of_slots_is_no_flip():
 
 
 def test_records_that_do_not_belong_together_are_refused():
-    with pytest.raises(RoutingAlignmentError, match="7 experts.*8 experts"):
+    with pytest.raises(RoutingAlignmentError, match=r"7 experts.*8 experts"):
         utilization(random_record(), random_record(experts=8))
     with pytest.raises(RoutingAlignmentError, match=r"\[0, 9\) and \[20, 29\)"):
         routing_difference(random_record(), random_record(start=20))
@@ -146,6 +145,4 @@ def test_records_that_do_not_belong_together_are_refused():
 
 
 def _with_ids(record, ids):
-    import dataclasses
-
     return dataclasses.replace(record, ids=np.ascontiguousarray(ids, dtype=record.ids.dtype))

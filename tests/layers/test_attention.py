@@ -128,7 +128,7 @@ def test_any_page_size_will_do(name, page_size):
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("page_size", [16, 48])
 def test_decode_batch_equals_the_loop_in_either_form(name, decode, page_size):
-    befores = [0, 1, 15, 16, KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1, 2 * KEY_BLOCK, 3]
+    befores = [0, 1, 15, 16, 63, 64, 65, KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1, 2 * KEY_BLOCK]
     step = make_step([(before, 1) for before in befores], page_size=page_size, num_tokens=12, num_requests=12, decode=decode)
     np.testing.assert_allclose(attend(name, step), oracle(step), atol=EXACT)
 

@@ -65,10 +65,7 @@ def test_rotated_products_depend_on_distance_alone():
     query, key = (jnp.asarray(rng.standard_normal((1, 1, 16)), jnp.float32) for _ in range(2))
 
     def product(at_query, at_key):
-        turned = [
-            ROTATE(x, *ANGLES(jnp.asarray([at], jnp.int32), head_dim=16, theta=1e4))
-            for x, at in ((query, at_query), (key, at_key))
-        ]
+        turned = [ROTATE(x, *ANGLES(jnp.asarray([at], jnp.int32), head_dim=16, theta=1e4)) for x, at in ((query, at_query), (key, at_key))]
         return float(jnp.vdot(*turned))
 
     assert product(9, 4) == pytest.approx(product(105, 100), abs=1e-3)

@@ -26,7 +26,7 @@ def oracle(logits, replayed, valid, spec):
     for n, row in enumerate(logits.astype(np.float64)):
         scores = [np.exp(z - max(row)) for z in row]
         scores = [s / sum(scores) for s in scores]
-        live = sorted(range(spec.num_experts), key=lambda e: (-row[e], e))[: spec.top_k]  # noqa: B023
+        live = sorted(range(spec.num_experts), key=lambda e: (-row[e], e))[: spec.top_k]
         chosen = [int(e) for e in replayed[n]] if valid is not None and valid[n] else live
         kept = [scores[e] for e in chosen]
         ids.append(chosen)

@@ -28,10 +28,6 @@ CONFIGS = {
         num_hidden_layers=4, mlp_only_layers=[0, 2], num_attention_heads=2, num_key_value_heads=2, head_dim=16, hidden_size=32,
         num_experts=260, num_experts_per_tok=8, moe_intermediate_size=8, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
-    "one expert of three, one layer, 8 heads on 1": dict(
-        num_hidden_layers=1, mlp_only_layers=[], num_attention_heads=8, num_key_value_heads=1, head_dim=10, hidden_size=40,
-        num_experts=3, num_experts_per_tok=1,
-    ),
 }  # fmt: skip
 PROMPT_LENGTHS = (1, 5, 70, 17, 33, 32)  # one longer than two buckets of 32, more than run at once
 
@@ -57,8 +53,8 @@ class Tally:
     tokens: int = 0
     near_tokens: int = 0  # the oracle's best two logits are closer than the margin
     ids: int = 0
-    near_ids: int = 0  # in rows and layers where two router scores that decide are closer than the margin
-    exceptions: int = 0  # of the near ones, those that differ
+    near_ids: int = 0  # in rows and layers where the k-th and the next router score are closer than the margin
+    exceptions: int = 0  # tokens, and choices of a router, that differ
     logprob: float = 0.0  # largest difference
 
     def __str__(self) -> str:
@@ -84,14 +80,13 @@ def compare_ids(judged, rows, tally):
     """Rows of the record against the oracle's choices, in executed order."""
     top_k = rows.shape[-1]
     best = -np.sort(-judged.scores[: len(rows)], axis=-1)[..., : top_k + 1]
-    best = np.concatenate([best, np.full((*best.shape[:-1], top_k + 1 - best.shape[-1]), -1.0)], axis=-1)  # K = E: nothing is next
-    decided = np.min(best[..., :-1] - best[..., 1:], axis=-1) > MARGIN  # the set and its order
-    set_decided = best[..., -2] - best[..., -1] > MARGIN
+    margins = best[..., :-1] - best[..., 1:]
+    set_decided, order_decided = margins[..., -1] > MARGIN, np.min(margins, axis=-1) > MARGIN
     wanted = judged.ids[: len(rows)]
-    assert np.array_equal(rows[decided], wanted[decided])
-    assert np.array_equal(np.sort(rows, axis=-1)[set_decided], np.sort(wanted, axis=-1)[set_decided])
+    assert np.array_equal(np.sort(rows[set_decided], axis=-1), np.sort(wanted[set_decided], axis=-1))
+    assert np.array_equal(rows[order_decided], wanted[order_decided])
     tally.ids += rows.size
-    tally.near_ids += int(np.sum(~decided)) * top_k
+    tally.near_ids += int(np.sum(~set_decided)) * top_k
     tally.exceptions += int(np.sum(np.any(rows != wanted, axis=-1)))
 
 
@@ -131,6 +126,15 @@ def compare(model, prompt, result, tally, *, prompt_logprobs=True):
     compare_ids(judged, rows[:, moe], tally)
 
 
+def generate(model, prompt):
+    """No teacher: transformers writes its own answer, token after token."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            tokens.append(int(torch.argmax(model(torch.tensor([tokens])).logits[0, -1])))
+    return tokens[len(prompt) :]
+
+
 def build(folder, **options):
     sizes = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), page_size=8, max_total_tokens=512, context_length=160)
     return Engine(str(folder), skip_tokenizer_init=True, enable_return_routed_experts=True, **{**sizes, **options})
@@ -151,6 +155,7 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
         for prompt, result in zip(prompts, results, strict=True):
             assert len(result["output_ids"]) == NEW_TOKENS
             compare(model, prompt, result, tally)
+        assert results[1]["output_ids"] == generate(model, prompts[1])
         longer = [*prompts[2], *results[2]["output_ids"], 7, 8, 9]  # what was said, and a new turn
         hit = engine.generate(input_ids=longer, **asked)
         assert hit["meta_info"]["cached_tokens"] >= len(prompts[2])
@@ -158,23 +163,9 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
         assert engine.check_integrity() == []
     print(f"{name}: {tally}")
     assert tally.logprob < 1e-4
-    assert tally.near_tokens <= 0.02 * tally.tokens and tally.near_ids <= 0.2 * tally.ids
-    assert tally.exceptions <= 0.005 * tally.ids
+    assert tally.near_tokens <= 0.02 * tally.tokens and tally.near_ids <= 0.1 * tally.ids
+    assert tally.exceptions <= 0.01 * tally.ids
     assert len({tuple(result["output_ids"]) for result in results}) > 1, "a constant answer proves nothing"
-
-
-def test_greedy_tokens_are_those_of_generate(tmp_path):
-    """No teacher: transformers writes its own answer, token after token."""
-    model = write_hf_qwen3_moe(tmp_path, seed=3)
-    prompts = prompts_of(model, (4, 40), seed=1)
-    with build(tmp_path) as engine:
-        results = engine.generate(input_ids=prompts, sampling_params=GREEDY)
-    for prompt, result in zip(prompts, results, strict=True):
-        tokens = list(prompt)
-        with torch.no_grad():
-            for _ in range(NEW_TOKENS):
-                tokens.append(int(torch.argmax(model(torch.tensor([tokens])).logits[0, -1])))
-        assert result["output_ids"] == tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize(("dtype", "near"), [("bfloat16", 0.5), ("float16", 0.06)])

@@ -37,27 +37,23 @@ def request(
 
 
 class Bench:
-    """One model, compiled once. `model` is a folder."""
+    """One model, compiled once, with capture on. `args` are fields of ServerArgs; moe_backend "tapped" has a tap."""
 
     def __init__(self, model, **args):
-        self.args = ServerArgs(model_path=str(model), enable_return_routed_experts=True, **args)
-        self.tap = None
-        if self.args.moe_backend == "tapped":
-            self.tap = Tap(self._spec_of(model).num_moe_layers)
-        registry = {} if self.tap is None else {"registry": self.tap.registry}
-        self.assembly = assemble(self.args, **registry)
+        self.args = ServerArgs(enable_return_routed_experts=True, **args)
+        self.spec = model.config.capture_spec
+        self.tap = Tap(self.spec.num_moe_layers)
+        self.assembly = assemble(self.args, model=model, registry=self.tap.registry)
         self.runner = self.assembly.core.runner
-        self.spec = self.assembly.capture
+        self._state = self.runner.state
 
-    @staticmethod
-    def _spec_of(model):
-        from routed_experts.models.registry import ModelFolder
-
-        return ModelFolder.open(model).config.capture_spec
-
-    def drive(self, *, pages=None, poison_kv=True, **changed):
-        """A fresh core over the compiled runner; `pages` that can be handed out, `changed` fields of ServerArgs."""
-        return Drive(self, dataclasses.replace(self.args, **changed), pages, poison_kv)
+    def drive(self, *, pages=None, **changed):
+        """A fresh core over the compiled runner, with the first weights; `pages` that can be handed out, `changed` args."""
+        if self.runner.weight_version > 0:
+            self.runner.update_weights(self._state, version=self.runner.weight_version + 1)
+        self.runner.poison()
+        self.tap.clear()
+        return Drive(self, dataclasses.replace(self.args, **changed), pages)
 
 
 @dataclasses.dataclass
@@ -114,7 +110,7 @@ class FedLog:
 class Drive:
     """A core, and what its requests were told."""
 
-    def __init__(self, bench, args, pages, poison_kv):
+    def __init__(self, bench, args, pages):
         self.bench, self.args = bench, args
         num_pages = bench.assembly.plan.pool.num_pages if pages is None else pages + 1
         assert num_pages <= bench.assembly.plan.pool.num_pages, (num_pages, bench.assembly.plan.pool.num_pages)
@@ -126,10 +122,6 @@ class Drive:
         self.core = EngineCore(scheduler, self.log, capturer)
         self.told, self.reqs = {}, {}
         capturer.host_cache.poison()
-        if poison_kv:
-            bench.runner.poison()
-        if bench.tap is not None:
-            bench.tap.clear()
 
     def add(self, *reqs):
         """Accept the requests of one call."""
@@ -156,8 +148,17 @@ class Drive:
             self.core.retract(victim)
         return victim is not None
 
-    def abort(self, rid):
-        assert self.core.abort(rid)
+    def update_weights(self, state, *, cache):
+        """Run later steps with other weights; returns their version."""
+        self.drain()
+        version = self.bench.runner.weight_version + 1
+        self.core.update_weights(state, version=version, cache=cache)
+        return version
+
+    def steps(self, count):
+        """A few steps."""
+        for _ in range(count):
+            self.step()
 
     def run(self, *reqs, before_step=None, check=True):
         """Step until nothing is left to tell; `before_step(n)` may meddle. Returns what was told, by request id."""

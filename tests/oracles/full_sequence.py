@@ -1,16 +1,12 @@
-"""Qwen3-MoE over a whole sequence in NumPy float64, read from a checkpoint's files. Knows nothing of JAX, pages or batches.
+"""Qwen3-MoE over a whole sequence in NumPy float64, from the tensors of a checkpoint. Knows nothing of JAX, pages or batches.
 
 Shares no code with the package. Rows can be forced, so that a run can be compared teacher-forced: what one near tie changed
 is then not counted against the tokens that follow.
 Dims: S tokens, M MoE layers, K experts per token, E experts, D hidden, H heads, C head dim."""
 
 import dataclasses
-import json
-from pathlib import Path
 
-import ml_dtypes  # noqa: F401  # NumPy learns bfloat16
 import numpy as np
-from safetensors.numpy import load_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +25,10 @@ class Judged:
 
 
 class FullSequence:
-    """The model of a checkpoint folder."""
+    """The model of these tensors, under the names of a checkpoint, and its config.json."""
 
-    def __init__(self, folder):
-        self.config = json.loads((Path(folder) / "config.json").read_text())
-        tensors = {}
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            tensors |= load_file(file)
+    def __init__(self, config, tensors):
+        self.config = config
         self.tensors = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
         layers = range(self.config["num_hidden_layers"])
         self.moe_layers = tuple(layer for layer in layers if f"model.layers.{layer}.mlp.gate.weight" in self.tensors)
@@ -98,8 +91,7 @@ class FullSequence:
 
     def _rotate(self, x):
         half = self.config["head_dim"] // 2
-        theta = self.config.get("rope_theta") or self.config["rope_parameters"]["rope_theta"]
-        angles = np.arange(len(x))[:, None] * theta ** -(np.arange(half) / half)
+        angles = np.arange(len(x))[:, None] * self.config["rope_theta"] ** -(np.arange(half) / half)
         cos, sin = (np.concatenate([wave(angles)] * 2, axis=-1)[:, None] for wave in (np.cos, np.sin))
         return x * cos + np.concatenate([-x[..., half:], x[..., :half]], axis=-1) * sin
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from numpy_device import VOCAB, NumpyDevice, logprob_of, says, source
 
+from numpy_device import VOCAB, NumpyDevice, logprob_of, says, source
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.errors import QueueFullError
 from routed_experts.core.io_struct import FinishReason
@@ -184,7 +184,7 @@ def test_choices_go_on_when_the_first_is_aborted_before_its_prompt_was_read():
 def test_a_second_request_finds_the_first_in_the_cache():
     bench = Bench()
     bench.finish(bench.add(source(prompt(10), rid="a")))
-    req = bench.add(source(prompt(10) + [1], rid="b"))
+    req = bench.add(source([*prompt(10), 1], rid="b"))
     batch = bench.step()
     assert req.cached_tokens == 8 and batch.num_tokens == 3
     assert bench.finish(req) == says([*prompt(10), 1], 4)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from numpy_device import VOCAB, NumpyDevice, says, source
 
+from numpy_device import VOCAB, NumpyDevice, says, source
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.io_struct import FinishReason
 from routed_experts.core.server_args import ServerArgs
@@ -22,7 +22,7 @@ CONTEXT = 48
 
 @dataclass(frozen=True)
 class Life:
-    """What happens: `arrivals` (tick, prompts' common part, own part, max_tokens, choices, stops, penalised), `events` (tick, kind, pick)."""
+    """What happens. Arrivals: tick, common and own part of the prompt, max_tokens, choices, stops, penalised; events: tick, kind, pick."""
 
     page_size: int
     pages: int
@@ -197,3 +197,25 @@ def test_every_request_ends_with_exactly_its_tokens(life):
     order = {f"{index:02}-0": (arrival[0], index) for index, arrival in enumerate(life.arrivals)}
     first_choices = [order[rid] for rid in machine.admitted if rid in order]
     assert first_choices == sorted(first_choices), "first come, first served"
+
+
+@given(
+    max_tokens=st.lists(st.integers(30, 40), min_size=16, max_size=16),
+    cache=st.booleans(),
+    page_size=st.sampled_from([1, 4]),
+)
+@settings(max_examples=20)
+def test_sixteen_requests_share_pages_for_little_more_than_two(max_tokens, cache, page_size):
+    pages = round(2.3 * CONTEXT) // page_size
+    life = Life(page_size, pages, requests=8, tokens=16, chunk=16, cache=cache, deterministic=False, arrivals=[], events=[])
+    machine = Machine(life)
+    prompts = [[index, *range(index % 8)] for index in range(16)]
+    reqs = [Req(source(prompts[i], rid=f"{i:02}", max_tokens=max_tokens[i])) for i in range(16)]
+    machine.scheduler.add(reqs)
+    num_steps = 0
+    while machine.live or machine.pending is not None:
+        machine.step()
+        num_steps += 1
+        assert num_steps < 16 * CONTEXT, "no progress"
+    assert machine.scheduler.num_retracted > 0
+    assert [req.output_ids.tolist() for req in reqs] == [says(prompts[i], max_tokens[i]) for i in range(16)]

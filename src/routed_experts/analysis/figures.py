@@ -60,8 +60,8 @@ def draw_routing(
     for text, tokens in zip(texts, placed, strict=True):
         top = _draw_text(axes, text, tokens, column, top)
     _draw_loads(figure, texts, column, bottom=0.85 / height, height=map_height / height)
-    caption = f"u = c·E / (T·K): rows of a layer that went to an expert, relative to uniform; T rows, K = {first.top_k}, E = {first.num_experts}."
-    caption += " The strip gives each expert's colour above."
+    caption = f"u = c·E / (T·K): rows of a layer that went to an expert, relative to uniform; T rows, K = {first.top_k}, "
+    caption += f"E = {first.num_experts}. The strip gives each expert's colour above."
     figure.text(_MARGIN / _WIDTH, 0.16 / height, caption, fontsize=8, color=_SOFT, va="center")
     figure.savefig(path, dpi=dpi, metadata={"Software": None} if str(path).endswith(".png") else None)
 
@@ -93,16 +93,16 @@ def _draw_text(axes: Any, text: RoutedText, placed: Sequence[PlacedToken], layer
     drawable, prompt = _drawable(), text.record.num_prompt_tokens
     cached = f" ({text.cached_tokens} from the prefix cache)" if text.cached_tokens else ""
     said = f"{prompt} tokens of prompt{cached}, {text.record.num_tokens - prompt} generated"
-    named = axes.annotate(drawable(printable(text.title)), (0, top + 0.75 * _LINE_PT), fontsize=9.5, weight="bold", va="center", parse_math=False)
-    axes.annotate(said, (1, 0.5), xycoords=named, xytext=(8, 0), textcoords="offset points", fontsize=8, color=_SOFT, va="center")
+    title, small = {"fontsize": 9.5, "weight": "bold", "va": "center", "parse_math": False}, {"fontsize": 8, "color": _SOFT, "va": "center"}
+    named = axes.annotate(drawable(printable(text.title)), (0, top + 0.75 * _LINE_PT), **title)
+    axes.annotate(said, (1, 0.5), xycoords=named, xytext=(8, 0), textcoords="offset points", **small)
     start = top + 1.65 * _LINE_PT
     for part in placed:
         x, y, width = part.column * _CHAR_PT, start + part.line * _LINE_PT, len(part.text) * _CHAR_PT
         experts = text.experts(part.token, layer)
         fill = palette[experts[0]] if experts else "#ffffff"
-        edge = fill if experts else _SOFT
-        shape = "round,pad=0,rounding_size=2"
-        axes.add_patch(box((x + 0.5, y - 6.5), width - 1, 13, boxstyle=shape, facecolor=fill, edgecolor=edge, linewidth=0 if experts else 0.6))
+        edge = {"linewidth": 0} if experts else {"linewidth": 0.6, "edgecolor": _SOFT}
+        axes.add_patch(box((x + 0.5, y - 6.5), width - 1, 13, boxstyle="round,pad=0,rounding_size=2", facecolor=fill, **edge))
         weight = "bold" if part.token >= prompt else "normal"
         font = {"family": "DejaVu Sans Mono", "fontsize": _FONT_PT, "weight": weight, "color": ink_on(fill)}
         axes.text(x, y, drawable(part.text), va="center_baseline", ha="left", parse_math=False, **font)
@@ -123,12 +123,13 @@ def _draw_loads(figure: Any, texts: Sequence[RoutedText], column: int, *, bottom
     left, gap, bar = (_MARGIN + 0.3) / _WIDTH, 0.45 / _WIDTH, 0.7 / _WIDTH
     width = (1 - left - _MARGIN / _WIDTH - gap - bar) / 2
     drawn: Any = None
+    inch = 1 / figure.get_figheight()
     for place, (name, load) in enumerate(loads.items()):
         axes = figure.add_axes((left + place * (width + gap), bottom, width, height))
         drawn = axes.imshow(np.ma.masked_invalid(load), cmap=colormap, vmin=0, vmax=top, aspect="auto", interpolation="nearest")
         axes.set_title(f"{name}, T = {len(known_rows(*spans[name])):,} rows", fontsize=9, loc="left")
         _label_axes(axes, load, first.layer_ids, column, with_layers=place == 0)
-        strip = figure.add_axes((left + place * (width + gap), bottom - 0.11 / figure.get_figheight(), width, 0.07 / figure.get_figheight()))
+        strip = figure.add_axes((left + place * (width + gap), bottom - 0.11 * inch, width, 0.07 * inch))
         strip.imshow([np.arange(load.shape[1])], cmap="viridis", aspect="auto", interpolation="nearest")
         strip.set(yticks=[], xticks=_ticks(load.shape[1]))
         strip.tick_params(labelsize=7, length=2)

@@ -75,7 +75,7 @@ def _map(name: str, load: Float64[np.ndarray, "M E"], num_rows: int, layer_ids: 
     parts = [f'<text x="{_LABELS - 6}" y="{(row + 0.75) * _CELL}" text-anchor="end" data-label="{row}">{layer}</text>'
              for row, layer in enumerate(layer_ids)]  # fmt: skip
     for row, column in np.ndindex(layers, experts):
-        u = load[row, column]
+        u = float(load[row, column])
         fill = "var(--none)" if np.isnan(u) else colour_at(u / top, CIVIDIS)
         said = f"layer {layer_ids[row]}, expert {column}: " + ("no row" if np.isnan(u) else f"{u:.2f} × uniform")
         at = f'x="{_LABELS + column * _CELL}" y="{row * _CELL}" width="{_CELL - 1}" height="{_CELL - 1}"'
@@ -98,7 +98,8 @@ def _scale(top: float) -> str:
         f'<svg class="scale" viewBox="0 0 300 34" role="img" aria-label="colour scale, load 0 to {top:g}, uniform at 1">'
         f'<defs><linearGradient id="load">{stops}</linearGradient></defs><rect x="10" y="2" width="280" height="10" fill="url(#load)"/>'
         f'<path d="M{uniform:.1f} 0V15" stroke="currentColor" stroke-width="2"/><text x="10" y="26" text-anchor="middle">0</text>'
-        f'<text x="{uniform:.1f}" y="26" text-anchor="middle">1 = uniform</text><text x="290" y="26" text-anchor="middle">{top:g}</text></svg>'
+        f'<text x="{uniform:.1f}" y="26" text-anchor="middle">1 = uniform</text>'
+        f'<text x="290" y="26" text-anchor="middle">{top:g}</text></svg>'
     )
 
 

@@ -45,7 +45,7 @@ def expert_counts(*records: RoutedExperts) -> Int64[np.ndarray, "M E"]:
 def utilization(*records: RoutedExperts) -> Float64[np.ndarray, "M E"]:
     """Load relative to uniform (figure F1): u = c·E / (T·K), so 1 is uniform and 0 is dead."""
     num_rows = len(known_rows(*records))
-    return _ratio(expert_counts(*records) * float(records[0].num_experts), np.float64(num_rows * records[0].top_k))
+    return _ratio(expert_counts(*records) * float(records[0].num_experts), float(num_rows * records[0].top_k))
 
 
 def balance(*records: RoutedExperts) -> Balance:
@@ -92,7 +92,7 @@ def routing_difference(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
     ours, theirs = left.ids[known], right.ids[known]
     overlap = (ours[:, :, :, None] == theirs[:, :, None, :]).any(axis=3).mean(axis=2)
     flipped = overlap < 1
-    num_rows = np.float64(len(ours))
+    num_rows = float(len(ours))
     return RoutingDifference(
         tokens=low + np.flatnonzero(known),
         overlap=overlap,
@@ -134,7 +134,7 @@ def _pairs(left: UInt[np.ndarray, "T K"], right: UInt[np.ndarray, "T K"], num_ex
     return _chosen(left, num_experts).T.astype(np.float64) @ _chosen(right, num_experts).astype(np.float64)
 
 
-def _ratio(above: np.ndarray, below: np.ndarray) -> Float64[np.ndarray, "..."]:
+def _ratio(above: np.ndarray, below: np.ndarray | float) -> Float64[np.ndarray, "..."]:
     """Divide, NaN where there is nothing to divide by."""
     above, below = np.broadcast_arrays(above, below)
     return np.divide(above, below, out=np.full(above.shape, np.nan), where=below != 0)

@@ -54,7 +54,7 @@ class ReplayCheck:
         told = {
             "the replay differs from the engine": self.replay_passed,
             "the replay ran other experts than it was given": self.executed == 1.0,
-            "live and replayed logits differ although the experts are the same": self.live_passed,
+            "no live logits are known to be the replayed ones": self.live_passed,
             "rows of the wrong tokens passed the check": self.shift_noticed,
         }
         return tuple(text for text, passed in told.items() if not passed)
@@ -75,7 +75,7 @@ def check_replay(model: Decoder, answers: Sequence[Spoken]) -> ReplayCheck:
     """Score the answers live, replayed and wrongly replayed, and compare."""
     batch = _batch_of(answers)
     live, replay, shifted = (
-        _score(model, batch.tokens, batch.targets, RoutedBatch(ids, valid, ~batch.fed))
+        _score(model, batch, ids, valid)
         for ids, valid in ((batch.ids, np.zeros_like(batch.fed)), (batch.ids, batch.fed), (batch.shifted, batch.fed))
     )
     same = (live[2] == batch.ids).all(axis=3)  # [B, S, M]
@@ -101,9 +101,12 @@ def _scored(
     return out.logits, logprobs, out.ids
 
 
-def _score(model: Decoder, tokens: np.ndarray, targets: np.ndarray, routed: RoutedBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    logits, logprobs, ids = _scored(model, jnp.asarray(tokens), jnp.asarray(targets), jax.tree.map(jnp.asarray, routed))
-    return np.asarray(logits), np.asarray(logprobs), np.asarray(ids)
+def _score(
+    model: Decoder, batch: _Batch, ids: UInt[np.ndarray, "B S M K"], valid: Bool[np.ndarray, "B S"]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    routed = RoutedBatch(jnp.asarray(ids), jnp.asarray(valid), jnp.asarray(~batch.fed))
+    logits, logprobs, executed = _scored(model, jnp.asarray(batch.tokens), jnp.asarray(batch.targets), routed)
+    return np.asarray(logits), np.asarray(logprobs), np.asarray(executed)
 
 
 def _batch_of(answers: Sequence[Spoken]) -> _Batch:

@@ -39,7 +39,8 @@ class Screen:
 
     def check(self, words: str, *, passed: bool) -> None:
         """Write a line that ends in ok or FAILED."""
-        self._console.print(Text.assemble("  ", words, "  ", ("ok" if passed else "FAILED", "green" if passed else "bold red")), soft_wrap=True)
+        verdict = ("ok", "green") if passed else ("FAILED", "bold red")
+        self._console.print(Text.assemble("  ", words, "  ", verdict), soft_wrap=True)
 
     def answer(self, text: RoutedText, column: int) -> None:
         """Write prompt and generated text, each token tinted by its first expert in MoE layer `column`."""
@@ -75,12 +76,14 @@ class Screen:
 
 
 def bars(load: Float64[np.ndarray, " E"], *, top: float) -> str:
-    """Draw one block an expert (an average of neighbours beyond 64), · for an expert that no token was sent to."""
+    """Draw one block an expert (an average of neighbours beyond 64), · where no token was sent, ? where no row is known."""
     groups = np.array_split(load, min(len(load), _MAX_BARS))
     return "".join(_bar(float(group.mean()) / top) for group in groups)
 
 
 def _bar(share: float) -> str:
+    if np.isnan(share):
+        return "?"
     return "·" if share == 0 else _BARS[min(int(share * len(_BARS)), len(_BARS) - 1)]
 
 

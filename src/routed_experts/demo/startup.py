@@ -44,12 +44,12 @@ class CompileClock:
         parts = f"trace {seconds['trace']:.1f} · lower {seconds['lower']:.1f} · XLA {xla:.1f} · read cache {seconds['read']:.1f} s"
         return f"seconds of threads: {parts} ({hits} programs from the cache, {misses} compiled)"
 
-    def _on_seconds(self, event: str, seconds: float, **_: str | int) -> None:
+    def _on_seconds(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event in _SECONDS:
             with self._lock:
-                self._seconds[_SECONDS[event]] += seconds
+                self._seconds[_SECONDS[event]] += duration_secs
 
-    def _on_event(self, event: str, **_: str | int) -> None:
+    def _on_event(self, event: str, **kwargs: str | int) -> None:
         if event in _COUNTS:
             with self._lock:
                 self._told[_COUNTS[event]] += 1

@@ -49,7 +49,8 @@ def run_demo(options: DemoOptions, stream: IO[str]) -> int:
     if answers[1].cached_tokens == 0:
         faults = (*faults, "the second prompt found nothing in the prefix cache")
     _paint(options, answers, column, screen)
-    screen.heading(f"{'all checks passed' if not faults else 'FAILED: ' + '; '.join(faults)} · {time.perf_counter() - options.began:.1f} s in all")
+    verdict = f"FAILED: {'; '.join(faults)}" if faults else "all checks passed"
+    screen.heading(f"{verdict} · {time.perf_counter() - options.began:.1f} s in all")
     return 1 if faults else 0
 
 
@@ -75,7 +76,7 @@ def _start(options: DemoOptions, screen: Screen) -> Engine:
             precompile_token_paddings=(64,),
             on_phase=report,
         )
-    screen.line(_row("ready", time.perf_counter() - options.began, "since the command was typed"))
+    screen.line(_row("ready", time.perf_counter() - options.began, "since the command began"))
     return engine
 
 

@@ -71,12 +71,12 @@ class EngineCore:
         if self.capturer.enabled:
             saved = self.capturer.save(self.scheduler.pages.kv_slots(req, 0, req.num_read), earlier=req.saved)
         self.scheduler.retract(req, saved)
-        self._forget_changed_pages()
+        _forget_changed_pages(self.scheduler, self.capturer)
 
     def flush_cache(self) -> int:
         """Forget all cached prefixes; returns the pages freed. Pages of running requests stay theirs."""
         freed = self.scheduler.pages.flush()
-        self._forget_changed_pages()
+        _forget_changed_pages(self.scheduler, self.capturer)
         return freed
 
     def update_weights(self, state: nnx.State[Any, Any], *, version: int, cache: str) -> None:
@@ -101,7 +101,7 @@ class EngineCore:
             batch = self.scheduler.schedule()
         stuck = batch is None and self._pending is None and self.ledger.num_live > 0
         assert not stuck, f"{self.ledger.num_live} requests live, and none can run"
-        self._forget_changed_pages()
+        _forget_changed_pages(self.scheduler, self.capturer)
         return batch
 
     def _finish(self, dispatched: PendingStep | None) -> BatchTokenIDOut:
@@ -120,7 +120,7 @@ class EngineCore:
                 if req.state is ReqState.FINISHED or req.source.stream:
                     outs.append(self._news(req))
             self.num_steps += 1
-        self._forget_changed_pages()
+        _forget_changed_pages(self.scheduler, self.capturer)
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
 
     def _news(self, req: Req) -> TokenIDOut:
@@ -135,9 +135,6 @@ class EngineCore:
             self.scheduler.release(req)
         return self.ledger.news(req, record=record, error=error, weight_version=self.runner.weight_version)
 
-    def _forget_changed_pages(self) -> None:
-        self.capturer.on_pages_allocated(self.scheduler.pages.take_changed())
-
 
 def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req) -> RoutedExperts | None:
     """The rows of an ended request, from the slots of its pages and from those it took along when it was retracted."""
@@ -147,3 +144,8 @@ def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req) -> 
     end = min(req.num_read, req.num_known - 1)
     slots = scheduler.pages.kv_slots(req, wanted.start, end) if end > wanted.start else np.zeros(0, np.int64)
     return capturer.collect(slots, start=wanted.start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved)
+
+
+def _forget_changed_pages(scheduler: Scheduler, capturer: RoutedExpertsCapturer) -> None:
+    """What was recorded of pages that were handed out or freed holds no more."""
+    capturer.on_pages_allocated(scheduler.pages.take_changed())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError, PromptTooLongError
+from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError, PromptTooLongError, QueueFullError
 from routed_experts.core.io_struct import GenerateReqInput, RoutedExpertsRequest, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams, shown
@@ -34,6 +34,7 @@ class Limits:
     vocab_size: int
     capture: bool
     default_max_tokens: int = 128
+    max_requests: int = 1024  # of one call
 
 
 class Door:
@@ -49,6 +50,11 @@ class Door:
         params = _params_of(said)
         prompts = list(self._prompts(said))
         sampling = params.resolve(default_seed=next(self._seeds))
+        if len(prompts) * sampling.n > self._limits.max_requests:
+            raise QueueFullError(
+                f"{len(prompts)} prompts with n={sampling.n} are {len(prompts) * sampling.n} requests, above "
+                f"max_queued_requests={self._limits.max_requests}; send fewer in one call"
+            )
         call = said.rid if said.rid is not None else secrets.token_hex(8)
         if not isinstance(call, str) or not _RID.fullmatch(call):
             raise InvalidRequestError(f"rid={shown(call)} must be 1 to 64 of A-Z a-z 0-9 . _ -; change it", param="rid")

@@ -53,6 +53,7 @@ class Engine:
             pool_tokens=(self._assembly.plan.pool.num_pages - 1) * args.page_size,
             vocab_size=self._assembly.vocab_size,
             capture=self._assembly.capture is not None,
+            max_requests=args.max_queued_requests,
         )
         self._door = Door(limits, self._tokenizer, random_seed=args.random_seed)
 

@@ -19,6 +19,7 @@ from routed_experts.scheduling.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_TOLD_CHARS = 400
 
 Sink = Callable[[TokenIDOut], bool]  # takes news, never raises; False when nobody listens any more
 
@@ -158,10 +159,17 @@ class EngineLoop:
             self._core.abort(rid, message)
 
     def _death(self) -> EngineDeadError:
-        cause = "it was shut down" if self._cause is None else f"{type(self._cause).__name__}: {self._cause}"
+        cause = "it was shut down" if self._cause is None else _told(self._cause)
         error = EngineDeadError(f"the engine has ended: {cause}; build a new Engine")
         error.__cause__ = self._cause
         return error
+
+
+def _told(cause: BaseException) -> str:
+    """An exception in one line, without the traceback that some runtimes put into their text; the log has that."""
+    lines = [line.strip() for line in str(cause).splitlines() if not line.lstrip().startswith("File ")]
+    text = " ".join(lines).replace("Traceback (most recent call last):", "")
+    return f"{type(cause).__name__}: {text[:_TOLD_CHARS]}"
 
 
 def _dead(rid: str, error: EngineDeadError) -> TokenIDOut:

@@ -57,7 +57,7 @@ def plan_memory(
     widest = max(tokens for _, tokens, _ in buckets.all_shapes())
     slots = args.max_total_tokens or 2 * args.running_limit * context_length
     pages = max(1, slots // args.page_size)
-    fitting = (limit - weights - 2 * widest * row_bytes) // (model.bytes_per_token * args.page_size)
+    fitting = (limit - weights - 2 * widest * row_bytes) // (model.bytes_per_token * args.page_size) - 1  # the padding page
     if fitting < 1:
         raise ConfigError(
             f"weights of {weights / _MEBI:.1f} MiB leave no room for a KV page of {args.page_size} tokens "

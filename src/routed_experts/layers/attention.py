@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 NEVER = -1e30  # a score that no softmax sees; finite, because inf - inf is NaN
 QUERY_TILE = 16
 KEY_BLOCK = 128
+DECODE_BLOCK = 64  # of every request at once: the gathered keys and values should stay in cache
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +75,8 @@ def gather_pages(
     pool: Float[Array, "LP page 2G C"], pages: Int[Array, "B W"]
 ) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]:
     """Give the keys and values of the listed pages, page after page."""
-    both = jnp.take(pool, pages, axis=0)
+    # As rows of C: else, with fewer than 4 kv heads, the TPU compiler turns the whole pool around in every layer before it gathers.
+    both = jnp.take(pool.reshape(pool.shape[0], -1, pool.shape[3]), pages, axis=0)
     both = both.reshape(pages.shape[0], -1, pool.shape[2] // 2, 2, pool.shape[3])
     return both[..., 0, :], both[..., 1, :]
 
@@ -122,8 +124,8 @@ def paged_attention(
     return (_decode_attention if batch.decode else _ragged_attention)(queries, pool, first_page, batch)
 
 
-def _block_pages(page_size: int, width: int) -> int:
-    return max(1, min(width, KEY_BLOCK // page_size))
+def _block_pages(block: int, page_size: int, width: int) -> int:
+    return max(1, min(width, block // page_size))
 
 
 def _decode_attention(
@@ -131,17 +133,21 @@ def _decode_attention(
 ) -> Float[Array, "B H C"]:
     """All requests side by side, one block of keys after another up to the longest."""
     (num_rows, heads, head_dim), groups, page_size = queries.shape, pool.shape[2] // 2, pool.shape[1]
-    pages = _block_pages(page_size, batch.page_table.shape[1])
+    pages = _block_pages(DECODE_BLOCK, page_size, batch.page_table.shape[1])
     block = pages * page_size
     table = jnp.pad(batch.page_table, ((0, 0), (0, -batch.page_table.shape[1] % pages)))
     wide = queries.astype(jnp.float32).reshape(num_rows, groups, heads // groups, head_dim) * head_dim**-0.5
 
     def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
-        keys, values = gather_pages(pool, first_page + lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1))
-        keys, values = (jnp.swapaxes(x, 1, 2).astype(jnp.float32) for x in (keys, values))  # [B, G, T, C]
-        scores = jnp.einsum("bgrc,bgtc->bgrt", wide, keys)
+        listed = first_page + lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
+        keys, values = (x.astype(jnp.float32) for x in gather_pages(pool, listed))  # [B, T, G, C]
+        scores = jnp.einsum("bgrc,btgc->btgr", wide, keys)
         seen = index * block + jnp.arange(block) < batch.seq_lens[:, None]
-        return state.add(jnp.where(seen[:, None, None], scores, NEVER), values)
+        scores = jnp.where(seen[:, :, None, None], scores, NEVER)
+        top = jnp.maximum(state.top, jnp.max(scores, axis=1))
+        shrink, weights = jnp.exp(state.top - top), jnp.exp(scores - top[:, None])
+        mixed = jnp.sum(weights[..., None] * values[:, :, :, None], axis=1)  # a sum over T reads the values as they lie
+        return RunningSoftmax(top, state.total * shrink + jnp.sum(weights, axis=1), state.mixed * shrink[..., None] + mixed)
 
     blocks = (jnp.max(batch.seq_lens) + block - 1) // block
     state = lax.fori_loop(0, blocks, add_block, RunningSoftmax.empty((num_rows, groups, heads // groups), head_dim))
@@ -153,7 +159,7 @@ def _ragged_attention(
 ) -> Float[Array, "N H C"]:
     """Tiles of Q query rows, each of one request, in order; a tile's rows past its request are overwritten by the next tile."""
     (num_tokens, heads, head_dim), groups, page_size = queries.shape, pool.shape[2] // 2, pool.shape[1]
-    tile, pages = min(QUERY_TILE, num_tokens), _block_pages(page_size, batch.page_table.shape[1])
+    tile, pages = min(QUERY_TILE, num_tokens), _block_pages(KEY_BLOCK, page_size, batch.page_table.shape[1])
     block, share = pages * page_size, heads // groups
     table = jnp.pad(batch.page_table, ((0, 0), (0, -batch.page_table.shape[1] % pages)))
     wide = jnp.pad(queries.astype(jnp.float32) * head_dim**-0.5, ((0, tile), (0, 0), (0, 0)))

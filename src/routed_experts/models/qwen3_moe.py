@@ -71,6 +71,8 @@ class Qwen3MoeConfig:
         moe_layers = tuple(i for i in range(layers) if i not in only and experts > 0 and (i + 1) % step == 0)
         kv_heads = reader.int("num_key_value_heads", minimum=1, default=heads)
         reader.require(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads={heads}")
+        head_dim = reader.int("head_dim", minimum=2, default=hidden // heads)
+        reader.require(head_dim % 2 == 0, "head_dim", "an even number: rotary positions turn pairs")
         top_k = reader.int("num_experts_per_tok", minimum=1)
         reader.require(not moe_layers or top_k <= experts, "num_experts_per_tok", f"at most num_experts={experts}")
         reader.require(reader.str("hidden_act", default="silu") == "silu", "hidden_act", "'silu'")
@@ -82,7 +84,7 @@ class Qwen3MoeConfig:
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=reader.int("head_dim", minimum=2, default=hidden // heads),
+            head_dim=head_dim,
             dense_width=reader.int("intermediate_size", minimum=1),
             expert_width=reader.int("moe_intermediate_size", minimum=1),
             router=RouterSpec(num_experts=experts, top_k=top_k, renormalize=reader.bool("norm_topk_prob", default=False)),

@@ -18,7 +18,7 @@ from routed_experts.models.interface import Decoder, TokenRouting
 @dataclasses.dataclass(frozen=True)
 class RoutedBatch:
     """Rows to replay, aligned with the tokens of a batch. Ids of a row that is not valid are never read; such a token goes to
-    the live router. `pad` marks places that hold no token; a place is never both."""
+    the live router. `pad` marks places that hold no token, on either side, and that no token sees; a place is never both."""
 
     ids: UInt[Array, "B S M K"]
     valid: Bool[Array, "B S"]
@@ -47,13 +47,16 @@ def forward(
 ) -> Forward:
     """Score whole sequences causally. `routed=None` is another trace; new ids or a new `valid` never retrace."""
     batch, length = tokens.shape
+    segments = segment_ids
+    if routed is not None:  # a place without a token is a segment of its own: padding may stand on either side
+        segments = jnp.where(routed.pad, -1, 0 if segment_ids is None else segment_ids)
     where = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)) if positions is None else positions
 
     def attend(
         queries: Float[Array, "N H C"], keys: Float[Array, "N G C"], values: Float[Array, "N G C"], cache: None, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N H C"], None]:
         q, k, v = (x.reshape(batch, length, *x.shape[1:]) for x in (queries, keys, values))
-        return causal_attention(q, k, v, segment_ids).reshape(queries.shape), cache
+        return causal_attention(q, k, v, segments).reshape(queries.shape), cache
 
     spec = model.config.capture_spec
     capture = _RoutedExpertsDeviceCache.create(tokens.size, spec) if return_routed and spec is not None else None

@@ -1,0 +1,118 @@
+"""Configuration is checked once, field by field, before anything is allocated."""
+
+import dataclasses
+import math
+
+import pytest
+
+from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
+from routed_experts.core.server_args import ServerArgs
+
+PADDINGS = ("precompile_bs_paddings", "precompile_token_paddings")
+COUNTS = (
+    "page_size", "max_queued_requests", "context_length", "max_total_tokens", "max_running_requests", "chunked_prefill_size",
+    "max_prefill_tokens",
+)  # fmt: skip
+SWITCHES = [field.name for field in dataclasses.fields(ServerArgs) if field.type is bool]
+
+
+def test_defaults_are_a_configuration():
+    args = ServerArgs()
+    assert (args.running_limit, args.prefill_limit) == (32, 256)
+    assert not args.enable_return_routed_experts
+
+
+def test_at_most_25_fields_and_none_can_be_patched():
+    assert len(dataclasses.fields(ServerArgs)) <= 25
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ServerArgs().page_size = 4
+
+
+@pytest.mark.parametrize("field", COUNTS)
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, "8", math.inf, [8]])
+def test_counts_are_integers_of_at_least_one(field, value):
+    with pytest.raises(ConfigError, match=field):
+        ServerArgs(**{field: value})
+
+
+@pytest.mark.parametrize("field", PADDINGS)
+@pytest.mark.parametrize("value", [(), (0, 8), (-1, 64), (64, 64), (64, 32), (64.0,), (True,), ("64",), 64, None, [32, 64]])
+def test_paddings_are_strictly_increasing(field, value):
+    with pytest.raises(ConfigError, match=field):
+        ServerArgs(**{field: value})
+
+
+@pytest.mark.parametrize("field", SWITCHES)
+@pytest.mark.parametrize("value", [1, 0, "yes", None])
+def test_switches_are_true_or_false(field, value):
+    with pytest.raises(ConfigError, match=field):
+        ServerArgs(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["model_path", "tokenizer_path", "attention_backend", "moe_backend"])
+@pytest.mark.parametrize("value", [5, ["x"], b"x", True])
+def test_names_are_text(field, value):
+    with pytest.raises(ConfigError, match=field):
+        ServerArgs(**{field: value})
+
+
+@pytest.mark.parametrize("value", [0.0, -0.1, 1.0001, math.nan, math.inf, True, "0.5", None])
+def test_the_memory_fraction_is_above_0_and_at_most_1(value):
+    with pytest.raises(ConfigError, match="mem_fraction_static"):
+        ServerArgs(mem_fraction_static=value)
+
+
+@pytest.mark.parametrize("value", [-1, 2**31, 2**63, True, "0", 0.0, None])
+def test_the_random_seed_leaves_room_to_count_requests_within_an_int64(value):
+    with pytest.raises(ConfigError, match="random_seed"):
+        ServerArgs(random_seed=value)
+    assert (ServerArgs(random_seed=2**31 - 1).random_seed << 32) < 2**63
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("dtype", "float64"), ("dtype", "int8"), ("dtype", None), ("logprobs_mode", "both"), ("logprobs_mode", 1)]
+)
+def test_an_unknown_word_is_refused_with_those_that_are_known(field, value):
+    with pytest.raises(ConfigError, match=f"{field}=.* is unknown; choose one of"):
+        ServerArgs(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["tp_size", "ep_size", "dp_size"])
+@pytest.mark.parametrize("value", [0, 2, -1, True, "1", None])
+def test_what_is_not_supported_is_said_so(field, value):
+    with pytest.raises(ConfigError, match=f"{field}=.* is not supported"):
+        ServerArgs(**{field: value})
+
+
+def test_weights_of_the_routing_are_not_supported():
+    with pytest.raises(CaptureUnsupportedError, match="enable_return_routed_experts_weights"):
+        ServerArgs(enable_return_routed_experts_weights=True)
+
+
+def test_running_requests_must_fit_the_paddings():
+    with pytest.raises(ConfigError, match=r"max_running_requests=9 is above .*\(1, 8\); add 9 to the paddings or lower it"):
+        ServerArgs(max_running_requests=9, precompile_bs_paddings=(1, 8))
+    with pytest.raises(ConfigError, match=r"precompile_token_paddings=\(4,\) hold fewer tokens than 8 running requests"):
+        ServerArgs(precompile_bs_paddings=(1, 8), precompile_token_paddings=(4,))
+    assert ServerArgs(precompile_bs_paddings=(1, 8), precompile_token_paddings=(4,), max_running_requests=4).running_limit == 4
+
+
+def test_a_pool_holds_one_page_at_least_and_a_context_two_tokens():
+    with pytest.raises(ConfigError, match="max_total_tokens=15 must be an integer of at least 16"):
+        ServerArgs(max_total_tokens=15, page_size=16)
+    with pytest.raises(ConfigError, match="context_length=1 must be an integer of at least 2"):
+        ServerArgs(context_length=1)
+
+
+@pytest.mark.parametrize(
+    ("said", "limit"),
+    [
+        ({}, 256),
+        ({"chunked_prefill_size": 100}, 100),
+        ({"chunked_prefill_size": 10_000}, 256),
+        ({"max_prefill_tokens": 50}, 50),
+        ({"chunked_prefill_size": 40, "max_prefill_tokens": 50}, 40),
+    ],
+)
+def test_a_step_takes_in_no_more_prompt_than_its_largest_padding(said, limit):
+    assert ServerArgs(**said).prefill_limit == limit

@@ -1,0 +1,360 @@
+"""Ends that nobody asked the model for: abort, shutdown, death. Each request ends once, with what it has, and its rows."""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import gc
+import queue
+import threading
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from serving import SMALL, assert_idle, borrow, on_engine_thread
+from tiny import write_tiny_checkpoint
+
+from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequestError
+from routed_experts.capture.meta_info import record_from_meta_info
+from routed_experts.core.io_struct import GenerateReqInput
+from routed_experts.engine.answer import Answer
+from routed_experts.engine.assembly import BackendRegistry
+from routed_experts.engine.loop import Command
+from routed_experts.layers.moe import MoeBackend, reference_experts
+from routed_experts.scheduling.schedule_batch import Req
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+LONG = GREEDY | {"max_tokens": 400}
+ABORTED = {"type": "abort", "message": "aborted by the caller"}
+SHUT_DOWN = {"type": "abort", "message": "the engine was shut down"}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with borrow(enable_return_routed_experts=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def assert_row_law(result, whole):
+    """Rows, tokens and text of an aborted request are those that an unhurried one begins with."""
+    ids, meta = result["output_ids"], result["meta_info"]
+    assert ids == whole["output_ids"][: len(ids)] and meta["completion_tokens"] == len(ids)
+    record, start = record_from_meta_info(result), meta["routed_experts_start_len"]
+    if not ids:
+        info = meta["routed_experts_info"]
+        assert meta["routed_experts"] is None and record is None
+        assert info["shape"][0] == info["prompt_rows"] == 0 and info["num_tokens"] == info["num_prompt_tokens"] == meta["prompt_tokens"]
+        return
+    record.validate()
+    assert record.num_rows == meta["prompt_tokens"] + len(ids) - 1 - start
+    assert np.array_equal(record.ids, record_from_meta_info(whole).ids[start : start + record.num_rows])
+
+
+# --- abort, step by step
+
+
+def play(engine, said, script):
+    """Play a scene with the requests of one call on the engine thread: `script(core, rids)` yields whenever a step is to be made.
+    Returns the answers, and how many steps after its abort each ended."""
+    requests = engine._door.admit(GenerateReqInput(**said))
+    answers = {
+        request.rid: Answer(request, engine.tokenizer, logprobs_mode="processed", capture=engine._assembly.capture) for request in requests
+    }
+
+    def scene(core):
+        core.add([Req(request) for request in requests])
+        steps = script(core, [request.rid for request in requests])
+        ends = {}
+        for number in range(1000):
+            next(steps, None)
+            for out in core.step().outs:
+                answers[out.rid].add(out)
+                if out.finish_reason is not None:
+                    assert out.rid not in ends, "a second end"
+                    ends[out.rid] = number
+            assert core.check_integrity() == []
+            if core.is_idle:
+                return
+        raise AssertionError("no end")
+
+    on_engine_thread(engine, scene)
+    assert_idle(engine)
+    return [answer.to_dict() for answer in answers.values()]
+
+
+LONG_PROMPT = [int(token) for token in np.random.default_rng(5).integers(3, 313, 100)]  # four chunks of 32
+
+
+@pytest.mark.parametrize("start", [0, 40, 100])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 5, 6, 9, 30])
+def test_an_abort_at_any_step_keeps_what_was_told_and_its_rows(engine, num_steps, start):
+    """Queued, in each chunk of the prefill, at the first token, in decode: with the next step always in flight."""
+    engine.flush_cache()
+    said = {"input_ids": LONG_PROMPT, "sampling_params": GREEDY | {"max_tokens": 40}, "return_routed_experts": True}
+    whole = engine.generate(**said)
+    engine.flush_cache()
+
+    def script(core, rids):
+        for _ in range(num_steps):
+            yield
+        assert core.abort(rids[0]) and not core.abort(rids[0])
+        assert core.ledger.num_live == 0 and not core.scheduler.running, "pages are back at once"
+
+    (result,) = play(engine, said | {"routed_experts_start_len": start}, script)
+    assert result["meta_info"]["finish_reason"] == ABORTED
+    assert len(result["output_ids"]) == max(0, num_steps - 4)  # four chunks; a step is told one step later
+    assert_row_law(result, whole)
+
+
+def test_an_aborted_prefix_serves_the_next_request(engine):
+    engine.flush_cache()
+    said = {"input_ids": LONG_PROMPT, "sampling_params": LONG}
+
+    def script(core, rids):
+        for _ in range(4):
+            yield
+        core.abort(rids[0])
+
+    play(engine, said, script)
+    result = engine.generate(input_ids=LONG_PROMPT, sampling_params=GREEDY, max_new_tokens=4, return_routed_experts=True)
+    assert result["meta_info"]["cached_tokens"] == 96, "the chunks that were read stay cached"
+    engine.flush_cache()
+    whole = engine.generate(input_ids=LONG_PROMPT, sampling_params=GREEDY, max_new_tokens=4, return_routed_experts=True)
+    assert result["output_ids"] == whole["output_ids"]
+    assert np.array_equal(record_from_meta_info(result).ids, record_from_meta_info(whole).ids)
+
+
+def test_an_abort_while_retracted_keeps_tokens_and_rows(engine):
+    said = {"input_ids": [LONG_PROMPT[:20], LONG_PROMPT[40:60]], "sampling_params": GREEDY | {"max_tokens": 40}, "return_routed_experts": True}
+    whole = engine.generate(**said)
+
+    def script(core, rids):
+        for _ in range(12):
+            yield
+        core.drain()
+        second = core.ledger.find(rids[1])
+        core.retract(second)
+        assert core.abort(rids[1])
+
+    results = play(engine, said, script)
+    assert [one["meta_info"]["finish_reason"]["type"] for one in results] == ["length", "abort"]
+    assert 8 <= len(results[1]["output_ids"]) <= 12
+    for result, unhurried in zip(results, whole, strict=True):
+        assert_row_law(result, unhurried)
+
+
+def test_abort_of_one_choice_leaves_the_others(engine):
+    said = {"input_ids": LONG_PROMPT[:20], "sampling_params": {"n": 3, "seed": 2, "max_tokens": 20, "ignore_eos": True}}
+    whole = engine.generate(**said)
+
+    def script(core, rids):
+        for _ in range(6):
+            yield
+        core.abort(rids[0])
+
+    results = play(engine, said, script)
+    assert [one["meta_info"]["finish_reason"]["type"] for one in results] == ["abort", "length", "length"]
+    assert [one["output_ids"] for one in results[1:]] == [one["output_ids"] for one in whole[1:]]
+
+
+# --- abort by its door
+
+
+class Background:
+    """A call that runs in a thread of its own; its first event has come, so it decodes."""
+
+    def __init__(self, engine, *args, **said) -> None:
+        self.events = queue.SimpleQueue()
+        self._pool = concurrent.futures.ThreadPoolExecutor(1)
+        self._running = self._pool.submit(self._run, engine, args, said)
+        self.events.get(timeout=60)
+
+    def _run(self, engine, args, said):
+        last = {}
+        for event in engine.generate(*args, stream=True, **said):
+            last[event.get("index", 0)] = event
+            self.events.put(event)
+        return [last[index] for index in sorted(last)]
+
+    def result(self):
+        answer = self._running.result(timeout=60)
+        self._pool.shutdown()
+        return answer
+
+
+def test_abort_by_id_ends_all_choices_and_prompts_of_the_call(engine):
+    call = Background(engine, ["once upon", "the cat"], LONG | {"n": 2}, rid="job")
+    assert engine.abort("job") == 4
+    assert [one["meta_info"]["finish_reason"] for one in call.result()] == [ABORTED] * 4
+    assert engine.abort("job") == engine.abort("nobody") == 0
+
+
+def test_an_id_that_only_looks_like_part_of_a_call_is_another_request(engine):
+    call, other = Background(engine, "once upon", LONG | {"n": 2}, rid="job"), Background(engine, "experts", LONG, rid="job-7")
+    assert engine.abort("job") == 2
+    assert [one["meta_info"]["finish_reason"] for one in call.result()] == [ABORTED] * 2
+    assert engine.abort("job-7") == 1
+    assert other.result()[0]["meta_info"]["finish_reason"] == ABORTED
+
+
+def test_abort_of_one_choice_by_its_id(engine):
+    call = Background(engine, "once upon", GREEDY | {"n": 2, "max_tokens": 60}, rid="pair")
+    assert engine.abort("pair-1") == 1
+    assert [one["meta_info"]["finish_reason"]["type"] for one in call.result()] == ["length", "abort"]
+
+
+def test_abort_all_ends_everything_and_keeps_rows(engine):
+    whole = engine.generate("once upon", GREEDY, max_new_tokens=400, return_routed_experts=True)
+    calls = [Background(engine, "once upon", LONG, return_routed_experts=True) for _ in range(3)]
+    assert engine.abort(abort_all=True) == 3
+    for call in calls:
+        (result,) = call.result()
+        assert result["meta_info"]["finish_reason"] == ABORTED
+        assert_row_law(result, whole)
+    assert engine.abort(abort_all=True) == 0
+    assert_idle(engine)
+
+
+def test_abort_says_what_it_ends(engine):
+    for said in ({}, {"rid": "x", "abort_all": True}):
+        with pytest.raises(InvalidRequestError, match="give one of them"):
+            engine.abort(**said)
+
+
+def test_an_aborted_call_at_once_returns_its_answer(engine):
+    started = threading.Event()
+
+    def ask():
+        started.set()
+        return engine.generate("once upon", LONG, rid="at-once")
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask)
+        started.wait()
+        while not answer.done() and engine.abort("at-once") == 0:
+            pass
+    assert answer.result()["meta_info"]["finish_reason"] == ABORTED
+
+
+# --- shutdown
+
+
+def build(folder, **args):
+    return Engine(str(folder), **(SMALL | args))
+
+
+def test_shutdown_ends_every_caller_with_what_it_has(folder):
+    engine = build(folder, enable_return_routed_experts=True)
+    whole = engine.generate("once upon", GREEDY, max_new_tokens=400, return_routed_experts=True)
+    calls = [Background(engine, "once upon", LONG, return_routed_experts=True) for _ in range(3)]
+    waiting = Background(engine, ["a", "b", "c", "d", "e", "f"], LONG)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        for stopped in [pool.submit(engine.shutdown) for _ in range(3)]:  # from several threads at once
+            stopped.result(timeout=60)
+    for call in calls:
+        (result,) = call.result()
+        assert result["meta_info"]["finish_reason"] == SHUT_DOWN
+        assert_row_law(result, whole)
+    assert [one["meta_info"]["finish_reason"] for one in waiting.result()] == [SHUT_DOWN] * len(waiting.result())
+    assert not engine._loop._thread.is_alive()
+    engine.shutdown()
+    assert_dead(engine, "it was shut down")
+
+
+def assert_dead(engine, cause):
+    """Every door says so."""
+
+    async def ask():
+        return await engine.async_generate("the cat")
+
+    doors = (
+        lambda: engine.generate("the cat"), lambda: list(engine.generate("the cat", stream=True)), lambda: asyncio.run(ask()),
+        lambda: engine.abort("x"), engine.flush_cache, engine.check_integrity,
+    )  # fmt: skip
+    for door in doors:
+        with pytest.raises(EngineDeadError, match=f"the engine has ended: .*{cause}.*; build a new Engine") as told:
+            door()
+        assert "\n" not in str(told.value) and len(str(told.value)) <= 1024
+    engine.shutdown()
+
+
+def test_a_failed_start_leaves_no_thread(tmp_path):
+    before = threading.active_count()
+    with pytest.raises(CheckpointError), Engine(str(tmp_path / "missing")):
+        pass
+    gc.collect()
+    assert threading.active_count() == before
+
+
+# --- death
+
+
+class Poison:
+    """Experts that work until they are told to fail."""
+
+    def __init__(self) -> None:
+        self.armed = False
+
+    @property
+    def registry(self):
+        return BackendRegistry().with_moe(MoeBackend(name="poison", run=self.run))
+
+    def run(self, call):
+        def look(x):
+            if self.armed:
+                raise RuntimeError("the experts are\ngone " + "and gone " * 400)
+            return x
+
+        x = io_callback(look, jax.ShapeDtypeStruct(call.x.shape, call.x.dtype), call.x, ordered=True)
+        return reference_experts(dataclasses.replace(call, x=x))
+
+
+def test_death_ends_every_waiting_request_once_and_every_later_call(folder, caplog):
+    poison = Poison()
+    engine = build(folder, registry=poison.registry, moe_backend="poison", max_total_tokens=2048)
+    assert len(engine.generate("the cat", GREEDY, max_new_tokens=3)["output_ids"]) == 3
+    calls = [Background(engine, prompt, LONG) for prompt in ("once upon", ["the cat", "a", "b", "c", "d"])]
+
+    async def ask():
+        return await asyncio.gather(*(engine.async_generate(f"q{i}", LONG) for i in range(3)), return_exceptions=True)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(asyncio.run, ask())
+        while engine.get_server_info()["requests_accepted"] < 1 + 1 + 5 + 3:
+            pass
+        poison.armed = True
+        assert [type(one) for one in asked.result(timeout=60)] == [EngineDeadError] * 3
+    for call in calls:
+        with pytest.raises(EngineDeadError, match="the experts are") as told:
+            call.result()
+        assert told.value.__cause__ is not None and "\n" not in str(told.value) and len(str(told.value)) <= 1024
+    assert "the engine thread ends" in caplog.text
+    assert_dead(engine, "the experts are")
+
+
+def test_commands_that_come_in_while_it_dies_get_the_cause(folder):
+    """The engine thread is held inside a command; what queues up behind it is never run."""
+    engine = build(folder, enable_return_routed_experts=True)
+    held, go = threading.Event(), threading.Event()
+
+    def hold():
+        held.set()
+        go.wait()
+        raise RuntimeError("struck down")
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        engine._loop._send(Command(hold, fail=lambda: None))
+        held.wait()
+        calls = [pool.submit(engine.generate, "the cat", LONG), pool.submit(engine.check_integrity), pool.submit(engine.flush_cache)]
+        while engine._loop._inbox.qsize() < 3:
+            pass
+        go.set()
+        for call in calls:
+            with pytest.raises(EngineDeadError, match="RuntimeError: struck down"):
+                call.result(timeout=60)
+    engine.shutdown()

@@ -1,0 +1,455 @@
+"""Bad input: one typed error in one line each, at the door; nothing is touched, and whoever runs beside it does not notice."""
+
+import itertools
+import json
+import math
+import random
+import shutil
+
+import numpy as np
+import pytest
+from serving import SMALL, assert_idle, borrow, on_engine_thread, serve
+from tiny import VOCAB_SIZE, tiny_config, tiny_tensors, write_tiny_checkpoint, write_tiny_tokenizer
+
+from routed_experts import (
+    CaptureDisabledError,
+    CaptureUnsupportedError,
+    CheckpointError,
+    ConfigError,
+    Engine,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+    RoutedExpertsError,
+)
+from routed_experts.core.io_struct import GenerateReqInput
+from routed_experts.engine.assembly import BackendRegistry
+from routed_experts.layers.moe import MoeBackend, reference_experts
+from routed_experts.models.checkpoint import save
+from routed_experts.scheduling.schedule_batch import Req
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+MAGIC = [-1, -2, 2**31, 2**63, -(2**63), 10**30, True, "5", 1.5, math.nan, math.inf, -math.inf, [], {}, b"x", object()]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with borrow(enable_return_routed_experts=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def assert_readable(error, param=None):
+    """One line of at most 1 kB, no traceback or address in it, and the field by name."""
+    text = str(error)
+    assert text and "\n" not in text and len(text.encode()) <= 1024, (len(text), text[:2000])
+    assert "Traceback" not in text and " at 0x" not in text
+    if param is not None:
+        assert error.param == param, (error.param, text)
+
+
+def refused(engine, kind=InvalidRequestError, *, param=None, code=None, **said):
+    with pytest.raises(kind) as told:
+        engine.generate(**said)
+    assert type(told.value) is kind, told.value
+    assert_readable(told.value, param)
+    if code is not None:
+        assert told.value.code == code
+    return str(told.value)
+
+
+# --- each field
+
+
+PROMPTS = [
+    ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [""]}, "prompt"), ({"prompt": ["a", ""]}, "prompt"),
+    ({"prompt": 5}, "prompt"), ({"prompt": b"abc"}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [5]}, "prompt"),
+    ({"prompt": [["a"]]}, "prompt"), ({"prompt": "\ud800"}, None), ({"prompt": ["a"] * 257}, "prompt"), ({}, "prompt"),
+    ({"prompt": "a", "input_ids": [1]}, "prompt"),
+    ({"input_ids": []}, "input_ids"), ({"input_ids": [[]]}, "input_ids"), ({"input_ids": [[1], []]}, "input_ids"),
+    ({"input_ids": [1, [2]]}, "input_ids"), ({"input_ids": [[[1]]]}, "input_ids"), ({"input_ids": 5}, "input_ids"),
+    ({"input_ids": "abc"}, "input_ids"), ({"input_ids": b"abc"}, "input_ids"), ({"input_ids": {1: 2}}, "input_ids"),
+    ({"input_ids": [[1]] * 257}, "input_ids"), ({"input_ids": np.array(5)}, "input_ids"), ({"input_ids": np.array([1.5])}, "input_ids"),
+    ({"input_ids": np.zeros((1, 2, 2), int)}, "input_ids"), ({"input_ids": np.array([True])}, "input_ids"),
+    ({"input_ids": np.array([2**63], np.uint64)}, "input_ids"), ({"input_ids": np.zeros((0, 3), int)}, "input_ids"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "param"), PROMPTS, ids=str)
+def test_a_prompt_that_is_none_is_refused(engine, said, param):
+    refused(engine, param=param, **said)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 2**31, 2**63, -(2**63), 10**30, 1.0, "1", True, None, math.nan])
+def test_a_token_id_that_is_none_is_refused(engine, token):
+    for ids in ([token], [1, token, 2], [[1], [token]]):
+        refused(engine, input_ids=ids, param="input_ids")
+
+
+@pytest.mark.parametrize("text", [" ", "\n\n", "\t", "\ufeff", "\0", "\u200b", "e\u0301", "<|im_end|>"])
+def test_text_that_only_looks_empty_is_a_prompt(engine, text):
+    assert len(engine.generate(text, GREEDY, max_new_tokens=2)["output_ids"]) == 2
+
+
+def test_what_does_not_fit_the_context_says_what_does(engine):
+    assert "the context of 512" in refused(engine, PromptTooLongError, prompt="word " * 1000, param="prompt")
+    assert "the context of 512" in refused(engine, PromptTooLongError, input_ids=[1] * 512, param="input_ids")
+    assert "at most 509" in refused(engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=510, param="max_new_tokens")
+    assert "at most 509" in refused(engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=2**31 - 1)
+
+
+@pytest.mark.parametrize("value", [0, *MAGIC])
+def test_max_new_tokens_is_a_positive_integer(engine, value):
+    refused(engine, prompt="a", max_new_tokens=value)
+    refused(engine, prompt="a", sampling_params={"max_tokens": value})
+    refused(engine, prompt="a", sampling_params={"max_new_tokens": value})
+
+
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+INTEGERS = ("n", "top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs")
+SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
+
+
+@pytest.mark.parametrize("field", FLOATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -3, 1e300, 10**30, True, "0.5", [], b"x"], ids=str)
+def test_a_number_must_be_finite_and_within_its_range(engine, field, value):
+    refused(engine, prompt="a", sampling_params={field: value}, param=field)
+
+
+@pytest.mark.parametrize("field", INTEGERS)
+@pytest.mark.parametrize("value", MAGIC, ids=str)
+def test_an_integer_must_be_one_and_within_its_range(engine, field, value):
+    if field == "top_k" and value == -1:  # off, as everywhere
+        assert engine.generate("a", {"top_k": -1, "max_tokens": 1})["output_ids"]
+    elif field == "seed" and value == 2**31:
+        assert engine.generate("a", {"seed": 2**31, "max_tokens": 1})["output_ids"]
+    else:
+        refused(engine, prompt="a", sampling_params={field: value}, param=field)
+
+
+@pytest.mark.parametrize("field", SWITCHES)
+@pytest.mark.parametrize("value", [0, 1, "true", [], math.nan], ids=str)
+def test_a_switch_is_true_or_false(engine, field, value):
+    refused(engine, prompt="a", sampling_params={field: value}, param=field)
+
+
+LISTS = [
+    ("stop", ""), ("stop", [""]), ("stop", ["x" * 257]), ("stop", ["x"] * 17), ("stop", 5), ("stop", [5]), ("stop", {"x": 1}),
+    ("stop_token_ids", 5), ("stop_token_ids", [-1]), ("stop_token_ids", [VOCAB_SIZE]), ("stop_token_ids", [2**63]),
+    ("stop_token_ids", ["1"]), ("stop_token_ids", [True]), ("stop_token_ids", [1] * 1025),
+    ("logit_bias", {-1: 1}), ("logit_bias", {VOCAB_SIZE: 1}), ("logit_bias", {2**63: 1}), ("logit_bias", {1: 101}),
+    ("logit_bias", {1: math.nan}), ("logit_bias", {1: -math.inf}), ("logit_bias", {"x": 1}), ("logit_bias", {1: None}),
+    ("logit_bias", {1: True}), ("logit_bias", [1]), ("logit_bias", dict.fromkeys(range(1025), 1)), ("logit_bias", {"1": 1, 1: 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), LISTS, ids=lambda value: str(value)[:40])
+def test_stops_and_biases_are_of_this_model_and_few(engine, field, value):
+    refused(engine, prompt="a", sampling_params={field: value}, param=field)
+
+
+def test_min_tokens_fits_below_max_tokens_whoever_chose_that(engine):
+    refused(engine, prompt="a", sampling_params={"min_tokens": 9, "max_tokens": 8}, param="min_tokens")
+    assert "128" in refused(engine, prompt="a", sampling_params={"min_tokens": 129}, param="min_tokens")
+    refused(engine, input_ids=[1] * 500, sampling_params={"min_tokens": 13}, param="min_tokens")
+
+
+CALLS = [
+    ("rid", 5), ("rid", ""), ("rid", "a b"), ("rid", "x" * 65), ("rid", "ä"), ("rid", b"x"), ("rid", ["x"]), ("rid", "a\n"),
+    ("extra_key", 5), ("extra_key", [1]), ("extra_key", {}), ("stream", "yes"), ("stream", 1), ("return_logprob", "yes"),
+    ("return_logprob", 1), ("top_logprobs_num", 21), ("top_logprobs_num", -1), ("top_logprobs_num", "5"), ("top_logprobs_num", True),
+    ("top_logprobs_num", 2**63), ("logprob_start_len", -2), ("logprob_start_len", 7), ("logprob_start_len", 2**63),
+    ("logprob_start_len", "0"), ("logprob_start_len", True), ("sampling_params", 5), ("sampling_params", "x"), ("sampling_params", [1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), CALLS, ids=str)
+def test_what_a_call_says_beside_its_parameters_is_checked(engine, field, value):
+    refused(engine, **({"input_ids": [1, 2, 3, 4, 5, 6, 7], field: value}), param=field)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(engine):
+    assert "did you mean temperature?" in refused(engine, prompt="a", sampling_params={"temprature": 1})
+    assert "did you mean routed_experts_format?" in refused(engine, prompt="a", routed_expert_format="npy", code="unknown_field")
+    assert "did you mean max_new_tokens?" in refused(engine, prompt="a", max_new_token=3, param="max_new_token")
+    refused(engine, prompt="a", sampling_params={5: 1})
+    refused(engine, prompt="a", sampling_params={"x" * 5000: 1})
+    refused(engine, prompt="a", zzz=1)
+
+
+def test_fan_out_is_bounded(engine):
+    refused(engine, prompt="a", sampling_params={"n": 129}, param="n")
+    text = refused(engine, QueueFullError, prompt=["a"] * 256, sampling_params={"n": 128})
+    assert "256 prompts with n=128 are 32768 requests, above max_queued_requests=1024" in text
+
+
+# --- rows
+
+
+ROWS = [
+    ({"routed_experts_start_len": -1}, "invalid_start"), ({"routed_experts_start_len": 4}, "invalid_start"),
+    ({"routed_experts_start_len": 2**63}, "invalid_start"), ({"routed_experts_start_len": True}, "invalid_start"),
+    ({"routed_experts_start_len": "1"}, "invalid_start"), ({"routed_experts_start_len": 1.0}, "invalid_start"),
+    ({"routed_experts_prompt_start": -1}, "invalid_start"),
+    ({"routed_experts_format": "xml"}, "unknown_format"), ({"routed_experts_format": 5}, "unknown_format"),
+    ({"routed_experts_format": "list"}, "unknown_format"), ({"routed_experts_format": ["npy"]}, "unknown_format"),
+    ({"routed_experts_format": "ref"}, "ref_unavailable"), ({"routed_experts_layers": "none"}, "unknown_layers"),
+    ({"routed_experts_layers": True}, "unknown_layers"),
+    ({"routed_experts_start_len": 1, "sampling_params": {"routed_experts_start_len": 2}}, "conflicting_parameters"),
+    ({"routed_experts_start_len": 1, "routed_experts_prompt_start": 2}, "conflicting_parameters"),
+    ({"routed_experts_format": "npy", "sampling_params": {"routed_experts_format": "int32"}}, "conflicting_parameters"),
+    ({"sampling_params": {"return_routed_experts": False}}, "conflicting_parameters"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "code"), ROWS, ids=str)
+def test_a_wish_for_rows_that_cannot_be_met_is_refused(engine, said, code):
+    refused(engine, input_ids=[1, 2, 3], return_routed_experts=True, **said, code=code)
+
+
+def test_start_at_the_end_of_the_prompt_gives_the_generated_rows_alone(engine):
+    result = engine.generate(input_ids=[1, 2, 3], sampling_params=GREEDY, max_new_tokens=5, return_routed_experts=True, routed_experts_start_len=3)
+    assert result["meta_info"]["routed_experts_info"]["shape"] == [4, 4, 4]
+    one = engine.generate(input_ids=[1, 2, 3], sampling_params=GREEDY, max_new_tokens=1, return_routed_experts=True, routed_experts_start_len=3)
+    assert one["meta_info"]["routed_experts_info"]["shape"] == [0, 4, 4] and one["meta_info"]["routed_experts"] == ""
+
+
+@pytest.mark.parametrize("value", ["yes", 1, 0, [True], b"x"], ids=str)
+def test_rows_are_asked_for_with_true_or_false(engine, value):
+    refused(engine, prompt="a", return_routed_experts=value, param="return_routed_experts")
+    refused(engine, prompt="a", sampling_params={"return_routed_experts": value}, param="return_routed_experts")
+
+
+def test_words_about_rows_mean_nothing_without_asking_for_them(engine):
+    for field, value in (("start_len", 1), ("start_len", True), ("format", "npy"), ("layers", "moe"), ("format", "xml")):
+        refused(engine, prompt="abc", **{f"routed_experts_{field}": value}, code="routing_not_requested", param=f"routed_experts_{field}")
+    for field, default in (("start_len", 0), ("format", "int32"), ("layers", "all")):
+        result = engine.generate("abc", max_new_tokens=1, **{f"routed_experts_{field}": default})
+        assert "routed_experts" not in result["meta_info"]
+
+
+# --- beside others
+
+
+def test_a_request_beside_a_hundred_bad_ones_does_not_notice(engine):
+    wanted = engine.generate("once upon a time", GREEDY, max_new_tokens=150)["output_ids"]
+    stream = engine.generate("once upon a time", GREEDY, max_new_tokens=150, stream=True)
+    accepted = engine.get_server_info()["requests_accepted"]
+    bad = [said for said, _ in PROMPTS] + [{"input_ids": [1], field: value} for field, value in CALLS]
+    bad += [{"prompt": "a", "sampling_params": {field: value}} for field, value in LISTS]
+    bad += [{"input_ids": [1, 2, 3], "return_routed_experts": True, **said} for said, _ in ROWS]
+    for said in bad:
+        next(stream)
+        with pytest.raises(RoutedExpertsError):
+            engine.generate(**said)
+    assert engine.check_integrity() == []
+    assert engine.get_server_info()["requests_accepted"] == accepted + 1, "a refused request was taken in"
+    assert list(stream)[-1]["output_ids"] == wanted
+    assert_idle(engine)
+
+
+FIELDS = {
+    "temperature": [None, 0.0, 0.7, -1.0], "top_p": [None, 0.5, 0.0], "top_k": [None, 5, -2], "min_p": [None, 0.2, 2.0],
+    "seed": [None, 3, 2**63], "stop": [None, "the", [""]], "stop_token_ids": [None, [7, 8], [VOCAB_SIZE]], "min_tokens": [None, 2, 9],
+    "logprobs": [None, 2, 21], "prompt_logprobs": [None, 1, -1], "presence_penalty": [None, 1.0, math.nan],
+    "frequency_penalty": [None, -1.0, "1"], "repetition_penalty": [None, 1.3, 0.0], "logit_bias": [None, {"5": 3.0}, {5: 1e9}],
+}  # fmt: skip
+GOOD = {field: values[:2] for field, values in FIELDS.items()} | {"temperature": FIELDS["temperature"][:3]}
+
+
+def covering(fields, seed):
+    """Rows in which every pair of values of two fields stands together at least once; greedy, not minimal."""
+    rng = random.Random(seed)
+    names = sorted(fields)
+    left = {
+        ((a, repr(x)), (b, repr(y))) for a, b in itertools.combinations(names, 2) for x in fields[a] for y in fields[b]
+    }  # fmt: skip
+
+    def pairs(row):
+        return {((a, repr(row[a])), (b, repr(row[b]))) for a, b in itertools.combinations(names, 2)}
+
+    while left:
+        candidates = [{name: rng.choice(fields[name]) for name in names} for _ in range(40)]
+        best = max(candidates, key=lambda row: len(pairs(row) & left))
+        if pairs(best) & left:
+            left -= pairs(best)
+            yield best
+
+
+def run_pair(engine, params, *, capture, n, stream):
+    """A result, or InvalidRequestError."""
+    said = {"sampling_params": params | {"n": n, "max_tokens": 6}, "stream": stream, "return_routed_experts": capture}
+    try:
+        result = engine.generate("the cat", **said)
+    except InvalidRequestError as error:
+        assert_readable(error)
+        return None
+    if not stream:
+        return result if n > 1 else [result]
+    events = list(result)
+    return [[event for event in events if event.get("index", 0) == index][-1] for index in range(n)]
+
+
+def test_all_pairs_of_good_values_give_answers(engine):
+    for params, capture, n, stream in itertools.product(covering(GOOD, 1), (False, True), (1, 2), (False, True)):
+        results = run_pair(engine, params, capture=capture, n=n, stream=stream)
+        assert results is not None and len(results) == n, params
+        for one in results:
+            meta = one["meta_info"]
+            num_rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1
+            assert meta["finish_reason"]["type"] in ("stop", "length") and meta["completion_tokens"] == len(one["output_ids"])
+            assert (meta["routed_experts_info"]["shape"][0] == num_rows) if capture else "routed_experts" not in meta
+
+
+def test_all_pairs_with_bad_values_give_answers_or_refusals(engine):
+    answered = 0
+    for params in covering(FIELDS, 2):
+        bad = [field for field, value in params.items() if repr(value) not in map(repr, GOOD[field])]
+        for capture, n, stream in itertools.product((False, True), (1, 2), (False, True)):
+            results = run_pair(engine, params, capture=capture, n=n, stream=stream)
+            assert (results is None) == bool(bad), (params, bad)
+            answered += results is not None
+    assert engine.check_integrity() == []
+
+
+# --- engines that cannot be built
+
+
+def build_refused(kind, *, match=None, **said):
+    with pytest.raises(kind, match=match) as told:
+        Engine(**(SMALL | said))
+    assert type(told.value) is kind
+    assert len(str(told.value).encode()) <= 1024 and "\n" not in str(told.value)
+    return str(told.value)
+
+
+def test_a_checkpoint_that_is_none_is_refused_by_name(tmp_path, folder):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    build_refused(CheckpointError, model_path=str(tmp_path / "missing"), match="no checkpoint folder .*missing")
+    build_refused(CheckpointError, model_path=str(folder / "config.json"), match="no checkpoint folder")
+    build_refused(CheckpointError, model_path=empty, match=r"config\.json does not exist")
+    build_refused(ConfigError, match="no model was given")
+    build_refused(ConfigError, model_path=5, match="model_path=5")
+
+
+@pytest.mark.parametrize("cut", [100, 10**6])
+def test_a_truncated_checkpoint_is_refused(tmp_path, folder, cut):
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    file = next(broken.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-cut])
+    build_refused(CheckpointError, model_path=str(broken), match="damaged or cut short")
+
+
+def test_a_missing_tokenizer_is_refused_where_text_is_served(tmp_path, folder):
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    build_refused(CheckpointError, model_path=str(bare), match=r"tokenizer\.json does not exist")
+    build_refused(CheckpointError, model_path=str(folder), tokenizer_path=str(tmp_path / "nowhere"), match="nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.* is not known here; wanted one of .*Qwen3MoeForCausalLM"),
+        ({"architectures": None}, "architectures"),
+        ({"num_experts_per_tok": 17}, "num_experts_per_tok"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"hidden_size": 32}, "does not fit its config.json"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(tmp_path, folder, change, match):
+    other = shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    (other / "config.json").write_text(json.dumps(config | change), encoding="utf-8")
+    build_refused(CheckpointError, model_path=str(other), match=match)
+
+
+def test_weights_that_are_integers_are_refused(tmp_path):
+    config = tiny_config() | {"torch_dtype": "int32"}
+    folder = save(tmp_path / "integers", config, {name: tensor.astype(np.int32) for name, tensor in tiny_tensors(tiny_config()).items()})
+    write_tiny_tokenizer(folder)
+    build_refused(CheckpointError, model_path=str(folder), match="of a dtype other than bfloat16, float16, float32")
+
+
+@pytest.mark.parametrize(
+    ("said", "match"),
+    [
+        ({"dtype": "float8"}, "dtype='float8' is unknown; choose one of auto, float32"),
+        ({"moe_backend": "nope"}, "moe_backend='nope' is unknown; choose auto or one of"),
+        ({"attention_backend": "nope"}, "attention_backend='nope' is unknown; choose auto or one of"),
+        ({"context_length": 513}, "context_length=513 is above the model's 512"),
+        ({"max_total_tokens": 10**15}, "max_total_tokens=1000000000000000 needs"),
+        ({"mem_fraction_static": 1e-12}, "leave no room for a KV page"),
+        ({"precompile_bs_paddings": [4, 2]}, "precompile_bs_paddings"),
+        ({"precompile_bs_paddings": []}, "precompile_bs_paddings"),
+        ({"precompile_token_paddings": [0, 32]}, "precompile_token_paddings"),
+        ({"max_running_requests": 5}, "max_running_requests=5 is above the largest of precompile_bs_paddings"),
+        ({"page_sise": 4}, "page_sise is no parameter of Engine; did you mean page_size?"),
+        ({"trust_remote_code": True}, "trust_remote_code is no parameter of Engine"),
+        ({"random_seed": -1}, "random_seed=-1"),
+        ({"enable_return_routed_experts": "yes"}, "enable_return_routed_experts='yes' must be True or False"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(folder, said, match):
+    build_refused(ConfigError, model_path=str(folder), match=match.replace("?", r"\?"), **said)
+
+
+def test_a_backend_that_hides_its_ids_is_refused_at_build(folder):
+    hides = MoeBackend(name="hides", run=reference_experts, reveals_ids=False)
+    registry = BackendRegistry().with_moe(hides)
+    said = {"model_path": str(folder), "moe_backend": "hides", "registry": registry}
+    build_refused(CaptureUnsupportedError, **said, enable_return_routed_experts=True, match="moe_backend='hides' hides the ids")
+    build_refused(ConfigError, model_path=str(folder), moe_backend="hides", match="moe_backend='hides' is unknown")
+
+
+def test_a_dense_model_is_served_and_its_capture_refused(tmp_path):
+    dense = write_tiny_checkpoint(tmp_path / "dense", mlp_only_layers=[0, 1, 2, 3])
+    build_refused(CaptureUnsupportedError, model_path=str(dense), enable_return_routed_experts=True, match="has no MoE layer")
+    with serve(dense, max_total_tokens=64, max_queued_requests=3) as engine:
+        assert len(engine.generate("the cat", GREEDY, max_new_tokens=4)["output_ids"]) == 4
+        assert_capture_is_off(engine)
+        assert_the_pool_is_the_limit(engine)
+        assert_a_full_queue_takes_nothing(engine)
+
+
+def assert_capture_is_off(engine):
+    for said in ({"return_routed_experts": True}, {"sampling_params": {"return_routed_experts": True}}):
+        for stream in (False, True):
+            text = refused(engine, CaptureDisabledError, prompt="a", stream=stream, **said, code="capture_disabled")
+            assert "enable_return_routed_experts=True" in text
+    assert engine.generate("a", return_routed_experts=False, max_new_tokens=1)["output_ids"]
+
+
+def assert_the_pool_is_the_limit(engine):
+    assert "KV pool of 64 tokens" in refused(engine, PromptTooLongError, input_ids=[1] * 64, param="prompt")
+    assert "at most 4" in refused(engine, PromptTooLongError, input_ids=[1] * 60, max_new_tokens=5, param="max_new_tokens")
+    assert len(engine.generate(input_ids=[1] * 60, sampling_params=GREEDY)["output_ids"]) == 4  # a default is cut to what fits
+
+
+def assert_a_full_queue_takes_nothing(engine):
+    """Between two steps, so that nothing leaves the queue: three places, and calls of 4, 3 and 1 requests."""
+    stream = engine.generate("the cat", GREEDY, max_new_tokens=8, stream=True)
+    next(stream)
+
+    def crowd(core):
+        before, seen = core.ledger.accepted, []
+        for count in (4, 3, 1):
+            reqs = [Req(engine._door.admit(GenerateReqInput(text="a"))[0]) for _ in range(count)]
+            try:
+                core.add(reqs)
+            except QueueFullError as error:
+                assert_readable(error)
+                seen.append((count, core.ledger.accepted - before, len(core.scheduler.waiting)))
+        for rid in core.ledger.live()[1:]:
+            core.abort(rid)
+        return seen
+
+    assert on_engine_thread(engine, crowd) == [(4, 0, 0), (1, 3, 3)], "a call is taken whole or not at all"
+    refused(engine, QueueFullError, prompt=["a"] * 4)
+    refused(engine, QueueFullError, prompt="a", sampling_params={"n": 4})
+    assert len(list(stream)[-1]["output_ids"]) == 8

@@ -1,0 +1,184 @@
+"""The grid of deterministic mode (RELIABILITY I8): ids, tokens and logprobs to the last bit, whatever the company.
+
+Each cell is a way to run the same requests: how many at once, in chunks of what size, with a prefix cache or none or a warm one,
+retracted or not, one choice or four, in shuffled order. Each is compared with every request alone: one at a time, in one chunk,
+no cache, never retracted. Default mode is held to the margin rule, against NumPy."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from oracles.driver import request
+from oracles.margins import assert_margin_rule, differences
+from oracles.worlds import random_prompt, state_of, tiny_world, wide_margin_oracle
+
+NEW_TOKENS = 24
+BATCHES, CHUNKS, RADIX, PREEMPT, CHOICES = (1, 2, 3, 8, 32), (None, 1, 7, 16, 64), ("on", "off", "warm"), (False, True), (1, 4)
+SAMPLING = (
+    dict(),
+    dict(temperature=1.0),
+    dict(temperature=0.7, top_k=8),
+    dict(temperature=1.0, top_p=0.8, presence_penalty=0.5),
+    dict(prompt_logprobs_from=0),
+    dict(temperature=1.3, min_p=0.05),
+    dict(logit_bias={5: 3.0}),
+    dict(temperature=1.0, repetition_penalty=1.2),
+)  # one a prompt, in turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    batch: int
+    chunk: int | None
+    radix: str
+    preempt: bool
+    n: int
+
+    def __str__(self):
+        return f"batch {self.batch}, chunk {self.chunk}, radix {self.radix}, preempt {self.preempt}, n {self.n}"
+
+
+ALL_CELLS = [Cell(*values) for values in itertools.product(BATCHES, CHUNKS, RADIX, PREEMPT, CHOICES)]
+# A request that runs alone is never sent back: with batch 1 a cell and its preempted twin are one run, so 30 of the 300 are left out.
+GRID = [cell for cell in ALL_CELLS if not (cell.batch == 1 and cell.preempt)]
+SAMPLE = [GRID[index] for index in np.random.default_rng(3).permutation(len(GRID))[:24]]
+
+
+@pytest.fixture(scope="module")
+def world():
+    sizes = dict(page_size=8, context_length=64, precompile_bs_paddings=(32,), precompile_token_paddings=(64,))
+    return tiny_world(deterministic=True, **sizes)
+
+
+def prompts(lengths, seed):
+    """Random ids; two thirds of every other prompt are the beginning that these have in common."""
+    rng = np.random.default_rng(seed)
+    shared, made = random_prompt(rng, 32), []
+    for index, length in enumerate(lengths):
+        beginning = shared[: 0 if index % 2 else 2 * length // 3]
+        made.append(np.concatenate([beginning, random_prompt(rng, length - beginning.size)]))
+    return made
+
+
+EIGHT = prompts((26, 17, 12, 1, 40, 33, 9, 5), seed=8)
+SIXTEEN = prompts((26, 17, 12, 1, 40, 33, 9, 5, 38, 2, 7, 24, 16, 8, 30, 3), seed=16)
+
+
+def choice_of(index, choice, given):
+    how = SAMPLING[index % len(SAMPLING)]
+    return request(f"p{index}c{choice}", given[index], NEW_TOKENS, choice=choice, group=f"p{index}", seed=index, **how)
+
+
+def told_by(drive):
+    """Tokens, logprobs (of prompts too) and rows; equal floats are equal bits here, for none is NaN or 0."""
+    return {
+        rid: (told.tokens, told.logprobs, told.prompt_logprobs, told.end.routed_experts.ids.tolist())
+        for rid, told in drive.told.items()
+    }
+
+
+def alone(world, given, choices):
+    """Every choice of every prompt on its own: batch 1, one chunk, no cache."""
+    told = {}
+    for index, choice in itertools.product(range(len(given)), range(choices)):
+        drive = world.drive(max_running_requests=1, disable_radix_cache=True)
+        drive.run(choice_of(index, choice, given))
+        drive.told[f"p{index}c{choice}"].end.routed_experts.validate()
+        told |= told_by(drive)
+    return told
+
+
+@pytest.fixture(scope="module")
+def eight_alone(world):
+    return alone(world, EIGHT, 1) | alone(world, EIGHT[:2], 4)
+
+
+@pytest.fixture(scope="module")
+def sixteen_alone(world):
+    return alone(world, SIXTEEN, 1) | alone(world, SIXTEEN[:4], 4)
+
+
+def run_cell(world, cell, given, seed):
+    """One cell of `given` prompts, or with n choices of every n-th of them: as many sequences."""
+    drive = world.drive(max_running_requests=cell.batch, chunked_prefill_size=cell.chunk, disable_radix_cache=cell.radix == "off")
+    order = np.random.default_rng(seed).permutation(len(given) // cell.n)
+    if cell.radix == "warm":
+        drive.run(*(request(f"warm{index}", given[index], 1) for index in order), check=False)
+        drive.told.clear()
+    reqs = [choice_of(index, choice, given) for index in order for choice in range(cell.n)]
+    drive.run(*reqs, before_step=(lambda step: step % 3 == 2 and drive.retract_victim()) if cell.preempt else None, check=False)
+    return drive
+
+
+def assert_equal_to_alone(world, cells, given, expected):
+    for seed, cell in enumerate(cells):
+        drive = run_cell(world, cell, given, seed)
+        assert len(drive.told) == len(given)
+        for rid, told in told_by(drive).items():
+            assert told == expected[rid], f"{rid} in the cell ({cell})"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_sixteen_sequences_in_each_of_twenty_four_cells_say_bit_for_bit_what_each_says_alone(world, sixteen_alone, part):
+    for axis, values in dict(batch=BATCHES, chunk=CHUNKS, radix=RADIX, preempt=PREEMPT, n=CHOICES).items():
+        assert {vars(cell)[axis] for cell in SAMPLE} == set(values)
+    assert_equal_to_alone(world, SAMPLE[part::4], SIXTEEN, sixteen_alone)
+
+
+@pytest.mark.parametrize("radix", RADIX)
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_every_cell_of_the_grid_says_bit_for_bit_what_each_sequence_says_alone(world, eight_alone, chunk, radix):
+    cells = [cell for cell in GRID if (cell.chunk, cell.radix) == (chunk, radix)]
+    assert len(cells) == 18
+    assert_equal_to_alone(world, cells, EIGHT, eight_alone)
+
+
+@pytest.fixture(scope="module")
+def default_world():
+    return tiny_world()
+
+
+def served_in_company(drive, count, seed):
+    """Many short requests, some with a beginning in common, some sent back."""
+    rng = np.random.default_rng(seed)
+    shared, reqs = random_prompt(rng, 24), []
+    for index in range(count):
+        prompt = np.concatenate([shared[: rng.integers(25)], random_prompt(rng, rng.integers(1, 17))])
+        reqs.append(request(f"r{index}", prompt, 8, temperature=float(index % 2), seed=index, prompt_logprobs_from=0 if index % 5 == 0 else -1))
+    drive.run(*reqs, before_step=lambda step: step % 9 == 8 and drive.retract_victim(), check=False)
+    assert sum(told.end.cached_tokens > 0 for told in drive.told.values()) > count // 5
+    assert drive.core.scheduler.num_retracted > count // 50
+    return reqs
+
+
+def test_default_mode_differs_from_the_oracle_only_in_near_ties(default_world):
+    drive = default_world.drive(chunked_prefill_size=11)
+    reqs = served_in_company(drive, 500, seed=50)
+    assert_margin_rule(default_world.oracle, [(req.tokens, drive.told[req.rid].end.routed_experts.ids) for req in reqs])
+
+
+def test_default_mode_tells_the_logprobs_of_the_oracle_that_is_given_its_rows(default_world):
+    drive = default_world.drive(chunked_prefill_size=11)
+    for req in served_in_company(drive, 60, seed=51):
+        told = drive.told[req.rid]
+        _, judged = differences(default_world.oracle, req.tokens[: req.num_known - 1], told.end.routed_experts.ids)
+        logprobs = judged.logprobs[np.arange(req.num_known - 1), req.tokens[1:]]
+        np.testing.assert_allclose(told.logprobs, logprobs[req.prompt_len - 1 :], atol=1e-4, rtol=0)
+        if told.prompt_logprobs is not None:
+            np.testing.assert_allclose(told.prompt_logprobs[1:], logprobs[: req.prompt_len - 1], atol=1e-4, rtol=0)
+        if req.source.sampling.is_greedy:
+            best = judged.logprobs[req.prompt_len - 1 :].max(-1)
+            np.testing.assert_allclose(told.logprobs, best, atol=1e-4, rtol=0)
+
+
+def test_where_the_router_leaves_no_doubt_default_mode_never_differs(default_world):
+    oracle, drive = wide_margin_oracle(), default_world.drive(chunked_prefill_size=11)
+    drive.update_weights(state_of(oracle.tensors), cache="flush")
+    reqs = served_in_company(drive, 100, seed=52)
+    for req in reqs:
+        judged = oracle.run(req.tokens[: req.num_known - 1])
+        ranked = -np.sort(-judged.scores, axis=-1)[..., :5]
+        assert (ranked[..., :-1] - ranked[..., 1:]).min() > 1e-2
+        np.testing.assert_array_equal(drive.told[req.rid].end.routed_experts.ids, judged.ids)

@@ -1,0 +1,311 @@
+"""`generate` at once: how it is called, what comes back, where it stops. Greedy unless said, so that answers can be compared."""
+
+import numpy as np
+import pytest
+from serving import borrow, letters, serve
+from tiny import EOS_ID, VOCAB_SIZE, write_tiny_checkpoint
+
+from routed_experts import InvalidRequestError, PromptTooLongError, SamplingParams, extract_routed_experts_from_meta_info
+from routed_experts.capture.meta_info import record_from_meta_info
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+META_KEYS = {
+    "id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency", "weight_version", "logprobs_mode",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with borrow(enable_return_routed_experts=True) as engine:
+        yield engine
+
+
+def said(result):
+    return result["text"], result["output_ids"]
+
+
+# --- how it is called
+
+
+def test_one_prompt_gives_a_dict_and_a_list_gives_a_list_in_order(engine):
+    prompts = ["once upon a time", "the cat", "experts:"]
+    alone = [engine.generate(prompt, GREEDY, max_new_tokens=8) for prompt in prompts]
+    together = engine.generate(prompts, GREEDY, max_new_tokens=8)
+    assert isinstance(alone[0], dict) and isinstance(together, list)
+    assert [said(one) for one in together] == [said(one) for one in alone]
+    assert len({tuple(one["output_ids"]) for one in alone}) == 3
+    assert isinstance(engine.generate(["the cat"], GREEDY, max_new_tokens=2), list)
+
+
+def test_text_and_its_token_ids_are_the_same_request(engine):
+    ids = engine.tokenizer.encode("once upon a time")
+    wanted = engine.generate("once upon a time", GREEDY, max_new_tokens=8)
+    for input_ids in (ids, tuple(ids), np.array(ids), np.array(ids, np.uint16)):
+        assert said(engine.generate(input_ids=input_ids, sampling_params=GREEDY, max_new_tokens=8)) == said(wanted)
+    nested = engine.generate(input_ids=[ids, ids[:3]], sampling_params=GREEDY, max_new_tokens=8)
+    assert said(nested[0]) == said(wanted) and nested[1]["meta_info"]["prompt_tokens"] == 3
+    assert isinstance(engine.generate(input_ids=[ids], sampling_params=GREEDY, max_new_tokens=1), list)
+    assert isinstance(engine.generate(input_ids=np.array([ids]), sampling_params=GREEDY, max_new_tokens=1), list)
+
+
+def test_n_gives_n_answers_a_prompt_in_order(engine):
+    results = engine.generate(["the cat", "experts:"], {"n": 3, "seed": 1, "max_tokens": 6}, rid="job")
+    assert [one["meta_info"]["id"] for one in results] == [f"job-{i}" for i in range(6)]
+    assert [one["meta_info"]["prompt_tokens"] for one in results] == [len(engine.tokenizer.encode("the cat"))] * 3 + [
+        len(engine.tokenizer.encode("experts:"))
+    ] * 3
+    assert isinstance(engine.generate("the cat", {"n": 2, "max_tokens": 1}), list)
+    assert engine.generate("the cat", {"max_tokens": 1}, rid="one")["meta_info"]["id"] == "one"
+
+
+def test_parameters_may_be_an_object_a_dict_or_either_spelling(engine):
+    wanted = engine.generate("a", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=5, min_tokens=2, seed=3))
+    for params in (
+        {"temperature": 0, "ignore_eos": True, "max_tokens": 5, "min_tokens": 2, "seed": 3},
+        {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 5, "min_new_tokens": 2, "sampling_seed": 3},
+        {"temperature": 0.0, "ignore_eos": True, "max_tokens": 5, "max_new_tokens": 5, "top_p": None},
+    ):
+        assert said(engine.generate("a", params)) == said(wanted)
+
+
+def test_max_new_tokens_stands_beside_the_parameters_and_agrees_with_them(engine):
+    assert len(engine.generate("a", GREEDY | {"max_tokens": 3}, max_new_tokens=3)["output_ids"]) == 3
+    with pytest.raises(InvalidRequestError, match="max_new_tokens=4, but sampling_params say 3") as told:
+        engine.generate("a", GREEDY | {"max_tokens": 3}, max_new_tokens=4)
+    assert (told.value.param, told.value.code) == ("max_new_tokens", "conflicting_parameters")
+
+
+def test_rows_may_be_asked_for_in_either_place(engine):
+    beside = engine.generate("the cat", GREEDY, max_new_tokens=4, return_routed_experts=True, routed_experts_start_len=2)
+    among = engine.generate("the cat", GREEDY | {"return_routed_experts": True, "routed_experts_prompt_start": 2}, max_new_tokens=4)
+    both = engine.generate(
+        "the cat", GREEDY | {"return_routed_experts": True}, max_new_tokens=4, return_routed_experts=True, routed_experts_prompt_start=2
+    )
+    payloads = {one["meta_info"]["routed_experts"] for one in (beside, among, both)}
+    assert len(payloads) == 1 and None not in payloads
+
+
+def test_none_is_absent(engine):
+    nothing = dict.fromkeys(
+        ("input_ids", "rid", "extra_key", "max_new_tokens", "return_logprob", "logprob_start_len", "top_logprobs_num",
+         "return_routed_experts", "routed_experts_start_len", "routed_experts_format", "routed_experts_layers", "stream")
+    )  # fmt: skip
+    assert said(engine.generate("a", GREEDY | {"max_tokens": 3}, **nothing)) == said(engine.generate("a", GREEDY, max_new_tokens=3))
+
+
+def test_128_tokens_are_the_default_and_the_context_the_limit(engine):
+    assert engine.generate("a", GREEDY)["meta_info"]["completion_tokens"] == 128
+    near_the_end = [5] * 500
+    result = engine.generate(input_ids=near_the_end, sampling_params=GREEDY)
+    assert result["meta_info"]["completion_tokens"] == 12  # what is left of 512
+    full = engine.generate(input_ids=[5] * 511, sampling_params=GREEDY, max_new_tokens=1, return_routed_experts=True)
+    assert extract_routed_experts_from_meta_info(full).reshape(-1, 4, 4).shape[0] == 511
+    with pytest.raises(PromptTooLongError, match="at most 12"):
+        engine.generate(input_ids=near_the_end, sampling_params=GREEDY, max_new_tokens=13)
+
+
+def test_temperature_1_is_the_default_and_calls_without_a_seed_differ(engine):
+    unset = engine.generate("a", {"seed": 7, "max_tokens": 12})
+    assert said(unset) == said(engine.generate("a", {"seed": 7, "max_tokens": 12, "temperature": 1.0}))
+    assert said(unset) != said(engine.generate("a", GREEDY, max_new_tokens=12))
+    calls = [engine.generate("a", {"max_tokens": 12, "ignore_eos": True}) for _ in range(3)]
+    assert len({tuple(one["output_ids"]) for one in calls}) == 3
+
+
+# --- what comes back
+
+
+def test_the_answer_has_exactly_its_keys(engine):
+    result = engine.generate("the cat", GREEDY, max_new_tokens=4)
+    assert set(result) == {"text", "output_ids", "meta_info"}
+    meta = result["meta_info"]
+    assert set(meta) == META_KEYS
+    assert meta["finish_reason"] == {"type": "length", "length": 4}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(engine.tokenizer.encode("the cat")), 4)
+    assert meta["weight_version"] == "0" and meta["logprobs_mode"] == "processed" and meta["e2e_latency"] > 0
+    assert result["text"] == engine.tokenizer.decode(result["output_ids"])
+
+
+def test_what_was_asked_for_is_added_and_nothing_else(engine):
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_routed_experts": True}
+    meta = engine.generate("the cat", GREEDY, max_new_tokens=4, **asked)["meta_info"]
+    assert set(meta) - META_KEYS == {
+        "output_token_logprobs", "output_top_logprobs", "input_token_logprobs", "input_top_logprobs",
+        "routed_experts", "routed_experts_info", "routed_experts_start_len",
+    }  # fmt: skip
+    meta = engine.generate("the cat", GREEDY, max_new_tokens=4, return_logprob=True)["meta_info"]
+    assert set(meta) - META_KEYS == {"output_token_logprobs"}
+
+
+def test_logprobs_tell_value_id_and_text_of_every_token(engine):
+    result = engine.generate("the cat", GREEDY, max_new_tokens=6, return_logprob=True, logprob_start_len=0, top_logprobs_num=3)
+    meta, ids = result["meta_info"], engine.tokenizer.encode("the cat")
+    assert [token for _, token, _ in meta["output_token_logprobs"]] == result["output_ids"]
+    assert [token for _, token, _ in meta["input_token_logprobs"]] == ids
+    assert meta["input_token_logprobs"][0][0] is None and meta["input_top_logprobs"][0] is None
+    for value, token, text in meta["output_token_logprobs"] + meta["input_token_logprobs"][1:]:
+        assert value < 0 and text == engine.tokenizer.decode([token], skip_special_tokens=False)
+    for (value, token, _), top in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
+        assert top[0][:2] == [value, token]  # greedy: the chosen one is the best
+        assert [one[0] for one in top] == sorted((one[0] for one in top), reverse=True) and len(top) == 3
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 6])
+def test_prompt_logprobs_begin_where_they_were_asked_to(engine, start):
+    ids = [9, 30, 61, 90, 12, 7, 200]
+    whole = engine.generate(input_ids=ids, sampling_params=GREEDY, max_new_tokens=2, return_logprob=True, logprob_start_len=0)
+    part = engine.generate(input_ids=ids, sampling_params=GREEDY, max_new_tokens=2, return_logprob=True, logprob_start_len=start)
+    wanted = whole["meta_info"]["input_token_logprobs"][start:]
+    got = part["meta_info"]["input_token_logprobs"]
+    assert [one[1:] for one in got] == [one[1:] for one in wanted]
+    for (value, *_), (other, *_) in zip(got, wanted, strict=True):
+        assert value is other is None or value == pytest.approx(other, abs=1e-4)
+
+
+def test_logprobs_among_the_parameters_mean_the_same(engine):
+    beside = engine.generate("the cat", GREEDY, max_new_tokens=3, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
+    among = engine.generate("the cat", GREEDY | {"logprobs": 2, "prompt_logprobs": 2}, max_new_tokens=3)
+    keys = ("output_token_logprobs", "output_top_logprobs", "input_token_logprobs", "input_top_logprobs")
+    for key in keys:
+        tokens = [[one and one[1] for one in told["meta_info"][key]] for told in (beside, among)]
+        assert tokens[0] == tokens[1]
+
+
+# --- rows
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 7])
+def test_every_token_but_the_last_has_a_row(engine, max_new_tokens):
+    prompt_len = len(engine.tokenizer.encode("once upon a time"))
+    whole = record_from_meta_info(
+        engine.generate("once upon a time", GREEDY, max_new_tokens=max_new_tokens, return_routed_experts=True)
+    )
+    assert whole.num_rows == prompt_len + max_new_tokens - 1 and whole.valid is None
+    whole.validate()
+    for start in (0, 1, prompt_len - 1, prompt_len):
+        result = engine.generate(
+            "once upon a time", GREEDY, max_new_tokens=max_new_tokens, return_routed_experts=True, routed_experts_start_len=start
+        )
+        part = record_from_meta_info(result)
+        assert result["meta_info"]["routed_experts_start_len"] == part.start == start
+        assert part.num_rows == prompt_len - start + max_new_tokens - 1
+        assert np.array_equal(part.ids, whole.ids[start:])
+
+
+def test_every_format_gives_the_same_rows(engine):
+    def rows(**asked):
+        result = engine.generate("the cat", GREEDY, max_new_tokens=5, return_routed_experts=True, **asked)
+        return extract_routed_experts_from_meta_info(result).reshape(-1, 4, 4)
+
+    wanted = rows()
+    assert (wanted[:, 0] == -1).all() and wanted[:, 1:].min() >= 0 and wanted.max() < 16
+    for form in ("int32", "npy"):
+        for layers in ("all", "moe"):
+            assert np.array_equal(rows(routed_experts_format=form, routed_experts_layers=layers), wanted)
+
+
+def test_every_choice_has_its_own_rows(engine):
+    results = engine.generate("once upon a time", {"n": 4, "seed": 5, "max_tokens": 12, "ignore_eos": True}, return_routed_experts=True)
+    records = [record_from_meta_info(one) for one in results]
+    assert len({record.generated.ids.tobytes() for record in records}) == 4
+    assert len({record.prompt.ids.tobytes() for record in records}) == 1
+
+
+# --- where it stops
+
+
+@pytest.fixture(scope="module")
+def spelled(engine):
+    """A greedy answer in ASCII letters: parameters, tokens and their texts."""
+    params = GREEDY | {"logit_bias": letters(engine), "frequency_penalty": 1.5}
+    result = engine.generate("the cat", params, max_new_tokens=24)
+    pieces = [engine.tokenizer.decode([token]) for token in result["output_ids"]]
+    assert result["text"] == "".join(pieces) and result["text"].isalpha() and result["text"].isascii()
+    return params, result["output_ids"], pieces
+
+
+def stop_across(pieces, first):
+    """A text that begins inside piece `first`, ends inside the next, and stands nowhere before."""
+    joined, begin = "".join(pieces), sum(map(len, pieces[:first]))
+    for length in range(2, len(pieces[first]) + len(pieces[first + 1]) + 1):
+        start = begin + len(pieces[first]) - 1
+        text = joined[start : start + length]
+        if joined.index(text) == start:
+            return text, start
+    raise AssertionError(pieces)
+
+
+@pytest.mark.parametrize("first", [5, 9, 14])
+def test_a_stop_string_across_tokens_cuts_the_text_and_keeps_the_ids(engine, spelled, first):
+    params, ids, pieces = spelled
+    stop, begin = stop_across(pieces, first)
+    joined, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
+    num_tokens = int(np.searchsorted(ends, begin + len(stop))) + 1
+    for keep in (False, True):
+        asked = params | {"stop": ["never this", stop], "include_stop_str_in_output": keep}
+        result = engine.generate("the cat", asked, max_new_tokens=24, return_routed_experts=True)
+        assert result["text"] == joined[: begin + len(stop) * keep]
+        assert result["output_ids"] == ids[:num_tokens]
+        assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+        assert record_from_meta_info(result).num_rows == result["meta_info"]["prompt_tokens"] + num_tokens - 1
+
+
+def test_a_stop_string_outranks_the_length_that_the_same_token_reached(engine, spelled):
+    params, ids, pieces = spelled
+    stop, begin = stop_across(pieces, 5)
+    num_tokens = int(np.searchsorted(np.cumsum([len(piece) for piece in pieces]), begin + len(stop))) + 1
+    result = engine.generate("the cat", params | {"stop": stop}, max_new_tokens=num_tokens)
+    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    result = engine.generate("the cat", params | {"stop": stop}, max_new_tokens=num_tokens - 1)
+    assert result["meta_info"]["finish_reason"]["type"] == "length"
+    assert result["text"] == "".join(pieces[: num_tokens - 1]), "text that was held back is told at the end"
+
+
+def test_a_stop_token_is_kept_in_the_ids_and_has_no_text(engine, spelled):
+    params, ids, pieces = spelled
+    stop = ids[6]
+    num_tokens = ids.index(stop) + 1
+    result = engine.generate("the cat", params | {"stop_token_ids": [stop]}, max_new_tokens=24)
+    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert result["output_ids"] == ids[:num_tokens] and result["text"] == "".join(pieces[: num_tokens - 1])
+    told = engine.generate("the cat", params | {"stop_token_ids": [stop], "no_stop_trim": True}, max_new_tokens=24)
+    assert told["text"] == "".join(pieces[:num_tokens])
+
+
+def test_the_end_of_text_token_stops_unless_it_is_ignored(engine):
+    forced = {"temperature": 0.0, "logit_bias": {EOS_ID: 100.0}}
+    result = engine.generate("the cat", forced, max_new_tokens=8)
+    assert result["output_ids"] == [EOS_ID] and result["text"] == ""
+    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS_ID}
+    result = engine.generate("the cat", forced | {"ignore_eos": True}, max_new_tokens=8)
+    assert result["output_ids"] == [EOS_ID] * 8 and result["meta_info"]["finish_reason"]["type"] == "length"
+    assert result["text"] == ""
+    result = engine.generate("the cat", forced | {"ignore_eos": True, "skip_special_tokens": False}, max_new_tokens=2)
+    assert result["text"] == "<|im_end|><|im_end|>"
+
+
+def test_min_tokens_keeps_stop_tokens_away(engine):
+    forced = {"temperature": 0.0, "logit_bias": {EOS_ID: 100.0}}
+    for least in (1, 5):
+        result = engine.generate("the cat", forced | {"min_tokens": least}, max_new_tokens=8)
+        assert len(result["output_ids"]) == least + 1 and result["output_ids"][-1] == EOS_ID
+        assert EOS_ID not in result["output_ids"][:-1]
+    result = engine.generate("the cat", forced | {"min_new_tokens": 8}, max_new_tokens=8)
+    assert EOS_ID not in result["output_ids"] and len(result["output_ids"]) == 8
+
+
+def test_without_detokenising_there_is_no_text(engine):
+    result = engine.generate("the cat", GREEDY | {"detokenize": False}, max_new_tokens=4)
+    assert result["text"] == "" and result["output_ids"] == engine.generate("the cat", GREEDY, max_new_tokens=4)["output_ids"]
+
+
+def test_an_engine_without_tokenizer_takes_and_gives_ids(tmp_path_factory):
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("bare"), tokenizer=False)
+    with serve(folder, skip_tokenizer_init=True) as engine:
+        result = engine.generate(input_ids=[3, 4, 5], sampling_params=GREEDY, max_new_tokens=4, return_logprob=True)
+        assert result["text"] == "" and len(result["output_ids"]) == 4 and max(result["output_ids"]) < VOCAB_SIZE
+        assert [text for _, _, text in result["meta_info"]["output_token_logprobs"]] == [None] * 4
+        assert engine.generate(input_ids=[3], sampling_params=GREEDY | {"stop_token_ids": list(range(VOCAB_SIZE))})["output_ids"] != []
+        for asked in ({"prompt": "text"}, {"input_ids": [3], "sampling_params": {"stop": "x"}}):
+            with pytest.raises(InvalidRequestError, match="no tokenizer"):
+                engine.generate(**asked)

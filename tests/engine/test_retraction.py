@@ -1,0 +1,130 @@
+"""Retraction: a request that is sent back and starts anew says what it would have said, with the rows of its first pass.
+
+Deterministic mode, so that "what it would have said" is exact: an unhurried run in a pool without end is the oracle, and the
+tap judges the rows."""
+
+import numpy as np
+import pytest
+
+from oracles.driver import assert_all_faithful, request
+from oracles.worlds import other_weights, random_prompt, tiny_world
+
+SAMPLING = (
+    dict(),
+    dict(temperature=1.0),
+    dict(temperature=1.0, frequency_penalty=0.8, repetition_penalty=1.3),
+    dict(temperature=0.8, top_k=12, min_p=0.02),
+    dict(presence_penalty=1.5),
+    dict(min_tokens=10, stop_token_ids=range(0, 313, 5)),
+    dict(stop_token_ids=range(0, 313, 25)),
+    dict(prompt_logprobs_from=0),
+)  # one a request, in turn
+
+
+@pytest.fixture(scope="module")
+def world():
+    return tiny_world(moe_backend="tapped", deterministic=True)
+
+
+def requests(seed, count=16, max_tokens=24, **options):
+    """Prompts of 1 to 40 tokens, half of them with a beginning in common."""
+    rng = np.random.default_rng(seed)
+    shared = random_prompt(rng, 20)
+    made = []
+    for index in range(count):
+        own = random_prompt(rng, rng.integers(1, 20))
+        prompt = np.concatenate([shared, own]) if index % 2 else own
+        how = {"max_tokens": max_tokens, "seed": seed, **SAMPLING[index % len(SAMPLING)], **options}
+        made.append(request(f"r{index}", prompt, **how))
+    return made
+
+
+def all_told(drive):
+    """What each request was told, in comparable form."""
+    return {
+        rid: (told.tokens, told.logprobs, told.prompt_logprobs, told.end.finish_reason, told.end.routed_experts)
+        for rid, told in drive.told.items()
+    }
+
+
+def unhurried(world, reqs):
+    drive = world.drive(disable_radix_cache=True)
+    drive.run(*reqs)
+    assert drive.core.scheduler.num_retracted == 0
+    return all_told(drive)
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pool_for_two_sequences_and_a_bit_serves_sixteen_as_if_there_were_room(world, seed, chunk):
+    pages = int(2.3 * (40 + 24) / 4)
+    drive = world.drive(pages=pages, chunked_prefill_size=chunk)
+    drive.run(*requests(seed))
+    assert drive.core.scheduler.num_retracted > 0
+    assert assert_all_faithful(drive) > 16 * 10
+    assert all_told(drive) == unhurried(world, requests(seed))
+
+
+@pytest.mark.parametrize("radix", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_sent_back_every_third_step_a_request_says_the_same_once(world, radix, stream):
+    drive = world.drive(disable_radix_cache=not radix, chunked_prefill_size=16)
+    drive.run(*requests(20, stream=stream), before_step=lambda step: step % 3 == 2 and drive.retract_victim())
+    assert drive.core.scheduler.num_retracted > 10
+    assert_all_faithful(drive)
+    assert all_told(drive) == unhurried(world, requests(20))
+
+
+def test_a_pool_for_one_sequence_serves_all_in_turn(world):
+    drive = world.drive(pages=16)
+    drive.run(*requests(30, count=8))
+    assert_all_faithful(drive)
+    assert all_told(drive) == unhurried(world, requests(30, count=8))
+
+
+def test_choices_that_are_sent_back_say_the_same(world):
+    def choices():
+        prompt = random_prompt(np.random.default_rng(31), 33)
+        return [request(f"c{j}", prompt, 20, choice=j, group="one", temperature=1.0, seed=3) for j in range(8)]
+
+    drive = world.drive(pages=24)
+    drive.run(*choices())
+    assert drive.core.scheduler.num_retracted > 0
+    assert_all_faithful(drive)
+    assert all_told(drive) == unhurried(world, choices())
+
+
+@pytest.mark.parametrize("cache", ["flush", "keep"])
+def test_weights_that_change_between_retractions_change_no_row_that_was_written(world, cache):
+    drive = world.drive(chunked_prefill_size=16)
+
+    def meddle(step):
+        if step % 3 == 2:
+            drive.retract_victim()
+        if step % 7 == 6:
+            drive.update_weights(other_weights(1 + step % 2), cache=cache)
+
+    drive.run(*requests(40, count=10), before_step=meddle)
+    assert assert_all_faithful(drive) > 100
+    assert max(len(told.end.routed_experts.version_spans) for told in drive.told.values()) > 2
+
+
+def test_aborted_while_it_waits_to_start_anew_a_request_keeps_what_it_said(world):
+    drive, reqs = world.drive(pages=24), requests(50, count=8)
+    aborted = []
+
+    def meddle(_):
+        for req in tuple(drive.core.scheduler.waiting):
+            if req.num_output > 2 and len(aborted) < 2:
+                assert drive.core.abort(req.rid)
+                aborted.append((req.rid, req.output_ids.tolist()))
+
+    drive.run(*reqs, before_step=meddle)
+    assert len(aborted) == 2
+    assert_all_faithful(drive)
+    whole = unhurried(world, requests(50, count=8))
+    for rid, tokens in aborted:
+        told, (all_tokens, _, _, _, record) = drive.told[rid], whole[rid]
+        assert told.end.finish_reason.type == "abort"
+        assert told.tokens == tokens == all_tokens[: len(tokens)]
+        np.testing.assert_array_equal(told.end.routed_experts.ids, record.ids[: told.end.routed_experts.num_rows])

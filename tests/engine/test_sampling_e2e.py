@@ -1,0 +1,263 @@
+"""Sampling from prompt to answer: judged by the whole-sequence oracle in NumPy, which shares no code with the engine."""
+
+import collections
+import concurrent.futures
+
+import numpy as np
+import pytest
+from oracles.full_sequence import FullSequence
+from serving import borrow
+from tiny import VOCAB_SIZE, tiny_config, tiny_tensors
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+PROMPT = [49, 80, 69, 71, 223, 87, 82, 80, 223, 65, 223, 86]
+LONG_PROMPT = [int(token) for token in np.random.default_rng(3).integers(3, VOCAB_SIZE, 70)]  # three chunks of 32
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with borrow(enable_return_routed_experts=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def raw_engine():
+    with borrow(logprobs_mode="raw") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    return FullSequence(tiny_config(), tiny_tensors(tiny_config()))
+
+
+def log_softmax(scores):
+    best = scores.max(-1, keepdims=True)
+    return scores - best - np.log(np.exp(scores - best).sum(-1, keepdims=True))
+
+
+def ids_of(engine, params, *, prompt=PROMPT, **said):
+    result = engine.generate(input_ids=prompt, sampling_params=params, **said)
+    return [one["output_ids"] for one in result] if isinstance(result, list) else result["output_ids"]
+
+
+# --- greedy, penalties, bias
+
+
+def decode_by_hand(oracle, prompt, num_tokens, *, presence=0.0, frequency=0.0, repetition=1.0, bias=(), banned=(), min_tokens=0):
+    """Greedy decoding one token at a time from the oracle's logits; the formulas are OpenAI's and vLLM's, written as a loop."""
+    tokens, margins = list(prompt), []
+    for step in range(num_tokens):
+        logits = oracle.run(tokens).logits[-1].copy()
+        spoken = collections.Counter(tokens[len(prompt) :])
+        for token in set(tokens):
+            logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
+        for token, count in spoken.items():
+            logits[token] -= frequency * count + presence
+        for token, value in dict(bias).items():
+            logits[token] += value
+        if step < min_tokens:
+            logits[list(banned)] = -np.inf
+        best, second = np.sort(logits)[::-1][:2]
+        margins.append(best - second)
+        tokens.append(int(logits.argmax()))
+    assert min(margins) > 1e-3, f"a tie within {min(margins)}: choose another prompt"
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, LONG_PROMPT], ids=["short", "three chunks"])
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {}, {"presence": 1.5}, {"presence": -1.0}, {"frequency": 2.0}, {"frequency": -0.3}, {"repetition": 1.8}, {"repetition": 0.7},
+        {"presence": 0.7, "frequency": 0.9, "repetition": 1.2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_greedy_with_penalties_is_what_a_loop_over_the_oracle_says(engine, oracle, prompt, penalties):
+    params = GREEDY | {f"{name}_penalty": value for name, value in penalties.items()}
+    wanted = decode_by_hand(oracle, prompt, 24, **penalties)
+    assert ids_of(engine, params | {"max_tokens": 24}, prompt=prompt) == wanted
+
+
+def test_each_penalty_changes_what_is_said(engine):
+    free = ids_of(engine, GREEDY | {"max_tokens": 24})
+    for change in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}):
+        assert ids_of(engine, GREEDY | change | {"max_tokens": 24}) != free
+
+
+def test_penalised_requests_among_others_are_penalised_for_their_own_tokens(engine, oracle):
+    """Slots are handed on: what the last tenant of a slot has said must not be held against the next."""
+    kinds = [{}, {"presence": 1.5}, {"frequency": 1.2}, {"repetition": 1.5}]
+    wanted = [decode_by_hand(oracle, [*PROMPT, 60 + i], 12, **kinds[i % 4]) for i in range(8)]
+
+    def ask(i):
+        params = GREEDY | {f"{name}_penalty": value for name, value in kinds[i % 4].items()}
+        return ids_of(engine, params | {"max_tokens": 12}, prompt=[*PROMPT, 60 + i])
+
+    for _ in range(2):
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(ask, range(8))) == wanted
+
+
+def test_bias_forces_forbids_and_shifts(engine, oracle):
+    assert ids_of(engine, GREEDY | {"max_tokens": 6, "logit_bias": {77: 100.0}}) == [77] * 6
+    free = ids_of(engine, GREEDY | {"max_tokens": 12})
+    forbidden = dict.fromkeys(set(free), -100.0)
+    said = ids_of(engine, GREEDY | {"max_tokens": 12, "logit_bias": forbidden})
+    assert not set(said) & set(free)
+    assert said == decode_by_hand(oracle, PROMPT, 12, bias=forbidden)
+    gentle = {str(token): 0.8 for token in range(100, 140)}  # keys as JSON spells them
+    assert ids_of(engine, GREEDY | {"max_tokens": 12, "logit_bias": gentle}) == decode_by_hand(
+        oracle, PROMPT, 12, bias={int(token): value for token, value in gentle.items()}
+    )
+
+
+def test_bias_comes_after_penalties_and_min_tokens_above_both(engine, oracle):
+    bias = {88: 3.0, 99: 2.5}
+    params = GREEDY | {"logit_bias": bias, "presence_penalty": 1.0, "stop_token_ids": [88], "min_tokens": 5, "max_tokens": 12}
+    wanted = decode_by_hand(oracle, PROMPT, 12, bias=bias, presence=1.0, banned=[88], min_tokens=5)
+    if 88 in wanted:
+        wanted = wanted[: wanted.index(88) + 1]
+    assert ids_of(engine, params) == wanted and 88 not in wanted[:5]
+
+
+# --- seeds
+
+
+def test_a_seed_says_the_same_whatever_the_neighbours(engine):
+    params = {"seed": 11, "max_tokens": 20, "ignore_eos": True}
+    wanted = ids_of(engine, params)
+    assert ids_of(engine, params | {"seed": 12}) != wanted
+
+    def neighbour(i):
+        return ids_of(engine, {"seed": 100 + i, "max_tokens": 5 + 3 * i, "top_k": 5 * i, "presence_penalty": i % 2}, prompt=LONG_PROMPT[i:])
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(neighbour, i) for i in range(6)]
+        assert [ids_of(engine, params) for _ in range(4)] == [wanted] * 4
+        assert all(other.result() for other in others)
+
+
+def test_choices_differ_and_each_is_itself_again(engine):
+    params = {"seed": 5, "max_tokens": 16, "ignore_eos": True}
+    four = ids_of(engine, params | {"n": 4})
+    assert len({tuple(ids) for ids in four}) == 4
+    assert ids_of(engine, params | {"n": 4}) == four
+    assert ids_of(engine, params | {"n": 2}) == four[:2], "a choice depends on its number, not on how many there are"
+    assert ids_of(engine, params) == four[0]
+    greedy = ids_of(engine, GREEDY | {"n": 3, "max_tokens": 8})
+    assert greedy[0] == greedy[1] == greedy[2]
+
+
+def test_large_and_small_seeds_are_different_seeds(engine):
+    seeds = [0, 1, 2**32, 2**32 + 1, 2**63 - 1]
+    assert len({tuple(ids_of(engine, {"seed": seed, "max_tokens": 12, "ignore_eos": True})) for seed in seeds}) == len(seeds)
+
+
+def test_engines_of_one_random_seed_begin_alike():
+    """Requests without a seed: the first call of an engine is a function of random_seed."""
+    first = []
+    for _ in range(2):
+        with borrow(enable_return_routed_experts=True) as engine:
+            door = type(engine._door)(engine._door._limits, engine.tokenizer, random_seed=7)
+            first.append([door.admit(_said())[0].sampling.seed for _ in range(3)])
+    assert first[0] == first[1] == [(7 << 32) + i for i in range(3)]
+
+
+def _said():
+    from routed_experts.core.io_struct import GenerateReqInput
+
+    return GenerateReqInput(text="a")
+
+
+# --- distributions
+
+
+def test_first_tokens_are_drawn_from_the_models_distribution(engine, oracle):
+    """512 seeds, temperature 0.7, top-k 6: chi-square against the oracle, and nothing outside of the six."""
+    logits = oracle.run(PROMPT).logits[-1]
+    allowed = np.argsort(-logits)[:6]
+    probabilities = np.exp(log_softmax(logits[allowed] / 0.7))
+    counts = collections.Counter()
+    for block in range(4):
+        params = {"n": 128, "seed": block, "temperature": 0.7, "top_k": 6, "max_tokens": 1, "ignore_eos": True}
+        counts.update(ids[0] for ids in ids_of(engine, params))
+    assert set(counts) <= set(allowed.tolist())
+    seen = np.array([counts[token] for token in allowed.tolist()])
+    assert ((seen - 512 * probabilities) ** 2 / (512 * probabilities)).sum() < 25.7  # 5 degrees of freedom, p = 1e-4
+
+
+@pytest.mark.parametrize(
+    ("params", "keeps"),
+    [
+        ({"top_p": 0.3}, lambda p: np.cumsum(np.sort(p)[::-1]) - np.sort(p)[::-1] < 0.3),
+        ({"min_p": 0.3}, lambda p: np.sort(p)[::-1] >= 0.3 * p.max()),
+        ({"top_k": 3}, lambda p: np.arange(p.size) < 3),
+    ],
+    ids=["top_p", "min_p", "top_k"],
+)
+def test_a_filter_lets_through_what_it_should(engine, oracle, params, keeps):
+    probabilities = np.exp(log_softmax(oracle.run(PROMPT).logits[-1]))
+    allowed = set(np.argsort(-probabilities)[keeps(probabilities)].tolist())
+    drawn = {ids[0] for ids in ids_of(engine, params | {"n": 64, "seed": 1, "max_tokens": 1, "ignore_eos": True})}
+    assert drawn <= allowed and len(drawn) > 1
+
+
+# --- logprobs
+
+
+def logprobs_by_hand(logits, *, temperature=1.0, top_k=0, raw):
+    """Raw: of the model. Processed: of what was sampled from, dropped tokens at -inf."""
+    if raw:
+        return log_softmax(logits)
+    scores = logits / temperature
+    if top_k:
+        scores = np.where(scores >= np.sort(scores)[-top_k], scores, -np.inf)
+    return log_softmax(scores)
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["processed", "raw"])
+@pytest.mark.parametrize("top_k", [0, 8])
+def test_output_logprobs_are_those_of_the_oracle(request, engine, oracle, raw, top_k):
+    chosen = request.getfixturevalue("raw_engine") if raw else engine
+    params = {"seed": 2, "temperature": 0.7, "top_k": top_k, "max_tokens": 16, "ignore_eos": True}
+    result = chosen.generate(input_ids=PROMPT, sampling_params=params, return_logprob=True, top_logprobs_num=12)
+    meta, ids = result["meta_info"], result["output_ids"]
+    assert meta["logprobs_mode"] == ("raw" if raw else "processed")
+    logits = oracle.run([*PROMPT, *ids]).logits[len(PROMPT) - 1 : -1]
+    for row, (value, token, _), top in zip(logits, meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
+        wanted = logprobs_by_hand(row, temperature=0.7, top_k=top_k, raw=raw)
+        assert value == pytest.approx(wanted[token], abs=2e-4)
+        best = np.argsort(-wanted, kind="stable")[:12]
+        kept = [number for number, _, _ in top if number is not None]
+        assert kept == pytest.approx(wanted[best][: len(kept)].tolist(), abs=2e-4)
+        assert len(kept) == (12 if raw or not top_k else top_k), "a dropped token has no logprob: null, never a number"
+        assert [one for _, one, _ in top][: len(kept)] == best[: len(kept)].tolist()
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["processed", "raw"])
+def test_greedy_logprobs_are_the_models_own(request, engine, oracle, raw):
+    chosen = request.getfixturevalue("raw_engine") if raw else engine
+    result = chosen.generate(input_ids=PROMPT, sampling_params=GREEDY, max_new_tokens=8, return_logprob=True)
+    logits = oracle.run([*PROMPT, *result["output_ids"]]).logits[len(PROMPT) - 1 : -1]
+    wanted = [log_softmax(row)[token] for row, token in zip(logits, result["output_ids"], strict=True)]
+    assert [value for value, _, _ in result["meta_info"]["output_token_logprobs"]] == pytest.approx(wanted, abs=2e-4)
+
+
+@pytest.mark.parametrize("start", [0, 1, 31, 32, 33, 69])
+def test_prompt_logprobs_are_those_of_the_oracle_across_chunks(engine, oracle, start):
+    asked = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 3}
+    meta = engine.generate(input_ids=LONG_PROMPT, sampling_params={"seed": 1, "temperature": 0.3, "max_tokens": 2}, **asked)["meta_info"]
+    wanted = log_softmax(oracle.run(LONG_PROMPT).logits)  # of the model, whatever the temperature
+    told = meta["input_token_logprobs"]
+    assert [token for _, token, _ in told] == LONG_PROMPT[start:]
+    for place, (value, token, _) in enumerate(told, start=start):
+        if place == 0:
+            assert value is None and meta["input_top_logprobs"][0] is None
+            continue
+        assert value == pytest.approx(wanted[place - 1][token], abs=2e-4)
+        top = meta["input_top_logprobs"][place - start]
+        best = np.argsort(-wanted[place - 1], kind="stable")[:3]
+        assert [number for number, _, _ in top] == pytest.approx(wanted[place - 1][best].tolist(), abs=2e-4)
+        assert [one for _, one, _ in top] == best.tolist()

@@ -1,0 +1,88 @@
+"""The memory plan: sums of what will be allocated, and typed refusals before it is."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from routed_experts.core.buckets import Buckets
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.execution.memory_plan import device_bytes, plan_memory
+from routed_experts.memory.kv_pool import KVPoolSpec
+
+SPEC = CaptureSpec(num_hidden_layers=4, layer_ids=(1, 2, 3), num_experts=16, top_k=4)
+
+
+class TwoArrays(nnx.Module):
+    def __init__(self) -> None:
+        self.big, self.small = nnx.Param(jnp.zeros((1000, 30), jnp.bfloat16)), nnx.Param(jnp.zeros(7, jnp.float32))
+
+
+def plan(*, context=64, capture=SPEC, dtype=jnp.bfloat16, **args):
+    settings = {"page_size": 16, "precompile_bs_paddings": (4,), "precompile_token_paddings": (32,)}
+    server_args = ServerArgs(**(settings | args))
+    pool = KVPoolSpec(num_pages=0, page_size=server_args.page_size, num_layers=4, num_kv_heads=2, head_dim=8, dtype=jnp.dtype(dtype))
+    buckets = Buckets.of(server_args, context_length=context)
+    return plan_memory(server_args, buckets, pool, nnx.state(TwoArrays()), capture, context_length=context)
+
+
+def test_weights_are_the_sum_of_their_leaves():
+    assert plan().weights == 1000 * 30 * 2 + 7 * 4
+
+
+def test_the_pool_is_as_large_as_asked_and_its_bytes_are_those_it_allocates():
+    made = plan(max_total_tokens=100)
+    assert made.pool.num_pages == 100 // 16 + 1  # and the padding page
+    pool = made.pool.allocate()
+    assert made.kv == pool.nbytes == made.pool.num_slots * 4 * 2 * 2 * 8 * 2
+    assert not np.asarray(pool, np.float32).any()
+
+
+def test_left_alone_the_pool_holds_every_running_request_twice():
+    made = plan(context=64)
+    assert (made.pool.num_pages - 1) * 16 == 2 * 4 * 64
+
+
+def test_the_pool_shrinks_to_what_the_fraction_leaves():
+    page_bytes = 16 * 4 * 2 * 2 * 8 * 2
+    fixed = plan().weights + 2 * 32 * SPEC.row_bytes
+    fraction = (fixed + 5.5 * page_bytes) / device_bytes()
+    assert plan(mem_fraction_static=fraction).pool.num_pages == 5  # the padding page among them
+
+
+def test_capture_costs_one_byte_an_id_a_slot_and_nothing_when_off():
+    made = plan(max_total_tokens=160)
+    assert made.capture_host == made.pool.num_slots * 3 * 4
+    assert made.capture_device == 2 * 32 * 3 * 4
+    off = plan(max_total_tokens=160, capture=None)
+    assert (off.capture_host, off.capture_device) == (0, 0)
+
+
+def test_what_was_asked_and_does_not_fit_is_refused_with_what_would():
+    limit = math.ceil(plan(max_total_tokens=160).weights * 3)
+    with pytest.raises(ConfigError, match=r"max_total_tokens=160000 needs .* MiB .*; lower it to \d+ or raise mem_fraction_static") as told:
+        plan(max_total_tokens=160_000, mem_fraction_static=limit / device_bytes())
+    fits = int(str(told.value).split("lower it to ")[1].split()[0])
+    assert plan(max_total_tokens=fits, mem_fraction_static=limit / device_bytes()).pool.num_pages == fits // 16 + 1
+    assert "\n" not in str(told.value) and len(str(told.value)) <= 1024
+
+
+@pytest.mark.parametrize("asked", [None, 16, 1 << 40])
+def test_weights_that_leave_no_room_are_refused(asked):
+    with pytest.raises(ConfigError, match=r"leave no room for a KV page of 16 tokens .*raise mem_fraction_static"):
+        plan(max_total_tokens=asked, mem_fraction_static=1e-12)
+
+
+def test_the_printed_plan_names_every_purpose_once():
+    lines = plan().lines()
+    assert [line.split("  ")[0].strip() for line in lines] == ["weights", "KV pages", "capture, device", "capture, host", "limit"]
+    assert all("MiB" in line for line in lines)
+
+
+def test_the_device_has_memory():
+    assert jax.local_devices() and device_bytes() > 1 << 28

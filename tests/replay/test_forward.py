@@ -1,0 +1,248 @@
+"""The training forward: replay is bitwise where it must be, reaches the router where it should, and agrees with the engine."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from routed_experts import Engine, extract_routed_experts_from_meta_info
+from routed_experts.layers.moe import MOE_BACKENDS
+from routed_experts.models.registry import ModelFolder
+from routed_experts.replay.forward import RoutedBatch, forward
+from tiny import VOCAB_SIZE, write_tiny_checkpoint
+
+LENGTH, LAYERS, MOE_LAYERS, EXPERTS, TOP_K = 12, 3, 2, 16, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), num_hidden_layers=LAYERS, tokenizer=False, hidden_size=32)
+
+
+@pytest.fixture(scope="module")
+def parts(folder):
+    opened = ModelFolder.open(folder)
+    return nnx.split(opened.load(opened.dtype("auto")))
+
+
+@pytest.fixture(scope="module")
+def run(parts):
+    """The jitted forward; `run.traces` grows with each trace."""
+    graphdef, own_state = parts
+    traces = []
+
+    @functools.partial(jax.jit, static_argnames=("backend", "remat"))
+    def traced(state, tokens, routed, segment_ids, positions, backend, remat):
+        traces.append(1)
+        kind = MOE_BACKENDS[backend]
+        options = dict(segment_ids=segment_ids, positions=positions, backend=kind, remat=remat)
+        return forward(nnx.merge(graphdef, state), tokens, routed=routed, return_routed=True, **options)
+
+    def call(tokens, routed=None, *, state=own_state, segment_ids=None, positions=None, backend="grouped", remat=False):
+        return traced(state, tokens, routed, segment_ids, positions, backend, remat)
+
+    call.traces = traces
+    return call
+
+
+def random_tokens(batch=2, length=LENGTH, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB_SIZE, (batch, length)), jnp.int32)
+
+
+def drifted_ids(tokens, seed=1):
+    """Distinct random experts in random order, for every token and MoE layer."""
+    rng = np.random.default_rng(seed)
+    return rng.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (*tokens.shape, MOE_LAYERS, 1)), axis=-1)[..., :TOP_K]
+
+
+def routed_batch(ids, valid=True, pad=False):
+    return RoutedBatch(jnp.asarray(ids, jnp.uint8), *(jnp.asarray(np.broadcast_to(flags, ids.shape[:2])) for flags in (valid, pad)))
+
+
+def some_rows(tokens, seed=2):
+    return np.random.default_rng(seed).random(tokens.shape) < 0.5
+
+
+@pytest.mark.parametrize("backend", sorted(MOE_BACKENDS))
+def test_no_valid_row_is_live_by_the_bit_whatever_the_rows_hold(run, backend):
+    tokens = random_tokens()
+    live = run(tokens, backend=backend)
+    assert live.ids.dtype == jnp.uint8 and live.ids.shape == (*tokens.shape, MOE_LAYERS, TOP_K)
+    for filler in (0, 255):
+        ids = np.full(live.ids.shape, filler)
+        replayed = run(tokens, routed_batch(ids, valid=False), backend=backend)
+        assert np.array_equal(replayed.logits, live.logits)
+        assert np.array_equal(replayed.ids, live.ids)
+
+
+@pytest.mark.parametrize("backend", sorted(MOE_BACKENDS))
+def test_replay_of_its_own_ids_is_the_same_by_the_bit(run, backend):
+    tokens = random_tokens(seed=3)
+    live = run(tokens, backend=backend)
+    for valid in (True, some_rows(tokens)):
+        again = run(tokens, routed_batch(live.ids, valid=valid), backend=backend)
+        assert np.array_equal(again.logits, live.logits) and np.array_equal(again.ids, live.ids)
+
+
+def test_valid_rows_run_what_they_were_given_in_their_order(run):
+    tokens = random_tokens(seed=4)
+    ids, valid = drifted_ids(tokens), some_rows(tokens)
+    executed, live = np.asarray(run(tokens, routed_batch(ids, valid=valid)).ids), np.asarray(run(tokens).ids)
+    assert np.array_equal(executed[valid], ids[valid])
+    assert np.array_equal(executed[~valid][:, 0], live[~valid][:, 0])  # before the first MoE layer nothing was forced
+    assert not np.array_equal(executed[~valid][:, 0], ids[~valid][:, 0])
+
+
+def test_other_ids_give_other_logits_and_backends_agree_on_them(run):
+    tokens = random_tokens(seed=5)
+    batch = routed_batch(drifted_ids(tokens))
+    replayed = {backend: run(tokens, batch, backend=backend) for backend in MOE_BACKENDS}
+    assert np.max(np.abs(replayed["grouped"].logits - run(tokens).logits)) > 0.1
+    for backend, result in replayed.items():
+        np.testing.assert_allclose(result.logits, replayed["reference"].logits, atol=1e-4, err_msg=backend)
+
+
+def test_new_ids_and_new_flags_trace_nothing(run):
+    tokens = random_tokens(seed=6)
+    run(tokens, routed_batch(drifted_ids(tokens)))
+    before = len(run.traces)
+    for seed in range(3):
+        flags = dict(valid=some_rows(tokens, seed), pad=np.arange(LENGTH) > 9 + seed)
+        run(random_tokens(seed=seed), routed_batch(drifted_ids(tokens, seed), **flags))
+    assert len(run.traces) == before
+
+
+@pytest.fixture(scope="module")
+def value_and_grad(parts):
+    """The mean negative log probability of each next token, and its gradient in all weights; one program for each form."""
+
+    @functools.partial(jax.jit, static_argnames="remat")
+    def compute(state, tokens, routed=None, *, remat=False):
+        def loss(state):
+            logits = forward(nnx.merge(parts[0], state), tokens, routed=routed, remat=remat).logits[:, :-1]
+            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1))
+
+        return jax.value_and_grad(loss)(state)
+
+    return compute
+
+
+def assert_close(one, other, atol):
+    leaves = jax.tree_util.tree_leaves_with_path(one)
+    for (path, leaf), wanted in zip(leaves, jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(leaf, wanted, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_gradients_with_and_without_remat_agree(parts, value_and_grad, replay):
+    tokens = random_tokens(seed=7)
+    routed = routed_batch(drifted_ids(tokens), valid=some_rows(tokens)) if replay else None
+    (plain_loss, plain), (remat_loss, remat) = (value_and_grad(parts[1], tokens, routed, remat=remat) for remat in (False, True))
+    assert float(plain_loss) == pytest.approx(float(remat_loss), abs=1e-6)
+    assert_close(plain, remat, 1e-6)
+
+
+def test_self_replay_leaves_loss_and_gradients_as_they_are(parts, run, value_and_grad):
+    tokens = random_tokens(seed=8)
+    live_loss, live = value_and_grad(parts[1], tokens)
+    replayed_loss, replayed = value_and_grad(parts[1], tokens, routed_batch(run(tokens).ids))
+    assert float(live_loss) == pytest.approx(float(replayed_loss), abs=1e-6)
+    assert_close(live, replayed, 1e-6)
+
+
+def test_drifted_ids_give_every_router_a_gradient_that_is_a_finite_difference(parts, value_and_grad):
+    """With the ids held, the loss is smooth in the weights: no choice can flip between the two ends."""
+    tokens = random_tokens(seed=9)
+    routed = routed_batch(drifted_ids(tokens))
+    gradient = value_and_grad(parts[1], tokens, routed)[1]
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+    arrays = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient)}
+    routers = [array for name, array in arrays.items() if name.endswith("router")]
+    assert sum(len(array) for array in routers) == MOE_LAYERS
+    assert all(np.all(np.any(array != 0, axis=(1, 2))) for array in routers)
+    kinds = {name.rpartition(".")[2] for name in arrays}
+    assert {"router", "gate_up", "down", "qkv", "out", "embed", "head"} <= kinds
+    for kind in sorted(kinds):
+        moved = {name: array * (name.rpartition(".")[2] == kind) for name, array in arrays.items()}
+        length, step = float(np.sqrt(sum(np.sum(array**2) for array in moved.values()))), 2e-2
+        assert length > 1e-4, kind
+        losses = []
+        for sign in (1.0, -1.0):
+            flat = [(path, leaf.replace(leaf[...] + np.float32(sign * step / length) * moved[".".join(map(str, path))]))
+                    for path, leaf in nnx.to_flat_state(parts[1])]  # fmt: skip
+            losses.append(float(value_and_grad(nnx.from_flat_state(flat), tokens, routed)[0]))
+        assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(length, rel=0.03, abs=2e-4), kind
+
+
+def test_packed_segments_are_the_sequences_on_their_own(run):
+    one, two = random_tokens(1, 6, seed=10), random_tokens(1, 6, seed=11)
+    ids = [drifted_ids(tokens, seed) for seed, tokens in enumerate((one, two))]
+    valid = [some_rows(tokens, seed) for seed, tokens in enumerate((one, two))]
+    apart = [run(tokens, routed_batch(i, valid=v)) for tokens, i, v in zip((one, two), ids, valid, strict=True)]
+    segments, positions = (jnp.asarray([row], jnp.int32) for row in ([*[0] * 6, *[1] * 6], [*range(6), *range(6)]))
+    packed_batch = routed_batch(np.concatenate(ids, axis=1), valid=np.concatenate(valid, axis=1))
+    packed = run(jnp.concatenate([one, two], axis=1), packed_batch, segment_ids=segments, positions=positions)
+    np.testing.assert_allclose(packed.logits, np.concatenate([part.logits for part in apart], axis=1), atol=1e-4)
+    assert np.array_equal(packed.ids, np.concatenate([part.ids for part in apart], axis=1))
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_places_without_a_token_change_no_token(run, side):
+    """Whatever id stands there, and whatever its rows hold; logits of the tokens are those of the sequence alone."""
+    tokens = random_tokens(1, 6, seed=12)
+    ids, valid = drifted_ids(tokens), some_rows(tokens)
+    alone = run(tokens, routed_batch(ids, valid=valid))
+    before, after = {"left": (6, 0), "right": (0, 6), "both": (2, 4)}[side]
+    pad = np.ones((1, 12), bool)
+    pad[:, before : 12 - after] = False
+    wide_ids = np.full((1, 12, MOE_LAYERS, TOP_K), 255)
+    wide_ids[:, before : 12 - after] = ids
+    wide_valid = np.zeros((1, 12), bool)
+    wide_valid[:, before : 12 - after] = valid
+    for filler in (0, 77):
+        wide = jnp.full((1, 12), filler, jnp.int32).at[:, before : 12 - after].set(tokens)
+        padded = run(wide, routed_batch(wide_ids, valid=wide_valid, pad=pad), positions=jnp.arange(12, dtype=jnp.int32)[None] - before)
+        np.testing.assert_allclose(padded.logits[:, before : 12 - after], alone.logits, atol=1e-4)
+        assert np.array_equal(padded.ids[:, before : 12 - after], alone.ids)
+        assert np.all(np.isfinite(padded.logits))
+
+
+def test_a_sequence_does_not_see_the_others_of_its_batch_nor_what_comes_later(run):
+    tokens = random_tokens(seed=13)
+    base = np.asarray(run(tokens).logits)
+    other = np.asarray(run(tokens.at[1].set(5)).logits)
+    np.testing.assert_allclose(other[0], base[0], atol=1e-4)
+    later = np.asarray(run(tokens.at[0, 8].add(1)).logits)
+    np.testing.assert_allclose(later[0, :8], base[0, :8], atol=1e-4)
+    assert np.max(np.abs(later[0, 8] - base[0, 8])) > 0.1
+
+
+def test_the_engine_and_the_forward_say_the_same_logprobs_and_rows(folder, run):
+    prompts = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist() for seed, length in ((0, 3), (1, 21), (2, 40))]
+    sizes = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), page_size=8, max_total_tokens=256, context_length=64)
+    with Engine(str(folder), skip_tokenizer_init=True, enable_return_routed_experts=True, **sizes) as engine:
+        asked = dict(return_logprob=True, logprob_start_len=0, return_routed_experts=True)
+        results = engine.generate(input_ids=prompts, sampling_params={"temperature": 0.9, "seed": 7, "max_tokens": 8}, **asked)
+    processed = []
+    for prompt, result in zip(prompts, results, strict=True):
+        meta, tokens = result["meta_info"], [*prompt, *result["output_ids"]]
+        rows = extract_routed_experts_from_meta_info(result).reshape(-1, LAYERS, TOP_K)[:, 1:]
+        assert len(rows) == len(tokens) - 1
+        ids, valid, pad = np.full((1, 48, *rows.shape[1:]), 255), np.arange(48)[None] < len(rows), np.arange(48)[None] >= len(tokens)
+        ids[0, : len(rows)] = rows
+        padded = jnp.zeros((1, 48), jnp.int32).at[0, : len(tokens)].set(jnp.asarray(tokens, jnp.int32))
+        trained = run(padded, routed_batch(ids, valid=valid, pad=pad))
+        assert np.array_equal(np.asarray(trained.ids)[0, : len(rows)], rows)
+        live = run(padded)
+        assert np.mean(np.asarray(live.ids)[0, : len(rows)] == rows) > 0.98  # the same weights, but for near ties
+        prompt_logprobs = jax.nn.log_softmax(trained.logits[0])
+        for place, (value, token, _) in enumerate(meta["input_token_logprobs"][1:]):
+            assert value == pytest.approx(float(prompt_logprobs[place, token]), abs=1e-4)
+        sampled = jax.nn.log_softmax(trained.logits[0] / 0.9)
+        for place, (value, token, _) in enumerate(meta["output_token_logprobs"], start=len(prompt) - 1):
+            assert value == pytest.approx(float(sampled[place, token]), abs=1e-4)
+            processed.append(value)
+    assert len(processed) == 24 and meta["logprobs_mode"] == "processed"

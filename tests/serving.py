@@ -1,0 +1,62 @@
+"""Small engines for tests of what users meet: the tiny MoE, two padded shapes. Knows no test."""
+
+import contextlib
+import functools
+import tempfile
+
+from tiny import write_tiny_checkpoint
+
+from routed_experts import Engine
+
+SMALL = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (32,)}
+
+
+@contextlib.contextmanager
+def serve(folder, **args):
+    """An engine of a checkpoint folder; at the end it must be whole, with no request left."""
+    with Engine(str(folder), **(SMALL | args)) as engine:
+        yield engine
+        assert_idle(engine)
+
+
+@contextlib.contextmanager
+def borrow(**args):
+    """The engine of these settings that all test files of a process share, for compiling is most of a test: with an empty cache,
+    and given back idle."""
+    engine = _shared(**args)
+    engine.flush_cache()
+    yield engine
+    assert_idle(engine)
+
+
+@functools.cache
+def _shared(**args):
+    with tempfile.TemporaryDirectory() as folder:
+        return Engine(str(write_tiny_checkpoint(folder)), **(SMALL | args))
+
+
+def assert_idle(engine):
+    """Nothing is broken, nothing is left: no request, no page, no row."""
+
+    def look(core):
+        pages = core.scheduler.pages
+        assert core.ledger.num_live == 0 and not core.scheduler.running and not core.scheduler.waiting
+        assert pages.num_available == pages.allocator.num_total, (pages.num_available, pages.allocator.num_total)
+        assert pages.table.num_free == pages.table.num_total
+
+    on_engine_thread(engine, look)
+    assert engine.check_integrity() == []
+
+
+def on_engine_thread(engine, script):
+    """Run `script(core)` between two steps; what it sees cannot change under it, and it may step the core itself."""
+    return engine._loop.call(lambda: script(engine._assembly.core))
+
+
+def letters(engine, count=20):
+    """A logit bias that leaves a random model nothing to say but ASCII letters, several a token here and there."""
+    tokenizer = engine.tokenizer
+    spoken = [token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token).isalpha() and not tokenizer.is_special(token)]
+    ascii_only = [token for token in spoken if tokenizer.token_bytes(token).isascii()]
+    assert len(ascii_only) > count
+    return dict.fromkeys(sorted(ascii_only, key=lambda token: -len(tokenizer.token_bytes(token)))[:count], 100.0)

@@ -1,0 +1,137 @@
+"""The command line: flags follow the dataclass, and what is wrong ends with a sentence and a code, never a traceback."""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import routed_experts
+from routed_experts.capture import record_from_meta_info
+from routed_experts.cli import add_engine_flags, engine_args, main
+from routed_experts.core.server_args import ServerArgs
+from tiny import write_tiny_checkpoint
+
+SRC = Path(routed_experts.__file__).parents[1]
+OTHER = {  # a value that is not the default, as typed
+    "tokenizer_path": "folder", "dtype": "float32", "attention_backend": "reference", "moe_backend": "grouped", "logprobs_mode": "raw",
+    "mem_fraction_static": "0.5", "precompile_bs_paddings": "2 4", "precompile_token_paddings": "32 128",
+}  # fmt: skip
+
+
+def run(*argv, cwd=None, blocked=False):
+    """The command in a process of its own, warnings as errors; `blocked`: without JAX."""
+    cache = jax.config.jax_compilation_cache_dir or str(cwd)
+    env = {**os.environ, "PYTHONPATH": str(SRC), "JAX_COMPILATION_CACHE_DIR": cache}
+    start = ["-c", "import sys; sys.modules['jax'] = None; from routed_experts.cli import main; sys.exit(main())"] if blocked else []
+    command = [sys.executable, "-W", "error", *(start or ["-m", "routed_experts"]), *argv]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=600, check=False, env=env, cwd=cwd)
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    return engine_args(parser.parse_args(argv))
+
+
+def assert_refused(code, err, *, lines=3):
+    assert code == 2
+    assert 1 <= err.count("\n") <= lines
+    assert "Traceback" not in err
+    assert err.startswith("routed-experts")
+
+
+def test_nothing_said_leaves_every_field_to_its_default():
+    assert parse() == {}
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(ServerArgs), ids=lambda field: field.name)
+def test_every_field_has_a_flag_that_sets_it(field):
+    flag = f"--{field.name.replace('_', '-')}"
+    said = [] if isinstance(field.default, bool) else OTHER.get(field.name, "64").split()
+    given = parse(flag, *said)
+    assert given.keys() == {field.name}
+    value = given[field.name]
+    assert value != field.default
+    assert [str(x) for x in (value if isinstance(value, tuple) else [value])] == (said or ["True"])
+
+
+def test_spellings_of_vllm_and_sglang_are_known():
+    said = "--tokenizer t --max-model-len 8 --max-num-seqs 4 --block-size 8 --gpu-memory-utilization 0.5 --no-enable-prefix-caching"
+    wanted = {"tokenizer_path": "t", "context_length": 8, "max_running_requests": 4, "page_size": 8, "mem_fraction_static": 0.5}
+    assert parse(*said.split(), "--seed", "3") == {**wanted, "disable_radix_cache": True, "random_seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ((), "COMMAND"),
+        (("dance",), "dance"),
+        (("generate",), "MODEL"),
+        (("generate", "model"), "--prompt"),
+        (("generate", "model", "--prompt", "a", "--page-sise", "8"), "--page-sise"),
+        (("generate", "model", "--prompt", "a", "--page-size", "many"), "many"),
+        (("generate", "model", "--prompt", "a", "--dtype", "float4"), "float4"),
+        (("generate", "model", "--prompt", "a", "--trust-remote-code"), "never run"),
+        (("generate", "model", "--prompt", "a", "--page-size", "0"), "page_size=0"),
+        (("generate", "model", "--prompt", "a", "--max-running-requests", "99"), "max_running_requests=99"),
+    ],
+)
+def test_a_wrong_use_is_refused_before_anything_starts(argv, told, capsys):
+    try:
+        code = main(argv)
+    except SystemExit as exit_:
+        code = exit_.code
+    out, err = capsys.readouterr()
+    assert_refused(code, err)
+    assert told in err
+    assert out == ""
+
+
+def test_version_and_help_need_no_jax():
+    assert run("--version", blocked=True).stdout.startswith("routed-experts ")
+    told = run("generate", "--help", blocked=True)
+    assert told.returncode == 0
+    assert "--enable-return-routed-experts" in told.stdout
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path):
+    done = run("generate", str(tmp_path / "nowhere"), "--prompt", "a")
+    assert_refused(done.returncode, done.stderr)
+    assert "nowhere" in done.stderr
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_engine_starts(tmp_path):
+    done = run("generate", str(tmp_path / "model"), "--prompt", "a", "--output", str(tmp_path / "no" / "folder.jsonl"))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "folder.jsonl" in done.stderr
+
+
+def test_an_unknown_platform_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "abacus")
+    done = run("generate", str(tmp_path / "model"), "--prompt", "a")
+    assert_refused(done.returncode, done.stderr)
+    assert "abacus" in done.stderr
+
+
+def test_generate_writes_answers_with_their_records(tmp_path):
+    model = write_tiny_checkpoint(tmp_path / "model")
+    flags = ["--max-new-tokens", "5", "--temperature", "0", "--precompile-bs-paddings", "2", "--precompile-token-paddings", "64"]
+    flags += ["--return-routed-experts", "--output", "answers.jsonl"]
+    done = run("generate", str(model), "--prompt", "The cat", "--prompt", "Ein Satz mit Umlauten: äöü", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [answer["prompt"] for answer in answers] == ["The cat", "Ein Satz mit Umlauten: äöü"]
+    for answer in answers:
+        record = record_from_meta_info(answer)
+        assert record.num_rows == answer["meta_info"]["prompt_tokens"] + len(answer["output_ids"]) - 1
+        assert f"routed_experts ({record.num_rows}, 4, 4) int32" in done.stderr
+    done = run("generate", str(model), "--prompt", "The cat", *flags[:-2], cwd=tmp_path)
+    assert done.stdout == answers[0]["text"] + "\n"

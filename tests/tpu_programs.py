@@ -1,0 +1,142 @@
+"""The engine's own table of programs, compiled for a TPU that is not there, and what can be read off the result.
+Knows which sizes are realistic and small at once; knows nothing of values or times.
+
+The functions, their donations and their inputs are those of `program_jobs`: only the devices that the weights are said to lie on
+differ. Pools are larger than VMEM (128 MiB), else "in place" could mean "on the chip". Backends are those that an engine picks."""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from routed_experts.core.model_worker_batch import ForwardMode, SamplerForm
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.assembly import DEFAULT_BACKENDS
+from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.model_runner import RunnerConfig, abstract_spoken, program_jobs
+from routed_experts.execution.programs import ProgramSpec
+from routed_experts.layers.routing import RouterSpec
+from routed_experts.memory.kv_pool import KVPoolSpec
+from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from tpu_aot import REPLICATED, tpu_mesh, without_compilation_cache
+
+Key = tuple[object, ...]
+Jobs = Mapping[Key, Callable[[], jax.stages.Lowered]]
+
+NUM_LAYERS, NUM_PAGES, PAGE_SIZE = 4, 384, 64  # 192 MiB
+NUM_REQUEST_SLOTS = 16_401  # counts of 513 MiB and prompt flags of 128 MiB; an engine has some tens
+CONFIG = Qwen3MoeConfig(
+    vocab_size=8192,
+    hidden_size=256,
+    num_layers=NUM_LAYERS,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=128,
+    dense_width=512,
+    expert_width=128,
+    router=RouterSpec(num_experts=64, top_k=8, renormalize=True),
+    moe_layers=(1, 2, 3),
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+    context_length=2048,
+)
+POOL = KVPoolSpec(
+    num_layers=NUM_LAYERS, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_kv_heads=4, head_dim=128, dtype=jnp.dtype(jnp.bfloat16)
+)
+DECODE = BatchShape(mode=ForwardMode.DECODE, num_tokens=16, num_requests=16, table_width=CONFIG.context_length // PAGE_SIZE)
+EXTEND = dataclasses.replace(DECODE, mode=ForwardMode.EXTEND, num_tokens=256)
+RUNNER = RunnerConfig(pool=POOL, num_request_slots=NUM_REQUEST_SLOTS, shapes=(DECODE, EXTEND), vocab_size=CONFIG.vocab_size)
+COUNTS = abstract_spoken(RUNNER)
+
+# Opcodes that name a place and move nothing, and the second half of an asynchronous pair.
+_FREE = frozenset({"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "copy-done", "after-all", "while", "conditional"})
+# What may yield an array as large as the pool: names of a place, and a write of some rows into the pool itself.
+_IN_PLACE = frozenset({"parameter", "get-tuple-element", "bitcast", "fusion", "scatter", "dynamic-update-slice"})
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
+_ARRAY = re.compile(r"[a-z]\w*\[([\d,]*)\]")
+
+
+@functools.cache
+def jobs(chip: str, *, capture: bool) -> Jobs:
+    """The runner's table, with weights that are said to lie on one `chip`."""
+    placed = NamedSharding(tpu_mesh(chip), REPLICATED)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+    weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state)
+    moe, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
+    spec = ProgramSpec(
+        graphdef=graphdef,
+        capture=CONFIG.capture_spec if capture else None,
+        moe=moe,
+        attention=attention,
+        num_pages=NUM_PAGES,
+        raw_logprobs=False,
+    )
+    return program_jobs(weights, spec, RUNNER)
+
+
+def name_of(key: Key) -> str:
+    """A program without its sizes, such as "sample extend greedy"."""
+    words = [part.mode if isinstance(part, BatchShape) else part for part in key if not isinstance(part, int)]
+    return " ".join(word.value if isinstance(word, ForwardMode | SamplerForm) else str(word) for word in words)
+
+
+@functools.cache
+def lowered(chip: str, name: str, *, capture: bool) -> jax.stages.Lowered:
+    """One program of the table, by name."""
+    [job] = [job for key, job in jobs(chip, capture=capture).items() if name_of(key) == name]
+    with jax.sharding.use_abstract_mesh(tpu_mesh(chip).abstract_mesh):
+        return job()
+
+
+@functools.cache
+def compiled(chip: str, name: str, *, capture: bool) -> jax.stages.Compiled:
+    """One program of the table, through the TPU compiler."""
+    with without_compilation_cache():
+        return lowered(chip, name, capture=capture).compile()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operations:
+    """Operations that a step runs, each counted once: outside of loops, in their bodies (a layer's), and those of one number."""
+
+    once: int
+    in_loops: int
+    scalar: int
+
+    def __sub__(self, other: "Operations") -> "Operations":
+        """What this program has more."""
+        return Operations(self.once - other.once, self.in_loops - other.in_loops, self.scalar - other.scalar)
+
+
+def operations(program: jax.stages.Compiled) -> Operations:
+    """Count the operations of the optimised program; a fusion is one, what is inside of it none."""
+    text = program.as_text() or ""
+    bodies, counts, scalar, inside = set(re.findall(r"body=%?([\w.-]+)", text)), collections.Counter[str](), 0, ""
+    for line in text.splitlines():
+        if line.endswith("{") and (opened := re.match(r"(ENTRY )?%?([\w.-]+) \(", line)):
+            inside = "once" if opened[1] else "in loops" if opened[2] in bodies else ""
+        if inside and (found := _INSTRUCTION.match(line)) and found[2] not in _FREE:
+            if max(map(_num_elements, _ARRAY.findall(found[1]))) > 1:
+                counts[inside] += 1
+            else:
+                scalar += 1
+    return Operations(counts["once"], counts["in loops"], scalar)
+
+
+def whole_pool_operations(program: jax.stages.Compiled, pool: jax.ShapeDtypeStruct) -> list[str]:
+    """Find what makes another array of the pool's size, whatever its shape or dtype: a copy, a transpose, a conversion."""
+    found = (_INSTRUCTION.match(line) for line in (program.as_text() or "").splitlines())
+    made = [(match[1], match[2]) for match in found if match and match[2] not in _IN_PLACE | {"tuple", "while", "conditional"}]
+    return [f"{opcode} {result}" for result, opcode in made if any(_num_elements(dims) >= pool.size for dims in _ARRAY.findall(result))]
+
+
+def _num_elements(dims: str) -> int:
+    return math.prod(map(int, filter(None, dims.split(","))))
