@@ -196,6 +196,7 @@ def main() -> None:
     curve = train(model, documents, plan)
     save(options.out, CONFIG, hugging_face_tensors(model))
     (options.out / "README.md").write_text(README, encoding="utf-8")
+    (options.out / "model.safetensors").chmod(0o644)  # safetensors writes 0600, which a wheel would keep
     minutes = (time.perf_counter() - began) / 60
     (options.corpus / "training.json").write_text(json.dumps({"minutes": minutes, "curve": curve}) + "\n", encoding="utf-8")
     print(f"trained in {minutes:.1f} minutes; {sum(file.stat().st_size for file in options.out.iterdir()):,} bytes in {options.out}")

@@ -4,9 +4,8 @@ import contextlib
 import functools
 import tempfile
 
-from tiny import write_tiny_checkpoint
-
 from routed_experts import Engine
+from tiny import write_tiny_checkpoint
 
 SMALL = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (32,)}
 

@@ -15,6 +15,9 @@ NEW_TOKENS = 12
 NEAR_TIE = 1e-4
 PROMPTS = [random_prompt(np.random.default_rng(seed), length).tolist() for seed, length in enumerate((9, 30, 1, 17))]
 GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS}
+SETTINGS = dict(
+    enable_return_routed_experts=True, skip_tokenizer_init=True, precompile_token_paddings=[32], context_length=64, page_size=8
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +57,6 @@ def padded_to_four(folder, baseline):
         yield engine
 
 
-SETTINGS = dict(
-    enable_return_routed_experts=True, skip_tokenizer_init=True, precompile_token_paddings=[32], context_length=64, page_size=8
-)
-
-
 def assert_equal_to_baseline(engine, baseline, count):
     """Serve the first `count` prompts in one call, from an empty prefix cache."""
     engine.flush_cache()
@@ -70,10 +68,11 @@ def assert_equal_to_baseline(engine, baseline, count):
         flat = extract_routed_experts_from_meta_info(result)
         assert (flat.dtype, flat.size) == (np.int32, rows.size)
         routed = flat.reshape(rows.shape)
-        for token, layer in np.argwhere(near):
-            print(f"near tie at token {token}, layer {layer}: {routed[token, layer]} for {rows[token, layer]}")
-        assert near.mean() < 0.01
         np.testing.assert_array_equal(routed[~near], rows[~near])
+        others = np.argwhere((routed != rows).any(axis=-1))
+        for token, layer in others:
+            print(f"near tie at token {token}, layer {layer}: {routed[token, layer]} for {rows[token, layer]}")
+        assert len(others) <= 0.01 * near.size
     assert engine.check_integrity() == []
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
 from routed_experts.core.errors import ConfigError, RoutedExpertsError
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.demo import demo_model_path
 
 PROGRAM = "routed-experts"
 # Other spellings that users of vLLM and SGLang know.
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that has no Δ shows ?, and the command goes on
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     try:
         return options.run(options, began)
     except RoutedExpertsError as error:
@@ -93,7 +94,7 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
     return {name: tuple(cast("list[int]", value)) if isinstance(value, list) else value for name, value in fields.items()}
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog=PROGRAM, description="Serve Mixture-of-Experts models and know which experts every token was routed to.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
@@ -116,7 +117,7 @@ def _demo(options: argparse.Namespace, began: float) -> int:
     cache = _start_jax(default_platform="cpu")
     from routed_experts.demo.story import DemoOptions, run_demo
 
-    model = Path(__file__).parent / "demo_model" if options.model is None else options.model
+    model = demo_model_path() if options.model is None else options.model
     told = DemoOptions(model=model, output=options.output, began=began, imported=time.perf_counter(), cache=cache, version=_version())
     return run_demo(told, sys.stdout)
 

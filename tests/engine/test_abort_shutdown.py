@@ -11,8 +11,6 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import io_callback
-from serving import SMALL, assert_idle, borrow, on_engine_thread
-from tiny import write_tiny_checkpoint
 
 from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequestError
 from routed_experts.capture.meta_info import record_from_meta_info
@@ -22,6 +20,8 @@ from routed_experts.engine.assembly import BackendRegistry
 from routed_experts.engine.loop import Command
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.scheduling.schedule_batch import Req
+from serving import SMALL, assert_idle, borrow, on_engine_thread
+from tiny import write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 LONG = GREEDY | {"max_tokens": 400}
@@ -130,7 +130,11 @@ def test_an_aborted_prefix_serves_the_next_request(engine):
 
 
 def test_an_abort_while_retracted_keeps_tokens_and_rows(engine):
-    said = {"input_ids": [LONG_PROMPT[:20], LONG_PROMPT[40:60]], "sampling_params": GREEDY | {"max_tokens": 40}, "return_routed_experts": True}
+    said = {
+        "input_ids": [LONG_PROMPT[:20], LONG_PROMPT[40:60]],
+        "sampling_params": GREEDY | {"max_tokens": 40},
+        "return_routed_experts": True,
+    }
     whole = engine.generate(**said)
 
     def script(core, rids):

@@ -8,8 +8,6 @@ import shutil
 
 import numpy as np
 import pytest
-from serving import SMALL, assert_idle, borrow, on_engine_thread, serve
-from tiny import VOCAB_SIZE, tiny_config, tiny_tensors, write_tiny_checkpoint, write_tiny_tokenizer
 
 from routed_experts import (
     CaptureDisabledError,
@@ -27,6 +25,8 @@ from routed_experts.engine.assembly import BackendRegistry
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.models.checkpoint import save
 from routed_experts.scheduling.schedule_batch import Req
+from serving import SMALL, assert_idle, borrow, on_engine_thread, serve
+from tiny import VOCAB_SIZE, tiny_config, tiny_tensors, write_tiny_checkpoint, write_tiny_tokenizer
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 MAGIC = [-1, -2, 2**31, 2**63, -(2**63), 10**30, True, "5", 1.5, math.nan, math.inf, -math.inf, [], {}, b"x", object()]
@@ -212,10 +212,11 @@ def test_a_wish_for_rows_that_cannot_be_met_is_refused(engine, said, code):
 
 
 def test_start_at_the_end_of_the_prompt_gives_the_generated_rows_alone(engine):
-    result = engine.generate(input_ids=[1, 2, 3], sampling_params=GREEDY, max_new_tokens=5, return_routed_experts=True, routed_experts_start_len=3)
-    assert result["meta_info"]["routed_experts_info"]["shape"] == [4, 4, 4]
-    one = engine.generate(input_ids=[1, 2, 3], sampling_params=GREEDY, max_new_tokens=1, return_routed_experts=True, routed_experts_start_len=3)
-    assert one["meta_info"]["routed_experts_info"]["shape"] == [0, 4, 4] and one["meta_info"]["routed_experts"] == ""
+    said = {"input_ids": [1, 2, 3], "sampling_params": GREEDY, "return_routed_experts": True, "routed_experts_start_len": 3}
+    meta = engine.generate(**said, max_new_tokens=5)["meta_info"]
+    assert meta["routed_experts_info"]["shape"] == [4, 4, 4]
+    meta = engine.generate(**said, max_new_tokens=1)["meta_info"]
+    assert meta["routed_experts_info"]["shape"] == [0, 4, 4] and meta["routed_experts"] == "", "no row is not null"
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 0, [True], b"x"], ids=str)

@@ -146,7 +146,8 @@ def served_in_company(drive, count, seed):
     shared, reqs = random_prompt(rng, 24), []
     for index in range(count):
         prompt = np.concatenate([shared[: rng.integers(25)], random_prompt(rng, rng.integers(1, 17))])
-        reqs.append(request(f"r{index}", prompt, 8, temperature=float(index % 2), seed=index, prompt_logprobs_from=0 if index % 5 == 0 else -1))
+        start = 0 if index % 5 == 0 else -1
+        reqs.append(request(f"r{index}", prompt, 8, temperature=float(index % 2), seed=index, prompt_logprobs_from=start))
     drive.run(*reqs, before_step=lambda step: step % 9 == 8 and drive.retract_victim(), check=False)
     assert sum(told.end.cached_tokens > 0 for told in drive.told.values()) > count // 5
     assert drive.core.scheduler.num_retracted > count // 50

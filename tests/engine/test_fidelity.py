@@ -166,6 +166,16 @@ def test_rows_are_kept_for_those_that_ask_and_not_told_to_others(world):
     assert drive.told["quiet"].tokens == drive.told["asking"].tokens
 
 
+def test_another_extra_key_shares_no_page_and_no_row(world):
+    drive, prompt = world.drive(), random_prompt(np.random.default_rng(15), 20)
+    drive.run(request("a", prompt, extra_key="a"))
+    drive.run(request("b", prompt, extra_key="b"), request("a again", prompt, extra_key="a"))
+    assert_all_faithful(drive)
+    assert [told.end.cached_tokens for told in drive.told.values()] == [0, 0, 16]
+    pages = [{forward for forward, _ in drive.log.rows[rid].values()} for rid in ("a", "b")]
+    assert not pages[0] & pages[1]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_any_mixture_of_events_keeps_every_row(world, seed):
     """Arrivals, aborts, retractions, flushes and weight updates at random, in a pool that is too small."""

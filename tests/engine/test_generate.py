@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from serving import borrow, letters, serve
-from tiny import EOS_ID, VOCAB_SIZE, write_tiny_checkpoint
 
 from routed_experts import InvalidRequestError, PromptTooLongError, SamplingParams, extract_routed_experts_from_meta_info
 from routed_experts.capture.meta_info import record_from_meta_info
+from serving import borrow, letters, serve
+from tiny import EOS_ID, VOCAB_SIZE, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 META_KEYS = {
@@ -177,9 +177,7 @@ def test_logprobs_among_the_parameters_mean_the_same(engine):
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 7])
 def test_every_token_but_the_last_has_a_row(engine, max_new_tokens):
     prompt_len = len(engine.tokenizer.encode("once upon a time"))
-    whole = record_from_meta_info(
-        engine.generate("once upon a time", GREEDY, max_new_tokens=max_new_tokens, return_routed_experts=True)
-    )
+    whole = record_from_meta_info(engine.generate("once upon a time", GREEDY, max_new_tokens=max_new_tokens, return_routed_experts=True))
     assert whole.num_rows == prompt_len + max_new_tokens - 1 and whole.valid is None
     whole.validate()
     for start in (0, 1, prompt_len - 1, prompt_len):
@@ -251,7 +249,7 @@ def test_a_stop_string_across_tokens_cuts_the_text_and_keeps_the_ids(engine, spe
 
 
 def test_a_stop_string_outranks_the_length_that_the_same_token_reached(engine, spelled):
-    params, ids, pieces = spelled
+    params, _, pieces = spelled
     stop, begin = stop_across(pieces, 5)
     num_tokens = int(np.searchsorted(np.cumsum([len(piece) for piece in pieces]), begin + len(stop))) + 1
     result = engine.generate("the cat", params | {"stop": stop}, max_new_tokens=num_tokens)

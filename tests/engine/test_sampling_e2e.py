@@ -5,7 +5,10 @@ import concurrent.futures
 
 import numpy as np
 import pytest
+
 from oracles.full_sequence import FullSequence
+from routed_experts.core.io_struct import GenerateReqInput
+from routed_experts.engine.door import Door
 from serving import borrow
 from tiny import VOCAB_SIZE, tiny_config, tiny_tensors
 
@@ -155,20 +158,10 @@ def test_large_and_small_seeds_are_different_seeds(engine):
     assert len({tuple(ids_of(engine, {"seed": seed, "max_tokens": 12, "ignore_eos": True})) for seed in seeds}) == len(seeds)
 
 
-def test_engines_of_one_random_seed_begin_alike():
-    """Requests without a seed: the first call of an engine is a function of random_seed."""
-    first = []
-    for _ in range(2):
-        with borrow(enable_return_routed_experts=True) as engine:
-            door = type(engine._door)(engine._door._limits, engine.tokenizer, random_seed=7)
-            first.append([door.admit(_said())[0].sampling.seed for _ in range(3)])
-    assert first[0] == first[1] == [(7 << 32) + i for i in range(3)]
-
-
-def _said():
-    from routed_experts.core.io_struct import GenerateReqInput
-
-    return GenerateReqInput(text="a")
+def test_requests_without_a_seed_count_from_the_engines_random_seed(engine):
+    doors = [Door(engine._door._limits, engine.tokenizer, random_seed=7) for _ in range(2)]
+    seeds = [[door.admit(GenerateReqInput(text="a"))[0].sampling.seed for _ in range(3)] for door in doors]
+    assert seeds == [[(7 << 32) + i for i in range(3)]] * 2
 
 
 # --- distributions

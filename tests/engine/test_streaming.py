@@ -7,9 +7,9 @@ import itertools
 import threading
 
 import pytest
-from serving import assert_idle, borrow, letters, on_engine_thread
 
 from routed_experts import InvalidRequestError
+from serving import assert_idle, borrow, letters, on_engine_thread
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 LONG = GREEDY | {"max_tokens": 400}
@@ -139,9 +139,12 @@ def test_an_iterator_that_is_never_asked_asks_for_nothing(engine):
 
 
 def test_an_exception_in_the_loop_over_a_stream_aborts(engine):
-    with pytest.raises(ZeroDivisionError):
+    def read():
         for _ in engine.generate(["once", "upon"], LONG, stream=True):
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        read()
     gc.collect()
     assert num_live(engine) == 0
 

@@ -165,13 +165,15 @@ def test_a_batch_of_padding_alone_is_finite(name):
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("decode", [True, False])
 def test_what_a_request_does_not_own_changes_nothing_by_a_bit(name, decode):
-    """Other requests' pages, freed pages, the padding page, places past a request's end and all other layers."""
+    """Other requests' pages, freed pages, the padding page, places past a request's end and all other layers.
+
+    NaN too: weights that were bad for one step must not live on in the pages that they wrote."""
     step = make_step([(130, 1), (14, 1), (31, 1)], page_size=16, decode=decode)
     clean = attend(name, step)
     mask = np.zeros(step.pool.shape[:2], bool)
     for place in step.owned:
         mask[place] = True
-    for filler in (0.0, -POISON, 1e-3):
+    for filler in (0.0, -POISON, np.nan, np.inf):
         step.pool = np.where(mask[..., None, None], step.pool, np.float32(filler))
         assert np.array_equal(attend(name, step), clean)
 

@@ -77,6 +77,9 @@ def _start(options: DemoOptions, screen: Screen) -> Engine:
             on_phase=report,
         )
     screen.line(_row("ready", time.perf_counter() - options.began, "since the command began"))
+    screen.heading("memory plan")
+    for line in engine.memory_plan:
+        screen.line(f"  {line}")
     return engine
 
 

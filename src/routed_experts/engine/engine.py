@@ -125,12 +125,17 @@ class Engine:
         return {
             **dataclasses.asdict(self.server_args),
             "context_length": self._assembly.context_length,
-            "memory_plan": self._assembly.plan.lines(),
+            "memory_plan": self.memory_plan,
             "phases": {phase.name: phase.seconds for phase in self.phases},
             "requests_accepted": core.ledger.accepted,
             "requests_finished": dict(core.ledger.finished),
             "weight_version": str(core.runner.weight_version),
         }
+
+    @property
+    def memory_plan(self) -> list[str]:
+        """What was allocated and why, a purpose a line: weights, KV pages, capture on the device and on the host."""
+        return self._assembly.plan.lines()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -187,10 +192,10 @@ def _args_of(model_path: str | None, said: dict[str, Any]) -> ServerArgs:
     if unknown:
         raise ConfigError(f"{unknown[0]} is no parameter of Engine; {_nearest(unknown[0], known)}")
     paddings = ("precompile_bs_paddings", "precompile_token_paddings")
-    fields = {"model_path": model_path} | said
+    fields: dict[str, Any] = {"model_path": model_path} | said
     fields |= {name: tuple(fields[name]) for name in paddings if isinstance(fields.get(name), list)}
-    paths = ("model_path", "tokenizer_path")
-    return ServerArgs(**(fields | {name: str(fields[name]) for name in paths if isinstance(fields.get(name), os.PathLike)}))
+    fields |= {name: str(fields[name]) for name in ("model_path", "tokenizer_path") if isinstance(fields.get(name), os.PathLike)}
+    return ServerArgs(**fields)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -28,6 +28,7 @@ class MemoryPlan:
     weights: int
     capture_device: int
     capture_host: int
+    row_bytes: int
     limit: int
 
     @property
@@ -39,11 +40,11 @@ class MemoryPlan:
         """The plan as it is printed, one purpose a line."""
         tokens = (self.pool.num_pages - 1) * self.pool.page_size
         return [
-            f"weights         {self.weights / _MEBI:10.1f} MiB",
-            f"KV pages        {self.kv / _MEBI:10.1f} MiB  ({tokens:,} tokens of {self.pool.bytes_per_token:,} bytes)",
-            f"capture, device {self.capture_device / _MEBI:10.1f} MiB  (rows of two steps)",
-            f"capture, host   {self.capture_host / _MEBI:10.1f} MiB  (one byte or two an id, by KV slot)",
-            f"limit           {self.limit / _MEBI:10.1f} MiB  (mem_fraction_static of the device)",
+            f"weights         {_size(self.weights)}",
+            f"KV pages        {_size(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes",
+            f"capture, device {_size(self.capture_device)}  rows of two steps",
+            f"capture, host   {_size(self.capture_host)}  {self.pool.num_slots:,} slots of {self.row_bytes:,} bytes, one or two an id",
+            f"limit           {_size(self.limit)}  mem_fraction_static of the device",
         ]
 
 
@@ -74,7 +75,12 @@ def plan_memory(
         )
     pool = dataclasses.replace(model, num_pages=pages + 1)
     return MemoryPlan(
-        pool=pool, weights=weights, capture_device=2 * widest * row_bytes, capture_host=pool.num_slots * row_bytes, limit=limit
+        pool=pool,
+        weights=weights,
+        capture_device=2 * widest * row_bytes,
+        capture_host=pool.num_slots * row_bytes,
+        row_bytes=row_bytes,
+        limit=limit,
     )
 
 
@@ -84,3 +90,11 @@ def device_bytes() -> int:
     if stats is not None and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _size(count: int) -> str:
+    """Bytes in the unit that suits them, aligned."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:8.1f} {unit}"
+    return f"{count:8} B  "

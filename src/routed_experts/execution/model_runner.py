@@ -110,7 +110,8 @@ class ModelRunner:
         )
 
     def update_weights(self, state: nnx.State[Any, Any], *, version: int) -> None:
-        """Run all later steps with other weights of the same tree, shapes and dtypes. Raises WeightsMismatchError."""
+        """Run all later steps with other weights of the same tree, shapes and dtypes. Arrays that lie where the served ones do are
+        taken as they are, others are copied there now, so that no step has to. Raises WeightsMismatchError."""
         if version <= self.weight_version:
             raise WeightsMismatchError(f"version={version} must be above {self.weight_version}, the one that is served", param="version")
         old, new = (dict(jax.tree_util.tree_flatten_with_path(s)[0]) for s in (self.state, state))
@@ -118,7 +119,8 @@ class ModelRunner:
         wrong += [f"{jax.tree_util.keystr(k)}: {_said(v)} is not in the model" for k, v in new.items() if k not in old]
         if wrong:
             raise WeightsMismatchError(f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:4])}", param="state")
-        self._weights, self.weight_version = jax.tree.leaves(state), version
+        moved = (_placed_like(*pair) for pair in zip(jax.tree.leaves(state), self._weights, strict=True))
+        self._weights, self.weight_version = list(moved), version
 
     def poison(self) -> None:
         """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""
@@ -175,6 +177,11 @@ def abstract_spoken(config: RunnerConfig) -> SpokenTokens:
 def _shape(size: tuple[int, ...], dtype: Any) -> Any:
     """A ShapeDtypeStruct that stands for an array while programs are lowered."""
     return jax.ShapeDtypeStruct(size, dtype)
+
+
+def _placed_like(leaf: Array | np.ndarray, served: Array) -> Array:
+    owned = leaf if isinstance(leaf, jax.Array) else np.array(leaf)  # the CPU device may keep a host array as it is, and so see its changes
+    return jax.device_put(owned, served.sharding)
 
 
 def _zeros(shapes: SpokenTokens) -> SpokenTokens:

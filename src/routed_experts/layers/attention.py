@@ -3,8 +3,10 @@ Knows nothing of requests beyond the arrays of a step; `reference` is the oracle
 
 The pool of all layers is one array [L*P, page, 2G, C] that is carried through the layers and updated in place; row 2g holds
 the keys of head g and row 2g+1 its values. New keys and values are written first, then attention reads all from the pool.
-Padding tokens write to page 0 of the layer, which no request owns. Dims: N tokens, B requests, L layers, P pages, W pages of a
-request, H query heads, G kv heads, C head dim, S tokens of a sequence, T keys of a block, Q rows of a query tile."""
+Padding tokens write to page 0 of the layer, which no request owns. What a request does not own may be NaN (left by bad weights,
+or by half-precision overflow): a weight of 0 does not hide that, so values that are not seen are set to 0.
+Dims: N tokens, B requests, L layers, P pages, W pages of a request, H query heads, G kv heads, C head dim, S tokens of a
+sequence, T keys of a block, Q rows of a query tile."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -62,13 +64,14 @@ def write_kv(
 def attend_all(
     queries: Float[Array, "N H C"], keys: Float[Array, "N T G C"], values: Float[Array, "N T G C"], seen: Bool[Array, "N T"]
 ) -> Float[Array, "N H C"]:
-    """Softmax attention of each row over its own keys, in float32."""
+    """Softmax attention of each row over its own keys, in float32. Values that are not seen may be NaN."""
     num_rows, heads, head_dim = queries.shape
     groups = keys.shape[2]
     wide = queries.astype(jnp.float32).reshape(num_rows, groups, heads // groups, head_dim)
     scores = jnp.einsum("ngrc,ntgc->ngrt", wide, keys.astype(jnp.float32)) * head_dim**-0.5
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, NEVER), axis=-1)
-    return jnp.einsum("ngrt,ntgc->ngrc", weights, values.astype(jnp.float32)).reshape(queries.shape).astype(queries.dtype)
+    values = jnp.where(seen[:, :, None, None], values.astype(jnp.float32), 0.0)
+    return jnp.einsum("ngrt,ntgc->ngrc", weights, values).reshape(queries.shape).astype(queries.dtype)
 
 
 def gather_pages(
@@ -143,7 +146,7 @@ def _decode_attention(
         keys, values = (x.astype(jnp.float32) for x in gather_pages(pool, listed))  # [B, T, G, C]
         scores = jnp.einsum("bgrc,btgc->btgr", wide, keys)
         seen = index * block + jnp.arange(block) < batch.seq_lens[:, None]
-        scores = jnp.where(seen[:, :, None, None], scores, NEVER)
+        scores, values = (jnp.where(seen[:, :, None, None], *pair) for pair in ((scores, NEVER), (values, 0.0)))
         top = jnp.maximum(state.top, jnp.max(scores, axis=1))
         shrink, weights = jnp.exp(state.top - top), jnp.exp(scores - top[:, None])
         mixed = jnp.sum(weights[..., None] * values[:, :, :, None], axis=1)  # a sum over T reads the values as they lie
@@ -180,7 +183,8 @@ def _ragged_attention(
             listed = lax.dynamic_slice(table, (row, index * pages), (1, pages))
             keys, values = gather_pages(pool, first_page + listed)
             keys, values = (jnp.swapaxes(x[0], 0, 1).astype(jnp.float32) for x in (keys, values))  # [G, T, C]
-            seen = index * block + jnp.arange(block) <= at[:, None]
+            places = index * block + jnp.arange(block)
+            seen, values = places <= at[:, None], jnp.where((places <= positions[end - 1])[:, None], values, 0.0)
             scores = jnp.einsum("gqc,gtc->gqt", rows, keys)
             return state.add(jnp.where(jnp.repeat(seen, share, axis=0)[None], scores, NEVER), values)
 

@@ -122,5 +122,3 @@ class BatchBuilder:
 def wants_scores(row: Row) -> bool:
     """Does this part of a request hold prompt tokens whose successors' logprobs were asked for."""
     return row.req.wants_prompt_logprobs and not row.req.is_prefilled and row.start < row.req.prompt_len - 1
-
-

@@ -37,9 +37,7 @@ class Scheduler:
             table_width=buckets.table_width,
             use_prefix_cache=not args.disable_radix_cache,
         )
-        self._builder = BatchBuilder(
-            buckets, self.pages.table, num_request_slots=slots, page_size=args.page_size, vocab_size=vocab_size
-        )
+        self._builder = BatchBuilder(buckets, self.pages.table, num_request_slots=slots, page_size=args.page_size, vocab_size=vocab_size)
         self.waiting: collections.deque[Req] = collections.deque()
         self.running: list[Req] = []
         self._leaders: dict[str, Req] = {}  # group -> its first choice, while later choices may wait for it
@@ -200,9 +198,7 @@ def _note_prompt_logprobs(req: Req, row: Row, first: int, result: StepResult) ->
         req.input_logprobs.setdefault(place + 1, (float(result.prompt_logprobs[at]), top))
 
 
-def _top(
-    values: np.ndarray | None, ids: np.ndarray | None, index: int, count: int
-) -> tuple[tuple[float, int], ...] | None:
+def _top(values: np.ndarray | None, ids: np.ndarray | None, index: int, count: int) -> tuple[tuple[float, int], ...] | None:
     """The best `count` (logprob, id) of one row."""
     if count == 0 or values is None or ids is None:
         return None

@@ -1,0 +1,168 @@
+"""The prefix cache from outside: answers are those of an engine without one, rows too, and what is cached is said."""
+
+import concurrent.futures
+
+import numpy as np
+import pytest
+
+from routed_experts.capture.meta_info import record_from_meta_info
+from serving import assert_idle, borrow, on_engine_thread
+
+PAGE = 16
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+ASKED = {"return_logprob": True, "logprob_start_len": -1, "return_routed_experts": True}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with borrow(enable_return_routed_experts=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with borrow(enable_return_routed_experts=True, disable_radix_cache=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def cramped():
+    """Pages for 10 x 16 tokens."""
+    with borrow(enable_return_routed_experts=True, max_total_tokens=160) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def _cold(engine):
+    engine.flush_cache()
+
+
+def tokens(length, seed=0):
+    return [int(token) for token in np.random.default_rng(seed).integers(3, 313, length)]
+
+
+def ask(engine, prompt, *, max_new_tokens=12, **said):
+    return engine.generate(input_ids=prompt, sampling_params=GREEDY, max_new_tokens=max_new_tokens, **(ASKED | said))
+
+
+def cached(result):
+    return result["meta_info"]["cached_tokens"]
+
+
+def assert_same(result, wanted):
+    assert result["output_ids"] == wanted["output_ids"]
+    logprobs = [[value for value, _, _ in one["meta_info"]["output_token_logprobs"]] for one in (result, wanted)]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+    record, other = record_from_meta_info(result), record_from_meta_info(wanted)
+    assert record.valid is None and np.array_equal(record.ids, other.ids)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 48, 64, 70])
+def test_warm_cold_and_without_a_cache_are_one_answer(engine, plain, length):
+    prompt = tokens(length)
+    wanted = ask(plain, prompt)
+    cold, warm = ask(engine, prompt), ask(engine, prompt)
+    assert_same(cold, wanted)
+    assert_same(warm, wanted)
+    assert cached(wanted) == cached(ask(plain, prompt)) == cached(cold) == 0
+    assert cached(warm) == (length - 1) // PAGE * PAGE, "whole pages, and never the last token of the prompt"
+
+
+def test_turns_find_what_earlier_turns_said(engine, plain):
+    """Each turn sends the whole conversation and asks only for the rows it has not had."""
+    history, rows = tokens(20), []
+    for turn in range(4):
+        start = max(len(history) - 6, 0) if turn else 0  # the row of the last token of the turn before, and the five new tokens
+        result = ask(engine, history, routed_experts_start_len=start)
+        assert cached(result) == (0 if turn == 0 else (len(history) - 6) // PAGE * PAGE)
+        rows.append(record_from_meta_info(result).ids)
+        history += [*result["output_ids"], *tokens(5, seed=turn + 1)]
+    fed = history[: len(history) - 5]
+    wanted = ask(plain, fed[:-1], max_new_tokens=1)
+    assert fed[-1] == wanted["output_ids"][0]
+    assert np.array_equal(np.concatenate(rows), record_from_meta_info(wanted).ids), "one row a token, none twice"
+
+
+def test_a_reader_gets_the_rows_of_a_writer_that_did_not_ask(engine, plain):
+    prompt = tokens(50)
+    engine.generate(input_ids=prompt, sampling_params=GREEDY, max_new_tokens=1)
+    result = ask(engine, prompt)
+    assert cached(result) == 48
+    assert_same(result, ask(plain, prompt))
+
+
+def test_other_keys_share_nothing(engine):
+    prompt = tokens(40)
+    ask(engine, prompt, extra_key="one")
+    assert [cached(ask(engine, prompt, extra_key=key)) for key in ("two", None, "one", "two")] == [0, 0, 32, 32]
+
+
+def test_a_flush_forgets_and_says_how_many_pages(engine, plain):
+    prompt = tokens(40)
+    ask(engine, prompt)
+    assert engine.flush_cache() == (40 + 12 - 1) // PAGE
+    assert engine.flush_cache() == 0
+    result = ask(engine, prompt)
+    assert cached(result) == 0
+    assert_same(result, ask(plain, prompt))
+
+
+def test_a_flush_under_running_requests_leaves_them_their_pages(engine, plain):
+    prompt = tokens(40)
+    ask(engine, prompt)
+    stream = engine.generate(input_ids=prompt, sampling_params=GREEDY, max_new_tokens=60, stream=True, **ASKED)
+    for _ in range(5):
+        next(stream)
+    engine.flush_cache()
+    assert engine.check_integrity() == []
+    assert cached(ask(engine, prompt)) == 0, "a flushed prefix is matched"
+    assert_same(list(stream)[-1], ask(plain, prompt, max_new_tokens=60))
+    assert_idle(engine)
+
+
+def test_choices_share_their_prompt(engine):
+    params = {"n": 3, "seed": 4, "max_tokens": 20, "ignore_eos": True}
+    results = engine.generate(input_ids=tokens(40), sampling_params=params, return_routed_experts=True)
+    assert [cached(one) for one in results] == [0, 32, 32]
+    prompts = [record_from_meta_info(one).prompt.ids for one in results]
+    assert np.array_equal(prompts[0][:32], prompts[1][:32]) and np.array_equal(prompts[0][:32], prompts[2][:32])
+
+
+def test_penalised_requests_read_nothing_from_the_cache_and_leave_their_pages(engine, plain):
+    prompt, penalised = tokens(40), GREEDY | {"frequency_penalty": 1.0, "max_tokens": 12}
+    ask(engine, prompt)
+    result = engine.generate(input_ids=prompt, sampling_params=penalised, **ASKED)
+    assert cached(result) == 0
+    assert_same(result, plain.generate(input_ids=prompt, sampling_params=penalised, **ASKED))
+    assert cached(ask(engine, prompt)) == 32
+
+
+def test_prompt_logprobs_take_only_what_lies_before_them(engine, plain):
+    prompt = tokens(60)
+    ask(engine, prompt)
+    for start, found in ((0, 0), (16, 0), (17, 16), (40, 32), (59, 48)):
+        result, wanted = (ask(one, prompt, logprob_start_len=start) for one in (engine, plain))
+        assert cached(result) == found
+        told = [[value for value, _, _ in one["meta_info"]["input_token_logprobs"]] for one in (result, wanted)]
+        assert told[0][1:] == pytest.approx(told[1][1:], abs=1e-4) and len(told[0]) == 60 - start
+
+
+def test_a_pool_too_small_for_all_evicts_and_stays_right(cramped, plain):
+    prompts = [tokens(50, seed=seed) for seed in range(8)]
+    wanted = [ask(plain, prompt) for prompt in prompts]
+    for _ in range(2):
+        for prompt, one in zip(prompts, wanted, strict=True):
+            assert_same(ask(cramped, prompt), one)
+    assert cramped.check_integrity() == []
+
+
+def test_sixteen_requests_on_pages_for_little_more_than_two_all_finish(cramped, plain):
+    prompts = [tokens(20 + i % 5, seed=i % 9) for i in range(16)]
+    wanted = [ask(plain, prompt, max_new_tokens=44) for prompt in prompts]
+    before = on_engine_thread(cramped, lambda core: core.scheduler.num_retracted)
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(lambda prompt: ask(cramped, prompt, max_new_tokens=44), prompts))
+    assert on_engine_thread(cramped, lambda core: core.scheduler.num_retracted) > before, "pages never ran out"
+    for result, one in zip(results, wanted, strict=True):
+        assert_same(result, one)
+    assert_idle(cramped)

@@ -1,0 +1,236 @@
+"""Capture off is the build that never heard of it; capture on is that build with one output more.
+
+What "never heard of it" means here: the model, the programs and the runner's table are read as source, every name of the feature
+is cut out of the syntax tree (the argument, the scan's carry, the branch, the output, the imports), and what is left is run as
+modules of its own. It holds no name of the feature any more, so a trace of capture that the real build leaves in its lowered
+StableHLO cannot be in both texts. The same test on a build that does leave a trace fails, which is shown.
+What the TPU compiler makes of both: test_tpu_programs.py."""
+
+import ast
+import collections
+import dataclasses
+import functools
+import inspect
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
+
+from routed_experts.execution import model_runner, programs
+from routed_experts.layers.attention import ATTENTION_BACKENDS
+from routed_experts.layers.moe import MOE_BACKENDS
+from routed_experts.layers.routing import RouterSpec
+from routed_experts.memory.kv_pool import KVPoolSpec
+from routed_experts.models import qwen3_moe
+from routed_experts.models.registry import FAMILIES
+from small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
+
+MODEL_NAMES = frozenset({"capture", "column", "columns"})
+PROGRAM_NAMES = frozenset({"capture", "rows"})
+DEVICE_CACHE = "_RoutedExpertsDeviceCache"
+SIZES = dict(
+    vocab_size=313, hidden_size=64, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=16, dense_width=96, expert_width=32,
+    router=RouterSpec(num_experts=16, top_k=4, renormalize=True), moe_layers=(1, 2, 4), rope_theta=1e4, norm_eps=1e-6,
+    tie_embeddings=False, context_length=32,
+)  # fmt: skip  # dense, MoE, dense, MoE: four runs, so columns and layers differ
+
+
+class WithoutNames(ast.NodeTransformer):
+    """Cuts variables out of a module: as parameters, arguments, fields, parts of tuples, assignments, and the branches on them."""
+
+    def __init__(self, names):
+        self._names = names
+
+    def _is_cut(self, node):
+        nodes = list(ast.walk(node))
+        typed = any(isinstance(part, ast.Name) and part.id == DEVICE_CACHE for part in nodes)
+        return typed or (isinstance(node, ast.Name) and node.id in self._names)
+
+    def visit_ImportFrom(self, node):
+        return None if node.module.startswith("routed_experts.capture") else node
+
+    def visit_arguments(self, node):
+        node.args = [argument for argument in node.args if argument.arg not in self._names]
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node):
+        return None if self._is_cut(node.target) else self.generic_visit(node)
+
+    def visit_Assign(self, node):
+        return None if all(map(self._is_cut, node.targets)) else self.generic_visit(node)
+
+    def visit_If(self, node):
+        on_feature = any(isinstance(part, ast.Name) and part.id in self._names for part in ast.walk(node.test))
+        return [self.visit(part) for part in node.orelse] if on_feature else self.generic_visit(node)
+
+    def visit_Tuple(self, node):
+        node.elts = [part for part in node.elts if not self._is_cut(part)]
+        return self.generic_visit(node)
+
+    def visit_Call(self, node):
+        node.args = [argument for argument in node.args if not self._is_cut(argument)]
+        return self.generic_visit(node)
+
+
+def names_in(text):
+    """Every identifier of a module: variables, attributes, parameters, imports; docstrings and comments are none."""
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.alias(name=name) | ast.ImportFrom(module=name):
+                yield name
+            case ast.keyword(arg=str(name)):
+                yield name
+
+
+def without(module, names):
+    return ast.unparse(WithoutNames(names).visit(ast.parse(inspect.getsource(module))))
+
+
+def module_of(name, text):
+    module = types.ModuleType(name)
+    sys.modules[name] = module  # dataclasses look their module up
+    exec(compile(text, name, "exec"), vars(module))
+    return module
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """A package of its own: its model, its programs, its table."""
+
+    model: types.ModuleType
+    programs: types.ModuleType
+    runner: types.ModuleType
+    has_feature: bool
+
+    def spec(self, *, capture=False, moe="tiled", attention="paged", **sizes):
+        """The program spec and the weights' shapes of a small model with a dense layer among MoE layers."""
+        config = self.model.Qwen3MoeConfig(**(SIZES | sizes))
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: self.model.Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+        feature = {"capture": config.capture_spec if capture else None} if self.has_feature else {}
+        backends = {"moe": MOE_BACKENDS[moe], "attention": ATTENTION_BACKENDS[attention]}
+        return self.programs.ProgramSpec(graphdef=graphdef, num_pages=NUM_PAGES, raw_logprobs=False, **feature, **backends), state
+
+    def jobs(self, **how):
+        """The runner's table of programs, each as the call that lowers it."""
+        spec, state = self.spec(**how)
+        return self.runner.program_jobs(state, spec, RUNNER)
+
+
+POOL = KVPoolSpec(num_layers=5, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_kv_heads=2, head_dim=16, dtype=jnp.dtype(jnp.bfloat16))
+RUNNER = model_runner.RunnerConfig(pool=POOL, num_request_slots=NUM_SLOTS, shapes=(DECODE, EXTEND), vocab_size=313)
+REAL = Build(qwen3_moe, programs, model_runner, has_feature=True)
+
+
+def build_from(model_text, programs_text):
+    """Three modules made of text, wired to one another and to the rest of the package."""
+    model = module_of("never.qwen3_moe", model_text)
+    own_programs = module_of("never.programs", programs_text)
+    table = inspect.getsource(model_runner).replace("routed_experts.execution.programs", "never.programs")
+    return Build(model, own_programs, module_of("never.model_runner", table), has_feature=False)
+
+
+@functools.cache
+def never():
+    """The build that never heard of the feature."""
+    return build_from(without(qwen3_moe, MODEL_NAMES), without(programs, PROGRAM_NAMES))
+
+
+def test_nothing_of_the_feature_is_left_in_the_build_that_never_heard_of_it():
+    for module, names in ((qwen3_moe, MODEL_NAMES), (programs, PROGRAM_NAMES)):
+        before, after = set(names_in(inspect.getsource(module))), set(names_in(without(module, names)))
+        assert names <= before and names.isdisjoint(after)
+        # CaptureSpec describes a model to its readers; a config's property of that name is not part of a program.
+        left = {name for name in after if re.search("capture|routed_?experts", name.removeprefix("routed_experts."), re.IGNORECASE)}
+        assert left <= {"capture_spec", "CaptureSpec", "routed_experts.core.capture_spec"}, left
+    assert "rows" not in {field.name for field in dataclasses.fields(never().programs.ForwardOut)}
+
+
+def test_every_family_of_models_is_compared():
+    assert {family.build for family in FAMILIES.values()} == {qwen3_moe.Qwen3Moe}
+
+
+@pytest.mark.parametrize(("moe", "attention"), [("tiled", "paged"), ("reference", "reference"), ("grouped", "paged")])
+def test_off_is_the_build_that_never_heard_of_it(moe, attention):
+    wanted, got = never().jobs(moe=moe, attention=attention), REAL.jobs(moe=moe, attention=attention)
+    assert got.keys() == wanted.keys()
+    forward_only = moe != "tiled"  # what follows the forward pass runs no expert
+    for key in got:
+        if key[0] == "forward" or not forward_only:
+            text = got[key]().as_text()
+            assert len(text.splitlines()) > 20
+            assert text == wanted[key]().as_text(), key
+
+
+def test_a_build_that_leaves_a_trace_is_told_apart():
+    text = without(qwen3_moe, MODEL_NAMES)
+    call = "x + backend.run(call)"
+    assert text.count(call) == 1
+    tracing = build_from(text.replace(call, f"{call} * (routing.ids[:1, :1] >= 0).astype(x.dtype)"), without(programs, PROGRAM_NAMES))
+    key = "forward", DECODE
+    assert tracing.jobs()[key]().as_text() != REAL.jobs()[key]().as_text()
+
+
+def outputs(lowered):
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]}
+
+
+@pytest.mark.parametrize("shape", [DECODE, EXTEND], ids=["decode", "extend"])
+@pytest.mark.parametrize(("num_experts", "dtype"), [(16, jnp.uint8), (257, jnp.uint16)])
+def test_on_has_one_output_more(shape, num_experts, dtype):
+    router = dataclasses.replace(SIZES["router"], num_experts=num_experts)
+    on, off = (REAL.jobs(capture=capture, router=router)["forward", shape]() for capture in (True, False))
+    on_outputs, off_outputs = outputs(on), outputs(off)
+    [name] = on_outputs.keys() - off_outputs.keys()
+    assert name == "[1].rows"
+    assert (on_outputs[name].shape, on_outputs[name].dtype) == ((shape.num_tokens, 3 * 4), dtype)
+    assert on.in_avals == off.in_avals, "no input more: nothing is carried from step to step"
+    for lowered in (on, off):  # one argument, the pool, may become an output, and that is the pool
+        assert re.findall(r"tf\.aliasing_output = (\d+)", lowered.as_text()) == ["0"]
+
+
+def test_programs_after_the_forward_pass_do_not_know_capture():
+    on, off = (REAL.jobs(capture=capture) for capture in (True, False))
+    for key in on:
+        if key[0] != "forward":
+            assert on[key]().as_text() == off[key]().as_text(), key
+
+
+@pytest.mark.parametrize("shape", [DECODE, EXTEND], ids=["decode", "extend"])
+def test_on_without_its_output_is_off(shape):
+    """JAX's own dead code elimination takes away what only `rows` needs; what is left must lower to the other program."""
+
+    def left_of(capture):
+        spec, state = REAL.spec(capture=capture)
+        inputs = model_runner.abstract_inputs(state, spec, RUNNER, shape)
+        traced = jax.make_jaxpr(functools.partial(programs.forward, spec=spec, shape=shape))(*inputs)
+        used = [True] * len(traced.out_avals)
+        used[-1] = not capture
+        left = ClosedJaxpr(partial_eval.dce_jaxpr(traced.jaxpr, used, instantiate=True)[0], traced.consts)
+        return jax.jit(jaxpr_as_fun(left)).lower(*traced.in_avals).as_text(), len(used)
+
+    (on, num_on), (off, num_off) = left_of(True), left_of(False)
+    assert num_on == num_off + 1
+    assert on == off
+
+
+def operations(text):
+    return collections.Counter(re.findall(r"\b(stablehlo\.\w+|call) ", text.replace('"', " ")))
+
+
+@pytest.mark.parametrize("shape", [DECODE, EXTEND], ids=["decode", "extend"])
+def test_on_adds_a_write_a_run_of_layers_and_a_conversion_a_step(shape):
+    on, off = (operations(REAL.jobs(capture=capture)["forward", shape]().as_text()) for capture in (True, False))
+    assert not off - on
+    added = on - off
+    print(dict(added))
+    runs = 2  # of MoE layers, each a scan with one body
+    assert added["stablehlo.dynamic_update_slice"] == runs  # of the ids of a layer
+    assert added["stablehlo.convert"] == 1  # of all ids, once a step
+    assert not added.keys() & {"stablehlo.while", "stablehlo.sort", "stablehlo.gather", "stablehlo.scatter", "stablehlo.dot_general"}
+    assert added.total() <= 40, added  # measured 32; most are constants, broadcasts and index arithmetic, which fuse

@@ -1,0 +1,233 @@
+"""The runner against the model in NumPy: what a step says is where it should be, steps overlap, weights change under way.
+
+The oracle is float64 and knows no pages; the columns of a step are compared with it, so a column that is read as another is seen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from oracles.margins import differences
+from oracles.worlds import other_oracle, other_weights, random_prompt
+from routed_experts.core.errors import WeightsMismatchError
+from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, SamplerForm
+from routed_experts.execution.model_runner import PendingStep, program_jobs
+from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
+from small_runner import DECODE, EXTEND, Fed, build, compiled, oracle, run, step_of
+
+TOLERANCE = {"rtol": 0, "atol": 2e-4}  # float32 against float64
+PROMPTS = [tuple(random_prompt(np.random.default_rng(seed), length).tolist()) for seed, length in ((1, 13), (2, 6), (3, 9))]
+PAGES = [(1, 5, 2, 9, 20, 21), (7, 3, 30, 31, 32, 33), (11, 10, 4, 34, 35, 36)]  # in no order, 24 places each
+PROMPT_PARTS = [Fed(slot, pages, ids, prompt_len=len(ids)) for slot, pages, ids in zip((3, 1, 5), PAGES, PROMPTS, strict=True)]
+
+
+def assert_rows_are_the_oracles(judged_by, sequences, rows):
+    """Rows of whole prompts in one step, against the oracle; a difference must be a near tie."""
+    at = 0
+    for ids in sequences:
+        found, _ = differences(judged_by, ids, rows[at : at + len(ids)].reshape(len(ids), -1, 4).astype(int))
+        assert all(difference.margin < 1e-4 for difference in found), found
+        at += len(ids)
+    assert at == len(rows)
+
+
+def test_a_greedy_step_tells_tokens_logprobs_and_rows_of_its_real_tokens():
+    result = run(compiled(), step_of(*PROMPT_PARTS))
+    wanted = [oracle().run(ids).logprobs[-1] for ids in PROMPTS]
+    assert result.tokens[:3].tolist() == [logprobs.argmax() for logprobs in wanted]
+    np.testing.assert_allclose(result.logprobs[:3], [logprobs.max() for logprobs in wanted], **TOLERANCE)
+    assert (result.logprobs.dtype, result.tokens.dtype, result.rows.dtype) == (np.float32, np.int32, np.uint8)
+    assert result.rows.shape == (sum(map(len, PROMPTS)), 3 * 4)
+    assert_rows_are_the_oracles(oracle(), PROMPTS, result.rows)
+    assert all(part is None for part in (result.top_ids, result.top_logprobs, result.prompt_logprobs, result.prompt_top_ids))
+
+
+def test_a_full_step_tells_the_best_tokens_and_what_penalties_and_bias_made_of_them():
+    prompt = PROMPTS[0]
+    how = {"presence": 0.5, "frequency": 0.25, "repetition": 1.3}
+    parts = [
+        Fed(3, PAGES[0], prompt, prompt_len=len(prompt) - 4, sampling=how, bias=((17, 9.0), (300, -2.0))),
+        Fed(1, PAGES[1], PROMPTS[1], prompt_len=len(PROMPTS[1])),
+    ]
+    result = run(compiled(), step_of(*parts, form=SamplerForm.FULL))
+    counts, seen = np.bincount(prompt[-4:], minlength=313), np.bincount(prompt, minlength=313) > 0
+    logits = oracle().run(prompt).logits[-1]
+    logits = np.where(seen, np.where(logits > 0, logits / 1.3, logits * 1.3), logits) - 0.25 * counts - 0.5 * (counts > 0)
+    logits[17] += 9.0
+    logits[300] -= 2.0
+    for row, raw in enumerate((logits, oracle().run(PROMPTS[1]).logits[-1])):
+        logprobs = raw - raw.max() - np.log(np.exp(raw - raw.max()).sum())
+        best = np.argsort(-logprobs, kind="stable")[:MAX_TOP_LOGPROBS]
+        assert result.top_ids[row].tolist() == best.tolist()
+        np.testing.assert_allclose(result.top_logprobs[row], logprobs[best], **TOLERANCE)
+        assert result.tokens[row] == best[0] and result.logprobs[row] == result.top_logprobs[row, 0]
+
+
+def test_a_new_request_in_a_slot_inherits_no_counts():
+    heavy = {"presence": 2.0, "frequency": 2.0, "repetition": 5.0}
+    first, then = Fed(2, PAGES[0], PROMPTS[0], prompt_len=1, sampling=heavy), Fed(2, PAGES[1], PROMPTS[1], prompt_len=6)
+    run(compiled(), step_of(first, form=SamplerForm.FULL))
+    told = run(compiled(), step_of(then, form=SamplerForm.FULL))
+    np.testing.assert_allclose(told.top_logprobs[0, 0], oracle().run(PROMPTS[1]).logprobs[-1].max(), **TOLERANCE)
+    heavier = Fed(2, PAGES[1], (4,), start=6, prompt_len=6, sampling={"repetition": 5.0})
+    told = run(compiled(), step_of(heavier, form=SamplerForm.FULL, mode=ForwardMode.DECODE))
+    logits, seen = oracle().run((*PROMPTS[1], 4)).logits[-1], np.isin(np.arange(313), (*PROMPTS[1], 4))
+    assert told.tokens[0] == np.where(seen, np.where(logits > 0, logits / 5, logits * 5), logits).argmax()
+
+
+def test_prompt_logprobs_speak_of_the_token_that_follows():
+    following = [token for ids in PROMPTS for token in (*ids[1:], 5)]
+    result = run(compiled(), step_of(*PROMPT_PARTS, targets=following))
+    logprobs = np.concatenate([oracle().run(ids).logprobs for ids in PROMPTS])
+    real = len(following)
+    np.testing.assert_allclose(result.prompt_logprobs[:real], logprobs[np.arange(real), following], **TOLERANCE)
+    best = np.argsort(-logprobs, axis=1, kind="stable")[:, :MAX_TOP_LOGPROBS]
+    assert np.array_equal(result.prompt_top_ids[:real], best)
+    np.testing.assert_allclose(result.prompt_top_logprobs[:real], np.take_along_axis(logprobs, best, axis=1), **TOLERANCE)
+
+
+def test_floats_are_read_bit_for_bit():
+    strange = np.array([0, 1 << 31, 1, 0xFF800000, 0x7F800000, 0x7FC00001, 0x7F800001, 0x42280000], np.uint32).view(np.int32)
+    columns = 2 + 2 * MAX_TOP_LOGPROBS
+    sampled = np.random.default_rng(0).choice(strange, (4, columns))
+    scored = np.random.default_rng(1).choice(strange, (32, columns - 1))
+    batch = step_of(*PROMPT_PARTS, form=SamplerForm.FULL)
+    arrays = (jnp.asarray(sampled), jnp.asarray(scored))
+    result = compiled().read(PendingStep(batch=batch, sampled=arrays[0], scored=arrays[1], rows=None, weight_version=7))
+    edge = 2 + MAX_TOP_LOGPROBS
+    pairs = [
+        (result.tokens, sampled[:, 0]), (result.logprobs, sampled[:, 1]), (result.top_ids, sampled[:, 2:edge]),
+        (result.top_logprobs, sampled[:, edge:]), (result.prompt_logprobs, scored[:, 0]), (result.prompt_top_ids, scored[:, 1 : edge - 1]),
+        (result.prompt_top_logprobs, scored[:, edge - 1 :]),
+    ]  # fmt: skip
+    assert all(np.array_equal(np.ascontiguousarray(came).view(np.int32), went) for came, went in pairs)
+    assert (result.rows, result.weight_version) == (None, 7)
+
+
+def decoding(token, position, mode=ForwardMode.DECODE):
+    return step_of(Fed(3, PAGES[0], (token,), start=position, prompt_len=len(PROMPTS[0])), mode=mode)
+
+
+def test_steps_are_dispatched_before_the_last_one_is_read():
+    runner, steps, length = compiled(), 6, len(PROMPTS[0])
+    pending = [runner.dispatch(step_of(PROMPT_PARTS[0]))]
+    for index in range(steps):  # in decode and extend programs in turn; the host knows none of the tokens that it feeds
+        mode = (ForwardMode.DECODE, ForwardMode.EXTEND)[index % 2]
+        pending.append(runner.dispatch(decoding(FROM_DEVICE, length + index, mode)))
+    results = [runner.read(step) for step in pending]
+    tokens = [*PROMPTS[0], *(int(result.tokens[0]) for result in results)]
+    judged = oracle().run(tokens[:-1])
+    assert tokens[length:] == judged.logits[length - 1 :].argmax(axis=1).tolist()
+    rows = np.concatenate([result.rows for result in results])
+    assert_rows_are_the_oracles(oracle(), [tokens[:-1]], rows)
+
+
+def test_what_was_read_is_not_touched_by_later_steps():
+    runner = compiled()
+    pending = runner.dispatch(step_of(*PROMPT_PARTS))
+    first = runner.read(pending)
+    kept = first.rows.copy(), first.tokens.copy()
+    for position in range(3):
+        runner.dispatch(decoding(FROM_DEVICE, 13 + position))
+    again = runner.read(pending)
+    for result in (first, again):
+        assert np.array_equal(result.rows, kept[0]) and np.array_equal(result.tokens, kept[1])
+
+
+def test_the_table_of_programs_is_what_is_compiled():
+    runner = compiled()
+    jobs = program_jobs(runner.state, runner.spec, runner.config)
+    assert jobs.keys() == runner._programs.keys()
+    forms = {("sample", shape, form) for shape in (EXTEND, DECODE) for form in SamplerForm}
+    assert jobs.keys() == {("forward", EXTEND), ("forward", DECODE), ("score", EXTEND.num_tokens)} | forms
+
+
+def test_compiling_tells_how_far_it_is():
+    runner, told = build(shapes=(DECODE,)), []
+    count = runner.compile(progress=lambda done, of: told.append((done, of)))
+    assert told == [(index, count) for index in range(1, count + 1)]
+    assert count == 1 + len(SamplerForm)
+
+
+def leaves(state):
+    return jax.tree.leaves(state)
+
+
+def test_new_weights_are_taken_as_they_are_and_serve_the_next_step():
+    runner, served = compiled(), compiled().state
+    version = runner.weight_version
+    pending = runner.dispatch(step_of(*PROMPT_PARTS))
+    new = other_weights(7)
+    try:
+        runner.update_weights(new, version=version + 1)
+        held = [leaf.unsafe_buffer_pointer() for leaf in leaves(runner.state)]
+        assert held == [leaf.unsafe_buffer_pointer() for leaf in leaves(new)]
+        before, after = runner.read(pending), run(runner, step_of(*PROMPT_PARTS))
+    finally:
+        runner.update_weights(served, version=version + 2)
+    assert (before.weight_version, after.weight_version) == (version, version + 1)
+    for result, judge in ((before, oracle()), (after, other_oracle(7))):
+        assert result.tokens[:3].tolist() == [judge.run(ids).logits[-1].argmax() for ids in PROMPTS]
+        assert_rows_are_the_oracles(judge, PROMPTS, result.rows)
+    assert run(runner, step_of(*PROMPT_PARTS)).tokens.tolist() == before.tokens.tolist()
+
+
+def test_weights_of_the_host_are_copied_once_and_owned():
+    runner, served = compiled(), compiled().state
+    version = runner.weight_version
+    mine = jax.tree.map(np.array, other_weights(7))
+    try:
+        runner.update_weights(mine, version=version + 1)
+        assert all(isinstance(leaf, jax.Array) for leaf in leaves(runner.state))
+        first = run(runner, step_of(*PROMPT_PARTS))
+        for leaf in leaves(mine):
+            leaf[...] = np.nan
+        assert np.array_equal(run(runner, step_of(*PROMPT_PARTS)).logprobs, first.logprobs)
+    finally:
+        runner.update_weights(served, version=version + 2)
+
+
+def changed(state, change):
+    """The state with its first leaf changed, and the name of that leaf."""
+    [(path, leaf), *rest], tree = jax.tree_util.tree_flatten_with_path(state)
+    return jax.tree.unflatten(tree, [change(leaf), *(other for _, other in rest)]), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda leaf: leaf[:-1], r"float32\[312, 64\] for float32\[313, 64\]"),
+        (lambda leaf: leaf.astype(jnp.bfloat16), r"bfloat16\[313, 64\] for float32\[313, 64\]"),
+        (lambda leaf: leaf.T, r"float32\[64, 313\] for float32\[313, 64\]"),
+    ],
+    ids=["shape", "dtype", "transposed"],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(change, said):
+    runner, served = compiled(), compiled().state
+    version = runner.weight_version
+    wrong, name = changed(served, change)
+    with pytest.raises(WeightsMismatchError, match="1 arrays differ") as caught:
+        runner.update_weights(wrong, version=version + 1)
+    assert name in str(caught.value) and caught.match(said) and caught.value.param == "state"
+    assert runner.weight_version == version
+    assert all(now is then for now, then in zip(leaves(runner.state), leaves(served), strict=True))
+
+
+def test_missing_and_unknown_weights_are_named():
+    runner = compiled()
+    flat = dict(nnx.to_flat_state(runner.state))
+    norm = flat.pop(("norm",))
+    with pytest.raises(WeightsMismatchError, match=r"norm.*nothing for float32\[64\]"):
+        runner.update_weights(nnx.from_flat_state(flat), version=runner.weight_version + 1)
+    more = nnx.from_flat_state({**flat, ("norm",): norm, ("extra",): norm})
+    with pytest.raises(WeightsMismatchError, match=r"extra.*is not in the model"):
+        runner.update_weights(more, version=runner.weight_version + 1)
+
+
+@pytest.mark.parametrize("step", [0, -1])
+def test_a_version_that_does_not_rise_is_refused(step):
+    runner = compiled()
+    with pytest.raises(WeightsMismatchError, match=f"must be above {runner.weight_version}") as caught:
+        runner.update_weights(runner.state, version=runner.weight_version + step)
+    assert caught.value.param == "version"

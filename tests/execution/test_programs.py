@@ -1,0 +1,115 @@
+"""The programs of a step against loops and the model in NumPy: which arrays they give away, where they write, what they count.
+What they look like as compiled code: test_capture_off_is_free.py and test_tpu_programs.py."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from oracles.worlds import random_prompt
+from routed_experts.core.model_worker_batch import ForwardMode, SamplerForm
+from routed_experts.execution.forward_batch import pack, unpack
+from routed_experts.execution.model_runner import abstract_inputs, program_jobs
+from routed_experts.execution.programs import SpokenTokens, count_spoken, forward
+from small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, Fed, build, compiled, oracle, run, step_of
+from tiny import VOCAB_SIZE
+
+TOLERANCE = {"rtol": 0, "atol": 2e-4}
+PROMPT = tuple(random_prompt(np.random.default_rng(11), 24).tolist())
+PAGES = (6, 2, 17, 9, 12, 3)
+
+
+def donated(lowered):
+    """Names of the arguments that a program may overwrite."""
+    flat = jax.tree_util.tree_flatten_with_path(lowered.args_info)[0]
+    return {jax.tree_util.keystr(path) for path, info in flat if info.donated}
+
+
+def test_only_pools_counts_and_last_tokens_are_given_away():
+    runner = build()
+    jobs = program_jobs(runner.state, runner.spec, runner.config)
+    for shape in (EXTEND, DECODE):
+        assert donated(jobs["forward", shape]()) == {"[0][1]"}
+        assert donated(jobs["sample", shape, SamplerForm.GREEDY]()) == {"[0][2]"}
+        assert donated(jobs["sample", shape, SamplerForm.FULL]()) == {"[0][2]", "[0][4].generated", "[0][4].prompt"}
+    assert donated(jobs["score", EXTEND.num_tokens]()) == set()
+
+
+def test_rows_leave_in_the_smallest_type():
+    runner = build()
+    for shape in (EXTEND, DECODE):
+        inputs = abstract_inputs(runner.state, runner.spec, runner.config, shape)
+        out = jax.eval_shape(functools.partial(forward, spec=runner.spec, shape=shape), *inputs)[1]
+        assert (out.rows.shape, out.rows.dtype) == ((shape.num_tokens, 3 * 4), jnp.uint8)
+
+
+def test_a_step_writes_its_own_slots_and_the_padding_page():
+    runner = compiled()
+    before = np.asarray(runner._pool)
+    run(runner, step_of(Fed(3, PAGES[:4], PROMPT[:13])))
+    after = np.asarray(runner._pool)
+    changed = (before != after).any(axis=(2, 3)).reshape(-1, NUM_PAGES, PAGE_SIZE)
+    allowed = np.zeros((NUM_PAGES, PAGE_SIZE), bool)
+    allowed[0] = True
+    for position in range(13):
+        allowed[PAGES[position // PAGE_SIZE], position % PAGE_SIZE] = True
+    assert not changed[:, ~allowed].any()
+    assert changed[:, allowed][:, PAGE_SIZE:].all(), "every layer writes every token"
+
+
+@pytest.mark.parametrize("cuts", [(24,), (1, 23), (7, 8, 9), (16, 4, 3, 1)])
+def test_a_prompt_in_chunks_is_the_prompt_in_one(cuts):
+    runner, start = compiled(), 0
+    judged = oracle().run(PROMPT)
+    for size in cuts:
+        mode = ForwardMode.DECODE if size == 1 else ForwardMode.EXTEND
+        result = run(runner, step_of(Fed(2, PAGES, PROMPT[start : start + size], start=start), mode=mode))
+        start += size
+        assert result.tokens[0] == judged.logits[start - 1].argmax()
+        np.testing.assert_allclose(result.logprobs[0], judged.logprobs[start - 1].max(), **TOLERANCE)
+        assert np.array_equal(result.rows.reshape(size, 3, 4), judged.ids[start - size : start])
+
+
+def test_other_slots_keep_their_last_tokens():
+    runner = compiled()
+    before = np.asarray(runner._last_tokens)
+    result = run(runner, step_of(Fed(4, PAGES, PROMPT[:5]), Fed(2, (20, 21), PROMPT[:3])))
+    after = np.asarray(runner._last_tokens)
+    assert after[[4, 2]].tolist() == result.tokens[:2].tolist()
+    others = [slot for slot in range(1, NUM_SLOTS) if slot not in (4, 2)]
+    assert np.array_equal(after[others], before[others])
+
+
+def count_by_loop(spoken, batch):
+    """Feed token after token, one slot's set of counts at a time."""
+    generated, prompt = spoken.generated.copy(), spoken.prompt.copy()
+    for row in range(batch.num_requests):
+        slot = batch.request_slots[row]
+        for at in range(batch.query_starts[row], batch.query_starts[row + 1]):
+            if batch.positions[at] == 0:
+                generated[slot], prompt[slot] = 0, False
+            if batch.positions[at] < batch.sampling.prompt_len[row]:
+                prompt[slot, batch.token_ids[at]] = True
+            else:
+                generated[slot, batch.token_ids[at]] += 1
+    return generated, prompt
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tokens_are_counted_as_a_loop_counts_them(seed):
+    rng = np.random.default_rng(seed)
+    spoken = SpokenTokens(rng.integers(0, 3, (NUM_SLOTS, VOCAB_SIZE)).astype(np.int32), rng.random((NUM_SLOTS, VOCAB_SIZE)) < 0.1)
+    fed = [
+        Fed(int(slot), PAGES, tuple(rng.integers(0, 9, rng.integers(1, 9)).tolist()), start=int(start), prompt_len=int(rng.integers(0, 12)))
+        for slot, start in zip(rng.permutation(np.arange(1, NUM_SLOTS))[:4], rng.choice([0, 1, 5, 12], 4), strict=True)
+    ][: rng.integers(1, 5)]
+    batch = step_of(*fed)
+    counted, penalties = jax.jit(lambda spoken, packed: count_spoken(spoken, batch.token_ids, unpack(packed, EXTEND)))(spoken, pack(batch))
+    generated, prompt = count_by_loop(spoken, batch)
+    assert np.array_equal(np.asarray(counted.generated)[1:], generated[1:])  # slot 0 is padding
+    assert np.array_equal(np.asarray(counted.prompt)[1:], prompt[1:])
+    slots = batch.request_slots[: len(fed)]
+    assert np.array_equal(penalties.generated_counts[: len(fed)], generated[slots])
+    assert np.array_equal(penalties.prompt_seen[: len(fed)], prompt[slots])
