@@ -154,6 +154,22 @@ def test_a_request_too_large_for_now_is_not_overtaken():
     assert [req.rid for req in bench.scheduler.running] == ["large"]
 
 
+def test_a_page_is_left_for_each_that_runs_before_another_comes_in():
+    """Or the newcomer would be sent back as soon as they grow."""
+    bench = Bench(pages=6)
+    runs = bench.add(source(prompt(8), rid="runs", max_tokens=8))
+    bench.step()
+    bench.add(source(prompt(16, 1), rid="waits", max_tokens=4))
+    bench.step()
+    assert bench.scheduler.running == [runs] and bench.scheduler.pages.num_available == 3  # it takes 4 of 4, then of 3
+    fits = Bench(pages=7)
+    fits.add(source(prompt(8), rid="runs", max_tokens=8))
+    fits.step()
+    fits.add(source(prompt(12, 1), rid="comes", max_tokens=4))
+    fits.step()
+    assert [req.rid for req in fits.scheduler.running] == ["runs", "comes"] and fits.scheduler.num_retracted == 0
+
+
 def test_choices_of_one_prompt_wait_for_the_first_and_share_its_pages():
     bench = Bench()
     reqs = bench.add(*(source(prompt(11), rid=str(i), group="g", choice=i, max_tokens=4) for i in range(3)))
@@ -214,7 +230,7 @@ def test_prompt_logprobs_are_whole_although_the_prefix_is_cached():
     bench = Bench(chunked_prefill_size=5)
     tokens = prompt(14)
     bench.finish(bench.add(source(tokens, rid="a")))
-    for start in (0, 1, 6, 13):
+    for start in (0, 1, 4, 5, 8, 13):
         req = bench.add(source(tokens, rid="b", logprob_start=start))
         bench.finish(req)
         wanted = {place: logprob_of(tokens[:place], tokens[place]) for place in range(max(start, 1), 14)}

@@ -103,6 +103,7 @@ class TokenIDOut:
     cached_tokens: int
     weight_version: int
     finish_reason: FinishReason | None
+    return_routed_experts: bool
     routed_experts: RoutedExperts | None
     error: Exception | None = None
 

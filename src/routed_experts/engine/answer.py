@@ -8,8 +8,8 @@ import numpy as np
 
 from routed_experts.capture.wire import encode_meta_info
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.errors import RoutedExpertsError
-from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut, TokenizedGenerateReqInput
+from routed_experts.core.errors import RoutedExpertsError, RoutingFormatError, RoutingIncompleteError
+from routed_experts.core.io_struct import BatchStrOut, FinishReason, Logprobs, TokenIDOut, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.detokenizer import IncrementalDetokenizer
 from routed_experts.engine.tokenizer import Tokenizer
@@ -33,8 +33,9 @@ class Answer:
         self._last: TokenIDOut | None = None
         self._since, self._latency = time.monotonic(), 0.0
 
-    def add(self, out: TokenIDOut) -> str:
-        """Take in news; returns the new text. Raises the error that ended the request, if one did."""
+    def add(self, out: TokenIDOut) -> BatchStrOut:
+        """Take in news and give it its text. Raises the error that ended the request, if one did; rows that break the row law
+        end it with RoutingIncompleteError."""
         self._last, self._latency = out, time.monotonic() - self._since
         self.finish_reason = out.finish_reason
         self._ids += out.new_token_ids
@@ -54,8 +55,14 @@ class Answer:
             raise out.error
         if out.finish_reason is not None and out.finish_reason.type == "error":
             raise RoutedExpertsError(out.finish_reason.message)
+        if out.routed_experts is not None:
+            try:
+                out.routed_experts.validate()
+            except RoutingFormatError as cause:
+                text = f"the routing of request {out.rid!r} is damaged: {cause}; report this with the request"
+                raise RoutingIncompleteError(text) from cause
         self.record = out.routed_experts
-        return text
+        return BatchStrOut(out=out, text=text)
 
     def to_dict(self) -> dict[str, object]:
         """`text`, `output_ids`, `meta_info`, cumulative."""
@@ -73,8 +80,7 @@ class Answer:
         }
         if self.request.return_logprob:
             meta |= self._told_logprobs()
-        wanted = self.request.routed_experts
-        if wanted.asked and out.finish_reason is not None:
+        if out.return_routed_experts and out.finish_reason is not None:
             meta |= self._rows(self.record)
         return {"text": "".join(self._pieces), "output_ids": list(self._ids), "meta_info": meta}
 

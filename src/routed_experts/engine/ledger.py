@@ -79,6 +79,7 @@ class Ledger:
             cached_tokens=req.cached_tokens,
             weight_version=weight_version,
             finish_reason=req.finish_reason,
+            return_routed_experts=req.source.return_routed_experts,
             routed_experts=record,
             error=error,
         )

@@ -184,6 +184,7 @@ def _dead(rid: str, error: EngineDeadError) -> TokenIDOut:
         cached_tokens=0,
         weight_version=0,
         finish_reason=FinishReason(type="error", message=str(error)),
+        return_routed_experts=False,
         routed_experts=None,
         error=error,
     )
