@@ -1,5 +1,5 @@
 """The engine's own table of programs, compiled for a TPU that is not there, and what can be read off the result.
-Knows which sizes are realistic and small at once; knows nothing of values or times.
+Knows nothing of values or times.
 
 The functions, their donations and their inputs are those of `program_jobs`: only the devices that the weights are said to lie on
 differ. Pools are larger than VMEM (128 MiB), else "in place" could mean "on the chip". Backends are those that an engine picks."""
@@ -21,7 +21,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import DEFAULT_BACKENDS
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.model_runner import RunnerConfig, abstract_spoken, program_jobs
-from routed_experts.execution.programs import ProgramSpec
+from routed_experts.execution.programs import ProgramSpec, SpokenTokens
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
@@ -30,31 +30,67 @@ from tpu_aot import REPLICATED, tpu_mesh, without_compilation_cache
 Key = tuple[object, ...]
 Jobs = Mapping[Key, Callable[[], jax.stages.Lowered]]
 
-NUM_LAYERS, NUM_PAGES, PAGE_SIZE = 4, 384, 64  # 192 MiB
-NUM_REQUEST_SLOTS = 16_401  # counts of 513 MiB and prompt flags of 128 MiB; an engine has some tens
-CONFIG = Qwen3MoeConfig(
-    vocab_size=8192,
-    hidden_size=256,
-    num_layers=NUM_LAYERS,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=128,
-    dense_width=512,
-    expert_width=128,
-    router=RouterSpec(num_experts=64, top_k=8, renormalize=True),
-    moe_layers=(1, 2, 3),
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    tie_embeddings=False,
-    context_length=2048,
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class World:
+    """A model and the static sizes of the runner that serves it, in bfloat16."""
+
+    config: Qwen3MoeConfig
+    runner: RunnerConfig
+
+    @property
+    def pool(self) -> jax.ShapeDtypeStruct:
+        """The KV pool."""
+        return self.runner.pool.abstract
+
+    @property
+    def counts(self) -> SpokenTokens:
+        """What penalties count."""
+        return abstract_spoken(self.runner)
+
+
+def world_of(config: Qwen3MoeConfig, *, num_pages: int, decode: int, extend: int, num_request_slots: int) -> World:
+    """One decode shape and one extend shape of a model, with pages of 64 tokens."""
+    pool = KVPoolSpec(
+        num_layers=config.num_layers,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=jnp.dtype(jnp.bfloat16),
+    )
+    width = config.context_length // PAGE_SIZE
+    shapes = (
+        BatchShape(mode=ForwardMode.DECODE, num_tokens=decode, num_requests=decode, table_width=width),
+        BatchShape(mode=ForwardMode.EXTEND, num_tokens=extend, num_requests=decode, table_width=width),
+    )
+    return World(config, RunnerConfig(pool=pool, num_request_slots=num_request_slots, shapes=shapes, vocab_size=config.vocab_size))
+
+
+PAGE_SIZE = 64
+# Pages of 192 MiB. So many request slots that counts take 513 MiB and prompt flags 128 MiB; an engine has some tens.
+SMALL = world_of(
+    Qwen3MoeConfig(
+        vocab_size=8192,
+        hidden_size=256,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=128,
+        dense_width=512,
+        expert_width=128,
+        router=RouterSpec(num_experts=64, top_k=8, renormalize=True),
+        moe_layers=(1, 2, 3),
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tie_embeddings=False,
+        context_length=2048,
+    ),
+    num_pages=384,
+    decode=16,
+    extend=256,
+    num_request_slots=16_401,
 )
-POOL = KVPoolSpec(
-    num_layers=NUM_LAYERS, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_kv_heads=4, head_dim=128, dtype=jnp.dtype(jnp.bfloat16)
-)
-DECODE = BatchShape(mode=ForwardMode.DECODE, num_tokens=16, num_requests=16, table_width=CONFIG.context_length // PAGE_SIZE)
-EXTEND = dataclasses.replace(DECODE, mode=ForwardMode.EXTEND, num_tokens=256)
-RUNNER = RunnerConfig(pool=POOL, num_request_slots=NUM_REQUEST_SLOTS, shapes=(DECODE, EXTEND), vocab_size=CONFIG.vocab_size)
-COUNTS = abstract_spoken(RUNNER)
 
 # Opcodes that name a place and move nothing, and the second half of an asynchronous pair.
 _FREE = frozenset({"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "copy-done", "after-all", "while", "conditional"})
@@ -65,21 +101,22 @@ _ARRAY = re.compile(r"[a-z]\w*\[([\d,]*)\]")
 
 
 @functools.cache
-def jobs(chip: str, *, capture: bool) -> Jobs:
+def jobs(chip: str, *, capture: bool, world: World = SMALL) -> Jobs:
     """The runner's table, with weights that are said to lie on one `chip`."""
+    config = world.config
     placed = NamedSharding(tpu_mesh(chip), REPLICATED)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state)
     moe, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
     spec = ProgramSpec(
         graphdef=graphdef,
-        capture=CONFIG.capture_spec if capture else None,
+        capture=config.capture_spec if capture else None,
         moe=moe,
         attention=attention,
-        num_pages=NUM_PAGES,
+        num_pages=world.runner.pool.num_pages,
         raw_logprobs=False,
     )
-    return program_jobs(weights, spec, RUNNER)
+    return program_jobs(weights, spec, world.runner)
 
 
 def name_of(key: Key) -> str:
@@ -89,18 +126,18 @@ def name_of(key: Key) -> str:
 
 
 @functools.cache
-def lowered(chip: str, name: str, *, capture: bool) -> jax.stages.Lowered:
+def lowered(chip: str, name: str, *, capture: bool, world: World = SMALL) -> jax.stages.Lowered:
     """One program of the table, by name."""
-    [job] = [job for key, job in jobs(chip, capture=capture).items() if name_of(key) == name]
+    [job] = [job for key, job in jobs(chip, capture=capture, world=world).items() if name_of(key) == name]
     with jax.sharding.use_abstract_mesh(tpu_mesh(chip).abstract_mesh):
         return job()
 
 
 @functools.cache
-def compiled(chip: str, name: str, *, capture: bool) -> jax.stages.Compiled:
+def compiled(chip: str, name: str, *, capture: bool, world: World = SMALL) -> jax.stages.Compiled:
     """One program of the table, through the TPU compiler."""
     with without_compilation_cache():
-        return lowered(chip, name, capture=capture).compile()
+        return lowered(chip, name, capture=capture, world=world).compile()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -219,6 +219,28 @@ def test_a_refused_request_does_not_abort_the_one_whose_id_it_wanted(engine):
     assert engine.generate("the cat", GREEDY, rid="mine", max_new_tokens=1)["meta_info"]["id"] == "mine"
 
 
+def test_an_id_may_be_used_again_as_soon_as_its_stream_is_closed(engine):
+    """Abort and new request come in between the same two steps: the end of the first is not told to the second."""
+    stream = engine.generate("once upon a time", LONG, rid="again", stream=True)
+    next(stream)
+    held, go = threading.Event(), threading.Event()
+
+    def hold(core):
+        held.set()
+        go.wait()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        holder = pool.submit(on_engine_thread, engine, hold)
+        held.wait()
+        stream.close()
+        second = pool.submit(engine.generate, "the cat", GREEDY, max_new_tokens=5, rid="again")
+        while engine._loop._inbox.qsize() < 2:
+            pass
+        go.set()
+        assert second.result(timeout=60)["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
+        holder.result()
+
+
 # --- many at once
 
 

@@ -15,11 +15,7 @@ from jax import lax
 from routed_experts.layers.attention import PagedBatch, paged_attention, write_kv
 from tpu_aot import assert_in_place, compile_tpu, pool_copies, tpu_mesh
 from tpu_programs import (
-    CONFIG,
-    COUNTS,
-    DECODE,
-    EXTEND,
-    POOL,
+    SMALL,
     Operations,
     compiled,
     jobs,
@@ -49,7 +45,7 @@ MAX_TEMP_BYTES = {
     "sample extend full": 4 * MIB,
     "score": MIB,
 }
-FORWARD = {"forward decode": DECODE, "forward extend": EXTEND}
+FORWARD = {f"forward {shape.mode.value}": shape for shape in SMALL.runner.shapes}
 
 
 def names(table):
@@ -62,7 +58,7 @@ def test_the_table_of_programs_is_the_one_that_is_compiled_here():
 
 
 def test_a_program_that_nobody_compiles_is_missed():
-    table = {**jobs("v5e", capture=True), ("evict", DECODE): None}
+    table = {**jobs("v5e", capture=True), ("evict", SMALL.runner.shapes[0]): None}
     assert names(table) - MAX_TEMP_BYTES.keys() == {"evict decode"}
 
 
@@ -78,16 +74,16 @@ def test_temporaries_are_bounded(chip, name):
 @pytest.mark.parametrize("capture", [False, True], ids=["off", "on"])
 def test_the_kv_pool_is_updated_in_place(chip, name, capture):
     program = compiled(chip, name, capture=capture)
-    assert POOL.abstract.size * POOL.dtype.itemsize > VMEM
-    assert_in_place(program, POOL.abstract, max_temp_bytes=MAX_TEMP_BYTES[name])
-    assert whole_pool_operations(program, POOL.abstract) == []
+    assert SMALL.pool.size * SMALL.pool.dtype.itemsize > VMEM
+    assert_in_place(program, SMALL.pool, max_temp_bytes=MAX_TEMP_BYTES[name])
+    assert whole_pool_operations(program, SMALL.pool) == []
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("name", ["sample decode full", "sample extend full"])
 def test_the_counts_of_penalties_are_updated_in_place(chip, name):
     program = compiled(chip, name, capture=True)
-    sizes = {leaf: leaf.size * leaf.dtype.itemsize for leaf in (COUNTS.generated, COUNTS.prompt)}
+    sizes = {leaf: leaf.size * leaf.dtype.itemsize for leaf in (SMALL.counts.generated, SMALL.counts.prompt)}
     assert min(sizes.values()) > VMEM
     for leaf in sizes:
         assert_in_place(program, leaf, max_temp_bytes=MAX_TEMP_BYTES[name])
@@ -112,7 +108,7 @@ def test_capture_adds_one_operation_a_layer_and_four_a_step(chip, name):
     added_temp = memory_on.temp_size_in_bytes - memory_off.temp_size_in_bytes
     assert added_temp <= 64 * KIB, added_temp
     added_output, rows = memory_on.output_size_in_bytes - memory_off.output_size_in_bytes, FORWARD[name].num_tokens
-    assert CONFIG.capture_spec.row_bytes * rows <= added_output <= 128 * rows, (added_output, rows)  # one row is at most 128 lanes
+    assert SMALL.config.capture_spec.row_bytes * rows <= added_output <= 128 * rows, (added_output, rows)  # one row is at most 128 lanes
     print(f"{chip} {name}: {added}, {added_temp} temporary bytes, {added_output} bytes of output")
 
 
@@ -127,7 +123,7 @@ def scanned_writes(pool, keys, values, batch, *, num_pages):
 def compile_writes(chip, num_kv_heads, *, head_dim=128, decode=True, num_rows=16):
     """A write and a read of the pool in each of four layers, and the pool; 160 MiB in pages of 64 tokens."""
     num_pages = 160 * MIB // (4 * 64 * 2 * num_kv_heads * head_dim * 2)
-    pool = dataclasses.replace(POOL, num_pages=num_pages, num_kv_heads=num_kv_heads, head_dim=head_dim).abstract
+    pool = dataclasses.replace(SMALL.runner.pool, num_layers=4, num_pages=num_pages, num_kv_heads=num_kv_heads, head_dim=head_dim).abstract
     vector = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     valid = jax.ShapeDtypeStruct((num_rows,), jnp.bool_)
     rows, starts, table = vector((num_rows,)), vector((num_rows + 1,)), vector((num_rows, 64))

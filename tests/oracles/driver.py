@@ -45,12 +45,13 @@ class Bench:
         self.tap = Tap(self.spec.num_moe_layers)
         self.assembly = assemble(self.args, model=model, registry=self.tap.registry)
         self.runner = self.assembly.core.runner
-        self._state = self.runner.state
+        self._weights, self._version = self.runner.state, self.runner.weight_version
 
     def drive(self, *, pages=None, **changed):
         """A fresh core over the compiled runner, with the first weights; `pages` that can be handed out, `changed` args."""
-        if self.runner.weight_version > 0:
-            self.runner.update_weights(self._state, version=self.runner.weight_version + 1)
+        if self.runner.weight_version > self._version:  # the last drive left others
+            self._version = self.runner.weight_version + 1
+            self.runner.update_weights(self._weights, version=self._version)
         self.runner.poison()
         self.tap.clear()
         return Drive(self, dataclasses.replace(self.args, **changed), pages)

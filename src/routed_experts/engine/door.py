@@ -234,9 +234,8 @@ def _as_integers(ids: object) -> np.ndarray:
     if isinstance(ids, np.ndarray):
         array = ids
     else:
-        listed = isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
-        parts: list[Any] = list(ids) if listed else []
-        if not listed or not all(_is_id(part) for part in parts):
+        parts: list[Any] | None = list(ids) if isinstance(ids, Sequence) and not isinstance(ids, str | bytes) else None
+        if parts is None or not all(_is_id(part) for part in parts):
             raise InvalidRequestError(f"input_ids={shown(ids)} must be a list of token ids, or a list of such lists", param="input_ids")
         array = np.asarray(parts, np.int64)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

@@ -55,6 +55,8 @@ class EngineLoop:
             if taken is not None:
                 text = f"rid={taken!r} is the id of a request that has not ended; choose another, or leave it out"
                 raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
+            if any(req.rid in self._sinks for req in reqs):  # aborted, but its caller has not been told: that comes first
+                self._deliver(self._core.drain().outs)
             self._core.add(reqs, stops)
             self._sinks.update(dict.fromkeys((req.rid for req in reqs), sink))
 
