@@ -48,5 +48,6 @@ def test_links_and_named_source_files_exist(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", text):
         assert (page.parent / target).exists(), target
-    for name in re.findall(r"`((?:core|capture|layers|memory|models|scheduling|execution|replay|engine|analysis|demo)/[\w/]*(?:\.py)?)`", text):
+    rooms = "core|capture|layers|memory|models|scheduling|execution|replay|engine|analysis|demo"
+    for name in re.findall(rf"`((?:{rooms})/[\w/]*(?:\.py)?)`", text):
         assert (ROOT / "src" / "routed_experts" / name).exists(), name

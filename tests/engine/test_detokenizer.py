@@ -210,3 +210,14 @@ def test_every_id_of_the_tiny_vocabulary_alone(tokenizers):
     for token_id in range(VOCAB_SIZE):
         detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
         assert detokenizer.push([token_id]) + detokenizer.finish() == tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def test_no_stop_string_is_met_before_min_tokens(tokenizers):
+    tokenizer = tokenizers["byte-level"] if "byte-level" in tokenizers else next(iter(tokenizers.values()))
+    ids = tokenizer.encode("ab ab ab ab")
+    for least in range(len(ids) + 1):
+        text = IncrementalDetokenizer(tokenizer, stop=("b",), min_tokens=least)
+        told = text.push(ids) + text.finish()
+        late = tokenizer.decode(ids)[len(tokenizer.decode(ids[: max(least - 1, 0)])) :]
+        assert (text.stopped == "b") == ("b" in late), least
+        assert told == tokenizer.decode(ids)[: len(tokenizer.decode(ids)) - len(late) + (late.index("b") if "b" in late else len(late))]

@@ -307,3 +307,12 @@ def test_an_engine_without_tokenizer_takes_and_gives_ids(tmp_path_factory):
         for asked in ({"prompt": "text"}, {"input_ids": [3], "sampling_params": {"stop": "x"}}):
             with pytest.raises(InvalidRequestError, match="no tokenizer"):
                 engine.generate(**asked)
+
+
+def test_an_engine_without_tokenizer_stops_at_the_ids_that_the_checkpoint_names(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path)
+    with serve(folder, skip_tokenizer_init=True) as engine:
+        bias = {"temperature": 0.0, "logit_bias": {EOS_ID: 100.0}}
+        out = engine.generate(input_ids=[1, 2, 3], sampling_params=bias, max_new_tokens=5)
+        assert out["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS_ID}
+        assert len(engine.generate(input_ids=[1, 2, 3], sampling_params=bias | {"ignore_eos": True}, max_new_tokens=5)["output_ids"]) == 5

@@ -204,7 +204,9 @@ def shown(value: object) -> str:
 
 
 def _refuse(param: str, value: object, wanted: str, fix: str = "") -> NoReturn:
-    raise InvalidRequestError(f"{param} is {shown(value)}, but must be {wanted}" + (f"; {fix}" if fix else ""), param=param)
+    text = f"{param} is {shown(value)}, but must be {wanted}" + (f"; {fix}" if fix else "")
+    codes = {"start_len": "invalid_start", "format": "unknown_format", "layers": "unknown_layers"}
+    raise InvalidRequestError(text, param=param, code=codes.get(param.removeprefix("routed_experts_")))
 
 
 def _either(value: _T | None, default: _T) -> _T:
@@ -290,4 +292,4 @@ def _field_of(key: object) -> str:
     name = key[:_SHOWN_CHARS] if isinstance(key, str) else None  # the cut bounds difflib, which is quadratic
     nearest = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1) if name else []
     fix = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(FIELDS)}"
-    raise InvalidRequestError(f"{shown(key)} is no sampling parameter; {fix}", param=name)
+    raise InvalidRequestError(f"{shown(key)} is no sampling parameter; {fix}", param=name, code="unknown_field")

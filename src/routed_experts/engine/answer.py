@@ -136,4 +136,5 @@ def detokenizer_of(request: TokenizedGenerateReqInput, tokenizer: Tokenizer) -> 
         skip_special_tokens=sampling.skip_special_tokens,
         stop=sampling.stop,
         include_stop_str=sampling.include_stop_str_in_output,
+        min_tokens=sampling.min_tokens,
     )

@@ -26,13 +26,14 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         stop: tuple[str, ...] = (),
         include_stop_str: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         if "" in stop:
             raise InvalidRequestError("stop holds an empty string; wanted one character at least; leave it out", param="stop")
         source = _ByteLevelText if tokenizer.byte_level else _WindowText
         self._text: _ByteLevelText | _WindowText = source(tokenizer, skip_special_tokens)
         self._matcher = _StopMatcher(stop)
-        self._include_stop_str = include_stop_str
+        self._include_stop_str, self._min_tokens = include_stop_str, min_tokens
         self._held = ""  # settled, but perhaps the beginning of a stop string
         self._finished = False
         self.stopped: str | None = None  # the stop string that was met
@@ -50,7 +51,8 @@ class IncrementalDetokenizer:
             if self._finished:
                 break
             self.num_tokens += 1
-            deltas.append(self._scan(self._text.feed(token_id)))
+            text = self._text.feed(token_id)
+            deltas.append(text if self.num_tokens < self._min_tokens else self._scan(text))  # no stop before min_tokens
         return "".join(deltas)
 
     def finish(self) -> str:

@@ -33,6 +33,7 @@ class Limits:
     pool_tokens: int
     vocab_size: int
     capture: bool
+    eos_token_ids: frozenset[int] = frozenset()  # of the checkpoint; those of the tokenizer come on top
     default_max_tokens: int = 128
     max_requests: int = 1024  # of one call
 
@@ -190,7 +191,7 @@ class Door:
         return RoutedExpertsRequest(asked=True, start=start, format=str(form), layers=str(layers))
 
     def _eos(self) -> frozenset[int]:
-        return frozenset() if self._tokenizer is None else self._tokenizer.eos_token_ids
+        return self._limits.eos_token_ids if self._tokenizer is None else self._limits.eos_token_ids | self._tokenizer.eos_token_ids
 
     def _text_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
@@ -219,7 +220,11 @@ def _params_of(said: GenerateReqInput) -> SamplingParams:
     if params.max_tokens is not None and params.max_tokens != said.max_new_tokens:
         text = f"max_new_tokens={shown(said.max_new_tokens)}, but sampling_params say {params.max_tokens}; say it once"
         raise InvalidRequestError(text, param="max_new_tokens", code="conflicting_parameters")
-    return dataclasses.replace(params, max_tokens=said.max_new_tokens)
+    try:
+        return dataclasses.replace(params, max_tokens=said.max_new_tokens)
+    except InvalidRequestError as error:
+        name = "max_new_tokens" if error.param == "max_tokens" else error.param
+        raise InvalidRequestError(str(error).replace("max_tokens", "max_new_tokens", 1), param=name) from error
 
 
 def _mapping(given: object) -> Mapping[str, object]:

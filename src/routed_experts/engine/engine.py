@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,7 @@ from routed_experts.engine.call import Call
 from routed_experts.engine.door import Door, Limits, is_nested
 from routed_experts.engine.loop import EngineLoop
 from routed_experts.engine.tokenizer import Tokenizer
+from routed_experts.models.config_reader import eos_token_ids_of
 from routed_experts.models.interface import Decoder
 
 Result = dict[str, object] | list[dict[str, object]]
@@ -53,6 +55,7 @@ class Engine:
             pool_tokens=(self._assembly.plan.pool.num_pages - 1) * args.page_size,
             vocab_size=self._assembly.vocab_size,
             capture=self._assembly.capture is not None,
+            eos_token_ids=frozenset() if args.model_path is None else eos_token_ids_of(Path(args.model_path)),
             max_requests=args.max_queued_requests,
         )
         self._door = Door(limits, self._tokenizer, random_seed=args.random_seed)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from routed_experts.core.errors import CheckpointError, ConfigError, InvalidRequestError
-from routed_experts.models.config_reader import ConfigReader, read_json_object
+from routed_experts.models.config_reader import eos_token_ids_of, read_json_object
 
 Scalar = str | int | float | bool | None
 
@@ -212,9 +212,7 @@ def _special_tokens(backend: Any, folder: Path, settings: Mapping[str, object]) 
         if eos_id is None:
             raise CheckpointError(f"{folder}: eos_token {named['eos_token']!r} is not in tokenizer.json; correct the name")
         eos_ids.add(eos_id)
-    for file in (folder / "generation_config.json", folder / "config.json"):
-        if file.exists():
-            eos_ids.update(ConfigReader(read_json_object(file), file).ints("eos_token_id", default=()))
+    eos_ids.update(eos_token_ids_of(folder))
     contents = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     special = {backend.token_to_id(content) for content in contents}
     return SpecialTokens(named=named, eos_token_ids=frozenset(eos_ids), special_ids=frozenset(special))

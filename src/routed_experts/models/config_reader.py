@@ -62,6 +62,15 @@ def architecture_of(config: Mapping[str, object]) -> str:
     return str(found[0])
 
 
+def eos_token_ids_of(folder: Path) -> frozenset[int]:
+    """The ids that end a sequence, as generation_config.json and config.json of a checkpoint name them."""
+    ids: set[int] = set()
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        if file.exists():
+            ids.update(ConfigReader(read_json_object(file), file).ints("eos_token_id", default=()))
+    return frozenset(ids)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfigReader:
     """Typed access to one JSON object; `path` says in errors which file it came from. Without a default a key is required."""
