@@ -9,7 +9,6 @@ import argparse
 import statistics
 
 import jax.numpy as jnp
-
 from common import Prompts, benchmark_model, build, print_table, run, write_result
 
 

@@ -10,8 +10,8 @@ import statistics
 import time
 
 import jax.numpy as jnp
-
 from common import Prompts, benchmark_model, build, print_table, write_result
+
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
 from routed_experts.execution.model_runner import ModelRunner, PendingStep
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import torch
-from transformers import AutoModelForCausalLM
-
 from common import Prompts, benchmark_model, build, print_table, run, write_checkpoint, write_result
+from transformers import AutoModelForCausalLM
 
 
 def hf_timing(model: torch.nn.Module, ids: torch.Tensor, new: int) -> tuple[float, float]:
