@@ -372,7 +372,9 @@ def test_pages_of_an_old_version_do_not_match(world, cache):
     drive.add(request("across", prompt, 20))
     drive.steps(6)
     version = drive.update_weights(other_weights(1), cache=cache)
+    assert drive.core.scheduler.pages.cache.num_cached == 0  # what "across" still reads is its own, and for nobody else
     drive.run(request("new", prompt, 8))
+    assert drive.core.scheduler.namespace(drive.reqs["new"]) != drive.core.scheduler.namespace(drive.reqs["old"])
     drive.run(request("new again", prompt, 8))
     assert_all_faithful(drive)
     told = {rid: told.end for rid, told in drive.told.items()}

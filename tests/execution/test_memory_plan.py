@@ -29,7 +29,7 @@ def plan(*, context=64, capture=SPEC, dtype=jnp.bfloat16, **args):
     server_args = ServerArgs(**(settings | args))
     pool = KVPoolSpec(num_pages=0, page_size=server_args.page_size, num_layers=4, num_kv_heads=2, head_dim=8, dtype=jnp.dtype(dtype))
     buckets = Buckets.of(server_args, context_length=context)
-    return plan_memory(server_args, buckets, pool, nnx.state(TwoArrays()), capture, context_length=context)
+    return plan_memory(server_args, buckets, pool, nnx.state(TwoArrays()), capture, context_length=context, vocab_size=11)
 
 
 def test_weights_are_the_sum_of_their_leaves():
@@ -51,7 +51,7 @@ def test_left_alone_the_pool_holds_every_running_request_twice():
 
 def test_the_pool_shrinks_to_what_the_fraction_leaves():
     page_bytes = 16 * 4 * 2 * 2 * 8 * 2
-    fixed = plan().weights + 2 * 32 * SPEC.row_bytes
+    fixed = plan().weights + 5 * 11 * 5 + 2 * 32 * SPEC.row_bytes
     fraction = (fixed + 5.5 * page_bytes) / device_bytes()
     assert plan(mem_fraction_static=fraction).pool.num_pages == 5  # the padding page among them
 
@@ -81,7 +81,7 @@ def test_weights_that_leave_no_room_are_refused(asked):
 
 def test_the_printed_plan_names_every_purpose_once():
     lines = plan().lines()
-    assert [line.split("  ")[0].strip() for line in lines] == ["weights", "KV pages", "capture, device", "capture, host", "limit"]
+    assert [line.split("  ")[0].strip() for line in lines] == ["weights", "penalties", "KV pages", "capture, device", "capture, host", "limit"]
     assert all(re.search(r"\d [KMG]?i?B", line) for line in lines)
 
 

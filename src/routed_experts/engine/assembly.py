@@ -113,7 +113,8 @@ def assemble(
     context_length = _context_length(args, config.context_length)
     buckets = Buckets.of(args, context_length=context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
-    plan = plan_memory(args, buckets, _kv_shapes(args, config, state), state, capture, context_length=context_length)
+    kv_shapes = _kv_shapes(args, config, state)
+    plan = plan_memory(args, buckets, kv_shapes, state, capture, context_length=context_length, vocab_size=config.vocab_size)
     clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV")
     spec = ProgramSpec(
         graphdef=graphdef,

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from routed_experts.core.buckets import Buckets
@@ -26,6 +27,7 @@ class MemoryPlan:
 
     pool: KVPoolSpec
     weights: int
+    penalties: int
     capture_device: int
     capture_host: int
     row_bytes: int
@@ -41,6 +43,7 @@ class MemoryPlan:
         tokens = (self.pool.num_pages - 1) * self.pool.page_size
         return [
             f"weights         {_size(self.weights)}",
+            f"penalties       {_size(self.penalties)}  what each request slot has said: five bytes a token of the vocabulary",
             f"KV pages        {_size(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes",
             f"capture, device {_size(self.capture_device)}  rows of two steps",
             f"capture, host   {_size(self.capture_host)}  {self.pool.num_slots:,} slots of {self.row_bytes:,} bytes, one or two an id",
@@ -49,16 +52,25 @@ class MemoryPlan:
 
 
 def plan_memory(
-    args: ServerArgs, buckets: Buckets, model: KVPoolSpec, state: nnx.State[Any, Any], capture: CaptureSpec | None, *, context_length: int
+    args: ServerArgs,
+    buckets: Buckets,
+    model: KVPoolSpec,
+    state: nnx.State[Any, Any],
+    capture: CaptureSpec | None,
+    *,
+    context_length: int,
+    vocab_size: int,
 ) -> MemoryPlan:
     """Size the pool. `model` carries the model's shapes; its num_pages is not read. ConfigError if it does not fit."""
     weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     limit = int(device_bytes() * args.mem_fraction_static)
     row_bytes = 0 if capture is None else capture.row_bytes
     widest = max(tokens for _, tokens, _ in buckets.all_shapes())
+    penalties = (args.running_limit + 1) * vocab_size * (np.dtype(np.int32).itemsize + np.dtype(np.bool_).itemsize)
+    capture_device = 2 * widest * row_bytes
     slots = args.max_total_tokens or 2 * args.running_limit * context_length
     pages = max(1, slots // args.page_size)
-    fitting = (limit - weights - 2 * widest * row_bytes) // (model.bytes_per_token * args.page_size) - 1  # the padding page
+    fitting = (limit - weights - penalties - capture_device) // (model.bytes_per_token * args.page_size) - 1  # the padding page
     if fitting < 1:
         raise ConfigError(
             f"weights of {weights / _MEBI:.1f} MiB leave no room for a KV page of {args.page_size} tokens "
@@ -77,7 +89,8 @@ def plan_memory(
     return MemoryPlan(
         pool=pool,
         weights=weights,
-        capture_device=2 * widest * row_bytes,
+        penalties=penalties,
+        capture_device=capture_device,
         capture_host=pool.num_slots * row_bytes,
         row_bytes=row_bytes,
         limit=limit,

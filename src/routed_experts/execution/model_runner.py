@@ -153,7 +153,7 @@ def program_jobs(
     return jobs
 
 
-def _on_leaves(program: Callable[..., Any], tree: jax.tree_util.PyTreeDef) -> Callable[..., Any]:
+def _on_leaves(program: Callable[..., Any], tree: Any) -> Callable[..., Any]:
     """The same program, with the weights as a list of leaves."""
 
     def on_leaves(weights: Sequence[Array], *rest: Any) -> Any:
