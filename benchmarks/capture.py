@@ -1,53 +1,75 @@
-"""What capture costs: off, on and asked by none, on and asked by all; interleaved in one process.
+"""What capture costs: off, on and asked by none, on and asked by all; interleaved step by step in one process.
 
-    python benchmarks/capture.py [--rounds 15] [--batches 8 32]
+    python benchmarks/capture.py [--rounds 6] [--batches 8 32]
 
-Prefill and decode are timed apart. A ratio is that of one round, whose three runs are neighbours in time; medians are given.
-Each round turns the order, so that drift of the machine falls on all alike."""
+Three engine cores over the same weights take steps in turn, each step from its dispatch to its tokens on the host, so that
+neighbours in time are compared and drift of the machine falls on all alike. Nothing overlaps here: the host work of capture is
+seen in full, not hidden under the next step. `ratio` is throughput relative to off: the median over triples of neighbouring
+steps; `whole` is that of all steps together, the last one of a request, which gathers its rows, among them."""
 
 import argparse
 import statistics
+import time
 
 import jax.numpy as jnp
-from common import Prompts, benchmark_model, build, print_table, run, write_result
+from common import Prompts, benchmark_model, build, print_table, write_result
+
+from routed_experts.engine.core import EngineCore
+
+VARIANTS = ("off", "on, unasked", "on, asked")
+
+
+def one_step(core: EngineCore) -> float:
+    """Seconds from a step's dispatch to its outputs on the host, news of ended requests included."""
+    start = time.perf_counter()
+    core.step()
+    core.drain()
+    return time.perf_counter() - start
 
 
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64)
     args = parser.parse_args()
     model = benchmark_model(jnp.dtype("float32"))
-    off, on = build(model, capture=False).core, build(model, capture=True).core
-    variants = {"off": (off, False), "on, unasked": (on, False), "on, asked": (on, True)}
-    prompts, rows = Prompts(), []
+    cores = {name: build(model, capture=name != "off").core for name in VARIANTS}
+    rows: list[dict[str, object]] = []
     for batch in args.batches:
-        timings = {name: [] for name in variants}
+        steps: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in VARIANTS}
         for turn in range(-1, args.rounds):  # the first round warms up
-            names = list(variants)
-            for name in names[turn % 3 :] + names[: turn % 3]:
-                core, ask = variants[name]
-                timing = run(core, prompts.requests(batch, prompt=args.prompt, new=args.new, ask=ask))
-                if turn >= 0:
-                    timings[name].append(timing)
+            for name, core in cores.items():
+                core.flush_cache()
+                ask = name == "on, asked"
+                core.add(Prompts(turn + 1).requests(batch, prompt=args.prompt, new=args.new, ask=ask))  # the same for all
+            order, place = list(VARIANTS), 0
+            while not all(core.is_idle for core in cores.values()):
+                phase = "decode" if all(req.is_prefilled for req in cores["off"].scheduler.running) else "prefill"
+                phase = "prefill" if cores["off"].scheduler.waiting else phase
+                for name in order[place % 3 :] + order[: place % 3]:
+                    seconds = one_step(cores[name])
+                    if turn >= 0:
+                        steps[name][phase].append(seconds)
+                place += 1
         for phase in ("prefill", "decode"):
-            base = [getattr(timing, phase) for timing in timings["off"]]
-            for name in variants:
-                speeds = [getattr(timing, phase) for timing in timings[name]]
-                ratios = sorted(a / b for a, b in zip(speeds, base, strict=True))
+            base = steps["off"][phase]
+            for name in VARIANTS:
+                mine = steps[name][phase]
+                ratios = sorted(a / b for a, b in zip(base, mine, strict=True))
                 quarter = len(ratios) // 4
                 rows.append(
                     {
                         "batch": batch,
                         "phase": phase,
                         "capture": name,
-                        "tok/s median": statistics.median(speeds),
-                        "ratio to off": statistics.median(ratios),
+                        "steps": len(mine),
+                        "median ms": statistics.median(mine) * 1e3,
+                        "ratio": statistics.median(ratios),
                         "quartiles": f"{ratios[quarter]:.3f}..{ratios[-1 - quarter]:.3f}",
-                        "best tok/s": max(speeds),
+                        "whole": sum(base) / sum(mine),
                     }
                 )
     print_table(rows)

@@ -15,9 +15,7 @@ NEW_TOKENS = 12
 NEAR_TIE = 1e-4
 PROMPTS = [random_prompt(np.random.default_rng(seed), length).tolist() for seed, length in enumerate((9, 30, 1, 17))]
 GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS}
-SETTINGS = dict(
-    enable_return_routed_experts=True, skip_tokenizer_init=True, precompile_token_paddings=[32], context_length=64, page_size=8
-)
+SETTINGS = dict(enable_return_routed_experts=True, skip_tokenizer_init=True, precompile_token_paddings=[32], context_length=64, page_size=8)
 
 
 @pytest.fixture(scope="module")

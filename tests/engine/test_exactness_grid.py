@@ -72,9 +72,9 @@ def choice_of(index, choice, given):
 
 
 def told_by(drive):
-    """Tokens, logprobs (of prompts too) and rows; equal floats are equal bits here, for none is NaN or 0."""
+    """Tokens, logprobs (of prompts too, as text that tells every bit) and rows."""
     return {
-        rid: (told.tokens, told.logprobs, told.prompt_logprobs, told.end.routed_experts.ids.tolist())
+        rid: (told.tokens, repr(told.logprobs), repr(told.prompt_logprobs), told.end.routed_experts.ids.tolist())
         for rid, told in drive.told.items()
     }
 

@@ -81,7 +81,8 @@ def test_weights_that_leave_no_room_are_refused(asked):
 
 def test_the_printed_plan_names_every_purpose_once():
     lines = plan().lines()
-    assert [line.split("  ")[0].strip() for line in lines] == ["weights", "penalties", "KV pages", "capture, device", "capture, host", "limit"]
+    purposes = ["weights", "penalties", "KV pages", "capture, device", "capture, host", "limit"]
+    assert [line.split("  ")[0].strip() for line in lines] == purposes
     assert all(re.search(r"\d [KMG]?i?B", line) for line in lines)
 
 

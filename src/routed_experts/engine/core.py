@@ -52,6 +52,7 @@ class EngineCore:
             return False
         req.finish(FinishReason(type="abort", message=message))
         self._ended.append(self._news(req))
+        _forget_changed_pages(self.scheduler, self.capturer)
         return True
 
     def step(self) -> BatchTokenIDOut:

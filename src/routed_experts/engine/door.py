@@ -50,21 +50,22 @@ class Door:
         _check_flags(said)
         params = _params_of(said)
         prompts = list(self._prompts(said))
-        sampling = params.resolve(default_seed=next(self._seeds))
-        if len(prompts) * sampling.n > self._limits.max_requests:
+        samplings = [params.resolve(default_seed=next(self._seeds)) for _ in prompts]  # equal prompts of a call are rollouts of their own
+        n = samplings[0].n
+        if len(prompts) * n > self._limits.max_requests:
             raise QueueFullError(
-                f"{len(prompts)} prompts with n={sampling.n} are {len(prompts) * sampling.n} requests, above "
+                f"{len(prompts)} prompts with n={n} are {len(prompts) * n} requests, above "
                 f"max_queued_requests={self._limits.max_requests}; send fewer in one call"
             )
         call = said.rid if said.rid is not None else secrets.token_hex(8)
         if not isinstance(call, str) or not _RID.fullmatch(call):
             raise InvalidRequestError(f"rid={shown(call)} must be 1 to 64 of A-Z a-z 0-9 . _ -; change it", param="rid")
-        several = len(prompts) * sampling.n > 1
+        several = len(prompts) * n > 1
         requests: list[TokenizedGenerateReqInput] = []
-        for index, ids in enumerate(prompts):
+        for index, (ids, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             routed = self._routed(said, params, ids.size)
-            for choice in range(sampling.n):
-                rid = f"{call}-{index * sampling.n + choice}" if several else call
+            for choice in range(n):
+                rid = f"{call}-{index * n + choice}" if several else call
                 request = self._request(said, params, sampling, ids, routed)
                 requests.append(dataclasses.replace(request, rid=rid, group=f"{call}-{index}", choice=choice))
         return requests

@@ -47,6 +47,7 @@ class Engine:
         self.server_args = _args_of(model_path, server_args)
         args, clock = self.server_args, PhaseClock(on_phase)
         self._tokenizer = _tokenizer_of(args)
+        eos_token_ids = _eos_token_ids_of(args)
         self._assembly = assemble(args, model=model, registry=registry, clock=clock)
         self._loop = EngineLoop(self._assembly.core)
         self.phases = tuple(clock.phases)
@@ -55,7 +56,7 @@ class Engine:
             pool_tokens=(self._assembly.plan.pool.num_pages - 1) * args.page_size,
             vocab_size=self._assembly.vocab_size,
             capture=self._assembly.capture is not None,
-            eos_token_ids=frozenset() if args.model_path is None else eos_token_ids_of(Path(args.model_path)),
+            eos_token_ids=eos_token_ids,
             max_requests=args.max_queued_requests,
         )
         self._door = Door(limits, self._tokenizer, random_seed=args.random_seed)

@@ -22,6 +22,8 @@ from routed_experts.execution.programs import FullInputs, ProgramSpec, SpokenTok
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.kv_pool import KVPoolSpec
 
+MAX_WEIGHT_VERSION = 2**31 - 1  # rows keep theirs as int32
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
@@ -112,8 +114,9 @@ class ModelRunner:
     def update_weights(self, state: nnx.State[Any, Any], *, version: int) -> None:
         """Run all later steps with other weights of the same tree, shapes and dtypes. Arrays that lie where the served ones do are
         taken as they are, others are copied there now, so that no step has to. Raises WeightsMismatchError."""
-        if version <= self.weight_version:
-            raise WeightsMismatchError(f"version={version} must be above {self.weight_version}, the one that is served", param="version")
+        if isinstance(version, bool) or not isinstance(version, int) or not self.weight_version < version <= MAX_WEIGHT_VERSION:
+            wanted = f"an integer above {self.weight_version}, the one that is served, and at most {MAX_WEIGHT_VERSION}"
+            raise WeightsMismatchError(f"version={version!r} must be {wanted}; count updates", param="version")
         old, new = (dict(jax.tree_util.tree_flatten_with_path(s)[0]) for s in (self.state, state))
         wrong = [f"{jax.tree_util.keystr(k)}: {_said(new.get(k))} for {_said(v)}" for k, v in old.items() if _said(new.get(k)) != _said(v)]
         wrong += [f"{jax.tree_util.keystr(k)}: {_said(v)} is not in the model" for k, v in new.items() if k not in old]
