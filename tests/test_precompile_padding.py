@@ -14,7 +14,7 @@ from tiny import write_hf_qwen3_moe
 NEW_TOKENS = 12
 NEAR_TIE = 1e-4
 PROMPTS = [random_prompt(np.random.default_rng(seed), length).tolist() for seed, length in enumerate((9, 30, 1, 17))]
-GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS}
+GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
 SETTINGS = dict(enable_return_routed_experts=True, skip_tokenizer_init=True, precompile_token_paddings=[32], context_length=64, page_size=8)
 
 

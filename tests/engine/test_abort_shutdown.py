@@ -104,6 +104,7 @@ def test_an_abort_at_any_step_keeps_what_was_told_and_its_rows(engine, num_steps
             yield
         assert core.abort(rids[0]) and not core.abort(rids[0])
         assert core.ledger.num_live == 0 and not core.scheduler.running, "pages are back at once"
+        assert core.check_integrity() == [], "and what was recorded of them is forgotten"
 
     (result,) = play(engine, said | {"routed_experts_start_len": start}, script)
     assert result["meta_info"]["finish_reason"] == ABORTED
@@ -288,9 +289,12 @@ def assert_dead(engine, cause):
 
 
 def test_a_failed_start_leaves_no_thread(tmp_path):
+    damaged = write_tiny_checkpoint(tmp_path / "damaged")
+    (damaged / "generation_config.json").write_text("{", encoding="utf-8")
     before = threading.active_count()
-    with pytest.raises(CheckpointError), Engine(str(tmp_path / "missing")):
-        pass
+    for path in (tmp_path / "missing", damaged):
+        with pytest.raises(CheckpointError), Engine(str(path), skip_tokenizer_init=True, **SMALL):
+            pass
     gc.collect()
     assert threading.active_count() == before
 

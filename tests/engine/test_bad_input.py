@@ -176,6 +176,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(engine):
     assert "did you mean temperature?" in refused(engine, prompt="a", sampling_params={"temprature": 1})
     assert "did you mean routed_experts_format?" in refused(engine, prompt="a", routed_expert_format="npy", code="unknown_field")
     assert "did you mean max_new_tokens?" in refused(engine, prompt="a", max_new_token=3, param="max_new_token")
+    assert "did you mean prompt?" in refused(engine, text="a", param="text", code="unknown_field")
     refused(engine, prompt="a", sampling_params={5: 1})
     refused(engine, prompt="a", sampling_params={"x" * 5000: 1})
     refused(engine, prompt="a", zzz=1)

@@ -164,6 +164,13 @@ def test_requests_without_a_seed_count_from_the_engines_random_seed(engine):
     assert seeds == [[(7 << 32) + i for i in range(3)]] * 2
 
 
+def test_equal_prompts_of_one_call_without_a_seed_are_rollouts_of_their_own(engine):
+    params = {"max_tokens": 12, "ignore_eos": True, "n": 2}
+    assert len(set(map(tuple, ids_of(engine, params, prompt=[PROMPT] * 4)))) == 8
+    seeded = ids_of(engine, params | {"seed": 3}, prompt=[PROMPT] * 2)
+    assert seeded[:2] == seeded[2:] and seeded[0] != seeded[1], "a seed that was given is that of every prompt"
+
+
 # --- distributions
 
 

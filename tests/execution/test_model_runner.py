@@ -228,6 +228,15 @@ def test_missing_and_unknown_weights_are_named():
 @pytest.mark.parametrize("step", [0, -1])
 def test_a_version_that_does_not_rise_is_refused(step):
     runner = compiled()
-    with pytest.raises(WeightsMismatchError, match=f"must be above {runner.weight_version}") as caught:
+    with pytest.raises(WeightsMismatchError, match=f"must be an integer above {runner.weight_version}") as caught:
         runner.update_weights(runner.state, version=runner.weight_version + step)
     assert caught.value.param == "version"
+
+
+@pytest.mark.parametrize("version", [True, 1e9, "9", None, 2**31, 1_720_000_000_000])
+def test_a_version_that_rows_cannot_keep_is_refused(version):
+    runner = compiled()
+    served = runner.weight_version
+    with pytest.raises(WeightsMismatchError, match="and at most 2147483647") as caught:
+        runner.update_weights(runner.state, version=version)
+    assert (caught.value.param, runner.weight_version) == ("version", served)

@@ -15,7 +15,7 @@ from tiny import write_hf_qwen3_moe
 
 MARGIN = 1e-4
 NEW_TOKENS = 12
-GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS}
+GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
 CONFIGS = {
     "all MoE, 8 heads on 1, renormalised": dict(
         num_hidden_layers=3, mlp_only_layers=[], num_attention_heads=8, num_key_value_heads=1, head_dim=8, num_experts=16

@@ -47,7 +47,7 @@ class Engine:
         self.server_args = _args_of(model_path, server_args)
         args, clock = self.server_args, PhaseClock(on_phase)
         self._tokenizer = _tokenizer_of(args)
-        eos_token_ids = _eos_token_ids_of(args)
+        eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         self._assembly = assemble(args, model=model, registry=registry, clock=clock)
         self._loop = EngineLoop(self._assembly.core)
         self.phases = tuple(clock.phases)
@@ -166,6 +166,8 @@ class Engine:
         stream: bool,
         said: dict[str, Any],
     ) -> Call:
+        if "text" in said:
+            raise InvalidRequestError("text is no parameter of generate; did you mean prompt?", param="text", code="unknown_field")
         request = request_of(text=prompt, sampling_params=sampling_params, input_ids=input_ids, stream=stream, **said)
         requests = self._door.admit(request)
         single = len(requests) == 1 and (isinstance(prompt, str) or (input_ids is not None and not is_nested(input_ids)))
