@@ -20,13 +20,14 @@ class ForwardMode(enum.Enum):
     DECODE = "decode"
 
 
-class SamplerForm(enum.Enum):
-    """The cheapest sampling program that serves every row of a step. FULL adds penalties, bias and top logprobs."""
+class SamplerForm(enum.IntEnum):
+    """The cheapest sampling program that serves every row of a step: the largest form that a row needs. FULL adds penalties,
+    bias and top logprobs."""
 
-    GREEDY = "greedy"
-    RANDOM = "random"
-    FILTERED = "filtered"
-    FULL = "full"
+    GREEDY = 0
+    RANDOM = 1
+    FILTERED = 2
+    FULL = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,4 +149,6 @@ def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req) -> 
 
 def _forget_changed_pages(scheduler: Scheduler, capturer: RoutedExpertsCapturer) -> None:
     """What was recorded of pages that were handed out or freed holds no more."""
-    capturer.on_pages_allocated(scheduler.pages.take_changed())
+    pages = scheduler.pages.take_changed()
+    if pages.size:
+        capturer.on_pages_allocated(pages)

@@ -20,7 +20,6 @@ from routed_experts.core.model_worker_batch import (
 from routed_experts.memory.req_to_token_pool import ReqToTokenPool
 from routed_experts.scheduling.schedule_batch import Req, Row
 
-_FORMS = tuple(SamplerForm)  # in order of what they can do
 _FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _INT_COLUMNS = ("top_k", "choice", "prompt_len")
 
@@ -30,10 +29,11 @@ class BatchBuilder:
 
     def __init__(self, buckets: Buckets, table: ReqToTokenPool, *, num_request_slots: int, page_size: int, vocab_size: int) -> None:
         self._buckets, self._table, self._page_size, self._vocab_size = buckets, table, page_size, vocab_size
-        self._columns: dict[str, np.ndarray] = {name: np.zeros(num_request_slots, np.float32) for name in _FLOAT_COLUMNS}
-        self._columns |= {name: np.zeros(num_request_slots, np.int32) for name in _INT_COLUMNS}
-        self._columns["seed"] = np.zeros((num_request_slots, 2), np.uint32)
+        self._words = np.zeros((len(_FLOAT_COLUMNS) + len(_INT_COLUMNS), num_request_slots), np.int32)  # floats as their bits
+        self._seeds = np.zeros((num_request_slots, 2), np.uint32)
+        self._columns = _named(self._words)
         self._columns["top_p"][0] = self._columns["repetition"][0] = 1.0
+        self._count = np.arange(max(buckets.max_requests, *buckets.extend) + 1, dtype=np.int32)
 
     def enter(self, req: Req) -> None:
         """Note the parameters of a request that has just been given a slot."""
@@ -42,43 +42,46 @@ class BatchBuilder:
         columns["min_p"][slot], columns["top_k"][slot] = sampling.min_p, sampling.top_k
         columns["presence"][slot], columns["frequency"][slot] = sampling.presence_penalty, sampling.frequency_penalty
         columns["repetition"][slot], columns["prompt_len"][slot] = sampling.repetition_penalty, req.prompt_len
-        columns["choice"][slot], columns["seed"][slot] = req.source.choice, sampling.seed_words
+        columns["choice"][slot], self._seeds[slot] = req.source.choice, sampling.seed_words
 
     def build(self, rows: Sequence[Row], *, step: int) -> ModelWorkerBatch:
         """Pad the rows to the smallest bucket. Rows stand in the given order."""
-        counts = np.array([row.count for row in rows], np.int32)
-        total, all_decode = int(counts.sum()), all(row.count == 1 and not wants_scores(row) for row in rows)
-        mode, padded_tokens, padded_rows = self._buckets.shape(total, len(rows), all_decode=all_decode)
+        counts = [row.count for row in rows]
+        total, scored = sum(counts), any(wants_scores(row) for row in rows)
+        mode, padded_tokens, padded_rows = self._buckets.shape(total, len(rows), all_decode=total == len(rows) and not scored)
+        forms = [row.req.form_now() for row in rows]  # of chunks too: FULL counts every token fed
         slots = np.zeros(padded_rows, np.int32)
         slots[: len(rows)] = [row.req.slot for row in rows]
-        starts = np.zeros(padded_rows + 1, np.int32)
-        starts[1 : len(rows) + 1] = np.cumsum(counts)
-        starts[len(rows) + 1 :] = total
         seq_lens = np.zeros(padded_rows, np.int32)
         seq_lens[: len(rows)] = [row.start + row.count for row in rows]
-        token_rows = np.zeros(padded_tokens, np.int32)
-        token_rows[:total] = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
-        positions = np.zeros(padded_tokens, np.int32)
-        positions[:total] = np.arange(total, dtype=np.int32) - (starts[:-1] - seq_lens + np.diff(starts))[token_rows[:total]]
+        starts = np.minimum(self._count[: padded_rows + 1], total)
+        token_rows, positions = np.zeros(padded_tokens, np.int32), np.zeros(padded_tokens, np.int32)
+        if total == len(rows):
+            token_rows[:total], positions[:total] = self._count[:total], seq_lens[:total] - 1
+        else:
+            starts[1 : len(rows) + 1] = np.cumsum(counts)
+            starts[len(rows) + 1 :] = total
+            token_rows[:total] = np.repeat(self._count[: len(rows)], counts)
+            positions[:total] = self._count[:total] - (starts[:-1] - seq_lens + np.diff(starts))[token_rows[:total]]
         table = self._table.rows(slots)
-        pages = table[token_rows[:total], positions[:total] // self._page_size].astype(np.int64)
+        page, offset = np.divmod(positions[:total], self._page_size)
         return ModelWorkerBatch(
             step=step,
             mode=mode,
-            form=_FORMS[max(_FORMS.index(row.req.form_now()) for row in rows)],  # chunks too: FULL counts every token fed
+            form=max(forms),
             num_tokens=total,
             num_requests=len(rows),
             token_ids=self._token_ids(rows, padded_tokens, mode),
             positions=positions,
             token_rows=token_rows,
-            kv_slots=pages * self._page_size + positions[:total] % self._page_size,
+            kv_slots=table[token_rows[:total], page].astype(np.int64) * self._page_size + offset,
             query_starts=starts,
             seq_lens=seq_lens,
             request_slots=slots,
             page_table=table,
-            sampling=self._sampling(rows, slots, seq_lens),
+            sampling=self._sampling(rows, slots, seq_lens, full=SamplerForm.FULL in forms),
             samples=tuple(row.samples for row in rows),
-            prompt_targets=self._prompt_targets(rows, padded_tokens),
+            prompt_targets=_prompt_targets(rows, padded_tokens) if scored else None,
             return_routed_experts=tuple(row.req.source.return_routed_experts for row in rows),
         )
 
@@ -94,31 +97,39 @@ class BatchBuilder:
             at += row.count
         return ids
 
-    def _sampling(self, rows: Sequence[Row], slots: Int32[np.ndarray, " B"], seq_lens: Int32[np.ndarray, " B"]) -> SamplingColumns:
+    def _sampling(
+        self, rows: Sequence[Row], slots: Int32[np.ndarray, " B"], seq_lens: Int32[np.ndarray, " B"], *, full: bool
+    ) -> SamplingColumns:
         bias_ids: Int32[np.ndarray, "B X"] | None = None
         bias_values: Float[np.ndarray, "B X"] | None = None
-        if any(row.req.form_now() is SamplerForm.FULL for row in rows):
+        if full:
             bias_ids = np.full((slots.size, MAX_BIAS), self._vocab_size, np.int32)
             bias_values = np.zeros((slots.size, MAX_BIAS), np.float32)
             for index, row in enumerate(rows):
                 for place, (token, value) in enumerate(row.req.bias_now()):
                     bias_ids[index, place], bias_values[index, place] = token, value
-        columns = {name: column[slots] for name, column in self._columns.items()}
-        return SamplingColumns(position=seq_lens, bias_ids=bias_ids, bias_values=bias_values, **columns)
+        columns = _named(self._words[:, slots])
+        return SamplingColumns(seed=self._seeds[slots], position=seq_lens, bias_ids=bias_ids, bias_values=bias_values, **columns)
 
-    def _prompt_targets(self, rows: Sequence[Row], padded: int) -> Int32[np.ndarray, " N"] | None:
-        if not any(wants_scores(row) for row in rows):
-            return None
-        targets = np.zeros(padded, np.int32)
-        at = 0
-        for row in rows:
-            last = min(row.start + row.count + 1, row.req.prompt_len)
-            following = row.req.tokens[row.start + 1 : last]
-            targets[at : at + following.size] = following
-            at += row.count
-        return targets
+
+def _named(words: Int32[np.ndarray, "C B"]) -> dict[str, np.ndarray]:
+    """The table's rows under their names, each in its own dtype; views."""
+    columns: dict[str, np.ndarray] = {name: words[place].view(np.float32) for place, name in enumerate(_FLOAT_COLUMNS)}
+    return columns | {name: words[len(_FLOAT_COLUMNS) + place] for place, name in enumerate(_INT_COLUMNS)}
+
+
+def _prompt_targets(rows: Sequence[Row], padded: int) -> Int32[np.ndarray, " N"]:
+    """The prompt token that follows each token of the step, where there is one."""
+    targets = np.zeros(padded, np.int32)
+    at = 0
+    for row in rows:
+        last = min(row.start + row.count + 1, row.req.prompt_len)
+        following = row.req.tokens[row.start + 1 : last]
+        targets[at : at + following.size] = following
+        at += row.count
+    return targets
 
 
 def wants_scores(row: Row) -> bool:
     """Does this part of a request hold prompt tokens whose successors' logprobs were asked for."""
-    return row.req.wants_prompt_logprobs and not row.req.is_prefilled and row.start < row.req.prompt_len - 1
+    return not row.req.is_prefilled and row.req.wants_prompt_logprobs and row.start < row.req.prompt_len - 1

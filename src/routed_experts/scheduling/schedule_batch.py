@@ -34,6 +34,7 @@ class Req:
         self.rid = source.rid
         self.prompt_len = int(source.input_ids.size)
         self.max_len = self.prompt_len + source.sampling.max_tokens
+        self.min_len = self.prompt_len + source.sampling.min_tokens
         self.tokens: Int32[np.ndarray, " max_len"] = np.zeros(self.max_len, np.int32)
         self.tokens[: self.prompt_len] = source.input_ids
         self.form = form_of(source)
@@ -77,14 +78,12 @@ class Req:
 
     def form_now(self) -> SamplerForm:
         """The sampler that this request needs for its next token."""
-        if self.num_known + self.num_pending - self.prompt_len < self.source.sampling.min_tokens:
-            return SamplerForm.FULL
-        return self.form
+        return SamplerForm.FULL if self.num_known + self.num_pending < self.min_len else self.form
 
     def bias_now(self) -> tuple[tuple[int, float], ...]:
         """Logit bias of the next token: the request's own, and stop ids forbidden until min_tokens are there."""
         sampling = self.source.sampling
-        if self.num_known + self.num_pending - self.prompt_len >= sampling.min_tokens:
+        if self.num_known + self.num_pending >= self.min_len:
             return sampling.logit_bias
         return (*sampling.logit_bias, *((token, -np.inf) for token in sorted(self.source.stop_token_ids)))
 
