@@ -121,7 +121,8 @@ def jobs(chip: str, *, capture: bool, world: World = SMALL) -> Jobs:
 
 def name_of(key: Key) -> str:
     """A program without its sizes, such as "sample extend greedy"."""
-    words = [part.mode if isinstance(part, BatchShape) else part for part in key if isinstance(part, SamplerForm) or not isinstance(part, int)]
+    named = [part for part in key if isinstance(part, SamplerForm) or not isinstance(part, int)]
+    words = [part.mode if isinstance(part, BatchShape) else part for part in named]
     return " ".join(word.name.lower() if isinstance(word, ForwardMode | SamplerForm) else str(word) for word in words)
 
 
