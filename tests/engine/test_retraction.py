@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from oracles.driver import assert_all_faithful, request
-from oracles.worlds import other_weights, random_prompt, tiny_world
+from oracles.worlds import other_oracle, other_weights, random_prompt, tiny_world
 
 SAMPLING = (
     dict(),
@@ -107,6 +107,18 @@ def test_weights_that_change_between_retractions_change_no_row_that_was_written(
     drive.run(*requests(40, count=10), before_step=meddle)
     assert assert_all_faithful(drive) > 100
     assert max(len(told.end.routed_experts.version_spans) for told in drive.told.values()) > 2
+
+
+def test_a_prompt_logprob_is_that_of_the_pass_that_computed_it_first(world):
+    drive = world.drive(chunked_prefill_size=16)
+    prompt = random_prompt(np.random.default_rng(6), 40)
+    drive.add(request("r", prompt, 2, prompt_logprobs_from=0))
+    drive.steps(2)
+    drive.update_weights(other_weights(1), cache="flush")  # the first two chunks have been read; the prompt is fed anew
+    told = drive.run()["r"].prompt_logprobs
+    old, new = (oracle.run(prompt).logprobs[np.arange(39), prompt[1:]] for oracle in (world.oracle, other_oracle(1)))
+    assert np.abs(old - new).min() > 1e-3
+    np.testing.assert_allclose(told[1:], np.concatenate([old[:32], new[32:]]), atol=1e-4, rtol=0)
 
 
 def test_aborted_while_it_waits_to_start_anew_a_request_keeps_what_it_said(world):

@@ -271,3 +271,12 @@ def test_many_tasks_of_one_event_loop_get_their_own_answers(engine):
 
     answers = asyncio.run(ask())
     assert [one["output_ids"] for one in answers] == [engine.generate(prompt, GREEDY, max_new_tokens=4)["output_ids"] for prompt in prompts]
+
+
+def test_a_call_of_many_choices_is_refused_while_a_call_of_its_id_lives(engine):
+    running = engine.generate("the cat", {"temperature": 0.0, "ignore_eos": True}, max_new_tokens=60, rid="job", stream=True)
+    next(running)
+    with pytest.raises(InvalidRequestError) as told_:
+        engine.generate("the cat", {"n": 2, "max_tokens": 2}, rid="job")
+    assert told_.value.code == "duplicate_request_id"
+    running.close()

@@ -180,7 +180,7 @@ class Door:
             )
         start = 0 if start is None else start
         if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= prompt_len:
-            text = f"routed_experts_start_len={shown(start)} is outside 0..{prompt_len}, the prompt's length; choose one of these"
+            text = f"routed_experts_start_len={shown(start)} must be an integer in 0..{prompt_len}, the prompt's length"
             raise InvalidRequestError(text, param="routed_experts_start_len", code="invalid_start")
         form = "int32" if form is None else form
         layers = ("all" if form == "int32" else "moe") if layers is None else layers

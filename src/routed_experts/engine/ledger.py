@@ -50,6 +50,10 @@ class Ledger:
         entry = self._live.get(rid)
         return None if entry is None else entry.req
 
+    def has_group(self, group: str) -> bool:
+        """Is a request of this group live: another choice of its prompt, or a call of the same id."""
+        return any(entry.req.source.group == group for entry in self._live.values())
+
     def live(self) -> tuple[str, ...]:
         """Ids of all live requests, in order of arrival."""
         return tuple(self._live)

@@ -51,7 +51,8 @@ class EngineLoop:
         InvalidRequestError if an id is in use, EngineDeadError after the end. Cancelled in time, they never come in."""
 
         def accept() -> None:
-            taken = next((req.rid for req in reqs if self._core.ledger.find(req.rid) is not None), None)
+            ledger = self._core.ledger
+            taken = next((req.rid for req in reqs if ledger.find(req.rid) is not None or ledger.has_group(req.source.group)), None)
             if taken is not None:
                 text = f"rid={taken!r} is the id of a request that has not ended; choose another, or leave it out"
                 raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
