@@ -1,5 +1,7 @@
 """`generate` at once: how it is called, what comes back, where it stops. Greedy unless said, so that answers can be compared."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -316,3 +318,13 @@ def test_an_engine_without_tokenizer_stops_at_the_ids_that_the_checkpoint_names(
         out = engine.generate(input_ids=[1, 2, 3], sampling_params=bias, max_new_tokens=5)
         assert out["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS_ID}
         assert len(engine.generate(input_ids=[1, 2, 3], sampling_params=bias | {"ignore_eos": True}, max_new_tokens=5)["output_ids"]) == 5
+
+
+def test_no_step_of_a_bfloat16_model_converts_the_whole_pool_on_cpu(tmp_path):
+    with serve(write_tiny_checkpoint(tmp_path, dtype="bfloat16")) as engine:
+        runner = engine._assembly.core.runner
+        dims = ",".join(map(str, runner.config.pool.abstract.shape))
+        texts = [program.as_text() for key, program in runner._programs.items() if key[0] == "forward"]
+        assert texts and all(f"[{dims}]" in text for text in texts)
+        assert not any(re.search(rf"\[{dims}\]\S* convert\(", text) for text in texts)
+        assert len(engine.generate("the cat", GREEDY, max_new_tokens=4)["output_ids"]) == 4

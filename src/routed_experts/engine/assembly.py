@@ -175,14 +175,18 @@ def _load(args: ServerArgs, model: Decoder | None, clock: PhaseClock) -> tuple[D
 
 
 def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
-    """The pool's shapes before its size is known; keys and values have the weights' dtype."""
+    """The pool's shapes before its size is known. Keys and values have the weights' dtype, but float32 holds those of bfloat16
+    on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are the same."""
+    dtype = jnp.result_type(jax.tree.leaves(state)[0])
+    if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        dtype = jnp.dtype("float32")
     return KVPoolSpec(
         num_layers=config.num_layers,
         num_pages=0,
         page_size=args.page_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=jnp.result_type(jax.tree.leaves(state)[0]),
+        dtype=dtype,
     )
 
 

@@ -43,7 +43,7 @@ class Door:
 
     def __init__(self, limits: Limits, tokenizer: Tokenizer | None, *, random_seed: int) -> None:
         self._limits, self._tokenizer = limits, tokenizer
-        self._seeds = itertools.count(random_seed << 32)
+        self._seeds = itertools.count((random_seed << 32) + (1 << 31))  # far from the small seeds that people choose
 
     def admit(self, said: GenerateReqInput) -> list[TokenizedGenerateReqInput]:
         """One request a choice of each prompt, in order (prompt x n + choice). Raises InvalidRequestError and its kin."""
