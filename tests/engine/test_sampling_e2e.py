@@ -161,7 +161,7 @@ def test_large_and_small_seeds_are_different_seeds(engine):
 def test_requests_without_a_seed_count_from_the_engines_random_seed(engine):
     doors = [Door(engine._door._limits, engine.tokenizer, random_seed=7) for _ in range(2)]
     seeds = [[door.admit(GenerateReqInput(text="a"))[0].sampling.seed for _ in range(3)] for door in doors]
-    assert seeds == [[(7 << 32) + i for i in range(3)]] * 2
+    assert seeds == [[(7 << 32) + (1 << 31) + i for i in range(3)]] * 2
 
 
 def test_equal_prompts_of_one_call_without_a_seed_are_rollouts_of_their_own(engine):
