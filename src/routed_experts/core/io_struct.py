@@ -16,7 +16,7 @@ from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExpertsRequest:
-    """What a request wants of its routing: WIRE.md's request fields, resolved. `start` is in tokens."""
+    """What a request wants of its routing: its request fields, resolved. `start` is in tokens."""
 
     asked: bool = False
     start: int = 0
