@@ -38,7 +38,7 @@ def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False):
     """An uncompiled runner of the tiny MoE."""
     model = model_of(tiny_config(), tiny_tensors(tiny_config()))
     graphdef, state = nnx.split(model)
-    moe, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
+    kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
     config = model.config
     pool = KVPoolSpec(
         num_layers=config.num_layers,
@@ -51,7 +51,7 @@ def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False):
     spec = ProgramSpec(
         graphdef=graphdef,
         capture=config.capture_spec if capture else None,
-        moe=moe,
+        kernels=kernels,
         attention=attention,
         num_pages=NUM_PAGES,
         raw_logprobs=raw_logprobs,

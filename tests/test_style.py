@@ -179,8 +179,17 @@ RULES = {
     ),
     "banned calls": Rule(
         find_banned_calls,
-        ("eval('1')\n", "exec(s)\n", "yaml.load(s)\n", "torch.load(p)\n", "time.sleep(1)\n", "from time import sleep\n",
-         "object.__setattr__(self, 'x', 1)\n", "__import__('x')\n", "os.system('x')\n"),
+        (
+            "eval('1')\n",
+            "exec(s)\n",
+            "yaml.load(s)\n",
+            "torch.load(p)\n",
+            "time.sleep(1)\n",
+            "from time import sleep\n",
+            "object.__setattr__(self, 'x', 1)\n",
+            "__import__('x')\n",
+            "os.system('x')\n",
+        ),
     ),
     "no global": Rule(find_globals, ("def f():\n    global x\n    x = 1\n",)),
     "no swallowed error": Rule(

@@ -107,11 +107,11 @@ def jobs(chip: str, *, capture: bool, world: World = SMALL) -> Jobs:
     placed = NamedSharding(tpu_mesh(chip), REPLICATED)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state)
-    moe, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
+    kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
     spec = ProgramSpec(
         graphdef=graphdef,
         capture=config.capture_spec if capture else None,
-        moe=moe,
+        kernels=kernels,
         attention=attention,
         num_pages=world.runner.pool.num_pages,
         raw_logprobs=False,

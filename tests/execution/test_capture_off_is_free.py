@@ -24,14 +24,16 @@ from jax.interpreters import partial_eval
 
 from routed_experts.execution import model_runner, programs
 from routed_experts.layers.attention import ATTENTION_BACKENDS
+from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models import qwen3_moe
+from routed_experts.models import qwen3_moe, sparse_block
 from routed_experts.models.registry import FAMILIES
 from small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
 
 MODEL_NAMES = frozenset({"capture", "column", "columns"})
+BLOCK_NAMES = frozenset({"capture", "column", "block"})
 PROGRAM_NAMES = frozenset({"capture", "rows"})
 DEVICE_CACHE = "_RoutedExpertsDeviceCache"
 SIZES = dict(
@@ -113,7 +115,7 @@ class Build:
         config = self.model.Qwen3MoeConfig(**(SIZES | sizes))
         graphdef, state = nnx.split(nnx.eval_shape(lambda: self.model.Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
         feature = {"capture": config.capture_spec if capture else None} if self.has_feature else {}
-        backends = {"moe": MOE_BACKENDS[moe], "attention": ATTENTION_BACKENDS[attention]}
+        backends = {"kernels": Kernels(moe=MOE_BACKENDS[moe]), "attention": ATTENTION_BACKENDS[attention]}
         return self.programs.ProgramSpec(graphdef=graphdef, num_pages=NUM_PAGES, raw_logprobs=False, **feature, **backends), state
 
     def jobs(self, **how):
@@ -128,8 +130,9 @@ REAL = Build(qwen3_moe, programs, model_runner, has_feature=True)
 
 
 def build_from(model_text, programs_text):
-    """Three modules made of text, wired to one another and to the rest of the package."""
-    model = module_of("never.qwen3_moe", model_text)
+    """Four modules made of text, wired to one another and to the rest of the package."""
+    module_of("never.sparse_block", without(sparse_block, BLOCK_NAMES))
+    model = module_of("never.qwen3_moe", model_text.replace("routed_experts.models.sparse_block", "never.sparse_block"))
     own_programs = module_of("never.programs", programs_text)
     table = inspect.getsource(model_runner).replace("routed_experts.execution.programs", "never.programs")
     return Build(model, own_programs, module_of("never.model_runner", table), has_feature=False)
@@ -142,7 +145,7 @@ def never():
 
 
 def test_nothing_of_the_feature_is_left_in_the_build_that_never_heard_of_it():
-    for module, names in ((qwen3_moe, MODEL_NAMES), (programs, PROGRAM_NAMES)):
+    for module, names in ((qwen3_moe, MODEL_NAMES), (sparse_block, BLOCK_NAMES), (programs, PROGRAM_NAMES)):
         before, after = set(names_in(inspect.getsource(module))), set(names_in(without(module, names)))
         assert names <= before and names.isdisjoint(after)
         # CaptureSpec describes a model to its readers; a config's property of that name is not part of a program.
@@ -169,7 +172,7 @@ def test_off_is_the_build_that_never_heard_of_it(moe, attention):
 
 def test_a_build_that_leaves_a_trace_is_told_apart():
     text = without(qwen3_moe, MODEL_NAMES)
-    call = "x + backend.run(call)"
+    call = "x + y"
     assert text.count(call) == 1
     tracing = build_from(text.replace(call, f"{call} * (routing.ids[:1, :1] >= 0).astype(x.dtype)"), without(programs, PROGRAM_NAMES))
     key = "forward", DECODE

@@ -15,6 +15,7 @@ from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.model_runner import RunnerConfig, program_jobs
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.attention import ATTENTION_BACKENDS
+from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.config_reader import ConfigReader
@@ -108,7 +109,7 @@ def lowered_forward(config, *, train):
 def lowered_step(config, *, capture):
     graphdef, state = abstract(config)
     pool = KVPoolSpec(num_layers=config.num_layers, num_pages=9, page_size=8, num_kv_heads=2, head_dim=16, dtype=jnp.dtype(jnp.float32))
-    backends = dict(moe=MOE_BACKENDS["tiled"], attention=ATTENTION_BACKENDS["paged"])
+    backends = dict(kernels=Kernels(moe=MOE_BACKENDS["tiled"]), attention=ATTENTION_BACKENDS["paged"])
     spec = ProgramSpec(graphdef=graphdef, capture=config.capture_spec if capture else None, num_pages=9, raw_logprobs=False, **backends)
     shape = BatchShape(mode=ForwardMode.EXTEND, num_tokens=32, num_requests=4, table_width=4)
     runner = RunnerConfig(pool=pool, num_request_slots=5, shapes=(shape,), vocab_size=config.vocab_size)

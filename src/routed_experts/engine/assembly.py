@@ -24,6 +24,7 @@ from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.attention import ATTENTION_BACKENDS, AttentionBackend
+from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.interface import Decoder, DecoderConfig
@@ -35,14 +36,14 @@ from routed_experts.scheduling.scheduler import Scheduler
 class BackendRegistry:
     """The kernels that an engine may be built with, by name."""
 
-    moe: Mapping[str, MoeBackend] = dataclasses.field(default_factory=lambda: MOE_BACKENDS)
+    moe: Mapping[str, Kernels] = dataclasses.field(default_factory=lambda: KERNELS)
     attention: Mapping[str, AttentionBackend] = dataclasses.field(default_factory=lambda: ATTENTION_BACKENDS)
 
     def with_moe(self, backend: MoeBackend) -> "BackendRegistry":
         """The same registry with one more MoE backend."""
-        return dataclasses.replace(self, moe=MappingProxyType({**self.moe, backend.name: backend}))
+        return dataclasses.replace(self, moe=MappingProxyType({**self.moe, backend.name: Kernels(moe=backend)}))
 
-    def choose(self, args: ServerArgs) -> tuple[MoeBackend, AttentionBackend]:
+    def choose(self, args: ServerArgs) -> tuple[Kernels, AttentionBackend]:
         """The backends that `args` name. Deterministic mode runs on `reference` alone, whose rows do not depend on one another;
         a backend that hides the ids it runs is refused with capture on."""
         named = {"moe_backend": args.moe_backend, "attention_backend": args.attention_backend}
@@ -52,15 +53,16 @@ class BackendRegistry:
             if name != "auto" and name not in known[field]:
                 raise ConfigError(f"{field}={name!r} is unknown; choose auto or one of {', '.join(sorted(known[field]))}")
         picked = {field: auto[field] if name == "auto" else name for field, name in named.items()}
-        moe, attention = self.moe[picked["moe_backend"]], self.attention[picked["attention_backend"]]
-        if args.enable_return_routed_experts and not moe.reveals_ids:
+        kernels, attention = self.moe[picked["moe_backend"]], self.attention[picked["attention_backend"]]
+        if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
             raise CaptureUnsupportedError(
-                f"moe_backend={moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded; choose another backend "
-                "or enable_return_routed_experts=False"
+                f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded; choose "
+                "another backend or enable_return_routed_experts=False"
             )
-        return moe, attention
+        return kernels, attention
 
 
+KERNELS: Mapping[str, Kernels] = MappingProxyType({name: Kernels(moe=backend) for name, backend in MOE_BACKENDS.items()})
 AUTO_BACKENDS: Mapping[str, str] = MappingProxyType({"moe_backend": "tiled", "attention_backend": "paged"})
 DEFAULT_BACKENDS = BackendRegistry()
 
@@ -108,7 +110,7 @@ def assemble(
 ) -> Assembly:
     """Load, plan, allocate and compile. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
-    moe, attention = registry.choose(args)
+    kernels, attention = registry.choose(args)
     config, graphdef, state = _load(args, model, clock)
     context_length = _context_length(args, config.context_length)
     buckets = Buckets.of(args, context_length=context_length)
@@ -119,7 +121,7 @@ def assemble(
     spec = ProgramSpec(
         graphdef=graphdef,
         capture=capture,
-        moe=moe,
+        kernels=kernels,
         attention=attention,
         num_pages=plan.pool.num_pages,
         raw_logprobs=args.logprobs_mode == "raw",
@@ -143,12 +145,10 @@ def assemble(
     count = runner.compile()
     clock.done("compile", f"{count} programs")
     if args.deterministic:
-        names = f"moe_backend={moe.name!r} and attention_backend={attention.name!r}"
+        names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
         compared = check_determinism(new_core, vocab_size=config.vocab_size, context_length=context_length, backends=names)
         clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
-    return Assembly(
-        core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size
-    )
+    return Assembly(core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size)
 
 
 def _load(args: ServerArgs, model: Decoder | None, clock: PhaseClock) -> tuple[DecoderConfig, nnx.GraphDef[Any], nnx.State[Any, Any]]:

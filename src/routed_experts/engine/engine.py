@@ -1,7 +1,7 @@
 """Engine: the door for Python. Text in, text and routed experts out. Knows nothing of HTTP.
 
-    with Engine("path/to/model", enable_return_routed_experts=True) as engine:
-        out = engine.generate("Once upon a time", return_routed_experts=True)"""
+with Engine("path/to/model", enable_return_routed_experts=True) as engine:
+    out = engine.generate("Once upon a time", return_routed_experts=True)"""
 
 import dataclasses
 import os

@@ -19,8 +19,8 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.execution.forward_batch import BatchShape, ForwardBatch, unpack
 from routed_experts.layers.attention import AttentionBackend, write_kv
+from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, prompt_logprobs, token_logprobs, top_logprobs
-from routed_experts.layers.moe import MoeBackend
 from routed_experts.layers.sampling import Penalties, SamplingMode, penalize, sample
 
 _MODES = {
@@ -37,7 +37,7 @@ class ProgramSpec:
 
     graphdef: nnx.GraphDef[Any]
     capture: CaptureSpec | None  # None: off
-    moe: MoeBackend
+    kernels: Kernels
     attention: AttentionBackend
     num_pages: int
     raw_logprobs: bool
@@ -94,7 +94,7 @@ def forward(
         return spec.attention.run(queries, pool, first_page, batch.paged), pool
 
     capture = None if spec.capture is None else _RoutedExpertsDeviceCache.create(shape.num_tokens, spec.capture)
-    hidden, pool, capture = model(tokens, batch.paged.positions, batch.paged.valid, attend, pool, capture, backend=spec.moe)
+    hidden, pool, capture = model(tokens, batch.paged.positions, batch.paged.valid, attend, pool, capture, kernels=spec.kernels)
     rows = None if capture is None else capture.rows()
     return pool, ForwardOut(hidden, jnp.take(hidden, batch.last_token_of_row, axis=0), tokens, packed, rows)
 
@@ -114,7 +114,7 @@ def sample_tokens(
     """Choose the next token of every row. Returns the slots' last tokens, and one int32 array a row: token, logprob bits, and
     in the FULL form T top ids and the bits of T top logprobs."""
     batch = unpack(packed, shape)
-    raw = nnx.merge(spec.graphdef, state).logits(last_hidden)
+    raw = nnx.merge(spec.graphdef, state).logits(last_hidden, linear=spec.kernels.linear)
     logits = raw
     if spoken is not None and full is not None:
         spoken, penalties = count_spoken(spoken, full.tokens, batch)

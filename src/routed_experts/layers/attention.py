@@ -74,9 +74,7 @@ def attend_all(
     return jnp.einsum("ngrt,ntgc->ngrc", weights, values).reshape(queries.shape).astype(queries.dtype)
 
 
-def gather_pages(
-    pool: Float[Array, "LP page 2G C"], pages: Int[Array, "B W"]
-) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]:
+def gather_pages(pool: Float[Array, "LP page 2G C"], pages: Int[Array, "B W"]) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]:
     """Give the keys and values of the listed pages, page after page."""
     # As rows of C: else, with fewer than 4 kv heads, the TPU compiler turns the whole pool around in every layer before it gathers.
     both = jnp.take(pool.reshape(pool.shape[0], -1, pool.shape[3]), pages, axis=0)

@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.layers.moe import MoeBackend
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 
 # (queries [N H C], keys [N G C], values [N G C], cache, layer) -> (mixed values [N H C], cache); the cache is the caller's own pytree
 Attend = Callable[[Array, Array, Array, Any, Array], tuple[Array, Any]]
@@ -61,11 +62,11 @@ class Decoder(Protocol):
         cache: Any,
         capture: _RoutedExpertsDeviceCache | None,
         *,
-        backend: MoeBackend,
+        kernels: Kernels,
         routed: TokenRouting | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]: ...
 
-    def logits(self, hidden: Float[Array, "N D"]) -> Float[Array, "N V"]: ...
+    def logits(self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR) -> Float[Array, "N V"]: ...
 
     def unembedding(self) -> Float[Array, "D V"]: ...

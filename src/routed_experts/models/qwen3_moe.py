@@ -17,13 +17,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.layers.moe import ExpertCall, MoeBackend, gated
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
+from routed_experts.layers.moe import gated
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import apply_rotary, rotary_angles
-from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
+from routed_experts.layers.routing import LayerRouting, RouterSpec
 from routed_experts.models.checkpoint import WeightSource
 from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.interface import Attend, TokenRouting
+from routed_experts.models.sparse_block import ExpertWeights, route, run_experts
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
@@ -126,9 +129,18 @@ class DecoderRun(nnx.Module):
         self.down = _normal(rngs, (num * experts, width, dim), dtype)
         self.router = _normal(rngs, (num, dim, experts), dtype) if self.is_moe else None
 
-    def attention_weights(self) -> tuple[Float[Array, "R ..."], ...]:
-        """The six arrays of attention and norms, layer axis first."""
-        return tuple(p[...] for p in (self.input_norm, self.qkv, self.q_norm, self.k_norm, self.out, self.post_norm))
+    def norms(self) -> tuple[Float[Array, "R ..."], ...]:
+        """The four norms of a layer, layer axis first."""
+        return tuple(p[...] for p in (self.input_norm, self.q_norm, self.k_norm, self.post_norm))
+
+    def projections(self) -> tuple[Float[Array, "R D O"], Float[Array, "R HC D"]]:
+        """The matrices before and after attention, layer axis first."""
+        return self.qkv[...], self.out[...]
+
+    def experts(self) -> tuple[Float[Array, "R E D 2F"], Float[Array, "R E F D"]]:
+        """The experts (or the one dense layer) of each layer, layer axis first."""
+        gate_up, down = self.gate_up[...], self.down[...]
+        return gate_up.reshape(self.length, -1, *gate_up.shape[1:]), down.reshape(self.length, -1, *down.shape[1:])
 
 
 class Qwen3Moe(nnx.Module):
@@ -141,9 +153,9 @@ class Qwen3Moe(nnx.Module):
         self.norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
         self.head = None if config.tie_embeddings else _normal(rngs, (config.hidden_size, config.vocab_size), dtype)
 
-    def logits(self, hidden: Float[Array, "N D"]) -> Float[Array, "N V"]:
+    def logits(self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR) -> Float[Array, "N V"]:
         """Scores of the vocabulary, float32."""
-        return jnp.dot(hidden, self.unembedding(), preferred_element_type=jnp.float32)
+        return linear.run(hidden, self.unembedding()[None], 0, jnp.float32)
 
     def unembedding(self) -> Float[Array, "D V"]:
         """The matrix that `logits` multiplies by."""
@@ -158,7 +170,7 @@ class Qwen3Moe(nnx.Module):
         cache: Any,
         capture: _RoutedExpertsDeviceCache | None,
         *,
-        backend: MoeBackend,
+        kernels: Kernels,
         routed: TokenRouting | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
@@ -169,7 +181,7 @@ class Qwen3Moe(nnx.Module):
         x = jnp.take(self.embed[...], tokens, axis=0)
         first_moe = 0
         for run in self.runs:
-            body = self._layer(run, shared, attend, backend, routed)
+            body = self._layer(run, shared, attend, kernels, routed)
             layers = jnp.arange(run.first, run.first + run.length, dtype=jnp.int32)
             columns = layers - run.first + first_moe
             ids = None
@@ -177,39 +189,43 @@ class Qwen3Moe(nnx.Module):
                 ids = None if routed is None else jnp.swapaxes(routed.ids[:, first_moe : first_moe + run.length], 0, 1)
                 first_moe += run.length
             router = None if run.router is None else run.router[...]
-            sliced = None if backend.layered and run.is_moe else self._per_layer(run)
-            scanned = (layers, columns, run.attention_weights(), router, sliced, ids)
+            projections = None if kernels.linear.layered else tuple(p[:, None] for p in run.projections())
+            experts = None if (kernels.moe if run.is_moe else kernels.linear).layered else run.experts()
+            scanned = (layers, columns, run.norms(), projections, router, experts, ids)
             (x, cache, capture), _ = lax.scan(jax.checkpoint(body) if remat else body, (x, cache, capture), scanned)
         return rms_norm(x, self.norm[...], eps=config.norm_eps), cache, capture
 
-    def _per_layer(self, run: DecoderRun) -> tuple[Float[Array, "R E D 2F"], Float[Array, "R E F D"]]:
-        gate_up, down = run.gate_up[...], run.down[...]
-        return gate_up.reshape(run.length, -1, *gate_up.shape[1:]), down.reshape(run.length, -1, *down.shape[1:])
-
     def _layer(
-        self, run: DecoderRun, shared: LayerInputs, attend: Attend, backend: MoeBackend, routed: TokenRouting | None
+        self, run: DecoderRun, shared: LayerInputs, attend: Attend, kernels: Kernels, routed: TokenRouting | None
     ) -> Callable[[Any, Any], tuple[Any, None]]:
         """The body of a run's scan: one decoder layer."""
         config = self.config
 
+        def linear(x: Float[Array, "N D"], weights: Float[Array, "R D O"], place: Int[Array, ""]) -> Float[Array, "N O"]:
+            return kernels.linear.run(x, weights, place if kernels.linear.layered else 0, x.dtype)
+
         def layer(carry: Any, scanned: Any) -> tuple[Any, None]:
             x, cache, capture = carry
-            index, column, weights, router, sliced, ids = scanned
-            attended, cache = _attention(x, weights, shared, attend, cache, index, config)
-            x = x + attended
-            normed = rms_norm(x, weights[-1], eps=config.norm_eps)
+            index, column, (input_norm, q_norm, k_norm, post_norm), projections, router, experts, ids = scanned
+            place = index - run.first  # in the run's arrays; a slice has its layer at 0
+            qkv, out = run.projections() if projections is None else projections
+            normed = rms_norm(x, input_norm, eps=config.norm_eps)
+            mixed, cache = _attend(linear(normed, qkv, place), (q_norm, k_norm), shared, attend, cache, index, config)
+            x = x + linear(mixed, out, place)
+            normed = rms_norm(x, post_norm, eps=config.norm_eps)
             if router is None:
-                gate_up, down = sliced
-                return (x + gated(normed @ gate_up[0]) @ down[0], cache, capture), None
-            layer_routing = None if routed is None or ids is None else LayerRouting(ids, routed.valid)
-            routing = replay_topk(jnp.dot(normed, router, preferred_element_type=jnp.float32), layer_routing, spec=config.router)
-            gate_up, down = (run.gate_up[...], run.down[...]) if sliced is None else sliced
-            experts = config.router.num_experts
-            first = (index - run.first) * experts if sliced is None else jnp.zeros((), jnp.int32)
-            call = ExpertCall(normed, routing.ids, routing.weights, shared.valid, gate_up, down, first, experts)
-            if capture is not None:
-                capture = capture.capture_fwd_routed_experts(column, routing.ids)
-            return (x + backend.run(call), cache, capture), None
+                gate_up, down = (run.gate_up[...], run.down[...]) if experts is None else experts
+                hidden = gated(linear(normed, gate_up, place))
+                return (x + linear(hidden, down, place), cache, capture), None
+            logits = jnp.dot(normed, router, preferred_element_type=jnp.float32)
+            replayed = None if routed is None or ids is None else LayerRouting(ids, routed.valid)
+            routing, capture = route(logits, replayed, column, capture, spec=config.router, kernels=kernels)
+            if experts is None:
+                chosen = ExpertWeights(run.gate_up[...], run.down[...], place * config.router.num_experts)
+            else:
+                chosen = ExpertWeights(experts[0], experts[1], jnp.zeros((), jnp.int32))
+            y = run_experts(normed, routing, shared.valid, chosen, spec=config.router, kernels=kernels)
+            return (x + y, cache, capture), None
 
         return layer
 
@@ -226,23 +242,25 @@ class Qwen3Moe(nnx.Module):
                 yield from _layer_sources(config, f"runs.{run}.", layer, layer - first)
 
 
-def _attention(
-    x: Float[Array, "N D"],
-    weights: tuple[Float[Array, "..."], ...],
+def _attend(
+    qkv: Float[Array, "N HGGC"],
+    norms: tuple[Float[Array, " C"], Float[Array, " C"]],
     shared: LayerInputs,
     attend: Attend,
     cache: Any,
     layer: Int[Array, ""],
     config: Qwen3MoeConfig,
-) -> tuple[Float[Array, "N D"], Any]:
-    input_norm, qkv, q_norm, k_norm, out, _ = weights
+) -> tuple[Float[Array, "N HC"], Any]:
+    """Attention between its two projections: norm and turn queries and keys, mix values."""
     heads, groups, c = config.num_heads, config.num_kv_heads, config.head_dim
-    mixed = (rms_norm(x, input_norm, eps=config.norm_eps) @ qkv).reshape(x.shape[0], heads + 2 * groups, c)
+    mixed = qkv.reshape(qkv.shape[0], heads + 2 * groups, c)
     queries, keys, values = mixed[:, :heads], mixed[:, heads : heads + groups], mixed[:, heads + groups :]
-    queries = apply_rotary(rms_norm(queries, q_norm, eps=config.norm_eps), shared.cos, shared.sin)
-    keys = apply_rotary(rms_norm(keys, k_norm, eps=config.norm_eps), shared.cos, shared.sin)
+    queries, keys = (
+        apply_rotary(rms_norm(part, norm, eps=config.norm_eps), shared.cos, shared.sin)
+        for part, norm in zip((queries, keys), norms, strict=True)
+    )
     attended, cache = attend(queries, keys, values, cache, layer)
-    return attended.reshape(x.shape[0], heads * c) @ out, cache
+    return attended.reshape(qkv.shape[0], heads * c), cache
 
 
 def _layer_sources(config: Qwen3MoeConfig, run: str, layer: int, index: int) -> Iterator[WeightSource]:

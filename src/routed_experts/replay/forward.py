@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.attention import causal_attention
+from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.models.interface import Decoder, TokenRouting
 
@@ -62,8 +63,9 @@ def forward(
     capture = _RoutedExpertsDeviceCache.create(tokens.size, spec) if return_routed and spec is not None else None
     replay = None if routed is None else TokenRouting(routed.ids.reshape(tokens.size, *routed.ids.shape[2:]), routed.valid.reshape(-1))
     valid = jnp.ones(tokens.size, bool) if routed is None else ~routed.pad.reshape(-1)
+    kernels = Kernels(moe=backend)
     hidden, _, capture = model(
-        tokens.reshape(-1), where.reshape(-1), valid, attend, None, capture, backend=backend, routed=replay, remat=remat
+        tokens.reshape(-1), where.reshape(-1), valid, attend, None, capture, kernels=kernels, routed=replay, remat=remat
     )
     ids = None
     if capture is not None and spec is not None:

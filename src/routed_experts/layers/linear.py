@@ -1,0 +1,34 @@
+"""Projections by a stack of matrices, one a layer. Knows nothing of what they project.
+
+The weights of all layers of a run stand in one array [R, D, O]. A kernel that reads them in place takes the whole array and the
+index of its layer, because a scan would copy a layer's matrix in order to slice it. Dims: N tokens, R layers of the run,
+D inputs, O outputs."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinearBackend:
+    """A way to multiply: (x [N D], weights [R D O], layer, dtype of the result) -> [N O], accumulated in float32. `layered`: it
+    takes the weights of the whole run; otherwise it is given one layer's [1 D O] and layer 0."""
+
+    name: str
+    run: Callable[[Float[Array, "N D"], Float[Array, "R D O"], Int[Array, ""] | int, Any], Float[Array, "N O"]]
+    layered: bool = False
+
+
+def reference_linear(
+    x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any
+) -> Float[Array, "N O"]:
+    """Slice and multiply; the oracle of every other backend. Differentiable."""
+    matrix = weights[0] if weights.shape[0] == 1 else lax.dynamic_index_in_dim(weights, layer, keepdims=False)
+    return jnp.dot(x, matrix, preferred_element_type=dtype)
+
+
+REFERENCE_LINEAR = LinearBackend(name="reference", run=reference_linear)

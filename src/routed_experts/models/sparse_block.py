@@ -1,0 +1,53 @@
+"""The sparse block that families share: route, record, run the chosen experts. Knows no architecture.
+The ids that are recorded are the ids that the experts run: one value, used twice. Dims: N tokens, D hidden, F expert width,
+R layers of the run, E experts, K experts per token."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.moe import ExpertCall
+from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertWeights:
+    """Experts of one layer: the whole run's arrays and the layer's first expert, or one layer's own with 0."""
+
+    gate_up: Float[Array, "RE D 2F"]
+    down: Float[Array, "RE F D"]
+    first: Int[Array, ""]
+
+
+def route(
+    logits: Float[Array, "N E"],
+    routed: LayerRouting | None,
+    column: Int[Array, ""],
+    capture: _RoutedExpertsDeviceCache | None,
+    *,
+    spec: RouterSpec,
+    kernels: Kernels,
+) -> tuple[Routing, _RoutedExpertsDeviceCache | None]:
+    """Decide the experts of each token and write their ids down under the layer's column."""
+    if kernels.router is not None:
+        block = None if capture is None else capture.ids
+        routing, block = kernels.router.run(logits, routed, block, column, spec)
+        if capture is not None and block is not None:
+            capture = dataclasses.replace(capture, ids=block)
+        return routing, capture
+    routing = replay_topk(logits, routed, spec=spec)
+    if capture is not None:
+        capture = capture.capture_fwd_routed_experts(column, routing.ids)
+    return routing, capture
+
+
+def run_experts(
+    x: Float[Array, "N D"], routing: Routing, valid: Bool[Array, " N"], experts: ExpertWeights, *, spec: RouterSpec, kernels: Kernels
+) -> Float[Array, "N D"]:
+    """Run exactly the experts of `routing`."""
+    call = ExpertCall(x, routing.ids, routing.weights, valid, experts.gate_up, experts.down, experts.first, spec.num_experts)
+    return kernels.moe.run(call)
