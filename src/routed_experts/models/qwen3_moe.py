@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.layers.attention import PagedAttend, Projected
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.moe import gated
@@ -188,7 +189,7 @@ class Qwen3Moe(nnx.Module):
             if run.is_moe:
                 ids = None if routed is None else jnp.swapaxes(routed.ids[:, first_moe : first_moe + run.length], 0, 1)
                 first_moe += run.length
-            router = None if run.router is None else run.router[...]
+            router = None if run.router is None or _routes_in_place(kernels) else run.router[...]
             projections = None if kernels.linear.layered else tuple(p[:, None] for p in run.projections())
             experts = None if (kernels.moe if run.is_moe else kernels.linear).layered else run.experts()
             scanned = (layers, columns, run.norms(), projections, router, experts, ids)
@@ -210,14 +211,25 @@ class Qwen3Moe(nnx.Module):
             place = index - run.first  # in the run's arrays; a slice has its layer at 0
             qkv, out = run.projections() if projections is None else projections
             normed = rms_norm(x, input_norm, eps=config.norm_eps)
-            mixed, cache = _attend(linear(normed, qkv, place), (q_norm, k_norm), shared, attend, cache, index, config)
+            mixed = linear(normed, qkv, place)
+            if isinstance(attend, PagedAttend) and attend.backend.prepare is not None:
+                norms = {"q_norm": run.q_norm[...], "k_norm": run.k_norm[...], "eps": config.norm_eps}
+                mixed, cache = attend.from_projected(
+                    Projected(qkv=mixed, layer=place, cos=shared.cos, sin=shared.sin, **norms), cache, index
+                )
+                mixed = mixed.reshape(x.shape[0], -1)
+            else:
+                mixed, cache = _attend(mixed, (q_norm, k_norm), shared, attend, cache, index, config)
             x = x + linear(mixed, out, place)
             normed = rms_norm(x, post_norm, eps=config.norm_eps)
-            if router is None:
+            if run.router is None:
                 gate_up, down = (run.gate_up[...], run.down[...]) if experts is None else experts
                 hidden = gated(linear(normed, gate_up, place))
                 return (x + linear(hidden, down, place), cache, capture), None
-            logits = jnp.dot(normed, router, preferred_element_type=jnp.float32)
+            if router is None and kernels.router is not None and kernels.router.linear is not None:
+                logits = kernels.router.linear.run(normed, run.router[...], place, jnp.float32)
+            else:
+                logits = jnp.dot(normed, router, preferred_element_type=jnp.float32)
             replayed = None if routed is None or ids is None else LayerRouting(ids, routed.valid)
             routing, capture = route(logits, replayed, column, capture, spec=config.router, kernels=kernels)
             if experts is None:
@@ -240,6 +252,10 @@ class Qwen3Moe(nnx.Module):
         for run, (first, end) in enumerate(config.runs):
             for layer in range(first, end):
                 yield from _layer_sources(config, f"runs.{run}.", layer, layer - first)
+
+
+def _routes_in_place(kernels: Kernels) -> bool:
+    return kernels.router is not None and kernels.router.linear is not None
 
 
 def _attend(
