@@ -21,7 +21,7 @@ from routed_experts import (
     RoutedExpertsError,
 )
 from routed_experts.core.io_struct import GenerateReqInput
-from routed_experts.engine.assembly import BackendRegistry
+from routed_experts.engine.backends import BackendRegistry
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.models.checkpoint import save
 from routed_experts.scheduling.schedule_batch import Req

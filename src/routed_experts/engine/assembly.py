@@ -4,8 +4,7 @@ Everything that cannot work is refused here, before weights are loaded where tha
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,54 +16,17 @@ from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.core import EngineCore
 from routed_experts.engine.self_check import check_determinism
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
-from routed_experts.layers.attention import ATTENTION_BACKENDS, AttentionBackend
-from routed_experts.layers.kernels import Kernels
-from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.interface import Decoder, DecoderConfig
 from routed_experts.models.registry import ModelFolder
 from routed_experts.scheduling.scheduler import Scheduler
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BackendRegistry:
-    """The kernels that an engine may be built with, by name."""
-
-    moe: Mapping[str, Kernels] = dataclasses.field(default_factory=lambda: KERNELS)
-    attention: Mapping[str, AttentionBackend] = dataclasses.field(default_factory=lambda: ATTENTION_BACKENDS)
-
-    def with_moe(self, backend: MoeBackend) -> "BackendRegistry":
-        """The same registry with one more MoE backend."""
-        return dataclasses.replace(self, moe=MappingProxyType({**self.moe, backend.name: Kernels(moe=backend)}))
-
-    def choose(self, args: ServerArgs) -> tuple[Kernels, AttentionBackend]:
-        """The backends that `args` name. Deterministic mode runs on `reference` alone, whose rows do not depend on one another;
-        a backend that hides the ids it runs is refused with capture on."""
-        named = {"moe_backend": args.moe_backend, "attention_backend": args.attention_backend}
-        auto = {"moe_backend": "reference", "attention_backend": "reference"} if args.deterministic else AUTO_BACKENDS
-        known: dict[str, Mapping[str, Any]] = {"moe_backend": self.moe, "attention_backend": self.attention}
-        for field, name in named.items():
-            if name != "auto" and name not in known[field]:
-                raise ConfigError(f"{field}={name!r} is unknown; choose auto or one of {', '.join(sorted(known[field]))}")
-        picked = {field: auto[field] if name == "auto" else name for field, name in named.items()}
-        kernels, attention = self.moe[picked["moe_backend"]], self.attention[picked["attention_backend"]]
-        if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
-            raise CaptureUnsupportedError(
-                f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded; choose "
-                "another backend or enable_return_routed_experts=False"
-            )
-        return kernels, attention
-
-
-KERNELS: Mapping[str, Kernels] = MappingProxyType({name: Kernels(moe=backend) for name, backend in MOE_BACKENDS.items()})
-AUTO_BACKENDS: Mapping[str, str] = MappingProxyType({"moe_backend": "tiled", "attention_backend": "paged"})
-DEFAULT_BACKENDS = BackendRegistry()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams, shown
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import DEFAULT_BACKENDS, BackendRegistry, Phase, PhaseClock, assemble
+from routed_experts.engine.assembly import Phase, PhaseClock, assemble
+from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.call import Call
 from routed_experts.engine.door import Door, Limits, is_nested
 from routed_experts.engine.loop import EngineLoop

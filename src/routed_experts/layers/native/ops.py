@@ -1,0 +1,56 @@
+"""The native kernels as backends. Each takes the arrays of its registry's contract and gives what `reference` gives, within rounding.
+Nothing of their weights is copied. Not differentiable. Dims as in layers/moe.py, layers/linear.py, layers/attention.py."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from routed_experts.layers.attention import AttentionBackend, PagedBatch
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.linear import LinearBackend
+from routed_experts.layers.moe import ExpertCall, MoeBackend
+from routed_experts.layers.native import toolchain
+
+_HANDLERS = ("RexExperts", "RexLinear", "RexAttention")
+
+
+@functools.cache
+def _registered() -> bool:
+    """Make the handlers known to XLA, once a process."""
+    library = toolchain.library()
+    for name in _HANDLERS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
+    return True
+
+
+def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
+    """Each chosen expert is read once, by one core; the K outputs of a row are summed in executed order, in float32."""
+    assert _registered()
+    run = jax.ffi.ffi_call("RexExperts", jax.ShapeDtypeStruct(call.x.shape, call.x.dtype))
+    ids, weights, first = call.ids.astype(jnp.int32), call.weights.astype(jnp.float32), call.first_expert.astype(jnp.int32)
+    return run(call.x, ids, weights, call.valid, call.gate_up, call.down, first.reshape(1), num_experts=call.num_experts)
+
+
+def native_linear(x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any) -> Float[Array, "N O"]:
+    """Columns are shared out among the cores."""
+    assert _registered()
+    run = jax.ffi.ffi_call("RexLinear", jax.ShapeDtypeStruct((x.shape[0], weights.shape[2]), dtype))
+    return run(x, weights, jnp.asarray(layer, jnp.int32).reshape(1))
+
+
+def native_attention(
+    queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
+) -> Float[Array, "N H C"]:
+    """Online softmax over the pages of each request; (tokens, kv head) pieces are shared out among the cores."""
+    assert _registered()
+    run = jax.ffi.ffi_call("RexAttention", jax.ShapeDtypeStruct(queries.shape, queries.dtype))
+    return run(queries, pool, jnp.asarray(first_page, jnp.int32).reshape(1), batch.positions, batch.query_starts, batch.page_table)
+
+
+NATIVE_KERNELS = Kernels(
+    moe=MoeBackend(name="native", run=native_experts), linear=LinearBackend(name="native", run=native_linear, layered=True)
+)
+NATIVE_ATTENTION = AttentionBackend(name="native", run=native_attention)

@@ -1,0 +1,129 @@
+"""What the native kernels promise beyond their registry's contract (test_moe, test_attention): every dtype and odd size against
+float64 loops, rows that do not depend on one another by a bit, weights that are read in place, and what a machine without a
+compiler is told."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layers.test_attention import attend, make_step
+from layers.test_moe import oracle, random_call, with_rows
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.backends import DEFAULT_BACKENDS
+from routed_experts.layers.linear import reference_linear
+from routed_experts.layers.native import toolchain
+from routed_experts.layers.native.ops import native_experts, native_linear
+
+EXPERTS = jax.jit(native_experts)
+LINEAR = jax.jit(native_linear, static_argnames="dtype")
+BOUNDS = {jnp.float32: 2e-5, jnp.float16: 2e-2, jnp.bfloat16: 1.2e-1}  # of values around 3; half precision rounds x, weights and y
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("shape", [(1, 4, 8, 32, 16), (40, 3, 5, 70, 33), (9, 2, 3, 16, 17), (300, 4, 8, 64, 48), (150, 1, 1, 130, 20)])
+def test_experts_equal_the_loop_in_every_dtype(dtype, shape):
+    call = random_call(11, shape, layers=2, layer=1)
+    halves = {name: vars(call)[name].astype(dtype) for name in ("x", "gate_up", "down")}
+    call = dataclasses.replace(call, **halves)
+    out = EXPERTS(call)
+    assert out.dtype == dtype
+    np.testing.assert_allclose(np.asarray(out, np.float64), oracle(call), atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("rows", "depth", "cols"), [(1, 64, 64), (3, 7, 5), (8, 130, 200), (9, 33, 17), (200, 96, 300), (400, 16, 257)])
+def test_linear_equals_float64_in_every_dtype(dtype, rows, depth, cols):
+    rng = np.random.default_rng(12)
+    x, weights = jnp.asarray(rng.standard_normal((rows, depth)), dtype), jnp.asarray(rng.standard_normal((3, depth, cols)), dtype)
+    weights = weights.at[jnp.array([0, 2])].set(jnp.nan)  # the other layers
+    wanted = np.asarray(x, np.float64) @ np.asarray(weights[1], np.float64)
+    for result in (jnp.float32, dtype):
+        got = LINEAR(x, weights, 1, dtype=result)
+        assert got.dtype == result
+        bound = 1e-5 * depth if result == jnp.float32 else BOUNDS[dtype] * depth**0.5
+        np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=bound)
+    np.testing.assert_allclose(got.astype(jnp.float32), reference_linear(x, weights, 1, dtype).astype(jnp.float32), atol=bound)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_attention_reads_a_pool_of_every_dtype(dtype):
+    step = make_step([(0, 20), (130, 1), (9, 1), (0, 70)], page_size=16, heads=6, groups=3)
+    pool = jnp.where(jnp.isfinite(step.pool) & (step.pool < 1e4), step.pool, 0).astype(dtype)  # so that rounding is the same for both
+    step.pool[:] = np.asarray(pool, np.float32)
+    step.new_keys[:], step.new_values[:] = (np.asarray(jnp.asarray(new, dtype), np.float32) for new in (step.new_keys, step.new_values))
+    step.queries[:] = np.asarray(jnp.asarray(step.queries, dtype), np.float32)
+    np.testing.assert_allclose(attend("native", step, dtype=dtype), attend("reference", step, dtype=dtype), atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("others", [0, 1, 7, 8, 9, 60, 300])
+def test_a_row_of_experts_does_not_depend_on_the_others_by_a_bit(others):
+    """Few rows of an expert are streamed and many are tiled, and the sums are the same."""
+    shape = (others + 1, 2, 3, 40, 24)
+    alone = random_call(13, (1, 2, 3, 40, 24), valid=np.ones(1, bool))
+    crowd = dataclasses.replace(random_call(14, shape, valid=np.ones(others + 1, bool)), gate_up=alone.gate_up, down=alone.down)
+    rows = {name: np.concatenate([vars(crowd)[name][:others], vars(alone)[name]]) for name in ("x", "ids", "weights")}
+    assert np.array_equal(EXPERTS(with_rows(crowd, **rows))[-1], EXPERTS(alone)[0])
+
+
+@pytest.mark.parametrize("others", [1, 7, 8, 9, 250])
+def test_a_row_of_linear_does_not_depend_on_the_others_by_a_bit(others):
+    rng = np.random.default_rng(15)
+    x, weights = rng.standard_normal((others + 1, 70)).astype(np.float32), rng.standard_normal((1, 70, 90)).astype(np.float32)
+    together, alone = (LINEAR(jnp.asarray(rows), jnp.asarray(weights), 0, dtype=jnp.float32) for rows in (x, x[-1:]))
+    assert np.array_equal(together[-1], alone[0])
+
+
+def test_an_id_that_no_expert_has_is_an_error_and_not_a_crash():
+    call = random_call(16, (4, 2, 3, 16, 8), valid=np.ones(4, bool))
+    for wrong in (-1, 3, 2**30):
+        ids = np.array(call.ids)
+        ids[2, 1] = wrong
+        with pytest.raises(jax.errors.JaxRuntimeError, match="an expert id is outside"):
+            jax.block_until_ready(EXPERTS(with_rows(call, ids=ids)))
+        hidden = with_rows(call, ids=ids, valid=np.array([True, True, False, True]))  # ids of padding are never read
+        assert np.all(np.isfinite(EXPERTS(hidden)))
+
+
+def test_weights_are_read_in_place():
+    """Nothing in the compiled program but its parameters has the shape of the experts, of a run's or of a layer's."""
+    call = random_call(17, (8, 2, 4, 64, 32), layers=3, layer=2)
+    compiled = EXPERTS.lower(call).compile()
+    made = re.findall(r"= f32\[(?:4|12),(?:64|32),64\]\S* (\w+)", compiled.as_text())
+    assert made == ["parameter", "parameter"]
+    assert compiled.memory_analysis().temp_size_in_bytes < call.down.nbytes // 3
+
+
+def test_without_a_compiler_auto_takes_plain_kernels_and_a_name_is_refused(monkeypatch):
+    monkeypatch.setattr(toolchain, "why_not", lambda: "no C++ compiler was found")
+    kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs())
+    assert (kernels.moe.name, attention.name) == ("tiled", "paged")
+    for field in ("moe_backend", "attention_backend"):
+        with pytest.raises(ConfigError, match=f"{field}='native' cannot run here: no C\\+\\+ compiler was found; or choose auto"):
+            DEFAULT_BACKENDS.choose(ServerArgs(**{field: "native"}))
+
+
+def test_a_backend_of_another_platform_is_refused():
+    with pytest.raises(ConfigError, match=r"moe_backend='native' cannot run here: it runs on cpu, and .* is a gpu"):
+        DEFAULT_BACKENDS.choose(ServerArgs(moe_backend="native"), platform="gpu")
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path):
+    wrong = tmp_path / "false-compiler"
+    wrong.write_text("#!/bin/sh\necho 'kernels.cpp:1: no such dialect' >&2\nexit 1\n")
+    wrong.chmod(0o755)
+    with pytest.raises(OSError, match=r"could not compile the native kernels: kernels\.cpp:1: no such dialect"):
+        toolchain.compile_library((str(wrong),), tmp_path / "library.so")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["false-compiler"]
+
+
+def test_no_compiler_is_said_with_its_remedy(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert toolchain.compiler() is None
+    with pytest.raises(OSError, match=r"no C\+\+ compiler was found .*; install one, or `pip install ziglang`"):
+        toolchain.library.__wrapped__()
