@@ -85,7 +85,10 @@ def moe_case(seed, shape, kind, tiles: MoeTiles, dtype) -> Case:
         outputs = jax.jit(lambda call: slot_outputs(call, tiles, interpret=interpret))(call).reshape(rows, top_k, dim)
         found = combine(outputs, call.weights, call.valid)
         wide = dataclasses.replace(call, x=x, ids=jnp.asarray(ids, jnp.int32))
-        parts = [dataclasses.replace(wide, **{n: vars(wide)[n][i : i + 256] for n in ("x", "ids", "weights", "valid")}) for i in range(0, rows, 256)]
+        parts = [
+            dataclasses.replace(wide, **{n: vars(wide)[n][i : i + 256] for n in ("x", "ids", "weights", "valid")})
+            for i in range(0, rows, 256)
+        ]
         wanted = np.concatenate([np.asarray(jax.jit(reference_experts)(part), np.float64) for part in parts])
         return Outcome(distance=distance(found, wanted), wrong_ids=0, bound=bound(dtype))
 
@@ -181,7 +184,11 @@ def attention_case(seed, seqs: Sequences, *, decode, splits=None, dtype=jnp.floa
         return Outcome(distance=distance(found[:num_tokens], wanted[:num_tokens]), wrong_ids=0, bound=bound(dtype))
 
     kind = f"decode, splits {splits or 'chosen'}" if decode else "extend"
-    return Case(kernel="attention", name=f"{kind}, {len(seqs.spans)}+{seqs.empty} requests, {seqs.heads}/{seqs.groups} heads of {seqs.head_dim}", run=run)
+    return Case(
+        kernel="attention",
+        name=f"{kind}, {len(seqs.spans)}+{seqs.empty} requests, {seqs.heads}/{seqs.groups} heads of {seqs.head_dim}",
+        run=run,
+    )
 
 
 def prepare_case(seed, seqs: Sequences, *, decode, dtype=jnp.float32) -> Case:
@@ -212,7 +219,9 @@ def prepare_case(seed, seqs: Sequences, *, decode, dtype=jnp.float32) -> Case:
         far = max(distance(found[:num_tokens], wanted[:num_tokens]), distance(*both))
         return Outcome(distance=far, wrong_ids=int(untouched.sum()), bound=bound(dtype))
 
-    return Case(kernel="prepare", name=f"{'decode' if decode else 'extend'}, {len(seqs.spans)} requests, {seqs.heads}/{seqs.groups} heads", run=run)
+    return Case(
+        kernel="prepare", name=f"{'decode' if decode else 'extend'}, {len(seqs.spans)} requests, {seqs.heads}/{seqs.groups} heads", run=run
+    )
 
 
 SMALL_TILE = Tile(rows=16, out=16, inner=16, warps=4, stages=2)
@@ -271,8 +280,13 @@ def large_cases() -> Iterator[Case]:
         yield attention_case(requests, seqs, decode=True, dtype=half)
         yield prepare_case(requests, seqs, decode=True, dtype=half)
     for requests, longest in ((1, 1024), (7, 300), (40, 60)):
-        spans = tuple((int(before), int(new)) for before, new in zip(rng.integers(0, longest, requests), rng.integers(1, longest, requests), strict=True))
+        spans = tuple(
+            (int(before), int(new))
+            for before, new in zip(rng.integers(0, longest, requests), rng.integers(1, longest, requests), strict=True)
+        )
         seqs = Sequences(spans=spans, empty=5, padding=37, **shape)
         yield attention_case(requests, seqs, decode=False, dtype=half)
         yield prepare_case(requests, seqs, decode=False, dtype=half)
-    yield attention_case(3, Sequences(spans=((5, 40), (0, 33)), padding=3, heads=6, groups=2, head_dim=64, page=16), decode=False, dtype=half)
+    yield attention_case(
+        3, Sequences(spans=((5, 40), (0, 33)), padding=3, heads=6, groups=2, head_dim=64, page=16), decode=False, dtype=half
+    )

@@ -21,10 +21,9 @@ from routed_experts.layers.attention import NEVER, AttentionBackend, PagedBatch
 from routed_experts.layers.gpu.blocks import power_of_two
 from routed_experts.layers.gpu.prepare import prepare
 
-DECODE_KEYS = 64
+DECODE_KEYS, DECODE_WARPS, DECODE_STAGES = 64, 4, 3
 DECODE_BLOCKS = 264  # two of each multiprocessor: splits are made until there are so many
-EXTEND_KEYS = 64
-EXTEND_ROWS = 128
+EXTEND_ROWS, EXTEND_KEYS, EXTEND_WARPS, EXTEND_STAGES = 128, 64, 8, 3
 _LOG2E = 1.4426950408889634
 
 State = tuple[Array, Array, Array]  # maximum [M], normaliser [M], weighted values [M C]
@@ -134,7 +133,7 @@ def decode_attention(
         kernel,
         [whole] if splits == 1 else part,
         grid=(groups, num_rows, splits),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=DECODE_WARPS, num_stages=DECODE_STAGES),
         interpret=interpret,
         name="decode_attention",
     )(jnp.asarray(first_page, jnp.int32).reshape(1), queries, pool, batch.seq_lens, batch.page_table)
@@ -209,7 +208,7 @@ def extend_attention(
         kernel,
         jax.ShapeDtypeStruct(queries.shape, queries.dtype),
         grid=(groups, min(num_tokens, num_tokens // tile + num_requests)),
-        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=EXTEND_WARPS, num_stages=EXTEND_STAGES),
         interpret=interpret,
         name="extend_attention",
     )(jnp.asarray(first_page, jnp.int32).reshape(1), queries, pool, batch.query_starts, batch.positions, batch.page_table)

@@ -48,7 +48,7 @@ def _prepare(*refs: Any, heads: int, groups: int, eps: float, rows: int, page_si
         return _turn(part, partner, scales[0], scales[1], (cosines, sines), eps, dim)
 
     def write(value: Array, row: Array) -> None:
-        kept = plgpu.load(valid.at[tokens], mask=tokens < num_tokens, other=0) > 0
+        kept = plgpu.load(valid.at[tokens], mask=tokens < num_tokens, other=False)
         at = plgpu.load(positions.at[tokens], mask=kept, other=0)
         request = plgpu.load(token_rows.at[tokens], mask=kept, other=0)
         page = plgpu.load(table.at[request, at // page_size], mask=kept, other=0)
@@ -79,7 +79,7 @@ def prepare(
     kernel = functools.partial(_prepare, heads=heads, groups=groups, eps=projected.eps, rows=rows, page_size=pool.shape[1])
     scalars = [jnp.asarray(value, jnp.int32).reshape(1) for value in (projected.layer, first_page)]
     arrays = [projected.qkv, projected.q_norm, projected.k_norm, projected.cos, projected.sin]
-    places = [batch.positions, batch.token_rows, batch.valid.astype(jnp.int32), batch.page_table]
+    places = [batch.positions, batch.token_rows, batch.valid, batch.page_table]
     queries = jax.ShapeDtypeStruct((num_tokens, heads, dim), projected.qkv.dtype)
     queries, pool = pl.pallas_call(
         kernel,
