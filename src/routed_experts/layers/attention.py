@@ -41,9 +41,10 @@ class PagedBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Projected:
-    """Queries, keys and values as a projection left them, and what turns them: norms of all layers of the run, and angles."""
+    """Queries, keys and values as a projection left them (or S parts of its sums, in float32), and what turns them: norms of all
+    layers of the run, and angles."""
 
-    qkv: Float[Array, "N HGGC"]
+    qkv: Float[Array, "N HGGC"] | Float[Array, "S N HGGC"]
     q_norm: Float[Array, "R C"]
     k_norm: Float[Array, "R C"]
     layer: Int[Array, ""]  # in the run

@@ -22,7 +22,8 @@ from routed_experts.layers.gpu.blocks import power_of_two
 from routed_experts.layers.gpu.prepare import prepare
 
 DECODE_KEYS, DECODE_WARPS, DECODE_STAGES = 64, 4, 3
-DECODE_BLOCKS = 264  # two of each multiprocessor: splits are made until there are so many
+DECODE_BLOCKS = 512  # about four of each multiprocessor: splits are made until there are so many
+SPLIT_KEYS = 128  # a split has so many keys at the longest context
 EXTEND_ROWS, EXTEND_KEYS, EXTEND_WARPS, EXTEND_STAGES = 128, 64, 8, 3
 _LOG2E = 1.4426950408889634
 
@@ -107,7 +108,7 @@ def _join(parts: Any, tops: Any, totals: Any, out: Any, *, splits: int) -> None:
 def choose_splits(num_requests: int, groups: int, most_keys: int) -> int:
     """Splits of a request's keys, so that every multiprocessor has work; a power of two."""
     splits = 1
-    while num_requests * groups * splits * 2 <= DECODE_BLOCKS and splits * DECODE_KEYS < most_keys and splits < 64:
+    while num_requests * groups * splits * 2 <= DECODE_BLOCKS and splits * SPLIT_KEYS < most_keys and splits < 64:
         splits *= 2
     return splits
 
@@ -227,4 +228,10 @@ def gpu_attention(
     return attend(queries, pool, first_page, batch, interpret=interpret)
 
 
-GPU_ATTENTION = AttentionBackend(name="gpu", run=gpu_attention, prepare=prepare)
+def gpu_attention_backend(*, interpret: bool) -> AttentionBackend:
+    """The backend; `interpret` runs it on any device, slowly, for tests."""
+    run, into_pool = functools.partial(gpu_attention, interpret=interpret), functools.partial(prepare, interpret=interpret)
+    return AttentionBackend(name="gpu", run=run, prepare=into_pool)
+
+
+GPU_ATTENTION = gpu_attention_backend(interpret=False)

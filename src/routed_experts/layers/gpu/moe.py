@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.gpu.blocks import both, load_or_zero, power_of_two
-from routed_experts.layers.moe import ExpertCall, MoeBackend, combine
+from routed_experts.layers.moe import ExpertCall, combine
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,11 +243,8 @@ def slot_outputs(call: ExpertCall, tiles: MoeTiles, *, interpret: bool) -> Float
     return product(_down, "experts_down", tiles.down, hidden, call.down, dim)
 
 
-def grouped_gpu_experts(call: ExpertCall, *, interpret: bool = False) -> Float[Array, "N D"]:
+def gpu_experts(call: ExpertCall, *, interpret: bool = False) -> Float[Array, "N D"]:
     """The whole expert computation of a layer."""
     num_rows, top_k = call.ids.shape
     outputs = slot_outputs(call, choose_tiles(call.ids.size), interpret=interpret)
     return combine(outputs.reshape(num_rows, top_k, -1), call.weights, call.valid)
-
-
-GPU_MOE = MoeBackend(name="gpu", run=grouped_gpu_experts)

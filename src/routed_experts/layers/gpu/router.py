@@ -15,8 +15,6 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.gpu.blocks import power_of_two
-from routed_experts.layers.gpu.linear import GPU_LINEAR
-from routed_experts.layers.kernels import FusedRouter
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk
 
 ROWS = 4
@@ -28,7 +26,9 @@ def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, nu
     experts, top_k = spec.num_experts, spec.top_k
     tokens, lanes = pl.program_id(0) * rows + jnp.arange(rows), jnp.arange(power_of_two(experts))
     inside, real = tokens < num_tokens, (lanes < experts)[None, :]
-    wide = plgpu.load(logits.at[tokens[:, None], lanes[None, :]], mask=inside[:, None] & real, other=0.0).astype(jnp.float32)
+    mask = inside[:, None] & real
+    parts = [plgpu.load(logits.at[part, tokens[:, None], lanes[None, :]], mask=mask, other=0.0) for part in range(logits.shape[0])]
+    wide = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
     powers = jnp.where(real, jnp.exp(wide - jnp.max(jnp.where(real, wide, -jnp.inf), axis=1)[:, None]), 0.0)
     scores = jnp.where(real, powers / jnp.sum(powers, axis=1)[:, None], -1.0)
     left, picked = scores, []
@@ -52,7 +52,7 @@ def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, nu
 
 
 def route_rows(
-    logits: Float[Array, "N E"],
+    logits: Float[Array, "N E"] | Float[Array, "S N E"],
     routed: LayerRouting | None,
     block: Int[Array, "MK N"] | None,
     column: Int[Array, ""],
@@ -60,10 +60,11 @@ def route_rows(
     *,
     interpret: bool = False,
 ) -> tuple[Routing, Int[Array, "MK N"] | None]:
-    """Decide, and write the ids under the layer's column of the block."""
-    num_tokens, top_k = logits.shape[0], spec.top_k
+    """Decide, and write the ids under the layer's column of the block. Logits may come as S parts of their sums."""
+    logits = logits.reshape(-1, *logits.shape[-2:])  # [S, N, E]
+    num_tokens, top_k = logits.shape[1], spec.top_k
     if routed is not None:
-        routing = replay_topk(logits, routed, spec=spec)
+        routing = replay_topk(jnp.sum(logits, axis=0), routed, spec=spec)
         if block is not None:
             block = jax.lax.dynamic_update_slice_in_dim(block, routing.ids.T, column * top_k, axis=0)
         return routing, block
@@ -84,6 +85,3 @@ def route_rows(
     )(*args)
     routing = Routing(weights=weights, ids=ids, native_ids=ids, replaced=jnp.zeros(num_tokens, bool))
     return routing, rest[0] if rest else None
-
-
-GPU_ROUTER = FusedRouter(name="gpu", run=route_rows, linear=GPU_LINEAR)
