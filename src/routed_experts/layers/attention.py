@@ -55,15 +55,15 @@ class Projected:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
-    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `prepare`, where there is
-    one, normalises, turns and writes as one kernel what `write_kv` and its neighbours do in several: (projected, pool, first page,
-    batch) -> (queries, pool)."""
+    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `fused`, where there is one,
+    does what stands before it too, norms, angles and the write to the pool: (projected, pool, layer, batch, pages of a layer) ->
+    (mixed values, pool)."""
 
     name: str
     run: Callable[[Float[Array, "N H C"], Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch], Float[Array, "N H C"]]
-    prepare: (
+    fused: (
         Callable[
-            [Projected, Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch],
+            [Projected, Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch, int],
             tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]],
         ]
         | None
@@ -108,11 +108,9 @@ class PagedAttend:
     def from_projected(
         self, projected: Projected, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-        """The same from the projection's own output, for a backend that prepares."""
-        assert self.backend.prepare is not None, self.backend.name
-        first_page = layer * self.num_pages
-        queries, pool = self.backend.prepare(projected, pool, first_page, self.batch)
-        return self.backend.run(queries, pool, first_page, self.batch), pool
+        """The same from the projection's own output, for a backend that does it all."""
+        assert self.backend.fused is not None, self.backend.name
+        return self.backend.fused(projected, pool, layer, self.batch, self.num_pages)
 
 
 def attend_all(

@@ -29,7 +29,8 @@ class FusedRouter:
 class FusedSteps:
     """What stands between the matrices of a layer as few kernels, for steps of at most `most_tokens` tokens, where launches count.
     `product`: (x, matrices [R D O], layer) -> S parts of the sums, which the kernel that follows adds up. `add_parts`: (x, parts,
-    norms [R D], layer, eps) -> (x plus the parts, its norm). `slots`: each slot's expert applied to its row. `add_slots`: (x, slots,
+    norms [R D], layer, eps) -> (x plus the parts, its norm). `slots`: each slot's expert applied to its row, by a call whose
+    `first_expert` is the layer's place in the run. `add_slots`: (x, slots,
     weights, valid, norms, layer, eps) -> (x plus the weighted slots, its norm)."""
 
     most_tokens: int

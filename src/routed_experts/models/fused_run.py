@@ -48,10 +48,10 @@ class StepArrays:
 
 
 def runs_fused(kernels: Kernels, attend: Attend, routed: TokenRouting | None, num_tokens: int) -> FusedSteps | None:
-    """The fused steps, where this step can take them: no rows to replay, paged attention that prepares, few tokens."""
-    prepares = isinstance(attend, PagedAttend) and attend.backend.prepare is not None
+    """The fused steps, where this step can take them: no rows to replay, paged attention that takes projections, few tokens."""
+    takes_projected = isinstance(attend, PagedAttend) and attend.backend.fused is not None
     fused = kernels.fused
-    return fused if fused is not None and prepares and routed is None and num_tokens <= fused.most_tokens else None
+    return fused if fused is not None and takes_projected and routed is None and num_tokens <= fused.most_tokens else None
 
 
 def fused_run(
@@ -81,8 +81,7 @@ def fused_run(
         x, normed = fused.add_parts(x, parts, run.post_norm, place, eps=run.eps)
         logits = fused.product(normed, run.router, place)
         routing, capture = route(logits, None, place + first_column, capture, spec=spec, kernels=kernels)
-        first = place * spec.num_experts
-        call = ExpertCall(normed, routing.ids, routing.weights, step.valid, run.gate_up, run.down, first, spec.num_experts)
+        call = ExpertCall(normed, routing.ids, routing.weights, step.valid, run.gate_up, run.down, place, spec.num_experts)
         x, normed = fused.add_slots(x, fused.slots(call), routing.weights, step.valid, following, place, eps=run.eps)
         return x, normed, cache, capture
 

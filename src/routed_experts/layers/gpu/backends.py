@@ -17,7 +17,7 @@ def gpu_kernels(*, interpret: bool) -> Kernels:
     """The bundle; `interpret` runs it on any device, slowly, for tests."""
 
     def slots(call: ExpertCall) -> Float[Array, "NK D"]:
-        return slot_outputs(call, choose_tiles(call.ids.size), interpret=interpret)
+        return slot_outputs(call, choose_tiles(call.ids.size), stride=call.num_experts, interpret=interpret)
 
     linear = LinearBackend(name="gpu", run=functools.partial(linear_in_place, interpret=interpret), layered=True)
     fused = FusedSteps(

@@ -14,37 +14,44 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.layers.gpu.blocks import power_of_two
+from routed_experts.layers.gpu.blocks import load_or_zero, power_of_two
 
 
-def _add_and_norm(x: Any, added: Array, scales: Any, layer: Any, stream: Any, normed: Any, *, eps: float) -> None:
-    """Finish a row whose addend [D] has been made."""
+def _add_and_norm(x: Any, addend: Callable[[Array], Array], scales: Any, layer: Any, stream: Any, normed: Any, *, eps: float) -> None:
+    """Finish a row; `addend` makes what is added at the given columns. All that is read is asked for before anything is waited for."""
     row, dim = pl.program_id(0), x.shape[1]
     lanes = jnp.arange(power_of_two(dim))
     real = None if lanes.shape[0] == dim else lanes < dim
     zero = None if real is None else 0.0
-    total = plgpu.load(x.at[row, lanes], mask=real, other=zero) + added.astype(x.dtype)
-    plgpu.store(stream.at[row, lanes], total, mask=real)
-    wide = total.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.sum(wide * wide, axis=0) / dim + eps)
     scale = plgpu.load(scales.at[layer[0], lanes], mask=real, other=zero)
+    old = plgpu.load(x.at[row, lanes], mask=real, other=zero)
+    total = old + addend(lanes).astype(x.dtype)
+    wide = total.astype(jnp.float32) if real is None else jnp.where(real, total.astype(jnp.float32), 0.0)
+    inverse = jax.lax.rsqrt(jnp.sum(wide * wide, axis=0) / dim + eps)
+    plgpu.store(stream.at[row, lanes], total, mask=real)
     plgpu.store(normed.at[row, lanes], (wide * inverse).astype(x.dtype) * scale, mask=real)
 
 
 def _of_parts(x: Any, parts: Any, scales: Any, layer: Any, stream: Any, normed: Any, *, eps: float) -> None:
-    row, lanes = pl.program_id(0), jnp.arange(power_of_two(x.shape[1]))
-    real = lanes < x.shape[1]
-    loaded = [plgpu.load(parts.at[part, row, lanes], mask=real, other=0.0) for part in range(parts.shape[0])]
-    _add_and_norm(x, functools.reduce(jnp.add, loaded), scales, layer, stream, normed, eps=eps)
+    row = pl.program_id(0)
+
+    def addend(lanes: Array) -> Array:
+        mask = None if lanes.shape[0] == x.shape[1] else lanes < x.shape[1]
+        return functools.reduce(jnp.add, [load_or_zero(parts.at[part, row, lanes], mask) for part in range(parts.shape[0])])
+
+    _add_and_norm(x, addend, scales, layer, stream, normed, eps=eps)
 
 
 def _of_slots(x: Any, slots: Any, weights: Any, valid: Any, scales: Any, layer: Any, stream: Any, normed: Any, *, eps: float) -> None:
-    row, lanes = pl.program_id(0), jnp.arange(power_of_two(x.shape[1]))
-    top_k, kept = weights.shape[1], valid[pl.program_id(0)]
-    real = (lanes < x.shape[1]) & kept  # slots of padding rows were never written
-    loaded = [plgpu.load(slots.at[row * top_k + k, lanes], mask=real, other=0.0).astype(jnp.float32) for k in range(top_k)]
-    scaled = [part * jnp.where(kept, weights[row, k], 0.0) for k, part in enumerate(loaded)]
-    _add_and_norm(x, functools.reduce(jnp.add, scaled), scales, layer, stream, normed, eps=eps)
+    row, top_k = pl.program_id(0), weights.shape[1]
+
+    def addend(lanes: Array) -> Array:
+        mask = None if lanes.shape[0] == x.shape[1] else lanes < x.shape[1]
+        loaded = [load_or_zero(slots.at[row * top_k + k, lanes], mask).astype(jnp.float32) for k in range(top_k)]
+        total = functools.reduce(jnp.add, [part * weights[row, k] for k, part in enumerate(loaded)])
+        return jnp.where(valid[row], total, 0.0)  # slots of padding rows were never written
+
+    _add_and_norm(x, addend, scales, layer, stream, normed, eps=eps)
 
 
 def _call(
