@@ -1,6 +1,6 @@
 """The whole step at full size with random weights: prefill and decode by batch, capture off, on and asked by none or by all.
 
-    python benchmarks/step.py [--batches 1 16 64 256] [--new 128] [--rounds 2] [--config CONFIG.json] [--layers N] [--profile]
+    python benchmarks/step.py [--batches 1 16 64 256] [--new 128] [--rounds 2] [--config CONFIG.json] [--layers N] [--profile 1 16 64 256]
 
 Two engine cores share the weights, one with capture and one without; whole runs of each variant take turns in one process. A decode
 step is the time from one return of `core.step()` to the next while the next step is in flight, its median over a run's steps;
@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second that a copy on the card moves")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches whose kernels are timed one by one")
     parser.add_argument("--build-only", action="store_true", help="print the phases of start-up and end")
     parser.add_argument("--name", default="step_h200")
     args = parser.parse_args()
@@ -230,8 +230,9 @@ def main() -> None:
     rows, kernels = [], {}
     for batch in args.batches:
         rows += measure(cores, config, args, batch)
+        write_result(args.name, rows, phases=phases, kernels=kernels, prompt=args.prompt, new=args.new, rounds=args.rounds)
         print_table(rows[-len(VARIANTS) :])
-        if args.profile:
+        if batch in args.profile:
             kernels[str(batch)] = kernel_times(
                 cores["on"], Prompts(99, int(config["vocab_size"])), batch, args.prompt if batch > 1 else 128
             )

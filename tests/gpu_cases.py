@@ -283,13 +283,13 @@ def small_cases() -> Iterator[Case]:
 def large_cases() -> Iterator[Case]:
     """What a card checks: Qwen3-30B-A3B's shapes and odd ones, bfloat16."""
     half = jnp.bfloat16
-    for rows in (1, 3, 4, 7, 16, 37, 64, 129, 256, 777, 2048):
+    for rows in (1, 2, 7, 16, 37, 129, 256, 777, 2048):
         for kind in KINDS:
             tiles = next(tiles for tiles in TILES if rows * 8 <= tiles.slots)
             yield moe_case(rows, (rows, 8, 128, 2048, 768), kind, tiles, half)
     yield moe_case(1, (300, 3, 60, 1000, 72), "padding", next(tiles for tiles in TILES if tiles.slots >= 900), half)
     for rows in (1, 5, 64, 256, 1023):
-        for flags in range(8):
+        for flags in (0, 3, 5, 7):
             yield router_case(rows, rows, 128, 8, renormalize=bool(flags & 1), captured=bool(flags & 2), ties=bool(flags & 4))
     yield router_case(1, 77, 60, 4, renormalize=True, ties=True, captured=True)
     for rows in (1, 7, 16, 33, 64, 100, 256, 511):

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from routed_experts.core.model_worker_batch import ForwardMode
@@ -22,8 +21,9 @@ from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 PAGE, PAGES, WIDTH = 4, 12, 3
 
 
-def config(moe_layers) -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(
+def tiny_model() -> Qwen3Moe:
+    """Three layers, the first one dense."""
+    config = Qwen3MoeConfig(
         vocab_size=50,
         hidden_size=32,
         num_layers=3,
@@ -33,12 +33,13 @@ def config(moe_layers) -> Qwen3MoeConfig:
         dense_width=24,
         expert_width=16,
         router=RouterSpec(num_experts=6, top_k=2, renormalize=True),
-        moe_layers=moe_layers,
+        moe_layers=(1, 2),
         rope_theta=1e4,
         norm_eps=1e-6,
         tie_embeddings=False,
         context_length=64,
     )
+    return Qwen3Moe(config, rngs=nnx.Rngs(1), dtype=jnp.dtype("float32"))
 
 
 def packed(shape: BatchShape, **values) -> jax.Array:
@@ -78,12 +79,15 @@ def run_steps(model: Qwen3Moe, kernels: Kernels, attention, *, capture: bool):
     return np.asarray(pool), outs
 
 
-@pytest.mark.parametrize("moe_layers", [(0, 1, 2), (1, 2)], ids=["all layers", "a dense layer first"])
-def test_a_step_equals_plain_code(moe_layers):
-    model = Qwen3Moe(config(moe_layers), rngs=nnx.Rngs(1), dtype=jnp.dtype("float32"))
+@functools.cache
+def on_gpu_kernels(*, capture: bool):
+    return run_steps(tiny_model(), gpu_kernels(interpret=True), gpu_attention_backend(interpret=True), capture=capture)
+
+
+def test_a_step_equals_plain_code():
+    pool, outs = on_gpu_kernels(capture=True)
     plain = Kernels(moe=MOE_BACKENDS["reference"])
-    pool, outs = run_steps(model, gpu_kernels(interpret=True), gpu_attention_backend(interpret=True), capture=True)
-    wanted_pool, wanted = run_steps(model, plain, ATTENTION_BACKENDS["reference"], capture=True)
+    wanted_pool, wanted = run_steps(tiny_model(), plain, ATTENTION_BACKENDS["reference"], capture=True)
     for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, wanted, strict=True):
         np.testing.assert_array_equal(rows, wanted_rows)
         np.testing.assert_allclose(hidden, wanted_hidden, rtol=2e-4, atol=2e-5)
@@ -93,10 +97,7 @@ def test_a_step_equals_plain_code(moe_layers):
 
 
 def test_capture_changes_no_value():
-    model = Qwen3Moe(config((0, 1, 2)), rngs=nnx.Rngs(2), dtype=jnp.dtype("float32"))
-    backends = gpu_kernels(interpret=True), gpu_attention_backend(interpret=True)
-    pool_on, on = run_steps(model, *backends, capture=True)
-    pool_off, off = run_steps(model, *backends, capture=False)
+    (pool_on, on), (pool_off, off) = on_gpu_kernels(capture=True), on_gpu_kernels(capture=False)
     np.testing.assert_array_equal(pool_on, pool_off)
     for (hidden_on, rows_on), (hidden_off, rows_off) in zip(on, off, strict=True):
         assert rows_on is not None and rows_off is None

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.gpu.blocks import both, load_or_zero, power_of_two
+from routed_experts.layers.gpu.blocks import both, load_or_zero, power_of_two, steps_of
 from routed_experts.layers.linear import reference_linear
 
 
@@ -32,21 +32,27 @@ class LinearTile:
 
 
 LARGEST = 512  # rows; above it the library's product
+NARROW = 512  # columns; a router, say
+BLOCKS = 80  # fewer leave multiprocessors without work
 
 
 def choose_tile(num_rows: int, inner: int, outputs: int) -> LinearTile:
     """Narrow blocks and short sums, so that every multiprocessor has all of its share in flight. Measured best on an H200 for
     2048 x 5120, 4096 x 2048 and 2048 x 128."""
-    narrow = outputs <= 512
+    rows = min(max(16, power_of_two(num_rows)), 64)
+    if outputs <= NARROW:
+        splits = _splits(inner, inner // (128 if num_rows <= 64 else 256))
+        return LinearTile(rows=rows, out=32, inner=64 if num_rows > 64 else 128, warps=4, stages=3, splits=splits)
     if num_rows <= 64:
-        rows, out = max(16, power_of_two(num_rows)), 16 if narrow else 64
-        return LinearTile(rows=rows, out=out, inner=128, warps=4, stages=4, splits=_splits(inner, 128 if narrow else 512))
-    return LinearTile(rows=64, out=32 if narrow else 64, inner=64, warps=4, stages=4, splits=_splits(inner, 512 if narrow else 2048))
+        return LinearTile(rows=rows, out=64, inner=64, warps=4, stages=4, splits=_splits(inner, inner // 512))
+    blocks = pl.cdiv(outputs, 128) * pl.cdiv(num_rows, 128)
+    splits = _splits(inner, next((count for count in (1, 2, 4) if blocks * count >= BLOCKS), 8))
+    return LinearTile(rows=128, out=128, inner=64, warps=8 if splits == 1 else 4, stages=4, splits=splits)
 
 
-def _splits(inner: int, each: int) -> int:
-    """How many sums of about `each` terms, all of one length."""
-    return next((count for count in (inner // each, 4, 2) if count > 1 and inner % count == 0), 1)
+def _splits(inner: int, wanted: int) -> int:
+    """The largest number of parts of one length that is not above `wanted`, 16 at most."""
+    return next((count for count in (16, 8, 4, 2) if count <= wanted and inner % count == 0), 1)
 
 
 def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile) -> None:
@@ -81,6 +87,7 @@ def partial_sums(
     """x times the layer's matrix, as S parts that the next kernel adds up as it reads them."""
     num_rows, outputs = x.shape[0], weights.shape[2]
     tile = tile or choose_tile(num_rows, weights.shape[1], outputs)
+    tile = dataclasses.replace(tile, inner=steps_of(tile.inner, x.dtype))
     return pl.pallas_call(
         functools.partial(_product, tile=tile),
         jax.ShapeDtypeStruct((tile.splits, num_rows, outputs), dtype),
