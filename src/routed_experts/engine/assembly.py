@@ -73,6 +73,7 @@ def assemble(
     """Load, plan, allocate and compile. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     kernels, attention = registry.choose(args)
+    clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
     config, graphdef, state = _load(args, model, clock)
     context_length = _context_length(args, config.context_length)
     buckets = Buckets.of(args, context_length=context_length)

@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
+#include "router.h"
 
 namespace ffi = xla::ffi;
 
@@ -72,6 +73,27 @@ ffi::Error run_attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyB
   });
 }
 
+ffi::Error run_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Result<ffi::Buffer<ffi::S32>> ids,
+                      ffi::Result<ffi::Buffer<ffi::F32>> weights, bool renormalize) {
+  const auto rows = logits.dimensions();
+  const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize};
+  route(pool, shape, logits.typed_data(), ids->typed_data(), weights->typed_data(), nullptr);
+  return ffi::Error::Success();
+}
+
+// `block` comes back as `written`, the same memory.
+ffi::Error run_recording_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> block,
+                                ffi::Buffer<ffi::S32> layer, ffi::Result<ffi::Buffer<ffi::S32>> ids, ffi::Result<ffi::Buffer<ffi::F32>> weights,
+                                ffi::Result<ffi::Buffer<ffi::S32>> written, bool renormalize) {
+  const auto rows = logits.dimensions();
+  const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize};
+  const int64_t first = layer.typed_data()[0] * shape.top_k;
+  if (block.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the block of ids was copied");
+  if (first < 0 || first + shape.top_k > block.dimensions()[0]) return ffi::Error::InvalidArgument("the layer lies outside the block");
+  route(pool, shape, logits.typed_data(), ids->typed_data(), weights->typed_data(), written->typed_data() + first * shape.tokens);
+  return ffi::Error::Success();
+}
+
 }  // namespace rex
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexExperts, rex::run_experts,
@@ -105,3 +127,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexAttention, rex::run_attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexRouter, rex::run_router,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("renormalize"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexRecordingRouter, rex::run_recording_router,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Attr<bool>("renormalize"));

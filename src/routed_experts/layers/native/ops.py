@@ -6,15 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.attention import AttentionBackend, PagedBatch
-from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.kernels import FusedRouter, Kernels
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ExpertCall, MoeBackend
 from routed_experts.layers.native import toolchain
+from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk
 
-_HANDLERS = ("RexExperts", "RexLinear", "RexAttention")
+_HANDLERS = ("RexExperts", "RexLinear", "RexAttention", "RexRouter", "RexRecordingRouter")
 
 
 @functools.cache
@@ -50,7 +52,30 @@ def native_attention(
     return run(queries, pool, jnp.asarray(first_page, jnp.int32).reshape(1), batch.positions, batch.query_starts, batch.page_table)
 
 
+def native_router(
+    logits: Float[Array, "N E"], routed: LayerRouting | None, block: Int[Array, "MK N"] | None, layer: Int[Array, ""], spec: RouterSpec
+) -> tuple[Routing, Int[Array, "MK N"] | None]:
+    """Softmax, choice, weights and the write of the ids, as one kernel; rows to replay go through plain array code."""
+    if routed is not None:
+        routing = replay_topk(logits, routed, spec=spec)
+        if block is not None:
+            block = lax.dynamic_update_slice_in_dim(block, routing.ids.T, layer * spec.top_k, axis=0)
+        return routing, block
+    assert _registered()
+    shape = (logits.shape[0], spec.top_k)
+    made: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)]
+    wide = logits.astype(jnp.float32)
+    if block is None:
+        ids, weights = jax.ffi.ffi_call("RexRouter", made)(wide, renormalize=spec.renormalize)
+    else:
+        run = jax.ffi.ffi_call("RexRecordingRouter", [*made, jax.ShapeDtypeStruct(block.shape, block.dtype)], input_output_aliases={1: 2})
+        ids, weights, block = run(wide, block, jnp.asarray(layer, jnp.int32).reshape(1), renormalize=spec.renormalize)
+    return Routing(weights=weights, ids=ids, native_ids=ids, replaced=jnp.zeros(logits.shape[0], bool)), block
+
+
 NATIVE_KERNELS = Kernels(
-    moe=MoeBackend(name="native", run=native_experts), linear=LinearBackend(name="native", run=native_linear, layered=True)
+    moe=MoeBackend(name="native", run=native_experts),
+    linear=LinearBackend(name="native", run=native_linear, layered=True),
+    router=FusedRouter(name="native", run=native_router),
 )
 NATIVE_ATTENTION = AttentionBackend(name="native", run=native_attention)
