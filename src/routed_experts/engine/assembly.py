@@ -68,13 +68,19 @@ class Assembly:
 
 
 def assemble(
-    args: ServerArgs, *, model: Decoder | None = None, registry: BackendRegistry = DEFAULT_BACKENDS, clock: PhaseClock | None = None
+    args: ServerArgs,
+    *,
+    model: Decoder | None = None,
+    registry: BackendRegistry = DEFAULT_BACKENDS,
+    clock: PhaseClock | None = None,
+    load_format: str = "auto",
 ) -> Assembly:
-    """Load, plan, allocate and compile. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. Raises ConfigError, CheckpointError or
+    CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     kernels, attention = registry.choose(args)
     clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
-    config, graphdef, state = _load(args, model, clock)
+    config, graphdef, state = _load(args, model, clock, load_format)
     context_length = _context_length(args, config.context_length)
     buckets = Buckets.of(args, context_length=context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
@@ -114,13 +120,15 @@ def assemble(
     return Assembly(core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size)
 
 
-def _load(args: ServerArgs, model: Decoder | None, clock: PhaseClock) -> tuple[DecoderConfig, nnx.GraphDef[Any], nnx.State[Any, Any]]:
+def _load(
+    args: ServerArgs, model: Decoder | None, clock: PhaseClock, load_format: str
+) -> tuple[DecoderConfig, nnx.GraphDef[Any], nnx.State[Any, Any]]:
     """The model's config, checked against what is asked of it, and then its weights on the device."""
     folder = None
     if model is None:
         if args.model_path is None:
             raise ConfigError("model_path=None and no model was given; pass the folder of a checkpoint, or model=")
-        folder = ModelFolder.open(args.model_path)
+        folder = ModelFolder.open(args.model_path, load_format=load_format)
         config: DecoderConfig = folder.config
     else:
         config = model.config

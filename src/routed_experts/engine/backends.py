@@ -54,6 +54,18 @@ def _why_not_native() -> str | None:
     return why_not()
 
 
+def _gpu_kernels() -> Kernels:
+    from routed_experts.layers.gpu.backends import GPU_KERNELS
+
+    return GPU_KERNELS
+
+
+def _gpu_attention() -> AttentionBackend:
+    from routed_experts.layers.gpu.attention import GPU_ATTENTION
+
+    return GPU_ATTENTION
+
+
 def _given(value: T) -> Offer[T]:
     return Offer(load=lambda: value)
 
@@ -61,14 +73,16 @@ def _given(value: T) -> Offer[T]:
 KERNELS: Mapping[str, Offer[Kernels]] = MappingProxyType(
     {name: _given(Kernels(moe=backend)) for name, backend in MOE_BACKENDS.items()}
     | {"native": Offer(load=_native_kernels, platform="cpu", why_not=_why_not_native)}
+    | {"gpu": Offer(load=_gpu_kernels, platform="gpu")}
 )
 ATTENTION: Mapping[str, Offer[AttentionBackend]] = MappingProxyType(
     {name: _given(backend) for name, backend in ATTENTION_BACKENDS.items()}
     | {"native": Offer(load=_native_attention, platform="cpu", why_not=_why_not_native)}
+    | {"gpu": Offer(load=_gpu_attention, platform="gpu")}
 )
 # What `auto` takes, best first; the first that this machine can run.
-AUTO_MOE: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native", "tiled")})
-AUTO_ATTENTION: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native", "paged")})
+AUTO_MOE: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native", "tiled"), "gpu": ("gpu",)})
+AUTO_ATTENTION: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native", "paged"), "gpu": ("gpu",)})
 ANYWHERE_MOE, ANYWHERE_ATTENTION = ("tiled",), ("paged",)
 DETERMINISTIC = ("reference",)  # rows that do not depend on one another
 

@@ -35,7 +35,8 @@ class Engine:
     """Serves one model. Every method may be called from any thread; leaving the `with` shuts it down.
 
     Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from tokenizer_path);
-    `on_phase` is told of each phase of start-up. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    `load_format="dummy"` gives a folder's config random weights; `on_phase` is told of each phase of start-up.
+    Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Engine:
         model: Decoder | None = None,
         registry: BackendRegistry = DEFAULT_BACKENDS,
         on_phase: Callable[[Phase], None] | None = None,
+        load_format: str = "auto",
         **server_args: Any,
     ) -> None:
         self.server_args = _args_of(model_path, server_args)
@@ -51,7 +53,7 @@ class Engine:
         self._tokenizer = _tokenizer_of(args)
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         keep_programs()
-        self._assembly = assemble(args, model=model, registry=registry, clock=clock)
+        self._assembly = assemble(args, model=model, registry=registry, clock=clock, load_format=load_format)
         self._loop = EngineLoop(self._assembly.core)
         self.phases = tuple(clock.phases)
         limits = Limits(

@@ -18,7 +18,7 @@ from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.execution.forward_batch import BatchShape, ForwardBatch, unpack
-from routed_experts.layers.attention import AttentionBackend, write_kv
+from routed_experts.layers.attention import AttentionBackend, PagedAttend
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, prompt_logprobs, token_logprobs, top_logprobs
 from routed_experts.layers.sampling import Penalties, SamplingMode, penalize, sample
@@ -88,11 +88,7 @@ def forward(
     batch = unpack(packed, shape)
     tokens = batch.resolve_tokens(last_tokens)
 
-    def attend(queries: Array, keys: Array, values: Array, pool: Array, layer: Array) -> tuple[Array, Array]:
-        first_page = layer * spec.num_pages
-        pool = write_kv(pool, keys, values, first_page, batch.paged)
-        return spec.attention.run(queries, pool, first_page, batch.paged), pool
-
+    attend = PagedAttend(backend=spec.attention, batch=batch.paged, num_pages=spec.num_pages)
     capture = None if spec.capture is None else _RoutedExpertsDeviceCache.create(shape.num_tokens, spec.capture)
     hidden, pool, capture = model(tokens, batch.paged.positions, batch.paged.valid, attend, pool, capture, kernels=spec.kernels)
     rows = None if capture is None else capture.rows()

@@ -39,12 +39,34 @@ class PagedBatch:
     decode: bool = dataclasses.field(metadata={"static": True})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Projected:
+    """Queries, keys and values as a projection left them, and what turns them: norms of all layers of the run, and angles."""
+
+    qkv: Float[Array, "N HGGC"]
+    q_norm: Float[Array, "R C"]
+    k_norm: Float[Array, "R C"]
+    layer: Int[Array, ""]  # in the run
+    cos: Float[Array, "N C"]
+    sin: Float[Array, "N C"]
+    eps: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
-    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]."""
+    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `prepare`, where there is
+    one, normalises, turns and writes as one kernel what `write_kv` and its neighbours do in several: (projected, pool, first page,
+    batch) -> (queries, pool)."""
 
     name: str
     run: Callable[[Float[Array, "N H C"], Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch], Float[Array, "N H C"]]
+    prepare: (
+        Callable[
+            [Projected, Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch],
+            tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]],
+        ]
+        | None
+    ) = None
 
 
 def write_kv(
@@ -59,6 +81,37 @@ def write_kv(
     page = jnp.where(batch.valid, batch.page_table[batch.token_rows, batch.positions // page_size], 0)
     both = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])  # [N, 2G, C]
     return pool.at[first_page + page, batch.positions % page_size].set(both.astype(pool.dtype))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PagedAttend:
+    """The attention that a served model is given: writes to the pool and attends to it. `num_pages`: of one layer."""
+
+    backend: AttentionBackend
+    batch: PagedBatch
+    num_pages: int
+
+    def __call__(
+        self,
+        queries: Float[Array, "N H C"],
+        keys: Float[Array, "N G C"],
+        values: Float[Array, "N G C"],
+        pool: Float[Array, "LP page 2G C"],
+        layer: Int[Array, ""],
+    ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
+        """Write the new keys and values, then attend."""
+        first_page = layer * self.num_pages
+        pool = write_kv(pool, keys, values, first_page, self.batch)
+        return self.backend.run(queries, pool, first_page, self.batch), pool
+
+    def from_projected(
+        self, projected: Projected, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
+        """The same from the projection's own output, for a backend that prepares."""
+        assert self.backend.prepare is not None, self.backend.name
+        first_page = layer * self.num_pages
+        queries, pool = self.backend.prepare(projected, pool, first_page, self.batch)
+        return self.backend.run(queries, pool, first_page, self.batch), pool
 
 
 def attend_all(

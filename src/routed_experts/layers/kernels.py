@@ -14,13 +14,15 @@ from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FusedRouter:
     """Top-k, weights and the write of the executed ids into the step's block as one kernel: (logits [N E], rows to replay, block
-    [MK N] or None, MoE layer, spec) -> (routing, block). It must decide as `replay_topk` does, ties included."""
+    [MK N] or None, MoE layer, spec) -> (routing, block). It must decide as `replay_topk` does, ties included. `linear`, where there
+    is one, makes the logits from the routers of the whole run."""
 
     name: str
     run: Callable[
         [Float[Array, "N E"], LayerRouting | None, Int[Array, "MK N"] | None, Int[Array, ""], RouterSpec],
         tuple[Routing, Int[Array, "MK N"] | None],
     ]
+    linear: LinearBackend | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
