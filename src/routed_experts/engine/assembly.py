@@ -23,11 +23,12 @@ from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
-from routed_experts.layers.attention import ATTENTION_BACKENDS, AttentionBackend
+from routed_experts.layers.attention import AttentionBackend
+from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models.interface import Decoder, DecoderConfig
+from routed_experts.models.interface import Decoder, DecoderConfig, Needs
 from routed_experts.models.registry import ModelFolder
 from routed_experts.scheduling.scheduler import Scheduler
 
@@ -111,7 +112,7 @@ def assemble(
     """Load, plan, allocate and compile. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     kernels, attention = registry.choose(args)
-    config, graphdef, state = _load(args, model, clock)
+    config, graphdef, state = _load(args, model, clock, kernels, attention)
     context_length = _context_length(args, config.context_length)
     buckets = Buckets.of(args, context_length=context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
@@ -151,7 +152,9 @@ def assemble(
     return Assembly(core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size)
 
 
-def _load(args: ServerArgs, model: Decoder | None, clock: PhaseClock) -> tuple[DecoderConfig, nnx.GraphDef[Any], nnx.State[Any, Any]]:
+def _load(
+    args: ServerArgs, model: Decoder | None, clock: PhaseClock, kernels: Kernels, attention: AttentionBackend
+) -> tuple[DecoderConfig, nnx.GraphDef[Any], nnx.State[Any, Any]]:
     """The model's config, checked against what is asked of it, and then its weights on the device."""
     folder = None
     if model is None:
@@ -165,6 +168,7 @@ def _load(args: ServerArgs, model: Decoder | None, clock: PhaseClock) -> tuple[D
         raise CaptureUnsupportedError(
             f"enable_return_routed_experts=True, but {args.model_path or 'this model'} has no MoE layer; serve it without the flag"
         )
+    refuse_unable(config.needs, kernels, attention)
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens")
     if folder is not None:
         model = folder.load(folder.dtype(args.dtype))
@@ -174,20 +178,22 @@ def _load(args: ServerArgs, model: Decoder | None, clock: PhaseClock) -> tuple[D
     return config, graphdef, state
 
 
+def refuse_unable(needs: Needs, kernels: Kernels, attention: AttentionBackend) -> None:
+    """Raise ConfigError where a backend cannot do what the model's layers do, before any weight is loaded."""
+    lacking = {"moe_backend": (kernels.moe.name, needs.experts - kernels.moe.features)}
+    lacking["attention_backend"] = (attention.name, needs.attention if attention.special is None else frozenset[str]())
+    for field, (name, words) in lacking.items():
+        if words:
+            raise ConfigError(f"{field}={name!r} cannot do {', '.join(sorted(words))}, which this model has; choose 'reference' or another")
+
+
 def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
     """The pool's shapes before its size is known. Keys and values have the weights' dtype, but float32 holds those of bfloat16
     on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are the same."""
     dtype = jnp.result_type(jax.tree.leaves(state)[0])
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         dtype = jnp.dtype("float32")
-    return KVPoolSpec(
-        num_layers=config.num_layers,
-        num_pages=0,
-        page_size=args.page_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
+    return KVPoolSpec(num_pages=0, page_size=args.page_size, dtype=dtype, **dataclasses.asdict(config.cache))
 
 
 def _context_length(args: ServerArgs, trained: int) -> int:

@@ -19,6 +19,8 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.execution.forward_batch import BatchShape, ForwardBatch, unpack
 from routed_experts.layers.attention import AttentionBackend, write_kv
+from routed_experts.layers.attention_traits import AttentionTraits
+from routed_experts.layers.attention_variants import write_latent
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, prompt_logprobs, token_logprobs, top_logprobs
 from routed_experts.layers.sampling import Penalties, SamplingMode, penalize, sample
@@ -88,10 +90,18 @@ def forward(
     batch = unpack(packed, shape)
     tokens = batch.resolve_tokens(last_tokens)
 
-    def attend(queries: Array, keys: Array, values: Array, pool: Array, layer: Array) -> tuple[Array, Array]:
+    def attend(
+        queries: Array, keys: Array, values: Array | None, pool: Array, layer: Array, traits: AttentionTraits | None = None
+    ) -> tuple[Array, Array]:
         first_page = layer * spec.num_pages
-        pool = write_kv(pool, keys, values, first_page, batch.paged)
-        return spec.attention.run(queries, pool, first_page, batch.paged), pool
+        if values is None:
+            pool = write_latent(pool, keys, first_page, batch.paged)
+        else:
+            pool = write_kv(pool, keys, values, first_page, batch.paged)
+        if traits is None:
+            return spec.attention.run(queries, pool, first_page, batch.paged), pool
+        assert spec.attention.special is not None, spec.attention.name
+        return spec.attention.special(queries, pool, first_page, batch.paged, traits), pool
 
     capture = None if spec.capture is None else _RoutedExpertsDeviceCache.create(shape.num_tokens, spec.capture)
     hidden, pool, capture = model(tokens, batch.paged.positions, batch.paged.valid, attend, pool, capture, kernels=spec.kernels)
@@ -132,8 +142,9 @@ def score_prompt(
     state: nnx.State[Any, Any], hidden: Float[Array, "N D"], targets: Int[Array, " N"], *, spec: ProgramSpec
 ) -> Int32[Array, "N columns"]:
     """Logprobs of each token's successor in the prompt: logprob bits, T top ids, bits of T top logprobs."""
-    head = nnx.merge(spec.graphdef, state).unembedding()
-    scored = prompt_logprobs(hidden, head, targets, top=min(MAX_TOP_LOGPROBS, head.shape[1]))
+    model = nnx.merge(spec.graphdef, state)
+    head, bias = model.unembedding(), None if model.head_bias is None else model.head_bias[...]
+    scored = prompt_logprobs(hidden, head, targets, top=min(MAX_TOP_LOGPROBS, head.shape[1]), bias=bias)
     return jnp.concatenate([_bits(scored.target)[:, None], scored.top_ids, _bits(scored.top)], axis=1)
 
 

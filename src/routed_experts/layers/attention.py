@@ -45,6 +45,11 @@ class AttentionBackend:
 
     name: str
     run: Callable[[Float[Array, "N H C"], Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch], Float[Array, "N H C"]]
+    special: Callable[..., Float[Array, "N H V"]] | None = None  # the same with AttentionTraits; None: plain attention alone
+
+    def with_special(self, special: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
+        """The same backend with a way to attend by traits, unless it brings its own."""
+        return self if self.special is not None else dataclasses.replace(self, special=special)
 
 
 def write_kv(

@@ -14,13 +14,15 @@ from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FusedRouter:
     """Top-k, weights and the write of the executed ids into the step's block as one kernel: (logits [N E], rows to replay, block
-    [MK N] or None, MoE layer, spec) -> (routing, block). It must decide as `replay_topk` does, ties included."""
+    [MK N] or None, MoE layer, spec) -> (routing, block). It must decide as `replay_topk` does, ties included. `can` says which laws
+    it knows; routers of others run as plain array code."""
 
     name: str
     run: Callable[
         [Float[Array, "N E"], LayerRouting | None, Int[Array, "MK N"] | None, Int[Array, ""], RouterSpec],
         tuple[Routing, Int[Array, "MK N"] | None],
     ]
+    can: Callable[[RouterSpec], bool] = lambda spec: spec.is_plain
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

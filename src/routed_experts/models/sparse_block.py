@@ -31,15 +31,16 @@ def route(
     *,
     spec: RouterSpec,
     kernels: Kernels,
+    bias: Float[Array, " E"] | None = None,
 ) -> tuple[Routing, _RoutedExpertsDeviceCache | None]:
-    """Decide the experts of each token and write their ids down under the layer's column."""
-    if kernels.router is not None:
+    """Decide the experts of each token and write their ids down under the layer's column. `bias` moves the choice alone."""
+    if kernels.router is not None and kernels.router.can(spec):
         block = None if capture is None else capture.ids
         routing, block = kernels.router.run(logits, routed, block, column, spec)
         if capture is not None and block is not None:
             capture = dataclasses.replace(capture, ids=block)
         return routing, capture
-    routing = replay_topk(logits, routed, spec=spec)
+    routing = replay_topk(logits, routed, spec=spec, bias=bias)
     if capture is not None:
         capture = capture.capture_fwd_routed_experts(column, routing.ids)
     return routing, capture
