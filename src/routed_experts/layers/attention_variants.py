@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int

@@ -39,6 +39,9 @@ class Needs:
     attention: frozenset[str] = frozenset()
 
 
+PLAIN = Needs()
+
+
 class DecoderConfig(Protocol):
     """Shapes that pools and programs are sized by."""
 
@@ -67,10 +70,10 @@ class DecoderConfig(Protocol):
 class Decoder(Protocol):
     """A model that serves and trains: `__call__` gives hidden states, `logits` the scores of the vocabulary."""
 
-    head_bias: nnx.Param[Array] | None  # [V], added to the scores of the vocabulary
-
     @property
     def config(self) -> DecoderConfig: ...
+    @property
+    def head_bias(self) -> nnx.Param[Array] | None: ...  # [V], added to the scores of the vocabulary
 
     def __call__(
         self,

@@ -7,7 +7,7 @@ E experts, K experts per token, F expert width, I dense width, V vocabulary."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from routed_experts.layers.rotary import apply_rotary, rotary_angles
 from routed_experts.layers.routing import LayerRouting, RouterSpec
 from routed_experts.models.checkpoint import WeightSource
 from routed_experts.models.config_reader import ConfigReader
-from routed_experts.models.interface import Attend, Needs, TokenRouting
+from routed_experts.models.interface import PLAIN, Attend, Needs, TokenRouting
 from routed_experts.models.sparse_block import ExpertWeights, route, run_experts
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
@@ -50,7 +50,7 @@ class Qwen3MoeConfig:
     norm_eps: float
     tie_embeddings: bool
     context_length: int
-    needs: ClassVar[Needs] = Needs()
+    needs: Needs = PLAIN
 
     @property
     def capture_spec(self) -> CaptureSpec | None:

@@ -1,6 +1,6 @@
 """The families that can be served, and how a checkpoint folder becomes a model. Knows nothing of engines.
 
-An architecture that is not listed is refused with the list of those that are."""
+An architecture that is not listed is refused with the list of those that are. docs/models.md is written from this table."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -14,8 +14,15 @@ from flax import nnx
 
 from routed_experts.models import qwen3_moe
 from routed_experts.models.checkpoint import Checkpoint, WeightSource, check
-from routed_experts.models.config_reader import ConfigReader, architecture_of, read_config
+from routed_experts.models.config_reader import NOTHING, ConfigReader, Tolerated, architecture_of, read_config
+from routed_experts.models.decoder import FamilyDecoder
+from routed_experts.models.dense import read_llama, read_qwen2, read_qwen3
+from routed_experts.models.family_config import FamilyConfig, weight_sources
+from routed_experts.models.fused_experts import fuse_experts
 from routed_experts.models.interface import Decoder
+from routed_experts.models.mixtral import read_mixtral, read_phimoe
+from routed_experts.models.olmoe import read_olmoe
+from routed_experts.models.qwen2_moe import read_qwen2_moe
 from routed_experts.models.weight_loader import load
 
 # Tensors that checkpoints carry although they follow from the config, or repeat another (a tied head).
@@ -24,11 +31,16 @@ _SURPLUS = ("*rotary_emb.inv_freq",)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture: how to read its config, build its module, and name its tensors."""
+    """One architecture: how to read its config, build its module, and name its tensors; and what a reader should know of it."""
 
     read_config: Callable[[ConfigReader], Any]
-    build: Callable[..., Decoder]
-    weight_sources: Callable[[Any], Iterable[WeightSource]]
+    build: Callable[..., Decoder] = FamilyDecoder
+    weight_sources: Callable[[Any], Iterable[WeightSource]] = weight_sources
+    tolerated: Tolerated = NOTHING
+    title: str
+    checkpoints: str
+    law: str
+    refused: str
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -37,7 +49,56 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             read_config=qwen3_moe.Qwen3MoeConfig.from_reader,
             build=qwen3_moe.Qwen3Moe,
             weight_sources=qwen3_moe.Qwen3Moe.weight_sources,
-        )
+            title="Qwen3-MoE",
+            checkpoints="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+            law="top-k of softmax(z); renormalised if `norm_topk_prob`",
+            refused="sliding windows, attention biases, scaled rotary positions",
+        ),
+        "MixtralForCausalLM": Family(
+            read_config=read_mixtral,
+            title="Mixtral",
+            checkpoints="Mixtral-8x7B, Mixtral-8x22B",
+            law="top-k of softmax(z); softmax over the chosen z",
+            refused="",
+        ),
+        "PhimoeForCausalLM": Family(
+            read_config=read_phimoe,
+            title="PhiMoE",
+            checkpoints="as transformers writes them",
+            law="sparsemixer: best z, then best of the rest; each a softmax over the z within 2 `router_jitter_noise` of it",
+            refused="longrope past `original_max_position_embeddings`",
+        ),
+        "PhiMoEForCausalLM": Family(
+            read_config=read_phimoe,
+            tolerated=Tolerated(code=True),
+            title="PhiMoE",
+            checkpoints="Phi-3.5-MoE-instruct",
+            law="as PhimoeForCausalLM",
+            refused="longrope past `original_max_position_embeddings`",
+        ),
+        "Qwen2MoeForCausalLM": Family(
+            read_config=read_qwen2_moe,
+            title="Qwen2-MoE",
+            checkpoints="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+            law="top-k of softmax(z), not renormalised; shared expert times sigmoid(x w)",
+            refused="sliding windows",
+        ),
+        "OlmoeForCausalLM": Family(
+            read_config=read_olmoe,
+            title="OLMoE",
+            checkpoints="OLMoE-1B-7B",
+            law="top-k of softmax(z), not renormalised",
+            refused="attention biases",
+        ),
+        **{
+            name: Family(read_config=read, title=title, checkpoints=stands_for, law="dense", refused="capture")
+            for name, read, title, stands_for in (
+                ("LlamaForCausalLM", read_llama, "Llama", "Llama-2, Llama-3"),
+                ("MistralForCausalLM", read_llama, "Mistral", "Mistral-7B"),
+                ("Qwen2ForCausalLM", read_qwen2, "Qwen2", "Qwen2, Qwen2.5"),
+                ("Qwen3ForCausalLM", read_qwen3, "Qwen3", "Qwen3 dense"),
+            )
+        },
     }
 )
 
@@ -55,13 +116,13 @@ class ModelFolder:
     @staticmethod
     def open(path: str | Path) -> "ModelFolder":
         """Read config.json and the tensors' headers. Raises CheckpointError naming everything that does not fit."""
-        values = read_config(path, architectures=tuple(FAMILIES))
+        values = read_config(path, architectures={name: family.tolerated for name, family in FAMILIES.items()})
         family = FAMILIES[architecture_of(values)]
         config = family.read_config(ConfigReader(values, Path(path) / "config.json"))
         checkpoint = Checkpoint(path)
-        sources = tuple(family.weight_sources(config))
-        surplus = (*_SURPLUS, "lm_head.weight") if config.tie_embeddings else _SURPLUS
-        check(sources, checkpoint, ignore=surplus)
+        sources = tuple(fuse_experts(family.weight_sources(config), checkpoint.names()))
+        surplus = (*_SURPLUS, *(config.surplus if isinstance(config, FamilyConfig) else ()))
+        check(sources, checkpoint, ignore=(*surplus, "lm_head.weight") if config.tie_embeddings else surplus)
         return ModelFolder(path=Path(path), family=family, config=config, checkpoint=checkpoint, sources=sources)
 
     def dtype(self, wanted: str) -> jnp.dtype:

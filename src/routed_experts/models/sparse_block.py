@@ -21,6 +21,8 @@ class ExpertWeights:
     gate_up: Float[Array, "RE D 2F"]
     down: Float[Array, "RE F D"]
     first: Int[Array, ""]
+    gate_up_bias: Float[Array, "RE 2F"] | None = None
+    down_bias: Float[Array, "RE D"] | None = None
 
 
 def route(
@@ -47,8 +49,18 @@ def route(
 
 
 def run_experts(
-    x: Float[Array, "N D"], routing: Routing, valid: Bool[Array, " N"], experts: ExpertWeights, *, spec: RouterSpec, kernels: Kernels
+    x: Float[Array, "N D"],
+    routing: Routing,
+    valid: Bool[Array, " N"],
+    experts: ExpertWeights,
+    *,
+    spec: RouterSpec,
+    kernels: Kernels,
+    activation: str = "silu",
 ) -> Float[Array, "N D"]:
     """Run exactly the experts of `routing`."""
-    call = ExpertCall(x, routing.ids, routing.weights, valid, experts.gate_up, experts.down, experts.first, spec.num_experts)
+    call = ExpertCall(
+        x, routing.ids, routing.weights, valid, experts.gate_up, experts.down, experts.first, spec.num_experts,
+        experts.gate_up_bias, experts.down_bias, activation,
+    )  # fmt: skip
     return kernels.moe.run(call)

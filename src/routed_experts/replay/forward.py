@@ -63,8 +63,10 @@ def forward(
         layer: Int[Array, ""],
         traits: AttentionTraits | None = None,
     ) -> tuple[Float[Array, "N H V"], None]:
-        q, k, v = (None if x is None else x.reshape(batch, length, *x.shape[1:]) for x in (queries, keys, values))
+        q, k = (x.reshape(batch, length, *x.shape[1:]) for x in (queries, keys))
+        v = None if values is None else values.reshape(batch, length, *values.shape[1:])
         if traits is None:
+            assert v is not None, "rows without values are latent, and say so in their traits"
             return causal_attention(q, k, v, segments).reshape(queries.shape), cache
         return causal_variant(q, k, v, segments, traits).reshape(*queries.shape[:2], -1), cache
 
