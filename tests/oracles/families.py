@@ -63,7 +63,7 @@ class Oracle:
                     weight.copy_(torch.from_numpy(random_weight(rng, name, tuple(weight.shape), case)))
         self.model.save_pretrained(folder)
         self.config = self.model.config
-        self.routers = [module for _, module in self.model.named_modules() if type(module).__name__.endswith(case.router)]
+        self.routers = [module for _, module in self.model.named_modules() if type(module).__name__.lower().endswith(case.router.lower())]
         assert len(self.routers) == len(case.layer_ids), (case.name, len(self.routers))
 
     def judge(self, tokens):
@@ -155,6 +155,42 @@ CASES = {
             layer_ids=(0, 2, 3),
         ),
         Case("Olmoe", dict(num_experts=16, num_experts_per_tok=4, intermediate_size=16, clip_qkv=2.0)),
+        Case(
+            "DeepseekV2",
+            dict(
+                n_routed_experts=16, num_experts_per_tok=3, moe_intermediate_size=16, n_shared_experts=2, first_k_dense_replace=1,
+                kv_lora_rank=24, q_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10, num_key_value_heads=4,
+                topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=1.7,
+                rope_parameters=dict(
+                    rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
+                    mscale=0.707, mscale_all_dim=0.707,
+                ),
+            ),
+            layer_ids=(1, 2, 3),
+        ),
+        Case(
+            "DeepseekV3",
+            dict(
+                n_routed_experts=16, num_experts_per_tok=4, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=2,
+                kv_lora_rank=24, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10, num_key_value_heads=4,
+                n_group=4, topk_group=2, routed_scaling_factor=2.5, num_mtp_layers=0,
+                rope_parameters=dict(
+                    rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
+                    mscale=1.0, mscale_all_dim=1.0,
+                ),
+            ),
+            law="sigmoid",
+            layer_ids=(2, 3),
+        ),
+        Case(
+            "Glm4Moe",
+            dict(
+                n_routed_experts=16, num_experts_per_tok=4, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=1,
+                routed_scaling_factor=1.5, use_qk_norm=True, attention_bias=True, num_mtp_layers=0,
+            ),
+            law="sigmoid",
+            layer_ids=(1, 2, 3),
+        ),
         Case("Llama", dict(rope_parameters=dict(
             rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64,
         )), layer_ids=()),

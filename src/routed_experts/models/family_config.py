@@ -14,12 +14,13 @@ from routed_experts.models.checkpoint import WeightSource
 from routed_experts.models.feed_forward import Dense, Sparse
 from routed_experts.models.grouped_attention import GroupedAttention
 from routed_experts.models.interface import Needs
+from routed_experts.models.latent_attention import LatentAttention
 from routed_experts.models.layer_parts import Place
 from routed_experts.models.layer_weights import Weight
 
 _LONGEST_PATTERN = 8
 
-Mixing = GroupedAttention
+Mixing = GroupedAttention | LatentAttention
 Feeding = Dense | Sparse
 
 
@@ -96,10 +97,9 @@ class FamilyConfig:
     @property
     def cache(self) -> CacheLayout:
         """What the layers keep: all of one shape."""
-        shapes = {(mixer.num_kv_heads, mixer.head_dim) for mixer in self._attending}
-        assert len(shapes) == 1, shapes
-        heads, width = shapes.pop()
-        return CacheLayout(num_layers=len(self._attending), num_kv_heads=heads, head_dim=width)
+        layouts = {mixer.cache(len(self._attending)) for mixer in self._attending}
+        assert len(layouts) == 1, layouts
+        return layouts.pop()
 
     @property
     def needs(self) -> Needs:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.attention_traits import AttentionTraits
+from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.models.checkpoint import WeightSource
@@ -56,6 +57,10 @@ class GroupedAttention:
         """What a backend of attention must be able to do, in words."""
         words = {"a sliding window": self.window, "chunks": self.chunk, "sinks": self.sinks, "its own scale": self.scale}
         return frozenset(word for word, needed in words.items() if needed)
+
+    def cache(self, num_layers: int) -> CacheLayout:
+        """Keys and values by head."""
+        return CacheLayout(num_layers=num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Queries, keys and values stand side by side in one matrix."""

@@ -16,9 +16,11 @@ from routed_experts.models import qwen3_moe
 from routed_experts.models.checkpoint import Checkpoint, WeightSource, check
 from routed_experts.models.config_reader import NOTHING, ConfigReader, Tolerated, architecture_of, read_config
 from routed_experts.models.decoder import FamilyDecoder
+from routed_experts.models.deepseek import read_deepseek_v2, read_deepseek_v3
 from routed_experts.models.dense import read_llama, read_qwen2, read_qwen3
 from routed_experts.models.family_config import FamilyConfig, weight_sources
 from routed_experts.models.fused_experts import fuse_experts
+from routed_experts.models.glm4_moe import read_glm4_moe
 from routed_experts.models.interface import Decoder
 from routed_experts.models.mixtral import read_mixtral, read_phimoe
 from routed_experts.models.olmoe import read_olmoe
@@ -89,6 +91,30 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="OLMoE-1B-7B",
             law="top-k of softmax(z), not renormalised",
             refused="attention biases",
+        ),
+        "DeepseekV2ForCausalLM": Family(
+            read_config=read_deepseek_v2,
+            tolerated=Tolerated(code=True),
+            title="DeepSeek-V2",
+            checkpoints="DeepSeek-V2, V2-Lite, Coder-V2",
+            law="groups ranked by their best softmax(z), top-k among those kept; v * `routed_scaling_factor`; shared experts",
+            refused="`norm_topk_prob`, fp8 weights",
+        ),
+        "DeepseekV3ForCausalLM": Family(
+            read_config=read_deepseek_v3,
+            tolerated=Tolerated(code=True),
+            title="DeepSeek-V3",
+            checkpoints="DeepSeek-V3, R1, Kimi-K2, Moonlight in bfloat16",
+            law="s = sigmoid(z); groups ranked by their two best s + b, top-k of s + b among those kept; v / sum v * "
+            "`routed_scaling_factor`; shared experts",
+            refused="fp8 weights; layers that predict further tokens are not run",
+        ),
+        "Glm4MoeForCausalLM": Family(
+            read_config=read_glm4_moe,
+            title="GLM-4-MoE",
+            checkpoints="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+            law="as DeepseekV3ForCausalLM, one group",
+            refused="fp8 weights; layers that predict further tokens are not run",
         ),
         **{
             name: Family(read_config=read, title=title, checkpoints=stands_for, law="dense", refused="capture")
