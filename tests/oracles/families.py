@@ -76,11 +76,21 @@ class Oracle:
             logits = self.model(torch.tensor([list(tokens)])).logits[0].float().numpy()
         for hook in hooks:
             hook.remove()
-        chosen = [(*choice(self.case, router, output[0].float().numpy()), output[-1].numpy()) for router, output in seen]
+        biases = [self.biases_of(router) for router, _ in seen]
+        chosen = [
+            (*choice(self.case, bias, output[0].float().numpy()), output[-1].numpy())
+            for bias, (_, output) in zip(biases, seen, strict=True)
+        ]
         if not chosen:
             return Judged(logits, *(np.zeros((len(tokens), 0, 1)),) * 2, np.zeros((len(tokens), 0)))
         scores, groups, ids = (np.stack(parts, axis=1) for parts in zip(*chosen, strict=True))
         return Judged(logits, ids, scores, groups)
+
+    def biases_of(self, router):
+        """Selection biases of the block that a router stands in, by the last part of their names."""
+        block = next(module for module in self.model.modules() if router in module.children())
+        found = [*block.named_parameters(), *block.named_buffers()]
+        return {name.rpartition(".")[2]: bias.detach().numpy().reshape(-1) for name, bias in found if name.endswith("correction_bias")}
 
     def generate(self, prompt, count):
         """No teacher: the oracle writes its own answer."""
@@ -113,13 +123,11 @@ def softmax(x):
     return wide / wide.sum(-1, keepdims=True)
 
 
-def choice(case, router, logits):
+def choice(case, biases, logits):
     """[S, E] scores that are chosen by, and [S] margins between groups."""
     scores = {"softmax": softmax, "sigmoid": lambda z: 1 / (1 + np.exp(-z)), "logits": lambda z: z}[case.law](logits.astype(np.float64))
-    for owner in (router, *getattr(router, "biases", ())):
-        bias = getattr(owner, "e_score_correction_bias", None)
-        if bias is not None:
-            scores = scores + bias.detach().numpy().reshape(-1)
+    if "e_score_correction_bias" in biases:
+        scores = scores + biases["e_score_correction_bias"]
     groups, kept = case.config.get("n_group") or 1, case.config.get("topk_group") or 1
     if groups == kept or case.config.get("topk_method") == "greedy":
         return scores, np.full(len(scores), np.inf)
@@ -190,6 +198,38 @@ CASES = {
             ),
             law="sigmoid",
             layer_ids=(1, 2, 3),
+        ),
+        Case(
+            "GptOss",
+            dict(
+                num_local_experts=8, num_experts_per_tok=3, sliding_window=12, head_dim=16,
+                rope_parameters=dict(
+                    rope_type="yarn", rope_theta=15e4, factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
+                    truncate=False,
+                ),
+            ),
+            law="logits",
+        ),
+        Case(
+            "GraniteMoe",
+            dict(
+                num_local_experts=8, num_experts_per_tok=3, attention_multiplier=0.11, embedding_multiplier=3.0, residual_multiplier=0.7,
+                logits_scaling=0.5,
+            ),
+            law="logits",
+        ),
+        Case(
+            "Ernie4_5_Moe",
+            dict(
+                moe_num_experts=16, moe_k=4, moe_intermediate_size=16, moe_num_shared_experts=2, moe_layer_start_index=1,
+                moe_layer_end_index=2, rms_norm_eps=1e-5,
+            ),
+            layer_ids=(1, 2),
+        ),
+        Case(
+            "MiniMaxM2",
+            dict(num_local_experts=16, num_experts_per_tok=4, head_dim=24, rotary_dim=16),
+            law="sigmoid",
         ),
         Case("Llama", dict(rope_parameters=dict(
             rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64,

@@ -14,6 +14,7 @@ from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.moe import gated
 from routed_experts.layers.routing import RouterSpec, Routing
 from routed_experts.models.checkpoint import WeightSource
+from routed_experts.models.expert_names import USUAL_NAMES, ExpertNames
 from routed_experts.models.layer_parts import Place, Replay, Step
 from routed_experts.models.layer_weights import Kind, LayerView, Weight
 from routed_experts.models.sparse_block import route, run_experts
@@ -45,27 +46,13 @@ class Dense:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertNames:
-    """How a checkpoint names the tensors of a sparse block, each below the layer; "{}" in `expert` is the expert's number."""
-
-    router: str = "mlp.gate.weight"
-    selection_bias: str = "mlp.gate.e_score_correction_bias"
-    expert: str = "mlp.experts.{}"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    shared: str = "mlp.shared_experts"
-    shared_gate: str = "mlp.shared_expert_gate.weight"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
     """K of E experts a token. `shared_width`: of the experts that every token runs, 0 for none; `shared_gated`: times the sigmoid of
     a projection. `wide_router`: its matrix stays float32. `weigh_inputs`: the weight multiplies what enters the expert (K = 1)."""
 
     router: RouterSpec
     width: int
-    names: ExpertNames = ExpertNames()
+    names: ExpertNames = USUAL_NAMES
     shared_width: int = 0
     shared_gated: bool = False
     wide_router: bool = False
@@ -103,16 +90,10 @@ class Sparse:
         return tuple(found)
 
     def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]:
-        """One tensor an expert; fused tensors take their place where a checkpoint has those (models/fused_experts.py)."""
-        names, experts, width = self.names, self.router.num_experts, self.width
-        yield place.source(names.router, (experts, hidden), "router")
-        if self.router.biased:
-            yield place.source(names.selection_bias, (experts,), "selection_bias")
-        for expert in range(experts):
-            row, at = place.row * experts + expert, names.expert.format(expert)
-            yield place.source(f"{at}.{names.gate}.weight", (width, hidden), "gate_up", row=row)
-            yield place.source(f"{at}.{names.up}.weight", (width, hidden), "gate_up", row=row, offset=width)
-            yield place.source(f"{at}.{names.down}.weight", (hidden, width), "down", row=row)
+        """As the family names them."""
+        names, experts = self.names, self.router.num_experts
+        yield from names.router_sources(place, experts, hidden, bias=self.router_bias, selection=self.router.biased)
+        yield from names.expert_sources(place, experts, hidden, self.width)
         if self.shared_width:
             yield from _gated_sources(place, names.shared, hidden, self.shared_width, "shared")
         if self.shared_gated:

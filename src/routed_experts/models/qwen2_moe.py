@@ -6,8 +6,9 @@ import dataclasses
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.common_config import read_experts, read_sizes, refuse
 from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.expert_names import ExpertNames
 from routed_experts.models.family_config import FamilyConfig, LayerSpec
-from routed_experts.models.feed_forward import Dense, ExpertNames, Sparse
+from routed_experts.models.feed_forward import Dense, Sparse
 from routed_experts.models.rotary_reader import read_rotary
 
 

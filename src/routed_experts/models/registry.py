@@ -18,10 +18,14 @@ from routed_experts.models.config_reader import NOTHING, ConfigReader, Tolerated
 from routed_experts.models.decoder import FamilyDecoder
 from routed_experts.models.deepseek import read_deepseek_v2, read_deepseek_v3
 from routed_experts.models.dense import read_llama, read_qwen2, read_qwen3
+from routed_experts.models.ernie4_5_moe import read_ernie4_5_moe
 from routed_experts.models.family_config import FamilyConfig, weight_sources
 from routed_experts.models.fused_experts import fuse_experts
 from routed_experts.models.glm4_moe import read_glm4_moe
+from routed_experts.models.gpt_oss import open_gpt_oss, read_gpt_oss
+from routed_experts.models.granite_moe import read_granite_moe
 from routed_experts.models.interface import Decoder
+from routed_experts.models.minimax_m2 import read_minimax_m2
 from routed_experts.models.mixtral import read_mixtral, read_phimoe
 from routed_experts.models.olmoe import read_olmoe
 from routed_experts.models.qwen2_moe import read_qwen2_moe
@@ -38,6 +42,7 @@ class Family:
     read_config: Callable[[ConfigReader], Any]
     build: Callable[..., Decoder] = FamilyDecoder
     weight_sources: Callable[[Any], Iterable[WeightSource]] = weight_sources
+    open: Callable[[Path | str], Checkpoint] = Checkpoint
     tolerated: Tolerated = NOTHING
     title: str
     checkpoints: str
@@ -116,6 +121,38 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             law="as DeepseekV3ForCausalLM, one group",
             refused="fp8 weights; layers that predict further tokens are not run",
         ),
+        "GptOssForCausalLM": Family(
+            read_config=read_gpt_oss,
+            open=open_gpt_oss,
+            tolerated=Tolerated(quantization=("mxfp4",)),
+            title="GPT-OSS",
+            checkpoints="gpt-oss-20b, gpt-oss-120b, MXFP4 or bfloat16",
+            law="z with a bias; top-k of z; softmax over the chosen z",
+            refused="another clamp or slope of the activation than 7 and 1.702",
+        ),
+        "GraniteMoeForCausalLM": Family(
+            read_config=read_granite_moe,
+            title="Granite-MoE",
+            checkpoints="Granite-3.x-1B-A400M, 3B-A800M",
+            law="top-k of z; softmax over the chosen z",
+            refused="",
+        ),
+        "Ernie4_5_MoeForCausalLM": Family(
+            read_config=read_ernie4_5_moe,
+            tolerated=Tolerated(code=True),
+            title="Ernie 4.5 MoE",
+            checkpoints="ERNIE-4.5-21B-A3B, 300B-A47B (text)",
+            law="s = softmax(z); top-k of s + b; v / sum v; shared experts",
+            refused="biases of projections; layers that predict further tokens are not run",
+        ),
+        "MiniMaxM2ForCausalLM": Family(
+            read_config=read_minimax_m2,
+            tolerated=Tolerated(code=True),
+            title="MiniMax-M2",
+            checkpoints="MiniMax-M2 in bfloat16",
+            law="s = sigmoid(z); top-k of s + b; v / sum v",
+            refused="fp8 weights; layers that predict further tokens are not run",
+        ),
         **{
             name: Family(read_config=read, title=title, checkpoints=stands_for, law="dense", refused="capture")
             for name, read, title, stands_for in (
@@ -145,7 +182,7 @@ class ModelFolder:
         values = read_config(path, architectures={name: family.tolerated for name, family in FAMILIES.items()})
         family = FAMILIES[architecture_of(values)]
         config = family.read_config(ConfigReader(values, Path(path) / "config.json"))
-        checkpoint = Checkpoint(path)
+        checkpoint = family.open(path)
         sources = tuple(fuse_experts(family.weight_sources(config), checkpoint.names()))
         surplus = (*_SURPLUS, *(config.surplus if isinstance(config, FamilyConfig) else ()))
         check(sources, checkpoint, ignore=(*surplus, "lm_head.weight") if config.tie_embeddings else surplus)
