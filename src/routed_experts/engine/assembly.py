@@ -78,9 +78,13 @@ def assemble(
     """Load (random weights with `load_format` "dummy"), plan, allocate and compile. Raises ConfigError, CheckpointError or
     CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
-    kernels, attention = registry.choose(args)
+    folder, config = _open(args, model, load_format)
+    clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens")
+    kernels, attention = registry.choose(args, config.needs)
     clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
-    config, graphdef, state = _load(args, model, clock, load_format)
+    graphdef, state = nnx.split(model if folder is None else folder.load(folder.dtype(args.dtype)))
+    jax.block_until_ready(state)
+    clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
     context_length = _context_length(args, config.context_length)
     buckets = Buckets.of(args, context_length=context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
@@ -120,10 +124,8 @@ def assemble(
     return Assembly(core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size)
 
 
-def _load(
-    args: ServerArgs, model: Decoder | None, clock: PhaseClock, load_format: str
-) -> tuple[DecoderConfig, nnx.GraphDef[Any], nnx.State[Any, Any]]:
-    """The model's config, checked against what is asked of it, and then its weights on the device."""
+def _open(args: ServerArgs, model: Decoder | None, load_format: str) -> tuple[ModelFolder | None, DecoderConfig]:
+    """The checkpoint, if it is one that is served, and the model's config, checked against what is asked of it."""
     folder = None
     if model is None:
         if args.model_path is None:
@@ -136,13 +138,7 @@ def _load(
         raise CaptureUnsupportedError(
             f"enable_return_routed_experts=True, but {args.model_path or 'this model'} has no MoE layer; serve it without the flag"
         )
-    clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens")
-    if folder is not None:
-        model = folder.load(folder.dtype(args.dtype))
-    graphdef, state = nnx.split(model)
-    jax.block_until_ready(state)
-    clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
-    return config, graphdef, state
+    return folder, config
 
 
 def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
@@ -151,14 +147,7 @@ def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, An
     dtype = jnp.result_type(jax.tree.leaves(state)[0])
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         dtype = jnp.dtype("float32")
-    return KVPoolSpec(
-        num_layers=config.num_layers,
-        num_pages=0,
-        page_size=args.page_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
+    return KVPoolSpec(num_pages=0, page_size=args.page_size, dtype=dtype, **dataclasses.asdict(config.cache))
 
 
 def _context_length(args: ServerArgs, trained: int) -> int:

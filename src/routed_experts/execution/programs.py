@@ -18,9 +18,10 @@ from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.execution.forward_batch import BatchShape, ForwardBatch, unpack
-from routed_experts.layers.attention import AttentionBackend, PagedAttend
+from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, prompt_logprobs, token_logprobs, top_logprobs
+from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.sampling import Penalties, SamplingMode, penalize, sample
 
 _MODES = {
@@ -128,8 +129,9 @@ def score_prompt(
     state: nnx.State[Any, Any], hidden: Float[Array, "N D"], targets: Int[Array, " N"], *, spec: ProgramSpec
 ) -> Int32[Array, "N columns"]:
     """Logprobs of each token's successor in the prompt: logprob bits, T top ids, bits of T top logprobs."""
-    head = nnx.merge(spec.graphdef, state).unembedding()
-    scored = prompt_logprobs(hidden, head, targets, top=min(MAX_TOP_LOGPROBS, head.shape[1]))
+    model = nnx.merge(spec.graphdef, state)
+    head, bias = model.unembedding(), None if model.head_bias is None else model.head_bias[...]
+    scored = prompt_logprobs(hidden, head, targets, top=min(MAX_TOP_LOGPROBS, head.shape[1]), bias=bias)
     return jnp.concatenate([_bits(scored.target)[:, None], scored.top_ids, _bits(scored.top)], axis=1)
 
 

@@ -67,6 +67,11 @@ class AttentionBackend:
         ]
         | None
     ) = None
+    special: Callable[..., Float[Array, "N H V"]] | None = None  # the same with AttentionTraits; None: plain attention alone
+
+    def with_special(self, special: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
+        """The same backend with a way to attend by traits, unless it brings its own."""
+        return self if self.special is not None else dataclasses.replace(self, special=special)
 
 
 def write_kv(
@@ -81,37 +86,6 @@ def write_kv(
     page = jnp.where(batch.valid, batch.page_table[batch.token_rows, batch.positions // page_size], 0)
     both = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])  # [N, 2G, C]
     return pool.at[first_page + page, batch.positions % page_size].set(both.astype(pool.dtype))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PagedAttend:
-    """The attention that a served model is given: writes to the pool and attends to it. `num_pages`: of one layer."""
-
-    backend: AttentionBackend
-    batch: PagedBatch
-    num_pages: int
-
-    def __call__(
-        self,
-        queries: Float[Array, "N H C"],
-        keys: Float[Array, "N G C"],
-        values: Float[Array, "N G C"],
-        pool: Float[Array, "LP page 2G C"],
-        layer: Int[Array, ""],
-    ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-        """Write the new keys and values, then attend."""
-        first_page = layer * self.num_pages
-        pool = write_kv(pool, keys, values, first_page, self.batch)
-        return self.backend.run(queries, pool, first_page, self.batch), pool
-
-    def from_projected(
-        self, projected: Projected, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""]
-    ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-        """The same from the projection's own output, for a backend that prepares."""
-        assert self.backend.prepare is not None, self.backend.name
-        first_page = layer * self.num_pages
-        queries, pool = self.backend.prepare(projected, pool, first_page, self.batch)
-        return self.backend.run(queries, pool, first_page, self.batch), pool
 
 
 def attend_all(

@@ -1,8 +1,8 @@
 """Paged KV pool: where keys and values live on the device. Knows nothing of requests.
 
 One array [L*P, page, 2G, C], donated to each step and returned by it, so that it is updated in place. Row 2g of a slot holds
-the keys of kv head g, row 2g+1 its values; page 0 of each layer takes the writes of padding. Dims: L layers, P pages a layer,
-G kv heads, C head dim."""
+the keys of kv head g, row 2g+1 its values; page 0 of each layer takes the writes of padding. With latent attention a slot has
+one row [L*P, page, 1, C], which is key and value of all heads. Dims: L layers, P pages a layer, G kv heads, C head dim."""
 
 import dataclasses
 
@@ -21,17 +21,23 @@ class KVPoolSpec:
     num_kv_heads: int
     head_dim: int
     dtype: jnp.dtype
+    latent: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of a slot in one layer."""
+        return 1 if self.latent else 2 * self.num_kv_heads
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the array."""
-        shape = (self.num_layers * self.num_pages, self.page_size, 2 * self.num_kv_heads, self.head_dim)
+        shape = (self.num_layers * self.num_pages, self.page_size, self.rows, self.head_dim)
         return jax.ShapeDtypeStruct(shape, self.dtype)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of all layers that one token takes."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_layers * self.rows * self.head_dim * self.dtype.itemsize
 
     @property
     def num_slots(self) -> int:

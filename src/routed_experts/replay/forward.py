@@ -10,6 +10,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.attention import causal_attention
+from routed_experts.layers.attention_traits import AttentionTraits
+from routed_experts.layers.attention_variants import causal_variant
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.models.interface import Decoder, TokenRouting
@@ -54,10 +56,19 @@ def forward(
     where = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)) if positions is None else positions
 
     def attend(
-        queries: Float[Array, "N H C"], keys: Float[Array, "N G C"], values: Float[Array, "N G C"], cache: None, layer: Int[Array, ""]
-    ) -> tuple[Float[Array, "N H C"], None]:
-        q, k, v = (x.reshape(batch, length, *x.shape[1:]) for x in (queries, keys, values))
-        return causal_attention(q, k, v, segments).reshape(queries.shape), cache
+        queries: Float[Array, "N H C"],
+        keys: Float[Array, "N G C"],
+        values: Float[Array, "N G V"] | None,
+        cache: None,
+        layer: Int[Array, ""],
+        traits: AttentionTraits | None = None,
+    ) -> tuple[Float[Array, "N H V"], None]:
+        q, k = (x.reshape(batch, length, *x.shape[1:]) for x in (queries, keys))
+        v = None if values is None else values.reshape(batch, length, *values.shape[1:])
+        if traits is None:
+            assert v is not None, "rows without values are latent, and say so in their traits"
+            return causal_attention(q, k, v, segments).reshape(queries.shape), cache
+        return causal_variant(q, k, v, segments, traits).reshape(*queries.shape[:2], -1), cache
 
     spec = model.config.capture_spec
     capture = _RoutedExpertsDeviceCache.create(tokens.size, spec) if return_routed and spec is not None else None
