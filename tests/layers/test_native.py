@@ -15,9 +15,12 @@ from layers.test_moe import oracle, random_call, with_rows
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS
+from routed_experts.layers.attention import Projected, write_kv
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.native import toolchain
-from routed_experts.layers.native.ops import native_experts, native_linear, native_router
+from routed_experts.layers.native.ops import native_experts, native_linear, native_prepare, native_router
+from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.rotary import apply_rotary, rotary_angles
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 
 EXPERTS = jax.jit(native_experts)
@@ -59,6 +62,36 @@ def test_attention_reads_a_pool_of_every_dtype(dtype):
     step.new_keys[:], step.new_values[:] = (np.asarray(jnp.asarray(new, dtype), np.float32) for new in (step.new_keys, step.new_values))
     step.queries[:] = np.asarray(jnp.asarray(step.queries, dtype), np.float32)
     np.testing.assert_allclose(attend("native", step, dtype=dtype), attend("reference", step, dtype=dtype), atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 3), (8, 1)])
+def test_prepare_equals_norm_rotary_and_write(dtype, heads, groups):
+    """Queries and the whole pool, every other slot of it untouched; half precision rounds where the plain code does."""
+    rng = np.random.default_rng(21)
+    step = make_step([(0, 20), (45, 1), (9, 1), (0, 3)], page_size=16, heads=heads, groups=groups, num_tokens=31, num_requests=6)
+    tokens, dim = step.queries.shape[0], step.queries.shape[2]
+    qkv = jnp.asarray(rng.standard_normal((tokens, (heads + 2 * groups) * dim)), dtype)
+    norms = jnp.asarray(rng.standard_normal((2, 3, dim)), dtype)
+    cos, sin = rotary_angles(step.batch.positions, head_dim=dim, theta=1e4)
+    pool, first = jnp.asarray(step.pool), jnp.int32(step.first_page)
+    projected = Projected(qkv=qkv, q_norm=norms[0], k_norm=norms[1], layer=jnp.int32(2), cos=cos, sin=sin, eps=1e-6)
+    queries, written = jax.jit(lambda qkv, pool: native_prepare(dataclasses.replace(projected, qkv=qkv), pool, first, step.batch))(
+        qkv, pool
+    )
+
+    mixed = qkv.reshape(tokens, heads + 2 * groups, dim)
+    turned = [
+        apply_rotary(rms_norm(part, norm, eps=1e-6), cos, sin)
+        for part, norm in ((mixed[:, :heads], norms[0, 2]), (mixed[:, heads:-groups], norms[1, 2]))
+    ]
+    plain = np.array(write_kv(pool, turned[1], mixed[:, -groups:], first, step.batch))
+    plain[step.first_page] = step.pool[step.first_page]  # page 0 of the layer takes padding there, and nothing here
+    bound = {jnp.float32: 2e-6, jnp.float16: 4e-3, jnp.bfloat16: 3e-2}[dtype]  # one rounding of values around 4
+    np.testing.assert_allclose(np.asarray(queries, np.float32), np.asarray(turned[0], np.float32), atol=bound)
+    np.testing.assert_allclose(written, plain, atol=bound)
+    untouched = plain == step.pool
+    assert np.array_equal(np.asarray(written)[untouched], step.pool[untouched])
 
 
 def route(logits, *, top_k, renormalize, block=None, layer=0, routed=None):
