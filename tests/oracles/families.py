@@ -24,6 +24,7 @@ class Case:
     law: str = "softmax"
     router: str = "TopKRouter"
     layer_ids: tuple = (0, 1, 2, 3)
+    settings: str = ""
     model: str = ""
     seed: int = 0
 
@@ -52,7 +53,7 @@ class Oracle:
         import transformers
 
         self.case = case
-        config = getattr(transformers, f"{case.name}Config")(**{**SIZES, **case.config})
+        config = getattr(transformers, case.settings or f"{case.name}Config")(**{**SIZES, **case.config})
         torch.manual_seed(case.seed)
         config._attn_implementation = "eager"
         self.model = getattr(transformers, case.model or f"{case.name}ForCausalLM")(config).to(torch.float32).eval()
@@ -77,10 +78,8 @@ class Oracle:
         for hook in hooks:
             hook.remove()
         biases = [self.biases_of(router) for router, _ in seen]
-        chosen = [
-            (*choice(self.case, bias, output[0].float().numpy()), output[-1].numpy())
-            for bias, (_, output) in zip(biases, seen, strict=True)
-        ]
+        told = [logits_and_ids(output) for _, output in seen]
+        chosen = [(*choice(self.case, bias, logits), ids) for bias, (logits, ids) in zip(biases, told, strict=True)]
         if not chosen:
             return Judged(logits, *(np.zeros((len(tokens), 0, 1)),) * 2, np.zeros((len(tokens), 0)))
         scores, groups, ids = (np.stack(parts, axis=1) for parts in zip(*chosen, strict=True))
@@ -98,6 +97,13 @@ class Oracle:
         for _ in range(count):
             tokens.append(int(np.argmax(self.judge(tokens).logits[-1])))
         return tokens[len(prompt) :]
+
+
+def logits_and_ids(output):
+    """Most routers give logits, weights and ids; Llama 4's gives scores, 0 but for the one expert, and logits."""
+    if output[-1].dtype.is_floating_point:
+        return output[-1].float().numpy(), output[0].argmax(-1, keepdim=True).numpy()
+    return output[0].float().numpy(), output[-1].numpy()
 
 
 def random_weight(rng, name, shape, case):
@@ -230,6 +236,17 @@ CASES = {
             "MiniMaxM2",
             dict(num_local_experts=16, num_experts_per_tok=4, head_dim=24, rotary_dim=16),
             law="sigmoid",
+        ),
+        Case(
+            "Llama4",
+            dict(
+                num_local_experts=8, num_experts_per_tok=1, intermediate_size=32, intermediate_size_mlp=48, head_dim=16,
+                interleave_moe_layer_step=2, attention_chunk_size=20, floor_scale=16, attn_scale=0.3,
+            ),
+            law="sigmoid",
+            router="Llama4Router",
+            layer_ids=(1, 3),
+            settings="Llama4TextConfig",
         ),
         Case("Llama", dict(rope_parameters=dict(
             rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64,

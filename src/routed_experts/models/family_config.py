@@ -57,7 +57,8 @@ class Run:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyConfig:
     """`layer_norms`: layer normalisation with biases, not RMS. `norm_offset`: added to the scale of every norm of the stream.
-    `surplus`: shell patterns of tensors that a checkpoint may hold without a use here."""
+    `stem` and `head`: how the names of the layers' tensors and of the head's begin. `surplus`: shell patterns of tensors that a
+    checkpoint may hold without a use here."""
 
     vocab_size: int
     hidden_size: int
@@ -71,6 +72,8 @@ class FamilyConfig:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    stem: str = "model."
+    head: str = "lm_head"
     norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     surplus: tuple[str, ...] = ()
 
@@ -145,18 +148,18 @@ class FamilyConfig:
 def weight_sources(config: FamilyConfig) -> Iterator[WeightSource]:
     """The table of names: where each tensor of a checkpoint belongs."""
     dim, vocab = config.hidden_size, config.vocab_size
-    yield WeightSource(name="model.embed_tokens.weight", shape=(vocab, dim), target="embed")
-    yield WeightSource(name="model.norm.weight", shape=(dim,), target="norm")
+    yield WeightSource(name=f"{config.stem}embed_tokens.weight", shape=(vocab, dim), target="embed")
+    yield WeightSource(name=f"{config.stem}norm.weight", shape=(dim,), target="norm")
     if config.layer_norms:
-        yield WeightSource(name="model.norm.bias", shape=(dim,), target="norm_bias")
+        yield WeightSource(name=f"{config.stem}norm.bias", shape=(dim,), target="norm_bias")
     if not config.tie_embeddings:
-        yield WeightSource(name="lm_head.weight", shape=(vocab, dim), target="head", transpose=True)
+        yield WeightSource(name=f"{config.head}.weight", shape=(vocab, dim), target="head", transpose=True)
     if config.head_bias:
-        yield WeightSource(name="lm_head.bias", shape=(vocab,), target="head_bias")
+        yield WeightSource(name=f"{config.head}.bias", shape=(vocab,), target="head_bias")
     for number, run in enumerate(config.runs):
         for index in range(run.num_layers):
             row, kind = divmod(index, len(run.pattern))
-            place = Place(target=f"runs.{number}.{kind}", row=row, at=f"model.layers.{run.first + index}.")
+            place = Place(target=f"runs.{number}.{kind}", row=row, at=f"{config.stem}layers.{run.first + index}.")
             for name, to in zip(config.norm_names, ("input_norm", "post_norm"), strict=True):
                 yield place.source(f"{name}.weight", (dim,), to)
                 if config.layer_norms:

@@ -23,7 +23,8 @@ from routed_experts.models.layer_weights import Kind, LayerView, Weight
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedAttention:
     """`qk_norm`: "", "head" or "whole". `norm_offset`: added to the scale of a q/k norm. `scale`: of the scores, 0 for C^-0.5.
-    `gated`: each head's output is multiplied by a sigmoid of its own projection. `clip`: bounds of q, k and v, 0 for none."""
+    `gated`: each head's output is multiplied by a sigmoid of its own projection. `clip`: bounds of q, k and v, 0 for none.
+    `turned_norm`: a norm without a scale after positions. `tuning` (f, s): queries times 1 + s log(1 + floor((position + 1) / f))."""
 
     num_heads: int
     num_kv_heads: int
@@ -40,6 +41,8 @@ class GroupedAttention:
     gated: bool = False
     scale: float = 0.0
     clip: float = 0.0
+    turned_norm: bool = False
+    tuning: tuple[float, float] = (0.0, 0.0)
 
     @property
     def query_rows(self) -> int:
@@ -110,6 +113,12 @@ class GroupedAttention:
             queries, keys, values = (jnp.clip(part, -self.clip, self.clip) for part in (queries, keys, values))
         if self.rotary is not None:
             queries, keys = (self.rotary.turn(part, step.angles[self.rotary]) for part in (queries, keys))
+        if self.turned_norm:
+            queries, keys = (rms_norm(part, jnp.ones(self.head_dim, part.dtype), eps=self.eps) for part in (queries, keys))
+        if self.tuning[0]:
+            places = jnp.floor((step.positions.astype(jnp.float32) + 1.0) / self.tuning[0])
+            grown = jnp.log1p(places) * self.tuning[1] + 1.0
+            queries = (queries.astype(jnp.float32) * grown[:, None, None]).astype(queries.dtype)
         if self.needs:
             sinks = view.plain("sinks") if self.sinks else None
             traits = AttentionTraits(sinks=sinks, window=self.window, chunk=self.chunk, scale=self.scale)

@@ -25,6 +25,7 @@ from routed_experts.models.glm4_moe import read_glm4_moe
 from routed_experts.models.gpt_oss import open_gpt_oss, read_gpt_oss
 from routed_experts.models.granite_moe import read_granite_moe
 from routed_experts.models.interface import Decoder
+from routed_experts.models.llama4 import read_llama4, read_llama4_text
 from routed_experts.models.minimax_m2 import read_minimax_m2
 from routed_experts.models.mixtral import read_mixtral, read_phimoe
 from routed_experts.models.olmoe import read_olmoe
@@ -153,6 +154,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             law="s = sigmoid(z); top-k of s + b; v / sum v",
             refused="fp8 weights; layers that predict further tokens are not run",
         ),
+        "Llama4ForCausalLM": Family(
+            read_config=read_llama4_text,
+            title="Llama 4, text",
+            checkpoints="Llama 4 text models",
+            law="top-1 of sigmoid(z), which multiplies the expert's input; shared expert",
+            refused="more than one expert a token",
+        ),
+        "Llama4ForConditionalGeneration": Family(
+            read_config=read_llama4,
+            title="Llama 4, text",
+            checkpoints="Llama-4-Scout, Llama-4-Maverick, without their vision",
+            law="as Llama4ForCausalLM",
+            refused="images",
+        ),
         **{
             name: Family(read_config=read, title=title, checkpoints=stands_for, law="dense", refused="capture")
             for name, read, title, stands_for in (
@@ -185,7 +200,7 @@ class ModelFolder:
         checkpoint = family.open(path)
         sources = tuple(fuse_experts(family.weight_sources(config), checkpoint.names()))
         surplus = (*_SURPLUS, *(config.surplus if isinstance(config, FamilyConfig) else ()))
-        check(sources, checkpoint, ignore=(*surplus, "lm_head.weight") if config.tie_embeddings else surplus)
+        check(sources, checkpoint, ignore=(*surplus, "*lm_head.weight") if config.tie_embeddings else surplus)
         return ModelFolder(path=Path(path), family=family, config=config, checkpoint=checkpoint, sources=sources)
 
     def dtype(self, wanted: str) -> jnp.dtype:
