@@ -3,6 +3,7 @@
 Everything that cannot work is refused here, before weights are loaded where that is possible."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -31,6 +32,8 @@ from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.interface import Decoder, DecoderConfig, Needs
 from routed_experts.models.registry import ModelFolder
 from routed_experts.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,7 @@ class Assembly:
     context_length: int
     capture: CaptureSpec | None
     vocab_size: int
+    prefix_cache: bool
 
 
 def assemble(
@@ -113,6 +117,9 @@ def assemble(
     clock = clock or PhaseClock(None)
     kernels, attention = registry.choose(args)
     config, graphdef, state = _load(args, model, clock, kernels, attention)
+    if config.cache.recurrent is not None and not args.disable_radix_cache:
+        args = dataclasses.replace(args, disable_radix_cache=True)
+        logger.info("prefixes are not cached: %d layers keep a state, which cannot be cut where a prefix ends", config.cache.num_recurrent)
     context_length = _context_length(args, config.context_length)
     buckets = Buckets.of(args, context_length=context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
@@ -149,7 +156,15 @@ def assemble(
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
         compared = check_determinism(new_core, vocab_size=config.vocab_size, context_length=context_length, backends=names)
         clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
-    return Assembly(core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size)
+    return Assembly(
+        core=core,
+        plan=plan,
+        buckets=buckets,
+        context_length=context_length,
+        capture=capture,
+        vocab_size=config.vocab_size,
+        prefix_cache=not args.disable_radix_cache,
+    )
 
 
 def _load(
@@ -193,7 +208,19 @@ def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, An
     dtype = jnp.result_type(jax.tree.leaves(state)[0])
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         dtype = jnp.dtype("float32")
-    return KVPoolSpec(num_pages=0, page_size=args.page_size, dtype=dtype, **dataclasses.asdict(config.cache))
+    cache = config.cache
+    return KVPoolSpec(
+        num_layers=cache.num_layers,
+        num_pages=0,
+        page_size=args.page_size,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        dtype=dtype,
+        latent=cache.latent,
+        num_recurrent=cache.num_recurrent,
+        recurrent=cache.recurrent,
+        num_requests=args.running_limit + 1,
+    )
 
 
 def _context_length(args: ServerArgs, trained: int) -> int:

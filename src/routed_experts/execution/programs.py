@@ -21,9 +21,12 @@ from routed_experts.execution.forward_batch import BatchShape, ForwardBatch, unp
 from routed_experts.layers.attention import AttentionBackend, write_kv
 from routed_experts.layers.attention_traits import AttentionTraits
 from routed_experts.layers.attention_variants import write_latent
+from routed_experts.layers.delta_rule import DeltaInputs, DeltaState, delta_ragged
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, prompt_logprobs, token_logprobs, top_logprobs
 from routed_experts.layers.sampling import Penalties, SamplingMode, penalize, sample
+from routed_experts.memory.kv_pool import HybridPool
+from routed_experts.models.interface import SequenceOps
 
 _MODES = {
     SamplerForm.GREEDY: SamplingMode.GREEDY,
@@ -78,33 +81,47 @@ class FullInputs:
 
 def forward(
     state: nnx.State[Any, Any],
-    pool: Float[Array, "LP page 2G C"],
+    pool: Any,  # as KVPoolSpec.abstract says
     last_tokens: Int[Array, " R"],
     packed: Int32[Array, " words"],
     *,
     spec: ProgramSpec,
     shape: BatchShape,
-) -> tuple[Float[Array, "LP page 2G C"], ForwardOut]:
+) -> tuple[Any, ForwardOut]:
     """Run all layers over the tokens of a step."""
     model = nnx.merge(spec.graphdef, state)
     batch = unpack(packed, shape)
     tokens = batch.resolve_tokens(last_tokens)
 
+    hybrid = isinstance(pool, HybridPool)
+
     def attend(
-        queries: Array, keys: Array, values: Array | None, pool: Array, layer: Array, traits: AttentionTraits | None = None
-    ) -> tuple[Array, Array]:
-        first_page = layer * spec.num_pages
+        queries: Array, keys: Array, values: Array | None, cache: Any, layer: Array, traits: AttentionTraits | None = None
+    ) -> tuple[Array, Any]:
+        pages, first_page = cache.pages if hybrid else cache, layer * spec.num_pages
         if values is None:
-            pool = write_latent(pool, keys, first_page, batch.paged)
+            pages = write_latent(pages, keys, first_page, batch.paged)
         else:
-            pool = write_kv(pool, keys, values, first_page, batch.paged)
+            pages = write_kv(pages, keys, values, first_page, batch.paged)
         if traits is None:
-            return spec.attention.run(queries, pool, first_page, batch.paged), pool
-        assert spec.attention.special is not None, spec.attention.name
-        return spec.attention.special(queries, pool, first_page, batch.paged, traits), pool
+            mixed = spec.attention.run(queries, pages, first_page, batch.paged)
+        else:
+            assert spec.attention.special is not None, spec.attention.name
+            mixed = spec.attention.special(queries, pages, first_page, batch.paged, traits)
+        return mixed, dataclasses.replace(cache, pages=pages) if hybrid else pages
+
+    def recur(inputs: DeltaInputs, cache: HybridPool, layer: Array) -> tuple[Array, HybridPool]:
+        starts, slots = batch.paged.query_starts, batch.request_slots
+        old = jax.tree.map(lambda leaf: leaf[layer, slots], cache.states)
+        anew = batch.paged.positions[jnp.minimum(starts[:-1], shape.num_tokens - 1)] == 0
+        empty = DeltaState.zeros(shape.num_requests, inputs.shape, old.recent.dtype)
+        read, new = delta_ragged(inputs, empty.where(anew, old), starts)
+        states = jax.tree.map(lambda leaf, rows: leaf.at[layer, slots].set(rows), cache.states, new)
+        return read, dataclasses.replace(cache, states=states)
 
     capture = None if spec.capture is None else _RoutedExpertsDeviceCache.create(shape.num_tokens, spec.capture)
-    hidden, pool, capture = model(tokens, batch.paged.positions, batch.paged.valid, attend, pool, capture, kernels=spec.kernels)
+    ops = SequenceOps(attend, recur) if hybrid else attend
+    hidden, pool, capture = model(tokens, batch.paged.positions, batch.paged.valid, ops, pool, capture, kernels=spec.kernels)
     rows = None if capture is None else capture.rows()
     return pool, ForwardOut(hidden, jnp.take(hidden, batch.last_token_of_row, axis=0), tokens, packed, rows)
 
