@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from routed_experts.core.model_worker_batch import ForwardMode, SamplerForm
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import DEFAULT_BACKENDS
+from routed_experts.engine.backends import DEFAULT_BACKENDS
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.model_runner import RunnerConfig, abstract_spoken, program_jobs
 from routed_experts.execution.programs import ProgramSpec, SpokenTokens
@@ -107,7 +107,7 @@ def jobs(chip: str, *, capture: bool, world: World = SMALL) -> Jobs:
     placed = NamedSharding(tpu_mesh(chip), REPLICATED)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state)
-    kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
+    kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture), platform="tpu")
     spec = ProgramSpec(
         graphdef=graphdef,
         capture=config.capture_spec if capture else None,

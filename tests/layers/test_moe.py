@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels import MOE
 from routed_experts.layers.moe import MOE_BACKENDS, ExpertCall, plan_tiles, tile_rows
 
-BACKENDS = sorted(MOE_BACKENDS)
-RUN = {name: jax.jit(backend.run) for name, backend in MOE_BACKENDS.items()}
+BACKENDS = sorted(MOE)
+RUN = {name: jax.jit(backend.run) for name, backend in MOE.items()}
 PLAN = jax.jit(plan_tiles, static_argnames=("num_experts", "tile"))
 EXACT = 2e-5  # float32 against float64
 

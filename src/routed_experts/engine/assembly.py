@@ -5,8 +5,7 @@ Everything that cannot work is refused here, before weights are loaded where tha
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,57 +17,19 @@ from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.core import EngineCore
 from routed_experts.engine.self_check import check_determinism
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
-from routed_experts.layers.attention import AttentionBackend
-from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
-from routed_experts.layers.kernels import Kernels
-from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models.interface import Decoder, DecoderConfig, Needs
+from routed_experts.models.interface import Decoder, DecoderConfig
 from routed_experts.models.registry import ModelFolder
 from routed_experts.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BackendRegistry:
-    """The kernels that an engine may be built with, by name."""
-
-    moe: Mapping[str, Kernels] = dataclasses.field(default_factory=lambda: KERNELS)
-    attention: Mapping[str, AttentionBackend] = dataclasses.field(default_factory=lambda: ATTENTION_BACKENDS)
-
-    def with_moe(self, backend: MoeBackend) -> "BackendRegistry":
-        """The same registry with one more MoE backend."""
-        return dataclasses.replace(self, moe=MappingProxyType({**self.moe, backend.name: Kernels(moe=backend)}))
-
-    def choose(self, args: ServerArgs) -> tuple[Kernels, AttentionBackend]:
-        """The backends that `args` name. Deterministic mode runs on `reference` alone, whose rows do not depend on one another;
-        a backend that hides the ids it runs is refused with capture on."""
-        named = {"moe_backend": args.moe_backend, "attention_backend": args.attention_backend}
-        auto = {"moe_backend": "reference", "attention_backend": "reference"} if args.deterministic else AUTO_BACKENDS
-        known: dict[str, Mapping[str, Any]] = {"moe_backend": self.moe, "attention_backend": self.attention}
-        for field, name in named.items():
-            if name != "auto" and name not in known[field]:
-                raise ConfigError(f"{field}={name!r} is unknown; choose auto or one of {', '.join(sorted(known[field]))}")
-        picked = {field: auto[field] if name == "auto" else name for field, name in named.items()}
-        kernels, attention = self.moe[picked["moe_backend"]], self.attention[picked["attention_backend"]]
-        if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
-            raise CaptureUnsupportedError(
-                f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded; choose "
-                "another backend or enable_return_routed_experts=False"
-            )
-        return kernels, attention
-
-
-KERNELS: Mapping[str, Kernels] = MappingProxyType({name: Kernels(moe=backend) for name, backend in MOE_BACKENDS.items()})
-AUTO_BACKENDS: Mapping[str, str] = MappingProxyType({"moe_backend": "tiled", "attention_backend": "paged"})
-DEFAULT_BACKENDS = BackendRegistry()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +72,24 @@ class Assembly:
 
 
 def assemble(
-    args: ServerArgs, *, model: Decoder | None = None, registry: BackendRegistry = DEFAULT_BACKENDS, clock: PhaseClock | None = None
+    args: ServerArgs,
+    *,
+    model: Decoder | None = None,
+    registry: BackendRegistry = DEFAULT_BACKENDS,
+    clock: PhaseClock | None = None,
+    load_format: str = "auto",
 ) -> Assembly:
-    """Load, plan, allocate and compile. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. Raises ConfigError, CheckpointError or
+    CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
-    kernels, attention = registry.choose(args)
-    config, graphdef, state = _load(args, model, clock, kernels, attention)
-    if config.cache.recurrent is not None and not args.disable_radix_cache:
-        args = dataclasses.replace(args, disable_radix_cache=True)
-        logger.info("prefixes are not cached: %d layers keep a state, which cannot be cut where a prefix ends", config.cache.num_recurrent)
+    folder, config = _open(args, model, load_format)
+    args = _without_prefixes(args, config)
+    clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens")
+    kernels, attention = registry.choose(args, config.needs)
+    clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
+    graphdef, state = nnx.split(model if folder is None else folder.load(folder.dtype(args.dtype)))
+    jax.block_until_ready(state)
+    clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
     context_length = _context_length(args, config.context_length)
     buckets = Buckets.of(args, context_length=context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
@@ -134,12 +104,7 @@ def assemble(
         num_pages=plan.pool.num_pages,
         raw_logprobs=args.logprobs_mode == "raw",
     )
-    shapes = tuple(
-        BatchShape(mode=mode, num_tokens=tokens, num_requests=requests, table_width=buckets.table_width)
-        for mode, tokens, requests in buckets.all_shapes()
-    )
-    sizes = RunnerConfig(pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=config.vocab_size)
-    runner = ModelRunner(state, spec, sizes)
+    runner = ModelRunner(state, spec, _runner_config(args, buckets, plan, config.vocab_size))
 
     def new_core() -> EngineCore:
         capturer = RoutedExpertsCapturer.create(
@@ -167,15 +132,13 @@ def assemble(
     )
 
 
-def _load(
-    args: ServerArgs, model: Decoder | None, clock: PhaseClock, kernels: Kernels, attention: AttentionBackend
-) -> tuple[DecoderConfig, nnx.GraphDef[Any], nnx.State[Any, Any]]:
-    """The model's config, checked against what is asked of it, and then its weights on the device."""
+def _open(args: ServerArgs, model: Decoder | None, load_format: str) -> tuple[ModelFolder | None, DecoderConfig]:
+    """The checkpoint, if it is one that is served, and the model's config, checked against what is asked of it."""
     folder = None
     if model is None:
         if args.model_path is None:
             raise ConfigError("model_path=None and no model was given; pass the folder of a checkpoint, or model=")
-        folder = ModelFolder.open(args.model_path)
+        folder = ModelFolder.open(args.model_path, load_format=load_format)
         config: DecoderConfig = folder.config
     else:
         config = model.config
@@ -183,23 +146,23 @@ def _load(
         raise CaptureUnsupportedError(
             f"enable_return_routed_experts=True, but {args.model_path or 'this model'} has no MoE layer; serve it without the flag"
         )
-    refuse_unable(config.needs, kernels, attention)
-    clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens")
-    if folder is not None:
-        model = folder.load(folder.dtype(args.dtype))
-    graphdef, state = nnx.split(model)
-    jax.block_until_ready(state)
-    clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
-    return config, graphdef, state
+    return folder, config
 
 
-def refuse_unable(needs: Needs, kernels: Kernels, attention: AttentionBackend) -> None:
-    """Raise ConfigError where a backend cannot do what the model's layers do, before any weight is loaded."""
-    lacking = {"moe_backend": (kernels.moe.name, needs.experts - kernels.moe.features)}
-    lacking["attention_backend"] = (attention.name, needs.attention if attention.special is None else frozenset[str]())
-    for field, (name, words) in lacking.items():
-        if words:
-            raise ConfigError(f"{field}={name!r} cannot do {', '.join(sorted(words))}, which this model has; choose 'reference' or another")
+def _without_prefixes(args: ServerArgs, config: DecoderConfig) -> ServerArgs:
+    """Turn the prefix cache off for a model whose layers keep states."""
+    if config.cache.recurrent is None or args.disable_radix_cache:
+        return args
+    logger.info("prefixes are not cached: %d layers keep a state, which cannot be cut where a prefix ends", config.cache.num_recurrent)
+    return dataclasses.replace(args, disable_radix_cache=True)
+
+
+def _runner_config(args: ServerArgs, buckets: Buckets, plan: MemoryPlan, vocab_size: int) -> RunnerConfig:
+    shapes = tuple(
+        BatchShape(mode=mode, num_tokens=tokens, num_requests=requests, table_width=buckets.table_width)
+        for mode, tokens, requests in buckets.all_shapes()
+    )
+    return RunnerConfig(pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=vocab_size)
 
 
 def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:

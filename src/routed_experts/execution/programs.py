@@ -18,15 +18,13 @@ from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.execution.forward_batch import BatchShape, ForwardBatch, unpack
-from routed_experts.layers.attention import AttentionBackend, write_kv
-from routed_experts.layers.attention_traits import AttentionTraits
-from routed_experts.layers.attention_variants import write_latent
-from routed_experts.layers.delta_rule import DeltaInputs, DeltaState, delta_ragged
+from routed_experts.execution.hybrid_ops import hybrid_ops
+from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, prompt_logprobs, token_logprobs, top_logprobs
+from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.sampling import Penalties, SamplingMode, penalize, sample
 from routed_experts.memory.kv_pool import HybridPool
-from routed_experts.models.interface import SequenceOps
 
 _MODES = {
     SamplerForm.GREEDY: SamplingMode.GREEDY,
@@ -93,34 +91,9 @@ def forward(
     batch = unpack(packed, shape)
     tokens = batch.resolve_tokens(last_tokens)
 
-    hybrid = isinstance(pool, HybridPool)
-
-    def attend(
-        queries: Array, keys: Array, values: Array | None, cache: Any, layer: Array, traits: AttentionTraits | None = None
-    ) -> tuple[Array, Any]:
-        pages, first_page = cache.pages if hybrid else cache, layer * spec.num_pages
-        if values is None:
-            pages = write_latent(pages, keys, first_page, batch.paged)
-        else:
-            pages = write_kv(pages, keys, values, first_page, batch.paged)
-        if traits is None:
-            mixed = spec.attention.run(queries, pages, first_page, batch.paged)
-        else:
-            assert spec.attention.special is not None, spec.attention.name
-            mixed = spec.attention.special(queries, pages, first_page, batch.paged, traits)
-        return mixed, dataclasses.replace(cache, pages=pages) if hybrid else pages
-
-    def recur(inputs: DeltaInputs, cache: HybridPool, layer: Array) -> tuple[Array, HybridPool]:
-        starts, slots = batch.paged.query_starts, batch.request_slots
-        old = jax.tree.map(lambda leaf: leaf[layer, slots], cache.states)
-        anew = batch.paged.positions[jnp.minimum(starts[:-1], shape.num_tokens - 1)] == 0
-        empty = DeltaState.zeros(shape.num_requests, inputs.shape, old.recent.dtype)
-        read, new = delta_ragged(inputs, empty.where(anew, old), starts)
-        states = jax.tree.map(lambda leaf, rows: leaf.at[layer, slots].set(rows), cache.states, new)
-        return read, dataclasses.replace(cache, states=states)
-
+    attend = PagedAttend(backend=spec.attention, batch=batch.paged, num_pages=spec.num_pages)
     capture = None if spec.capture is None else _RoutedExpertsDeviceCache.create(shape.num_tokens, spec.capture)
-    ops = SequenceOps(attend, recur) if hybrid else attend
+    ops = hybrid_ops(attend, batch) if isinstance(pool, HybridPool) else attend
     hidden, pool, capture = model(tokens, batch.paged.positions, batch.paged.valid, ops, pool, capture, kernels=spec.kernels)
     rows = None if capture is None else capture.rows()
     return pool, ForwardOut(hidden, jnp.take(hidden, batch.last_token_of_row, axis=0), tokens, packed, rows)

@@ -22,12 +22,13 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.moe import gated
 from routed_experts.layers.norm import rms_norm
-from routed_experts.layers.rotary import apply_rotary, rotary_angles
+from routed_experts.layers.rotary import rotary_angles
 from routed_experts.layers.routing import LayerRouting, RouterSpec
+from routed_experts.models.attention_block import HeadNorms, mix_values
 from routed_experts.models.checkpoint import WeightSource
 from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.interface import PLAIN, Attend, Needs, TokenRouting
-from routed_experts.models.sparse_block import ExpertWeights, route, run_experts
+from routed_experts.models.sparse_block import ExpertWeights, route, router_logits, routes_in_place, run_experts
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
@@ -195,7 +196,7 @@ class Qwen3Moe(nnx.Module):
             if run.is_moe:
                 ids = None if routed is None else jnp.swapaxes(routed.ids[:, first_moe : first_moe + run.length], 0, 1)
                 first_moe += run.length
-            router = None if run.router is None else run.router[...]
+            router = None if run.router is None or routes_in_place(kernels) else run.router[...]
             projections = None if kernels.linear.layered else tuple(p[:, None] for p in run.projections())
             experts = None if (kernels.moe if run.is_moe else kernels.linear).layered else run.experts()
             scanned = (layers, columns, run.norms(), projections, router, experts, ids)
@@ -217,14 +218,18 @@ class Qwen3Moe(nnx.Module):
             place = index - run.first  # in the run's arrays; a slice has its layer at 0
             qkv, out = run.projections() if projections is None else projections
             normed = rms_norm(x, input_norm, eps=config.norm_eps)
-            mixed, cache = _attend(linear(normed, qkv, place), (q_norm, k_norm), shared, attend, cache, index, config)
+            norms = HeadNorms(
+                q_norm=q_norm, k_norm=k_norm, run_q_norm=run.q_norm[...], run_k_norm=run.k_norm[...], place=place, eps=config.norm_eps
+            )
+            sizes = {"heads": config.num_heads, "groups": config.num_kv_heads}
+            mixed, cache = mix_values(linear(normed, qkv, place), norms, (shared.cos, shared.sin), attend, cache, index, **sizes)
             x = x + linear(mixed, out, place)
             normed = rms_norm(x, post_norm, eps=config.norm_eps)
-            if router is None:
+            if run.router is None:
                 gate_up, down = (run.gate_up[...], run.down[...]) if experts is None else experts
                 hidden = gated(linear(normed, gate_up, place))
                 return (x + linear(hidden, down, place), cache, capture), None
-            logits = jnp.dot(normed, router, preferred_element_type=jnp.float32)
+            logits = router_logits(normed, run.router[...], router, place, kernels)
             replayed = None if routed is None or ids is None else LayerRouting(ids, routed.valid)
             routing, capture = route(logits, replayed, column, capture, spec=config.router, kernels=kernels)
             if experts is None:
@@ -247,27 +252,6 @@ class Qwen3Moe(nnx.Module):
         for run, (first, end) in enumerate(config.runs):
             for layer in range(first, end):
                 yield from _layer_sources(config, f"runs.{run}.", layer, layer - first)
-
-
-def _attend(
-    qkv: Float[Array, "N HGGC"],
-    norms: tuple[Float[Array, " C"], Float[Array, " C"]],
-    shared: LayerInputs,
-    attend: Attend,
-    cache: Any,
-    layer: Int[Array, ""],
-    config: Qwen3MoeConfig,
-) -> tuple[Float[Array, "N HC"], Any]:
-    """Attention between its two projections: norm and turn queries and keys, mix values."""
-    heads, groups, c = config.num_heads, config.num_kv_heads, config.head_dim
-    mixed = qkv.reshape(qkv.shape[0], heads + 2 * groups, c)
-    queries, keys, values = mixed[:, :heads], mixed[:, heads : heads + groups], mixed[:, heads + groups :]
-    queries, keys = (
-        apply_rotary(rms_norm(part, norm, eps=config.norm_eps), shared.cos, shared.sin)
-        for part, norm in zip((queries, keys), norms, strict=True)
-    )
-    attended, cache = attend(queries, keys, values, cache, layer)
-    return attended.reshape(qkv.shape[0], heads * c), cache
 
 
 def _layer_sources(config: Qwen3MoeConfig, run: str, layer: int, index: int) -> Iterator[WeightSource]:

@@ -7,7 +7,7 @@ import dataclasses
 from routed_experts.layers.delta_rule import DeltaShape
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.common_config import Sizes, read_experts, read_sizes, refuse
-from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.config_reader import ConfigReader, read_words
 from routed_experts.models.delta_attention import DeltaAttention
 from routed_experts.models.expert_names import ExpertNames
 from routed_experts.models.family_config import FamilyConfig, LayerSpec
@@ -63,7 +63,7 @@ def _decoder(reader: ConfigReader, *, by_key_head: bool) -> FamilyConfig:
 def _layer_types(reader: ConfigReader, sizes: Sizes) -> tuple[str, ...]:
     interval = reader.int("full_attention_interval", minimum=1, default=4)
     default = tuple(_LAYER_TYPES[(at + 1) % interval == 0] for at in range(sizes.num_layers))
-    kinds = reader.strs("layer_types", choices=_LAYER_TYPES, default=default)
+    kinds = read_words(reader, "layer_types", choices=_LAYER_TYPES, default=default)
     reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
     reader.require("full_attention" in kinds, "layer_types", "at least one full_attention")
     return kinds

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from routed_experts.core.errors import ConfigError
 from routed_experts.models import qwen3_moe
 from routed_experts.models.bailing_moe_v2 import read_bailing_moe_v2
 from routed_experts.models.checkpoint import Checkpoint, WeightSource, check
@@ -19,6 +20,7 @@ from routed_experts.models.config_reader import NOTHING, ConfigReader, Tolerated
 from routed_experts.models.decoder import FamilyDecoder
 from routed_experts.models.deepseek import read_deepseek_v2, read_deepseek_v3
 from routed_experts.models.dense import read_llama, read_qwen2, read_qwen3
+from routed_experts.models.dummy_weights import dummy_model
 from routed_experts.models.ernie4_5_moe import read_ernie4_5_moe
 from routed_experts.models.family_config import FamilyConfig, weight_sources
 from routed_experts.models.fused_experts import fuse_experts
@@ -34,6 +36,7 @@ from routed_experts.models.qwen2_moe import read_qwen2_moe
 from routed_experts.models.qwen3_next import read_qwen3_5_moe, read_qwen3_5_moe_text, read_qwen3_next
 from routed_experts.models.weight_loader import load
 
+LOAD_FORMATS = ("auto", "dummy")
 # Tensors that checkpoints carry although they follow from the config, or repeat another (a tied head).
 _SURPLUS = ("*rotary_emb.inv_freq",)
 
@@ -214,20 +217,26 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """A checkpoint whose config has been read and whose tensors have been checked; no weight is loaded yet."""
+    """A checkpoint whose config has been read and whose tensors have been checked; no weight is loaded yet. Without `checkpoint`
+    the weights are to be random ones (load_format "dummy"), and config.json is all that the folder needs."""
 
     path: Path
     family: Family
     config: Any
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None
     sources: tuple[WeightSource, ...]
 
     @staticmethod
-    def open(path: str | Path) -> "ModelFolder":
-        """Read config.json and the tensors' headers. Raises CheckpointError naming everything that does not fit."""
+    def open(path: str | Path, *, load_format: str = "auto") -> "ModelFolder":
+        """Read config.json and, unless `load_format` is "dummy", the tensors' headers. Raises CheckpointError naming everything that
+        does not fit, and ConfigError for another format."""
+        if load_format not in LOAD_FORMATS:
+            raise ConfigError(f"load_format={load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}")
         values = read_config(path, architectures={name: family.tolerated for name, family in FAMILIES.items()})
         family = FAMILIES[architecture_of(values)]
         config = family.read_config(ConfigReader(values, Path(path) / "config.json"))
+        if load_format == "dummy":
+            return ModelFolder(path=Path(path), family=family, config=config, checkpoint=None, sources=())
         checkpoint = family.open(path)
         sources = tuple(fuse_experts(family.weight_sources(config), checkpoint.names()))
         surplus = (*_SURPLUS, *(config.surplus if isinstance(config, FamilyConfig) else ()))
@@ -235,14 +244,18 @@ class ModelFolder:
         return ModelFolder(path=Path(path), family=family, config=config, checkpoint=checkpoint, sources=sources)
 
     def dtype(self, wanted: str) -> jnp.dtype:
-        """The compute dtype: `wanted`, or with "auto" the most common dtype of the checkpoint's tensors."""
+        """The compute dtype: `wanted`, or with "auto" the most common dtype of the checkpoint's tensors (bfloat16 without them)."""
         if wanted != "auto":
             return jnp.dtype(wanted)
+        if self.checkpoint is None:
+            return jnp.dtype("bfloat16")
         names = [dtype for _, dtype in self.checkpoint.names().values()]
         return jnp.dtype(max(set(names), key=names.count))
 
     def load(self, dtype: jnp.dtype, *, progress: Callable[[int, int], None] | None = None) -> Decoder:
         """Load every tensor to the device and give the model; `progress(bytes done, bytes in all)`."""
+        if self.checkpoint is None:
+            return dummy_model(lambda: self.family.build(self.config, rngs=nnx.Rngs(0), dtype=dtype))
         graphdef, state = nnx.split(nnx.eval_shape(lambda: self.family.build(self.config, rngs=nnx.Rngs(0), dtype=dtype)))
         flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
         targets = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in flat.items()}

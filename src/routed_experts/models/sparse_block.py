@@ -5,6 +5,7 @@ R layers of the run, E experts, K experts per token."""
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
@@ -23,6 +24,21 @@ class ExpertWeights:
     first: Int[Array, ""]
     gate_up_bias: Float[Array, "RE 2F"] | None = None
     down_bias: Float[Array, "RE D"] | None = None
+
+
+def routes_in_place(kernels: Kernels) -> bool:
+    """Whether the routers of a whole run are read where they stand."""
+    return kernels.router is not None and kernels.router.linear is not None
+
+
+def router_logits(
+    x: Float[Array, "N D"], run: Float[Array, "R D E"], own: Float[Array, "D E"] | None, place: Int[Array, ""], kernels: Kernels
+) -> Float[Array, "N E"]:
+    """Scores of the experts before any law, float32: by the layer's `own` router, or by the run's in place where that is None."""
+    if own is not None:
+        return jnp.dot(x, own, preferred_element_type=jnp.float32)
+    assert kernels.router is not None and kernels.router.linear is not None, "a layer's router was left out, and no kernel reads the run's"
+    return kernels.router.linear.run(x, run, place, jnp.float32)
 
 
 def route(
