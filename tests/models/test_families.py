@@ -23,6 +23,7 @@ ENGINE = dict(
     skip_tokenizer_init=True, precompile_bs_paddings=(4,), precompile_token_paddings=(32,), page_size=8, max_total_tokens=512,
     context_length=160,
 )  # fmt: skip
+NO_PREFIX_CACHE = ("Qwen3Next", "Qwen3_5Moe")  # they keep states, which cannot be cut where a prefix ends
 
 
 @dataclasses.dataclass
@@ -111,7 +112,10 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
         assert results[1]["output_ids"] == oracle.generate(prompts[1], NEW_TOKENS)
         longer = [*prompts[2], *results[2]["output_ids"], 7, 8, 9]  # what was said, and a new turn
         hit = engine.generate(input_ids=longer, **asked)
-        assert hit["meta_info"]["cached_tokens"] >= len(prompts[2])
+        if name in NO_PREFIX_CACHE:
+            assert hit["meta_info"]["cached_tokens"] == 0 and not engine.get_server_info()["prefix_cache"]
+        else:
+            assert hit["meta_info"]["cached_tokens"] >= len(prompts[2])
         compare(oracle, longer, hit, tally, prompt_logprobs=False)
         assert engine.check_integrity() == []
     assert len({tuple(result["output_ids"]) for result in results}) > 1, "a constant answer proves nothing"

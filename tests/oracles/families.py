@@ -5,8 +5,12 @@ the scores that a router of the family chooses by, experts of groups that it did
 that it kept and the others. Dims: S tokens, M MoE layers, K experts per token, E experts, V vocabulary."""
 
 import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 VOCAB_SIZE = 211
 SIZES = dict(
@@ -24,6 +28,9 @@ class Case:
     law: str = "softmax"
     router: str = "TopKRouter"
     layer_ids: tuple = (0, 1, 2, 3)
+    title: str = ""
+    rewrite: Callable | None = None  # what a folder must go through to be of the family
+    settings: str = ""
     model: str = ""
     seed: int = 0
 
@@ -52,7 +59,7 @@ class Oracle:
         import transformers
 
         self.case = case
-        config = getattr(transformers, f"{case.name}Config")(**{**SIZES, **case.config})
+        config = getattr(transformers, case.settings or f"{case.name}Config")(**{**SIZES, **case.config})
         torch.manual_seed(case.seed)
         config._attn_implementation = "eager"
         self.model = getattr(transformers, case.model or f"{case.name}ForCausalLM")(config).to(torch.float32).eval()
@@ -62,6 +69,8 @@ class Oracle:
                 if "inv_freq" not in name and weight.dim() > 0:
                     weight.copy_(torch.from_numpy(random_weight(rng, name, tuple(weight.shape), case)))
         self.model.save_pretrained(folder)
+        if case.rewrite is not None:
+            case.rewrite(Path(folder))
         self.config = self.model.config
         self.routers = [module for _, module in self.model.named_modules() if type(module).__name__.lower().endswith(case.router.lower())]
         assert len(self.routers) == len(case.layer_ids), (case.name, len(self.routers))
@@ -77,10 +86,8 @@ class Oracle:
         for hook in hooks:
             hook.remove()
         biases = [self.biases_of(router) for router, _ in seen]
-        chosen = [
-            (*choice(self.case, bias, output[0].float().numpy()), output[-1].numpy())
-            for bias, (_, output) in zip(biases, seen, strict=True)
-        ]
+        told = [logits_and_ids(output) for _, output in seen]
+        chosen = [(*choice(self.case, bias, logits), ids) for bias, (logits, ids) in zip(biases, told, strict=True)]
         if not chosen:
             return Judged(logits, *(np.zeros((len(tokens), 0, 1)),) * 2, np.zeros((len(tokens), 0)))
         scores, groups, ids = (np.stack(parts, axis=1) for parts in zip(*chosen, strict=True))
@@ -100,11 +107,18 @@ class Oracle:
         return tokens[len(prompt) :]
 
 
+def logits_and_ids(output):
+    """Most routers give logits, weights and ids; Llama 4's gives scores, 0 but for the one expert, and logits."""
+    if output[-1].dtype.is_floating_point:
+        return output[-1].float().numpy(), output[0].argmax(-1, keepdim=True).numpy()
+    return output[0].float().numpy(), output[-1].numpy()
+
+
 def random_weight(rng, name, shape, case):
     """Numbers by what a tensor is for."""
     noise = rng.standard_normal(shape).astype(np.float32)
     if "norm" in name and name.endswith("weight"):
-        return noise * 0.1 + (0.0 if case.name in ("Qwen3Next", "Qwen3_5MoeText") and "linear_attn" not in name else 1.0)
+        return noise * 0.1 + (0.0 if case.name in ("Qwen3Next", "Qwen3_5Moe") and "linear_attn" not in name else 1.0)
     if name.endswith("A_log"):
         return np.log(1 + 3 * rng.random(shape)).astype(np.float32)
     if name.endswith(("e_score_correction_bias", "moe_statics")):
@@ -139,8 +153,39 @@ def choice(case, biases, logits):
     return masked, order[:, -kept] - order[:, -kept - 1]
 
 
+QWEN_NEXT = dict(
+    num_hidden_layers=8, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, shared_expert_intermediate_size=24, head_dim=16,
+    linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=12, linear_num_key_heads=2, linear_num_value_heads=4,
+)  # fmt: skip
+
+
+def as_bailing_moe_v2(folder):
+    """Ling's equations are those of GLM-4-MoE with groups (grouped sigmoid routing, a norm on each head, half of it turned); what
+    differs is what things are called, and that queries, keys and values are one tensor. Names from inclusionAI's published files."""
+    tensors = load_file(folder / "model.safetensors")
+    for at in sorted({name.rpartition(".self_attn.")[0] for name in tensors if ".self_attn." in name}):
+        parts = [tensors.pop(f"{at}.self_attn.{part}_proj.weight") for part in "qkv"]
+        tensors[f"{at}.attention.query_key_value.weight"] = np.concatenate(parts)
+    names = {
+        "embed_tokens": "word_embeddings", "self_attn.o_proj": "attention.dense", "self_attn.q_norm": "attention.query_layernorm",
+        "self_attn.k_norm": "attention.key_layernorm", "gate.e_score_correction_bias": "gate.expert_bias",
+    }  # fmt: skip
+    for old, new in names.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    renamed = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    config = {renamed.get(key, key): value for key, value in config.items() if key not in ("rope_parameters", "use_qk_norm")}
+    config |= dict(
+        architectures=["BailingMoeV2ForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling_bailing_moe_v2.BailingMoeV2ForCausalLM"},
+        rope_theta=1e4, partial_rotary_factor=0.5, rope_scaling=None, use_qkv_bias=False, score_function="sigmoid", use_qk_norm=True,
+        moe_router_enable_expert_bias=True,
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 CASES = {
-    case.name: case
+    case.title or case.name: case
     for case in (
         Case("Mixtral", dict(num_local_experts=8, num_experts_per_tok=2, sliding_window=24)),
         Case(
@@ -231,6 +276,30 @@ CASES = {
             dict(num_local_experts=16, num_experts_per_tok=4, head_dim=24, rotary_dim=16),
             law="sigmoid",
         ),
+        Case(
+            "Llama4",
+            dict(
+                num_local_experts=8, num_experts_per_tok=1, intermediate_size=32, intermediate_size_mlp=48, head_dim=16,
+                interleave_moe_layer_step=2, attention_chunk_size=20, floor_scale=16, attn_scale=0.3,
+            ),
+            law="sigmoid",
+            router="Llama4Router",
+            layer_ids=(1, 3),
+            settings="Llama4TextConfig",
+        ),
+        Case(
+            "Glm4Moe",
+            dict(
+                n_routed_experts=16, num_experts_per_tok=4, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=1,
+                routed_scaling_factor=2.5, use_qk_norm=True, n_group=4, topk_group=2, num_mtp_layers=0,
+            ),
+            law="sigmoid",
+            layer_ids=(1, 2, 3),
+            title="BailingMoeV2",
+            rewrite=as_bailing_moe_v2,
+        ),
+        Case("Qwen3Next", QWEN_NEXT | dict(mlp_only_layers=[1]), layer_ids=(0, 2, 3, 4, 5, 6, 7)),
+        Case("Qwen3_5Moe", QWEN_NEXT, layer_ids=tuple(range(8)), settings="Qwen3_5MoeTextConfig"),
         Case("Llama", dict(rope_parameters=dict(
             rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64,
         )), layer_ids=()),

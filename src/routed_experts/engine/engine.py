@@ -135,6 +135,7 @@ class Engine:
             **dataclasses.asdict(self.server_args),
             "context_length": self._assembly.context_length,
             "memory_plan": self.memory_plan,
+            "prefix_cache": self._assembly.prefix_cache,
             "phases": {phase.name: phase.seconds for phase in self.phases},
             "requests_accepted": core.ledger.accepted,
             "requests_finished": dict(core.ledger.finished),

@@ -3,15 +3,20 @@ Knows nothing of pages. Dims: L layers that keep something, G kv heads, C head d
 
 import dataclasses
 
+from routed_experts.layers.delta_rule import DeltaShape
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """L layers, each with keys and values of G heads; or with one row of C numbers a token that all heads share (`latent`)."""
+    """L layers, each with keys and values of G heads; or with one row of C numbers a token that all heads share (`latent`). Layers
+    that keep a state instead, one for each request, are counted apart."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     latent: bool = False
+    num_recurrent: int = 0
+    recurrent: DeltaShape | None = None
 
     @property
     def rows(self) -> int:

@@ -17,9 +17,10 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.norm import layer_norm, rms_norm
 from routed_experts.layers.routing import LayerRouting
+from routed_experts.models.delta_attention import DeltaAttention
 from routed_experts.models.family_config import FamilyConfig, Run
 from routed_experts.models.feed_forward import Sparse
-from routed_experts.models.interface import Attend, TokenRouting
+from routed_experts.models.interface import Attend, SequenceOps, TokenRouting
 from routed_experts.models.layer_parts import Replay, Step
 from routed_experts.models.layer_weights import LayerView, Weight, make_weights, to_scan
 
@@ -60,7 +61,7 @@ class FamilyDecoder(nnx.Module):
         tokens: Int[Array, " N"],
         positions: Int[Array, " N"],
         valid: Bool[Array, " N"],
-        attend: Attend,
+        attend: Attend | SequenceOps,
         cache: Any,
         capture: _RoutedExpertsDeviceCache | None,
         *,
@@ -70,14 +71,14 @@ class FamilyDecoder(nnx.Module):
     ) -> tuple[Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
         """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in it."""
         config = self.config
-        rotary = {layer.mixer.rotary for layer in config.layers if layer.mixer.rotary is not None}
-        step = Step(positions, valid, attend, kernels, {spec: spec.angles(positions) for spec in rotary})
+        ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
+        step = Step(positions, valid, ops.attend, ops.recur, kernels, {spec: spec.angles(positions) for spec in config.rotary})
         x = jnp.take(self.embed[...], tokens, axis=0)
         x = x * config.embed_scale if config.embed_scale != 1.0 else x
-        first_moe = first_cached = 0
+        first_moe = first_attending = first_recurrent = 0
         for run, arrays in zip(config.runs, self.runs, strict=True):
             num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
-            body = self._pattern(run, arrays, step, (first_moe, first_cached), None if routed is None else routed.valid)
+            body = self._pattern(run, arrays, step, (first_moe, first_attending, first_recurrent), None if routed is None else routed.valid)
             slices = [to_scan(layer.weights(config), place, kernels) for layer, place in zip(run.pattern, arrays, strict=True)]
             ids = None
             if routed is not None and num_moe:
@@ -86,12 +87,13 @@ class FamilyDecoder(nnx.Module):
             places = jnp.arange(run.repeats, dtype=jnp.int32)
             (x, cache, capture), _ = lax.scan(jax.checkpoint(body) if remat else body, (x, cache, capture), (places, slices, ids))
             first_moe += run.repeats * num_moe
-            first_cached += run.num_layers
+            first_attending += run.repeats * run.num_attending
+            first_recurrent += run.repeats * (len(run.pattern) - run.num_attending)
         x = self._normed(x, self.norm[...], None if self.norm_bias is None else self.norm_bias[...])
         return x * config.logit_scale if config.logit_scale != 1.0 else x, cache, capture
 
     def _pattern(
-        self, run: Run, arrays: Any, step: Step, first: tuple[int, int], replayed: Bool[Array, " N"] | None
+        self, run: Run, arrays: Any, step: Step, first: tuple[int, int, int], replayed: Bool[Array, " N"] | None
     ) -> Callable[[Any, Any], tuple[Any, None]]:
         """The body of a run's scan: the layers of its pattern, one after another."""
         num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
@@ -103,9 +105,10 @@ class FamilyDecoder(nnx.Module):
             moe = 0
             for index, layer in enumerate(run.pattern):
                 view = LayerView(slices[index], arrays[index], place, step.kernels)
-                mixed, cache = layer.mixer.run(
-                    self._norm_of(x, "input_norm", view), view, step, cache, first[1] + place * len(run.pattern) + index
-                )
+                kind = int(isinstance(layer.mixer, DeltaAttention))  # layers that attend and those that keep a state count apart
+                alike = [isinstance(other.mixer, DeltaAttention) == bool(kind) for other in run.pattern]
+                ordinal = first[1 + kind] + place * sum(alike) + sum(alike[:index])
+                mixed, cache = layer.mixer.run(self._norm_of(x, "input_norm", view), view, step, cache, ordinal)
                 x = x + (mixed * residual_scale if residual_scale != 1.0 else mixed)
                 replay = None
                 if isinstance(layer.feed, Sparse):
@@ -125,4 +128,4 @@ class FamilyDecoder(nnx.Module):
     def _normed(self, x: Float[Array, "N D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None) -> Float[Array, "N D"]:
         if bias is not None:
             return layer_norm(x, scale, bias, eps=self.config.norm_eps)
-        return rms_norm(x, scale + self.config.norm_offset if self.config.norm_offset else scale, eps=self.config.norm_eps)
+        return rms_norm(x, scale, eps=self.config.norm_eps, offset=self.config.norm_offset)

@@ -31,9 +31,9 @@ def read_deepseek_v3(reader: ConfigReader) -> FamilyConfig:
     return _decoder(reader, sizes, router, interleaved=reader.bool("rope_interleave", default=True), first_dense=3)
 
 
-def read_biased_router(reader: ConfigReader, *, groups: int, kept: int, scale: float) -> RouterSpec:
+def read_biased_router(reader: ConfigReader, *, groups: int, kept: int, scale: float, key: str = "n_routed_experts") -> RouterSpec:
     """The router of V3 and of all who took it over; arguments are the family's defaults."""
-    experts, top_k = read_experts(reader, key="n_routed_experts")
+    experts, top_k = read_experts(reader, key=key)
     reader.str("scoring_func", default="sigmoid", choices=("sigmoid",))
     reader.str("topk_method", default="noaux_tc", choices=("noaux_tc",))
     groups, kept = read_groups(reader, experts, top_k, default=groups, default_kept=kept)

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.layers.cache_layout import CacheLayout
+from routed_experts.layers.rotary import RotarySpec
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.checkpoint import WeightSource
+from routed_experts.models.delta_attention import DeltaAttention
 from routed_experts.models.feed_forward import Dense, Sparse
 from routed_experts.models.grouped_attention import GroupedAttention
 from routed_experts.models.interface import Needs
@@ -20,7 +22,7 @@ from routed_experts.models.layer_weights import Weight
 
 _LONGEST_PATTERN = 8
 
-Mixing = GroupedAttention | LatentAttention
+Mixing = GroupedAttention | LatentAttention | DeltaAttention
 Feeding = Dense | Sparse
 
 
@@ -53,11 +55,17 @@ class Run:
         """Of all repeats."""
         return len(self.pattern) * self.repeats
 
+    @property
+    def num_attending(self) -> int:
+        """Layers of the pattern that attend; the others keep a state."""
+        return sum(not isinstance(layer.mixer, DeltaAttention) for layer in self.pattern)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyConfig:
     """`layer_norms`: layer normalisation with biases, not RMS. `norm_offset`: added to the scale of every norm of the stream.
-    `surplus`: shell patterns of tensors that a checkpoint may hold without a use here."""
+    `stem` and `head`: how the names of the layers' tensors and of the head's begin. `surplus`: shell patterns of tensors that a
+    checkpoint may hold without a use here."""
 
     vocab_size: int
     hidden_size: int
@@ -71,6 +79,9 @@ class FamilyConfig:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    stem: str = "model."
+    embed_name: str = "embed_tokens"
+    head: str = "lm_head"
     norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     surplus: tuple[str, ...] = ()
 
@@ -98,8 +109,14 @@ class FamilyConfig:
     def cache(self) -> CacheLayout:
         """What the layers keep: all of one shape."""
         layouts = {mixer.cache(len(self._attending)) for mixer in self._attending}
-        assert len(layouts) == 1, layouts
-        return layouts.pop()
+        shapes = [layer.mixer.shape for layer in self.layers if isinstance(layer.mixer, DeltaAttention)]
+        assert len(layouts) == 1 and len(set(shapes)) <= 1, (layouts, shapes)
+        return dataclasses.replace(layouts.pop(), num_recurrent=len(shapes), recurrent=shapes[0] if shapes else None)
+
+    @property
+    def rotary(self) -> frozenset[RotarySpec]:
+        """All kinds of rotary positions."""
+        return frozenset(mixer.rotary for mixer in self._attending if mixer.rotary is not None)
 
     @property
     def needs(self) -> Needs:
@@ -138,25 +155,25 @@ class FamilyConfig:
         return tuple(runs)
 
     @property
-    def _attending(self) -> tuple[Mixing, ...]:
-        return tuple(layer.mixer for layer in self.layers)
+    def _attending(self) -> tuple[GroupedAttention | LatentAttention, ...]:
+        return tuple(layer.mixer for layer in self.layers if not isinstance(layer.mixer, DeltaAttention))
 
 
 def weight_sources(config: FamilyConfig) -> Iterator[WeightSource]:
     """The table of names: where each tensor of a checkpoint belongs."""
     dim, vocab = config.hidden_size, config.vocab_size
-    yield WeightSource(name="model.embed_tokens.weight", shape=(vocab, dim), target="embed")
-    yield WeightSource(name="model.norm.weight", shape=(dim,), target="norm")
+    yield WeightSource(name=f"{config.stem}{config.embed_name}.weight", shape=(vocab, dim), target="embed")
+    yield WeightSource(name=f"{config.stem}norm.weight", shape=(dim,), target="norm")
     if config.layer_norms:
-        yield WeightSource(name="model.norm.bias", shape=(dim,), target="norm_bias")
+        yield WeightSource(name=f"{config.stem}norm.bias", shape=(dim,), target="norm_bias")
     if not config.tie_embeddings:
-        yield WeightSource(name="lm_head.weight", shape=(vocab, dim), target="head", transpose=True)
+        yield WeightSource(name=f"{config.head}.weight", shape=(vocab, dim), target="head", transpose=True)
     if config.head_bias:
-        yield WeightSource(name="lm_head.bias", shape=(vocab,), target="head_bias")
+        yield WeightSource(name=f"{config.head}.bias", shape=(vocab,), target="head_bias")
     for number, run in enumerate(config.runs):
         for index in range(run.num_layers):
             row, kind = divmod(index, len(run.pattern))
-            place = Place(target=f"runs.{number}.{kind}", row=row, at=f"model.layers.{run.first + index}.")
+            place = Place(target=f"runs.{number}.{kind}", row=row, at=f"{config.stem}layers.{run.first + index}.")
             for name, to in zip(config.norm_names, ("input_norm", "post_norm"), strict=True):
                 yield place.source(f"{name}.weight", (dim,), to)
                 if config.layer_norms:

@@ -21,9 +21,24 @@ from routed_experts.models.layer_weights import Kind, LayerView, Weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNames:
+    """How a checkpoint names the tensors, each below the layer. `fused`: queries, keys and values are one tensor of this name."""
+
+    at: str = "self_attn"
+    fused: str = ""
+    out: str = "o_proj"
+    q_norm: str = "q_norm.weight"
+    k_norm: str = "k_norm.weight"
+
+
+USUAL_NAMES = AttentionNames()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedAttention:
     """`qk_norm`: "", "head" or "whole". `norm_offset`: added to the scale of a q/k norm. `scale`: of the scores, 0 for C^-0.5.
-    `gated`: each head's output is multiplied by a sigmoid of its own projection. `clip`: bounds of q, k and v, 0 for none."""
+    `gated`: each head's output is multiplied by a sigmoid of its own projection. `clip`: bounds of q, k and v, 0 for none.
+    `turned_norm`: a norm without a scale after positions. `tuning` (f, s): queries times 1 + s log(1 + floor((position + 1) / f))."""
 
     num_heads: int
     num_kv_heads: int
@@ -40,6 +55,9 @@ class GroupedAttention:
     gated: bool = False
     scale: float = 0.0
     clip: float = 0.0
+    turned_norm: bool = False
+    tuning: tuple[float, float] = (0.0, 0.0)
+    names: AttentionNames = USUAL_NAMES
 
     @property
     def query_rows(self) -> int:
@@ -84,18 +102,19 @@ class GroupedAttention:
         return tuple(found)
 
     def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]:
-        """Under the names that nearly all checkpoints use."""
-        offset = 0
-        for part, rows in self.widths.items():
-            yield place.source(f"self_attn.{part}_proj.weight", (rows, hidden), "qkv", offset=offset)
+        """As the family names them."""
+        names, offset = self.names, 0
+        for part, rows in {names.fused: sum(self.widths.values())}.items() if names.fused else self.widths.items():
+            name = f"{names.at}.{part}" if names.fused else f"{names.at}.{part}_proj"
+            yield place.source(f"{name}.weight", (rows, hidden), "qkv", offset=offset)
             if self.bias_in:
-                yield place.source(f"self_attn.{part}_proj.bias", (rows,), "qkv_bias", offset=offset)
+                yield place.source(f"{name}.bias", (rows,), "qkv_bias", offset=offset)
             offset += rows
-        yield place.source("self_attn.o_proj.weight", (hidden, self.num_heads * self.head_dim), "out")
+        yield place.source(f"{names.at}.{names.out}.weight", (hidden, self.num_heads * self.head_dim), "out")
+        others = {"out_bias": f"{names.out}.bias", "q_norm": names.q_norm, "k_norm": names.k_norm, "sinks": "sinks"}
         for weight in self.weights(hidden):
-            names = {"out_bias": "o_proj.bias", "q_norm": "q_norm.weight", "k_norm": "k_norm.weight", "sinks": "sinks"}
-            if weight.name in names:
-                yield place.source(f"self_attn.{names[weight.name]}", weight.shape, weight.name)
+            if weight.name in others:
+                yield place.source(f"{names.at}.{others[weight.name]}", weight.shape, weight.name)
 
     def run(
         self, x: Float[Array, "N D"], view: LayerView, step: Step, cache: Any, layer: Int[Array, ""]
@@ -110,6 +129,12 @@ class GroupedAttention:
             queries, keys, values = (jnp.clip(part, -self.clip, self.clip) for part in (queries, keys, values))
         if self.rotary is not None:
             queries, keys = (self.rotary.turn(part, step.angles[self.rotary]) for part in (queries, keys))
+        if self.turned_norm:
+            queries, keys = (rms_norm(part, jnp.ones(self.head_dim, part.dtype), eps=self.eps) for part in (queries, keys))
+        if self.tuning[0]:
+            places = jnp.floor((step.positions.astype(jnp.float32) + 1.0) / self.tuning[0])
+            grown = jnp.log1p(places) * self.tuning[1] + 1.0
+            queries = (queries.astype(jnp.float32) * grown[:, None, None]).astype(queries.dtype)
         if self.needs:
             sinks = view.plain("sinks") if self.sinks else None
             traits = AttentionTraits(sinks=sinks, window=self.window, chunk=self.chunk, scale=self.scale)
@@ -134,7 +159,5 @@ class GroupedAttention:
     def _norm(self, x: Float[Array, "N H C"], name: str, view: LayerView) -> Float[Array, "N H C"]:
         if not self.qk_norm:
             return x
-        scale = view.plain(name) + self.norm_offset if self.norm_offset else view.plain(name)
-        if self.qk_norm == "head":
-            return rms_norm(x, scale, eps=self.eps)
-        return rms_norm(x.reshape(x.shape[0], -1), scale, eps=self.eps).reshape(x.shape)
+        flat = x if self.qk_norm == "head" else x.reshape(x.shape[0], -1)
+        return rms_norm(flat, view.plain(name), eps=self.eps, offset=self.norm_offset).reshape(x.shape)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.layers.cache_layout import CacheLayout
+from routed_experts.layers.delta_rule import DeltaInputs
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 
@@ -19,6 +20,17 @@ from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 # A layer that is not plain adds AttentionTraits; a latent one gives rows [N 1 C] as keys, and None as values. `layer` counts
 # those layers that attend.
 Attend = Callable[..., tuple[Array, Any]]
+
+# (inputs of a recurrent layer, cache, layer) -> (what was read [N H V], cache); `layer` counts those layers that keep a state
+Recur = Callable[[DeltaInputs, Any, Array], tuple[Array, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceOps:
+    """Everything by which tokens of a sequence see one another. A caller whose models keep no states may give `attend` alone."""
+
+    attend: Attend
+    recur: Recur | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +92,7 @@ class Decoder(Protocol):
         tokens: Int[Array, " N"],
         positions: Int[Array, " N"],
         valid: Bool[Array, " N"],
-        attend: Attend,
+        attend: Any,  # Attend, or SequenceOps where the model keeps states
         cache: Any,
         capture: _RoutedExpertsDeviceCache | None,
         *,

@@ -15,7 +15,7 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.checkpoint import WeightSource
-from routed_experts.models.interface import Attend
+from routed_experts.models.interface import Attend, Recur
 from routed_experts.models.layer_weights import LayerView, Weight
 
 
@@ -26,6 +26,7 @@ class Step:
     positions: Int[Array, " N"]
     valid: Bool[Array, " N"]
     attend: Attend
+    recur: Recur | None
     kernels: Kernels
     angles: Mapping[RotarySpec, tuple[Float[Array, "N F"], Float[Array, "N F"]]]
 

@@ -14,6 +14,7 @@ from flax import nnx
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.models import qwen3_moe
+from routed_experts.models.bailing_moe_v2 import read_bailing_moe_v2
 from routed_experts.models.checkpoint import Checkpoint, WeightSource, check
 from routed_experts.models.config_reader import NOTHING, ConfigReader, Tolerated, architecture_of, read_config
 from routed_experts.models.decoder import FamilyDecoder
@@ -27,10 +28,12 @@ from routed_experts.models.glm4_moe import read_glm4_moe
 from routed_experts.models.gpt_oss import open_gpt_oss, read_gpt_oss
 from routed_experts.models.granite_moe import read_granite_moe
 from routed_experts.models.interface import Decoder
+from routed_experts.models.llama4 import read_llama4, read_llama4_text
 from routed_experts.models.minimax_m2 import read_minimax_m2
 from routed_experts.models.mixtral import read_mixtral, read_phimoe
 from routed_experts.models.olmoe import read_olmoe
 from routed_experts.models.qwen2_moe import read_qwen2_moe
+from routed_experts.models.qwen3_next import read_qwen3_5_moe, read_qwen3_5_moe_text, read_qwen3_next
 from routed_experts.models.weight_loader import load
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -124,6 +127,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             law="as DeepseekV3ForCausalLM, one group",
             refused="fp8 weights; layers that predict further tokens are not run",
         ),
+        "BailingMoeV2ForCausalLM": Family(
+            read_config=read_bailing_moe_v2,
+            tolerated=Tolerated(code=True),
+            title="Bailing MoE v2",
+            checkpoints="Ling-mini-2.0, Ling-flash-2.0, Ling-1T",
+            law="as DeepseekV3ForCausalLM",
+            refused="its own Python code is never run; layers that predict further tokens are not run",
+        ),
         "GptOssForCausalLM": Family(
             read_config=read_gpt_oss,
             open=open_gpt_oss,
@@ -155,6 +166,41 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             checkpoints="MiniMax-M2 in bfloat16",
             law="s = sigmoid(z); top-k of s + b; v / sum v",
             refused="fp8 weights; layers that predict further tokens are not run",
+        ),
+        "Qwen3NextForCausalLM": Family(
+            read_config=read_qwen3_next,
+            title="Qwen3-Next",
+            checkpoints="Qwen3-Next-80B-A3B",
+            law="top-k of softmax(z), renormalised if `norm_topk_prob`; shared expert times sigmoid(x w)",
+            refused="prefix caching (off by itself); layers that predict further tokens are not run",
+        ),
+        "Qwen3_5MoeForCausalLM": Family(
+            read_config=read_qwen3_5_moe_text,
+            title="Qwen3.5-MoE",
+            checkpoints="text models as transformers writes them",
+            law="as Qwen3NextForCausalLM, always renormalised",
+            refused="prefix caching (off by itself)",
+        ),
+        "Qwen3_5MoeForConditionalGeneration": Family(
+            read_config=read_qwen3_5_moe,
+            title="Qwen3.5-MoE",
+            checkpoints="Qwen3.5-35B-A3B and larger, without their vision",
+            law="as Qwen3NextForCausalLM, always renormalised",
+            refused="images; prefix caching (off by itself); layers that predict further tokens are not run",
+        ),
+        "Llama4ForCausalLM": Family(
+            read_config=read_llama4_text,
+            title="Llama 4, text",
+            checkpoints="Llama 4 text models",
+            law="top-1 of sigmoid(z), which multiplies the expert's input; shared expert",
+            refused="more than one expert a token",
+        ),
+        "Llama4ForConditionalGeneration": Family(
+            read_config=read_llama4,
+            title="Llama 4, text",
+            checkpoints="Llama-4-Scout, Llama-4-Maverick, without their vision",
+            law="as Llama4ForCausalLM",
+            refused="images",
         ),
         **{
             name: Family(read_config=read, title=title, checkpoints=stands_for, law="dense", refused="capture")
@@ -194,7 +240,7 @@ class ModelFolder:
         checkpoint = family.open(path)
         sources = tuple(fuse_experts(family.weight_sources(config), checkpoint.names()))
         surplus = (*_SURPLUS, *(config.surplus if isinstance(config, FamilyConfig) else ()))
-        check(sources, checkpoint, ignore=(*surplus, "lm_head.weight") if config.tie_embeddings else surplus)
+        check(sources, checkpoint, ignore=(*surplus, "*lm_head.weight") if config.tie_embeddings else surplus)
         return ModelFolder(path=Path(path), family=family, config=config, checkpoint=checkpoint, sources=sources)
 
     def dtype(self, wanted: str) -> jnp.dtype:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from routed_experts.layers.rotary import RotarySpec
-from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.config_reader import ConfigReader, read_floats
 
 ROPE_TYPES = ("default", "yarn", "llama3", "longrope")
 
@@ -83,7 +83,7 @@ def _llama3(section: ConfigReader, plain: Float32[np.ndarray, " F"], factor: flo
 def _longrope(section: ConfigReader, plain: Float32[np.ndarray, " F"], trained: int, original: int, interleaved: bool) -> Rotary:
     """The long factors change every position of a sequence once it outgrows the original length, so keys in a cache would go stale:
     served up to the original length."""
-    factors = np.asarray(section.floats("short_factor"), np.float32)
+    factors = np.asarray(read_floats(section, "short_factor"), np.float32)
     section.require(factors.shape == plain.shape, "short_factor", f"{plain.size} numbers")
     ratio = section.float("factor", default=trained / original)
     default = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
