@@ -101,13 +101,14 @@ _ARRAY = re.compile(r"[a-z]\w*\[([\d,]*)\]")
 
 
 @functools.cache
-def jobs(chip: str, *, capture: bool, world: World = SMALL) -> Jobs:
-    """The runner's table, with weights that are said to lie on one `chip`."""
+def jobs(chip: str, *, capture: bool, world: World = SMALL, plain: bool = False) -> Jobs:
+    """The runner's table, with weights that are said to lie on one `chip`; `plain`: on the backends of array code alone."""
     config = world.config
     placed = NamedSharding(tpu_mesh(chip), REPLICATED)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state)
-    kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
+    named = {"moe_backend": "tiled", "attention_backend": "paged"} if plain else {}
+    kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture, **named), platform="tpu")
     spec = ProgramSpec(
         graphdef=graphdef,
         capture=config.capture_spec if capture else None,
@@ -127,18 +128,18 @@ def name_of(key: Key) -> str:
 
 
 @functools.cache
-def lowered(chip: str, name: str, *, capture: bool, world: World = SMALL) -> jax.stages.Lowered:
+def lowered(chip: str, name: str, *, capture: bool, world: World = SMALL, plain: bool = False) -> jax.stages.Lowered:
     """One program of the table, by name."""
-    [job] = [job for key, job in jobs(chip, capture=capture, world=world).items() if name_of(key) == name]
+    [job] = [job for key, job in jobs(chip, capture=capture, world=world, plain=plain).items() if name_of(key) == name]
     with jax.sharding.use_abstract_mesh(tpu_mesh(chip).abstract_mesh):
         return job()
 
 
 @functools.cache
-def compiled(chip: str, name: str, *, capture: bool, world: World = SMALL) -> jax.stages.Compiled:
+def compiled(chip: str, name: str, *, capture: bool, world: World = SMALL, plain: bool = False) -> jax.stages.Compiled:
     """One program of the table, through the TPU compiler."""
     with without_compilation_cache():
-        return lowered(chip, name, capture=capture, world=world).compile()
+        return lowered(chip, name, capture=capture, world=world, plain=plain).compile()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.attention import ATTENTION_BACKENDS, AttentionBackend
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
+from routed_experts.layers.tpu.backends import TPU_ATTENTION, TPU_KERNELS
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.interface import Decoder, DecoderConfig
 from routed_experts.models.registry import ModelFolder
@@ -37,21 +38,27 @@ class BackendRegistry:
     """The kernels that an engine may be built with, by name."""
 
     moe: Mapping[str, Kernels] = dataclasses.field(default_factory=lambda: KERNELS)
-    attention: Mapping[str, AttentionBackend] = dataclasses.field(default_factory=lambda: ATTENTION_BACKENDS)
+    attention: Mapping[str, AttentionBackend] = dataclasses.field(default_factory=lambda: ATTENTION)
 
     def with_moe(self, backend: MoeBackend) -> "BackendRegistry":
         """The same registry with one more MoE backend."""
         return dataclasses.replace(self, moe=MappingProxyType({**self.moe, backend.name: Kernels(moe=backend)}))
 
-    def choose(self, args: ServerArgs) -> tuple[Kernels, AttentionBackend]:
-        """The backends that `args` name. Deterministic mode runs on `reference` alone, whose rows do not depend on one another;
-        a backend that hides the ids it runs is refused with capture on."""
+    def choose(self, args: ServerArgs, *, platform: str | None = None) -> tuple[Kernels, AttentionBackend]:
+        """The backends that `args` name, for `platform` (the default device's). Deterministic mode runs on `reference` alone, whose
+        rows do not depend on one another; a backend that hides the ids it runs is refused with capture on."""
+        where = platform or jax.default_backend()
         named = {"moe_backend": args.moe_backend, "attention_backend": args.attention_backend}
-        auto = {"moe_backend": "reference", "attention_backend": "reference"} if args.deterministic else AUTO_BACKENDS
+        fallback = AUTO_BACKENDS.get(where, AUTO_BACKENDS["cpu"])
+        auto = {"moe_backend": "reference", "attention_backend": "reference"} if args.deterministic else fallback
         known: dict[str, Mapping[str, Any]] = {"moe_backend": self.moe, "attention_backend": self.attention}
         for field, name in named.items():
             if name != "auto" and name not in known[field]:
                 raise ConfigError(f"{field}={name!r} is unknown; choose auto or one of {', '.join(sorted(known[field]))}")
+            if PLATFORM_OF.get(name, where) != where:
+                raise ConfigError(
+                    f"{field}={name!r} runs on a {PLATFORM_OF[name]}, and this machine's default device is a {where}; choose auto"
+                )
         picked = {field: auto[field] if name == "auto" else name for field, name in named.items()}
         kernels, attention = self.moe[picked["moe_backend"]], self.attention[picked["attention_backend"]]
         if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
@@ -62,8 +69,18 @@ class BackendRegistry:
         return kernels, attention
 
 
-KERNELS: Mapping[str, Kernels] = MappingProxyType({name: Kernels(moe=backend) for name, backend in MOE_BACKENDS.items()})
-AUTO_BACKENDS: Mapping[str, str] = MappingProxyType({"moe_backend": "tiled", "attention_backend": "paged"})
+KERNELS: Mapping[str, Kernels] = MappingProxyType(
+    {name: Kernels(moe=backend) for name, backend in MOE_BACKENDS.items()} | {"tpu": TPU_KERNELS}
+)
+ATTENTION: Mapping[str, AttentionBackend] = MappingProxyType({**ATTENTION_BACKENDS, "tpu": TPU_ATTENTION})
+PLATFORM_OF: Mapping[str, str] = MappingProxyType({"tpu": "tpu"})  # of backends that do not run everywhere
+AUTO_BACKENDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "cpu": {"moe_backend": "tiled", "attention_backend": "paged"},
+        "gpu": {"moe_backend": "tiled", "attention_backend": "paged"},
+        "tpu": {"moe_backend": "tpu", "attention_backend": "tpu"},
+    }
+)
 DEFAULT_BACKENDS = BackendRegistry()
 
 

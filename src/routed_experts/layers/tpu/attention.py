@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
+from routed_experts.core.errors import ConfigError
 from routed_experts.layers.attention import NEVER, PagedBatch
 
 KEY_BLOCK = 512
@@ -92,14 +93,18 @@ def ragged_attention(
     first_page: Int[Array, ""],
     batch: PagedBatch,
     *,
+    key_block: int = KEY_BLOCK,
+    query_rows: int = QUERY_ROWS,
     interpret: Any = False,
 ) -> Float[Array, "N H C"]:
     """Attend to the pages of each token's request. A pool wider than the heads holds zeros beside them."""
+    if pool.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ConfigError(f"a KV pool of {pool.dtype} cannot be read by attention_backend='tpu'; load the model in bfloat16 or float32")
     (num_tokens, heads, head_dim), (_, page_size, rows, lanes) = queries.shape, pool.shape
     groups, width = rows // 2, batch.page_table.shape[1]
     share = heads // groups
-    tile = min(num_tokens, DECODE_TILE if batch.decode else max(DECODE_TILE, QUERY_ROWS // share))
-    pages = max(1, min(width, KEY_BLOCK // page_size))
+    tile = min(num_tokens, DECODE_TILE if batch.decode else max(DECODE_TILE, query_rows // share))
+    pages = max(1, min(width, key_block // page_size))
     form = _Form(tile=tile, block_pages=pages, scale=head_dim**-0.5, decode=batch.decode)
     products = share if batch.decode else tile * share
     tokens = pl.BlockSpec((tile, heads, lanes), lambda index, *_: (index, 0, 0))

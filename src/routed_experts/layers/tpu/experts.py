@@ -43,7 +43,7 @@ def fused_experts(call: ExpertCall, *, interpret: Any = False) -> Float[Array, "
     return run(call, interpret=interpret)
 
 
-def few_rows_experts(call: ExpertCall, *, interpret: Any = False) -> Float[Array, "N D"]:
+def few_rows_experts(call: ExpertCall, *, weight_bytes: int = WEIGHT_BYTES, interpret: Any = False) -> Float[Array, "N D"]:
     """Every expert that was chosen, on all rows; each row adds up what it chose."""
     (num_tokens, top_k), dim = call.ids.shape, call.x.shape[1]
     form = PlanForm(num_experts=call.num_experts, max_visits=min(call.num_experts, call.ids.size), tile=0)
@@ -53,10 +53,10 @@ def few_rows_experts(call: ExpertCall, *, interpret: Any = False) -> Float[Array
     def whole(rows: int, columns: int) -> pl.BlockSpec:
         return pl.BlockSpec((rows, columns), lambda visit, part, first, plan: (0, 0))
 
-    widths = _widths(call)
     scratch = [pltpu.VMEM((num_tokens, top_k), jnp.int32), pltpu.VMEM((num_tokens, top_k), jnp.float32)]
     return _visit(
-        functools.partial(_few_rows_kernel, widths=widths),
+        _few_rows_kernel,
+        _widths(call, weight_bytes),
         call,
         plan,
         [call.x, keys, call.weights.T.astype(jnp.float32)],
@@ -67,7 +67,7 @@ def few_rows_experts(call: ExpertCall, *, interpret: Any = False) -> Float[Array
     )
 
 
-def sorted_experts(call: ExpertCall, *, interpret: Any = False) -> Float[Array, "N D"]:
+def sorted_experts(call: ExpertCall, *, weight_bytes: int = WEIGHT_BYTES, interpret: Any = False) -> Float[Array, "N D"]:
     """Slots sorted by expert, in tiles of T rows; each expert runs on the tiles that hold its rows."""
     (num_tokens, top_k), dim = call.ids.shape, call.x.shape[1]
     keys = jnp.where(call.valid, call.ids.T, call.num_experts)
@@ -81,7 +81,8 @@ def sorted_experts(call: ExpertCall, *, interpret: Any = False) -> Float[Array, 
     rows = jnp.take(call.x, lax.rem(order, num_tokens), axis=0, mode="clip")
     tile = pl.BlockSpec((ROW_TILE, dim), lambda visit, part, first, plan: (plan[TILE, visit], 0))
     outputs = _visit(
-        functools.partial(_sorted_kernel, widths=_widths(call)),
+        _sorted_kernel,
+        _widths(call, weight_bytes),
         call,
         plan,
         [rows],
@@ -90,23 +91,26 @@ def sorted_experts(call: ExpertCall, *, interpret: Any = False) -> Float[Array, 
         [pltpu.VMEM((ROW_TILE, dim), jnp.float32)],
         interpret,
     )
-    outputs = jnp.take(outputs, place, axis=0, mode="clip").reshape(top_k, num_tokens, dim).astype(jnp.float32)
-    mixed = jnp.sum(outputs * call.weights.T[:, :, None], axis=0)
+    outputs = jnp.take(outputs, place, axis=0, mode="clip").reshape(top_k, num_tokens, dim)
+    mixed = jnp.zeros(call.x.shape, jnp.float32)
+    for k in range(top_k):  # as one sum over k, all of it would stand in memory in float32
+        mixed += outputs[k].astype(jnp.float32) * call.weights[:, k, None]
     return jnp.where(call.valid[:, None], mixed, 0.0).astype(call.x.dtype)
 
 
-def _widths(call: ExpertCall) -> _Widths:
+def _widths(call: ExpertCall, weight_bytes: int) -> _Widths:
     """The widest part of an expert that VMEM holds twice. Only whole tiles of columns can be fetched apart."""
     dim, width = call.x.shape[1], call.down.shape[1]
     if width % LANES:
         return _Widths(width=width, part=width, split=False)
-    most = max(LANES, WEIGHT_BYTES // (3 * dim * call.gate_up.dtype.itemsize))
-    part = max(part for part in range(LANES, width + 1, LANES) if width % part == 0 and part <= max(most, LANES))
+    most = max(LANES, weight_bytes // (3 * dim * call.gate_up.dtype.itemsize))
+    part = max(part for part in range(LANES, width + 1, LANES) if width % part == 0 and part <= most)
     return _Widths(width=width, part=part, split=True)
 
 
 def _visit(
     kernel: Any,
+    widths: _Widths,
     call: ExpertCall,
     plan: Int[Array, "R V"],
     operands: list[Any],
@@ -116,8 +120,7 @@ def _visit(
     interpret: Any,
 ) -> Array:
     """Run a kernel over the visits of a plan and the parts of each expert, which the pipeline fetches one visit ahead."""
-    widths, dim = _widths(call), call.x.shape[1]
-    parts = widths.width // widths.part
+    dim, parts = call.x.shape[1], widths.width // widths.part
 
     def gate(offset: int) -> pl.BlockSpec:
         columns = widths.part if widths.split else 2 * widths.width
@@ -126,7 +129,7 @@ def _visit(
     down = pl.BlockSpec((1, widths.part, dim), lambda visit, part, first, plan: (first[0] + plan[EXPERT, visit], part, 0))
     gates = [gate(0), gate(parts)] if widths.split else [gate(0)]
     return pl.pallas_call(
-        kernel,
+        functools.partial(kernel, widths=widths),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(jnp.maximum(plan[TOTAL, 0], 1), parts),

@@ -110,9 +110,9 @@ def _call(form: _Form, interpret: Any) -> Callable[..., tuple[Array, ...]]:
 
 def _kernel(layer_ref: Any, logits_ref: Any, *refs: Any, form: _Form) -> None:
     """One tile of tokens. Refs: replayed ids and their rows' validity, the block; weights, ids, native ids, the block."""
-    spec, refs = form.spec, list(refs)
-    replay = [refs.pop(0), refs.pop(0)] if form.replays else None
-    before = refs.pop(0) if form.block_rows else None
+    spec, rest = form.spec, list(refs)
+    replay = [rest.pop(0), rest.pop(0)] if form.replays else None
+    before = rest.pop(0) if form.block_rows else None
     logits = logits_ref[...].astype(jnp.float32)
     exponents = jnp.exp(logits - jnp.max(logits, axis=0, keepdims=True))
     scores = exponents / jnp.sum(exponents, axis=0, keepdims=True)
@@ -123,11 +123,11 @@ def _kernel(layer_ref: Any, logits_ref: Any, *refs: Any, form: _Form) -> None:
     if spec.renormalize:
         weights = jnp.exp(weights - jnp.max(weights, axis=0, keepdims=True))
         weights = weights / jnp.sum(weights, axis=0, keepdims=True)
-    refs[0][...], refs[1][...] = weights, ids
+    rest[0][...], rest[1][...] = weights, ids
     if replay is not None:
-        refs[2][...] = native
+        rest[2][...] = native
     if before is not None:
-        _write(before, refs[-1], ids, layer_ref[0])
+        _write(before, rest[-1], ids, layer_ref[0])
 
 
 def _choose(scores: Float[Array, "E T"], top_k: int) -> Int[Array, "K T"]:
