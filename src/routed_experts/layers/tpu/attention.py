@@ -244,15 +244,15 @@ def _walk(refs: _Refs, segment: _Segment, total: Int[Array, ""], form: _Form, ro
 
 def _fetch(refs: _Refs, segment: _Segment, block: Int[Array, ""], slot: Int[Array, ""], form: _Form, *, wait: bool = False) -> None:
     """Start, or wait for, the pages of a block that hold keys of the segment."""
-    page_size = refs.pool.shape[1]
-    for index in range(form.block_pages):
-        page = block * form.block_pages + index
+    first = block * form.block_pages
+    there = lax.div(segment.last, refs.pool.shape[1]) + 1 - first
 
-        @pl.when(page * page_size <= segment.last)
-        def _(page: Int[Array, ""] = page, index: int = index) -> None:
-            number = refs.first_page[0] + refs.page_table[segment.request, page]
-            copy = pltpu.make_async_copy(refs.pool.at[number], refs.blocks.at[slot, index], refs.arrived.at[slot])
-            (copy.wait if wait else copy.start)()
+    def one(index: Int[Array, ""], _: None) -> None:
+        number = refs.first_page[0] + refs.page_table[segment.request, first + index]
+        copy = pltpu.make_async_copy(refs.pool.at[number], refs.blocks.at[slot, index], refs.arrived.at[slot])
+        (copy.wait if wait else copy.start)()
+
+    lax.fori_loop(0, jnp.minimum(there, form.block_pages), one, None)
 
 
 def _head(refs: _Refs, slot: Int[Array, ""], group: int) -> tuple[Float[Array, "T C"], Float[Array, "T C"]]:
