@@ -174,7 +174,7 @@ def operations(program: jax.stages.Compiled) -> Operations:
 def estimated_cycles(program: jax.stages.Compiled, world: World) -> int:
     """The compiler's own estimate for a step, loops over layers by their length. It has none for a Pallas kernel, a gather, a scatter
     or a sort, and a loop inside of a layer counts once: what is left is the glue, and programs of one chip can be compared."""
-    sums, whiles, inside = collections.Counter[str](), collections.defaultdict[str, list[str]](list), ""
+    sums, whiles, inside = collections.Counter[str](), collections.defaultdict[str, list[tuple[str, bool]]](list), ""
     entry = ""
     for line in (program.as_text() or "").splitlines():
         if line.endswith("{") and (opened := re.match(r"(ENTRY )?%?([\w.-]+) \(", line)):
@@ -182,16 +182,14 @@ def estimated_cycles(program: jax.stages.Compiled, world: World) -> int:
             entry = inside if opened[1] else entry
         if found := re.search(r'"estimated_cycles":"(\d+)"', line):
             sums[inside] += int(found[1])
-        if found := re.search(r" while\(.*body=%?([\w.-]+)", line):
-            whiles[inside].append(found[1])
-    lengths = [end - first for first, end in world.config.runs if end - first > 1]  # a run of one layer is no loop
-    loops = whiles[entry]
-    assert len(loops) == len(lengths) or not loops, (loops, lengths)
+        if found := re.search(r' while\(.*body=%?([\w.-]+).*op_name="([^"]*)"', line):
+            whiles[inside].append((found[1], found[2].count("while") == 1))
+    lengths = iter([end - first for first, end in world.config.runs if end - first > 1])  # a run of one layer is no loop
 
     def once(name: str) -> int:
-        return sums[name] + sum(once(body) for body in whiles[name])
+        return sums[name] + sum(once(body) for body, _ in whiles[name])
 
-    return sums[entry] + sum(length * once(body) for body, length in zip(loops, lengths, strict=False))
+    return sums[entry] + sum((next(lengths) if of_layers else 1) * once(body) for body, of_layers in whiles[entry])
 
 
 def kernels(program: jax.stages.Compiled) -> int:
