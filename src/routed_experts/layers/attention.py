@@ -41,9 +41,10 @@ class PagedBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Projected:
-    """Queries, keys and values as a projection left them, and what turns them: norms of all layers of the run, and angles."""
+    """Queries, keys and values as a projection left them (or S parts of its sums, in float32), and what turns them: norms of all
+    layers of the run, and angles."""
 
-    qkv: Float[Array, "N HGGC"]
+    qkv: Float[Array, "N HGGC"] | Float[Array, "S N HGGC"]
     q_norm: Float[Array, "R C"]
     k_norm: Float[Array, "R C"]
     layer: Int[Array, ""]  # in the run
@@ -54,15 +55,15 @@ class Projected:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
-    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `prepare`, where there is
-    one, normalises, turns and writes as one kernel what `write_kv` and its neighbours do in several: (projected, pool, first page,
-    batch) -> (queries, pool)."""
+    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `fused`, where there is one,
+    does what stands before it too, norms, angles and the write to the pool: (projected, pool, layer, batch, pages of a layer) ->
+    (mixed values, pool)."""
 
     name: str
     run: Callable[[Float[Array, "N H C"], Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch], Float[Array, "N H C"]]
-    prepare: (
+    fused: (
         Callable[
-            [Projected, Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch],
+            [Projected, Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch, int],
             tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]],
         ]
         | None
