@@ -10,9 +10,13 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS
 
-IMPORTS = (
-    "import sys, routed_experts.engine.engine; print([name for name in sys.modules if 'layers.gpu' in name or 'pallas.triton' in name])"
-)
+SRC = Path(__file__).resolve().parents[2] / "src"
+IMPORTS = f"""
+import sys
+sys.path.insert(0, {str(SRC)!r})
+import routed_experts.engine.engine
+print([name for name in sys.modules if "layers.gpu" in name or "pallas.triton" in name])
+"""
 
 
 def test_auto_is_gpu_where_the_device_is_one():

@@ -15,9 +15,13 @@ from layers.test_moe import oracle, random_call, with_rows
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS
+from routed_experts.layers.attention import Projected, write_kv
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.native import toolchain
-from routed_experts.layers.native.ops import native_experts, native_linear
+from routed_experts.layers.native.ops import native_experts, native_linear, native_prepare, native_router
+from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.rotary import apply_rotary, rotary_angles
+from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 
 EXPERTS = jax.jit(native_experts)
 LINEAR = jax.jit(native_linear, static_argnames="dtype")
@@ -58,6 +62,84 @@ def test_attention_reads_a_pool_of_every_dtype(dtype):
     step.new_keys[:], step.new_values[:] = (np.asarray(jnp.asarray(new, dtype), np.float32) for new in (step.new_keys, step.new_values))
     step.queries[:] = np.asarray(jnp.asarray(step.queries, dtype), np.float32)
     np.testing.assert_allclose(attend("native", step, dtype=dtype), attend("reference", step, dtype=dtype), atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 3), (8, 1)])
+def test_prepare_equals_norm_rotary_and_write(dtype, heads, groups):
+    """Queries and the whole pool, every other slot of it untouched; half precision rounds where the plain code does."""
+    rng = np.random.default_rng(21)
+    step = make_step([(0, 20), (45, 1), (9, 1), (0, 3)], page_size=16, heads=heads, groups=groups, num_tokens=31, num_requests=6)
+    tokens, dim = step.queries.shape[0], step.queries.shape[2]
+    qkv = jnp.asarray(rng.standard_normal((tokens, (heads + 2 * groups) * dim)), dtype)
+    norms = jnp.asarray(rng.standard_normal((2, 3, dim)), dtype)
+    cos, sin = rotary_angles(step.batch.positions, head_dim=dim, theta=1e4)
+    pool, first = jnp.asarray(step.pool), jnp.int32(step.first_page)
+    projected = Projected(qkv=qkv, q_norm=norms[0], k_norm=norms[1], layer=jnp.int32(2), cos=cos, sin=sin, eps=1e-6)
+    queries, written = jax.jit(lambda qkv, pool: native_prepare(dataclasses.replace(projected, qkv=qkv), pool, first, step.batch))(
+        qkv, pool
+    )
+
+    mixed = qkv.reshape(tokens, heads + 2 * groups, dim)
+    turned = [
+        apply_rotary(rms_norm(part, norm, eps=1e-6), cos, sin)
+        for part, norm in ((mixed[:, :heads], norms[0, 2]), (mixed[:, heads:-groups], norms[1, 2]))
+    ]
+    plain = np.array(write_kv(pool, turned[1], mixed[:, -groups:], first, step.batch))
+    plain[step.first_page] = step.pool[step.first_page]  # page 0 of the layer takes padding there, and nothing here
+    bound = {jnp.float32: 2e-6, jnp.float16: 4e-3, jnp.bfloat16: 3e-2}[dtype]  # one rounding of values around 4
+    np.testing.assert_allclose(np.asarray(queries, np.float32), np.asarray(turned[0], np.float32), atol=bound)
+    np.testing.assert_allclose(written, plain, atol=bound)
+    untouched = plain == step.pool
+    assert np.array_equal(np.asarray(written)[untouched], step.pool[untouched])
+
+
+def route(logits, *, top_k, renormalize, block=None, layer=0, routed=None):
+    spec = RouterSpec(num_experts=logits.shape[1], top_k=top_k, renormalize=renormalize)
+    return jax.jit(native_router, static_argnames="spec")(jnp.asarray(logits), routed, block, jnp.int32(layer), spec=spec)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 1, 1), (7, 5, 5), (40, 32, 4), (9, 257, 8), (3, 17, 16)])
+def test_router_decides_as_the_plain_one(rows, experts, top_k, renormalize):
+    rng = np.random.default_rng(18)
+    logits = rng.standard_normal((rows, experts)).astype(np.float32) * 3
+    logits[::3] = np.round(logits[::3])  # many ties: they go to the lower id
+    block = jnp.full((3 * top_k, rows), -7, jnp.int32)
+    plain = replay_topk(jnp.asarray(logits), None, spec=RouterSpec(num_experts=experts, top_k=top_k, renormalize=renormalize))
+    (routing, none), (recorded, written) = (
+        route(logits, top_k=top_k, renormalize=renormalize, block=given, layer=1) for given in (None, block)
+    )
+    assert none is None
+    for got in (routing, recorded):
+        assert np.array_equal(got.ids, plain.ids) and np.array_equal(got.native_ids, plain.ids) and not np.any(got.replaced)
+        np.testing.assert_allclose(got.weights, plain.weights, atol=2e-6)
+    wanted = np.array(block)
+    wanted[top_k : 2 * top_k] = np.asarray(plain.ids).T
+    assert np.array_equal(written, wanted)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_row_of_router_that_is_not_finite_has_ids_that_exist_and_stays_alone(poison):
+    logits = np.random.default_rng(19).standard_normal((4, 9)).astype(np.float32)
+    clean = route(logits, top_k=3, renormalize=True)[0]
+    logits[2] = poison
+    routing = route(logits, top_k=3, renormalize=True)[0]
+    assert len(set(np.asarray(routing.ids[2]))) == 3 and np.all((routing.ids[2] >= 0) & (routing.ids[2] < 9))
+    for got, wanted in ((routing.ids, clean.ids), (routing.weights, clean.weights)):
+        assert np.array_equal(np.delete(got, 2, axis=0), np.delete(wanted, 2, axis=0))
+
+
+def test_router_replays_what_it_is_given_and_writes_that_down():
+    rng = np.random.default_rng(20)
+    logits = rng.standard_normal((6, 8)).astype(np.float32)
+    given = np.stack([rng.permutation(8)[:2] for _ in range(6)]).astype(np.int32)
+    valid = np.array([True, False] * 3)
+    replayed = LayerRouting(jnp.asarray(given), jnp.asarray(valid))
+    plain = replay_topk(jnp.asarray(logits), replayed, spec=RouterSpec(num_experts=8, top_k=2, renormalize=True))
+    routing, block = route(logits, top_k=2, renormalize=True, block=jnp.zeros((4, 6), jnp.int32), layer=1, routed=replayed)
+    assert np.array_equal(routing.ids, plain.ids) and np.array_equal(np.asarray(routing.ids)[valid], given[valid])
+    assert np.array_equal(block[2:], plain.ids.T) and not np.any(block[:2])
 
 
 @pytest.mark.parametrize("others", [0, 1, 7, 8, 9, 60, 300])

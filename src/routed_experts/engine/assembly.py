@@ -3,6 +3,7 @@
 Everything that cannot work is refused here, before weights are loaded where that is possible."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,9 @@ from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.interface import Decoder, DecoderConfig
 from routed_experts.models.registry import ModelFolder
 from routed_experts.scheduling.scheduler import Scheduler
+
+TPU_LANES = 128
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,7 @@ class Assembly:
     context_length: int
     capture: CaptureSpec | None
     vocab_size: int
+    prefix_cache: bool
 
 
 def assemble(
@@ -78,8 +83,14 @@ def assemble(
     """Load (random weights with `load_format` "dummy"), plan, allocate and compile. Raises ConfigError, CheckpointError or
     CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
-    kernels, attention = registry.choose(args)
-    config, graphdef, state = _load(args, model, clock, load_format)
+    folder, config = _open(args, model, load_format)
+    args = _without_prefixes(args, config)
+    clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens")
+    kernels, attention = registry.choose(args, config.needs)
+    clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
+    graphdef, state = nnx.split(model if folder is None else folder.load(folder.dtype(args.dtype)))
+    jax.block_until_ready(state)
+    clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
     context_length = _context_length(args, config.context_length)
     buckets = Buckets.of(args, context_length=context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
@@ -94,12 +105,7 @@ def assemble(
         num_pages=plan.pool.num_pages,
         raw_logprobs=args.logprobs_mode == "raw",
     )
-    shapes = tuple(
-        BatchShape(mode=mode, num_tokens=tokens, num_requests=requests, table_width=buckets.table_width)
-        for mode, tokens, requests in buckets.all_shapes()
-    )
-    sizes = RunnerConfig(pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=config.vocab_size)
-    runner = ModelRunner(state, spec, sizes)
+    runner = ModelRunner(state, spec, _runner_config(args, buckets, plan, config.vocab_size))
 
     def new_core() -> EngineCore:
         capturer = RoutedExpertsCapturer.create(
@@ -116,13 +122,19 @@ def assemble(
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
         compared = check_determinism(new_core, vocab_size=config.vocab_size, context_length=context_length, backends=names)
         clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
-    return Assembly(core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size)
+    return Assembly(
+        core=core,
+        plan=plan,
+        buckets=buckets,
+        context_length=context_length,
+        capture=capture,
+        vocab_size=config.vocab_size,
+        prefix_cache=not args.disable_radix_cache,
+    )
 
 
-def _load(
-    args: ServerArgs, model: Decoder | None, clock: PhaseClock, load_format: str
-) -> tuple[DecoderConfig, nnx.GraphDef[Any], nnx.State[Any, Any]]:
-    """The model's config, checked against what is asked of it, and then its weights on the device."""
+def _open(args: ServerArgs, model: Decoder | None, load_format: str) -> tuple[ModelFolder | None, DecoderConfig]:
+    """The checkpoint, if it is one that is served, and the model's config, checked against what is asked of it."""
     folder = None
     if model is None:
         if args.model_path is None:
@@ -135,28 +147,45 @@ def _load(
         raise CaptureUnsupportedError(
             f"enable_return_routed_experts=True, but {args.model_path or 'this model'} has no MoE layer; serve it without the flag"
         )
-    clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens")
-    if folder is not None:
-        model = folder.load(folder.dtype(args.dtype))
-    graphdef, state = nnx.split(model)
-    jax.block_until_ready(state)
-    clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
-    return config, graphdef, state
+    return folder, config
+
+
+def _without_prefixes(args: ServerArgs, config: DecoderConfig) -> ServerArgs:
+    """Turn the prefix cache off for a model whose layers keep states."""
+    if config.cache.recurrent is None or args.disable_radix_cache:
+        return args
+    logger.info("prefixes are not cached: %d layers keep a state, which cannot be cut where a prefix ends", config.cache.num_recurrent)
+    return dataclasses.replace(args, disable_radix_cache=True)
+
+
+def _runner_config(args: ServerArgs, buckets: Buckets, plan: MemoryPlan, vocab_size: int) -> RunnerConfig:
+    shapes = tuple(
+        BatchShape(mode=mode, num_tokens=tokens, num_requests=requests, table_width=buckets.table_width)
+        for mode, tokens, requests in buckets.all_shapes()
+    )
+    return RunnerConfig(pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=vocab_size)
 
 
 def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
     """The pool's shapes before its size is known. Keys and values have the weights' dtype, but float32 holds those of bfloat16
-    on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are the same."""
+    on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are the same. On TPU a row is
+    a whole number of lanes, with zeros beside narrower heads: else the compiler lays the pool out anew in every layer."""
+    lanes = TPU_LANES if jax.default_backend() == "tpu" and not config.cache.latent else 1
     dtype = jnp.result_type(jax.tree.leaves(state)[0])
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         dtype = jnp.dtype("float32")
+    cache = config.cache
     return KVPoolSpec(
-        num_layers=config.num_layers,
+        num_layers=cache.num_layers,
         num_pages=0,
         page_size=args.page_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=-(-cache.head_dim // lanes) * lanes,
         dtype=dtype,
+        latent=cache.latent,
+        num_recurrent=cache.num_recurrent,
+        recurrent=cache.recurrent,
+        num_requests=args.running_limit + 1,
     )
 
 

@@ -10,9 +10,11 @@ import jax
 
 from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.layers.attention import ATTENTION_BACKENDS, AttentionBackend
+from routed_experts.layers.attention import AttentionBackend
+from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
+from routed_experts.models.interface import PLAIN, Needs
 
 T = TypeVar("T")
 
@@ -66,6 +68,18 @@ def _gpu_attention() -> AttentionBackend:
     return GPU_ATTENTION
 
 
+def _tpu_kernels() -> Kernels:
+    from routed_experts.layers.tpu.backends import TPU_KERNELS
+
+    return TPU_KERNELS
+
+
+def _tpu_attention() -> AttentionBackend:
+    from routed_experts.layers.tpu.backends import TPU_ATTENTION
+
+    return TPU_ATTENTION
+
+
 def _given(value: T) -> Offer[T]:
     return Offer(load=lambda: value)
 
@@ -73,17 +87,16 @@ def _given(value: T) -> Offer[T]:
 KERNELS: Mapping[str, Offer[Kernels]] = MappingProxyType(
     {name: _given(Kernels(moe=backend)) for name, backend in MOE_BACKENDS.items()}
     | {"native": Offer(load=_native_kernels, platform="cpu", why_not=_why_not_native)}
-    | {"gpu": Offer(load=_gpu_kernels, platform="gpu")}
+    | {"gpu": Offer(load=_gpu_kernels, platform="gpu"), "tpu": Offer(load=_tpu_kernels, platform="tpu")}
 )
 ATTENTION: Mapping[str, Offer[AttentionBackend]] = MappingProxyType(
     {name: _given(backend) for name, backend in ATTENTION_BACKENDS.items()}
     | {"native": Offer(load=_native_attention, platform="cpu", why_not=_why_not_native)}
-    | {"gpu": Offer(load=_gpu_attention, platform="gpu")}
+    | {"gpu": Offer(load=_gpu_attention, platform="gpu"), "tpu": Offer(load=_tpu_attention, platform="tpu")}
 )
-# What `auto` takes, best first; the first that this machine can run.
-AUTO_MOE: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native", "tiled"), "gpu": ("gpu",)})
-AUTO_ATTENTION: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native", "paged"), "gpu": ("gpu",)})
-ANYWHERE_MOE, ANYWHERE_ATTENTION = ("tiled",), ("paged",)
+# What `auto` takes: the platform's own kernels where this machine can run them and they can do what the model needs; else plain ones.
+OWN: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native",), "gpu": ("gpu",), "tpu": ("tpu",)})
+PLAIN_MOE, PLAIN_ATTENTION = ("tiled",), ("paged",)
 DETERMINISTIC = ("reference",)  # rows that do not depend on one another
 
 
@@ -98,15 +111,23 @@ class BackendRegistry:
         """The same registry with one more MoE backend."""
         return dataclasses.replace(self, moe=MappingProxyType({**self.moe, backend.name: _given(Kernels(moe=backend))}))
 
-    def choose(self, args: ServerArgs, *, platform: str | None = None) -> tuple[Kernels, AttentionBackend]:
-        """The backends that `args` name, for `platform` (the default device's). Deterministic mode runs on `reference` alone; a
-        backend that hides the ids it runs is refused with capture on. Raises ConfigError, CaptureUnsupportedError."""
+    def choose(self, args: ServerArgs, needs: Needs = PLAIN, *, platform: str | None = None) -> tuple[Kernels, AttentionBackend]:
+        """The backends that `args` name, for a model that `needs` some things and for `platform` (the default device's).
+        Deterministic mode runs on `reference` alone; a backend that hides the ids it runs is refused with capture on. Raises
+        ConfigError, CaptureUnsupportedError."""
         where = platform or jax.default_backend()
-        moe_auto, attention_auto = (AUTO_MOE.get(where, ANYWHERE_MOE), AUTO_ATTENTION.get(where, ANYWHERE_ATTENTION))
+        moe_auto, attention_auto = ((*OWN.get(where, ()), *plain) for plain in (PLAIN_MOE, PLAIN_ATTENTION))
         if args.deterministic:
             moe_auto = attention_auto = DETERMINISTIC
-        kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, where)
-        attention = _pick("attention_backend", args.attention_backend, self.attention, attention_auto, where)
+
+        def experts_lacking(kernels: Kernels) -> frozenset[str]:
+            return needs.experts - kernels.moe.features
+
+        def attention_lacking(attention: AttentionBackend) -> frozenset[str]:
+            return needs.attention if attention.special is None else frozenset()
+
+        kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, where, experts_lacking)
+        attention = _pick("attention_backend", args.attention_backend, self.attention, attention_auto, where, attention_lacking)
         if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
             raise CaptureUnsupportedError(
                 f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded; choose "
@@ -115,16 +136,22 @@ class BackendRegistry:
         return kernels, attention
 
 
-def _pick(field: str, name: str, offers: Mapping[str, Offer[T]], auto: tuple[str, ...], platform: str) -> T:
+def _pick(
+    field: str, name: str, offers: Mapping[str, Offer[T]], auto: tuple[str, ...], platform: str, lacking: Callable[[T], frozenset[str]]
+) -> T:
+    """The backend of that name, or the first of `auto` that this machine can run and that lacks nothing of what the model needs."""
     if name == "auto":
-        runs = next(choice for choice in auto if offers[choice].refusal(platform) is None)
-        return offers[runs].load()
+        able = (offers[choice].load() for choice in auto if offers[choice].refusal(platform) is None)
+        return next(backend for backend in able if not lacking(backend))
     if name not in offers:
         raise ConfigError(f"{field}={name!r} is unknown; choose auto or one of {', '.join(sorted(offers))}")
     refusal = offers[name].refusal(platform)
     if refusal is not None:
         raise ConfigError(f"{field}={name!r} cannot run here: {refusal}; or choose auto")
-    return offers[name].load()
+    backend = offers[name].load()
+    if words := lacking(backend):
+        raise ConfigError(f"{field}={name!r} cannot do {', '.join(sorted(words))}, which this model has; choose auto")
+    return backend
 
 
 DEFAULT_BACKENDS = BackendRegistry()

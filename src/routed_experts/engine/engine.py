@@ -24,6 +24,7 @@ from routed_experts.engine.call import Call
 from routed_experts.engine.door import Door, Limits, is_nested
 from routed_experts.engine.loop import EngineLoop
 from routed_experts.engine.tokenizer import Tokenizer
+from routed_experts.execution.program_cache import keep_programs
 from routed_experts.models.config_reader import eos_token_ids_of
 from routed_experts.models.interface import Decoder
 
@@ -51,6 +52,7 @@ class Engine:
         args, clock = self.server_args, PhaseClock(on_phase)
         self._tokenizer = _tokenizer_of(args)
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
+        keep_programs()
         self._assembly = assemble(args, model=model, registry=registry, clock=clock, load_format=load_format)
         self._loop = EngineLoop(self._assembly.core)
         self.phases = tuple(clock.phases)
@@ -133,6 +135,7 @@ class Engine:
             **dataclasses.asdict(self.server_args),
             "context_length": self._assembly.context_length,
             "memory_plan": self.memory_plan,
+            "prefix_cache": self._assembly.prefix_cache,
             "phases": {phase.name: phase.seconds for phase in self.phases},
             "requests_accepted": core.ledger.accepted,
             "requests_finished": dict(core.ledger.finished),

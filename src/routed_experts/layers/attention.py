@@ -68,6 +68,11 @@ class AttentionBackend:
         ]
         | None
     ) = None
+    special: Callable[..., Float[Array, "N H V"]] | None = None  # the same with AttentionTraits; None: plain attention alone
+
+    def with_special(self, special: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
+        """The same backend with a way to attend by traits, unless it brings its own."""
+        return self if self.special is not None else dataclasses.replace(self, special=special)
 
 
 def write_kv(
@@ -81,36 +86,8 @@ def write_kv(
     page_size = pool.shape[1]
     page = jnp.where(batch.valid, batch.page_table[batch.token_rows, batch.positions // page_size], 0)
     both = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])  # [N, 2G, C]
+    both = jnp.pad(both, ((0, 0), (0, 0), (0, pool.shape[3] - both.shape[2])))  # on TPU a pool is as wide as its lanes
     return pool.at[first_page + page, batch.positions % page_size].set(both.astype(pool.dtype))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PagedAttend:
-    """The attention that a served model is given: writes to the pool and attends to it. `num_pages`: of one layer."""
-
-    backend: AttentionBackend
-    batch: PagedBatch
-    num_pages: int
-
-    def __call__(
-        self,
-        queries: Float[Array, "N H C"],
-        keys: Float[Array, "N G C"],
-        values: Float[Array, "N G C"],
-        pool: Float[Array, "LP page 2G C"],
-        layer: Int[Array, ""],
-    ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-        """Write the new keys and values, then attend."""
-        first_page = layer * self.num_pages
-        pool = write_kv(pool, keys, values, first_page, self.batch)
-        return self.backend.run(queries, pool, first_page, self.batch), pool
-
-    def from_projected(
-        self, projected: Projected, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""]
-    ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-        """The same from the projection's own output, for a backend that does it all."""
-        assert self.backend.fused is not None, self.backend.name
-        return self.backend.fused(projected, pool, layer, self.batch, self.num_pages)
 
 
 def attend_all(
@@ -126,11 +103,13 @@ def attend_all(
     return jnp.einsum("ngrt,ntgc->ngrc", weights, values).reshape(queries.shape).astype(queries.dtype)
 
 
-def gather_pages(pool: Float[Array, "LP page 2G C"], pages: Int[Array, "B W"]) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]:
-    """Give the keys and values of the listed pages, page after page."""
+def gather_pages(
+    pool: Float[Array, "LP page 2G C"], pages: Int[Array, "B W"], head_dim: int | None = None
+) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]:
+    """Give the keys and values of the listed pages, page after page; of a pool that is wider than the heads, `head_dim` numbers."""
     # As rows of C: else, with fewer than 4 kv heads, the TPU compiler turns the whole pool around in every layer before it gathers.
     both = jnp.take(pool.reshape(pool.shape[0], -1, pool.shape[3]), pages, axis=0)
-    both = both.reshape(pages.shape[0], -1, pool.shape[2] // 2, 2, pool.shape[3])
+    both = both.reshape(pages.shape[0], -1, pool.shape[2] // 2, 2, pool.shape[3])[..., :head_dim]
     return both[..., 0, :], both[..., 1, :]
 
 
@@ -138,7 +117,7 @@ def reference_attention(
     queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
 ) -> Float[Array, "N H C"]:
     """Gather every page of each token's request, at full width: no row's result depends on another row."""
-    keys, values = gather_pages(pool, first_page + batch.page_table[batch.token_rows])
+    keys, values = gather_pages(pool, first_page + batch.page_table[batch.token_rows], queries.shape[2])
     seen = jnp.arange(keys.shape[1]) <= batch.positions[:, None]
     return attend_all(queries, keys, values, seen)
 
@@ -193,7 +172,7 @@ def _decode_attention(
 
     def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
         listed = first_page + lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
-        keys, values = (x.astype(jnp.float32) for x in gather_pages(pool, listed))  # [B, T, G, C]
+        keys, values = (x.astype(jnp.float32) for x in gather_pages(pool, listed, head_dim))  # [B, T, G, C]
         scores = jnp.einsum("bgrc,btgc->btgr", wide, keys)
         seen = index * block + jnp.arange(block) < batch.seq_lens[:, None]
         scores, values = (jnp.where(seen[:, :, None, None], *pair) for pair in ((scores, NEVER), (values, 0.0)))
@@ -231,7 +210,7 @@ def _ragged_attention(
 
         def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
             listed = lax.dynamic_slice(table, (row, index * pages), (1, pages))
-            keys, values = gather_pages(pool, first_page + listed)
+            keys, values = gather_pages(pool, first_page + listed, head_dim)
             keys, values = (jnp.swapaxes(x[0], 0, 1).astype(jnp.float32) for x in (keys, values))  # [G, T, C]
             places = index * block + jnp.arange(block)
             seen, values = places <= at[:, None], jnp.where((places <= positions[end - 1])[:, None], values, 0.0)

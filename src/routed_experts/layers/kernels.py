@@ -14,8 +14,9 @@ from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FusedRouter:
     """Top-k, weights and the write of the executed ids into the step's block as one kernel: (logits [N E], rows to replay, block
-    [MK N] or None, MoE layer, spec) -> (routing, block). It must decide as `replay_topk` does, ties included. `linear`, where there
-    is one, makes the logits from the routers of the whole run."""
+    [MK N] or None, MoE layer, spec) -> (routing, block). It must decide as `replay_topk` does, ties included. `can` says which laws
+    it knows; routers of others run as plain array code. `linear`, where there is one, makes the logits from the routers of the whole
+    run."""
 
     name: str
     run: Callable[
@@ -23,6 +24,7 @@ class FusedRouter:
         tuple[Routing, Int[Array, "MK N"] | None],
     ]
     linear: LinearBackend | None = None
+    can: Callable[[RouterSpec], bool] = lambda spec: spec.is_plain
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

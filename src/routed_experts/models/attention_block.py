@@ -6,8 +6,9 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.attention import PagedAttend, Projected
+from routed_experts.layers.attention import Projected
 from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.rotary import apply_rotary
 from routed_experts.models.interface import Attend
 

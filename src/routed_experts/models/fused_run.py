@@ -12,10 +12,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
-from routed_experts.layers.attention import PagedAttend, Projected
+from routed_experts.layers.attention import Projected
 from routed_experts.layers.kernels import FusedSteps, Kernels
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.interface import Attend, TokenRouting
 from routed_experts.models.sparse_block import route
@@ -47,11 +48,14 @@ class StepArrays:
     valid: Bool[Array, " N"]
 
 
-def runs_fused(kernels: Kernels, attend: Attend, routed: TokenRouting | None, num_tokens: int) -> FusedSteps | None:
-    """The fused steps, where this step can take them: no rows to replay, paged attention that takes projections, few tokens."""
+def runs_fused(kernels: Kernels, attend: Attend, routed: TokenRouting | None, num_tokens: int, spec: RouterSpec) -> FusedSteps | None:
+    """The fused steps, where this step can take them: no rows to replay, paged attention that takes projections, a law
+    that the fused router knows, few tokens."""
     takes_projected = isinstance(attend, PagedAttend) and attend.backend.fused is not None
-    fused = kernels.fused
-    return fused if fused is not None and takes_projected and routed is None and num_tokens <= fused.most_tokens else None
+    fused, router = kernels.fused, kernels.router
+    if fused is None or router is None or not router.can(spec) or not takes_projected or routed is not None:
+        return None
+    return fused if num_tokens <= fused.most_tokens else None
 
 
 def fused_run(

@@ -17,18 +17,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.layers.attention import PagedAttend
+from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.moe import gated
 from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.rotary import rotary_angles
 from routed_experts.layers.routing import LayerRouting, RouterSpec
 from routed_experts.models.attention_block import HeadNorms, mix_values
 from routed_experts.models.checkpoint import WeightSource
 from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.fused_run import RunArrays, StepArrays, fused_run, runs_fused
-from routed_experts.models.interface import Attend, TokenRouting
+from routed_experts.models.interface import PLAIN, Attend, Needs, TokenRouting
 from routed_experts.models.sparse_block import ExpertWeights, route, router_logits, routes_in_place, run_experts
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
@@ -52,6 +53,7 @@ class Qwen3MoeConfig:
     norm_eps: float
     tie_embeddings: bool
     context_length: int
+    needs: Needs = PLAIN
 
     @property
     def capture_spec(self) -> CaptureSpec | None:
@@ -60,6 +62,10 @@ class Qwen3MoeConfig:
             return None
         experts, top_k = self.router.num_experts, self.router.top_k
         return CaptureSpec(num_hidden_layers=self.num_layers, layer_ids=self.moe_layers, num_experts=experts, top_k=top_k)
+
+    @property
+    def cache(self) -> CacheLayout:
+        return CacheLayout(num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -164,6 +170,7 @@ class Qwen3Moe(nnx.Module):
         self.runs = nnx.List([DecoderRun(config, first, end, rngs=rngs, dtype=dtype) for first, end in config.runs])
         self.norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
         self.head = None if config.tie_embeddings else _normal(rngs, (config.hidden_size, config.vocab_size), dtype)
+        self.head_bias = None
 
     def logits(self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR) -> Float[Array, "N V"]:
         """Scores of the vocabulary, float32."""
@@ -192,7 +199,7 @@ class Qwen3Moe(nnx.Module):
         shared = LayerInputs(cos=cos, sin=sin, valid=valid)
         x = jnp.take(self.embed[...], tokens, axis=0)
         first_moe, normed = 0, None
-        fused = runs_fused(kernels, attend, routed, tokens.shape[0])
+        fused = runs_fused(kernels, attend, routed, tokens.shape[0], config.router)
         for run in self.runs:
             if fused is not None and isinstance(attend, PagedAttend) and run.router is not None:
                 arrays, step = run.arrays(self.norm[...], eps=config.norm_eps), StepArrays(cos=cos, sin=sin, valid=valid)

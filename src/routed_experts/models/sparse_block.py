@@ -22,6 +22,8 @@ class ExpertWeights:
     gate_up: Float[Array, "RE D 2F"]
     down: Float[Array, "RE F D"]
     first: Int[Array, ""]
+    gate_up_bias: Float[Array, "RE 2F"] | None = None
+    down_bias: Float[Array, "RE D"] | None = None
 
 
 def routes_in_place(kernels: Kernels) -> bool:
@@ -47,23 +49,34 @@ def route(
     *,
     spec: RouterSpec,
     kernels: Kernels,
+    bias: Float[Array, " E"] | None = None,
 ) -> tuple[Routing, _RoutedExpertsDeviceCache | None]:
-    """Decide the experts of each token and write their ids down under the layer's column."""
-    if kernels.router is not None:
+    """Decide the experts of each token and write their ids down under the layer's column. `bias` moves the choice alone."""
+    if kernels.router is not None and kernels.router.can(spec):
         block = None if capture is None else capture.ids
         routing, block = kernels.router.run(logits, routed, block, column, spec)
         if capture is not None and block is not None:
             capture = dataclasses.replace(capture, ids=block)
         return routing, capture
-    routing = replay_topk(logits, routed, spec=spec)
+    routing = replay_topk(logits, routed, spec=spec, bias=bias)
     if capture is not None:
         capture = capture.capture_fwd_routed_experts(column, routing.ids)
     return routing, capture
 
 
 def run_experts(
-    x: Float[Array, "N D"], routing: Routing, valid: Bool[Array, " N"], experts: ExpertWeights, *, spec: RouterSpec, kernels: Kernels
+    x: Float[Array, "N D"],
+    routing: Routing,
+    valid: Bool[Array, " N"],
+    experts: ExpertWeights,
+    *,
+    spec: RouterSpec,
+    kernels: Kernels,
+    activation: str = "silu",
 ) -> Float[Array, "N D"]:
     """Run exactly the experts of `routing`."""
-    call = ExpertCall(x, routing.ids, routing.weights, valid, experts.gate_up, experts.down, experts.first, spec.num_experts)
+    call = ExpertCall(
+        x, routing.ids, routing.weights, valid, experts.gate_up, experts.down, experts.first, spec.num_experts,
+        experts.gate_up_bias, experts.down_bias, activation,
+    )  # fmt: skip
     return kernels.moe.run(call)

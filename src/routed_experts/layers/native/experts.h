@@ -50,10 +50,12 @@ inline void gate(const float* both, int64_t width, float* hidden) {  // [2F] -> 
 }
 
 template <class T>
-void run_piece(const ExpertShape& s, const Piece& piece, const int32_t* order, const T* x, const T* gate_up, const T* down, float* outputs) {
+void run_piece(const ExpertShape& s, const Piece& piece, const int32_t* order, const T* x, const T* gate_up, const T* down,
+               float* outputs) {
   thread_local Scratch row_scratch, both_scratch, hidden_scratch;
   const int64_t count = piece.end - piece.begin, expert = s.first + piece.expert, wide = 2 * s.width, step = wide + kPad;
-  float *rows = row_scratch.floats(count * s.hidden), *hidden = hidden_scratch.floats(count * s.width), *both = both_scratch.zeros(count * step);
+  float *rows = row_scratch.floats(count * s.hidden), *hidden = hidden_scratch.floats(count * s.width);
+  float* both = both_scratch.zeros(count * step);
   for (int64_t i = 0; i < count; i++) convert(x + order[piece.begin + i] / s.top_k * s.hidden, rows + i * s.hidden, s.hidden);
   product(count, rows, s.hidden, gate_up + expert * s.hidden * wide, wide, s.hidden, wide, both, step);
   for (int64_t i = 0; i < count; i++) gate(both + i * step, s.width, hidden + i * s.width);

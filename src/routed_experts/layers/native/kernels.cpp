@@ -2,6 +2,8 @@
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
+#include "prepare.h"
+#include "router.h"
 
 namespace ffi = xla::ffi;
 
@@ -72,6 +74,48 @@ ffi::Error run_attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyB
   });
 }
 
+// `cache` comes back as `written`, the same memory.
+ffi::Error run_prepare(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::S32> layer,
+                       ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer cache, ffi::Buffer<ffi::S32> first_page,
+                       ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> token_rows, ffi::Buffer<ffi::PRED> valid,
+                       ffi::Buffer<ffi::S32> page_table, ffi::Result<ffi::AnyBuffer> queries, ffi::Result<ffi::AnyBuffer> written,
+                       float eps) {
+  const auto q = queries->dimensions(), kv = cache.dimensions(), table = page_table.dimensions(), norms = q_norm.dimensions();
+  const PrepareShape shape{q[0], q[1], kv[2] / 2, q[2], table[1], kv[1], first_page.typed_data()[0], layer.typed_data()[0], eps};
+  if (cache.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the KV pool was copied");
+  if (shape.layer < 0 || shape.layer >= norms[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
+  return of_dtype(qkv.element_type(), [&](auto type) {
+    using T = decltype(type);
+    const PrepareInputs<T> inputs{at<T>(qkv), at<T>(q_norm), at<T>(k_norm), cos.typed_data(), sin.typed_data(),
+                                  positions.typed_data(), token_rows.typed_data(), page_table.typed_data(), valid.typed_data()};
+    return of_dtype(cache.element_type(), [&](auto stored) {
+      prepare(pool, shape, inputs, at<T>(queries), at<decltype(stored)>(written));
+      return ffi::Error::Success();
+    });
+  });
+}
+
+ffi::Error run_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Result<ffi::Buffer<ffi::S32>> ids,
+                      ffi::Result<ffi::Buffer<ffi::F32>> weights, bool renormalize) {
+  const auto rows = logits.dimensions();
+  const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize};
+  route(pool, shape, logits.typed_data(), ids->typed_data(), weights->typed_data(), nullptr);
+  return ffi::Error::Success();
+}
+
+// `block` comes back as `written`, the same memory.
+ffi::Error run_recording_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> block,
+                                ffi::Buffer<ffi::S32> layer, ffi::Result<ffi::Buffer<ffi::S32>> ids, ffi::Result<ffi::Buffer<ffi::F32>> weights,
+                                ffi::Result<ffi::Buffer<ffi::S32>> written, bool renormalize) {
+  const auto rows = logits.dimensions();
+  const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize};
+  const int64_t first = layer.typed_data()[0] * shape.top_k;
+  if (block.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the block of ids was copied");
+  if (first < 0 || first + shape.top_k > block.dimensions()[0]) return ffi::Error::InvalidArgument("the layer lies outside the block");
+  route(pool, shape, logits.typed_data(), ids->typed_data(), weights->typed_data(), written->typed_data() + first * shape.tokens);
+  return ffi::Error::Success();
+}
+
 }  // namespace rex
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexExperts, rex::run_experts,
@@ -105,3 +149,41 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexAttention, rex::run_attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexPrepare, rex::run_prepare,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexRouter, rex::run_router,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("renormalize"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexRecordingRouter, rex::run_recording_router,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Attr<bool>("renormalize"));

@@ -13,10 +13,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import jaxlib
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
@@ -35,8 +35,13 @@ def compiler() -> tuple[str, ...] | None:
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept."""
-    return Path.home() / ".cache" / "routed_experts" / "native"
+    """Where compiled libraries are kept; a fresh folder of this process alone where the user's cache cannot be written."""
+    folder = Path.home() / ".cache" / "routed-experts" / "native"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="routed-experts-"))
+    return folder
 
 
 @functools.cache
@@ -55,10 +60,8 @@ def library() -> ctypes.CDLL:
     command = compiler()
     if command is None:
         raise OSError("no C++ compiler was found (looked for c++, g++, clang++); install one, or `pip install ziglang`")
-    folder = cache_folder()
-    file = folder / f"{_checksum(command)}.so"
+    file = cache_folder() / f"{_checksum(command)}.so"
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
         compile_library(command, file)
     return ctypes.CDLL(str(file))
 
@@ -81,7 +84,7 @@ def _vectors() -> tuple[str, ...]:
 def _checksum(command: tuple[str, ...]) -> str:
     told = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
     sources = [file.read_text() for file in sorted(HERE.glob("*.h")) + sorted(HERE.glob("*.cpp"))]
-    parts = [*sources, *FLAGS, jaxlib.__version__, told, platform.machine(), _processor()]
+    parts = [*sources, *FLAGS, version("jaxlib"), told, platform.machine(), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
