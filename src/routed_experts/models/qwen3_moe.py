@@ -108,16 +108,6 @@ class Qwen3MoeConfig:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerInputs:
-    """What every layer of a step shares."""
-
-    cos: Float[Array, "N C"]
-    sin: Float[Array, "N C"]
-    valid: Bool[Array, " N"]
-
-
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[Array]:
     return nnx.Param((jax.random.normal(rngs.params(), shape) * 0.02).astype(dtype))
 
@@ -196,16 +186,16 @@ class Qwen3Moe(nnx.Module):
         """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in it."""
         config = self.config
         cos, sin = rotary_angles(positions, head_dim=config.head_dim, theta=config.rope_theta)
-        shared = LayerInputs(cos=cos, sin=sin, valid=valid)
+        shared = StepArrays(cos=cos, sin=sin, valid=valid)
         x = jnp.take(self.embed[...], tokens, axis=0)
         first_moe, normed = 0, None
         fused = runs_fused(kernels, attend, routed, tokens.shape[0], config.router)
         for run in self.runs:
             if fused is not None and isinstance(attend, PagedAttend) and run.router is not None:
-                arrays, step = run.arrays(self.norm[...], eps=config.norm_eps), StepArrays(cos=cos, sin=sin, valid=valid)
+                arrays = run.arrays(self.norm[...], eps=config.norm_eps)
                 places = {"first_layer": run.first, "first_column": first_moe}
                 x, normed, cache, capture = fused_run(
-                    x, arrays, step, attend, cache, capture, **places, spec=config.router, kernels=kernels, fused=fused
+                    x, arrays, shared, attend, cache, capture, **places, spec=config.router, kernels=kernels, fused=fused
                 )
                 first_moe += run.length
                 continue
@@ -225,7 +215,7 @@ class Qwen3Moe(nnx.Module):
         return rms_norm(x, self.norm[...], eps=config.norm_eps) if normed is None else normed, cache, capture
 
     def _layer(
-        self, run: DecoderRun, shared: LayerInputs, attend: Attend, kernels: Kernels, routed: TokenRouting | None
+        self, run: DecoderRun, shared: StepArrays, attend: Attend, kernels: Kernels, routed: TokenRouting | None
     ) -> Callable[[Any, Any], tuple[Any, None]]:
         """The body of a run's scan: one decoder layer."""
         config = self.config
