@@ -112,7 +112,7 @@ def test_whole_sequences_are_the_loop_segment_by_segment_and_differentiable(name
 
 
 def test_latent_rows_are_written_where_the_table_says_and_padding_to_page_0():
-    queries, pool, batch, kept, num_tokens = step_of("chunks and decode", latent=True)
+    queries, pool, batch, _, num_tokens = step_of("chunks and decode", latent=True)
     rows = jnp.asarray(np.random.default_rng(2).standard_normal((queries.shape[0], 1, DIM)), jnp.float32)
     written = np.asarray(jax.jit(write_latent)(jnp.asarray(pool), rows, jnp.asarray(PAGES, jnp.int32), batch))
     same = np.isnan(pool) & np.isnan(written) | (pool == written)
