@@ -58,7 +58,7 @@ class Oracle:
         import torch
         import transformers
 
-        self.case = case
+        self.case, self.folder = case, Path(folder)
         config = getattr(transformers, case.settings or f"{case.name}Config")(**{**SIZES, **case.config})
         torch.manual_seed(case.seed)
         config._attn_implementation = "eager"
@@ -303,6 +303,7 @@ CASES = {
         Case("Llama", dict(rope_parameters=dict(
             rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64,
         )), layer_ids=()),
+        Case("Mistral", dict(head_dim=16, sliding_window=20), layer_ids=()),
         Case("Qwen2", {}, layer_ids=()),
         Case("Qwen3", dict(head_dim=24, tie_word_embeddings=True), layer_ids=()),
     )
