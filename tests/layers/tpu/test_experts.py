@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from routed_experts.core.errors import ConfigError
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.tpu.experts import FEW_ROWS, few_rows_experts, fused_experts, sorted_experts
-from routed_experts.layers.tpu.plan import BEGIN, END, EXPERT, TILE, TOKEN_TILE, TOTAL, PlanForm, plan_visits
+from routed_experts.layers.tpu.plan import BEGIN, END, EXPERT, TILE, TOKEN_TILE, PlanForm, plan_visits
 
 PATHS = {"few rows": few_rows_experts, "sorted": sorted_experts}
 RUN = {name: jax.jit(functools.partial(path, interpret=True)) for name, path in PATHS.items()}
@@ -159,8 +160,19 @@ def test_a_plan_lists_every_expert_with_rows_on_each_tile_that_holds_them(shape,
     most = experts + (-(-num_tokens * top_k // tile) if tile else 0)
     form = PlanForm(num_experts=experts, max_visits=most, tile=tile)
     run = jax.jit(functools.partial(plan_visits, form=form, interpret=True))
-    for outside, share in ((-1, 0.8), (experts, 0.3), (experts, 0.0)):
-        keys = np.where(rng.random((top_k, num_tokens)) < share, rng.integers(0, experts, (top_k, num_tokens)), outside).astype(np.int32)
-        plan, wanted = np.asarray(run(jnp.asarray(keys))), visits_of(keys, experts, tile)
-        assert np.all(plan[TOTAL] == len(wanted))
-        assert [tuple(map(int, column)) for column in plan[[EXPERT, TILE, BEGIN, END], : len(wanted)].T] == wanted
+    for chosen, share in ((experts, 0.8), (1, 0.3), (experts, 0.0)):
+        ids, valid = rng.integers(0, chosen, (top_k, num_tokens)).astype(np.int32), rng.random((1, num_tokens)) < share
+        plan, total = run(jnp.asarray(ids), jnp.asarray(valid.astype(np.int32)))
+        wanted = visits_of(np.where(valid, ids, -1), experts, tile)
+        assert total == max(1, len(wanted))
+        assert [tuple(map(int, column)) for column in np.asarray(plan)[[EXPERT, TILE, BEGIN, END], : len(wanted)].T] == wanted
+        assert wanted or not np.any(plan[jnp.asarray([BEGIN, END])])
+
+
+def test_experts_that_fit_no_memory_and_cannot_be_cut_are_refused():
+    abstract = {"x": (4, 4096), "ids": (4, 2), "weights": (4, 2), "valid": (4,), "gate_up": (8, 4096, 4000), "down": (8, 2000, 4096)}
+    dtypes = {"ids": jnp.int32, "valid": jnp.bool_}
+    arrays = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in abstract.items()}
+    call = ExpertCall(**arrays, first_expert=jax.ShapeDtypeStruct((), jnp.int32), num_experts=8)
+    with pytest.raises(ConfigError, match=r"4096 by 2000.*no multiple of 128.*choose moe_backend='tiled'"):
+        jax.eval_shape(fused_experts, call)

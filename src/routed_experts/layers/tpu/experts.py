@@ -18,8 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
+from routed_experts.core.errors import ConfigError
 from routed_experts.layers.moe import ExpertCall
-from routed_experts.layers.tpu.plan import BEGIN, END, EXPERT, TILE, TOTAL, PlanForm, plan_visits
+from routed_experts.layers.tpu.plan import BEGIN, END, EXPERT, TILE, PlanForm, plan_visits
 
 FEW_ROWS = 256  # a chip multiplies about 240 rows (v5e) to 560 (v6e) in the time that it takes to read an expert
 ROW_TILE = 128
@@ -47,8 +48,8 @@ def few_rows_experts(call: ExpertCall, *, weight_bytes: int = WEIGHT_BYTES, inte
     """Every expert that was chosen, on all rows; each row adds up what it chose."""
     (num_tokens, top_k), dim = call.ids.shape, call.x.shape[1]
     form = PlanForm(num_experts=call.num_experts, max_visits=min(call.num_experts, call.ids.size), tile=0)
-    keys = jnp.where(call.valid, call.ids.T, -1)
-    plan = plan_visits(keys, form, interpret=interpret)
+    ids, valid = call.ids.T, call.valid.astype(jnp.int32)[None]
+    plan, num_visits = plan_visits(ids, valid, form, interpret=interpret)
 
     def whole(rows: int, columns: int) -> pl.BlockSpec:
         return pl.BlockSpec((rows, columns), lambda visit, part, first, plan: (0, 0))
@@ -59,8 +60,9 @@ def few_rows_experts(call: ExpertCall, *, weight_bytes: int = WEIGHT_BYTES, inte
         _widths(call, weight_bytes),
         call,
         plan,
-        [call.x, keys, call.weights.T.astype(jnp.float32)],
-        [whole(num_tokens, dim), whole(top_k, num_tokens), whole(top_k, num_tokens)],
+        num_visits,
+        [call.x, ids, call.weights.T.astype(jnp.float32), valid],
+        [whole(num_tokens, dim), whole(top_k, num_tokens), whole(top_k, num_tokens), whole(1, num_tokens)],
         whole(num_tokens, dim),
         [pltpu.VMEM((num_tokens, dim), jnp.float32), *scratch],
         interpret,
@@ -73,7 +75,7 @@ def sorted_experts(call: ExpertCall, *, weight_bytes: int = WEIGHT_BYTES, interp
     keys = jnp.where(call.valid, call.ids.T, call.num_experts)
     slots = keys.size
     form = PlanForm(num_experts=call.num_experts, max_visits=pl.cdiv(slots, ROW_TILE) + call.num_experts, tile=ROW_TILE)
-    plan = plan_visits(keys, form, interpret=interpret)
+    plan, num_visits = plan_visits(call.ids.T, call.valid.astype(jnp.int32)[None], form, interpret=interpret)
     assert slots * (call.num_experts + 1) < 2**31, (slots, call.num_experts)
     numbers = jnp.arange(slots, dtype=jnp.int32)  # slot k*N + n
     order = lax.rem(lax.sort(keys.reshape(-1) * slots + numbers, is_stable=False), slots)
@@ -85,6 +87,7 @@ def sorted_experts(call: ExpertCall, *, weight_bytes: int = WEIGHT_BYTES, interp
         _widths(call, weight_bytes),
         call,
         plan,
+        num_visits,
         [rows],
         [tile],
         tile,
@@ -102,6 +105,12 @@ def _widths(call: ExpertCall, weight_bytes: int) -> _Widths:
     """The widest part of an expert that VMEM holds twice. Only whole tiles of columns can be fetched apart."""
     dim, width = call.x.shape[1], call.down.shape[1]
     if width % LANES:
+        whole = 6 * dim * width * call.gate_up.dtype.itemsize  # two experts
+        if whole > VMEM_BYTES // 2:
+            raise ConfigError(
+                f"experts of {dim} by {width} do not fit twice into {VMEM_BYTES // 2:,} bytes, and {width} columns are no multiple of "
+                f"{LANES}, so that they cannot be cut; choose moe_backend='tiled'"
+            )
         return _Widths(width=width, part=width, split=False)
     most = max(LANES, weight_bytes // (3 * dim * call.gate_up.dtype.itemsize))
     part = max(part for part in range(LANES, width + 1, LANES) if width % part == 0 and part <= most)
@@ -113,6 +122,7 @@ def _visit(
     widths: _Widths,
     call: ExpertCall,
     plan: Int[Array, "R V"],
+    num_visits: Int[Array, ""],
     operands: list[Any],
     specs: list[pl.BlockSpec],
     out_spec: pl.BlockSpec,
@@ -132,7 +142,7 @@ def _visit(
         functools.partial(kernel, widths=widths),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(jnp.maximum(plan[TOTAL, 0], 1), parts),
+            grid=(num_visits, parts),
             in_specs=[*specs, *gates, down],
             out_specs=out_spec,
             scratch_shapes=scratch,
@@ -165,18 +175,21 @@ def _run_part(x: Float[Array, "T D"], gate_refs: Any, down_ref: Any, widths: _Wi
     return jnp.dot(hidden, down_ref[0], preferred_element_type=jnp.float32)
 
 
-def _few_rows_kernel(_: Any, plan_ref: Any, x_ref: Any, keys_ref: Any, weights_ref: Any, *refs: Any, widths: _Widths) -> None:
-    *gate_refs, down_ref, out_ref, sum_ref, rows_keys_ref, rows_weights_ref = refs
+def _few_rows_kernel(
+    _: Any, plan_ref: Any, x_ref: Any, ids_ref: Any, weights_ref: Any, valid_ref: Any, *refs: Any, widths: _Widths
+) -> None:
+    *gate_refs, down_ref, out_ref, sum_ref, row_ids_ref, row_weights_ref = refs
     visit, part = pl.program_id(0), pl.program_id(1)
 
     @pl.when((visit == 0) & (part == 0))
     def _() -> None:
         sum_ref[...] = jnp.zeros_like(sum_ref)
-        rows_keys_ref[...], rows_weights_ref[...] = keys_ref[...].T, weights_ref[...].T
+        row_ids_ref[...] = jnp.where(valid_ref[...] != 0, ids_ref[...], -1).T
+        row_weights_ref[...] = weights_ref[...].T
 
-    mine: Bool[Array, "N K"] = rows_keys_ref[...] == plan_ref[EXPERT, visit]
+    mine: Bool[Array, "N K"] = row_ids_ref[...] == plan_ref[EXPERT, visit]
     chosen = jnp.sum(jnp.where(mine, 1.0, 0.0), axis=1, keepdims=True) > 0.0
-    weight = jnp.sum(jnp.where(mine, rows_weights_ref[...], 0.0), axis=1, keepdims=True)
+    weight = jnp.sum(jnp.where(mine, row_weights_ref[...], 0.0), axis=1, keepdims=True)
     outputs = _run_part(x_ref[...], gate_refs, down_ref, widths)
     sum_ref[...] += jnp.where(chosen, weight * outputs, 0.0)
 
