@@ -27,7 +27,7 @@ from routed_experts.layers.attention import ATTENTION_BACKENDS, AttentionBackend
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.layers.tpu.backends import TPU_ATTENTION, TPU_KERNELS
-from routed_experts.memory.kv_pool import KVPoolSpec
+from routed_experts.memory.kv_pool import KVPoolSpec, row_width
 from routed_experts.models.interface import Decoder, DecoderConfig
 from routed_experts.models.registry import ModelFolder
 from routed_experts.scheduling.scheduler import Scheduler
@@ -73,7 +73,6 @@ KERNELS: Mapping[str, Kernels] = MappingProxyType(
     {name: Kernels(moe=backend) for name, backend in MOE_BACKENDS.items()} | {"tpu": TPU_KERNELS}
 )
 ATTENTION: Mapping[str, AttentionBackend] = MappingProxyType({**ATTENTION_BACKENDS, "tpu": TPU_ATTENTION})
-TPU_LANES = 128
 PLATFORM_OF: Mapping[str, str] = MappingProxyType({"tpu": "tpu"})  # of backends that do not run everywhere
 AUTO_BACKENDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -194,9 +193,7 @@ def _load(args: ServerArgs, model: Decoder | None, clock: PhaseClock) -> tuple[D
 
 def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
     """The pool's shapes before its size is known. Keys and values have the weights' dtype, but float32 holds those of bfloat16
-    on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are the same. On TPU a row is
-    a whole number of lanes, with zeros beside narrower heads: else the compiler lays the pool out anew in every layer."""
-    lanes = TPU_LANES if jax.default_backend() == "tpu" else 1
+    on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are the same."""
     dtype = jnp.result_type(jax.tree.leaves(state)[0])
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         dtype = jnp.dtype("float32")
@@ -205,7 +202,7 @@ def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, An
         num_pages=0,
         page_size=args.page_size,
         num_kv_heads=config.num_kv_heads,
-        head_dim=-(-config.head_dim // lanes) * lanes,
+        head_dim=row_width(config.head_dim, jax.default_backend()),
         dtype=dtype,
     )
 

@@ -10,6 +10,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+TPU_LANES = 128
+
+
+def row_width(head_dim: int, platform: str) -> int:
+    """C of a pool for heads of `head_dim`: on a TPU whole rows of lanes, with zeros beside narrower heads, because its compiler would
+    else turn the whole pool around in every layer."""
+    return -(-head_dim // TPU_LANES) * TPU_LANES if platform == "tpu" else head_dim
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVPoolSpec:
