@@ -113,14 +113,14 @@ class Timing:
 class Prompts:
     """Random prompts, never twice the same, so that no prefix is cached."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self._noise, self._count = np.random.default_rng(seed), 0
+    def __init__(self, seed: int = 0, vocabulary: int = VOCABULARY) -> None:
+        self._noise, self._count, self._vocabulary = np.random.default_rng(seed), 0, vocabulary
 
-    def requests(self, batch: int, *, prompt: int, new: int, ask: bool, temperature: float = 0.0) -> list[Req]:
+    def requests(self, batch: int, *, prompt: int, new: int, ask: bool, temperature: float = 0.0, logprobs: bool = False) -> list[Req]:
         """`batch` requests of `prompt` random tokens that generate `new` each."""
-        return [self._request(prompt, new, ask, temperature) for _ in range(batch)]
+        return [self._request(prompt, new, ask, temperature, logprobs) for _ in range(batch)]
 
-    def _request(self, prompt: int, new: int, ask: bool, temperature: float) -> Req:
+    def _request(self, prompt: int, new: int, ask: bool, temperature: float, logprobs: bool) -> Req:
         self._count += 1
         rid = str(self._count)
         sampling = SamplingParams(temperature=temperature, max_tokens=new, seed=self._count).resolve()
@@ -128,12 +128,12 @@ class Prompts:
             rid=rid,
             group=rid,
             choice=0,
-            input_ids=self._noise.integers(0, VOCABULARY, size=prompt).astype(np.int32),
+            input_ids=self._noise.integers(0, self._vocabulary, size=prompt).astype(np.int32),
             sampling=sampling,
             stop_token_ids=frozenset(),
             extra_key=None,
             stream=False,
-            return_logprob=False,
+            return_logprob=logprobs,
             logprob_start_len=-1,
             top_logprobs_num=0,
             routed_experts=RoutedExpertsRequest(asked=ask),

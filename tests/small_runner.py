@@ -14,7 +14,7 @@ from oracles.full_sequence import FullSequence
 from oracles.worlds import model_of
 from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, ModelWorkerBatch, SamplerForm, SamplingColumns
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import DEFAULT_BACKENDS
+from routed_experts.engine.backends import DEFAULT_BACKENDS
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.programs import ProgramSpec

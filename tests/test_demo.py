@@ -40,7 +40,7 @@ def shown(request, tmp_path_factory):
 
 
 def test_every_phase_of_start_up_is_timed(shown):
-    for phase in ("import", "config", "load", "plan", "allocate", "compile", "ready"):
+    for phase in ("import", "kernels", "config", "load", "plan", "allocate", "compile", "ready"):
         assert re.search(rf"^  {phase} +\d+\.\d\d s  ", shown[1], re.MULTILINE), phase
     told = r"trace N\.N · lower N\.N · XLA N\.N · read cache N\.N s \(N programs from the cache, N compiled\)"
     assert re.search(told.replace("N", r"\d+"), shown[1])

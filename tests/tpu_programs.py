@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from routed_experts.core.model_worker_batch import ForwardMode, SamplerForm
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import DEFAULT_BACKENDS
+from routed_experts.engine.backends import DEFAULT_BACKENDS
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.model_runner import RunnerConfig, abstract_spoken, program_jobs
 from routed_experts.execution.programs import ProgramSpec, SpokenTokens

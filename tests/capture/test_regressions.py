@@ -26,8 +26,8 @@ from routed_experts.core.errors import (
     RoutingIncompleteError,
 )
 from routed_experts.core.routed_experts import RoutedExperts, sidecar_of
-from routed_experts.engine.assembly import BackendRegistry
-from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend, reference_experts
+from routed_experts.engine.backends import KERNELS, BackendRegistry
+from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.replay.forward import RoutedBatch, forward
 from tiny import tiny_config, tiny_tensors, write_tiny_tokenizer
 
@@ -75,7 +75,7 @@ def test_a_backend_that_hides_its_ids_is_refused_at_build(tokenizer):
         assert len(engine.generate("experts", GREEDY)["output_ids"]) == 12
 
 
-@pytest.mark.parametrize("backend", sorted(MOE_BACKENDS))
+@pytest.mark.parametrize("backend", sorted(KERNELS))
 def test_every_registered_backend_fills_every_row(backend):
     world, rng = tiny_world(moe_backend=backend), rng_of(1)
     drive = world.drive()

@@ -18,7 +18,7 @@ SWITCHES = [field.name for field in dataclasses.fields(ServerArgs) if field.type
 
 def test_defaults_are_a_configuration():
     args = ServerArgs()
-    assert (args.running_limit, args.prefill_limit) == (32, 256)
+    assert (args.running_limit, args.prefill_limit) == (32, 1024)
     assert not args.enable_return_routed_experts
 
 
@@ -107,9 +107,9 @@ def test_a_pool_holds_one_page_at_least_and_a_context_two_tokens():
 @pytest.mark.parametrize(
     ("said", "limit"),
     [
-        ({}, 256),
+        ({}, 1024),
         ({"chunked_prefill_size": 100}, 100),
-        ({"chunked_prefill_size": 10_000}, 256),
+        ({"chunked_prefill_size": 10_000}, 1024),
         ({"max_prefill_tokens": 50}, 50),
         ({"chunked_prefill_size": 40, "max_prefill_tokens": 50}, 40),
     ],

@@ -16,7 +16,7 @@ from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequ
 from routed_experts.capture.meta_info import record_from_meta_info
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.engine.answer import Answer
-from routed_experts.engine.assembly import BackendRegistry
+from routed_experts.engine.backends import BackendRegistry
 from routed_experts.engine.loop import Command
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.scheduling.schedule_batch import Req

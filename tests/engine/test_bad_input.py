@@ -21,7 +21,7 @@ from routed_experts import (
     RoutedExpertsError,
 )
 from routed_experts.core.io_struct import GenerateReqInput
-from routed_experts.engine.assembly import BackendRegistry
+from routed_experts.engine.backends import BackendRegistry
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.models.checkpoint import save
 from routed_experts.scheduling.schedule_batch import Req
@@ -357,7 +357,7 @@ def test_a_missing_tokenizer_is_refused_where_text_is_served(tmp_path, folder):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.* is not known here; wanted one of .*Qwen3MoeForCausalLM"),
+        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM.* is not known here; wanted one of .*Qwen3MoeForCausalLM"),
         ({"architectures": None}, "architectures"),
         ({"num_experts_per_tok": 17}, "num_experts_per_tok"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),

@@ -22,14 +22,11 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
+from routed_experts.engine.backends import ATTENTION, KERNELS
 from routed_experts.execution import model_runner, programs
-from routed_experts.layers.attention import ATTENTION_BACKENDS
-from routed_experts.layers.kernels import Kernels
-from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models import qwen3_moe, sparse_block
-from routed_experts.models.registry import FAMILIES
 from small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
 
 MODEL_NAMES = frozenset({"capture", "column", "columns"})
@@ -101,6 +98,17 @@ def module_of(name, text):
     return module
 
 
+def deaf(router):
+    """A fused router that takes no block of ids and gives none."""
+
+    def run(logits, routed, spec):
+        routing, block = router.run(logits, routed, None, None, spec)
+        assert block is None
+        return (routing,)
+
+    return run
+
+
 @dataclasses.dataclass(frozen=True)
 class Build:
     """A package of its own: its model, its programs, its table."""
@@ -115,7 +123,10 @@ class Build:
         config = self.model.Qwen3MoeConfig(**(SIZES | sizes))
         graphdef, state = nnx.split(nnx.eval_shape(lambda: self.model.Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
         feature = {"capture": config.capture_spec if capture else None} if self.has_feature else {}
-        backends = {"kernels": Kernels(moe=MOE_BACKENDS[moe]), "attention": ATTENTION_BACKENDS[attention]}
+        kernels = KERNELS[moe].load()
+        if not self.has_feature and kernels.router is not None:
+            kernels = dataclasses.replace(kernels, router=dataclasses.replace(kernels.router, run=deaf(kernels.router)))
+        backends = {"kernels": kernels, "attention": ATTENTION[attention].load()}
         return self.programs.ProgramSpec(graphdef=graphdef, num_pages=NUM_PAGES, raw_logprobs=False, **feature, **backends), state
 
     def jobs(self, **how):
@@ -154,11 +165,7 @@ def test_nothing_of_the_feature_is_left_in_the_build_that_never_heard_of_it():
     assert "rows" not in {field.name for field in dataclasses.fields(never().programs.ForwardOut)}
 
 
-def test_every_family_of_models_is_compared():
-    assert {family.build for family in FAMILIES.values()} == {qwen3_moe.Qwen3Moe}
-
-
-@pytest.mark.parametrize(("moe", "attention"), [("tiled", "paged"), ("reference", "reference"), ("grouped", "paged")])
+@pytest.mark.parametrize(("moe", "attention"), [("tiled", "paged"), ("reference", "reference"), ("grouped", "paged"), ("native", "native")])
 def test_off_is_the_build_that_never_heard_of_it(moe, attention):
     wanted, got = never().jobs(moe=moe, attention=attention), REAL.jobs(moe=moe, attention=attention)
     assert got.keys() == wanted.keys()

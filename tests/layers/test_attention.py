@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from routed_experts.layers.attention import ATTENTION_BACKENDS, KEY_BLOCK, QUERY_TILE, PagedBatch, causal_attention, write_kv
+from kernels import ATTENTION
+from routed_experts.layers.attention import KEY_BLOCK, QUERY_TILE, PagedBatch, causal_attention, write_kv
 
-BACKENDS = sorted(ATTENTION_BACKENDS)
-RUN = {name: jax.jit(backend.run) for name, backend in ATTENTION_BACKENDS.items()}
+BACKENDS = sorted(ATTENTION)
+RUN = {name: jax.jit(backend.run) for name, backend in ATTENTION.items()}
 WRITE, CAUSAL = jax.jit(write_kv), jax.jit(causal_attention)
 POISON = 3e4
 LAYERS, LAYER = 3, 1

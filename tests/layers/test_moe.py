@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels import MOE
 from routed_experts.layers.moe import MOE_BACKENDS, ExpertCall, plan_tiles, tile_rows
 
-BACKENDS = sorted(MOE_BACKENDS)
-RUN = {name: jax.jit(backend.run) for name, backend in MOE_BACKENDS.items()}
+BACKENDS = sorted(MOE)
+RUN = {name: jax.jit(backend.run) for name, backend in MOE.items()}
 PLAN = jax.jit(plan_tiles, static_argnames=("num_experts", "tile"))
 EXACT = 2e-5  # float32 against float64
 
@@ -239,3 +240,29 @@ def test_ids_and_the_split_of_rows_are_inputs_that_compile_nothing():
         call = random_call(seed, (15, 2, 6, 8, 4))
         np.testing.assert_allclose(run(call), oracle(call), atol=EXACT)
     assert len(traces) == 1
+
+
+def biased_loop(call):
+    """Experts with biases, and GPT-OSS' activation: gate up to 7, up within 7 of 0, gate * sigmoid(1.702 gate) * (up + 1)."""
+    x, weights, gate_up, down, gate_up_bias, down_bias = (
+        np.asarray(part, np.float64) for part in (call.x, call.weights, call.gate_up, call.down, call.gate_up_bias, call.down_bias)
+    )
+    y, width, first = np.zeros_like(x), down.shape[1], int(call.first_expert)
+    for n in np.flatnonzero(call.valid):
+        for k in range(call.ids.shape[1]):
+            expert = first + int(call.ids[n, k])
+            mixed = x[n] @ gate_up[expert] + gate_up_bias[expert]
+            gate, up = np.minimum(mixed[:width], 7), np.clip(mixed[width:], -7, 7)
+            y[n] += weights[n, k] * ((gate / (1 + np.exp(-1.702 * gate)) * (up + 1)) @ down[expert] + down_bias[expert])
+    return y
+
+
+@pytest.mark.parametrize("name", sorted(MOE_BACKENDS))
+def test_biased_experts_with_a_clamped_swiglu_equal_the_loop(name):
+    layers, layer = (1, 0) if name == "grouped" else (3, 1)
+    call = random_call(7, (19, 3, 6, 10, 8), layers=layers, layer=layer)
+    rng = np.random.default_rng(8)
+    biases = [jnp.asarray(rng.standard_normal((layers * 6, size)), jnp.float32) for size in (16, 10)]
+    call = dataclasses.replace(call, x=call.x * 6, gate_up_bias=biases[0], down_bias=biases[1], activation="clamped swiglu")
+    assert call.needs <= MOE_BACKENDS[name].features
+    np.testing.assert_allclose(RUN[name](call), biased_loop(call), atol=2e-4)

@@ -29,7 +29,7 @@ def rewrite_config(folder, **keys):
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLm", ""])
+@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "Qwen3MoeForCausalLm", ""])
 def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(tmp_path, architecture):
     folder = write_tiny_checkpoint(tmp_path, **PLAIN)
     rewrite_config(folder, architectures=[architecture])

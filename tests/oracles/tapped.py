@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
-from routed_experts.engine.assembly import BackendRegistry
+from routed_experts.engine.backends import BackendRegistry
 from routed_experts.layers.moe import MoeBackend, reference_experts
 
 

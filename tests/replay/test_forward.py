@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from kernels import MOE
 from routed_experts import Engine, extract_routed_experts_from_meta_info
-from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.models.registry import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 from tiny import VOCAB_SIZE, write_tiny_checkpoint
@@ -37,7 +37,7 @@ def run(parts):
     @functools.partial(jax.jit, static_argnames=("backend", "remat"))
     def traced(state, tokens, routed, segment_ids, positions, backend, remat):
         traces.append(1)
-        kind = MOE_BACKENDS[backend]
+        kind = MOE[backend]
         options = dict(segment_ids=segment_ids, positions=positions, backend=kind, remat=remat)
         return forward(nnx.merge(graphdef, state), tokens, routed=routed, return_routed=True, **options)
 
@@ -66,7 +66,7 @@ def some_rows(tokens, seed=2):
     return np.random.default_rng(seed).random(tokens.shape) < 0.5
 
 
-@pytest.mark.parametrize("backend", sorted(MOE_BACKENDS))
+@pytest.mark.parametrize("backend", sorted(MOE))
 def test_no_valid_row_is_live_by_the_bit_whatever_the_rows_hold(run, backend):
     tokens = random_tokens()
     live = run(tokens, backend=backend)
@@ -78,7 +78,7 @@ def test_no_valid_row_is_live_by_the_bit_whatever_the_rows_hold(run, backend):
         assert np.array_equal(replayed.ids, live.ids)
 
 
-@pytest.mark.parametrize("backend", sorted(MOE_BACKENDS))
+@pytest.mark.parametrize("backend", sorted(MOE))
 def test_replay_of_its_own_ids_is_the_same_by_the_bit(run, backend):
     tokens = random_tokens(seed=3)
     live = run(tokens, backend=backend)
@@ -99,7 +99,7 @@ def test_valid_rows_run_what_they_were_given_in_their_order(run):
 def test_other_ids_give_other_logits_and_backends_agree_on_them(run):
     tokens = random_tokens(seed=5)
     batch = routed_batch(drifted_ids(tokens))
-    replayed = {backend: run(tokens, batch, backend=backend) for backend in MOE_BACKENDS}
+    replayed = {backend: run(tokens, batch, backend=backend) for backend in MOE}
     assert np.max(np.abs(replayed["grouped"].logits - run(tokens).logits)) > 0.1
     for backend, result in replayed.items():
         np.testing.assert_allclose(result.logits, replayed["reference"].logits, atol=1e-4, err_msg=backend)

@@ -44,7 +44,7 @@ class ServerArgs:
     chunked_prefill_size: int | None = None  # the largest of precompile_token_paddings
     max_prefill_tokens: int | None = None  # tokens of a step: the largest of precompile_token_paddings
     precompile_bs_paddings: tuple[int, ...] = (1, 8, 32)
-    precompile_token_paddings: tuple[int, ...] = (64, 256)
+    precompile_token_paddings: tuple[int, ...] = (64, 256, 1024)
     disable_radix_cache: bool = False
     attention_backend: str = "auto"
     moe_backend: str = "auto"

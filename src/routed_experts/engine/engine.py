@@ -18,11 +18,13 @@ from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams, shown
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import DEFAULT_BACKENDS, BackendRegistry, Phase, PhaseClock, assemble
+from routed_experts.engine.assembly import Phase, PhaseClock, assemble
+from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.call import Call
 from routed_experts.engine.door import Door, Limits, is_nested
 from routed_experts.engine.loop import EngineLoop
 from routed_experts.engine.tokenizer import Tokenizer
+from routed_experts.execution.program_cache import keep_programs
 from routed_experts.models.config_reader import eos_token_ids_of
 from routed_experts.models.interface import Decoder
 
@@ -33,7 +35,8 @@ class Engine:
     """Serves one model. Every method may be called from any thread; leaving the `with` shuts it down.
 
     Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from tokenizer_path);
-    `on_phase` is told of each phase of start-up. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    `load_format="dummy"` gives a folder's config random weights; `on_phase` is told of each phase of start-up.
+    Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
 
     def __init__(
         self,
@@ -42,13 +45,15 @@ class Engine:
         model: Decoder | None = None,
         registry: BackendRegistry = DEFAULT_BACKENDS,
         on_phase: Callable[[Phase], None] | None = None,
+        load_format: str = "auto",
         **server_args: Any,
     ) -> None:
         self.server_args = _args_of(model_path, server_args)
         args, clock = self.server_args, PhaseClock(on_phase)
         self._tokenizer = _tokenizer_of(args)
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
-        self._assembly = assemble(args, model=model, registry=registry, clock=clock)
+        keep_programs()
+        self._assembly = assemble(args, model=model, registry=registry, clock=clock, load_format=load_format)
         self._loop = EngineLoop(self._assembly.core)
         self.phases = tuple(clock.phases)
         limits = Limits(
@@ -130,6 +135,7 @@ class Engine:
             **dataclasses.asdict(self.server_args),
             "context_length": self._assembly.context_length,
             "memory_plan": self.memory_plan,
+            "prefix_cache": self._assembly.prefix_cache,
             "phases": {phase.name: phase.seconds for phase in self.phases},
             "requests_accepted": core.ledger.accepted,
             "requests_finished": dict(core.ledger.finished),

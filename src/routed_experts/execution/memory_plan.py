@@ -35,8 +35,8 @@ class MemoryPlan:
 
     @property
     def kv(self) -> int:
-        """Bytes of the KV pool."""
-        return self.pool.bytes_per_token * self.pool.num_slots
+        """Bytes of the KV pool, states of requests included."""
+        return self.pool.bytes_per_token * self.pool.num_slots + self.pool.state_bytes
 
     def lines(self) -> list[str]:
         """The plan as it is printed, one purpose a line."""
@@ -70,7 +70,8 @@ def plan_memory(
     capture_device = 2 * widest * row_bytes
     slots = args.max_total_tokens or 2 * args.running_limit * context_length
     pages = max(1, slots // args.page_size)
-    fitting = (limit - weights - penalties - capture_device) // (model.bytes_per_token * args.page_size) - 1  # the padding page
+    left = limit - weights - penalties - capture_device - model.state_bytes
+    fitting = left // (model.bytes_per_token * args.page_size) - 1  # the padding page
     if fitting < 1:
         raise ConfigError(
             f"weights of {weights / _MEBI:.1f} MiB leave no room for a KV page of {args.page_size} tokens "

@@ -127,7 +127,7 @@ class ModelRunner:
 
     def poison(self) -> None:
         """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""
-        self._pool = jnp.full(self._pool.shape, 3e4, self._pool.dtype)
+        self._pool = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 3e4, leaf.dtype), self._pool)
 
 
 def program_jobs(

@@ -18,10 +18,13 @@ from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.execution.forward_batch import BatchShape, ForwardBatch, unpack
-from routed_experts.layers.attention import AttentionBackend, write_kv
+from routed_experts.execution.hybrid_ops import hybrid_ops
+from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, prompt_logprobs, token_logprobs, top_logprobs
+from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.sampling import Penalties, SamplingMode, penalize, sample
+from routed_experts.memory.kv_pool import HybridPool
 
 _MODES = {
     SamplerForm.GREEDY: SamplingMode.GREEDY,
@@ -76,25 +79,22 @@ class FullInputs:
 
 def forward(
     state: nnx.State[Any, Any],
-    pool: Float[Array, "LP page 2G C"],
+    pool: Any,  # as KVPoolSpec.abstract says
     last_tokens: Int[Array, " R"],
     packed: Int32[Array, " words"],
     *,
     spec: ProgramSpec,
     shape: BatchShape,
-) -> tuple[Float[Array, "LP page 2G C"], ForwardOut]:
+) -> tuple[Any, ForwardOut]:
     """Run all layers over the tokens of a step."""
     model = nnx.merge(spec.graphdef, state)
     batch = unpack(packed, shape)
     tokens = batch.resolve_tokens(last_tokens)
 
-    def attend(queries: Array, keys: Array, values: Array, pool: Array, layer: Array) -> tuple[Array, Array]:
-        first_page = layer * spec.num_pages
-        pool = write_kv(pool, keys, values, first_page, batch.paged)
-        return spec.attention.run(queries, pool, first_page, batch.paged), pool
-
+    attend = PagedAttend(backend=spec.attention, batch=batch.paged, num_pages=spec.num_pages)
     capture = None if spec.capture is None else _RoutedExpertsDeviceCache.create(shape.num_tokens, spec.capture)
-    hidden, pool, capture = model(tokens, batch.paged.positions, batch.paged.valid, attend, pool, capture, kernels=spec.kernels)
+    ops = hybrid_ops(attend, batch) if isinstance(pool, HybridPool) else attend
+    hidden, pool, capture = model(tokens, batch.paged.positions, batch.paged.valid, ops, pool, capture, kernels=spec.kernels)
     rows = None if capture is None else capture.rows()
     return pool, ForwardOut(hidden, jnp.take(hidden, batch.last_token_of_row, axis=0), tokens, packed, rows)
 
@@ -132,8 +132,9 @@ def score_prompt(
     state: nnx.State[Any, Any], hidden: Float[Array, "N D"], targets: Int[Array, " N"], *, spec: ProgramSpec
 ) -> Int32[Array, "N columns"]:
     """Logprobs of each token's successor in the prompt: logprob bits, T top ids, bits of T top logprobs."""
-    head = nnx.merge(spec.graphdef, state).unembedding()
-    scored = prompt_logprobs(hidden, head, targets, top=min(MAX_TOP_LOGPROBS, head.shape[1]))
+    model = nnx.merge(spec.graphdef, state)
+    head, bias = model.unembedding(), None if model.head_bias is None else model.head_bias[...]
+    scored = prompt_logprobs(hidden, head, targets, top=min(MAX_TOP_LOGPROBS, head.shape[1]), bias=bias)
     return jnp.concatenate([_bits(scored.target)[:, None], scored.top_ids, _bits(scored.top)], axis=1)
 
 

@@ -39,12 +39,40 @@ class PagedBatch:
     decode: bool = dataclasses.field(metadata={"static": True})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Projected:
+    """Queries, keys and values as a projection left them (or S parts of its sums, in float32), and what turns them: norms of all
+    layers of the run, and angles."""
+
+    qkv: Float[Array, "N HGGC"] | Float[Array, "S N HGGC"]
+    q_norm: Float[Array, "R C"]
+    k_norm: Float[Array, "R C"]
+    layer: Int[Array, ""]  # in the run
+    cos: Float[Array, "N C"]
+    sin: Float[Array, "N C"]
+    eps: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
-    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]."""
+    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `fused`, where there is one,
+    does what stands before it too, norms, angles and the write to the pool: (projected, pool, layer, batch, pages of a layer) ->
+    (mixed values, pool)."""
 
     name: str
     run: Callable[[Float[Array, "N H C"], Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch], Float[Array, "N H C"]]
+    fused: (
+        Callable[
+            [Projected, Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch, int],
+            tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]],
+        ]
+        | None
+    ) = None
+    special: Callable[..., Float[Array, "N H V"]] | None = None  # the same with AttentionTraits; None: plain attention alone
+
+    def with_special(self, special: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
+        """The same backend with a way to attend by traits, unless it brings its own."""
+        return self if self.special is not None else dataclasses.replace(self, special=special)
 
 
 def write_kv(

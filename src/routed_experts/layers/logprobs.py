@@ -37,7 +37,14 @@ def top_logprobs(logits: Float[Array, "B V"], k: int = MAX_TOP_LOGPROBS) -> tupl
     return values, ids.astype(jnp.int32)
 
 
-def prompt_logprobs(hidden: Float[Array, "N D"], head: Float[Array, "D V"], targets: Int[Array, " N"], *, top: int) -> PromptLogprobs:
+def prompt_logprobs(
+    hidden: Float[Array, "N D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, " N"],
+    *,
+    top: int,
+    bias: Float[Array, " V"] | None = None,
+) -> PromptLogprobs:
     """Project hidden states and return the log probability of each target and of the `top` best tokens.
 
     Works in blocks of 64 rows, so no [N, V] array exists, and a row is computed at one matmul shape whatever N is."""
@@ -49,6 +56,7 @@ def prompt_logprobs(hidden: Float[Array, "N D"], head: Float[Array, "D V"], targ
     def of_block(block: tuple[Float[Array, "R D"], Int[Array, " R"]]) -> PromptLogprobs:
         block_hidden, block_targets = block
         logits = jnp.matmul(block_hidden, head, preferred_element_type=jnp.float32)
+        logits = logits if bias is None else logits + bias.astype(jnp.float32)
         best, best_ids = top_logprobs(logits, top)
         return PromptLogprobs(target=token_logprobs(logits, block_targets), top=best, top_ids=best_ids)
 

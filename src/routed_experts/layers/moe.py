@@ -1,4 +1,4 @@
-"""Expert computation: y[n] = sum over k of weights[n, k] * expert(ids[n, k])(x[n]), SiLU-gated experts.
+"""Expert computation: y[n] = sum over k of weights[n, k] * expert(ids[n, k])(x[n]), gated experts, some with biases.
 Knows nothing of how ids were chosen; it runs exactly the ids that it is given, which is what makes them worth recording.
 
 Expert weights of all layers of a run stand in one array [R*E, ...]; a backend takes the whole array and the first expert of
@@ -28,31 +28,59 @@ class ExpertCall:
     down: Float[Array, "RE F D"]
     first_expert: Int[Array, ""]
     num_experts: int = dataclasses.field(metadata={"static": True})
+    gate_up_bias: Float[Array, "RE 2F"] | None = None
+    down_bias: Float[Array, "RE D"] | None = None
+    activation: str = dataclasses.field(default="silu", metadata={"static": True})  # a key of ACTIVATIONS
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a backend must be able to do beside SiLU-gated experts without biases."""
+        words = {"biased experts": self.gate_up_bias is not None, f"{self.activation} experts": self.activation != "silu"}
+        return frozenset(word for word, needed in words.items() if needed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoeBackend:
     """A way to run experts. `reveals_ids`: it runs the ids it is given; a backend that routes inside itself does not, and
-    capture refuses it. `layered`: it takes the weights of the whole run; otherwise one layer's [E, ...]."""
+    capture refuses it. `layered`: it takes the weights (and biases) of the whole run; otherwise one layer's [E, ...]."""
 
     name: str
     run: Callable[["ExpertCall"], Float[Array, "N D"]]
     reveals_ids: bool = True
     layered: bool = True
+    features: frozenset[str] = frozenset()  # of `ExpertCall.needs`
 
 
-def gated(x: Float[Array, "... 2F"]) -> Float[Array, "... F"]:
-    """SiLU(gate) * up, for gate and up side by side in the last axis."""
+def gated(x: Float[Array, "... 2F"], activation: str = "silu") -> Float[Array, "... F"]:
+    """Activate gate and up, side by side in the last axis: SiLU(gate) * up, or another of ACTIVATIONS."""
     gate, up = jnp.split(x, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    return ACTIVATIONS[activation](gate, up)
+
+
+def clamped_swiglu(gate: Float[Array, "... F"], up: Float[Array, "... F"]) -> Float[Array, "... F"]:
+    """GPT-OSS: gate up to 7, up within 7 of 0; gate * sigmoid(1.702 gate) * (up + 1)."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * jax.nn.sigmoid(gate * 1.702) * (up + 1)
+
+
+ACTIVATIONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
+    {"silu": lambda gate, up: jax.nn.silu(gate) * up, "clamped swiglu": clamped_swiglu}
+)
+ALL_EXPERTS = frozenset({"biased experts", "clamped swiglu experts"})
+
+
+def biased(outputs: Float[Array, "... F"], bias: Float[Array, "RE F"] | None, experts: Int[Array, "..."]) -> Float[Array, "... F"]:
+    """Add each expert's bias to its rows; `experts` are places in the run's arrays, broadcast against all axes but the last."""
+    return outputs if bias is None else outputs + jnp.take(bias, experts, axis=0)
 
 
 def reference_experts(call: ExpertCall) -> Float[Array, "N D"]:
     """Run every expert on every row and pick: no row's result depends on another row. The oracle of all backends."""
     gate_up = lax.dynamic_slice_in_dim(call.gate_up, call.first_expert, call.num_experts)
     down = lax.dynamic_slice_in_dim(call.down, call.first_expert, call.num_experts)
-    hidden = gated(jnp.einsum("nd,edf->enf", call.x, gate_up))
-    outputs = jnp.einsum("enf,efd->end", hidden, down)  # [E, N, D]
+    experts = (call.first_expert + jnp.arange(call.num_experts))[:, None]
+    hidden = gated(biased(jnp.einsum("nd,edf->enf", call.x, gate_up), call.gate_up_bias, experts), call.activation)
+    outputs = biased(jnp.einsum("enf,efd->end", hidden, down), call.down_bias, experts)  # [E, N, D]
     rows = jnp.arange(call.x.shape[0])[:, None]
     return combine(outputs[call.ids, rows], call.weights, call.valid)
 
@@ -117,7 +145,8 @@ def tiled_experts(call: ExpertCall) -> Float[Array, "N D"]:
         rows = lax.dynamic_slice_in_dim(sorted_x, start, tile)
         gate_up = lax.dynamic_index_in_dim(call.gate_up, expert, keepdims=False)
         down = lax.dynamic_index_in_dim(call.down, expert, keepdims=False)
-        return lax.dynamic_update_slice_in_dim(outputs, gated(rows @ gate_up) @ down, start, axis=0)
+        hidden = gated(biased(rows @ gate_up, call.gate_up_bias, expert), call.activation)
+        return lax.dynamic_update_slice_in_dim(outputs, biased(hidden @ down, call.down_bias, expert), start, axis=0)
 
     outputs = lax.fori_loop(0, plan.num_tiles, run_tile, jnp.zeros_like(sorted_x))
     outputs = jnp.take(outputs, plan.place, axis=0).reshape(num_rows, top_k, width)
@@ -134,15 +163,17 @@ def grouped_experts(call: ExpertCall) -> Float[Array, "N D"]:
     slots = jnp.take(plan.order, jnp.clip(places, 0, plan.order.shape[0] - 1))
     rows = jnp.take(call.x, slots // top_k, axis=0)  # [tiles, T, D]
     experts = call.first_expert + jnp.where(index < plan.num_tiles, plan.tile_expert, 0)
-    hidden = gated(jnp.einsum("itd,idf->itf", rows, jnp.take(call.gate_up, experts, axis=0)))
-    outputs = jnp.einsum("itf,ifd->itd", hidden, jnp.take(call.down, experts, axis=0)).reshape(-1, width)
+    hidden = jnp.einsum("itd,idf->itf", rows, jnp.take(call.gate_up, experts, axis=0))
+    hidden = gated(biased(hidden, call.gate_up_bias, experts[:, None]), call.activation)
+    outputs = jnp.einsum("itf,ifd->itd", hidden, jnp.take(call.down, experts, axis=0))
+    outputs = biased(outputs, call.down_bias, experts[:, None]).reshape(-1, width)
     return combine(jnp.take(outputs, plan.row, axis=0).reshape(num_rows, top_k, width), call.weights, call.valid)
 
 
 MOE_BACKENDS: Mapping[str, MoeBackend] = MappingProxyType(
     {
-        "reference": MoeBackend(name="reference", run=reference_experts),
-        "tiled": MoeBackend(name="tiled", run=tiled_experts),
-        "grouped": MoeBackend(name="grouped", run=grouped_experts, layered=False),
+        "reference": MoeBackend(name="reference", run=reference_experts, features=ALL_EXPERTS),
+        "tiled": MoeBackend(name="tiled", run=tiled_experts, features=ALL_EXPERTS),
+        "grouped": MoeBackend(name="grouped", run=grouped_experts, layered=False, features=ALL_EXPERTS),
     }
 )

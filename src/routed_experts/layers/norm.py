@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich 2019).
+"""Root-mean-square normalisation (Zhang and Sennrich 2019), and layer normalisation (Ba et al. 2016).
 Knows nothing of what it normalises."""
 
 import jax
@@ -6,8 +6,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], *, eps: float) -> Float[Array, "... D"]:
-    """Normalise the last axis in float32, cast to x's dtype, then multiply by `scale`."""
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], *, eps: float, offset: float = 0.0) -> Float[Array, "... D"]:
+    """Normalise the last axis in float32, cast to x's dtype, then multiply by `scale`. With an `offset`, which is added to the scale,
+    multiply in float32 and cast last: half precision would round 1 + w."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if offset:
+        return (wide * inverse * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
     return (wide * inverse).astype(x.dtype) * scale
+
+
+def layer_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], bias: Float[Array, " D"], *, eps: float) -> Float[Array, "... D"]:
+    """Centre and normalise the last axis in float32, times `scale`, plus `bias`; in x's dtype."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return (normed * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)

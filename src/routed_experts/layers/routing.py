@@ -1,10 +1,17 @@
 """Routing laws: from router logits to the experts a token runs on, live or replayed.
 Knows nothing of experts' weights. One function serves live, replayed and mixed rows, so they cannot differ.
 
-Law (REPLAY: replay ids, recompute weights). z = logits in float32, s = softmax(z) over E, native = top_k(stop_gradient(s)),
-ties to the lower id; ids = replayed where the row is valid, else native; weights = s gathered at ids, renormalised over the
-K slots when the family does: that is softmax over the K gathered z, which stays finite where all K scores are 0 in float32
-(replayed ids may be far below the best). Dims: N tokens, E experts, K experts per token."""
+z = logits in float32, s = scores, c = what is chosen by (s, a selection bias added, groups that were not kept at -inf), v = s at ids:
+
+    law           s              weights at ids                               source
+    softmax       softmax(z)     v, or softmax over the K gathered z          Qwen3, OLMoE, Mixtral (Jiang et al. 2024), DeepSeek-V2
+    sigmoid       sigmoid(z)     v, or v / (sum v + epsilon)                  DeepSeek-V3 (2024), GLM-4.5, MiniMax-M2, Llama 4
+    logits        z              softmax over the K gathered z                GPT-OSS (2025), Granite
+    sparsemixer   z              softmax over the z near the best one left    PhiMoE: SparseMixer-v2 (Liu et al. 2024), inference
+
+each times `scale`. native = top_k(stop_gradient(c)), ties to the lower id; ids = replayed where the row is valid, else native; v is
+gathered from the full, unmasked, unbiased s. A renormalised softmax is softmax over the gathered z: that stays finite where all K
+scores are 0 in float32 (replayed ids may be far below the best). Dims: N tokens, E experts, K experts per token, T groups."""
 
 import dataclasses
 
@@ -12,14 +19,36 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+LAWS = ("softmax", "sigmoid", "logits", "sparsemixer")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """The static part of a router: hashable, read from a model's config."""
+    """The static part of a router: hashable, read from a model's config. The defaults are Qwen3's law.
+
+    `groups` equal parts of the experts are ranked by the sum of their `group_best` best c, and `groups_kept` are chosen from.
+    `biased`: a selection bias is among the weights. `nearness`: sparsemixer keeps z with (best - z) / max(|z|, best) <= 2 nearness."""
 
     num_experts: int
     top_k: int
     renormalize: bool
+    law: str = "softmax"
+    scale: float = 1.0
+    epsilon: float = 0.0
+    groups: int = 1
+    groups_kept: int = 1
+    group_best: int = 1
+    biased: bool = False
+    nearness: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.law in LAWS, self.law
+        assert self.groups >= self.groups_kept >= 1 and self.num_experts % self.groups == 0, self
+
+    @property
+    def is_plain(self) -> bool:
+        """Softmax over all experts, top-k of the scores themselves, weights unscaled: what every fused router can do."""
+        return self.law == "softmax" and self.groups == self.groups_kept and not self.biased and self.scale == 1.0
 
 
 @jax.tree_util.register_dataclass
@@ -42,19 +71,63 @@ class Routing:
     replaced: Bool[Array, " N"]
 
 
-def replay_topk(logits: Float[Array, "N E"], routed: LayerRouting | None, *, spec: RouterSpec) -> Routing:
-    """Choose K experts a token by softmax scores, or take `routed` where it is valid.
-
-    Source: Qwen3 technical report (softmax over E, top-k, optional renormalisation over the K slots)."""
+def replay_topk(
+    logits: Float[Array, "N E"], routed: LayerRouting | None, *, spec: RouterSpec, bias: Float[Array, " E"] | None = None
+) -> Routing:
+    """Choose K experts a token by the spec's law, or take `routed` where it is valid. `bias` moves the choice, never a weight."""
+    assert (bias is not None) == spec.biased, "a selection bias and RouterSpec.biased come together"
     wide = logits.astype(jnp.float32)
-    scores = jax.nn.softmax(wide, axis=-1)
-    _, native = jax.lax.top_k(jax.lax.stop_gradient(scores), spec.top_k)
+    scores = _scores(wide, spec)
+    choice = scores if bias is None else scores + bias.astype(jnp.float32)
+    _, native = jax.lax.top_k(jax.lax.stop_gradient(keep_groups(choice, spec)), spec.top_k)
     native = native.astype(jnp.int32)
     if routed is None:
         ids, replaced = native, jnp.zeros(logits.shape[0], bool)
     else:
         ids, replaced = jnp.where(routed.valid[:, None], routed.ids.astype(jnp.int32), native), routed.valid
-    weights = jnp.take_along_axis(wide if spec.renormalize else scores, ids, axis=-1)
-    if spec.renormalize:
-        weights = jax.nn.softmax(weights, axis=-1)
+    weights = sparsemixer_weights(wide, ids, nearness=spec.nearness) if spec.law == "sparsemixer" else _weights(wide, scores, ids, spec)
+    if spec.scale != 1.0:
+        weights = weights * spec.scale
     return Routing(weights=weights, ids=ids, native_ids=native, replaced=replaced)
+
+
+def keep_groups(choice: Float[Array, "N E"], spec: RouterSpec) -> Float[Array, "N E"]:
+    """Put the experts of all but the best groups at -inf (DeepSeek-V2, section 2.1.2: device-limited routing)."""
+    if spec.groups == spec.groups_kept:
+        return choice
+    grouped = choice.reshape(choice.shape[0], spec.groups, -1)
+    ranks = jnp.sum(jax.lax.top_k(grouped, spec.group_best)[0], axis=-1)  # [N, T]
+    _, kept = jax.lax.top_k(ranks, spec.groups_kept)
+    keeps = jnp.any(kept[:, :, None] == jnp.arange(spec.groups), axis=1)
+    return jnp.where(keeps[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+def sparsemixer_weights(logits: Float[Array, "N E"], ids: Int[Array, "N K"], *, nearness: float) -> Float[Array, "N K"]:
+    """Slot k: softmax over those z, not taken by an earlier slot, that are near the best of them; a replayed id always counts."""
+    experts = jnp.arange(logits.shape[1])
+    left, weights = logits, []
+    for slot in range(ids.shape[1]):
+        chosen = ids[:, slot, None] == experts
+        best = jnp.max(left, axis=-1, keepdims=True)
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * nearness
+        near = jnp.where(jax.lax.stop_gradient(far) & ~chosen, -jnp.inf, left)
+        weights.append(jnp.sum(jnp.where(chosen, jax.nn.softmax(near, axis=-1), 0.0), axis=-1))
+        left = jnp.where(chosen, -jnp.inf, left)
+    return jnp.stack(weights, axis=-1)
+
+
+def _scores(wide: Float[Array, "N E"], spec: RouterSpec) -> Float[Array, "N E"]:
+    if spec.law == "softmax":
+        return jax.nn.softmax(wide, axis=-1)
+    return jax.nn.sigmoid(wide) if spec.law == "sigmoid" else wide
+
+
+def _weights(wide: Float[Array, "N E"], scores: Float[Array, "N E"], ids: Int[Array, "N K"], spec: RouterSpec) -> Float[Array, "N K"]:
+    """Weights at ids, before the scale."""
+    by_logits = spec.law == "logits" or (spec.law == "softmax" and spec.renormalize)
+    weights = jnp.take_along_axis(wide if by_logits else scores, ids, axis=-1)
+    if by_logits:
+        return jax.nn.softmax(weights, axis=-1)
+    if spec.renormalize:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + spec.epsilon)
+    return weights

@@ -1,14 +1,27 @@
 """Paged KV pool: where keys and values live on the device. Knows nothing of requests.
 
 One array [L*P, page, 2G, C], donated to each step and returned by it, so that it is updated in place. Row 2g of a slot holds
-the keys of kv head g, row 2g+1 its values; page 0 of each layer takes the writes of padding. Dims: L layers, P pages a layer,
-G kv heads, C head dim."""
+the keys of kv head g, row 2g+1 its values; page 0 of each layer takes the writes of padding. With latent attention a slot has
+one row [L*P, page, 1, C], which is key and value of all heads. Layers of linear attention keep a state for each request slot
+beside the pages. Dims: L layers, P pages a layer, G kv heads, C head dim, T layers with a state, R request slots."""
 
 import dataclasses
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+
+from routed_experts.layers.delta_rule import DeltaShape, DeltaState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HybridPool:
+    """Pages, and states [T R ...] of those layers that keep one."""
+
+    pages: Any  # Float[Array, "LP page 2G C"], or its shape
+    states: Any  # DeltaState, or its shapes
 
 TPU_LANES = 128
 
@@ -21,7 +34,7 @@ def row_width(head_dim: int, platform: str) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVPoolSpec:
-    """Shape of the pool; `num_pages` counts the padding page."""
+    """Shape of the pool; `num_pages` counts the padding page, `num_requests` slot 0, which is padding."""
 
     num_layers: int
     num_pages: int
@@ -29,23 +42,50 @@ class KVPoolSpec:
     num_kv_heads: int
     head_dim: int
     dtype: jnp.dtype
+    latent: bool = False
+    num_recurrent: int = 0
+    recurrent: DeltaShape | None = None
+    num_requests: int = 0
 
     @property
-    def abstract(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the array."""
-        shape = (self.num_layers * self.num_pages, self.page_size, 2 * self.num_kv_heads, self.head_dim)
-        return jax.ShapeDtypeStruct(shape, self.dtype)
+    def rows(self) -> int:
+        """Rows of a slot in one layer."""
+        return 1 if self.latent else 2 * self.num_kv_heads
+
+    @property
+    def abstract(self) -> Any:
+        """Shape and dtype of the array, or of each of a HybridPool."""
+        shape = (self.num_layers * self.num_pages, self.page_size, self.rows, self.head_dim)
+        pages = jax.ShapeDtypeStruct(shape, self.dtype)
+        if self.recurrent is None:
+            return pages
+        one = jax.eval_shape(lambda: DeltaState.zeros(1, self.recurrent_shape, self.dtype))
+        size = (self.num_recurrent, self.num_requests)
+        return HybridPool(pages, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*size, *leaf.shape[1:]), leaf.dtype), one))
+
+    @property
+    def recurrent_shape(self) -> DeltaShape:
+        """Of layers with a state, where there are some."""
+        assert self.recurrent is not None
+        return self.recurrent
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of all layers that one token takes."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_layers * self.rows * self.head_dim * self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states, whatever the number of pages."""
+        if self.recurrent is None:
+            return 0
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract.states))
 
     @property
     def num_slots(self) -> int:
         """Tokens that the pool has places for, the padding page included."""
         return self.num_pages * self.page_size
 
-    def allocate(self) -> Float[Array, "LP page 2G C"]:
+    def allocate(self) -> Any:
         """Make the pool, zeroed, on the default device."""
-        return jnp.zeros(self.abstract.shape, self.dtype)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract)

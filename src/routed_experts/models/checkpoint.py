@@ -26,7 +26,8 @@ _LISTED = 8  # names of each kind in an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSource:
-    """Where one tensor of a checkpoint belongs: target[*index, ..., offset : offset + its last axis]."""
+    """Where one tensor of a checkpoint belongs: target[*index, ..., offset : offset + its last axis], and with `first`, a tensor of
+    several stacked ones, target[first : first + its first axis, ...]."""
 
     name: str
     shape: tuple[int, ...]  # as in the checkpoint
@@ -35,6 +36,7 @@ class WeightSource:
     transpose: bool = False  # swap the last two axes: a checkpoint holds [out, in], we hold [in, out]
     offset: int = 0  # along the last axis of the target, for gate|up and q|k|v
     optional: bool = False
+    first: int = 0  # along the first axis of the target, for the experts of a layer in one tensor; `index` is empty then
 
     @property
     def placed_shape(self) -> tuple[int, ...]:

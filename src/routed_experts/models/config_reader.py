@@ -35,22 +35,42 @@ def read_json_object(file: Path) -> dict[str, object]:
     return value
 
 
-def read_config(path: Path | str, *, architectures: Collection[str]) -> dict[str, object]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerated:
+    """What an architecture's checkpoints bring along that is refused elsewhere: `code`, an auto_map that names Python, which is still
+    never run, for the architecture is written here; and names of quantisations that can be read."""
+
+    code: bool = False
+    quantization: tuple[str, ...] = ()
+
+
+NOTHING = Tolerated()
+
+
+def read_config(path: Path | str, *, architectures: Mapping[str, Tolerated] | Collection[str]) -> dict[str, object]:
     """Read config.json of the checkpoint folder `path`, whose architecture must be one of `architectures`."""
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"no checkpoint folder {folder}; wanted a folder with config.json and safetensors; check the path")
     file = folder / "config.json"
     config = read_json_object(file)
-    if config.get("auto_map") is not None:
+    found = config.get("architectures")
+    only = str(found[0]) if isinstance(found, list) and len(found) == 1 else ""
+    tolerated = architectures.get(only, NOTHING) if isinstance(architectures, Mapping) else NOTHING
+    if config.get("auto_map") is not None and not tolerated.code:
         raise CheckpointError(
             f"{file} has auto_map, which names Python code of the checkpoint; remote code is never run here; if the weights are of one "
             f"of the architectures {_listed(architectures)}, remove auto_map from config.json"
         )
-    if config.get("quantization_config") is not None:
-        raise CheckpointError(f"{file} has quantization_config; wanted plain bfloat16, float16 or float32 weights; use an unquantised one")
-    found = config.get("architectures")
-    if not isinstance(found, list) or len(found) != 1 or found[0] not in architectures:
+    quantized = config.get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if quantized is not None and method not in tolerated.quantization:
+        named = "" if method is None else f" of quant_method={method!r}"
+        readable = f" or {', '.join(tolerated.quantization)}" if tolerated.quantization else ""
+        raise CheckpointError(
+            f"{file} has quantization_config{named}; wanted plain bfloat16, float16 or float32 weights{readable}; use an unquantised one"
+        )
+    if only not in architectures:
         raise CheckpointError(f"{file}: architectures={found!r} is not known here; wanted one of {_listed(architectures)}")
     return config
 
@@ -174,3 +194,21 @@ def _is_int(value: object) -> TypeGuard[int]:
 
 def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "(none)"
+
+
+def read_floats(reader: ConfigReader, key: str) -> tuple[float, ...]:
+    """A list of finite numbers."""
+    value = reader._value(key, None, "a list of numbers")
+    items = value if isinstance(value, list | tuple) else [value]
+    numbers = tuple(float(item) for item in items if _is_int(item) or (isinstance(item, float) and math.isfinite(item)))
+    if len(numbers) != len(items):
+        raise reader._error(key, "a list of numbers")
+    return numbers
+
+
+def read_words(reader: ConfigReader, key: str, *, choices: Collection[str], default: tuple[str, ...]) -> tuple[str, ...]:
+    """A list of words out of `choices`."""
+    value = reader._value(key, default, f"a list of {_listed(choices)}")
+    if not isinstance(value, list | tuple) or any(item not in choices for item in value):
+        raise reader._error(key, f"a list of {_listed(choices)}")
+    return tuple(str(item) for item in value)

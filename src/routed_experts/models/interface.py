@@ -6,15 +6,31 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.layers.cache_layout import CacheLayout
+from routed_experts.layers.delta_rule import DeltaInputs
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 
-# (queries [N H C], keys [N G C], values [N G C], cache, layer) -> (mixed values [N H C], cache); the cache is the caller's own pytree
-Attend = Callable[[Array, Array, Array, Any, Array], tuple[Array, Any]]
+# (queries [N H C], keys [N G C], values [N G C], cache, layer) -> (mixed values [N H C], cache); the cache is the caller's own pytree.
+# A layer that is not plain adds AttentionTraits; a latent one gives rows [N 1 C] as keys, and None as values. `layer` counts
+# those layers that attend.
+Attend = Callable[..., tuple[Array, Any]]
+
+# (inputs of a recurrent layer, cache, layer) -> (what was read [N H V], cache); `layer` counts those layers that keep a state
+Recur = Callable[[DeltaInputs, Any, Array], tuple[Array, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceOps:
+    """Everything by which tokens of a sequence see one another. A caller whose models keep no states may give `attend` alone."""
+
+    attend: Attend
+    recur: Recur | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -24,6 +40,18 @@ class TokenRouting:
 
     ids: UInt[Array, "N M K"] | Int[Array, "N M K"]
     valid: Bool[Array, " N"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What kernels must be able to do beside the plain case, in words for an error: of experts (`MoeBackend.features`) and of
+    attention (any word: AttentionBackend.special)."""
+
+    experts: frozenset[str] = frozenset()
+    attention: frozenset[str] = frozenset()
+
+
+PLAIN = Needs()
 
 
 class DecoderConfig(Protocol):
@@ -45,6 +73,10 @@ class DecoderConfig(Protocol):
     def context_length(self) -> int: ...
     @property
     def capture_spec(self) -> CaptureSpec | None: ...
+    @property
+    def cache(self) -> CacheLayout: ...
+    @property
+    def needs(self) -> Needs: ...
 
 
 class Decoder(Protocol):
@@ -52,13 +84,15 @@ class Decoder(Protocol):
 
     @property
     def config(self) -> DecoderConfig: ...
+    @property
+    def head_bias(self) -> nnx.Param[Array] | None: ...  # [V], added to the scores of the vocabulary
 
     def __call__(
         self,
         tokens: Int[Array, " N"],
         positions: Int[Array, " N"],
         valid: Bool[Array, " N"],
-        attend: Attend,
+        attend: Any,  # Attend, or SequenceOps where the model keeps states
         cache: Any,
         capture: _RoutedExpertsDeviceCache | None,
         *,

@@ -17,16 +17,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.moe import gated
 from routed_experts.layers.norm import rms_norm
-from routed_experts.layers.rotary import apply_rotary, rotary_angles
+from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.layers.rotary import rotary_angles
 from routed_experts.layers.routing import LayerRouting, RouterSpec
+from routed_experts.models.attention_block import HeadNorms, mix_values
 from routed_experts.models.checkpoint import WeightSource
 from routed_experts.models.config_reader import ConfigReader
-from routed_experts.models.interface import Attend, TokenRouting
-from routed_experts.models.sparse_block import ExpertWeights, route, run_experts
+from routed_experts.models.fused_run import RunArrays, StepArrays, fused_run, runs_fused
+from routed_experts.models.interface import PLAIN, Attend, Needs, TokenRouting
+from routed_experts.models.sparse_block import ExpertWeights, route, router_logits, routes_in_place, run_experts
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
@@ -49,6 +53,7 @@ class Qwen3MoeConfig:
     norm_eps: float
     tie_embeddings: bool
     context_length: int
+    needs: Needs = PLAIN
 
     @property
     def capture_spec(self) -> CaptureSpec | None:
@@ -57,6 +62,10 @@ class Qwen3MoeConfig:
             return None
         experts, top_k = self.router.num_experts, self.router.top_k
         return CaptureSpec(num_hidden_layers=self.num_layers, layer_ids=self.moe_layers, num_experts=experts, top_k=top_k)
+
+    @property
+    def cache(self) -> CacheLayout:
+        return CacheLayout(num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -99,16 +108,6 @@ class Qwen3MoeConfig:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerInputs:
-    """What every layer of a step shares."""
-
-    cos: Float[Array, "N C"]
-    sin: Float[Array, "N C"]
-    valid: Bool[Array, " N"]
-
-
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[Array]:
     return nnx.Param((jax.random.normal(rngs.params(), shape) * 0.02).astype(dtype))
 
@@ -142,6 +141,15 @@ class DecoderRun(nnx.Module):
         gate_up, down = self.gate_up[...], self.down[...]
         return gate_up.reshape(self.length, -1, *gate_up.shape[1:]), down.reshape(self.length, -1, *down.shape[1:])
 
+    def arrays(self, next_norm: Float[Array, " D"], *, eps: float) -> RunArrays:
+        """All of a MoE run's weights."""
+        assert self.router is not None, "a dense run"
+        names = ("input_norm", "post_norm", "q_norm", "k_norm", "qkv", "out", "gate_up", "down")
+        weights = zip(
+            names, (self.input_norm, self.post_norm, self.q_norm, self.k_norm, self.qkv, self.out, self.gate_up, self.down), strict=True
+        )
+        return RunArrays(**{name: param[...] for name, param in weights}, router=self.router[...], next_norm=next_norm, eps=eps)
+
 
 class Qwen3Moe(nnx.Module):
     """The decoder. `__call__` gives hidden states of tokens; `logits` turns hidden states into scores of the vocabulary."""
@@ -152,6 +160,7 @@ class Qwen3Moe(nnx.Module):
         self.runs = nnx.List([DecoderRun(config, first, end, rngs=rngs, dtype=dtype) for first, end in config.runs])
         self.norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
         self.head = None if config.tie_embeddings else _normal(rngs, (config.hidden_size, config.vocab_size), dtype)
+        self.head_bias = None
 
     def logits(self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR) -> Float[Array, "N V"]:
         """Scores of the vocabulary, float32."""
@@ -177,10 +186,20 @@ class Qwen3Moe(nnx.Module):
         """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in it."""
         config = self.config
         cos, sin = rotary_angles(positions, head_dim=config.head_dim, theta=config.rope_theta)
-        shared = LayerInputs(cos=cos, sin=sin, valid=valid)
+        shared = StepArrays(cos=cos, sin=sin, valid=valid)
         x = jnp.take(self.embed[...], tokens, axis=0)
-        first_moe = 0
+        first_moe, normed = 0, None
+        fused = runs_fused(kernels, attend, routed, tokens.shape[0], config.router)
         for run in self.runs:
+            if fused is not None and isinstance(attend, PagedAttend) and run.router is not None:
+                arrays = run.arrays(self.norm[...], eps=config.norm_eps)
+                places = {"first_layer": run.first, "first_column": first_moe}
+                x, normed, cache, capture = fused_run(
+                    x, arrays, shared, attend, cache, capture, **places, spec=config.router, kernels=kernels, fused=fused
+                )
+                first_moe += run.length
+                continue
+            normed = None
             body = self._layer(run, shared, attend, kernels, routed)
             layers = jnp.arange(run.first, run.first + run.length, dtype=jnp.int32)
             columns = layers - run.first + first_moe
@@ -188,15 +207,15 @@ class Qwen3Moe(nnx.Module):
             if run.is_moe:
                 ids = None if routed is None else jnp.swapaxes(routed.ids[:, first_moe : first_moe + run.length], 0, 1)
                 first_moe += run.length
-            router = None if run.router is None else run.router[...]
+            router = None if run.router is None or routes_in_place(kernels) else run.router[...]
             projections = None if kernels.linear.layered else tuple(p[:, None] for p in run.projections())
             experts = None if (kernels.moe if run.is_moe else kernels.linear).layered else run.experts()
             scanned = (layers, columns, run.norms(), projections, router, experts, ids)
             (x, cache, capture), _ = lax.scan(jax.checkpoint(body) if remat else body, (x, cache, capture), scanned)
-        return rms_norm(x, self.norm[...], eps=config.norm_eps), cache, capture
+        return rms_norm(x, self.norm[...], eps=config.norm_eps) if normed is None else normed, cache, capture
 
     def _layer(
-        self, run: DecoderRun, shared: LayerInputs, attend: Attend, kernels: Kernels, routed: TokenRouting | None
+        self, run: DecoderRun, shared: StepArrays, attend: Attend, kernels: Kernels, routed: TokenRouting | None
     ) -> Callable[[Any, Any], tuple[Any, None]]:
         """The body of a run's scan: one decoder layer."""
         config = self.config
@@ -210,14 +229,18 @@ class Qwen3Moe(nnx.Module):
             place = index - run.first  # in the run's arrays; a slice has its layer at 0
             qkv, out = run.projections() if projections is None else projections
             normed = rms_norm(x, input_norm, eps=config.norm_eps)
-            mixed, cache = _attend(linear(normed, qkv, place), (q_norm, k_norm), shared, attend, cache, index, config)
+            norms = HeadNorms(
+                q_norm=q_norm, k_norm=k_norm, run_q_norm=run.q_norm[...], run_k_norm=run.k_norm[...], place=place, eps=config.norm_eps
+            )
+            sizes = {"heads": config.num_heads, "groups": config.num_kv_heads}
+            mixed, cache = mix_values(linear(normed, qkv, place), norms, (shared.cos, shared.sin), attend, cache, index, **sizes)
             x = x + linear(mixed, out, place)
             normed = rms_norm(x, post_norm, eps=config.norm_eps)
-            if router is None:
+            if run.router is None:
                 gate_up, down = (run.gate_up[...], run.down[...]) if experts is None else experts
                 hidden = gated(linear(normed, gate_up, place))
                 return (x + linear(hidden, down, place), cache, capture), None
-            logits = jnp.dot(normed, router, preferred_element_type=jnp.float32)
+            logits = router_logits(normed, run.router[...], router, place, kernels)
             replayed = None if routed is None or ids is None else LayerRouting(ids, routed.valid)
             routing, capture = route(logits, replayed, column, capture, spec=config.router, kernels=kernels)
             if experts is None:
@@ -240,27 +263,6 @@ class Qwen3Moe(nnx.Module):
         for run, (first, end) in enumerate(config.runs):
             for layer in range(first, end):
                 yield from _layer_sources(config, f"runs.{run}.", layer, layer - first)
-
-
-def _attend(
-    qkv: Float[Array, "N HGGC"],
-    norms: tuple[Float[Array, " C"], Float[Array, " C"]],
-    shared: LayerInputs,
-    attend: Attend,
-    cache: Any,
-    layer: Int[Array, ""],
-    config: Qwen3MoeConfig,
-) -> tuple[Float[Array, "N HC"], Any]:
-    """Attention between its two projections: norm and turn queries and keys, mix values."""
-    heads, groups, c = config.num_heads, config.num_kv_heads, config.head_dim
-    mixed = qkv.reshape(qkv.shape[0], heads + 2 * groups, c)
-    queries, keys, values = mixed[:, :heads], mixed[:, heads : heads + groups], mixed[:, heads + groups :]
-    queries, keys = (
-        apply_rotary(rms_norm(part, norm, eps=config.norm_eps), shared.cos, shared.sin)
-        for part, norm in zip((queries, keys), norms, strict=True)
-    )
-    attended, cache = attend(queries, keys, values, cache, layer)
-    return attended.reshape(qkv.shape[0], heads * c), cache
 
 
 def _layer_sources(config: Qwen3MoeConfig, run: str, layer: int, index: int) -> Iterator[WeightSource]:

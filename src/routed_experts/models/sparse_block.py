@@ -5,6 +5,7 @@ R layers of the run, E experts, K experts per token."""
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
@@ -21,6 +22,23 @@ class ExpertWeights:
     gate_up: Float[Array, "RE D 2F"]
     down: Float[Array, "RE F D"]
     first: Int[Array, ""]
+    gate_up_bias: Float[Array, "RE 2F"] | None = None
+    down_bias: Float[Array, "RE D"] | None = None
+
+
+def routes_in_place(kernels: Kernels) -> bool:
+    """Whether the routers of a whole run are read where they stand."""
+    return kernels.router is not None and kernels.router.linear is not None
+
+
+def router_logits(
+    x: Float[Array, "N D"], run: Float[Array, "R D E"], own: Float[Array, "D E"] | None, place: Int[Array, ""], kernels: Kernels
+) -> Float[Array, "N E"]:
+    """Scores of the experts before any law, float32: by the layer's `own` router, or by the run's in place where that is None."""
+    if own is not None:
+        return jnp.dot(x, own, preferred_element_type=jnp.float32)
+    assert kernels.router is not None and kernels.router.linear is not None, "a layer's router was left out, and no kernel reads the run's"
+    return kernels.router.linear.run(x, run, place, jnp.float32)
 
 
 def route(
@@ -31,23 +49,34 @@ def route(
     *,
     spec: RouterSpec,
     kernels: Kernels,
+    bias: Float[Array, " E"] | None = None,
 ) -> tuple[Routing, _RoutedExpertsDeviceCache | None]:
-    """Decide the experts of each token and write their ids down under the layer's column."""
-    if kernels.router is not None:
+    """Decide the experts of each token and write their ids down under the layer's column. `bias` moves the choice alone."""
+    if kernels.router is not None and kernels.router.can(spec):
         block = None if capture is None else capture.ids
         routing, block = kernels.router.run(logits, routed, block, column, spec)
         if capture is not None and block is not None:
             capture = dataclasses.replace(capture, ids=block)
         return routing, capture
-    routing = replay_topk(logits, routed, spec=spec)
+    routing = replay_topk(logits, routed, spec=spec, bias=bias)
     if capture is not None:
         capture = capture.capture_fwd_routed_experts(column, routing.ids)
     return routing, capture
 
 
 def run_experts(
-    x: Float[Array, "N D"], routing: Routing, valid: Bool[Array, " N"], experts: ExpertWeights, *, spec: RouterSpec, kernels: Kernels
+    x: Float[Array, "N D"],
+    routing: Routing,
+    valid: Bool[Array, " N"],
+    experts: ExpertWeights,
+    *,
+    spec: RouterSpec,
+    kernels: Kernels,
+    activation: str = "silu",
 ) -> Float[Array, "N D"]:
     """Run exactly the experts of `routing`."""
-    call = ExpertCall(x, routing.ids, routing.weights, valid, experts.gate_up, experts.down, experts.first, spec.num_experts)
+    call = ExpertCall(
+        x, routing.ids, routing.weights, valid, experts.gate_up, experts.down, experts.first, spec.num_experts,
+        experts.gate_up_bias, experts.down_bias, activation,
+    )  # fmt: skip
     return kernels.moe.run(call)

@@ -11,7 +11,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -74,6 +74,21 @@ class _Piece:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
+    def slabs(self, most_bytes: int) -> "list[_Piece]":
+        """The piece, or if it is larger than `most_bytes` and stacked along its first axis, each row of that axis alone."""
+        if self.num_bytes <= most_bytes or len(self.box) < max(3, len(self.shape)):
+            return [self]
+        begin = self.box[0].start
+        return [
+            replace(
+                self,
+                box=(slice(begin + row, begin + row + 1), *self.box[1:]),
+                start=(self.start[0] + row, *self.start[1:]),
+                shape=(1, *self.shape[1:]),
+            )
+            for row in range(self.shape[0])
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -112,6 +127,9 @@ def _cut(source: WeightSource, dtype: str, bounds: Sequence[tuple[int, int]]) ->
     start = [*source.index, *[0] * len(source.shape)]
     if source.offset:
         start[-1] += source.offset
+    if source.first:
+        assert not source.index, source
+        start[0] += source.first
     low = [max(first, begin) for first, (begin, _) in zip(start, bounds, strict=True)]
     high = [min(first + size, end) for first, size, (_, end) in zip(start, placed, bounds, strict=True)]
     if any(first >= stop for first, stop in zip(low, high, strict=True)):
@@ -150,7 +168,7 @@ class _Loader:
             return [jax.device_put(whole, device) for device in part.devices]
         shards = [jnp.zeros(part.shape, dtype, device=device) for device in part.devices]
         alike: dict[tuple[object, ...], list[_Piece]] = defaultdict(list)
-        for piece in part.pieces:
+        for piece in [slab for whole in part.pieces for slab in whole.slabs(self.host_bytes // 2)]:
             alike[piece.shape, piece.read_shape, piece.transpose, piece.dtype].append(piece)
         for pieces in alike.values():
             depth = max(1, min(len(pieces), self.host_bytes // 2 // max(1, pieces[0].num_bytes)))

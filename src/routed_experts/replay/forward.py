@@ -10,9 +10,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.attention import causal_attention
+from routed_experts.layers.attention_traits import AttentionTraits
+from routed_experts.layers.attention_variants import causal_variant
+from routed_experts.layers.delta_rule import DeltaInputs, delta_whole
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
-from routed_experts.models.interface import Decoder, TokenRouting
+from routed_experts.models.interface import Decoder, SequenceOps, TokenRouting
 
 
 @jax.tree_util.register_dataclass
@@ -54,18 +57,31 @@ def forward(
     where = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)) if positions is None else positions
 
     def attend(
-        queries: Float[Array, "N H C"], keys: Float[Array, "N G C"], values: Float[Array, "N G C"], cache: None, layer: Int[Array, ""]
-    ) -> tuple[Float[Array, "N H C"], None]:
-        q, k, v = (x.reshape(batch, length, *x.shape[1:]) for x in (queries, keys, values))
-        return causal_attention(q, k, v, segments).reshape(queries.shape), cache
+        queries: Float[Array, "N H C"],
+        keys: Float[Array, "N G C"],
+        values: Float[Array, "N G V"] | None,
+        cache: None,
+        layer: Int[Array, ""],
+        traits: AttentionTraits | None = None,
+    ) -> tuple[Float[Array, "N H V"], None]:
+        q, k = (x.reshape(batch, length, *x.shape[1:]) for x in (queries, keys))
+        v = None if values is None else values.reshape(batch, length, *values.shape[1:])
+        if traits is None:
+            assert v is not None, "rows without values are latent, and say so in their traits"
+            return causal_attention(q, k, v, segments).reshape(queries.shape), cache
+        return causal_variant(q, k, v, segments, traits).reshape(*queries.shape[:2], -1), cache
+
+    def recur(inputs: DeltaInputs, cache: None, layer: Int[Array, ""]) -> tuple[Float[Array, "N H V"], None]:
+        return delta_whole(inputs, segments, batch), cache
 
     spec = model.config.capture_spec
     capture = _RoutedExpertsDeviceCache.create(tokens.size, spec) if return_routed and spec is not None else None
     replay = None if routed is None else TokenRouting(routed.ids.reshape(tokens.size, *routed.ids.shape[2:]), routed.valid.reshape(-1))
     valid = jnp.ones(tokens.size, bool) if routed is None else ~routed.pad.reshape(-1)
     kernels = Kernels(moe=backend)
+    ops = attend if model.config.cache.recurrent is None else SequenceOps(attend, recur)
     hidden, _, capture = model(
-        tokens.reshape(-1), where.reshape(-1), valid, attend, None, capture, kernels=kernels, routed=replay, remat=remat
+        tokens.reshape(-1), where.reshape(-1), valid, ops, None, capture, kernels=kernels, routed=replay, remat=remat
     )
     ids = None
     if capture is not None and spec is not None:

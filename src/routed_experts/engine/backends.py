@@ -1,0 +1,157 @@
+"""Which kernels an engine runs on: the names that a user may type, what each needs, and the choice of `auto` by platform.
+Knows nothing of models. A backend's code is imported when it is chosen, so that no machine loads what it cannot run."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+import jax
+
+from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.layers.attention import AttentionBackend
+from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
+from routed_experts.models.interface import PLAIN, Needs
+
+T = TypeVar("T")
+
+
+def _nothing() -> str | None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Offer(Generic[T]):
+    """A backend by name: how to get it, the platform that it runs on (None: any), and why this machine cannot run it, if so."""
+
+    load: Callable[[], T]
+    platform: str | None = None
+    why_not: Callable[[], str | None] = _nothing
+
+    def refusal(self, platform: str) -> str | None:
+        """None where it runs; else the reason, with its remedy."""
+        if self.platform not in (None, platform):
+            return f"it runs on {self.platform}, and this machine's default device is a {platform}"
+        return self.why_not()
+
+
+def _native_kernels() -> Kernels:
+    from routed_experts.layers.native.ops import NATIVE_KERNELS
+
+    return NATIVE_KERNELS
+
+
+def _native_attention() -> AttentionBackend:
+    from routed_experts.layers.native.ops import NATIVE_ATTENTION
+
+    return NATIVE_ATTENTION
+
+
+def _why_not_native() -> str | None:
+    from routed_experts.layers.native.toolchain import why_not
+
+    return why_not()
+
+
+def _gpu_kernels() -> Kernels:
+    from routed_experts.layers.gpu.backends import GPU_KERNELS
+
+    return GPU_KERNELS
+
+
+def _gpu_attention() -> AttentionBackend:
+    from routed_experts.layers.gpu.attention import GPU_ATTENTION
+
+    return GPU_ATTENTION
+
+
+def _tpu_kernels() -> Kernels:
+    from routed_experts.layers.tpu.backends import TPU_KERNELS
+
+    return TPU_KERNELS
+
+
+def _tpu_attention() -> AttentionBackend:
+    from routed_experts.layers.tpu.backends import TPU_ATTENTION
+
+    return TPU_ATTENTION
+
+
+def _given(value: T) -> Offer[T]:
+    return Offer(load=lambda: value)
+
+
+KERNELS: Mapping[str, Offer[Kernels]] = MappingProxyType(
+    {name: _given(Kernels(moe=backend)) for name, backend in MOE_BACKENDS.items()}
+    | {"native": Offer(load=_native_kernels, platform="cpu", why_not=_why_not_native)}
+    | {"gpu": Offer(load=_gpu_kernels, platform="gpu"), "tpu": Offer(load=_tpu_kernels, platform="tpu")}
+)
+ATTENTION: Mapping[str, Offer[AttentionBackend]] = MappingProxyType(
+    {name: _given(backend) for name, backend in ATTENTION_BACKENDS.items()}
+    | {"native": Offer(load=_native_attention, platform="cpu", why_not=_why_not_native)}
+    | {"gpu": Offer(load=_gpu_attention, platform="gpu"), "tpu": Offer(load=_tpu_attention, platform="tpu")}
+)
+# What `auto` takes: the platform's own kernels where this machine can run them and they can do what the model needs; else plain ones.
+OWN: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native",), "gpu": ("gpu",), "tpu": ("tpu",)})
+PLAIN_MOE, PLAIN_ATTENTION = ("tiled",), ("paged",)
+DETERMINISTIC = ("reference",)  # rows that do not depend on one another
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BackendRegistry:
+    """The kernels that an engine may be built with, by name. `moe_backend` names the kernels of all matrices of a layer."""
+
+    moe: Mapping[str, Offer[Kernels]] = dataclasses.field(default_factory=lambda: KERNELS)
+    attention: Mapping[str, Offer[AttentionBackend]] = dataclasses.field(default_factory=lambda: ATTENTION)
+
+    def with_moe(self, backend: MoeBackend) -> "BackendRegistry":
+        """The same registry with one more MoE backend."""
+        return dataclasses.replace(self, moe=MappingProxyType({**self.moe, backend.name: _given(Kernels(moe=backend))}))
+
+    def choose(self, args: ServerArgs, needs: Needs = PLAIN, *, platform: str | None = None) -> tuple[Kernels, AttentionBackend]:
+        """The backends that `args` name, for a model that `needs` some things and for `platform` (the default device's).
+        Deterministic mode runs on `reference` alone; a backend that hides the ids it runs is refused with capture on. Raises
+        ConfigError, CaptureUnsupportedError."""
+        where = platform or jax.default_backend()
+        moe_auto, attention_auto = ((*OWN.get(where, ()), *plain) for plain in (PLAIN_MOE, PLAIN_ATTENTION))
+        if args.deterministic:
+            moe_auto = attention_auto = DETERMINISTIC
+
+        def experts_lacking(kernels: Kernels) -> frozenset[str]:
+            return needs.experts - kernels.moe.features
+
+        def attention_lacking(attention: AttentionBackend) -> frozenset[str]:
+            return needs.attention if attention.special is None else frozenset()
+
+        kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, where, experts_lacking)
+        attention = _pick("attention_backend", args.attention_backend, self.attention, attention_auto, where, attention_lacking)
+        if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
+            raise CaptureUnsupportedError(
+                f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded; choose "
+                "another backend or enable_return_routed_experts=False"
+            )
+        return kernels, attention
+
+
+def _pick(
+    field: str, name: str, offers: Mapping[str, Offer[T]], auto: tuple[str, ...], platform: str, lacking: Callable[[T], frozenset[str]]
+) -> T:
+    """The backend of that name, or the first of `auto` that this machine can run and that lacks nothing of what the model needs."""
+    if name == "auto":
+        able = (offers[choice].load() for choice in auto if offers[choice].refusal(platform) is None)
+        return next(backend for backend in able if not lacking(backend))
+    if name not in offers:
+        raise ConfigError(f"{field}={name!r} is unknown; choose auto or one of {', '.join(sorted(offers))}")
+    refusal = offers[name].refusal(platform)
+    if refusal is not None:
+        raise ConfigError(f"{field}={name!r} cannot run here: {refusal}; or choose auto")
+    backend = offers[name].load()
+    if words := lacking(backend):
+        raise ConfigError(f"{field}={name!r} cannot do {', '.join(sorted(words))}, which this model has; choose auto")
+    return backend
+
+
+DEFAULT_BACKENDS = BackendRegistry()

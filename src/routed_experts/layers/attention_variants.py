@@ -1,0 +1,232 @@
+"""Attention that is more than softmax over all keys: windows, chunks, sinks, another scale, and latent attention, whose one row a
+token is key and value at once (DeepSeek-V2, section 2.1). Knows nothing of requests beyond the arrays of a step.
+
+A latent pool is [L*P, page, 1, C]: the C numbers of a token are its key, the first V of them its value, for all heads. Every other
+pool is that of layers/attention.py. A sink is a score of its own, one a head, that takes weight and gives no value (GPT-OSS).
+Dims: N tokens, B requests, L layers, P pages, W pages of a request, H query heads, G kv heads, C key dim, V value dim, S tokens of a
+sequence, T keys of a block, Q rows of a query tile."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from routed_experts.layers.attention import (
+    ATTENTION_BACKENDS as PLAIN_BACKENDS,
+)
+from routed_experts.layers.attention import (
+    DECODE_BLOCK,
+    KEY_BLOCK,
+    NEVER,
+    QUERY_TILE,
+    AttentionBackend,
+    PagedBatch,
+    RunningSoftmax,
+    gather_pages,
+)
+from routed_experts.layers.attention_traits import AttentionTraits
+
+
+def write_latent(
+    pool: Float[Array, "LP page 1 C"], rows: Float[Array, "N 1 C"], first_page: Int[Array, ""], batch: PagedBatch
+) -> Float[Array, "LP page 1 C"]:
+    """Write each token's row at its position's slot; padding goes to page 0 of the layer."""
+    page_size = pool.shape[1]
+    page = jnp.where(batch.valid, batch.page_table[batch.token_rows, batch.positions // page_size], 0)
+    return pool.at[first_page + page, batch.positions % page_size].set(rows.astype(pool.dtype))
+
+
+def seen_from(at: Int[Array, "..."], places: Int[Array, "..."], traits: AttentionTraits) -> Bool[Array, "..."]:
+    """Whether a token at position `at` attends to the one at `places`; the two are broadcast."""
+    seen = places <= at
+    if traits.window:
+        seen = seen & (places > at - traits.window)
+    return seen & (places // traits.chunk == at // traits.chunk) if traits.chunk else seen
+
+
+def first_seen(at: Int[Array, "..."], traits: AttentionTraits) -> Int[Array, "..."]:
+    """The first position that a token at `at` attends to."""
+    first = jnp.maximum(at - traits.window + 1, 0) if traits.window else jnp.zeros_like(at)
+    return jnp.maximum(first, at // traits.chunk * traits.chunk) if traits.chunk else first
+
+
+def read_pages(
+    pool: Float[Array, "LP page X C"], pages: Int[Array, "B W"], traits: AttentionTraits, head_dim: int
+) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G V"]]:
+    """Keys and values of the listed pages, page after page, in float32."""
+    if traits.latent:
+        keys = jnp.take(pool, pages, axis=0).reshape(pages.shape[0], -1, 1, pool.shape[3]).astype(jnp.float32)
+        return keys, keys[..., : traits.latent]
+    keys, values = gather_pages(pool, pages, head_dim)
+    return keys.astype(jnp.float32), values.astype(jnp.float32)
+
+
+def reference_variant(
+    queries: Float[Array, "N H C"],
+    pool: Float[Array, "LP page X C"],
+    first_page: Int[Array, ""],
+    batch: PagedBatch,
+    traits: AttentionTraits,
+) -> Float[Array, "N H V"]:
+    """Gather every page of each token's request, at full width: no row's result depends on another row."""
+    keys, values = read_pages(pool, first_page + batch.page_table[batch.token_rows], traits, queries.shape[2])
+    seen = seen_from(batch.positions[:, None], jnp.arange(keys.shape[1]), traits)
+    values = jnp.where(seen[:, :, None, None], values, 0.0)
+    groups = keys.shape[2]
+    wide = _scaled(queries, traits).reshape(queries.shape[0], groups, -1, queries.shape[2])
+    scores = jnp.where(seen[:, None, None], jnp.einsum("ngrc,ntgc->ngrt", wide, keys), NEVER)
+    state = _start(scores.shape[:-1], values.shape[-1], _by_group(traits, groups))
+    mixed = jnp.einsum("ngrt,ntgv->ngrv", *_weights_and(values, scores, state))
+    return mixed.reshape(*queries.shape[:2], -1).astype(queries.dtype)
+
+
+def paged_variant(
+    queries: Float[Array, "N H C"],
+    pool: Float[Array, "LP page X C"],
+    first_page: Int[Array, ""],
+    batch: PagedBatch,
+    traits: AttentionTraits,
+) -> Float[Array, "N H V"]:
+    """Walk over blocks of pages with an online softmax; blocks before the window are not read."""
+    return (_decode if batch.decode else _ragged)(queries, pool, first_page, batch, traits)
+
+
+def causal_variant(
+    queries: Float[Array, "B S H C"],
+    keys: Float[Array, "B S G C"],
+    values: Float[Array, "B S G V"] | None,
+    segment_ids: Int[Array, "B S"] | None,
+    traits: AttentionTraits,
+) -> Float[Array, "B S H V"]:
+    """Whole sequences, each token over what it sees of its segment; `values` None: latent. Differentiable; for training."""
+    (num_rows, length, heads, width), groups = queries.shape, keys.shape[2]
+    values = keys[..., : traits.latent] if values is None else values
+    places = jnp.arange(length)
+    seen = seen_from(places[:, None], places, traits)[None]
+    if segment_ids is not None:
+        seen = seen & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    wide = _scaled(queries, traits).reshape(num_rows, length, groups, heads // groups, width)
+    scores = jnp.einsum("bsgrc,btgc->bsgrt", wide, keys.astype(jnp.float32))
+    scores = jnp.where(seen[:, :, None, None], scores, NEVER)
+    state = _start(scores.shape[:-1], values.shape[-1], _by_group(traits, groups))
+    mixed = jnp.einsum("bsgrt,btgv->bsgrv", *_weights_and(values.astype(jnp.float32), scores, state))
+    return mixed.reshape(num_rows, length, heads, -1).astype(queries.dtype)
+
+
+def _decode(
+    queries: Float[Array, "B H C"],
+    pool: Float[Array, "LP page X C"],
+    first_page: Int[Array, ""],
+    batch: PagedBatch,
+    traits: AttentionTraits,
+) -> Float[Array, "B H V"]:
+    """All requests side by side, one block of keys after another up to the longest."""
+    pages, table = _blocks_of(DECODE_BLOCK, pool, batch)
+    block, groups = pages * pool.shape[1], _groups(pool, traits)
+    wide = _scaled(queries, traits).reshape(queries.shape[0], groups, -1, queries.shape[2])
+
+    def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
+        listed = first_page + lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
+        keys, values = read_pages(pool, listed, traits, queries.shape[2])
+        places = index * block + jnp.arange(block)
+        seen = seen_from(batch.seq_lens[:, None] - 1, places, traits)
+        scores = jnp.where(seen[:, None, None], jnp.einsum("bgrc,btgc->bgrt", wide, keys), NEVER)
+        values = jnp.where(seen[:, :, None, None], values, 0.0)
+        return state.add(scores, jnp.swapaxes(values, 1, 2))
+
+    last = jnp.max(batch.seq_lens)
+    first = jnp.min(jnp.where(batch.seq_lens > 0, first_seen(batch.seq_lens - 1, traits), last))
+    state = _start((*wide.shape[:-1],), traits.latent or queries.shape[2], _by_group(traits, groups))
+    state = lax.fori_loop(first // block, (last + block - 1) // block, add_block, state)
+    return state.result().reshape(*queries.shape[:2], -1).astype(queries.dtype)
+
+
+def _ragged(
+    queries: Float[Array, "N H C"],
+    pool: Float[Array, "LP page X C"],
+    first_page: Int[Array, ""],
+    batch: PagedBatch,
+    traits: AttentionTraits,
+) -> Float[Array, "N H V"]:
+    """Tiles of Q query rows, each of one request, in order; a tile's rows past its request are overwritten by the next tile."""
+    (num_tokens, heads, width), groups = queries.shape, _groups(pool, traits)
+    tile, share, value_dim = min(QUERY_TILE, num_tokens), heads // groups, traits.latent or width
+    pages, table = _blocks_of(KEY_BLOCK, pool, batch)
+    block = pages * pool.shape[1]
+    wide = jnp.pad(_scaled(queries, traits), ((0, tile), (0, 0), (0, 0)))
+    positions = jnp.pad(batch.positions, (0, tile))
+    lengths = batch.query_starts[1:] - batch.query_starts[:-1]
+    tile_ends = jnp.cumsum((lengths + tile - 1) // tile)
+    sinks = _by_group(traits, groups)
+
+    def run_tile(index: Int[Array, ""], outputs: Float[Array, "NQ H V"]) -> Float[Array, "NQ H V"]:
+        row = jnp.searchsorted(tile_ends, index, side="right", method="compare_all").astype(jnp.int32)
+        first_tile = tile_ends[row] - (lengths[row] + tile - 1) // tile
+        start = batch.query_starts[row] + (index - first_tile) * tile
+        end = jnp.minimum(start + tile, batch.query_starts[row + 1])
+        rows = lax.dynamic_slice_in_dim(wide, start, tile).reshape(tile, groups, share, width)
+        rows = jnp.transpose(rows, (1, 2, 0, 3))  # [G, H / G, Q, C]
+        at = lax.dynamic_slice_in_dim(positions, start, tile)
+
+        def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
+            listed = lax.dynamic_slice(table, (row, index * pages), (1, pages))
+            keys, values = (jnp.swapaxes(part[0], 0, 1) for part in read_pages(pool, first_page + listed, traits, queries.shape[2]))  # [G, T, C]
+            places = index * block + jnp.arange(block)
+            values = jnp.where((places <= positions[end - 1])[:, None], values, 0.0)[:, None]
+            scores = jnp.where(seen_from(at[:, None], places, traits), jnp.einsum("grqc,gtc->grqt", rows, keys), NEVER)
+            return state.add(scores, values)
+
+        state = _start((groups, share, tile), value_dim, None if sinks is None else sinks[..., None])
+        first, past = first_seen(at[0], traits) // block, (positions[end - 1] + block) // block
+        state = lax.fori_loop(first, past, add_block, state)
+        mixed = jnp.transpose(state.result(), (2, 0, 1, 3)).reshape(tile, heads, value_dim)
+        return lax.dynamic_update_slice_in_dim(outputs, mixed, start, axis=0)
+
+    outputs = lax.fori_loop(0, tile_ends[-1], run_tile, jnp.zeros((num_tokens + tile, heads, value_dim), jnp.float32))
+    return outputs[:num_tokens].astype(queries.dtype)
+
+
+def _groups(pool: Float[Array, "LP page X C"], traits: AttentionTraits) -> int:
+    return 1 if traits.latent else pool.shape[2] // 2
+
+
+def _blocks_of(size: int, pool: Float[Array, "LP page X C"], batch: PagedBatch) -> tuple[int, Int[Array, "B W"]]:
+    """Pages of a block of about `size` keys, and the page table padded to whole blocks."""
+    width = batch.page_table.shape[1]
+    pages = max(1, min(width, size // pool.shape[1]))
+    return pages, jnp.pad(batch.page_table, ((0, 0), (0, -width % pages)))
+
+
+def _scaled(queries: Float[Array, "... C"], traits: AttentionTraits) -> Float[Array, "... C"]:
+    return queries.astype(jnp.float32) * (traits.scale or queries.shape[-1] ** -0.5)
+
+
+def _by_group(traits: AttentionTraits, groups: int) -> Float[Array, "G R"] | None:
+    return None if traits.sinks is None else traits.sinks.astype(jnp.float32).reshape(groups, -1)
+
+
+def _start(shape: tuple[int, ...], value_dim: int, sinks: Float[Array, "..."] | None) -> RunningSoftmax:
+    """Nothing seen yet but the sinks, which bring weight and no value."""
+    empty = RunningSoftmax.empty(shape, value_dim)
+    if sinks is None:
+        return empty
+    return dataclasses.replace(empty, top=jnp.broadcast_to(sinks, shape), total=jnp.ones(shape, jnp.float32))
+
+
+def _weights_and(
+    values: Float[Array, "..."], scores: Float[Array, "... T"], state: RunningSoftmax
+) -> tuple[Float[Array, "... T"], Float[Array, "..."]]:
+    """Weights of all keys at once, beside what `state` has seen."""
+    top = lax.stop_gradient(jnp.maximum(state.top, jnp.max(scores, axis=-1)))
+    weights = jnp.exp(scores - top[..., None])
+    total = state.total * jnp.exp(state.top - top) + jnp.sum(weights, axis=-1)
+    return weights / total[..., None], values
+
+
+_SPECIAL = MappingProxyType({"reference": reference_variant, "paged": paged_variant})
+ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
+    {name: backend.with_special(_SPECIAL.get(name)) for name, backend in PLAIN_BACKENDS.items()}
+)

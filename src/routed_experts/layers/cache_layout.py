@@ -1,0 +1,24 @@
+"""What a model keeps of the tokens it has seen: the shape of a pool's rows. A property of a family, like its weights.
+Knows nothing of pages. Dims: L layers that keep something, G kv heads, C head dim."""
+
+import dataclasses
+
+from routed_experts.layers.delta_rule import DeltaShape
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLayout:
+    """L layers, each with keys and values of G heads; or with one row of C numbers a token that all heads share (`latent`). Layers
+    that keep a state instead, one for each request, are counted apart."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    latent: bool = False
+    num_recurrent: int = 0
+    recurrent: DeltaShape | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a slot in one layer."""
+        return 1 if self.latent else 2 * self.num_kv_heads

@@ -1,0 +1,29 @@
+"""What the kernels share: sizes that Triton takes, and loads without masks where none is needed. Knows no kernel."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is not below `size`; every array in a Triton kernel has such a size."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def both(*masks: Array | None) -> Array | None:
+    """Conjunction of the masks that are there; None if none is."""
+    given = [mask for mask in masks if mask is not None]
+    return functools.reduce(jnp.logical_and, given) if given else None
+
+
+def load_or_zero(ref: Any, mask: Array | None) -> Array:
+    """A load with zeros where the mask is false, or a plain one: a mask that is always true would still cost registers."""
+    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0.0)
+
+
+def steps_of(size: int, dtype: Any) -> int:
+    """`size`, which was measured best for two bytes an element, for elements of another size: as many bytes a step."""
+    return max(16, size * 2 // jnp.dtype(dtype).itemsize)

@@ -1,0 +1,162 @@
+// Softmax attention over a paged pool [L*P, page, 2G, C]: row 2g of a slot holds the keys of kv head g, row 2g+1 its values.
+// Only slots that some query of the piece may see are read: what a request does not own may be NaN.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "parallel.h"
+#include "product.h"
+
+namespace rex {
+
+constexpr int64_t kKeys = 64;       // keys of a block
+constexpr int64_t kQueries = 32;    // query tokens of a piece of work
+constexpr int64_t kFewRows = 16;    // up to this many, keys are used as they lie; more of them pay for turning the block around
+constexpr float kNever = -1e30f;    // a score that no softmax sees
+
+struct AttentionShape {
+  int64_t tokens, heads, groups, dim, requests, pages, page;
+  int64_t share() const { return heads / groups; }
+  int64_t stride() const { return 2 * groups * dim; }  // from a slot to the next
+};
+
+struct PagedStep {
+  const int32_t *positions, *query_starts, *page_table;
+  int64_t first_page;
+};
+
+struct QueryPiece {
+  int64_t request, begin, end;  // tokens of the step
+  int64_t group, groups;        // kv heads of the piece
+};
+
+// All kv heads together read a slot as it lies; where pieces are too few for the cores, each kv head is one.
+inline std::vector<QueryPiece> query_pieces(const AttentionShape& s, const PagedStep& step, int64_t threads) {
+  std::vector<QueryPiece> pieces;
+  int64_t tiles = 0;
+  for (int64_t b = 0; b < s.requests; b++) tiles += (step.query_starts[b + 1] - step.query_starts[b] + kQueries - 1) / kQueries;
+  const int64_t together = tiles >= 2 * threads ? s.groups : 1;
+  for (int64_t b = 0; b < s.requests; b++)
+    for (int64_t t = step.query_starts[b]; t < step.query_starts[b + 1]; t += kQueries)
+      for (int64_t g = 0; g < s.groups; g += together)
+        pieces.push_back({b, t, std::min<int64_t>(t + kQueries, step.query_starts[b + 1]), g, together});
+  return pieces;
+}
+
+// What a row (kv head, token, head of the group) knows of the keys so far: online softmax (Milakov and Gimelshein 2018).
+struct Mix {
+  Scratch query_scratch, score_scratch, turned_scratch, top_scratch, total_scratch, mixed_scratch;
+  float *queries, *scores, *turned, *top, *total, *mixed;
+
+  void start(int64_t rows, int64_t dim) {
+    queries = query_scratch.floats(rows * dim), scores = score_scratch.floats(rows * kKeys), turned = turned_scratch.floats(dim * kKeys);
+    top = top_scratch.floats(rows), total = total_scratch.zeros(rows), mixed = mixed_scratch.zeros(rows * dim);
+    std::fill(top, top + rows, kNever);
+  }
+
+  // Turn the scores of `keys` keys, of which the row sees the first `seen`, into weights.
+  void weigh(int64_t row, int64_t keys, int64_t seen, int64_t dim) {
+    float* line = scores + row * kKeys;
+    float highest = top[row];
+    for (int64_t t = 0; t < seen; t++) highest = std::max(highest, line[t]);
+    vf sums = {};
+    for (int64_t t = 0; t < keys; t += kLanes) {
+      const int64_t count = std::clamp<int64_t>(seen - t, 0, kLanes);
+      vf weights = exp(load(line + t) - highest);
+      for (int i = count; i < kLanes; i++) weights[i] = 0;
+      store(line + t, weights);
+      sums += weights;
+    }
+    const float shrink = std::exp(top[row] - highest);
+    top[row] = highest;
+    total[row] = total[row] * shrink + sum(sums);
+    if (shrink != 1.0f)
+      for (int64_t c = 0; c < dim; c++) mixed[row * dim + c] *= shrink;
+  }
+};
+
+// Queries times keys as they lie, for all kv heads of a piece, slot by slot.
+template <class T>
+void score_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, int64_t keys, const T* const* slots, const T* const* next) {
+  for (int64_t t = 0; t < keys; t++) {
+    if (next[t] != nullptr) prefetch(next[t], 2 * groups * s.dim);
+    for (int64_t g = 0; g < groups; g++) {
+      const T* key = slots[t] + 2 * g * s.dim;
+      for (int64_t r = g * rows; r < (g + 1) * rows; r++) {
+        const float* q = mix.queries + r * s.dim;
+        vf sums = {};
+        int64_t c = 0;
+        for (; c + kLanes <= s.dim; c += kLanes) sums += load(q + c) * load(key + c);
+        if (const int rest = s.dim - c) sums += load(q + c, rest) * load(key + c, rest);
+        mix.scores[r * kKeys + t] = sum(sums);
+      }
+    }
+  }
+}
+
+// The same for many rows: the keys of one kv head are turned around, so that a product of tiles does it.
+template <class T>
+void score_many(const AttentionShape& s, Mix& mix, int64_t group, int64_t rows, int64_t keys, const T* const* slots) {
+  const int64_t padded = (keys + kLanes - 1) / kLanes * kLanes;
+  float key[kLanes];
+  for (int64_t t = 0; t < padded; t++)
+    for (int64_t c = 0; c < s.dim; c += kLanes) {
+      const int count = std::min<int64_t>(kLanes, s.dim - c);
+      store(key, t < keys ? load(slots[t] + 2 * group * s.dim + c, count) : vf{});
+      for (int i = 0; i < count; i++) mix.turned[(c + i) * kKeys + t] = key[i];
+    }
+  float* scores = mix.scores + group * rows * kKeys;
+  std::fill(scores, scores + rows * kKeys, 0.0f);
+  product(rows, mix.queries + group * rows * s.dim, s.dim, mix.turned, kKeys, s.dim, padded, scores, kKeys);
+}
+
+template <class Q, class T>
+void attend(const AttentionShape& s, const PagedStep& step, const QueryPiece& piece, const Q* queries, const T* pool, Q* out) {
+  thread_local Mix mix;
+  const int64_t share = s.share(), rows = (piece.end - piece.begin) * share, all = piece.groups * rows;
+  const int64_t length = step.positions[piece.end - 1] + 1;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(s.dim));
+  auto token = [&](int64_t row) { return piece.begin + row % rows / share; };
+  auto place = [&](int64_t row) { return (token(row) * s.heads + (piece.group + row / rows) * share + row % share) * s.dim; };
+  auto slot = [&](int64_t at) -> const T* {
+    if (at >= length) return nullptr;
+    const int64_t listed = step.first_page + step.page_table[piece.request * s.pages + at / s.page];
+    return pool + (listed * s.page + at % s.page) * s.stride() + 2 * piece.group * s.dim;
+  };
+  mix.start(all, s.dim);
+  for (int64_t r = 0; r < all; r++) {
+    convert(queries + place(r), mix.queries + r * s.dim, s.dim);
+    for (int64_t c = 0; c < s.dim; c++) mix.queries[r * s.dim + c] *= scale;
+  }
+  for (int64_t start = 0; start < length; start += kKeys) {
+    const int64_t keys = std::min(kKeys, length - start);
+    const T *slots[kKeys], *next[kKeys];
+    for (int64_t t = 0; t < kKeys; t++) slots[t] = slot(start + t), next[t] = slot(start + kKeys + t);
+    if (rows <= kFewRows) score_few(s, mix, piece.groups, rows, keys, slots, next);
+    for (int64_t g = 0; g < piece.groups; g++) {
+      if (rows > kFewRows) score_many(s, mix, g, rows, keys, slots);
+      for (int64_t r = g * rows; r < (g + 1) * rows; r++)
+        mix.weigh(r, keys, std::clamp<int64_t>(step.positions[token(r)] + 1 - start, 0, keys), s.dim);
+      const float* weights = mix.scores + g * rows * kKeys;
+      for (int64_t t = 0, run = 0; t < keys; t += run) {  // slots of one page lie side by side
+        run = std::min(s.page - (start + t) % s.page, keys - t);
+        product(rows, weights + t, kKeys, slots[t] + (2 * g + 1) * s.dim, s.stride(), run, s.dim, mix.mixed + g * rows * s.dim, s.dim);
+      }
+    }
+  }
+  for (int64_t r = 0; r < all; r++) {
+    for (int64_t c = 0; c < s.dim; c++) mix.mixed[r * s.dim + c] /= std::max(mix.total[r], 1e-30f);
+    convert(mix.mixed + r * s.dim, out + place(r), s.dim);
+  }
+}
+
+template <class Q, class T>
+void attention(xla::ffi::ThreadPool& pool, const AttentionShape& s, const PagedStep& step, const Q* queries, const T* cache, Q* out) {
+  const int64_t told = s.requests ? step.query_starts[s.requests] : 0;
+  std::memset(static_cast<void*>(out + told * s.heads * s.dim), 0, (s.tokens - told) * s.heads * s.dim * sizeof(Q));  // padding
+  const std::vector<QueryPiece> pieces = query_pieces(s, step, pool.num_threads());
+  parallel_for(pool, pieces.size(), [&](int64_t i) { attend(s, step, pieces[i], queries, cache, out); });
+}
+
+}  // namespace rex

@@ -1,0 +1,189 @@
+// The XLA FFI handlers: shapes and dtypes in, calls of the headers beside this file out. Knows no model.
+#include "attention.h"
+#include "experts.h"
+#include "linear.h"
+#include "prepare.h"
+#include "router.h"
+
+namespace ffi = xla::ffi;
+
+namespace rex {
+
+template <class T>
+T* at(ffi::AnyBuffer& buffer) {
+  return reinterpret_cast<T*>(buffer.untyped_data());
+}
+template <class T>
+T* at(ffi::Result<ffi::AnyBuffer>& buffer) {
+  return reinterpret_cast<T*>(buffer->untyped_data());
+}
+
+// Call `body` with a value of the C++ type that stands for `dtype`.
+template <class Body>
+ffi::Error of_dtype(ffi::DataType dtype, Body&& body) {
+  switch (dtype) {
+    case ffi::F32: return body(float{});
+    case ffi::BF16: return body(bf16{});
+    case ffi::F16: return body(f16{});
+    default: return ffi::Error::InvalidArgument("the dtype must be float32, bfloat16 or float16");
+  }
+}
+
+ffi::Error run_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ids, ffi::Buffer<ffi::F32> weights,
+                       ffi::Buffer<ffi::PRED> valid, ffi::AnyBuffer gate_up, ffi::AnyBuffer down, ffi::Buffer<ffi::S32> first,
+                       ffi::Result<ffi::AnyBuffer> y, int64_t num_experts) {
+  const auto rows = x.dimensions(), chosen = ids.dimensions(), second = down.dimensions();
+  const ExpertShape shape{rows[0], chosen[1], rows[1], second[1], num_experts, first.typed_data()[0]};
+  if (shape.first < 0 || shape.first + num_experts > second[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
+  return of_dtype(gate_up.element_type(), [&](auto type) {
+    using T = decltype(type);
+    const bool known = experts<T>(pool, shape, at<T>(x), ids.typed_data(), weights.typed_data(), valid.typed_data(), at<T>(gate_up),
+                                  at<T>(down), at<T>(y));
+    return known ? ffi::Error::Success() : ffi::Error::InvalidArgument("an expert id is outside 0..num_experts-1");
+  });
+}
+
+ffi::Error run_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weights, ffi::Buffer<ffi::S32> layer,
+                      ffi::Result<ffi::AnyBuffer> y) {
+  const auto rows = x.dimensions(), stack = weights.dimensions();
+  const int64_t index = layer.typed_data()[0];
+  if (index < 0 || index >= stack[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
+  return of_dtype(weights.element_type(), [&](auto type) {
+    using T = decltype(type);
+    const T* matrix = at<T>(weights) + index * stack[1] * stack[2];
+    return of_dtype(y->element_type(), [&](auto out) {
+      linear(pool, rows[0], rows[1], stack[2], at<T>(x), matrix, at<decltype(out)>(y));
+      return ffi::Error::Success();
+    });
+  });
+}
+
+ffi::Error run_attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyBuffer cache, ffi::Buffer<ffi::S32> first_page,
+                         ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> page_table,
+                         ffi::Result<ffi::AnyBuffer> out) {
+  const auto q = queries.dimensions(), kv = cache.dimensions(), table = page_table.dimensions();
+  const AttentionShape shape{q[0], q[1], kv[2] / 2, q[2], table[0], table[1], kv[1]};
+  const PagedStep step{positions.typed_data(), query_starts.typed_data(), page_table.typed_data(), first_page.typed_data()[0]};
+  return of_dtype(queries.element_type(), [&](auto query) {
+    using Q = decltype(query);
+    return of_dtype(cache.element_type(), [&](auto stored) {
+      using T = decltype(stored);
+      attention(pool, shape, step, at<Q>(queries), at<T>(cache), at<Q>(out));
+      return ffi::Error::Success();
+    });
+  });
+}
+
+// `cache` comes back as `written`, the same memory.
+ffi::Error run_prepare(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::S32> layer,
+                       ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer cache, ffi::Buffer<ffi::S32> first_page,
+                       ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> token_rows, ffi::Buffer<ffi::PRED> valid,
+                       ffi::Buffer<ffi::S32> page_table, ffi::Result<ffi::AnyBuffer> queries, ffi::Result<ffi::AnyBuffer> written,
+                       float eps) {
+  const auto q = queries->dimensions(), kv = cache.dimensions(), table = page_table.dimensions(), norms = q_norm.dimensions();
+  const PrepareShape shape{q[0], q[1], kv[2] / 2, q[2], table[1], kv[1], first_page.typed_data()[0], layer.typed_data()[0], eps};
+  if (cache.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the KV pool was copied");
+  if (shape.layer < 0 || shape.layer >= norms[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
+  return of_dtype(qkv.element_type(), [&](auto type) {
+    using T = decltype(type);
+    const PrepareInputs<T> inputs{at<T>(qkv), at<T>(q_norm), at<T>(k_norm), cos.typed_data(), sin.typed_data(),
+                                  positions.typed_data(), token_rows.typed_data(), page_table.typed_data(), valid.typed_data()};
+    return of_dtype(cache.element_type(), [&](auto stored) {
+      prepare(pool, shape, inputs, at<T>(queries), at<decltype(stored)>(written));
+      return ffi::Error::Success();
+    });
+  });
+}
+
+ffi::Error run_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Result<ffi::Buffer<ffi::S32>> ids,
+                      ffi::Result<ffi::Buffer<ffi::F32>> weights, bool renormalize) {
+  const auto rows = logits.dimensions();
+  const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize};
+  route(pool, shape, logits.typed_data(), ids->typed_data(), weights->typed_data(), nullptr);
+  return ffi::Error::Success();
+}
+
+// `block` comes back as `written`, the same memory.
+ffi::Error run_recording_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> block,
+                                ffi::Buffer<ffi::S32> layer, ffi::Result<ffi::Buffer<ffi::S32>> ids, ffi::Result<ffi::Buffer<ffi::F32>> weights,
+                                ffi::Result<ffi::Buffer<ffi::S32>> written, bool renormalize) {
+  const auto rows = logits.dimensions();
+  const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize};
+  const int64_t first = layer.typed_data()[0] * shape.top_k;
+  if (block.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the block of ids was copied");
+  if (first < 0 || first + shape.top_k > block.dimensions()[0]) return ffi::Error::InvalidArgument("the layer lies outside the block");
+  route(pool, shape, logits.typed_data(), ids->typed_data(), weights->typed_data(), written->typed_data() + first * shape.tokens);
+  return ffi::Error::Success();
+}
+
+}  // namespace rex
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexExperts, rex::run_experts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("num_experts"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexLinear, rex::run_linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexAttention, rex::run_attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexPrepare, rex::run_prepare,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexRouter, rex::run_router,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("renormalize"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexRecordingRouter, rex::run_recording_router,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Attr<bool>("renormalize"));

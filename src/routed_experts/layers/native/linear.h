@@ -1,0 +1,58 @@
+// y[N, O] = x[N, D] * weights[layer][D, O], read in place.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "parallel.h"
+#include "product.h"
+
+namespace rex {
+
+constexpr int64_t kLinearRows = 192;
+
+// Columns of a piece: long runs of a row where memory is the limit, but enough pieces for all cores.
+inline int64_t piece_columns(int64_t rows, int64_t cols, int64_t threads) {
+  if (rows > kStreamRows) return 256;
+  return std::clamp<int64_t>(cols / (2 * threads) / 64 * 64, 128, 1024);
+}
+
+// Rows as floats: as they lie, where they are.
+template <class T>
+inline const float* as_floats(Scratch& scratch, const T* x, int64_t count) {
+  if constexpr (std::is_same_v<T, float>) return x;
+  float* wide = scratch.floats(count);
+  convert(x, wide, count);
+  return wide;
+}
+
+// Columns c.. of rows r.., straight into y where it holds floats and many rows; few rows add up in scratch, whose rows do not
+// push one another out of the cache.
+template <class T, class Out>
+void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, const float* x, const T* weights, Out* y) {
+  thread_local Scratch scratch;
+  if constexpr (std::is_same_v<Out, float>) {
+    if (height > kStreamRows) {
+      for (int64_t i = 0; i < height; i++) std::fill(y + i * cols, y + i * cols + width, 0.0f);
+      return product(height, x, depth, weights, cols, depth, width, y, cols);
+    }
+  }
+  const int64_t step = width + kPad;
+  float* out = scratch.zeros(height * step);
+  product(height, x, depth, weights, cols, depth, width, out, step);
+  for (int64_t i = 0; i < height; i++) convert(out + i * step, y + i * cols, width);
+}
+
+template <class T, class Out>
+void linear(xla::ffi::ThreadPool& pool, int64_t rows, int64_t depth, int64_t cols, const T* x, const T* weights, Out* y) {
+  thread_local Scratch scratch;
+  const float* from = as_floats(scratch, x, rows * depth);
+  const int64_t most = piece_columns(rows, cols, pool.num_threads());
+  const int64_t across = (cols + most - 1) / most, down = (rows + kLinearRows - 1) / kLinearRows;
+  parallel_for(pool, across * down, [&](int64_t item) {
+    const int64_t c = item % across * most, r = item / across * kLinearRows;
+    const int64_t width = std::min(most, cols - c), height = std::min(kLinearRows, rows - r);
+    linear_piece(height, width, depth, cols, from + r * depth, weights + c, y + r * cols + c);
+  });
+}
+
+}  // namespace rex

@@ -1,0 +1,108 @@
+"""The native kernels as backends. Each takes the arrays of its registry's contract and gives what `reference` gives, within rounding.
+Nothing of their weights is copied. Not differentiable. Dims as in layers/moe.py, layers/linear.py, layers/attention.py."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from routed_experts.layers.attention import AttentionBackend, PagedBatch, Projected
+from routed_experts.layers.kernels import FusedRouter, Kernels
+from routed_experts.layers.linear import LinearBackend
+from routed_experts.layers.moe import ExpertCall, MoeBackend
+from routed_experts.layers.native import toolchain
+from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk
+
+_HANDLERS = ("RexExperts", "RexLinear", "RexAttention", "RexPrepare", "RexRouter", "RexRecordingRouter")
+
+
+@functools.cache
+def _registered() -> bool:
+    """Make the handlers known to XLA, once a process."""
+    library = toolchain.library()
+    for name in _HANDLERS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
+    return True
+
+
+def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
+    """Each chosen expert is read once, by one core; the K outputs of a row are summed in executed order, in float32."""
+    assert _registered()
+    run = jax.ffi.ffi_call("RexExperts", jax.ShapeDtypeStruct(call.x.shape, call.x.dtype))
+    ids, weights, first = call.ids.astype(jnp.int32), call.weights.astype(jnp.float32), call.first_expert.astype(jnp.int32)
+    return run(call.x, ids, weights, call.valid, call.gate_up, call.down, first.reshape(1), num_experts=call.num_experts)
+
+
+def native_linear(x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any) -> Float[Array, "N O"]:
+    """Columns are shared out among the cores."""
+    assert _registered()
+    run = jax.ffi.ffi_call("RexLinear", jax.ShapeDtypeStruct((x.shape[0], weights.shape[2]), dtype))
+    return run(x, weights, jnp.asarray(layer, jnp.int32).reshape(1))
+
+
+def native_attention(
+    queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
+) -> Float[Array, "N H C"]:
+    """Online softmax over the pages of each request; (tokens, kv head) pieces are shared out among the cores."""
+    assert _registered()
+    run = jax.ffi.ffi_call("RexAttention", jax.ShapeDtypeStruct(queries.shape, queries.dtype))
+    return run(queries, pool, jnp.asarray(first_page, jnp.int32).reshape(1), batch.positions, batch.query_starts, batch.page_table)
+
+
+def native_prepare(
+    projected: Projected, pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
+) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
+    """Norms, rotary positions and the write of keys and values, as one kernel."""
+    assert _registered()
+    qkv, groups, dim = projected.qkv, pool.shape[2] // 2, pool.shape[3]
+    queries = jax.ShapeDtypeStruct((qkv.shape[0], qkv.shape[1] // dim - 2 * groups, dim), qkv.dtype)
+    made: list[jax.ShapeDtypeStruct] = [queries, jax.ShapeDtypeStruct(pool.shape, pool.dtype)]
+    run = jax.ffi.ffi_call("RexPrepare", made, input_output_aliases={6: 1})
+    layer, first = (jnp.asarray(index, jnp.int32).reshape(1) for index in (projected.layer, first_page))
+    norms, angles = (projected.q_norm, projected.k_norm), (projected.cos, projected.sin)
+    places = (batch.positions, batch.token_rows, batch.valid, batch.page_table)
+    turned, pool = run(qkv, *norms, layer, *angles, pool, first, *places, eps=np.float32(projected.eps))
+    return turned, pool
+
+
+def native_fused_attention(
+    projected: Projected, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""], batch: PagedBatch, num_pages: int
+) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
+    """From a projection to mixed values: prepare, then attend."""
+    first_page = layer * num_pages
+    queries, pool = native_prepare(projected, pool, first_page, batch)
+    return native_attention(queries, pool, first_page, batch), pool
+
+
+def native_router(
+    logits: Float[Array, "N E"], routed: LayerRouting | None, block: Int[Array, "MK N"] | None, layer: Int[Array, ""], spec: RouterSpec
+) -> tuple[Routing, Int[Array, "MK N"] | None]:
+    """Softmax, choice, weights and the write of the ids, as one kernel; rows to replay go through plain array code."""
+    if routed is not None:
+        routing = replay_topk(logits, routed, spec=spec)
+        if block is not None:
+            block = lax.dynamic_update_slice_in_dim(block, routing.ids.T, layer * spec.top_k, axis=0)
+        return routing, block
+    assert _registered()
+    shape = (logits.shape[0], spec.top_k)
+    made: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)]
+    wide = logits.astype(jnp.float32)
+    if block is None:
+        ids, weights = jax.ffi.ffi_call("RexRouter", made)(wide, renormalize=spec.renormalize)
+    else:
+        run = jax.ffi.ffi_call("RexRecordingRouter", [*made, jax.ShapeDtypeStruct(block.shape, block.dtype)], input_output_aliases={1: 2})
+        ids, weights, block = run(wide, block, jnp.asarray(layer, jnp.int32).reshape(1), renormalize=spec.renormalize)
+    return Routing(weights=weights, ids=ids, native_ids=ids, replaced=jnp.zeros(logits.shape[0], bool)), block
+
+
+_LINEAR = LinearBackend(name="native", run=native_linear, layered=True)
+NATIVE_KERNELS = Kernels(
+    moe=MoeBackend(name="native", run=native_experts),
+    linear=_LINEAR,
+    router=FusedRouter(name="native", run=native_router, linear=_LINEAR),
+)
+NATIVE_ATTENTION = AttentionBackend(name="native", run=native_attention, fused=native_fused_attention)

@@ -1,0 +1,89 @@
+// From a projected row to turned queries, and to keys and values in their slots of the pool, which is written where it lies.
+// Queries and keys are normalised a head at a time and turned by their position (half-split rotary form), and rounded to their dtype
+// where the plain code rounds. Padding tokens write nothing.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "attention.h"
+
+namespace rex {
+
+constexpr int64_t kPrepareTokens = 16;  // of a piece of work
+
+struct PrepareShape {
+  int64_t tokens, heads, groups, dim, pages, page, first_page, layer;
+  float eps;
+};
+
+template <class T>
+struct PrepareInputs {
+  const T *qkv, *q_norm, *k_norm;
+  const float *cos, *sin;
+  const int32_t *positions, *token_rows, *page_table;
+  const bool* valid;
+};
+
+template <class T>
+inline void round_to(float* values, int64_t count) {
+  if constexpr (!std::is_same_v<T, float>) {
+    T narrow[kLanes];
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const int lanes = std::min<int64_t>(kLanes, count - i);
+      store(narrow, load(values + i, lanes));
+      store(values + i, load(narrow), lanes);
+    }
+  }
+}
+
+// Norm and rotary of one head, in `line` of C floats.
+template <class T>
+void turn(const PrepareShape& s, const T* head, const T* scale, const float* cos, const float* sin, float* line, float* spare) {
+  convert(head, line, s.dim);
+  float squares = 0;
+  for (int64_t c = 0; c < s.dim; c++) squares += line[c] * line[c];
+  const float inverse = 1.0f / std::sqrt(squares / s.dim + s.eps);
+  for (int64_t c = 0; c < s.dim; c++) line[c] *= inverse;
+  round_to<T>(line, s.dim);
+  convert(scale, spare, s.dim);
+  for (int64_t c = 0; c < s.dim; c++) line[c] *= spare[c];
+  round_to<T>(line, s.dim);
+  const int64_t half = s.dim / 2;
+  for (int64_t c = 0; c < half; c++) {
+    const float low = line[c], high = line[c + half];
+    line[c] = low * cos[c] - high * sin[c];
+    line[c + half] = high * cos[c + half] + low * sin[c + half];
+  }
+  round_to<T>(line, s.dim);
+}
+
+template <class T, class P>
+void prepare_token(const PrepareShape& s, const PrepareInputs<T>& in, int64_t n, T* queries, P* pool) {
+  thread_local Scratch scratch;
+  float *line = scratch.floats(2 * s.dim), *spare = line + s.dim;
+  const T* row = in.qkv + n * (s.heads + 2 * s.groups) * s.dim;
+  const float *cos = in.cos + n * s.dim, *sin = in.sin + n * s.dim;
+  for (int64_t h = 0; h < s.heads; h++) {
+    turn(s, row + h * s.dim, in.q_norm + s.layer * s.dim, cos, sin, line, spare);
+    convert(line, queries + (n * s.heads + h) * s.dim, s.dim);
+  }
+  if (!in.valid[n]) return;
+  const int64_t at = in.positions[n], page = s.first_page + in.page_table[in.token_rows[n] * s.pages + at / s.page];
+  P* slot = pool + (page * s.page + at % s.page) * 2 * s.groups * s.dim;
+  for (int64_t g = 0; g < s.groups; g++) {
+    turn(s, row + (s.heads + g) * s.dim, in.k_norm + s.layer * s.dim, cos, sin, line, spare);
+    convert(line, slot + 2 * g * s.dim, s.dim);
+    convert(row + (s.heads + s.groups + g) * s.dim, line, s.dim);
+    convert(line, slot + (2 * g + 1) * s.dim, s.dim);
+  }
+}
+
+template <class T, class P>
+void prepare(xla::ffi::ThreadPool& pool, const PrepareShape& s, const PrepareInputs<T>& in, T* queries, P* cache) {
+  parallel_for(pool, (s.tokens + kPrepareTokens - 1) / kPrepareTokens, [&](int64_t piece) {
+    const int64_t end = std::min((piece + 1) * kPrepareTokens, s.tokens);
+    for (int64_t n = piece * kPrepareTokens; n < end; n++) prepare_token(s, in, n, queries, cache);
+  });
+}
+
+}  // namespace rex

@@ -1,0 +1,97 @@
+"""Compile the C++ of this room for this machine and give the library. Knows nothing of kernels' meaning.
+
+The library stands in a folder of the user's cache under a name that is the checksum of all that it was made of: sources, jaxlib's
+headers, compiler and processor. A machine without a compiler has no native kernels: `why_not` says so."""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+
+HERE = Path(__file__).parent
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-w")
+_COMPILERS = ("c++", "g++", "clang++")
+_TIMEOUT_S = 300
+
+
+def compiler() -> tuple[str, ...] | None:
+    """The command that compiles C++: the system's, or the one that `pip install ziglang` brings; None where there is none."""
+    for name in _COMPILERS:
+        if path := shutil.which(name):
+            return (path,)
+    if importlib.util.find_spec("ziglang") is not None:
+        return (sys.executable, "-m", "ziglang", "c++")
+    return None
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept; a fresh folder of this process alone where the user's cache cannot be written."""
+    folder = Path.home() / ".cache" / "routed-experts" / "native"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="routed-experts-"))
+    return folder
+
+
+@functools.cache
+def why_not() -> str | None:
+    """None where native kernels run; else the reason, with its remedy."""
+    try:
+        library()
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled library, made if it is not there. Raises OSError where it cannot be made or loaded."""
+    command = compiler()
+    if command is None:
+        raise OSError("no C++ compiler was found (looked for c++, g++, clang++); install one, or `pip install ziglang`")
+    file = cache_folder() / f"{_checksum(command)}.so"
+    if not file.exists():
+        compile_library(command, file)
+    return ctypes.CDLL(str(file))
+
+
+def compile_library(command: tuple[str, ...], file: Path) -> None:
+    """Compile beside the place and move there: another process may do the same."""
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = Path(folder) / "kernels.so"
+        arguments = [*command, *FLAGS, *_vectors(), f"-I{jax.ffi.include_dir()}", str(HERE / "kernels.cpp"), "-o", str(made)]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            raise OSError(f"{' '.join(command)} could not compile the native kernels: {done.stderr.strip()[-500:]}")
+        os.replace(made, file)
+
+
+def _vectors() -> tuple[str, ...]:
+    return ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
+
+
+def _checksum(command: tuple[str, ...]) -> str:
+    told = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+    sources = [file.read_text() for file in sorted(HERE.glob("*.h")) + sorted(HERE.glob("*.cpp"))]
+    parts = [*sources, *FLAGS, version("jaxlib"), told, platform.machine(), _processor()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """The instructions that this processor knows: -march=native compiles for them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return platform.processor()
+    lines = cpuinfo.read_text().splitlines()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())

@@ -1,0 +1,128 @@
+// Vectors of 16 floats, and the loads and stores of every weight dtype. Compilers split them where registers are narrower.
+#pragma once
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace rex {
+
+constexpr int kLanes = 16;
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef uint16_t vh __attribute__((vector_size(32)));
+typedef _Float16 vx __attribute__((vector_size(32)));
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  _Float16 value;
+};
+
+template <class Vector, class T>
+inline Vector read(const T* p) {
+  Vector v;
+  std::memcpy(&v, p, sizeof(v));  // unaligned; one instruction
+  return v;
+}
+
+inline vf load(const float* p) { return read<vf>(p); }
+inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16); }
+inline vf load(const f16* p) { return __builtin_convertvector(read<vx>(p), vf); }
+
+inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
+inline void store(bf16* p, vf v) {  // to nearest, ties to even; a NaN stays one
+  vu bits = (vu)v;
+  vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  vu nan = (bits >> 16) | 0x40;
+  vh narrow = __builtin_convertvector(v == v ? rounded : nan, vh);
+  std::memcpy(p, &narrow, sizeof(narrow));
+}
+inline void store(f16* p, vf v) {
+  vx narrow = __builtin_convertvector(v, vx);
+  std::memcpy(p, &narrow, sizeof(narrow));
+}
+
+// The first `count` lanes; the others are 0 and memory behind them is not touched.
+template <class T>
+inline vf load(const T* p, int count) {
+  T lanes[kLanes] = {};
+  std::memcpy(lanes, p, count * sizeof(T));
+  return load(lanes);
+}
+template <class T>
+inline void store(T* p, vf v, int count) {
+  T lanes[kLanes];
+  store(lanes, v);
+  std::memcpy(p, lanes, count * sizeof(T));
+}
+
+// Rows between memory and float scratch.
+template <class From, class To>
+inline void convert(const From* from, To* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
+  if (i < count) store(to + i, load(from + i, count - i), count - i);
+}
+
+inline float sum(vf v) {
+  typedef float v8 __attribute__((vector_size(32)));
+  typedef float v4 __attribute__((vector_size(16)));
+  const v8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  const v4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+  return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+// Floats of a thread, grown when more are wanted and never given back; a line of the cache begins at the first.
+class Scratch {
+ public:
+  float* floats(int64_t count) {
+    if (count > size_) {
+      std::free(data_);
+      size_ = (count + kLanes - 1) / kLanes * kLanes;
+      data_ = static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float)));
+      if (data_ == nullptr) throw std::bad_alloc();
+    }
+    return data_;
+  }
+  float* zeros(int64_t count) {
+    std::memset(floats(count), 0, count * sizeof(float));
+    return data_;
+  }
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  ~Scratch() { std::free(data_); }
+
+ private:
+  float* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// Ask for memory that will be read soon; any address may be named.
+template <class T>
+inline void prefetch(const T* p, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 2);
+}
+
+// e^x, relative error below 2e-7 (Cephes, expf: 2^n times a polynomial); x is clipped to [-87.3, 88]; NaN stays NaN.
+inline vf exp(vf x) {
+  const vf lowest = x * 0 - 87.3f, highest = x * 0 + 88.0f;
+  vf y = x < lowest ? lowest : x;
+  y = y > highest ? highest : y;
+  const vf shifted = y * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+  const vf n = shifted - 12582912.0f;
+  vf r = y - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+}
+
+}  // namespace rex

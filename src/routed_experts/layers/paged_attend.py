@@ -1,0 +1,44 @@
+"""The attention that a served model is given: it writes new keys and values to the paged pool, and attends to it.
+Knows nothing of models; it is called once a layer. Dims as in attention.py; A width of a latent row."""
+
+import dataclasses
+
+from jaxtyping import Array, Float, Int
+
+from routed_experts.layers.attention import AttentionBackend, PagedBatch, Projected, write_kv
+from routed_experts.layers.attention_traits import AttentionTraits
+from routed_experts.layers.attention_variants import write_latent
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PagedAttend:
+    """One step's pages and the backend that reads them. `num_pages`: of one layer."""
+
+    backend: AttentionBackend
+    batch: PagedBatch
+    num_pages: int
+
+    def __call__(
+        self,
+        queries: Float[Array, "N H C"],
+        keys: Float[Array, "N G C"],
+        values: Float[Array, "N G C"] | None,
+        pool: Float[Array, "LP page 2G C"],
+        layer: Int[Array, ""],
+        traits: AttentionTraits | None = None,
+    ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
+        """Write the new keys and values (no values: `keys` are latent rows), then attend, by `traits` where there are some."""
+        first_page = layer * self.num_pages
+        batch = self.batch
+        pool = write_latent(pool, keys, first_page, batch) if values is None else write_kv(pool, keys, values, first_page, batch)
+        if traits is None:
+            return self.backend.run(queries, pool, first_page, batch), pool
+        assert self.backend.special is not None, self.backend.name
+        return self.backend.special(queries, pool, first_page, batch, traits), pool
+
+    def from_projected(
+        self, projected: Projected, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
+        """The same from the projection's own output, for a backend that does it all."""
+        assert self.backend.fused is not None, self.backend.name
+        return self.backend.fused(projected, pool, layer, self.batch, self.num_pages)

@@ -1,0 +1,131 @@
+"""The decoder of all families but Qwen3-MoE's own: embeds, runs its layers, norms. Serves and trains. Knows no architecture: a
+FamilyConfig says what each layer is. Knows nothing of caches: attention is an argument.
+
+Dims: N tokens, D hidden, V vocabulary, R repeats of a run's pattern, M MoE layers, K experts per token."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
+from routed_experts.layers.norm import layer_norm, rms_norm
+from routed_experts.layers.routing import LayerRouting
+from routed_experts.models.delta_attention import DeltaAttention
+from routed_experts.models.family_config import FamilyConfig, Run
+from routed_experts.models.feed_forward import Sparse
+from routed_experts.models.interface import Attend, SequenceOps, TokenRouting
+from routed_experts.models.layer_parts import Replay, Step
+from routed_experts.models.layer_weights import LayerView, Weight, make_weights, to_scan
+
+
+class FamilyDecoder(nnx.Module):
+    """`__call__` gives hidden states of tokens; `logits` turns hidden states into scores of the vocabulary."""
+
+    def __init__(self, config: FamilyConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        self.config = config
+        dim, vocab = config.hidden_size, config.vocab_size
+
+        def make(shape: tuple[int, ...], fill: float | None = None) -> nnx.Param[Array]:
+            return Weight(name="", shape=shape[1:], fill=fill).make(rngs, shape[0], dtype)
+
+        self.embed = make((vocab, dim))
+        self.runs = nnx.List(
+            [
+                nnx.List([make_weights(layer.weights(config), rngs=rngs, num_layers=run.repeats, dtype=dtype) for layer in run.pattern])
+                for run in config.runs
+            ]
+        )
+        self.norm = make((dim,), 1.0 - config.norm_offset)
+        self.norm_bias = make((dim,), 0.0) if config.layer_norms else None
+        self.head = None if config.tie_embeddings else make((dim, vocab))
+        self.head_bias = make((vocab,), 0.0) if config.head_bias else None
+
+    def logits(self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR) -> Float[Array, "N V"]:
+        """Scores of the vocabulary, float32."""
+        scores = linear.run(hidden, self.unembedding()[None], 0, jnp.float32)
+        return scores if self.head_bias is None else scores + self.head_bias[...].astype(jnp.float32)
+
+    def unembedding(self) -> Float[Array, "D V"]:
+        """The matrix that `logits` multiplies by."""
+        return self.embed[...].T if self.head is None else self.head[...]
+
+    def __call__(
+        self,
+        tokens: Int[Array, " N"],
+        positions: Int[Array, " N"],
+        valid: Bool[Array, " N"],
+        attend: Attend | SequenceOps,
+        cache: Any,
+        capture: _RoutedExpertsDeviceCache | None,
+        *,
+        kernels: Kernels,
+        routed: TokenRouting | None = None,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
+        """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in it."""
+        config = self.config
+        ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
+        step = Step(positions, valid, ops.attend, ops.recur, kernels, {spec: spec.angles(positions) for spec in config.rotary})
+        x = jnp.take(self.embed[...], tokens, axis=0)
+        x = x * config.embed_scale if config.embed_scale != 1.0 else x
+        first_moe = first_attending = first_recurrent = 0
+        for run, arrays in zip(config.runs, self.runs, strict=True):
+            num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
+            body = self._pattern(run, arrays, step, (first_moe, first_attending, first_recurrent), None if routed is None else routed.valid)
+            slices = [to_scan(layer.weights(config), place, kernels) for layer, place in zip(run.pattern, arrays, strict=True)]
+            ids = None
+            if routed is not None and num_moe:
+                ids = jnp.moveaxis(routed.ids[:, first_moe : first_moe + run.repeats * num_moe], 1, 0)
+                ids = ids.reshape(run.repeats, num_moe, *ids.shape[1:])
+            places = jnp.arange(run.repeats, dtype=jnp.int32)
+            (x, cache, capture), _ = lax.scan(jax.checkpoint(body) if remat else body, (x, cache, capture), (places, slices, ids))
+            first_moe += run.repeats * num_moe
+            first_attending += run.repeats * run.num_attending
+            first_recurrent += run.repeats * (len(run.pattern) - run.num_attending)
+        x = self._normed(x, self.norm[...], None if self.norm_bias is None else self.norm_bias[...])
+        return x * config.logit_scale if config.logit_scale != 1.0 else x, cache, capture
+
+    def _pattern(
+        self, run: Run, arrays: Any, step: Step, first: tuple[int, int, int], replayed: Bool[Array, " N"] | None
+    ) -> Callable[[Any, Any], tuple[Any, None]]:
+        """The body of a run's scan: the layers of its pattern, one after another."""
+        num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
+        residual_scale = self.config.residual_scale
+
+        def body(carry: Any, scanned: Any) -> tuple[Any, None]:
+            x, cache, capture = carry
+            place, slices, ids = scanned
+            moe = 0
+            for index, layer in enumerate(run.pattern):
+                view = LayerView(slices[index], arrays[index], place, step.kernels)
+                kind = int(isinstance(layer.mixer, DeltaAttention))  # layers that attend and those that keep a state count apart
+                alike = [isinstance(other.mixer, DeltaAttention) == bool(kind) for other in run.pattern]
+                ordinal = first[1 + kind] + place * sum(alike) + sum(alike[:index])
+                mixed, cache = layer.mixer.run(self._norm_of(x, "input_norm", view), view, step, cache, ordinal)
+                x = x + (mixed * residual_scale if residual_scale != 1.0 else mixed)
+                replay = None
+                if isinstance(layer.feed, Sparse):
+                    routed = None if ids is None or replayed is None else LayerRouting(ids[moe], replayed)
+                    replay = Replay(first[0] + place * num_moe + moe, routed)
+                    moe += 1
+                y, capture = layer.feed.run(self._norm_of(x, "post_norm", view), view, step, replay, capture)
+                x = x + (y * residual_scale if residual_scale != 1.0 else y)
+            return (x, cache, capture), None
+
+        return body
+
+    def _norm_of(self, x: Float[Array, "N D"], name: str, view: LayerView) -> Float[Array, "N D"]:
+        bias = view.plain(f"{name}_bias") if self.config.layer_norms else None
+        return self._normed(x, view.plain(name), bias)
+
+    def _normed(self, x: Float[Array, "N D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None) -> Float[Array, "N D"]:
+        if bias is not None:
+            return layer_norm(x, scale, bias, eps=self.config.norm_eps)
+        return rms_norm(x, scale, eps=self.config.norm_eps, offset=self.config.norm_offset)

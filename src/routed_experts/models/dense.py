@@ -1,0 +1,42 @@
+"""Dense decoders: Llama, Mistral, Qwen2, Qwen3. They run; there is nothing to capture, and an engine asked to is refused."""
+
+import dataclasses
+
+from routed_experts.models.common_config import read_sizes, read_window, refuse
+from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.family_config import FamilyConfig, LayerSpec
+from routed_experts.models.feed_forward import Dense
+from routed_experts.models.rotary_reader import read_rotary
+
+
+def read_llama(reader: ConfigReader) -> FamilyConfig:
+    """Read config.json of Llama or Mistral."""
+    sizes = read_sizes(reader)
+    rotary = read_rotary(reader, sizes.head_dim)
+    sizes = sizes.within(rotary)
+    refuse(reader, "mlp_bias")
+    bias = reader.bool("attention_bias", default=False)
+    attention = sizes.attention(rotary.spec)
+    attention = dataclasses.replace(attention, bias_in=bias, bias_out=bias, window=read_window(reader, sizes))
+    layer = LayerSpec(mixer=attention, feed=Dense(width=reader.int("intermediate_size", minimum=1)))
+    return sizes.decoder([layer] * sizes.num_layers)
+
+
+def read_qwen2(reader: ConfigReader) -> FamilyConfig:
+    """Read config.json of Qwen2: biases on queries, keys and values."""
+    return _read_qwen(reader, qk_norm="", bias=True)
+
+
+def read_qwen3(reader: ConfigReader) -> FamilyConfig:
+    """Read config.json of Qwen3: a norm on each head's queries and keys."""
+    return _read_qwen(reader, qk_norm="head", bias=False)
+
+
+def _read_qwen(reader: ConfigReader, *, qk_norm: str, bias: bool) -> FamilyConfig:
+    sizes = read_sizes(reader)
+    rotary = read_rotary(reader, sizes.head_dim)
+    refuse(reader, "use_sliding_window")
+    refuse(reader, "attention_bias")
+    attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm=qk_norm, bias_in=bias)
+    layer = LayerSpec(mixer=attention, feed=Dense(width=reader.int("intermediate_size", minimum=1)))
+    return sizes.within(rotary).decoder([layer] * sizes.num_layers)

@@ -1,0 +1,137 @@
+"""What stands after attention: one dense network, or a router with its experts, and experts that every token runs.
+Knows nothing of how a family names its tensors beyond the names that it is given.
+
+Dims: N tokens, D hidden, I dense width, E experts, F expert width, K experts per token, S width of the shared experts."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.layers.moe import gated
+from routed_experts.layers.routing import RouterSpec, Routing
+from routed_experts.models.checkpoint import WeightSource
+from routed_experts.models.expert_names import USUAL_NAMES, ExpertNames
+from routed_experts.models.layer_parts import Place, Replay, Step
+from routed_experts.models.layer_weights import Kind, LayerView, Weight
+from routed_experts.models.sparse_block import route, run_experts
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """SiLU-gated network of width I; its tensors are <at>.gate_proj, .up_proj and .down_proj."""
+
+    width: int
+    at: str = "mlp"
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """gate|up side by side, and down."""
+        return (
+            Weight(name="dense_gate_up", shape=(hidden, 2 * self.width), kind=Kind.MATRIX),
+            Weight(name="dense_down", shape=(self.width, hidden), kind=Kind.MATRIX),
+        )
+
+    def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]:
+        """The three matrices."""
+        yield from _gated_sources(place, self.at, hidden, self.width, "dense")
+
+    def run(
+        self, x: Float[Array, "N D"], view: LayerView, step: Step, replay: Replay | None, capture: _RoutedExpertsDeviceCache | None
+    ) -> tuple[Float[Array, "N D"], _RoutedExpertsDeviceCache | None]:
+        """Nothing is routed."""
+        return view.project(gated(view.project(x, "dense_gate_up")), "dense_down"), capture
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sparse:
+    """K of E experts a token. `shared_width`: of the experts that every token runs, 0 for none; `shared_gated`: times the sigmoid of
+    a projection. `wide_router`: its matrix stays float32. `weigh_inputs`: the weight multiplies what enters the expert (K = 1)."""
+
+    router: RouterSpec
+    width: int
+    names: ExpertNames = USUAL_NAMES
+    shared_width: int = 0
+    shared_gated: bool = False
+    wide_router: bool = False
+    router_bias: bool = False
+    biased: bool = False
+    activation: str = "silu"
+    weigh_inputs: bool = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a backend of experts must be able to do, in words."""
+        words = {"biased experts": self.biased, f"{self.activation} experts": self.activation != "silu"}
+        return frozenset(word for word, needed in words.items() if needed)
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Router, experts, and what a family adds."""
+        experts, width = self.router.num_experts, self.width
+        found = [
+            Weight(name="router", shape=(hidden, experts), wide=self.wide_router),
+            Weight(name="gate_up", shape=(experts, hidden, 2 * width), kind=Kind.EXPERTS),
+            Weight(name="down", shape=(experts, width, hidden), kind=Kind.EXPERTS),
+        ]
+        if self.router_bias:
+            found.append(Weight(name="router_bias", shape=(experts,), fill=0.0))
+        if self.router.biased:
+            found.append(Weight(name="selection_bias", shape=(experts,), wide=True, fill=0.0))
+        if self.biased:
+            found.append(Weight(name="gate_up_bias", shape=(experts, 2 * width), kind=Kind.EXPERTS, fill=0.0))
+            found.append(Weight(name="down_bias", shape=(experts, hidden), kind=Kind.EXPERTS, fill=0.0))
+        if self.shared_width:
+            found.append(Weight(name="shared_gate_up", shape=(hidden, 2 * self.shared_width), kind=Kind.MATRIX))
+            found.append(Weight(name="shared_down", shape=(self.shared_width, hidden), kind=Kind.MATRIX))
+        if self.shared_gated:
+            found.append(Weight(name="shared_gate", shape=(hidden, 1)))
+        return tuple(found)
+
+    def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]:
+        """As the family names them."""
+        names, experts = self.names, self.router.num_experts
+        yield from names.router_sources(place, experts, hidden, bias=self.router_bias, selection=self.router.biased)
+        yield from names.expert_sources(place, experts, hidden, self.width)
+        if self.shared_width:
+            yield from _gated_sources(place, names.shared, hidden, self.shared_width, "shared")
+        if self.shared_gated:
+            yield place.source(names.shared_gate, (1, hidden), "shared_gate")
+
+    def run(
+        self, x: Float[Array, "N D"], view: LayerView, step: Step, replay: Replay | None, capture: _RoutedExpertsDeviceCache | None
+    ) -> tuple[Float[Array, "N D"], _RoutedExpertsDeviceCache | None]:
+        """Route, record, run; experts that are shared come on top."""
+        assert replay is not None, "a sparse layer has a column"
+        bias = view.plain("selection_bias") if self.router.biased else None
+        logits = self._logits(x, view)
+        routing, capture = route(logits, replay.routed, replay.column, capture, spec=self.router, kernels=step.kernels, bias=bias)
+        fed = x
+        if self.weigh_inputs:
+            fed, routing = x * routing.weights.astype(x.dtype), _unweighed(routing)
+        experts = view.experts(self.router.num_experts)
+        y = run_experts(fed, routing, step.valid, experts, spec=self.router, kernels=step.kernels, activation=self.activation)
+        if not self.shared_width:
+            return y, capture
+        shared = view.project(gated(view.project(x, "shared_gate_up")), "shared_down")
+        if self.shared_gated:
+            shared = jax.nn.sigmoid(jnp.dot(x, view.plain("shared_gate"))) * shared
+        return y + shared, capture
+
+    def _logits(self, x: Float[Array, "N D"], view: LayerView) -> Float[Array, "N E"]:
+        router = view.plain("router")
+        logits = jnp.dot(x.astype(router.dtype), router, preferred_element_type=jnp.float32)
+        return logits + view.plain("router_bias").astype(jnp.float32) if self.router_bias else logits
+
+
+def _unweighed(routing: Routing) -> Routing:
+    """The same experts, their outputs as they are."""
+    assert routing.weights.shape[1] == 1, "inputs of more than one expert cannot be weighed at once"
+    return dataclasses.replace(routing, weights=jnp.ones_like(routing.weights))
+
+
+def _gated_sources(place: Place, at: str, hidden: int, width: int, to: str) -> Iterator[WeightSource]:
+    yield place.source(f"{at}.gate_proj.weight", (width, hidden), f"{to}_gate_up")
+    yield place.source(f"{at}.up_proj.weight", (width, hidden), f"{to}_gate_up", offset=width)
+    yield place.source(f"{at}.down_proj.weight", (hidden, width), f"{to}_down")

@@ -1,0 +1,49 @@
+"""A start keeps its programs where nobody has said otherwise, and leaves alone what somebody has."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from routed_experts.execution.program_cache import keep_programs
+
+SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch, tmp_path):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_programs_are_kept_in_the_users_cache(tmp_path):
+    folder = keep_programs()
+    assert folder == tmp_path / ".cache" / "routed-experts" / "jax" and folder.is_dir()
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    assert keep_programs() == folder
+
+
+def test_a_folder_that_is_set_stays(tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+    assert keep_programs() == tmp_path / "mine"
+
+
+def test_who_keeps_none_keeps_none(tmp_path):
+    jax.config.update("jax_enable_compilation_cache", False)
+    assert keep_programs() is None
+    assert jax.config.jax_compilation_cache_dir is None and not list(tmp_path.iterdir())
+
+
+def test_a_home_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    (tmp_path / ".cache").write_text("a file")
+    assert keep_programs() is None
+    assert "every start compiles anew" in caplog.text

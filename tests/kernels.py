@@ -1,0 +1,8 @@
+"""The backends that run on a CPU, by name: plain array code, and the native ones. A machine without a C++ compiler fails here."""
+
+from routed_experts.layers.attention import ATTENTION_BACKENDS
+from routed_experts.layers.moe import MOE_BACKENDS
+from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS
+
+MOE = {**MOE_BACKENDS, "native": NATIVE_KERNELS.moe}
+ATTENTION = {**ATTENTION_BACKENDS, "native": NATIVE_ATTENTION}

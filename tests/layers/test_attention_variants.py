@@ -1,0 +1,130 @@
+"""Attention by traits: paged, reference and whole-sequence forms against a loop over tokens, heads and keys in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from routed_experts.layers.attention import PagedBatch
+from routed_experts.layers.attention_traits import AttentionTraits
+from routed_experts.layers.attention_variants import ATTENTION_BACKENDS, causal_variant, write_latent
+
+PAGE, WIDTH, PAGES, HEADS, GROUPS, DIM, LATENT = 4, 40, 130, 4, 2, 6, 5
+SINKS = jnp.asarray([0.5, -1.0, 3.0, 0.0], jnp.float32)
+TRAITS = {
+    "scale": AttentionTraits(scale=0.7),
+    "window": AttentionTraits(window=5),
+    "window of one": AttentionTraits(window=1),
+    "chunk": AttentionTraits(chunk=6),
+    "sinks": AttentionTraits(sinks=SINKS),
+    "window and sinks": AttentionTraits(sinks=SINKS, window=9, scale=0.3),
+    "latent": AttentionTraits(latent=LATENT, scale=0.4),
+}
+STEPS = {  # (tokens in the pool after the step, tokens of the step) of each request
+    "prefill": [(7, 7), (23, 23)],
+    "chunks and decode": [(150, 1), (40, 17), (9, 2)],
+    "decode": [(1, 1), (150, 1), (33, 1)],
+}
+RUN = {name: jax.jit(backend.special) for name, backend in ATTENTION_BACKENDS.items() if backend.special is not None}
+
+
+def step_of(name, *, latent, seed=0):
+    """Queries, pool (what no request owns is NaN), batch, and the keys and values by request."""
+    rng, requests = np.random.default_rng(seed), STEPS[name]
+    decode, padded = name == "decode", len(STEPS[name]) + 1
+    num_tokens = sum(new for _, new in requests)
+    total = padded if decode else num_tokens + 3
+    rows = 1 if latent else 2 * GROUPS
+    pool = np.full((2 * PAGES, PAGE, rows, DIM), np.nan, np.float32)
+    table, order = np.zeros((padded, WIDTH), np.int32), rng.permutation(np.arange(1, PAGES))
+    kept, per_token = [], {key: np.zeros(total, np.int32) for key in ("positions", "token_rows")}
+    starts, lens, at = np.zeros(padded + 1, np.int32), np.zeros(padded, np.int32), 0
+    for row, (length, new) in enumerate(requests):
+        used = -(-length // PAGE)
+        table[row, :used], order = order[:used], order[used:]
+        stored = rng.standard_normal((length, rows, DIM)).astype(np.float32)
+        for place in range(length):
+            pool[PAGES + table[row, place // PAGE], place % PAGE] = stored[place]
+        kept.append(stored)
+        per_token["positions"][at : at + new] = np.arange(length - new, length)
+        per_token["token_rows"][at : at + new] = row
+        at += new
+        starts[row + 1 :], lens[row] = at, length
+    batch = PagedBatch(
+        **{key: jnp.asarray(value) for key, value in per_token.items()}, valid=jnp.arange(total) < num_tokens,
+        query_starts=jnp.asarray(starts), seq_lens=jnp.asarray(lens), page_table=jnp.asarray(table), decode=decode,
+    )  # fmt: skip
+    queries = rng.standard_normal((total, HEADS, DIM)).astype(np.float32)
+    return queries, pool, batch, kept, num_tokens
+
+
+def attend(query, stored, at, head, traits):
+    """One head of one token over what it sees."""
+    seen = [t for t in range(at + 1) if (not traits.window or t > at - traits.window)]
+    seen = [t for t in seen if not traits.chunk or t // traits.chunk == at // traits.chunk]
+    group = 0 if traits.latent else head // (HEADS // GROUPS)
+    scale = traits.scale or DIM**-0.5
+    scores = [scale * float(query @ stored[t, 2 * group]) for t in seen]
+    sink = [] if traits.sinks is None else [float(traits.sinks[head])]
+    weights = np.exp(np.array(scores + sink) - max(scores + sink))
+    weights /= weights.sum()
+    values = [stored[t, 0, : traits.latent] if traits.latent else stored[t, 2 * group + 1] for t in seen]
+    return sum(w * v for w, v in zip(weights, values, strict=False))
+
+
+@pytest.mark.parametrize("backend", sorted(RUN))
+@pytest.mark.parametrize("name", TRAITS)
+@pytest.mark.parametrize("step", STEPS)
+def test_each_backend_is_the_loop_and_reads_nothing_that_is_not_seen(step, name, backend):
+    traits = TRAITS[name]
+    queries, pool, batch, kept, num_tokens = step_of(step, latent=bool(traits.latent))
+    out = np.asarray(RUN[backend](jnp.asarray(queries), jnp.asarray(pool), jnp.asarray(PAGES, jnp.int32), batch, traits))
+    for token in range(num_tokens):
+        at, row = int(batch.positions[token]), int(batch.token_rows[token])
+        for head in range(HEADS):
+            wanted = attend(queries[token, head].astype(np.float64), kept[row].astype(np.float64), at, head, traits)
+            np.testing.assert_allclose(out[token, head], wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_whole_sequences_are_the_loop_segment_by_segment_and_differentiable(name):
+    traits, rng = TRAITS[name], np.random.default_rng(1)
+    length, rows = 13, 1 if TRAITS[name].latent else 2 * GROUPS
+    stored = rng.standard_normal((2, length, rows, DIM)).astype(np.float32)
+    queries = rng.standard_normal((2, length, HEADS, DIM)).astype(np.float32)
+    segments = None if traits.chunk or traits.window else np.repeat([[0] * 6 + [1] * 7], 2, axis=0)
+    keys = jnp.asarray(stored[:, :, 0::2] if rows > 1 else stored)
+    values = jnp.asarray(stored[:, :, 1::2]) if rows > 1 else None
+
+    def run(q):
+        return causal_variant(q, keys, values, None if segments is None else jnp.asarray(segments), traits)
+
+    out = np.asarray(jax.jit(run)(jnp.asarray(queries)))
+    for row in range(2):
+        for at in range(length):
+            first = 0 if segments is None or at < 6 else 6
+            for head in range(HEADS):
+                wanted = attend(queries[row, at, head].astype(np.float64), stored[row, first:].astype(np.float64), at - first, head, traits)
+                np.testing.assert_allclose(out[row, at, head], wanted, atol=2e-5)
+    assert np.all(np.isfinite(jax.grad(lambda q: jnp.sum(run(q) ** 2))(jnp.asarray(queries))))
+
+
+def test_latent_rows_are_written_where_the_table_says_and_padding_to_page_0():
+    queries, pool, batch, _, num_tokens = step_of("chunks and decode", latent=True)
+    rows = jnp.asarray(np.random.default_rng(2).standard_normal((queries.shape[0], 1, DIM)), jnp.float32)
+    written = np.asarray(jax.jit(write_latent)(jnp.asarray(pool), rows, jnp.asarray(PAGES, jnp.int32), batch))
+    same = np.isnan(pool) & np.isnan(written) | (pool == written)
+    for token in range(num_tokens):
+        row, at = int(batch.token_rows[token]), int(batch.positions[token])
+        page = PAGES + int(batch.page_table[row, at // PAGE])
+        assert np.array_equal(written[page, at % PAGE], rows[token])
+        same[page, at % PAGE] = True
+    same[PAGES] = True  # page 0 of the layer
+    assert np.all(same)
+
+
+def test_a_backend_keeps_a_way_of_its_own():
+    own = dataclasses.replace(ATTENTION_BACKENDS["paged"], special=None).with_special(max)
+    assert own.special is max and own.with_special(min).special is max

@@ -1,0 +1,211 @@
+"""What the native kernels promise beyond their registry's contract (test_moe, test_attention): every dtype and odd size against
+float64 loops, rows that do not depend on one another by a bit, weights that are read in place, and what a machine without a
+compiler is told."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layers.test_attention import attend, make_step
+from layers.test_moe import oracle, random_call, with_rows
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.backends import DEFAULT_BACKENDS
+from routed_experts.layers.attention import Projected, write_kv
+from routed_experts.layers.linear import reference_linear
+from routed_experts.layers.native import toolchain
+from routed_experts.layers.native.ops import native_experts, native_linear, native_prepare, native_router
+from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.rotary import apply_rotary, rotary_angles
+from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
+
+EXPERTS = jax.jit(native_experts)
+LINEAR = jax.jit(native_linear, static_argnames="dtype")
+BOUNDS = {jnp.float32: 2e-5, jnp.float16: 2e-2, jnp.bfloat16: 1.2e-1}  # of values around 3; half precision rounds x, weights and y
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("shape", [(1, 4, 8, 32, 16), (40, 3, 5, 70, 33), (9, 2, 3, 16, 17), (300, 4, 8, 64, 48), (150, 1, 1, 130, 20)])
+def test_experts_equal_the_loop_in_every_dtype(dtype, shape):
+    call = random_call(11, shape, layers=2, layer=1)
+    halves = {name: vars(call)[name].astype(dtype) for name in ("x", "gate_up", "down")}
+    call = dataclasses.replace(call, **halves)
+    out = EXPERTS(call)
+    assert out.dtype == dtype
+    np.testing.assert_allclose(np.asarray(out, np.float64), oracle(call), atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("rows", "depth", "cols"), [(1, 64, 64), (3, 7, 5), (8, 130, 200), (9, 33, 17), (200, 96, 300), (400, 16, 257)])
+def test_linear_equals_float64_in_every_dtype(dtype, rows, depth, cols):
+    rng = np.random.default_rng(12)
+    x, weights = jnp.asarray(rng.standard_normal((rows, depth)), dtype), jnp.asarray(rng.standard_normal((3, depth, cols)), dtype)
+    weights = weights.at[jnp.array([0, 2])].set(jnp.nan)  # the other layers
+    wanted = np.asarray(x, np.float64) @ np.asarray(weights[1], np.float64)
+    for result in (jnp.float32, dtype):
+        got = LINEAR(x, weights, 1, dtype=result)
+        assert got.dtype == result
+        bound = 1e-5 * depth if result == jnp.float32 else BOUNDS[dtype] * depth**0.5
+        np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=bound)
+    np.testing.assert_allclose(got.astype(jnp.float32), reference_linear(x, weights, 1, dtype).astype(jnp.float32), atol=bound)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_attention_reads_a_pool_of_every_dtype(dtype):
+    step = make_step([(0, 20), (130, 1), (9, 1), (0, 70)], page_size=16, heads=6, groups=3)
+    pool = jnp.where(jnp.isfinite(step.pool) & (step.pool < 1e4), step.pool, 0).astype(dtype)  # so that rounding is the same for both
+    step.pool[:] = np.asarray(pool, np.float32)
+    step.new_keys[:], step.new_values[:] = (np.asarray(jnp.asarray(new, dtype), np.float32) for new in (step.new_keys, step.new_values))
+    step.queries[:] = np.asarray(jnp.asarray(step.queries, dtype), np.float32)
+    np.testing.assert_allclose(attend("native", step, dtype=dtype), attend("reference", step, dtype=dtype), atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 3), (8, 1)])
+def test_prepare_equals_norm_rotary_and_write(dtype, heads, groups):
+    """Queries and the whole pool, every other slot of it untouched; half precision rounds where the plain code does."""
+    rng = np.random.default_rng(21)
+    step = make_step([(0, 20), (45, 1), (9, 1), (0, 3)], page_size=16, heads=heads, groups=groups, num_tokens=31, num_requests=6)
+    tokens, dim = step.queries.shape[0], step.queries.shape[2]
+    qkv = jnp.asarray(rng.standard_normal((tokens, (heads + 2 * groups) * dim)), dtype)
+    norms = jnp.asarray(rng.standard_normal((2, 3, dim)), dtype)
+    cos, sin = rotary_angles(step.batch.positions, head_dim=dim, theta=1e4)
+    pool, first = jnp.asarray(step.pool), jnp.int32(step.first_page)
+    projected = Projected(qkv=qkv, q_norm=norms[0], k_norm=norms[1], layer=jnp.int32(2), cos=cos, sin=sin, eps=1e-6)
+    queries, written = jax.jit(lambda qkv, pool: native_prepare(dataclasses.replace(projected, qkv=qkv), pool, first, step.batch))(
+        qkv, pool
+    )
+
+    mixed = qkv.reshape(tokens, heads + 2 * groups, dim)
+    turned = [
+        apply_rotary(rms_norm(part, norm, eps=1e-6), cos, sin)
+        for part, norm in ((mixed[:, :heads], norms[0, 2]), (mixed[:, heads:-groups], norms[1, 2]))
+    ]
+    plain = np.array(write_kv(pool, turned[1], mixed[:, -groups:], first, step.batch))
+    plain[step.first_page] = step.pool[step.first_page]  # page 0 of the layer takes padding there, and nothing here
+    bound = {jnp.float32: 2e-6, jnp.float16: 4e-3, jnp.bfloat16: 3e-2}[dtype]  # one rounding of values around 4
+    np.testing.assert_allclose(np.asarray(queries, np.float32), np.asarray(turned[0], np.float32), atol=bound)
+    np.testing.assert_allclose(written, plain, atol=bound)
+    untouched = plain == step.pool
+    assert np.array_equal(np.asarray(written)[untouched], step.pool[untouched])
+
+
+def route(logits, *, top_k, renormalize, block=None, layer=0, routed=None):
+    spec = RouterSpec(num_experts=logits.shape[1], top_k=top_k, renormalize=renormalize)
+    return jax.jit(native_router, static_argnames="spec")(jnp.asarray(logits), routed, block, jnp.int32(layer), spec=spec)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 1, 1), (7, 5, 5), (40, 32, 4), (9, 257, 8), (3, 17, 16)])
+def test_router_decides_as_the_plain_one(rows, experts, top_k, renormalize):
+    rng = np.random.default_rng(18)
+    logits = rng.standard_normal((rows, experts)).astype(np.float32) * 3
+    logits[::3] = np.round(logits[::3])  # many ties: they go to the lower id
+    block = jnp.full((3 * top_k, rows), -7, jnp.int32)
+    plain = replay_topk(jnp.asarray(logits), None, spec=RouterSpec(num_experts=experts, top_k=top_k, renormalize=renormalize))
+    (routing, none), (recorded, written) = (
+        route(logits, top_k=top_k, renormalize=renormalize, block=given, layer=1) for given in (None, block)
+    )
+    assert none is None
+    for got in (routing, recorded):
+        assert np.array_equal(got.ids, plain.ids) and np.array_equal(got.native_ids, plain.ids) and not np.any(got.replaced)
+        np.testing.assert_allclose(got.weights, plain.weights, atol=2e-6)
+    wanted = np.array(block)
+    wanted[top_k : 2 * top_k] = np.asarray(plain.ids).T
+    assert np.array_equal(written, wanted)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_row_of_router_that_is_not_finite_has_ids_that_exist_and_stays_alone(poison):
+    logits = np.random.default_rng(19).standard_normal((4, 9)).astype(np.float32)
+    clean = route(logits, top_k=3, renormalize=True)[0]
+    logits[2] = poison
+    routing = route(logits, top_k=3, renormalize=True)[0]
+    assert len(set(np.asarray(routing.ids[2]))) == 3 and np.all((routing.ids[2] >= 0) & (routing.ids[2] < 9))
+    for got, wanted in ((routing.ids, clean.ids), (routing.weights, clean.weights)):
+        assert np.array_equal(np.delete(got, 2, axis=0), np.delete(wanted, 2, axis=0))
+
+
+def test_router_replays_what_it_is_given_and_writes_that_down():
+    rng = np.random.default_rng(20)
+    logits = rng.standard_normal((6, 8)).astype(np.float32)
+    given = np.stack([rng.permutation(8)[:2] for _ in range(6)]).astype(np.int32)
+    valid = np.array([True, False] * 3)
+    replayed = LayerRouting(jnp.asarray(given), jnp.asarray(valid))
+    plain = replay_topk(jnp.asarray(logits), replayed, spec=RouterSpec(num_experts=8, top_k=2, renormalize=True))
+    routing, block = route(logits, top_k=2, renormalize=True, block=jnp.zeros((4, 6), jnp.int32), layer=1, routed=replayed)
+    assert np.array_equal(routing.ids, plain.ids) and np.array_equal(np.asarray(routing.ids)[valid], given[valid])
+    assert np.array_equal(block[2:], plain.ids.T) and not np.any(block[:2])
+
+
+@pytest.mark.parametrize("others", [0, 1, 7, 8, 9, 60, 300])
+def test_a_row_of_experts_does_not_depend_on_the_others_by_a_bit(others):
+    """Few rows of an expert are streamed and many are tiled, and the sums are the same."""
+    shape = (others + 1, 2, 3, 40, 24)
+    alone = random_call(13, (1, 2, 3, 40, 24), valid=np.ones(1, bool))
+    crowd = dataclasses.replace(random_call(14, shape, valid=np.ones(others + 1, bool)), gate_up=alone.gate_up, down=alone.down)
+    rows = {name: np.concatenate([vars(crowd)[name][:others], vars(alone)[name]]) for name in ("x", "ids", "weights")}
+    assert np.array_equal(EXPERTS(with_rows(crowd, **rows))[-1], EXPERTS(alone)[0])
+
+
+@pytest.mark.parametrize("others", [1, 7, 8, 9, 250])
+def test_a_row_of_linear_does_not_depend_on_the_others_by_a_bit(others):
+    rng = np.random.default_rng(15)
+    x, weights = rng.standard_normal((others + 1, 70)).astype(np.float32), rng.standard_normal((1, 70, 90)).astype(np.float32)
+    together, alone = (LINEAR(jnp.asarray(rows), jnp.asarray(weights), 0, dtype=jnp.float32) for rows in (x, x[-1:]))
+    assert np.array_equal(together[-1], alone[0])
+
+
+def test_an_id_that_no_expert_has_is_an_error_and_not_a_crash():
+    call = random_call(16, (4, 2, 3, 16, 8), valid=np.ones(4, bool))
+    for wrong in (-1, 3, 2**30):
+        ids = np.array(call.ids)
+        ids[2, 1] = wrong
+        with pytest.raises(jax.errors.JaxRuntimeError, match="an expert id is outside"):
+            jax.block_until_ready(EXPERTS(with_rows(call, ids=ids)))
+        hidden = with_rows(call, ids=ids, valid=np.array([True, True, False, True]))  # ids of padding are never read
+        assert np.all(np.isfinite(EXPERTS(hidden)))
+
+
+def test_weights_are_read_in_place():
+    """Nothing in the compiled program but its parameters has the shape of the experts, of a run's or of a layer's."""
+    call = random_call(17, (8, 2, 4, 64, 32), layers=3, layer=2)
+    compiled = EXPERTS.lower(call).compile()
+    made = re.findall(r"= f32\[(?:4|12),(?:64|32),64\]\S* (\w+)", compiled.as_text())
+    assert made == ["parameter", "parameter"]
+    assert compiled.memory_analysis().temp_size_in_bytes < call.down.nbytes // 3
+
+
+def test_without_a_compiler_auto_takes_plain_kernels_and_a_name_is_refused(monkeypatch):
+    monkeypatch.setattr(toolchain, "why_not", lambda: "no C++ compiler was found")
+    kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs())
+    assert (kernels.moe.name, attention.name) == ("tiled", "paged")
+    for field in ("moe_backend", "attention_backend"):
+        with pytest.raises(ConfigError, match=f"{field}='native' cannot run here: no C\\+\\+ compiler was found; or choose auto"):
+            DEFAULT_BACKENDS.choose(ServerArgs(**{field: "native"}))
+
+
+def test_a_backend_of_another_platform_is_refused():
+    with pytest.raises(ConfigError, match=r"moe_backend='native' cannot run here: it runs on cpu, and .* is a gpu"):
+        DEFAULT_BACKENDS.choose(ServerArgs(moe_backend="native"), platform="gpu")
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path):
+    wrong = tmp_path / "false-compiler"
+    wrong.write_text("#!/bin/sh\necho 'kernels.cpp:1: no such dialect' >&2\nexit 1\n")
+    wrong.chmod(0o755)
+    with pytest.raises(OSError, match=r"could not compile the native kernels: kernels\.cpp:1: no such dialect"):
+        toolchain.compile_library((str(wrong),), tmp_path / "library.so")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["false-compiler"]
+
+
+def test_no_compiler_is_said_with_its_remedy(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert toolchain.compiler() is None
+    with pytest.raises(OSError, match=r"no C\+\+ compiler was found .*; install one, or `pip install ziglang`"):
+        toolchain.library.__wrapped__()

@@ -1,0 +1,90 @@
+"""Tensors that are computed when they are read: MXFP4 against transformers, interleaved ones against slices, and what is refused."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
+
+from oracles.families import CASES, Oracle
+from routed_experts.core.errors import CheckpointError
+from routed_experts.models.derived_tensors import DerivedCheckpoint, EveryOther, Mxfp4, dequantize_mxfp4
+from routed_experts.models.registry import ModelFolder
+
+
+def packed(rng, *shape):
+    return rng.integers(0, 256, shape).astype(np.uint8), rng.integers(110, 140, shape[:-1]).astype(np.uint8)
+
+
+def test_mxfp4_is_unpacked_as_transformers_does():
+    blocks, scales = packed(np.random.default_rng(0), 3, 8, 2, 16)
+    theirs = _convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32)
+    assert np.array_equal(np.swapaxes(dequantize_mxfp4(blocks, scales), 1, 2), theirs.numpy())
+
+
+def test_any_part_of_a_derived_tensor_is_that_part_of_the_whole(tmp_path):
+    rng = np.random.default_rng(1)
+    blocks, scales = packed(rng, 3, 8, 2, 16)
+    pairs = rng.standard_normal((3, 5, 8)).astype(np.float32)
+    save_file({"b": blocks, "s": scales, "p": pairs}, tmp_path / "model.safetensors")
+    derived = {"all": Mxfp4("b", "s"), "odd": Mxfp4("b", "s", 1), "even": EveryOther("p", 0)}
+    checkpoint = DerivedCheckpoint(tmp_path, lambda headers: derived)
+    numbers = np.swapaxes(dequantize_mxfp4(blocks, scales), 1, 2)
+    for name, whole in {"all": numbers, "odd": numbers[:, :, 1::2], "even": pairs[..., 0::2]}.items():
+        assert checkpoint.names()[name] == (whole.shape, "bfloat16" if name != "even" else "float32")
+        assert np.array_equal(checkpoint.read(name).astype(np.float32), whole)
+        box = (slice(1, 3), slice(2, 5), slice(1, 3))
+        assert np.array_equal(checkpoint.read(name, box).astype(np.float32), whole[box])
+    assert set(checkpoint.names()) == set(derived)
+
+
+def state_of(folder):
+    state = nnx.state(ModelFolder.open(folder).load(jnp.dtype(jnp.bfloat16)))
+    return {".".join(map(str, path)): np.asarray(leaf[...], np.float32) for path, leaf in nnx.to_flat_state(state)}
+
+
+def test_a_packed_checkpoint_loads_the_numbers_of_an_unpacked_one(tmp_path):
+    """The oracle unpacks with transformers' own function and writes the unpacked layout."""
+    Oracle(CASES["GptOss"], tmp_path)
+    tensors, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(2)
+    plain, small = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors[name].shape
+        inputs = inputs // 32 * 32 or 32
+        blocks, scales = packed(rng, experts, outputs, inputs // 32, 16)
+        unpacked = _convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32).numpy()
+        plain[name] = np.ascontiguousarray(unpacked)
+        small |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        del small[name]
+    config = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 32}
+    folders = []
+    for kind, weights, extra in (("plain", plain, {}), ("packed", small, {"quantization_config": {"quant_method": "mxfp4"}})):
+        folder = tmp_path / kind
+        folder.mkdir()
+        weights = {name: resized(name, tensor) for name, tensor in weights.items()}
+        save_file({name: np.ascontiguousarray(tensor) for name, tensor in weights.items()}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config | extra))
+        folders.append(folder)
+    one, other = (state_of(folder) for folder in folders)
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def resized(name, tensor):
+    """Experts of width 32, the size of a block."""
+    if name.endswith("gate_up_proj_blocks") or name.endswith("gate_up_proj_scales"):
+        return tensor[:, :64]
+    return tensor[..., :64] if name.endswith(("gate_up_proj", "gate_up_proj_bias")) else tensor
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", None])
+def test_other_quantisations_are_refused_by_name(tmp_path, method):
+    Oracle(CASES["GptOss"], tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(CheckpointError, match=f"quant_method='{method}'.*mxfp4" if method else "quantization_config; wanted"):
+        ModelFolder.open(tmp_path)

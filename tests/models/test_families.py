@@ -1,0 +1,132 @@
+"""Every family against transformers: the real engine on a checkpoint that transformers wrote, float32 on the CPU, teacher-forced.
+
+One forward of transformers over prompt and answer judges every token: if its argmax agrees at every place, greedy decoding agrees by
+induction. Where the oracle itself is near a tie (1e-4) a difference is an exception: counted, printed (pytest -rP), and bounded."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from oracles.families import CASES, VOCAB_SIZE, Oracle
+from routed_experts import Engine, extract_routed_experts_from_meta_info
+from routed_experts.core.errors import CaptureUnsupportedError
+from routed_experts.models.registry import ModelFolder
+from routed_experts.replay.forward import RoutedBatch, forward
+
+MARGIN = 1e-4
+NEW_TOKENS = 8
+GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+PROMPT_LENGTHS = (1, 5, 70, 17)  # one longer than two buckets of 32
+ENGINE = dict(
+    skip_tokenizer_init=True, precompile_bs_paddings=(4,), precompile_token_paddings=(32,), page_size=8, max_total_tokens=512,
+    context_length=160,
+)  # fmt: skip
+NO_PREFIX_CACHE = ("Qwen3Next", "Qwen3_5Moe")  # they keep states, which cannot be cut where a prefix ends
+
+
+@dataclasses.dataclass
+class Tally:
+    """Counts over one family."""
+
+    tokens: int = 0
+    near_tokens: int = 0
+    ids: int = 0
+    near_ids: int = 0
+    exceptions: int = 0
+    logprob: float = 0.0
+
+    def __str__(self):
+        return (
+            f"{self.tokens} tokens compared ({self.near_tokens} near a tie), {self.ids} ids compared ({self.near_ids} near a tie), "
+            f"{self.exceptions} exceptions, largest logprob difference {self.logprob:.1e}"
+        )
+
+
+def compare_ids(judged, rows, tally):
+    """Rows of the record against the oracle's choices: the same experts, best first."""
+    choice, top_k = judged.choice[: len(rows)], rows.shape[-1]
+    best = -np.sort(-choice, axis=-1)
+    best = np.concatenate([best, np.full((*best.shape[:2], 1), -np.inf)], axis=-1)[..., : top_k + 1]
+    margins = best[..., :-1] - best[..., 1:]
+    decided = (margins[..., -1] > MARGIN) & (judged.groups[: len(rows)] > MARGIN)
+    ordered = decided & (margins.min(axis=-1) > MARGIN)
+    wanted = np.argsort(-choice, axis=-1, kind="stable")[..., :top_k]
+    theirs = np.sort(judged.ids[: len(rows)], axis=-1)
+    assert np.array_equal(np.sort(wanted[decided], axis=-1), theirs[decided]), "the margin rule does not speak of the oracle's choice"
+    assert np.array_equal(np.sort(rows[decided], axis=-1), theirs[decided])
+    assert np.array_equal(rows[ordered], wanted[ordered])
+    tally.ids += rows.size
+    tally.near_ids += int(np.sum(~decided)) * top_k
+    tally.exceptions += int(np.sum(np.any(np.sort(rows, axis=-1) != theirs, axis=-1)))
+
+
+def compare(oracle, prompt, result, tally, *, prompt_logprobs):
+    """One answer of the engine against the oracle."""
+    answer, meta = result["output_ids"], result["meta_info"]
+    tokens, judged = [*prompt, *answer], oracle.judge([*prompt, *answer])
+    for step, token in enumerate(answer):
+        logits = judged.logits[len(prompt) - 1 + step]
+        second, best = np.sort(logits)[-2:]
+        tally.tokens += 1
+        tally.near_tokens += int(best - second <= MARGIN)
+        assert best - second <= MARGIN or token == int(np.argmax(logits)), (step, token, int(np.argmax(logits)))
+    told = [(len(prompt), meta["output_token_logprobs"])] + ([(0, meta["input_token_logprobs"])] if prompt_logprobs else [])
+    for first, entries in told:
+        for place, (value, token, _) in enumerate(entries, start=first):
+            assert token == tokens[place] and (value is None) == (place == 0)
+            if value is not None:
+                tally.logprob = max(tally.logprob, abs(value - judged.logprobs[place - 1, token]))
+    layer_ids = oracle.case.layer_ids
+    if not layer_ids:
+        return
+    rows = extract_routed_experts_from_meta_info(result).reshape(len(tokens) - 1, oracle.config.num_hidden_layers, -1)
+    assert np.all(np.delete(rows, layer_ids, axis=1) == -1)
+    compare_ids(judged, rows[:, layer_ids], tally)
+
+
+def replayed(oracle, folder, tokens):
+    """Largest difference of logits when the oracle's ids are forced on every row but the last."""
+    judged, opened = oracle.judge(tokens), ModelFolder.open(folder)
+    model = opened.load(jnp.dtype(jnp.float32))
+    ids = judged.ids.astype(np.uint8)[None]
+    valid = np.arange(len(tokens))[None] < len(tokens) - 1
+    routed = RoutedBatch(jnp.asarray(ids), jnp.asarray(valid), jnp.zeros(valid.shape, bool)) if oracle.case.layer_ids else None
+    out = forward(model, jnp.asarray(tokens, jnp.int32)[None], routed=routed, return_routed=bool(oracle.case.layer_ids))
+    if oracle.case.layer_ids:
+        assert np.array_equal(np.asarray(out.ids)[0, :-1], ids[0, :-1])
+    return float(np.abs(np.asarray(out.logits)[0] - judged.logits).max())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, name):
+    oracle, tally = Oracle(CASES[name], tmp_path), Tally()
+    capture, rng = bool(oracle.case.layer_ids), np.random.default_rng(len(name))
+    prompts = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in PROMPT_LENGTHS]
+    asked = dict(sampling_params=GREEDY, return_logprob=True, return_routed_experts=capture)
+    with Engine(str(tmp_path), enable_return_routed_experts=capture, **ENGINE) as engine:
+        results = engine.generate(input_ids=prompts, logprob_start_len=0, **asked)
+        for prompt, result in zip(prompts, results, strict=True):
+            compare(oracle, prompt, result, tally, prompt_logprobs=True)
+        assert results[1]["output_ids"] == oracle.generate(prompts[1], NEW_TOKENS)
+        longer = [*prompts[2], *results[2]["output_ids"], 7, 8, 9]  # what was said, and a new turn
+        hit = engine.generate(input_ids=longer, **asked)
+        if name in NO_PREFIX_CACHE:
+            assert hit["meta_info"]["cached_tokens"] == 0 and not engine.get_server_info()["prefix_cache"]
+        else:
+            assert hit["meta_info"]["cached_tokens"] >= len(prompts[2])
+        compare(oracle, longer, hit, tally, prompt_logprobs=False)
+        assert engine.check_integrity() == []
+    assert len({tuple(result["output_ids"]) for result in results}) > 1, "a constant answer proves nothing"
+    difference = replayed(oracle, tmp_path, longer)
+    print(f"{name}: {tally}; replay of the oracle's ids: largest logit difference {difference:.1e}")
+    assert tally.logprob < 1e-4 and difference < 2e-4
+    assert tally.near_tokens <= 0.05 * tally.tokens and tally.near_ids <= 0.1 * tally.ids
+    assert tally.exceptions <= 0.001 * tally.ids
+
+
+def test_capture_of_a_dense_model_is_refused(tmp_path):
+    Oracle(CASES["Qwen3"], tmp_path)
+    with pytest.raises(CaptureUnsupportedError, match="no MoE layer"):
+        Engine(str(tmp_path), enable_return_routed_experts=True, **ENGINE)

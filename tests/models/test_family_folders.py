@@ -1,0 +1,215 @@
+"""Folders of every family: what is refused and how it is told, layouts that hold the same numbers, and what a config makes of layers."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from oracles.driver import Bench, assert_all_faithful, request
+from oracles.families import CASES, VOCAB_SIZE, Oracle
+from routed_experts import Engine
+from routed_experts.core.errors import CheckpointError, ConfigError
+from routed_experts.core.model_worker_batch import ForwardMode
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.assembly import DEFAULT_BACKENDS
+from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.model_runner import RunnerConfig, program_jobs
+from routed_experts.execution.programs import ProgramSpec
+from routed_experts.layers.moe import MOE_BACKENDS
+from routed_experts.memory.kv_pool import KVPoolSpec
+from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.registry import FAMILIES, ModelFolder
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """The checkpoint of a case, written once."""
+
+    @functools.cache
+    def written(name):
+        return Oracle(CASES[name], tmp_path_factory.mktemp(name)).folder
+
+    def copy(name, tmp_path, **config):
+        folder = shutil.copytree(written(name), tmp_path / "copy")
+        values = json.loads((folder / "config.json").read_text()) | config
+        (folder / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+        return folder
+
+    return copy
+
+
+def arrays_of(folder):
+    state = nnx.state(ModelFolder.open(folder).load(jnp.dtype(jnp.float32)))
+    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(state)}
+
+
+def rewrite(folder, change):
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+REFUSED = {
+    "scoring function": ("DeepseekV3", dict(scoring_func="softmax"), ["scoring_func='softmax'", "sigmoid"]),
+    "choice of groups": ("DeepseekV3", dict(topk_method="greedy"), ["topk_method='greedy'", "noaux_tc"]),
+    "choice of groups, V2": ("DeepseekV2", dict(topk_method="noaux_tc"), ["topk_method='noaux_tc'", "group_limited_greedy"]),
+    "renormalised V2": ("DeepseekV2", dict(norm_topk_prob=True), ["norm_topk_prob=True", "false"]),
+    "groups that do not divide": ("DeepseekV3", dict(n_group=3), ["n_group=3", "16 experts"]),
+    "groups too few": ("DeepseekV3", dict(n_group=16, topk_group=2), ["topk_group=2", "4 experts"]),
+    "rotary positions": ("Glm4Moe", dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}), ["rope_type='dynamic'", "yarn"]),
+    "old spelling": ("Glm4Moe", dict(rope_parameters=..., rope_scaling={"type": "ntk"}), ["type='ntk'", "default"]),
+    "experts of a token": ("Mixtral", dict(num_experts_per_tok=9), ["num_experts_per_tok=9", "at most 8"]),
+    "experts and tensors": ("Mixtral", dict(num_local_experts=7), ["7.w1.weight", "wanted [7, 64]"]),
+    "dense layers": ("DeepseekV3", dict(first_k_dense_replace=1), ["missing", "layers.1.mlp.gate.weight"]),
+    "latent rank": ("DeepseekV3", dict(kv_lora_rank=16), ["kv_a_layernorm.weight is [24], wanted [16]"]),
+    "fp8": ("DeepseekV3", dict(quantization_config={"quant_method": "fp8"}), ["quant_method='fp8'"]),
+    "activation": ("GptOss", dict(swiglu_limit=5.0), ["swiglu_limit=5.0", "7.0"]),
+    "layer types": ("GptOss", dict(layer_types=["full_attention"]), ["layer_types", "4 words"]),
+    "other layer types": ("Qwen3Next", dict(layer_types=["mamba"] * 8), ["layer_types", "full_attention, linear_attention"]),
+    "sparsemixer of three": ("Phimoe", dict(num_experts_per_tok=3), ["num_experts_per_tok=3", "2"]),
+    "experts of Llama 4": ("Llama4", dict(num_experts_per_tok=2), ["num_experts_per_tok=2", "1"]),
+    "heads of linear attention": ("Qwen3Next", dict(linear_num_value_heads=3), ["linear_num_value_heads=3", "multiple"]),
+    "code of Ling in another": ("Mixtral", dict(auto_map={"AutoModel": "x.Y"}), ["auto_map", "never run"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_by_name_before_any_weight_is_read(folder_of, tmp_path, name):
+    family, config, words = REFUSED[name]
+    folder = folder_of(family, tmp_path, **config)
+    with pytest.raises(CheckpointError) as caught:
+        ModelFolder.open(folder)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("name", ["Qwen2Moe", "DeepseekV3", "Glm4Moe"])
+def test_fused_experts_hold_the_numbers_of_single_ones(folder_of, tmp_path, name):
+    folder = folder_of(name, tmp_path)
+    single = arrays_of(folder)
+
+    def fuse(tensors):
+        layers = {key.partition(".experts.")[0] for key in tensors if ".experts." in key}
+        for at in layers:
+            parts = {part: [] for part in ("gate", "up", "down")}
+            for expert in range(16):
+                for part, found in parts.items():
+                    found.append(tensors.pop(f"{at}.experts.{expert}.{part}_proj.weight"))
+            tensors[f"{at}.experts.gate_up_proj"] = np.concatenate([np.stack(parts["gate"]), np.stack(parts["up"])], axis=1)
+            tensors[f"{at}.experts.down_proj"] = np.stack(parts["down"])
+        return tensors
+
+    rewrite(folder, fuse)
+    fused = arrays_of(folder)
+    assert single.keys() == fused.keys() and all(np.array_equal(single[key], fused[key]) for key in single)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "stem", "head", "more"),
+    [
+        ("Llama4", "Llama4ForConditionalGeneration", "language_model.model.", "language_model.lm_head.", "vision_model.w"),
+        ("Qwen3_5Moe", "Qwen3_5MoeForConditionalGeneration", "model.language_model.", "lm_head.", "model.visual.w"),
+    ],
+)
+def test_a_text_model_beside_a_vision_tower_is_the_text_model(folder_of, tmp_path, name, architecture, stem, head, more):
+    folder = folder_of(name, tmp_path)
+    alone = arrays_of(folder)
+
+    def nest(tensors):
+        renamed = {
+            key.replace("lm_head.", head) if key.startswith("lm_head.") else stem + key.removeprefix("model."): t
+            for key, t in tensors.items()
+        }
+        return renamed | {more: np.zeros(3, np.float32)}
+
+    rewrite(folder, nest)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "text_config": config}))
+    nested = arrays_of(folder)
+    assert alone.keys() == nested.keys() and all(np.array_equal(alone[key], nested[key]) for key in alone)
+
+
+def test_layers_that_predict_further_tokens_are_left_where_they_are(folder_of, tmp_path):
+    folder = folder_of("Glm4Moe", tmp_path, num_nextn_predict_layers=1)
+    rewrite(folder, lambda tensors: tensors | {"model.layers.4.eh_proj.weight": np.zeros((2, 2), np.float32)})
+    assert ModelFolder.open(folder).config.num_layers == 4
+    rewrite(folder, lambda tensors: tensors | {"model.layers.5.eh_proj.weight": np.zeros((2, 2), np.float32)})
+    with pytest.raises(CheckpointError, match=r"1 unexpected \(model.layers.5.eh_proj.weight\)"):
+        ModelFolder.open(folder)
+
+
+def test_longrope_is_served_up_to_the_length_where_its_short_factors_hold(folder_of, tmp_path):
+    folder = folder_of("Phimoe", tmp_path)
+    assert ModelFolder.open(folder).config.context_length == 160
+    with pytest.raises(ConfigError, match="context_length=161 is above the model's 160"):
+        Engine(str(folder), skip_tokenizer_init=True, context_length=161)
+
+
+def test_a_backend_that_cannot_do_what_a_model_does_is_refused_by_name(folder_of, tmp_path):
+    config = ModelFolder.open(folder_of("GptOss", tmp_path)).config
+    plain = MOE_BACKENDS["tiled"].__class__(name="plain", run=MOE_BACKENDS["tiled"].run)
+    with pytest.raises(ConfigError, match=r"plain.*biased experts"):
+        DEFAULT_BACKENDS.with_moe(plain).choose(ServerArgs(moe_backend="plain"), config.needs)
+
+
+def lowered_size(values, num_layers):
+    """Characters of the lowered step of a model with these config.json values."""
+    family = FAMILIES[values["architectures"][0]]
+    config = family.read_config(ConfigReader(values | {"num_hidden_layers": num_layers}, "config.json"))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: family.build(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(jnp.float32))))
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state)
+    cache = {field.name: getattr(config.cache, field.name) for field in dataclasses.fields(config.cache)}
+    pool = KVPoolSpec(num_pages=9, page_size=8, dtype=jnp.dtype(jnp.float32), num_requests=5, **cache)
+    kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(), config.needs)
+    spec = ProgramSpec(
+        graphdef=graphdef, capture=config.capture_spec, kernels=kernels, attention=attention, num_pages=9, raw_logprobs=False
+    )
+    shape = BatchShape(mode=ForwardMode.EXTEND, num_tokens=32, num_requests=4, table_width=8)
+    runner = RunnerConfig(pool=pool, num_request_slots=5, shapes=(shape,), vocab_size=VOCAB_SIZE)
+    return len(program_jobs(state, spec, runner)["forward", shape]().as_text())
+
+
+PERIODIC = {
+    "DeepseekV3": {},
+    "Qwen3Next": {"layer_types": None, "mlp_only_layers": []},
+    "GptOss": {"layer_types": None},
+    "Llama4": {"moe_layers": None, "no_rope_layers": None},
+}
+
+
+@pytest.mark.parametrize("name", PERIODIC)
+def test_the_program_does_not_grow_with_the_number_of_layers(folder_of, tmp_path, name):
+    values = json.loads((folder_of(name, tmp_path) / "config.json").read_text()) | PERIODIC[name]
+    few, many = (lowered_size(values, layers) for layers in (8, 48))
+    assert many < 1.05 * few, (few, many)
+
+
+def test_a_hybrid_request_that_is_sent_back_and_slots_that_are_used_again_say_the_same(folder_of, tmp_path):
+    """States are not pages: a request that starts again must start from nothing, in whichever slot."""
+    opened = ModelFolder.open(folder_of("Qwen3Next", tmp_path))
+    bench = Bench(
+        opened.load(jnp.dtype(jnp.float32)),
+        page_size=4,
+        context_length=96,
+        precompile_bs_paddings=(4,),
+        precompile_token_paddings=(32,),
+        moe_backend="tapped",
+        disable_radix_cache=True,
+    )
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB_SIZE, size) for size in (20, 7, 40, 1, 13, 30)]
+    calm = bench.drive()
+    calm_told = calm.run(*(request(str(i), prompt, 12) for i, prompt in enumerate(prompts)))
+    wild = bench.drive()
+    wild.add(*(request(str(i), prompt, 12) for i, prompt in enumerate(prompts)))
+    retracted = sum(wild.retract_victim() for _ in range(6) if [wild.steps(2)])
+    told = wild.run()
+    assert retracted >= 3
+    assert {rid: one.tokens for rid, one in told.items()} == {rid: one.tokens for rid, one in calm_told.items()}
+    assert assert_all_faithful(wild) > 100
