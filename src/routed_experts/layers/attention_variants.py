@@ -173,7 +173,8 @@ def _ragged(
 
         def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
             listed = lax.dynamic_slice(table, (row, index * pages), (1, pages))
-            keys, values = (jnp.swapaxes(part[0], 0, 1) for part in read_pages(pool, first_page + listed, traits, queries.shape[2]))  # [G, T, C]
+            both = read_pages(pool, first_page + listed, traits, queries.shape[2])
+            keys, values = (jnp.swapaxes(part[0], 0, 1) for part in both)  # [G, T, C]
             places = index * block + jnp.arange(block)
             values = jnp.where((places <= positions[end - 1])[:, None], values, 0.0)[:, None]
             scores = jnp.where(seen_from(at[:, None], places, traits), jnp.einsum("grqc,gtc->grqt", rows, keys), NEVER)

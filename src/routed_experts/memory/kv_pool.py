@@ -23,6 +23,7 @@ class HybridPool:
     pages: Any  # Float[Array, "LP page 2G C"], or its shape
     states: Any  # DeltaState, or its shapes
 
+
 TPU_LANES = 128
 
 
