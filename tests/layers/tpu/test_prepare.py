@@ -16,7 +16,10 @@ from routed_experts.layers.tpu.prepare import TOKEN_TILE, prepare, prepare_plain
 PAGE_SIZE, NUM_PAGES, LAYERS = 8, 24, 3
 
 
-def run(projected, *rest, program=functools.partial(prepare, interpret=True)):
+INTERPRETED = functools.partial(prepare, interpret=True)
+
+
+def run(projected, *rest, program=INTERPRETED):
     arrays = {field.name: getattr(projected, field.name) for field in dataclasses.fields(projected) if field.name != "eps"}
     return jax.jit(lambda arrays, *rest: program(Projected(**arrays, eps=projected.eps), *rest))(arrays, *rest)
 

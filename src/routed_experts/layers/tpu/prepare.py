@@ -31,7 +31,7 @@ class _Refs:
     """The kernel's arrays: scalars, the projection and what turns it, the pool in HBM, queries, and scratch."""
 
     first_page: Any
-    num_tokens: Any  # that are no padding
+    query_starts: Any
     positions: Any
     token_rows: Any
     page_table: Any
@@ -93,7 +93,7 @@ def prepare(
         name="prepare",
     )(
         first_page.reshape(1),
-        batch.query_starts[-1:],
+        batch.query_starts,
         batch.positions,
         batch.token_rows,
         batch.page_table,
@@ -162,7 +162,7 @@ def _write(refs: _Refs) -> None:
     """Copy each token's keys and values to its slot: all are started, then all are waited for."""
     tile, page_size = refs.both.shape[0], refs.pool.shape[1]
     start = pl.program_id(0) * tile
-    count = jnp.clip(refs.num_tokens[0] - start, 0, tile)
+    count = jnp.clip(refs.query_starts[refs.query_starts.shape[0] - 1] - start, 0, tile)
 
     def one(index: Int[Array, ""], *, wait: bool) -> None:
         position = refs.positions[start + index]
