@@ -1,7 +1,7 @@
 """Every GPU kernel against the plain code that it stands for, on the card: ragged sizes, empty experts, one hot expert, padding,
 NaN in what a kernel must not read.
 
-    python benchmarks/gpu_check.py [--only moe] [--name gpu_check_h200]
+    python benchmarks/gpu_check.py [--only moe router] [--every 3] [--name gpu_check_h200]
 
 The cases: tests/gpu_cases.py. Ends with 1 if one fails. Distances are in the 2-norm, relative, against bfloat16 array code."""
 
@@ -20,13 +20,13 @@ from gpu_cases import large_cases, small_cases
 def main() -> int:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="*", default=[], help="kernels")
+    parser.add_argument("--every", type=int, default=1, help="run one case in so many")
     parser.add_argument("--name", default="gpu_check_h200")
     args = parser.parse_args()
     rows: list[dict[str, object]] = []
-    for case in (*(case for case in small_cases() if case.kernel == "router"), *large_cases()):
-        if args.only not in case.kernel:
-            continue
+    cases = (*(case for case in small_cases() if case.kernel == "router"), *large_cases())
+    for case in [case for case in cases if not args.only or case.kernel in args.only][:: args.every]:
         start = time.perf_counter()
         outcome = case.run(False)
         said = {"distance": outcome.distance, "bound": outcome.bound, "wrong ids": outcome.wrong_ids, "good": outcome.is_good}

@@ -1,6 +1,6 @@
 """The whole step at full size with random weights: prefill and decode by batch, capture off, on and asked by none or by all.
 
-    python benchmarks/step.py [--batches 1 16 64 256] [--new 128] [--rounds 2] [--config CONFIG.json] [--layers N] [--profile]
+    python benchmarks/step.py [--batches 1 16 64 256] [--new 128] [--rounds 2] [--config CONFIG.json] [--layers N] [--profile 1 16 64 256]
 
 Two engine cores share the weights, one with capture and one without; whole runs of each variant take turns in one process. A decode
 step is the time from one return of `core.step()` to the next while the next step is in flight, its median over a run's steps;
@@ -161,7 +161,7 @@ def measure(cores: dict[str, EngineCore], config: dict[str, object], args: argpa
     """All variants at one batch."""
     prompt = min(args.prompt, 128) if batch == 1 else args.prompt
     runs: dict[str, list[Run]] = {name: [] for name in VARIANTS}
-    for turn in range(-1, args.rounds):
+    for turn in range(-1, args.rounds * (4 if batch <= 16 else 1)):  # a run of few requests is short, and noisier
         for name in VARIANTS[turn % 3 :] + VARIANTS[: turn % 3]:
             core = cores["off" if name == "off" else "on"]
             new = args.new if turn >= 0 else 8
@@ -193,7 +193,6 @@ def measure(cores: dict[str, EngineCore], config: dict[str, object], args: argpa
                 "floor ms": floor * 1e3,
                 "step/floor": statistics.median(mine) / floor,
                 "to off": statistics.median(a / b for a, b in zip(mine, base, strict=True)),
-                "mean ms": statistics.mean(step for run in runs[name] for step in run.steps) * 1e3,
                 "prefill tok/s": batch * prompt / statistics.median(run.prefill for run in runs[name]),
                 "experts": float(experts.mean()),
                 "fewest": float(experts.mean(axis=0).min()),
@@ -215,7 +214,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second that a copy on the card moves")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches whose kernels are timed one by one")
     parser.add_argument("--build-only", action="store_true", help="print the phases of start-up and end")
     parser.add_argument("--name", default="step_h200")
     args = parser.parse_args()
@@ -231,8 +230,9 @@ def main() -> None:
     rows, kernels = [], {}
     for batch in args.batches:
         rows += measure(cores, config, args, batch)
+        write_result(args.name, rows, phases=phases, kernels=kernels, prompt=args.prompt, new=args.new, rounds=args.rounds)
         print_table(rows[-len(VARIANTS) :])
-        if args.profile:
+        if batch in args.profile:
             kernels[str(batch)] = kernel_times(
                 cores["on"], Prompts(99, int(config["vocab_size"])), batch, args.prompt if batch > 1 else 128
             )

@@ -1,13 +1,17 @@
 """What the TPU compiler makes of an engine's programs, with capture off and on; no TPU is needed, nothing is run.
 
-    python benchmarks/tpu_report.py [--chips v5e v6e] [--qwen3-30b]
+    python benchmarks/tpu_report.py [--chips v5e v6e v5p] [--qwen3-30b]
 
 Operations are those of the optimised program, each counted once: outside of loops, in loop bodies (a layer's), and those of a
-single number, which the scalar core does beside the others. `pool` is what is aliased of the donated arrays: the KV pool or the
-counts of penalties. --qwen3-30b adds the forward pass of Qwen3-30B-A3B at full size on one v5p, with a pool of 12 GiB.
+single number, which the scalar core does beside the others. Glue is the compiler's estimate of a step in thousands of cycles, layers
+times their number, without Pallas kernels, gathers, scatters and sorts, for which it has none, and with loops inside of a layer
+counted once, so that plain backends look cheaper than they are. `pool` is what is aliased of the donated arrays: the KV pool or the
+counts of penalties. Backends: "tpu", which an engine picks on a TPU, and "plain", array code alone; programs after the forward pass
+are the same. --qwen3-30b adds the forward pass of Qwen3-30B-A3B at full size on one v5p, with a pool of 12 GiB.
 The programs and how they are counted: tests/tpu_programs.py. Needs the tpu-aot extra."""
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
@@ -20,7 +24,19 @@ from common import print_table, write_result
 
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.qwen3_moe import Qwen3MoeConfig
-from tpu_programs import SMALL, Operations, World, compiled, jobs, name_of, operations, whole_pool_operations, world_of
+from tpu_programs import (
+    SMALL,
+    Operations,
+    World,
+    compiled,
+    estimated_cycles,
+    jobs,
+    kernels,
+    name_of,
+    operations,
+    whole_pool_operations,
+    world_of,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 QWEN3_30B = world_of(
@@ -47,15 +63,36 @@ QWEN3_30B = world_of(
 )
 
 
+FORWARD = ("forward decode", "forward extend")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Made:
+    """What is read off one program."""
+
+    operations: Operations
+    kernels: int
+    cycles: int
+    temporary: int
+    output: int
+    aliased: int
+    pool_copies: int
+    seconds: float
+
+
 def main() -> None:
     """Compile, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--chips", nargs="+", default=["v5e", "v6e"])
+    parser.add_argument("--chips", nargs="+", default=["v5e", "v6e", "v5p"])
     parser.add_argument("--qwen3-30b", action="store_true")
     args = parser.parse_args()
-    rows = [row for chip in args.chips for name in names(chip, SMALL) for row in report("small", SMALL, chip, name)]
+    rows = []
+    for chip in args.chips:
+        for name in names(chip, SMALL):
+            rows += report("small", SMALL, chip, name)
     if args.qwen3_30b:
-        rows += [row for name in ("forward decode", "forward extend") for row in report("Qwen3-30B-A3B", QWEN3_30B, "v5p", name)]
+        for name in FORWARD:
+            rows += report("Qwen3-30B-A3B", QWEN3_30B, "v5p", name)
     print_table(rows)
     print(write_result("tpu_report", rows))
 
@@ -66,51 +103,68 @@ def names(chip: str, world: World) -> list[str]:
 
 
 def report(model: str, world: World, chip: str, name: str) -> list[dict[str, object]]:
-    """One row for a program that knows no capture, else one without, one with it, and what is added."""
-    captures = (False, True) if name.startswith("forward") else (False,)
-    rows, counted, memories = [], [], []
-    for capture in captures:
-        start = time.perf_counter()
-        program = compiled(chip, name, capture=capture, world=world)
-        seconds, memory = time.perf_counter() - start, program.memory_analysis()
-        counted.append(operations(program))
-        memories.append((memory.temp_size_in_bytes, memory.output_size_in_bytes))
-        pool = world.counts.prompt if "full" in name else world.pool
-        copies = len(whole_pool_operations(program, pool))
-        kind = {False: "off", True: "on"}[capture] if len(captures) > 1 else "-"
-        rows.append(row_of(model, chip, name, kind, counted[-1], memories[-1], memory.alias_size_in_bytes, copies, seconds))
-    if len(captures) > 1:
-        added = tuple(on - off for off, on in zip(*memories, strict=True))
-        rows.append(row_of(model, chip, name, "added", counted[1] - counted[0], added, 0, 0, 0.0))
+    """One row for a program that knows no capture; else for each kind of backends one without, one with it, and what is added."""
+    if name not in FORWARD:
+        return [row_of(model, chip, name, "any", "-", make(world, chip, name, capture=False, plain=False))]
+    rows = []
+    for plain in (False, True):
+        backends = "plain" if plain else "tpu"
+        off, on = (make(world, chip, name, capture=capture, plain=plain) for capture in (False, True))
+        rows += [row_of(model, chip, name, backends, capture, made) for capture, made in (("off", off), ("on", on))]
+        rows.append(row_of(model, chip, name, backends, "added", difference(on, off)))
     return rows
 
 
-def row_of(
-    model: str,
-    chip: str,
-    name: str,
-    capture: str,
-    counted: Operations,
-    temp_and_output: tuple[int, ...],
-    aliased: int,
-    copies: int,
-    seconds: float,
-) -> dict[str, object]:
+def make(world: World, chip: str, name: str, *, capture: bool, plain: bool) -> Made:
+    """Compile and read."""
+    start = time.perf_counter()
+    program = compiled(chip, name, capture=capture, world=world, plain=plain)
+    seconds, memory = time.perf_counter() - start, program.memory_analysis()
+    pool = world.counts.prompt if "full" in name else world.pool
+    return Made(
+        operations=operations(program),
+        kernels=kernels(program),
+        cycles=estimated_cycles(program, world) if name in FORWARD else 0,
+        temporary=memory.temp_size_in_bytes,
+        output=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        pool_copies=len(whole_pool_operations(program, pool)),
+        seconds=seconds,
+    )
+
+
+def difference(on: Made, off: Made) -> Made:
+    """What capture adds."""
+    return Made(
+        operations=on.operations - off.operations,
+        kernels=on.kernels - off.kernels,
+        cycles=on.cycles - off.cycles,
+        temporary=on.temporary - off.temporary,
+        output=on.output - off.output,
+        aliased=on.aliased - off.aliased,
+        pool_copies=on.pool_copies - off.pool_copies,
+        seconds=0.0,
+    )
+
+
+def row_of(model: str, chip: str, name: str, backends: str, capture: str, made: Made) -> dict[str, object]:
     """A line of the table."""
-    temp, output = temp_and_output
     return {
         "model": model,
         "chip": chip,
         "program": name,
+        "backends": backends,
         "capture": capture,
-        "operations once": counted.once,
-        "in loops": counted.in_loops,
-        "scalar": counted.scalar,
-        "temporary KiB": temp / KIB,
-        "output KiB": (output - aliased) / KIB,
-        "pool MiB": aliased / MIB,
-        "pool copies": copies,
-        "compile s": seconds,
+        "operations once": made.operations.once,
+        "in loops": made.operations.in_loops,
+        "scalar": made.operations.scalar,
+        "kernels": made.kernels,
+        "glue kcycles": made.cycles / 1e3,
+        "temporary KiB": made.temporary / KIB,
+        "output KiB": made.output / KIB,
+        "pool MiB": made.aliased / MIB,
+        "pool copies": made.pool_copies,
+        "compile s": made.seconds,
     }
 
 

@@ -68,7 +68,8 @@ def world_of(config: Qwen3MoeConfig, *, num_pages: int, decode: int, extend: int
 
 
 PAGE_SIZE = 64
-# Pages of 192 MiB. So many request slots that counts take 513 MiB and prompt flags 128 MiB; an engine has some tens.
+# Pages of 192 MiB; experts of a run 288 MiB. So many request slots that counts take 513 MiB and prompt flags 128 MiB (an engine has
+# some tens). More tokens in the extend shape than the experts' kernel takes without sorting.
 SMALL = world_of(
     Qwen3MoeConfig(
         vocab_size=8192,
@@ -78,7 +79,7 @@ SMALL = world_of(
         num_kv_heads=4,
         head_dim=128,
         dense_width=512,
-        expert_width=128,
+        expert_width=1024,
         router=RouterSpec(num_experts=64, top_k=8, renormalize=True),
         moe_layers=(1, 2, 3),
         rope_theta=1e6,
@@ -88,7 +89,7 @@ SMALL = world_of(
     ),
     num_pages=384,
     decode=16,
-    extend=256,
+    extend=384,
     num_request_slots=16_401,
 )
 
@@ -101,13 +102,14 @@ _ARRAY = re.compile(r"[a-z]\w*\[([\d,]*)\]")
 
 
 @functools.cache
-def jobs(chip: str, *, capture: bool, world: World = SMALL) -> Jobs:
-    """The runner's table, with weights that are said to lie on one `chip`."""
+def jobs(chip: str, *, capture: bool, world: World = SMALL, plain: bool = False) -> Jobs:
+    """The runner's table, with weights that are said to lie on one `chip`; `plain`: on the backends of array code alone."""
     config = world.config
     placed = NamedSharding(tpu_mesh(chip), REPLICATED)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state)
-    kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture), platform="tpu")
+    named = {"moe_backend": "tiled", "attention_backend": "paged"} if plain else {}
+    kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture, **named), platform="tpu")
     spec = ProgramSpec(
         graphdef=graphdef,
         capture=config.capture_spec if capture else None,
@@ -127,18 +129,18 @@ def name_of(key: Key) -> str:
 
 
 @functools.cache
-def lowered(chip: str, name: str, *, capture: bool, world: World = SMALL) -> jax.stages.Lowered:
+def lowered(chip: str, name: str, *, capture: bool, world: World = SMALL, plain: bool = False) -> jax.stages.Lowered:
     """One program of the table, by name."""
-    [job] = [job for key, job in jobs(chip, capture=capture, world=world).items() if name_of(key) == name]
+    [job] = [job for key, job in jobs(chip, capture=capture, world=world, plain=plain).items() if name_of(key) == name]
     with jax.sharding.use_abstract_mesh(tpu_mesh(chip).abstract_mesh):
         return job()
 
 
 @functools.cache
-def compiled(chip: str, name: str, *, capture: bool, world: World = SMALL) -> jax.stages.Compiled:
+def compiled(chip: str, name: str, *, capture: bool, world: World = SMALL, plain: bool = False) -> jax.stages.Compiled:
     """One program of the table, through the TPU compiler."""
     with without_compilation_cache():
-        return lowered(chip, name, capture=capture, world=world).compile()
+        return lowered(chip, name, capture=capture, world=world, plain=plain).compile()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,6 +169,32 @@ def operations(program: jax.stages.Compiled) -> Operations:
             else:
                 scalar += 1
     return Operations(counts["once"], counts["in loops"], scalar)
+
+
+def estimated_cycles(program: jax.stages.Compiled, world: World) -> int:
+    """The compiler's own estimate for a step, loops over layers by their length. It has none for a Pallas kernel, a gather, a scatter
+    or a sort, and a loop inside of a layer counts once: what is left is the glue, and programs of one chip can be compared."""
+    sums, whiles, inside = collections.Counter[str](), collections.defaultdict[str, list[tuple[str, bool]]](list), ""
+    entry = ""
+    for line in (program.as_text() or "").splitlines():
+        if line.endswith("{") and (opened := re.match(r"(ENTRY )?%?([\w.-]+) \(", line)):
+            inside = opened[2]
+            entry = inside if opened[1] else entry
+        if found := re.search(r'"estimated_cycles":"(\d+)"', line):
+            sums[inside] += int(found[1])
+        if found := re.search(r' while\(.*body=%?([\w.-]+).*op_name="([^"]*)"', line):
+            whiles[inside].append((found[1], found[2].count("while") == 1))
+    lengths = iter([end - first for first, end in world.config.runs if end - first > 1])  # a run of one layer is no loop
+
+    def once(name: str) -> int:
+        return sums[name] + sum(once(body) for body, _ in whiles[name])
+
+    return sums[entry] + sum((next(lengths) if of_layers else 1) * once(body) for body, of_layers in whiles[entry])
+
+
+def kernels(program: jax.stages.Compiled) -> int:
+    """Pallas kernels in the text, each counted once."""
+    return len(re.findall(r'custom_call_target="tpu_custom_call"', program.as_text() or ""))
 
 
 def whole_pool_operations(program: jax.stages.Compiled, pool: jax.ShapeDtypeStruct) -> list[str]:

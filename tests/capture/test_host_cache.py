@@ -88,6 +88,6 @@ def test_rows_of_another_shape_or_dtype_are_refused(rows):
         _RoutedExpertsHostCache(NUM_SLOTS, SPEC).put(np.array([1, 2]), rows, 0)
 
 
-def test_the_size_is_one_byte_an_id_a_slot_and_five_for_its_marks():
+def test_the_size_is_one_byte_an_id_a_slot_and_four_for_its_version():
     spec = CaptureSpec(num_hidden_layers=48, layer_ids=tuple(range(48)), num_experts=128, top_k=8)
-    assert _RoutedExpertsHostCache(64, spec).nbytes == 64 * (384 + 1 + 4)
+    assert _RoutedExpertsHostCache(64, spec).nbytes == 64 * (384 + 4)

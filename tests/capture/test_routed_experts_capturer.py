@@ -190,7 +190,7 @@ def test_bytes_are_those_of_the_arrays():
     capturer = capturer_of()
     cache = create_device_cache(SPEC, 16)
     assert capturer.device_bytes(16) == cache.ids.nbytes + cache.rows().nbytes
-    assert capturer.host_bytes() == 32 * (4 + 1 + 4)
+    assert capturer.host_bytes() == 32 * (4 + 4)
 
 
 def test_rows_outside_held_pages_are_found():

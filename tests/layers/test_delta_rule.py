@@ -60,7 +60,7 @@ def test_whole_sequences_start_anew_with_each_segment_and_are_differentiable(cut
     segments = None if cut is None else jnp.asarray([[0] * cut + [1] * (12 - cut)] * 2)
     read = np.asarray(jax.jit(delta_whole, static_argnums=2)(inputs, segments, 2))
     for row in range(2):
-        for part in ([np.arange(12)] if cut is None else [np.arange(cut), np.arange(cut, 12)]):
+        for part in [np.arange(12)] if cut is None else [np.arange(cut), np.arange(cut, 12)]:
             np.testing.assert_allclose(read[12 * row + part], loop(inputs, 12 * row + part), atol=1e-5)
     gradient = jax.grad(lambda x: jnp.sum(delta_whole(x, segments, 2) ** 2))(inputs)
     assert all(np.all(np.isfinite(leaf)) and np.any(leaf) for leaf in jax.tree.leaves(gradient))

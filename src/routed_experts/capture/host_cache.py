@@ -1,7 +1,8 @@
 """Host store of routed experts, one row a KV slot. Knows nothing of JAX, requests or who owns a page.
 
 A row has the life of its slot: written by the pass that wrote the slot's keys and values, shared as they are shared, and
-forgotten (`valid` cleared) when the page is handed out again. What stands in a row that is not valid is never to be returned.
+forgotten when the page is handed out again. What stands in a row that is not valid is never to be returned. Validity is kept in the
+slot's weight version, below 0 where there is no row: filing a step is two writes, cold in cache as they are between two steps.
 Token-major: one token's row is one contiguous run of M*K bytes. Engine thread only.
 Dims: Z slots, P pages, R rows, M MoE layers, K experts per token."""
 
@@ -14,6 +15,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.integrity import Violation
 
 _NUM_SHOWN = 8
+_NO_ROW = -1  # a weight version that no weights have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,55 +28,56 @@ class SavedRows:
 
 
 class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in this room
-    """Rows, valid bits and weight versions by KV slot."""
+    """Rows and their weight versions by KV slot."""
 
     def __init__(self, num_slots: int, spec: CaptureSpec) -> None:
         assert num_slots >= 1, f"num_slots={num_slots}: wanted at least 1"
         self._spec = spec
         self._store: UInt[np.ndarray, "Z M*K"] = np.zeros((num_slots, spec.num_moe_layers * spec.top_k), spec.dtype)
-        self._valid: Bool[np.ndarray, " Z"] = np.zeros(num_slots, np.bool_)
-        self._versions: Int32[np.ndarray, " Z"] = np.zeros(num_slots, np.int32)
+        self._versions: Int32[np.ndarray, " Z"] = np.full(num_slots, _NO_ROW, np.int32)
 
     @property
     def nbytes(self) -> int:
         """Host memory of the store, in bytes."""
-        return self._store.nbytes + self._valid.nbytes + self._versions.nbytes
+        return self._store.nbytes + self._versions.nbytes
 
     def put(self, slots: Int[np.ndarray, " R"], rows: UInt[np.ndarray, "R M*K"], version: int) -> None:
         """File rows of one step under their slots: real tokens only, never padding. `version`: of the weights that ran."""
         assert rows.shape == (slots.size, self._store.shape[1]), (rows.shape, slots.shape, self._store.shape)
         assert rows.dtype == self._store.dtype, (rows.dtype, self._store.dtype)
-        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._valid.size - 1}"
+        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
+        assert version > _NO_ROW, version
         self._store[slots] = rows
-        self._valid[slots] = True
         self._versions[slots] = version
 
     def clear(self, slots: Int[np.ndarray, " R"]) -> None:
         """Forget the rows of these slots."""
-        self._valid[slots] = False
+        self._versions[slots] = _NO_ROW
 
     def clear_pages(self, pages: Int[np.ndarray, " P"], page_size: int) -> None:
         """Forget the rows of these pages; page p holds slots [p * page_size, (p + 1) * page_size)."""
-        assert self._valid.size % page_size == 0, f"{self._valid.size} slots are no whole number of pages of {page_size}"
-        self._valid.reshape(-1, page_size)[pages] = False
+        assert self._versions.size % page_size == 0, f"{self._versions.size} slots are no whole number of pages of {page_size}"
+        self._versions.reshape(-1, page_size)[pages] = _NO_ROW
 
     def gather(self, slots: Int[np.ndarray, " R"]) -> tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np.ndarray, " R"]]:
         """Copy out ids, valid bits and versions; ids of a row that is not valid mean nothing."""
-        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._valid.size - 1}"
+        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
         ids = self._store.take(slots, axis=0).reshape(slots.size, self._spec.num_moe_layers, self._spec.top_k)
-        return ids, self._valid[slots], self._versions[slots]
+        versions = self._versions[slots]
+        return ids, versions > _NO_ROW, versions
 
     def poison(self) -> None:
         """Fill every row that is not valid with the largest value of its dtype, so that a test sees it come back."""
-        self._store[~self._valid] = np.iinfo(self._store.dtype).max
+        self._store[self._versions == _NO_ROW] = np.iinfo(self._store.dtype).max
 
     def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
         """Check that no row is valid outside `owned_slots`, the slots of all pages that someone holds."""
-        orphaned = self._valid.copy()
+        valid = self._versions > _NO_ROW
+        orphaned = valid.copy()
         orphaned[owned_slots] = False
         num_orphaned = int(np.count_nonzero(orphaned))
         if num_orphaned == 0:
             return []
         shown = np.flatnonzero(orphaned)[:_NUM_SHOWN].tolist()
-        detail = f"{num_orphaned} of {np.count_nonzero(self._valid)} valid rows are in slots whose page nobody owns, the first {shown}"
+        detail = f"{num_orphaned} of {np.count_nonzero(valid)} valid rows are in slots whose page nobody owns, the first {shown}"
         return [Violation(name="row_without_page", detail=detail)]

@@ -68,6 +68,18 @@ def _gpu_attention() -> AttentionBackend:
     return GPU_ATTENTION
 
 
+def _tpu_kernels() -> Kernels:
+    from routed_experts.layers.tpu.backends import TPU_KERNELS
+
+    return TPU_KERNELS
+
+
+def _tpu_attention() -> AttentionBackend:
+    from routed_experts.layers.tpu.backends import TPU_ATTENTION
+
+    return TPU_ATTENTION
+
+
 def _given(value: T) -> Offer[T]:
     return Offer(load=lambda: value)
 
@@ -75,19 +87,16 @@ def _given(value: T) -> Offer[T]:
 KERNELS: Mapping[str, Offer[Kernels]] = MappingProxyType(
     {name: _given(Kernels(moe=backend)) for name, backend in MOE_BACKENDS.items()}
     | {"native": Offer(load=_native_kernels, platform="cpu", why_not=_why_not_native)}
-    | {"gpu": Offer(load=_gpu_kernels, platform="gpu")}
+    | {"gpu": Offer(load=_gpu_kernels, platform="gpu"), "tpu": Offer(load=_tpu_kernels, platform="tpu")}
 )
 ATTENTION: Mapping[str, Offer[AttentionBackend]] = MappingProxyType(
     {name: _given(backend) for name, backend in ATTENTION_BACKENDS.items()}
     | {"native": Offer(load=_native_attention, platform="cpu", why_not=_why_not_native)}
-    | {"gpu": Offer(load=_gpu_attention, platform="gpu")}
+    | {"gpu": Offer(load=_gpu_attention, platform="gpu"), "tpu": Offer(load=_tpu_attention, platform="tpu")}
 )
-# What `auto` takes, best first: the first that this machine can run, and that can do what the model needs.
-ANYWHERE_MOE, ANYWHERE_ATTENTION = ("tiled",), ("paged",)
-AUTO_MOE: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native", *ANYWHERE_MOE), "gpu": ("gpu", *ANYWHERE_MOE)})
-AUTO_ATTENTION: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"cpu": ("native", *ANYWHERE_ATTENTION), "gpu": ("gpu", *ANYWHERE_ATTENTION)}
-)
+# What `auto` takes: the platform's own kernels where this machine can run them and they can do what the model needs; else plain ones.
+OWN: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native",), "gpu": ("gpu",), "tpu": ("tpu",)})
+PLAIN_MOE, PLAIN_ATTENTION = ("tiled",), ("paged",)
 DETERMINISTIC = ("reference",)  # rows that do not depend on one another
 
 
@@ -107,7 +116,7 @@ class BackendRegistry:
         Deterministic mode runs on `reference` alone; a backend that hides the ids it runs is refused with capture on. Raises
         ConfigError, CaptureUnsupportedError."""
         where = platform or jax.default_backend()
-        moe_auto, attention_auto = (AUTO_MOE.get(where, ANYWHERE_MOE), AUTO_ATTENTION.get(where, ANYWHERE_ATTENTION))
+        moe_auto, attention_auto = ((*OWN.get(where, ()), *plain) for plain in (PLAIN_MOE, PLAIN_ATTENTION))
         if args.deterministic:
             moe_auto = attention_auto = DETERMINISTIC
 

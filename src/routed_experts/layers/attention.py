@@ -41,9 +41,10 @@ class PagedBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Projected:
-    """Queries, keys and values as a projection left them, and what turns them: norms of all layers of the run, and angles."""
+    """Queries, keys and values as a projection left them (or S parts of its sums, in float32), and what turns them: norms of all
+    layers of the run, and angles."""
 
-    qkv: Float[Array, "N HGGC"]
+    qkv: Float[Array, "N HGGC"] | Float[Array, "S N HGGC"]
     q_norm: Float[Array, "R C"]
     k_norm: Float[Array, "R C"]
     layer: Int[Array, ""]  # in the run
@@ -54,15 +55,15 @@ class Projected:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
-    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `prepare`, where there is
-    one, normalises, turns and writes as one kernel what `write_kv` and its neighbours do in several: (projected, pool, first page,
-    batch) -> (queries, pool)."""
+    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `fused`, where there is one,
+    does what stands before it too, norms, angles and the write to the pool: (projected, pool, layer, batch, pages of a layer) ->
+    (mixed values, pool)."""
 
     name: str
     run: Callable[[Float[Array, "N H C"], Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch], Float[Array, "N H C"]]
-    prepare: (
+    fused: (
         Callable[
-            [Projected, Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch],
+            [Projected, Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch, int],
             tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]],
         ]
         | None
@@ -85,6 +86,7 @@ def write_kv(
     page_size = pool.shape[1]
     page = jnp.where(batch.valid, batch.page_table[batch.token_rows, batch.positions // page_size], 0)
     both = jnp.stack([keys, values], axis=2).reshape(keys.shape[0], -1, keys.shape[-1])  # [N, 2G, C]
+    both = jnp.pad(both, ((0, 0), (0, 0), (0, pool.shape[3] - both.shape[2])))  # on TPU a pool is as wide as its lanes
     return pool.at[first_page + page, batch.positions % page_size].set(both.astype(pool.dtype))
 
 
@@ -101,11 +103,13 @@ def attend_all(
     return jnp.einsum("ngrt,ntgc->ngrc", weights, values).reshape(queries.shape).astype(queries.dtype)
 
 
-def gather_pages(pool: Float[Array, "LP page 2G C"], pages: Int[Array, "B W"]) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]:
-    """Give the keys and values of the listed pages, page after page."""
+def gather_pages(
+    pool: Float[Array, "LP page 2G C"], pages: Int[Array, "B W"], head_dim: int | None = None
+) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]:
+    """Give the keys and values of the listed pages, page after page; of a pool that is wider than the heads, `head_dim` numbers."""
     # As rows of C: else, with fewer than 4 kv heads, the TPU compiler turns the whole pool around in every layer before it gathers.
     both = jnp.take(pool.reshape(pool.shape[0], -1, pool.shape[3]), pages, axis=0)
-    both = both.reshape(pages.shape[0], -1, pool.shape[2] // 2, 2, pool.shape[3])
+    both = both.reshape(pages.shape[0], -1, pool.shape[2] // 2, 2, pool.shape[3])[..., :head_dim]
     return both[..., 0, :], both[..., 1, :]
 
 
@@ -113,7 +117,7 @@ def reference_attention(
     queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
 ) -> Float[Array, "N H C"]:
     """Gather every page of each token's request, at full width: no row's result depends on another row."""
-    keys, values = gather_pages(pool, first_page + batch.page_table[batch.token_rows])
+    keys, values = gather_pages(pool, first_page + batch.page_table[batch.token_rows], queries.shape[2])
     seen = jnp.arange(keys.shape[1]) <= batch.positions[:, None]
     return attend_all(queries, keys, values, seen)
 
@@ -168,7 +172,7 @@ def _decode_attention(
 
     def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
         listed = first_page + lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
-        keys, values = (x.astype(jnp.float32) for x in gather_pages(pool, listed))  # [B, T, G, C]
+        keys, values = (x.astype(jnp.float32) for x in gather_pages(pool, listed, head_dim))  # [B, T, G, C]
         scores = jnp.einsum("bgrc,btgc->btgr", wide, keys)
         seen = index * block + jnp.arange(block) < batch.seq_lens[:, None]
         scores, values = (jnp.where(seen[:, :, None, None], *pair) for pair in ((scores, NEVER), (values, 0.0)))
@@ -206,7 +210,7 @@ def _ragged_attention(
 
         def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
             listed = lax.dynamic_slice(table, (row, index * pages), (1, pages))
-            keys, values = gather_pages(pool, first_page + listed)
+            keys, values = gather_pages(pool, first_page + listed, head_dim)
             keys, values = (jnp.swapaxes(x[0], 0, 1).astype(jnp.float32) for x in (keys, values))  # [G, T, C]
             places = index * block + jnp.arange(block)
             seen, values = places <= at[:, None], jnp.where((places <= positions[end - 1])[:, None], values, 0.0)

@@ -39,8 +39,6 @@ class PagedAttend:
     def from_projected(
         self, projected: Projected, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-        """The same from the projection's own output, for a backend that prepares."""
-        assert self.backend.prepare is not None, self.backend.name
-        first_page = layer * self.num_pages
-        queries, pool = self.backend.prepare(projected, pool, first_page, self.batch)
-        return self.backend.run(queries, pool, first_page, self.batch), pool
+        """The same from the projection's own output, for a backend that does it all."""
+        assert self.backend.fused is not None, self.backend.name
+        return self.backend.fused(projected, pool, layer, self.batch, self.num_pages)

@@ -38,7 +38,7 @@ def mix_values(
 ) -> tuple[Float[Array, "N HC"], Any]:
     """Mix values, and give the cache with the new keys and values."""
     num_tokens, (cos, sin) = qkv.shape[0], angles
-    if isinstance(attend, PagedAttend) and attend.backend.prepare is not None:
+    if isinstance(attend, PagedAttend) and attend.backend.fused is not None:
         arrays = {"q_norm": norms.run_q_norm, "k_norm": norms.run_k_norm, "layer": norms.place, "cos": cos, "sin": sin}
         attended, cache = attend.from_projected(Projected(qkv=qkv, **arrays, eps=norms.eps), cache, layer)
         return attended.reshape(num_tokens, -1), cache

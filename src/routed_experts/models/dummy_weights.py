@@ -1,9 +1,10 @@
 """Random weights for a published config, made on the device: full size without a checkpoint, for timing and for trying memory out.
 Knows no architecture: it goes by the shape of an array and by its name.
 
-Matrices are normal with a variance of 1 over their inputs, so that values neither grow nor fade and a router's scores spread tokens
-over all experts; the embedding is normal; norms are 1 and whatever else is a vector is 0. Stacked arrays are filled a matrix
-at a time: the noise of a whole run of layers would not fit beside it."""
+Matrices are normal with a variance of 1 over their inputs, so that values neither grow nor fade; those that write to the residual
+stream are smaller, so that tokens stay as different as their embeddings and a router spreads them over all experts. Norms are 1
+and whatever else is a vector is 0. Stacked arrays are filled a matrix at a time: the noise of a whole run of layers would not fit
+beside it."""
 
 import functools
 import math
@@ -37,6 +38,8 @@ def _fill(key: Array, name: str, shape: tuple[int, ...], dtype: Any) -> Float[Ar
     if len(shape) < 2 or "bias" in last or "sink" in last:
         return jnp.zeros(shape, dtype)
     scale = 1.0 if last == "embed" else shape[-2] ** -0.5
+    if last in ("out", "down"):
+        scale /= 8  # what layers add stays below the token's own embedding
     return _normal(key, shape, jnp.dtype(dtype), scale)
 
 

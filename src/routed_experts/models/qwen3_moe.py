@@ -22,11 +22,13 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.moe import gated
 from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.rotary import rotary_angles
 from routed_experts.layers.routing import LayerRouting, RouterSpec
 from routed_experts.models.attention_block import HeadNorms, mix_values
 from routed_experts.models.checkpoint import WeightSource
 from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.fused_run import RunArrays, StepArrays, fused_run, runs_fused
 from routed_experts.models.interface import PLAIN, Attend, Needs, TokenRouting
 from routed_experts.models.sparse_block import ExpertWeights, route, router_logits, routes_in_place, run_experts
 
@@ -106,16 +108,6 @@ class Qwen3MoeConfig:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerInputs:
-    """What every layer of a step shares."""
-
-    cos: Float[Array, "N C"]
-    sin: Float[Array, "N C"]
-    valid: Bool[Array, " N"]
-
-
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[Array]:
     return nnx.Param((jax.random.normal(rngs.params(), shape) * 0.02).astype(dtype))
 
@@ -148,6 +140,15 @@ class DecoderRun(nnx.Module):
         """The experts (or the one dense layer) of each layer, layer axis first."""
         gate_up, down = self.gate_up[...], self.down[...]
         return gate_up.reshape(self.length, -1, *gate_up.shape[1:]), down.reshape(self.length, -1, *down.shape[1:])
+
+    def arrays(self, next_norm: Float[Array, " D"], *, eps: float) -> RunArrays:
+        """All of a MoE run's weights."""
+        assert self.router is not None, "a dense run"
+        names = ("input_norm", "post_norm", "q_norm", "k_norm", "qkv", "out", "gate_up", "down")
+        weights = zip(
+            names, (self.input_norm, self.post_norm, self.q_norm, self.k_norm, self.qkv, self.out, self.gate_up, self.down), strict=True
+        )
+        return RunArrays(**{name: param[...] for name, param in weights}, router=self.router[...], next_norm=next_norm, eps=eps)
 
 
 class Qwen3Moe(nnx.Module):
@@ -185,10 +186,20 @@ class Qwen3Moe(nnx.Module):
         """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in it."""
         config = self.config
         cos, sin = rotary_angles(positions, head_dim=config.head_dim, theta=config.rope_theta)
-        shared = LayerInputs(cos=cos, sin=sin, valid=valid)
+        shared = StepArrays(cos=cos, sin=sin, valid=valid)
         x = jnp.take(self.embed[...], tokens, axis=0)
-        first_moe = 0
+        first_moe, normed = 0, None
+        fused = runs_fused(kernels, attend, routed, tokens.shape[0], config.router)
         for run in self.runs:
+            if fused is not None and isinstance(attend, PagedAttend) and run.router is not None:
+                arrays = run.arrays(self.norm[...], eps=config.norm_eps)
+                places = {"first_layer": run.first, "first_column": first_moe}
+                x, normed, cache, capture = fused_run(
+                    x, arrays, shared, attend, cache, capture, **places, spec=config.router, kernels=kernels, fused=fused
+                )
+                first_moe += run.length
+                continue
+            normed = None
             body = self._layer(run, shared, attend, kernels, routed)
             layers = jnp.arange(run.first, run.first + run.length, dtype=jnp.int32)
             columns = layers - run.first + first_moe
@@ -201,10 +212,10 @@ class Qwen3Moe(nnx.Module):
             experts = None if (kernels.moe if run.is_moe else kernels.linear).layered else run.experts()
             scanned = (layers, columns, run.norms(), projections, router, experts, ids)
             (x, cache, capture), _ = lax.scan(jax.checkpoint(body) if remat else body, (x, cache, capture), scanned)
-        return rms_norm(x, self.norm[...], eps=config.norm_eps), cache, capture
+        return rms_norm(x, self.norm[...], eps=config.norm_eps) if normed is None else normed, cache, capture
 
     def _layer(
-        self, run: DecoderRun, shared: LayerInputs, attend: Attend, kernels: Kernels, routed: TokenRouting | None
+        self, run: DecoderRun, shared: StepArrays, attend: Attend, kernels: Kernels, routed: TokenRouting | None
     ) -> Callable[[Any, Any], tuple[Any, None]]:
         """The body of a run's scan: one decoder layer."""
         config = self.config

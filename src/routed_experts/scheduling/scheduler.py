@@ -42,6 +42,8 @@ class Scheduler:
         self.running: list[Req] = []
         self._leaders: dict[str, Req] = {}  # group -> its first choice, while later choices may wait for it
         self._in_flight: dict[int, tuple[Row, ...]] = {}
+        self._released_before: dict[int, int] = {}  # step in flight -> requests that had been released when it was scheduled
+        self._num_released = 0
         self._step = 0
         self.num_retracted = 0
 
@@ -69,7 +71,7 @@ class Scheduler:
         if not rows:
             return None
         batch = self._builder.build(rows, step=self._step)
-        self._in_flight[self._step] = tuple(rows)
+        self._in_flight[self._step], self._released_before[self._step] = tuple(rows), self._num_released
         self._step += 1
         for row in rows:
             row.req.num_fed = row.start + row.count
@@ -80,6 +82,7 @@ class Scheduler:
         """Take in what a step computed. Returns the requests that gained a token, those that it ended among them (they keep
         their pages until `release`)."""
         advanced: list[Req] = []
+        del self._released_before[batch.step]
         for index, row in enumerate(self._in_flight.pop(batch.step)):
             req = row.req
             if req.state is ReqState.FINISHED:
@@ -100,13 +103,14 @@ class Scheduler:
     def live_tokens(self, batch: ModelWorkerBatch) -> Bool[np.ndarray, " num_tokens"] | slice:
         """Which tokens of a step in flight still belong to a request that has not ended: a mask, or the slice of all."""
         rows = self._in_flight[batch.step]
-        if all(row.req.state is not ReqState.FINISHED for row in rows):
+        if self._released_before[batch.step] == self._num_released:  # nobody has ended since
             return slice(None)
         return np.repeat([row.req.state is not ReqState.FINISHED for row in rows], [row.count for row in rows])
 
     def release(self, req: Req) -> None:
         """Let go of a finished request: its pages go to the prefix cache or the free list."""
         assert req.state is ReqState.FINISHED, (req.rid, req.state)
+        self._num_released += 1
         if req in self.running:
             self.running.remove(req)
             self.pages.release(req, self.namespace(req), keep=True)

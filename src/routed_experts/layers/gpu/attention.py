@@ -17,13 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.attention import NEVER, AttentionBackend, PagedBatch
-from routed_experts.layers.gpu.blocks import power_of_two
+from routed_experts.layers.attention import NEVER, AttentionBackend, PagedBatch, Projected
+from routed_experts.layers.gpu.blocks import power_of_two, steps_of
 from routed_experts.layers.gpu.prepare import prepare
 
-DECODE_KEYS, DECODE_WARPS, DECODE_STAGES = 64, 4, 3
-DECODE_BLOCKS = 264  # two of each multiprocessor: splits are made until there are so many
+DECODE_BLOCKS = 512  # about four of each multiprocessor: splits are made until there are so many
+SPLIT_KEYS = 128  # a split has so many keys at the longest context
 EXTEND_ROWS, EXTEND_KEYS, EXTEND_WARPS, EXTEND_STAGES = 128, 64, 8, 3
+# (requests up to, keys of a step, warps, stages): measured best on an H200 at 32/4 heads of 128
+DECODE_STEPS = ((8, 32, 4, 3), (32, 64, 4, 3), (128, 128, 4, 2), (2**31, 64, 2, 2))
 _LOG2E = 1.4426950408889634
 
 State = tuple[Array, Array, Array]  # maximum [M], normaliser [M], weighted values [M C]
@@ -61,7 +63,7 @@ def _load_keys(pool: Any, table: Any, first: Array, request: Array, places: Arra
 
 
 def _decode(
-    first_page: Any, queries: Any, pool: Any, lens: Any, table: Any, *outs: Any, share: int, splits: int, rows: int, keys: int
+    first_page: Any, queries: Any, pool: Any, lens: Any, table: Any, *outs: Any, share: int, splits: int, rows: int, keys: int, stride: int
 ) -> None:
     """Block (group, request, split): the split's part of the softmax of all heads of the group."""
     group, request, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -70,7 +72,7 @@ def _decode(
     mine = (head < share)[:, None] & (lanes < dim)[None, :]
     heads = jnp.where(head < share, group * share + head, queries.shape[1])
     turned = plgpu.load(queries.at[request, heads[:, None], lanes[None, :]], mask=mine, other=0.0)
-    length, first = lens[request], first_page[0]
+    length, first = lens[request], first_page[0] * stride
     size = pl.cdiv(pl.cdiv(length, splits), keys) * keys
     start = split * size
     end = jnp.minimum(start + size, length)
@@ -107,7 +109,7 @@ def _join(parts: Any, tops: Any, totals: Any, out: Any, *, splits: int) -> None:
 def choose_splits(num_requests: int, groups: int, most_keys: int) -> int:
     """Splits of a request's keys, so that every multiprocessor has work; a power of two."""
     splits = 1
-    while num_requests * groups * splits * 2 <= DECODE_BLOCKS and splits * DECODE_KEYS < most_keys and splits < 64:
+    while num_requests * groups * splits * 2 <= DECODE_BLOCKS and splits * SPLIT_KEYS < most_keys and splits < 64:
         splits *= 2
     return splits
 
@@ -119,6 +121,7 @@ def decode_attention(
     batch: PagedBatch,
     *,
     splits: int | None = None,
+    stride: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "B H C"]:
     """One query token a request."""
@@ -126,14 +129,15 @@ def decode_attention(
     share = heads // groups
     splits = splits or choose_splits(num_rows, groups, batch.page_table.shape[1] * pool.shape[1])
     rows = max(16, power_of_two(share))
-    kernel = functools.partial(_decode, share=share, splits=splits, rows=rows, keys=DECODE_KEYS)
+    keys, warps, stages = next(row[1:] for row in DECODE_STEPS if num_rows <= row[0])
+    kernel = functools.partial(_decode, share=share, splits=splits, rows=rows, keys=steps_of(keys, pool.dtype), stride=stride)
     whole = jax.ShapeDtypeStruct(queries.shape, queries.dtype)
     part = [jax.ShapeDtypeStruct((num_rows, splits, heads, *tail), jnp.float32) for tail in ((dim,), (), ())]
     outs = pl.pallas_call(
         kernel,
         [whole] if splits == 1 else part,
         grid=(groups, num_rows, splits),
-        compiler_params=plgpu.CompilerParams(num_warps=DECODE_WARPS, num_stages=DECODE_STAGES),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="decode_attention",
     )(jnp.asarray(first_page, jnp.int32).reshape(1), queries, pool, batch.seq_lens, batch.page_table)
@@ -150,7 +154,18 @@ def decode_attention(
 
 
 def _extend(
-    first_page: Any, queries: Any, pool: Any, starts: Any, positions: Any, table: Any, out: Any, *, share: int, tile: int, keys: int
+    first_page: Any,
+    queries: Any,
+    pool: Any,
+    starts: Any,
+    positions: Any,
+    table: Any,
+    out: Any,
+    *,
+    share: int,
+    tile: int,
+    keys: int,
+    stride: int,
 ) -> None:
     """Block (group, tile): Q tokens of one request times the heads of the group."""
     group, index = pl.program_id(0), pl.program_id(1)
@@ -165,7 +180,7 @@ def _extend(
     mine = requests == request
     start = jnp.sum(jnp.where(mine, begin + (index - ends + tiles) * tile, 0))
     last = jnp.minimum(start + tile, jnp.sum(jnp.where(mine, stop, 0)))
-    first = first_page[0]
+    first = first_page[0] * stride
 
     @pl.when(request < num_requests)
     def _() -> None:
@@ -196,6 +211,7 @@ def extend_attention(
     first_page: Int[Array, ""],
     batch: PagedBatch,
     *,
+    stride: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "N H C"]:
     """Any number of query tokens a request. Rows of padding are not written."""
@@ -203,7 +219,7 @@ def extend_attention(
     share = heads // groups
     tile = max(1, EXTEND_ROWS // power_of_two(share))
     num_requests = batch.seq_lens.shape[0]
-    kernel = functools.partial(_extend, share=share, tile=tile, keys=EXTEND_KEYS)
+    kernel = functools.partial(_extend, share=share, tile=tile, keys=steps_of(EXTEND_KEYS, pool.dtype), stride=stride)
     return pl.pallas_call(
         kernel,
         jax.ShapeDtypeStruct(queries.shape, queries.dtype),
@@ -220,11 +236,32 @@ def gpu_attention(
     first_page: Int[Array, ""],
     batch: PagedBatch,
     *,
+    stride: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "N H C"]:
     """Attention of a step's tokens to the pool."""
     attend = decode_attention if batch.decode else extend_attention
-    return attend(queries, pool, first_page, batch, interpret=interpret)
+    return attend(queries, pool, first_page, batch, stride=stride, interpret=interpret)
 
 
-GPU_ATTENTION = AttentionBackend(name="gpu", run=gpu_attention, prepare=prepare)
+def fused_attention(
+    projected: Projected,
+    pool: Float[Array, "LP page 2G C"],
+    layer: Int[Array, ""],
+    batch: PagedBatch,
+    num_pages: int,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
+    """Prepare, write and attend."""
+    queries, pool = prepare(projected, pool, layer, batch, stride=num_pages, interpret=interpret)
+    return gpu_attention(queries, pool, layer, batch, stride=num_pages, interpret=interpret), pool
+
+
+def gpu_attention_backend(*, interpret: bool) -> AttentionBackend:
+    """The backend; `interpret` runs it on any device, slowly, for tests."""
+    run, fused = functools.partial(gpu_attention, interpret=interpret), functools.partial(fused_attention, interpret=interpret)
+    return AttentionBackend(name="gpu", run=run, fused=fused)
+
+
+GPU_ATTENTION = gpu_attention_backend(interpret=False)

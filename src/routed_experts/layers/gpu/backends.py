@@ -1,8 +1,38 @@
-"""The GPU's way to run each matrix of a layer, as one bundle. Knows no kernel's inside."""
+"""The GPU's way to run each part of a layer, as one bundle. Knows no kernel's inside."""
 
-from routed_experts.layers.gpu.linear import GPU_LINEAR
-from routed_experts.layers.gpu.moe import GPU_MOE
-from routed_experts.layers.gpu.router import GPU_ROUTER
-from routed_experts.layers.kernels import Kernels
+import functools
 
-GPU_KERNELS = Kernels(moe=GPU_MOE, linear=GPU_LINEAR, router=GPU_ROUTER)
+from jaxtyping import Array, Float
+
+from routed_experts.layers.gpu.linear import LARGEST, linear_in_place, partial_sums
+from routed_experts.layers.gpu.moe import choose_tiles, gpu_experts, slot_outputs
+from routed_experts.layers.gpu.residual import add_parts, add_slots
+from routed_experts.layers.gpu.router import route_rows
+from routed_experts.layers.kernels import FusedRouter, FusedSteps, Kernels
+from routed_experts.layers.linear import LinearBackend
+from routed_experts.layers.moe import ExpertCall, MoeBackend
+
+
+def gpu_kernels(*, interpret: bool) -> Kernels:
+    """The bundle; `interpret` runs it on any device, slowly, for tests."""
+
+    def slots(call: ExpertCall) -> Float[Array, "NK D"]:
+        return slot_outputs(call, choose_tiles(call.ids.size), stride=call.num_experts, interpret=interpret)
+
+    linear = LinearBackend(name="gpu", run=functools.partial(linear_in_place, interpret=interpret), layered=True)
+    fused = FusedSteps(
+        most_tokens=LARGEST,
+        product=functools.partial(partial_sums, interpret=interpret),
+        add_parts=functools.partial(add_parts, interpret=interpret),
+        slots=slots,
+        add_slots=functools.partial(add_slots, interpret=interpret),
+    )
+    return Kernels(
+        moe=MoeBackend(name="gpu", run=functools.partial(gpu_experts, interpret=interpret)),
+        linear=linear,
+        router=FusedRouter(name="gpu", run=functools.partial(route_rows, interpret=interpret), linear=linear),
+        fused=fused,
+    )
+
+
+GPU_KERNELS = gpu_kernels(interpret=False)

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.layers.gpu.blocks import both, load_or_zero, power_of_two
-from routed_experts.layers.moe import ExpertCall, MoeBackend, combine
+from routed_experts.layers.gpu.blocks import both, load_or_zero, power_of_two, steps_of
+from routed_experts.layers.moe import ExpertCall, combine
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,7 @@ class Static:
     num_experts: int
     top_k: int
     listed: bool
+    stride: int
 
 
 def _tile(rows: int, out: int, inner: int, warps: int, stages: int) -> Tile:
@@ -144,7 +145,7 @@ def _with_tile(refs: tuple[Any, ...], static: Static, body: Callable[[Array, Arr
 
         @pl.when(valid[slot // static.top_k])
         def _() -> None:
-            body(first[0] + expert, jnp.where(rows == 0, slot, ids.shape[0]), rows == 0)
+            body(first[0] * static.stride + expert, jnp.where(rows == 0, slot, ids.shape[0]), rows == 0)
 
         return
     expert, start, end = _find_tile(counts, tile.rows, static.num_experts)
@@ -153,7 +154,7 @@ def _with_tile(refs: tuple[Any, ...], static: Static, body: Callable[[Array, Arr
     def _() -> None:
         places = start + jnp.arange(tile.rows)
         mask = places < end
-        body(first[0] + expert, plgpu.load(order.at[places], mask=mask, other=order.shape[0]), mask)
+        body(first[0] * static.stride + expert, plgpu.load(order.at[places], mask=mask, other=order.shape[0]), mask)
 
 
 def _gate_up(*refs: Any, static: Static) -> None:
@@ -216,8 +217,9 @@ def choose_tiles(slots: int, table: tuple[MoeTiles, ...] = TILES) -> MoeTiles:
     return next(row for row in table if slots <= row.slots)
 
 
-def slot_outputs(call: ExpertCall, tiles: MoeTiles, *, interpret: bool) -> Float[Array, "NK D"]:
-    """Each slot's expert applied to its row; slots of padding rows are not written."""
+def slot_outputs(call: ExpertCall, tiles: MoeTiles, *, stride: int = 1, interpret: bool) -> Float[Array, "NK D"]:
+    """Each slot's expert applied to its row; slots of padding rows are not written. `first_expert` counts in steps of `stride`: a
+    product of two scalars is a launch where a kernel does not make it."""
     (num_rows, top_k), dim, width = call.ids.shape, call.x.shape[1], call.down.shape[1]
     slots, flat = num_rows * top_k, call.ids.reshape(-1)
     valid = call.valid
@@ -229,7 +231,8 @@ def slot_outputs(call: ExpertCall, tiles: MoeTiles, *, interpret: bool) -> Float
 
     def product(kernel: Callable[..., None], name: str, tile: Tile, x: Array, weights: Array, columns: int) -> Array:
         num_tiles = min(slots, slots // tile.rows + call.num_experts) if tiles.listed else slots
-        static = Static(tile=tile, num_experts=call.num_experts, top_k=top_k, listed=tiles.listed)
+        tile = dataclasses.replace(tile, inner=steps_of(tile.inner, x.dtype))
+        static = Static(tile=tile, num_experts=call.num_experts, top_k=top_k, listed=tiles.listed, stride=stride)
         return pl.pallas_call(
             functools.partial(kernel, static=static),
             jax.ShapeDtypeStruct((slots, columns), x.dtype),
@@ -243,11 +246,8 @@ def slot_outputs(call: ExpertCall, tiles: MoeTiles, *, interpret: bool) -> Float
     return product(_down, "experts_down", tiles.down, hidden, call.down, dim)
 
 
-def grouped_gpu_experts(call: ExpertCall, *, interpret: bool = False) -> Float[Array, "N D"]:
+def gpu_experts(call: ExpertCall, *, interpret: bool = False) -> Float[Array, "N D"]:
     """The whole expert computation of a layer."""
     num_rows, top_k = call.ids.shape
     outputs = slot_outputs(call, choose_tiles(call.ids.size), interpret=interpret)
     return combine(outputs.reshape(num_rows, top_k, -1), call.weights, call.valid)
-
-
-GPU_MOE = MoeBackend(name="gpu", run=grouped_gpu_experts)

@@ -28,7 +28,7 @@ def _turn(part: Array, partner: Array, scale: Array, partner_scale: Array, angle
     return (wide * angles[0] + other * angles[1]).astype(dtype)
 
 
-def _prepare(*refs: Any, heads: int, groups: int, eps: float, rows: int, page_size: int) -> None:
+def _prepare(*refs: Any, heads: int, groups: int, eps: float, rows: int, page_size: int, stride: int) -> None:
     layer, first_page, qkv, q_norm, k_norm, cos, sin, positions, token_rows, valid, table, _, queries, pool = refs
     num_tokens, dim = queries.shape[0], queries.shape[2]
     block, head = pl.program_id(1), pl.program_id(0)
@@ -37,10 +37,16 @@ def _prepare(*refs: Any, heads: int, groups: int, eps: float, rows: int, page_si
     half = dim // 2
     partners = jnp.where(lanes < half, lanes + half, lanes - half)
     partners = jnp.where(lanes < dim, partners, 0)
-    part = plgpu.load(qkv.at[tokens[:, None], head * dim + lanes[None, :]], mask=inside & real, other=0.0)
+
+    def projected(columns: Array) -> Array:
+        at = tokens[:, None], head * dim + columns[None, :]
+        parts = [plgpu.load(qkv.at[(split, *at)], mask=inside & real, other=0.0) for split in range(qkv.shape[0])]
+        return functools.reduce(jnp.add, parts).astype(queries.dtype)
+
+    part = projected(lanes)
 
     def turned(norm: Any) -> Array:
-        partner = plgpu.load(qkv.at[tokens[:, None], head * dim + partners[None, :]], mask=inside & real, other=0.0)
+        partner = projected(partners)
         scales = [plgpu.load(norm.at[layer[0], index], mask=lanes < dim, other=0.0) for index in (lanes, partners)]
         cosines = plgpu.load(cos.at[tokens[:, None], lanes[None, :]], mask=inside & real, other=0.0)
         sines = plgpu.load(sin.at[tokens[:, None], lanes[None, :]], mask=inside & real, other=0.0)
@@ -52,7 +58,7 @@ def _prepare(*refs: Any, heads: int, groups: int, eps: float, rows: int, page_si
         at = plgpu.load(positions.at[tokens], mask=kept, other=0)
         request = plgpu.load(token_rows.at[tokens], mask=kept, other=0)
         page = plgpu.load(table.at[request, at // page_size], mask=kept, other=0)
-        page = jnp.where(kept, first_page[0] + page, pool.shape[0])
+        page = jnp.where(kept, first_page[0] * stride + page, pool.shape[0])
         plgpu.store(pool.at[page[:, None], (at % page_size)[:, None], row, lanes[None, :]], value, mask=kept[:, None] & real)
 
     @pl.when(head < heads)
@@ -70,17 +76,24 @@ def _prepare(*refs: Any, heads: int, groups: int, eps: float, rows: int, page_si
 
 
 def prepare(
-    projected: Projected, pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch, *, interpret: bool = False
+    projected: Projected,
+    pool: Float[Array, "LP page 2G C"],
+    first_page: Int[Array, ""],
+    batch: PagedBatch,
+    *,
+    stride: int = 1,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-    """Queries, normalised and turned, and the pool with the new keys and values."""
-    num_tokens, groups, dim = projected.qkv.shape[0], pool.shape[2] // 2, pool.shape[3]
-    heads = projected.qkv.shape[1] // dim - 2 * groups
+    """Queries, normalised and turned, and the pool with the new keys and values. `first_page` counts in steps of `stride`."""
+    groups, dim = pool.shape[2] // 2, pool.shape[3]
+    qkv = projected.qkv.reshape(-1, *projected.qkv.shape[-2:])  # [S, N, HGGC]
+    num_tokens, heads = qkv.shape[1], qkv.shape[2] // dim - 2 * groups
     rows = 1 if num_tokens <= 64 else 16
-    kernel = functools.partial(_prepare, heads=heads, groups=groups, eps=projected.eps, rows=rows, page_size=pool.shape[1])
+    kernel = functools.partial(_prepare, heads=heads, groups=groups, eps=projected.eps, rows=rows, page_size=pool.shape[1], stride=stride)
     scalars = [jnp.asarray(value, jnp.int32).reshape(1) for value in (projected.layer, first_page)]
-    arrays = [projected.qkv, projected.q_norm, projected.k_norm, projected.cos, projected.sin]
+    arrays = [qkv, projected.q_norm, projected.k_norm, projected.cos, projected.sin]
     places = [batch.positions, batch.token_rows, batch.valid, batch.page_table]
-    queries = jax.ShapeDtypeStruct((num_tokens, heads, dim), projected.qkv.dtype)
+    queries = jax.ShapeDtypeStruct((num_tokens, heads, dim), projected.q_norm.dtype)
     queries, pool = pl.pallas_call(
         kernel,
         (queries, jax.ShapeDtypeStruct(pool.shape, pool.dtype)),

@@ -3,7 +3,7 @@
 It decides as `replay_topk` does: scores in float32, the lowest id among equal scores, weights renormalised over the K slots
 where the family does. The ids go into the step's block [M*K, N] in place, so that capture adds no launch. Rows to replay take the
 plain code: replay is for training and for tests, not for the measured step.
-Dims: N tokens, E experts, M MoE layers, K experts per token, T rows of a block."""
+Dims: N tokens, E experts, M MoE layers, K experts per token, S parts of a sum."""
 
 import functools
 from typing import Any
@@ -14,31 +14,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.gpu.blocks import power_of_two
-from routed_experts.layers.gpu.linear import GPU_LINEAR
-from routed_experts.layers.kernels import FusedRouter
+from routed_experts.layers.gpu.blocks import load_or_zero, power_of_two
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk
 
-ROWS = 4
+ROWS = 4  # of a block; comparing every expert with every other in one pass took a third longer
 
 
-def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, num_tokens: int) -> None:
+def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int) -> None:
     """Rows of one block: K passes of maximum and lowest id."""
     weights, ids, block = (*refs[-3:],) if len(refs) == 4 else (*refs, None)
-    experts, top_k = spec.num_experts, spec.top_k
+    experts, top_k, num_tokens = spec.num_experts, spec.top_k, logits.shape[1]
     tokens, lanes = pl.program_id(0) * rows + jnp.arange(rows), jnp.arange(power_of_two(experts))
     inside, real = tokens < num_tokens, (lanes < experts)[None, :]
-    wide = plgpu.load(logits.at[tokens[:, None], lanes[None, :]], mask=inside[:, None] & real, other=0.0).astype(jnp.float32)
+    mask = inside[:, None] & real
+    parts = [load_or_zero(logits.at[part, tokens[:, None], lanes[None, :]], mask) for part in range(logits.shape[0])]
+    wide = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
     powers = jnp.where(real, jnp.exp(wide - jnp.max(jnp.where(real, wide, -jnp.inf), axis=1)[:, None]), 0.0)
     scores = jnp.where(real, powers / jnp.sum(powers, axis=1)[:, None], -1.0)
     left, picked = scores, []
     for k in range(top_k):
         best = jnp.max(left, axis=1)
-        chosen = jnp.min(jnp.where(left == best[:, None], lanes[None, :], experts - 1), axis=1)  # NaN: an id all the same
+        chosen = jnp.min(jnp.where(left == best[:, None], lanes[None, :], experts - 1), axis=1).astype(jnp.int32)  # NaN: an id all the same
         mine = lanes[None, :] == chosen[:, None]
         picked.append(jnp.sum(jnp.where(mine, wide if spec.renormalize else scores, 0.0), axis=1))
         left = jnp.where(mine, -2.0, left)
-        chosen = chosen.astype(jnp.int32)
         plgpu.store(ids.at[tokens, k], chosen, mask=inside)
         if block is not None:
             plgpu.store(block.at[column[0] * top_k + k, tokens], chosen, mask=inside)
@@ -52,7 +51,7 @@ def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, nu
 
 
 def route_rows(
-    logits: Float[Array, "N E"],
+    logits: Float[Array, "N E"] | Float[Array, "S N E"],
     routed: LayerRouting | None,
     block: Int[Array, "MK N"] | None,
     column: Int[Array, ""],
@@ -60,10 +59,11 @@ def route_rows(
     *,
     interpret: bool = False,
 ) -> tuple[Routing, Int[Array, "MK N"] | None]:
-    """Decide, and write the ids under the layer's column of the block."""
-    num_tokens, top_k = logits.shape[0], spec.top_k
+    """Decide, and write the ids under the layer's column of the block. Logits may come as S parts of their sums."""
+    logits = logits.reshape(-1, *logits.shape[-2:])  # [S, N, E]
+    num_tokens, top_k = logits.shape[1], spec.top_k
     if routed is not None:
-        routing = replay_topk(logits, routed, spec=spec)
+        routing = replay_topk(jnp.sum(logits.astype(jnp.float32), axis=0), routed, spec=spec)
         if block is not None:
             block = jax.lax.dynamic_update_slice_in_dim(block, routing.ids.T, column * top_k, axis=0)
         return routing, block
@@ -74,7 +74,7 @@ def route_rows(
         args.append(block)
     rows = min(power_of_two(num_tokens), ROWS)
     weights, ids, *rest = pl.pallas_call(
-        functools.partial(_route, spec=spec, rows=rows, num_tokens=num_tokens),
+        functools.partial(_route, spec=spec, rows=rows),
         shapes,
         grid=(pl.cdiv(num_tokens, rows),),
         input_output_aliases={} if block is None else {2: 2},
@@ -84,6 +84,3 @@ def route_rows(
     )(*args)
     routing = Routing(weights=weights, ids=ids, native_ids=ids, replaced=jnp.zeros(num_tokens, bool))
     return routing, rest[0] if rest else None
-
-
-GPU_ROUTER = FusedRouter(name="gpu", run=route_rows, linear=GPU_LINEAR)

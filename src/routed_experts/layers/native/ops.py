@@ -69,6 +69,15 @@ def native_prepare(
     return turned, pool
 
 
+def native_fused_attention(
+    projected: Projected, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""], batch: PagedBatch, num_pages: int
+) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
+    """From a projection to mixed values: prepare, then attend."""
+    first_page = layer * num_pages
+    queries, pool = native_prepare(projected, pool, first_page, batch)
+    return native_attention(queries, pool, first_page, batch), pool
+
+
 def native_router(
     logits: Float[Array, "N E"], routed: LayerRouting | None, block: Int[Array, "MK N"] | None, layer: Int[Array, ""], spec: RouterSpec
 ) -> tuple[Routing, Int[Array, "MK N"] | None]:
@@ -96,4 +105,4 @@ NATIVE_KERNELS = Kernels(
     linear=_LINEAR,
     router=FusedRouter(name="native", run=native_router, linear=_LINEAR),
 )
-NATIVE_ATTENTION = AttentionBackend(name="native", run=native_attention, prepare=native_prepare)
+NATIVE_ATTENTION = AttentionBackend(name="native", run=native_attention, fused=native_fused_attention)

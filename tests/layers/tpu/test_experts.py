@@ -1,0 +1,178 @@
+"""TPU experts, interpreted, against a NumPy loop over tokens and slots; other layers' experts are NaN. Plans against counting."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from routed_experts.core.errors import ConfigError
+from routed_experts.layers.moe import ExpertCall
+from routed_experts.layers.tpu.experts import FEW_ROWS, few_rows_experts, fused_experts, sorted_experts
+from routed_experts.layers.tpu.plan import BEGIN, END, EXPERT, TILE, TOKEN_TILE, PlanForm, plan_visits
+
+PATHS = {"few rows": few_rows_experts, "sorted": sorted_experts}
+RUN = {name: jax.jit(functools.partial(path, interpret=True)) for name, path in PATHS.items()}
+EXACT = 2e-5  # float32 against float64
+
+
+def random_call(seed, shape, *, ids=None, valid=None, layers=2, layer=1):
+    """A call of shape (N, K, E, D, F)."""
+    num_rows, top_k, experts, dim, width = shape
+    rng = np.random.default_rng(seed)
+    ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(num_rows)]) if ids is None else ids
+    gate_up = np.full((layers * experts, dim, 2 * width), np.nan, np.float32)
+    down = np.full((layers * experts, width, dim), np.nan, np.float32)
+    own = slice(layer * experts, (layer + 1) * experts)
+    gate_up[own] = rng.standard_normal((experts, dim, 2 * width)) / dim**0.5
+    down[own] = rng.standard_normal((experts, width, dim)) / width**0.5
+    return ExpertCall(
+        x=jnp.asarray(rng.standard_normal((num_rows, dim)), jnp.float32),
+        ids=jnp.asarray(ids, jnp.int32),
+        weights=jnp.asarray(rng.random((num_rows, top_k)), jnp.float32),
+        valid=jnp.asarray(rng.random(num_rows) < 0.7 if valid is None else valid),
+        gate_up=jnp.asarray(gate_up),
+        down=jnp.asarray(down),
+        first_expert=jnp.asarray(layer * experts, jnp.int32),
+        num_experts=experts,
+    )
+
+
+def loop(call):
+    """The oracle: one row and one slot at a time, in float64."""
+    x, weights, gate_up, down = (np.asarray(array, np.float64) for array in (call.x, call.weights, call.gate_up, call.down))
+    y, width = np.zeros_like(x), down.shape[1]
+    for n in np.flatnonzero(call.valid):
+        for k, expert in enumerate(np.asarray(call.ids)[n]):
+            mixed = x[n] @ gate_up[int(call.first_expert) + expert]
+            gate, up = mixed[:width], mixed[width:]
+            y[n] += weights[n, k] * ((gate / (1 + np.exp(-gate)) * up) @ down[int(call.first_expert) + expert])
+    return y
+
+
+def with_rows(call, **arrays):
+    return dataclasses.replace(call, **{name: jnp.asarray(array, vars(call)[name].dtype) for name, array in arrays.items()})
+
+
+STANDARD = (24, 3, 10, 8, 4)  # N, K, E, D, F; one shape compiles once a path
+SHAPES = {
+    "one row": (1, 1, 3, 8, 4),
+    "prime": (37, 3, 11, 13, 7),
+    "seven of 257": (9, 7, 257, 6, 2),
+    "tiles of one expert and experts of one tile": (150, 8, 9, 8, 128),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_experts_equal_the_loop(path, shape):
+    call = random_call(0, shape)
+    out = RUN[path](call)
+    np.testing.assert_allclose(out, loop(call), atol=EXACT)
+    assert not np.any(np.asarray(out)[~np.asarray(call.valid)])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_expert_in_parts_equals_the_loop(path):
+    call = random_call(1, (40, 4, 5, 8, 384))
+    cut = functools.partial(PATHS[path], weight_bytes=3 * 8 * 4 * 128, interpret=True)
+    np.testing.assert_allclose(jax.jit(cut)(call), loop(call), atol=EXACT)
+
+
+def test_a_step_of_many_rows_is_sorted_and_one_of_few_is_not():
+    for num_rows, path in ((FEW_ROWS, "few rows"), (FEW_ROWS + 1, "sorted")):
+        call = random_call(2, (num_rows, 2, 6, 8, 4))
+        out = jax.jit(functools.partial(fused_experts, interpret=True))(call)
+        assert np.array_equal(out, RUN[path](call))
+        np.testing.assert_allclose(out, loop(call), atol=EXACT)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("hot", [0, 9])
+def test_one_hot_expert_and_nine_empty_ones(path, hot):
+    call = random_call(3, STANDARD, ids=np.full((24, 3), hot))
+    np.testing.assert_allclose(RUN[path](call), loop(call), atol=EXACT)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_first_and_last_experts_are_empty(path):
+    call = random_call(4, STANDARD, ids=np.random.default_rng(4).permuted(np.tile([3, 4, 6], (24, 1)), axis=1))
+    np.testing.assert_allclose(RUN[path](call), loop(call), atol=EXACT)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("num_valid", [0, 1, 24])
+def test_padding_rows_are_zero_and_need_no_expert(path, num_valid):
+    call = random_call(5, STANDARD, valid=np.arange(24) < num_valid)
+    np.testing.assert_allclose(RUN[path](call), loop(call), atol=EXACT)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38])
+def test_poison_in_padding_rows_reaches_nobody(path, poison):
+    call = random_call(6, STANDARD)
+    valid = np.asarray(call.valid)
+    x, weights = np.array(call.x), np.array(call.weights)
+    x[~valid], weights[~valid] = poison, poison
+    assert np.array_equal(RUN[path](with_rows(call, x=x, weights=weights)), RUN[path](call))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_row_of_nan_stays_alone_and_an_expert_of_nan_reaches_only_its_own_rows(path):
+    call = random_call(7, STANDARD, valid=np.ones(24, bool))
+    x, gate_up = np.array(call.x), np.array(call.gate_up)
+    x[11], gate_up[int(call.first_expert) + 6] = np.nan, np.nan
+    out = np.asarray(RUN[path](with_rows(call, x=x, gate_up=gate_up)))
+    hit = np.any(np.asarray(call.ids) == 6, axis=1) | (np.arange(24) == 11)
+    assert np.all(np.isnan(out[hit])) and 0 < hit.sum() < 24
+    np.testing.assert_allclose(out[~hit], loop(call)[~hit], atol=EXACT)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_bfloat16_keeps_its_dtype(path):
+    call = random_call(8, (21, 4, 8, 16, 8))
+    low = dataclasses.replace(call, **{name: vars(call)[name].astype(jnp.bfloat16) for name in ("x", "gate_up", "down")})
+    out = RUN[path](low)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(out, np.float64), loop(low), atol=0.05)
+
+
+def visits_of(keys, num_experts, tile):
+    """The oracle of a plan: (expert, tile, first place, end) in order, by counting."""
+    found, at = [], 0
+    for expert in range(num_experts):
+        count = int(np.sum(keys == expert))
+        if count and not tile:
+            found.append((expert, 0, at, at + count))
+        if count and tile:
+            found += [(expert, index, at, at + count) for index in range(at // tile, (at + count - 1) // tile + 1)]
+        at += count
+    return found
+
+
+@pytest.mark.parametrize("tile", [0, 16])
+@pytest.mark.parametrize("shape", [(1, 1, 3), (39, 3, 8), (TOKEN_TILE + 5, 2, 60)], ids=str)
+def test_a_plan_lists_every_expert_with_rows_on_each_tile_that_holds_them(shape, tile):
+    num_tokens, top_k, experts = shape
+    rng = np.random.default_rng(num_tokens)
+    most = experts + (-(-num_tokens * top_k // tile) if tile else 0)
+    form = PlanForm(num_experts=experts, max_visits=most, tile=tile)
+    run = jax.jit(functools.partial(plan_visits, form=form, interpret=True))
+    for chosen, share in ((experts, 0.8), (1, 0.3), (experts, 0.0)):
+        ids, valid = rng.integers(0, chosen, (top_k, num_tokens)).astype(np.int32), rng.random((1, num_tokens)) < share
+        plan, total = run(jnp.asarray(ids), jnp.asarray(valid.astype(np.int32)))
+        wanted = visits_of(np.where(valid, ids, -1), experts, tile)
+        assert total == max(1, len(wanted))
+        assert [tuple(map(int, column)) for column in np.asarray(plan)[[EXPERT, TILE, BEGIN, END], : len(wanted)].T] == wanted
+        assert wanted or not np.any(plan[jnp.asarray([BEGIN, END])])
+
+
+def test_experts_that_fit_no_memory_and_cannot_be_cut_are_refused():
+    abstract = {"x": (4, 4096), "ids": (4, 2), "weights": (4, 2), "valid": (4,), "gate_up": (8, 4096, 4000), "down": (8, 2000, 4096)}
+    dtypes = {"ids": jnp.int32, "valid": jnp.bool_}
+    arrays = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in abstract.items()}
+    call = ExpertCall(**arrays, first_expert=jax.ShapeDtypeStruct((), jnp.int32), num_experts=8)
+    with pytest.raises(ConfigError, match=r"4096 by 2000.*no multiple of 128.*choose moe_backend='tiled'"):
+        jax.eval_shape(fused_experts, call)
