@@ -457,3 +457,20 @@ def test_each_device_holds_its_own_shard(tmp_path):
     run = subprocess.run([sys.executable, "-c", _SHARDED, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "all shards equal"
+
+
+def test_stacks_of_half_precision_are_written_as_bits_on_cpu():
+    """XLA would turn the whole target into float32 for each stack."""
+    target, stack = jax.ShapeDtypeStruct((64, 32, 48), jnp.uint16), jax.ShapeDtypeStruct((4, 24, 32), jnp.bfloat16)
+    starts, count = jax.ShapeDtypeStruct((4, 3), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    compiled = _write_pieces.lower(target, stack, starts, count, True, (1, 32, 24), np.dtype(jnp.bfloat16)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * 32 * 48 * 2 // 8
+    assert "f32[64,32,48]" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_large_parts_of_half_precision_hold_the_numbers(tmp_path, dtype):
+    tensors = random_tensors(expert_table(2, 4, 8, 6), np.float32)
+    loaded = load(Checkpoint(save(tmp_path, {}, tensors)), expert_table(2, 4, 8, 6), targets_of(2, 4, 8, 6, dtype), host_bytes=512)
+    for name, wanted in by_hand(tensors, 2, 4, jnp.dtype(dtype)).items():
+        assert loaded[name].dtype == jnp.dtype(dtype) and np.array_equal(np.asarray(loaded[name]), wanted)

@@ -166,17 +166,17 @@ class _Loader:
                 with np.errstate(over="ignore"):  # float32 beyond float16 is inf on a device too
                     whole[window] = (np.swapaxes(tensor, -1, -2) if piece.transpose else tensor).reshape(piece.shape)
             return [jax.device_put(whole, device) for device in part.devices]
-        shards = [jnp.zeros(part.shape, dtype, device=device) for device in part.devices]
+        shards = [jnp.zeros(part.shape, _carrier(dtype, device), device=device) for device in part.devices]
         alike: dict[tuple[object, ...], list[_Piece]] = defaultdict(list)
         for piece in [slab for whole in part.pieces for slab in whole.slabs(self.host_bytes // 2)]:
             alike[piece.shape, piece.read_shape, piece.transpose, piece.dtype].append(piece)
         for pieces in alike.values():
             depth = max(1, min(len(pieces), self.host_bytes // 2 // max(1, pieces[0].num_bytes)))
             for first in range(0, len(pieces), depth):
-                shards = self._write(shards, pieces[first : first + depth], depth)
-        return shards
+                shards = self._write(shards, pieces[first : first + depth], depth, dtype)
+        return [_carried(shard, dtype, device) for shard, device in zip(shards, part.devices, strict=True)]
 
-    def _write(self, shards: list[jax.Array], pieces: Sequence[_Piece], depth: int) -> list[jax.Array]:
+    def _write(self, shards: list[jax.Array], pieces: Sequence[_Piece], depth: int, dtype: np.dtype) -> list[jax.Array]:
         """Send one stack, always of `depth` rows so that it compiles once; rows past the last piece are not looked at."""
         self._reserve(depth * pieces[0].num_bytes)
         stack = np.empty((depth, *pieces[0].read_shape), pieces[0].dtype)
@@ -185,7 +185,7 @@ class _Loader:
             stack[row], starts[row] = self._read(piece), piece.start
         written: list[jax.Array] = []
         for shard in shards:
-            place = pieces[0].transpose, pieces[0].shape
+            place = pieces[0].transpose, pieces[0].shape, dtype
             filled, receipt = _write_pieces(shard, stack, starts, np.int32(len(pieces)), *place)
             written.append(filled)
             self.receipts.append(receipt)
@@ -205,7 +205,20 @@ class _Loader:
         self.in_flight += size
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=(4, 5))
+def _carrier(dtype: np.dtype, device: Any) -> np.dtype:
+    """The dtype that a large part is filled in: its own, but the bits of half precision on CPU. There XLA would turn the whole part
+    into float32 and back for each stack."""
+    return np.dtype(np.uint16) if device.platform == "cpu" and dtype.itemsize == 2 else dtype
+
+
+def _carried(shard: jax.Array, dtype: np.dtype, device: Any) -> jax.Array:
+    """What the carrier holds, without a copy."""
+    if shard.dtype == dtype:
+        return shard
+    return jax.device_put(np.asarray(shard).view(dtype), device, may_alias=True)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(4, 5, 6))
 def _write_pieces(
     target: Shaped[Array, "..."],
     stack: Shaped[Array, "J ..."],
@@ -213,10 +226,12 @@ def _write_pieces(
     count: Int[Array, ""],
     transpose: bool,
     shape: tuple[int, ...],
+    dtype: np.dtype | None = None,
 ) -> tuple[Shaped[Array, "..."], Int[Array, ""]]:
     def write(row: Int[Array, ""], target: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         piece = lax.dynamic_index_in_dim(stack, row, keepdims=False)
-        piece = (jnp.swapaxes(piece, -1, -2) if transpose else piece).reshape(shape).astype(target.dtype)
+        piece = (jnp.swapaxes(piece, -1, -2) if transpose else piece).reshape(shape).astype(dtype or target.dtype)
+        piece = piece if piece.dtype == target.dtype else lax.bitcast_convert_type(piece, target.dtype)
         return lax.dynamic_update_slice(target, piece, list(lax.dynamic_index_in_dim(starts, row, keepdims=False)))
 
     return lax.fori_loop(0, count, write, target), count + 1
