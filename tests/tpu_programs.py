@@ -198,8 +198,10 @@ def kernels(program: jax.stages.Compiled) -> int:
 
 
 def whole_pool_operations(program: jax.stages.Compiled, pool: jax.ShapeDtypeStruct) -> list[str]:
-    """Find what makes another array of the pool's size, whatever its shape or dtype: a copy, a transpose, a conversion."""
-    found = (_INSTRUCTION.match(line) for line in (program.as_text() or "").splitlines())
+    """Find what makes another array of the pool's size, whatever its shape or dtype: a copy, a transpose, a conversion. A kernel
+    whose output is one of its operands makes none."""
+    lines = [line for line in (program.as_text() or "").splitlines() if "output_to_operand_aliasing={" not in line]
+    found = (_INSTRUCTION.match(line) for line in lines)
     made = [(match[1], match[2]) for match in found if match and match[2] not in _IN_PLACE | {"tuple", "while", "conditional"}]
     return [f"{opcode} {result}" for result, opcode in made if any(_num_elements(dims) >= pool.size for dims in _ARRAY.findall(result))]
 

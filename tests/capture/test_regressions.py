@@ -75,7 +75,7 @@ def test_a_backend_that_hides_its_ids_is_refused_at_build(tokenizer):
         assert len(engine.generate("experts", GREEDY)["output_ids"]) == 12
 
 
-@pytest.mark.parametrize("backend", sorted(KERNELS))
+@pytest.mark.parametrize("backend", sorted(name for name, offer in KERNELS.items() if offer.platform in (None, "cpu")))
 def test_every_registered_backend_fills_every_row(backend):
     world, rng = tiny_world(moe_backend=backend), rng_of(1)
     drive = world.drive()

@@ -92,5 +92,5 @@ def test_auto_is_the_tpus_own_on_a_tpu_alone():
 
 @pytest.mark.parametrize("field", ["moe_backend", "attention_backend"])
 def test_a_tpu_backend_is_refused_where_there_is_no_tpu(field):
-    with pytest.raises(ConfigError, match=rf"{field}='tpu' runs on a tpu.*is a cpu; choose auto"):
+    with pytest.raises(ConfigError, match=rf"{field}='tpu' cannot run here: it runs on tpu, .* a cpu; or choose auto"):
         DEFAULT_BACKENDS.choose(ServerArgs(**{field: "tpu"}))

@@ -119,6 +119,19 @@ def test_ragged_batch_equals_the_loop(name, requests):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("decode", [True, False])
+def test_a_pool_wider_than_the_heads_gives_the_same_and_holds_zeros_beside_them(name, decode):
+    step = make_step([(20, 1), (0, 1), (37, 1)], page_size=16, decode=decode)
+    plain = attend(name, step)
+    wide = dataclasses.replace(step, pool=np.pad(step.pool, ((0, 0), (0, 0), (0, 0), (0, 5)), constant_values=POISON))
+    np.testing.assert_allclose(attend(name, wide), plain, atol=1e-6)
+    first = jnp.asarray(step.first_page, jnp.int32)
+    pool = np.asarray(WRITE(jnp.asarray(wide.pool), jnp.asarray(step.new_keys), jnp.asarray(step.new_values), first, step.batch))
+    page, place = int(step.batch.page_table[2, 2]), 37 % 16
+    assert not np.any(pool[step.first_page + page, place, :, HEAD_DIM:])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("page_size", [1, 16, 48, 200])
 def test_any_page_size_will_do(name, page_size):
     step = make_step([(140, 9), (0, 30), (201, 1)], page_size=page_size, seed=page_size, num_tokens=48, num_requests=4)

@@ -24,12 +24,11 @@ from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
-from routed_experts.memory.kv_pool import KVPoolSpec
+from routed_experts.memory.kv_pool import KVPoolSpec, row_width
 from routed_experts.models.interface import Decoder, DecoderConfig
 from routed_experts.models.registry import ModelFolder
 from routed_experts.scheduling.scheduler import Scheduler
 
-TPU_LANES = 128
 logger = logging.getLogger(__name__)
 
 
@@ -168,9 +167,7 @@ def _runner_config(args: ServerArgs, buckets: Buckets, plan: MemoryPlan, vocab_s
 
 def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
     """The pool's shapes before its size is known. Keys and values have the weights' dtype, but float32 holds those of bfloat16
-    on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are the same. On TPU a row is
-    a whole number of lanes, with zeros beside narrower heads: else the compiler lays the pool out anew in every layer."""
-    lanes = TPU_LANES if jax.default_backend() == "tpu" and not config.cache.latent else 1
+    on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are the same."""
     dtype = jnp.result_type(jax.tree.leaves(state)[0])
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         dtype = jnp.dtype("float32")
@@ -180,7 +177,7 @@ def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, An
         num_pages=0,
         page_size=args.page_size,
         num_kv_heads=cache.num_kv_heads,
-        head_dim=-(-cache.head_dim // lanes) * lanes,
+        head_dim=cache.head_dim if cache.latent else row_width(cache.head_dim, jax.default_backend()),
         dtype=dtype,
         latent=cache.latent,
         num_recurrent=cache.num_recurrent,

@@ -54,13 +54,13 @@ def first_seen(at: Int[Array, "..."], traits: AttentionTraits) -> Int[Array, "..
 
 
 def read_pages(
-    pool: Float[Array, "LP page X C"], pages: Int[Array, "B W"], traits: AttentionTraits
+    pool: Float[Array, "LP page X C"], pages: Int[Array, "B W"], traits: AttentionTraits, head_dim: int
 ) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G V"]]:
     """Keys and values of the listed pages, page after page, in float32."""
     if traits.latent:
         keys = jnp.take(pool, pages, axis=0).reshape(pages.shape[0], -1, 1, pool.shape[3]).astype(jnp.float32)
         return keys, keys[..., : traits.latent]
-    keys, values = gather_pages(pool, pages)
+    keys, values = gather_pages(pool, pages, head_dim)
     return keys.astype(jnp.float32), values.astype(jnp.float32)
 
 
@@ -72,7 +72,7 @@ def reference_variant(
     traits: AttentionTraits,
 ) -> Float[Array, "N H V"]:
     """Gather every page of each token's request, at full width: no row's result depends on another row."""
-    keys, values = read_pages(pool, first_page + batch.page_table[batch.token_rows], traits)
+    keys, values = read_pages(pool, first_page + batch.page_table[batch.token_rows], traits, queries.shape[2])
     seen = seen_from(batch.positions[:, None], jnp.arange(keys.shape[1]), traits)
     values = jnp.where(seen[:, :, None, None], values, 0.0)
     groups = keys.shape[2]
@@ -130,7 +130,7 @@ def _decode(
 
     def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
         listed = first_page + lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
-        keys, values = read_pages(pool, listed, traits)
+        keys, values = read_pages(pool, listed, traits, queries.shape[2])
         places = index * block + jnp.arange(block)
         seen = seen_from(batch.seq_lens[:, None] - 1, places, traits)
         scores = jnp.where(seen[:, None, None], jnp.einsum("bgrc,btgc->bgrt", wide, keys), NEVER)
@@ -173,7 +173,8 @@ def _ragged(
 
         def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
             listed = lax.dynamic_slice(table, (row, index * pages), (1, pages))
-            keys, values = (jnp.swapaxes(part[0], 0, 1) for part in read_pages(pool, first_page + listed, traits))  # [G, T, C]
+            both = read_pages(pool, first_page + listed, traits, queries.shape[2])
+            keys, values = (jnp.swapaxes(part[0], 0, 1) for part in both)  # [G, T, C]
             places = index * block + jnp.arange(block)
             values = jnp.where((places <= positions[end - 1])[:, None], values, 0.0)[:, None]
             scores = jnp.where(seen_from(at[:, None], places, traits), jnp.einsum("grqc,gtc->grqt", rows, keys), NEVER)

@@ -24,6 +24,15 @@ class HybridPool:
     states: Any  # DeltaState, or its shapes
 
 
+TPU_LANES = 128
+
+
+def row_width(head_dim: int, platform: str) -> int:
+    """C of a pool for heads of `head_dim`: on a TPU whole rows of lanes, with zeros beside narrower heads, because its compiler would
+    else turn the whole pool around in every layer."""
+    return -(-head_dim // TPU_LANES) * TPU_LANES if platform == "tpu" else head_dim
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KVPoolSpec:
     """Shape of the pool; `num_pages` counts the padding page, `num_requests` slot 0, which is padding."""

@@ -40,9 +40,12 @@ inline void round_to(float* values, int64_t count) {
 template <class T>
 void turn(const PrepareShape& s, const T* head, const T* scale, const float* cos, const float* sin, float* line, float* spare) {
   convert(head, line, s.dim);
-  float squares = 0;
-  for (int64_t c = 0; c < s.dim; c++) squares += line[c] * line[c];
-  const float inverse = 1.0f / std::sqrt(squares / s.dim + s.eps);
+  vf squares = {};
+  for (int64_t c = 0; c < s.dim; c += kLanes) {
+    const vf part = c + kLanes <= s.dim ? load(line + c) : load(line + c, s.dim - c);
+    squares += part * part;
+  }
+  const float inverse = 1.0f / std::sqrt(sum(squares) / s.dim + s.eps);
   for (int64_t c = 0; c < s.dim; c++) line[c] *= inverse;
   round_to<T>(line, s.dim);
   convert(scale, spare, s.dim);

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.attention import AttentionBackend, PagedBatch
+from routed_experts.layers.attention import AttentionBackend, PagedBatch, Projected
 from routed_experts.layers.kernels import FusedRouter, Kernels
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ExpertCall, MoeBackend
@@ -26,8 +26,9 @@ def tpu_kernels(*, interpret: Any = False) -> Kernels:
 
 
 def tpu_attention(*, interpret: Any = False) -> AttentionBackend:
-    """Attention over the pool."""
-    return AttentionBackend(name=NAME, run=functools.partial(_attend, interpret=interpret))
+    """Attention over the pool, and what stands before it."""
+    run, fused = functools.partial(_attend, interpret=interpret), functools.partial(_prepare_and_attend, interpret=interpret)
+    return AttentionBackend(name=NAME, run=run, fused=fused)
 
 
 def _run_experts(call: ExpertCall, *, interpret: Any) -> Float[Array, "N D"]:
@@ -64,6 +65,22 @@ def _attend(
     from routed_experts.layers.tpu.attention import ragged_attention
 
     return ragged_attention(queries, pool, first_page, batch, interpret=interpret)
+
+
+def _prepare_and_attend(
+    projected: Projected,
+    pool: Float[Array, "LP page 2G C"],
+    layer: Int[Array, ""],
+    batch: PagedBatch,
+    num_pages: int,
+    *,
+    interpret: Any,
+) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
+    from routed_experts.layers.tpu.prepare import prepare
+
+    first_page = layer * num_pages
+    queries, pool = prepare(projected, pool, first_page, batch, interpret=interpret)
+    return _attend(queries, pool, first_page, batch, interpret=interpret), pool
 
 
 TPU_KERNELS = tpu_kernels()

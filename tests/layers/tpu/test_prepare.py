@@ -1,0 +1,117 @@
+"""Norms, angles and the write to the pool as one TPU kernel, interpreted, against array code and against a loop; untouched places
+of the pool keep what they held, bit for bit."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from routed_experts.layers.attention import PagedBatch, Projected
+from routed_experts.layers.rotary import rotary_angles
+from routed_experts.layers.tpu.prepare import TOKEN_TILE, prepare, prepare_plainly
+
+PAGE_SIZE, NUM_PAGES, LAYERS = 8, 24, 3
+
+
+INTERPRETED = functools.partial(prepare, interpret=True)
+
+
+def run(projected, *rest, program=INTERPRETED):
+    arrays = {field.name: getattr(projected, field.name) for field in dataclasses.fields(projected) if field.name != "eps"}
+    return jax.jit(lambda arrays, *rest: program(Projected(**arrays, eps=projected.eps), *rest))(arrays, *rest)
+
+
+def make(requests, *, heads, groups, head_dim, padded, dtype=jnp.float32, seed=0):
+    """Requests of (tokens before, new tokens), in random pages; norms of other layers are NaN."""
+    rng = np.random.default_rng(seed)
+    rows, width = len(requests) + 1, 1 + max(-(-(before + new) // PAGE_SIZE) for before, new in requests)
+    free, table = list(rng.permutation(np.arange(1, NUM_PAGES))), np.zeros((rows, width), np.int32)
+    positions, token_rows, starts = np.zeros(padded, np.int32), np.zeros(padded, np.int32), [0]
+    for row, (before, new) in enumerate(requests):
+        table[row] = [free.pop() for _ in range(width)]
+        at = starts[-1]
+        positions[at : at + new], token_rows[at : at + new] = np.arange(before, before + new), row
+        starts.append(at + new)
+    starts, total = [*starts, starts[-1]], starts[-1]
+    batch = PagedBatch(
+        *(jnp.asarray(array) for array in (positions, token_rows, np.arange(padded) < total, np.array(starts, np.int32))),
+        jnp.asarray([*[before + new for before, new in requests], 0], jnp.int32),
+        jnp.asarray(table),
+        decode=False,
+    )
+    norms = np.full((2, LAYERS, head_dim), np.nan, np.float32)
+    norms[:, 1] = 1 + 0.3 * rng.standard_normal((2, head_dim))
+    cos, sin = rotary_angles(batch.positions, head_dim=head_dim, theta=1e4)
+    qkv = jnp.asarray(rng.standard_normal((padded, (heads + 2 * groups) * head_dim)), dtype)
+    q_norm, k_norm = (jnp.asarray(norm, dtype) for norm in norms)
+    projected = Projected(qkv=qkv, q_norm=q_norm, k_norm=k_norm, layer=jnp.asarray(1, jnp.int32), cos=cos, sin=sin, eps=1e-6)
+    pool = jnp.asarray(rng.standard_normal((LAYERS * NUM_PAGES, PAGE_SIZE, 2 * groups, head_dim)), dtype)
+    return projected, pool, jnp.asarray(NUM_PAGES, jnp.int32), batch, total
+
+
+def loop(projected, pool, first_page, batch, total):
+    """One token and one head at a time, in float64."""
+    pool, groups = np.array(pool, np.float64), pool.shape[2] // 2
+    head_dim = pool.shape[3]
+    qkv = np.asarray(projected.qkv, np.float64).reshape(projected.qkv.shape[0], -1, head_dim)
+    heads = qkv.shape[1] - 2 * groups
+    queries = np.zeros((total, heads, head_dim))
+    frequencies = 1e4 ** (-np.arange(0, head_dim, 2) / head_dim)
+
+    def turned(row, norm, position):
+        row = row / np.sqrt(np.mean(row**2) + 1e-6) * np.asarray(norm, np.float64)[1]
+        pairs = (row[: head_dim // 2] + 1j * row[head_dim // 2 :]) * np.exp(1j * position * frequencies)
+        return np.concatenate([pairs.real, pairs.imag])
+
+    for n in range(total):
+        position = int(batch.positions[n])
+        for head in range(heads):
+            queries[n, head] = turned(qkv[n, head], projected.q_norm, position)
+        page = int(first_page) + int(batch.page_table[batch.token_rows[n], position // PAGE_SIZE])
+        for group in range(groups):
+            pool[page, position % PAGE_SIZE, 2 * group] = turned(qkv[n, heads + group], projected.k_norm, position)
+            pool[page, position % PAGE_SIZE, 2 * group + 1] = qkv[n, heads + groups + group]
+    return queries, pool
+
+
+SIZES = {  # requests, query heads, kv heads, head dim, padded tokens
+    "one token": ([(13, 1)], 2, 1, 16, 1),
+    "prefill and decode, padded": ([(0, 9), (20, 1), (7, 3)], 4, 2, 8, 16),
+    "two tiles, the second ragged": ([(0, TOKEN_TILE - 5), (3, 20)], 3, 3, 8, TOKEN_TILE + 30),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_queries_and_the_pool_are_those_of_the_loop(sizes):
+    requests, heads, groups, head_dim, padded = sizes
+    *made, total = make(requests, heads=heads, groups=groups, head_dim=head_dim, padded=padded)
+    queries, pool = run(*made)
+    wanted_queries, wanted_pool = loop(*made, total)
+    np.testing.assert_allclose(queries[:total], wanted_queries, atol=2e-5)
+    np.testing.assert_allclose(pool, wanted_pool, atol=2e-5)
+    untouched = wanted_pool == np.asarray(made[1], np.float64)
+    assert np.array_equal(np.asarray(pool)[untouched], np.asarray(made[1])[untouched]) and untouched.sum() < untouched.size
+    assert np.all(np.isfinite(pool))
+
+
+def test_bfloat16_rounds_as_array_code_does():
+    *made, total = make([(0, 9), (20, 1)], heads=4, groups=2, head_dim=16, padded=12, dtype=jnp.bfloat16)
+    queries, pool = (np.asarray(array, np.float32) for array in run(*made))
+    plain_queries, plain_pool = (np.asarray(array, np.float32) for array in run(*made, program=prepare_plainly))
+    pages = int(made[2]) + np.arange(1, NUM_PAGES)  # but page 0, which takes padding in array code
+    for own, plain in ((queries[:total], plain_queries[:total]), (pool[pages], plain_pool[pages])):
+        np.testing.assert_allclose(own, plain, atol=0.04)
+        assert np.mean(own == plain) > 0.98
+
+
+def test_heads_narrower_than_the_pool_take_array_code():
+    projected, pool, first_page, batch, total = make([(4, 6)], heads=2, groups=1, head_dim=8, padded=8)
+    wide = jnp.pad(pool, ((0, 0), (0, 0), (0, 0), (0, 8)))
+    queries, written = run(projected, wide, first_page, batch)
+    wanted_queries, wanted_pool = loop(projected, pool, first_page, batch, total)
+    np.testing.assert_allclose(queries[:total], wanted_queries, atol=2e-5)
+    own = [int(page) + int(first_page) for page in np.asarray(batch.page_table)[0]]
+    np.testing.assert_allclose(written[jnp.asarray(own), ..., :8], wanted_pool[own], atol=2e-5)
