@@ -12,9 +12,11 @@ import jax
 import pytest
 
 import routed_experts
+from routed_experts import Engine
 from routed_experts.capture import record_from_meta_info
-from routed_experts.cli import add_engine_flags, engine_args, main
+from routed_experts.cli import add_engine_flags, engine_args, load_bar, main
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.demo import demo_model_path
 from tiny import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
@@ -135,3 +137,21 @@ def test_generate_writes_answers_with_their_records(tmp_path):
         assert f"routed_experts ({record.num_rows}, 4, 4) int32" in done.stderr
     done = run("generate", str(model), "--prompt", "The cat", *flags[:-2], cwd=tmp_path)
     assert done.stdout == answers[0]["text"] + "\n"
+
+
+def test_the_bar_of_loading_is_drawn_over_itself_and_ends_its_line(capsys):
+    for done in (0, 1_500_000_000, 3_000_000_000):
+        load_bar(done, 3_000_000_000)
+    first, half, whole = capsys.readouterr().err.split("\r")[1:]
+    assert first == f"loading [{'.' * 30}] 0.00 of 3.00 GB"
+    assert half == f"loading [{'#' * 15}{'.' * 15}] 1.50 of 3.00 GB"
+    assert whole == f"loading [{'#' * 30}] 3.00 of 3.00 GB\n"
+
+
+def test_the_engine_tells_how_far_loading_is():
+    told = []
+    sizes = dict(precompile_bs_paddings=(1,), precompile_token_paddings=(8,), max_total_tokens=64, skip_tokenizer_init=True)
+    with Engine(str(demo_model_path()), on_load=lambda *pair: told.append(pair), **sizes):
+        pass
+    assert told[-1][0] == told[-1][1] > 5_000_000  # bytes of the demo model's tensors
+    assert [done for done, _ in told] == sorted(done for done, _ in told) and len({total for _, total in told}) == 1

@@ -129,7 +129,8 @@ def _generate(options: argparse.Namespace, began: float) -> int:
         _start_jax(default_platform=None)
         from routed_experts.engine.engine import Engine
 
-        engine = stack.enter_context(Engine(**dataclasses.asdict(args)))
+        bar = load_bar if sys.stderr.isatty() else None
+        engine = stack.enter_context(Engine(**dataclasses.asdict(args), on_load=bar))
         print(f"ready in {time.perf_counter() - began:.1f} s", file=sys.stderr)
         answers = engine.generate(
             options.prompt,
@@ -146,6 +147,15 @@ def _generate(options: argparse.Namespace, began: float) -> int:
                 info = answer["meta_info"]["routed_experts_info"]
                 print(f"routed_experts {tuple(info['shape'])} {info['dtype']}", file=sys.stderr)
     return 0
+
+
+def load_bar(done: int, total: int) -> None:
+    """Draw on standard error how far the loading of `total` bytes is, over the last drawing; the last one ends the line."""
+    width = 30
+    filled = width * done // max(total, 1)
+    end = "\n" if done >= total else ""
+    drawn = "#" * filled + "." * (width - filled)
+    print(f"\rloading [{drawn}] {done / 1e9:.2f} of {total / 1e9:.2f} GB", end=end, file=sys.stderr, flush=True)
 
 
 def _start_jax(*, default_platform: str | None) -> Path | None:

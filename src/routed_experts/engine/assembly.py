@@ -78,16 +78,17 @@ def assemble(
     registry: BackendRegistry = DEFAULT_BACKENDS,
     clock: PhaseClock | None = None,
     load_format: str = "auto",
+    on_load: Callable[[int, int], None] | None = None,
 ) -> Assembly:
-    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. Raises ConfigError, CheckpointError or
-    CaptureUnsupportedError."""
+    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded, bytes in all).
+    Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     folder, config = _open(args, model, load_format)
     args = _without_prefixes(args, config)
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens")
     kernels, attention = registry.choose(args, config.needs)
     clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
-    graphdef, state = nnx.split(model if folder is None else folder.load(folder.dtype(args.dtype)))
+    graphdef, state = nnx.split(model if folder is None else folder.load(folder.dtype(args.dtype), progress=on_load))
     jax.block_until_ready(state)
     clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
     context_length = _context_length(args, config.context_length)

@@ -35,7 +35,8 @@ class Engine:
     """Serves one model. Every method may be called from any thread; leaving the `with` shuts it down.
 
     Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from tokenizer_path);
-    `load_format="dummy"` gives a folder's config random weights; `on_phase` is told of each phase of start-up.
+    `load_format="dummy"` gives a folder's config random weights; `on_phase` is told of each phase of start-up,
+    `on_load` of (bytes loaded, bytes in all).
     Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
 
     def __init__(
@@ -45,6 +46,7 @@ class Engine:
         model: Decoder | None = None,
         registry: BackendRegistry = DEFAULT_BACKENDS,
         on_phase: Callable[[Phase], None] | None = None,
+        on_load: Callable[[int, int], None] | None = None,
         load_format: str = "auto",
         **server_args: Any,
     ) -> None:
@@ -53,7 +55,7 @@ class Engine:
         self._tokenizer = _tokenizer_of(args)
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         keep_programs()
-        self._assembly = assemble(args, model=model, registry=registry, clock=clock, load_format=load_format)
+        self._assembly = assemble(args, model=model, registry=registry, clock=clock, load_format=load_format, on_load=on_load)
         self._loop = EngineLoop(self._assembly.core)
         self.phases = tuple(clock.phases)
         limits = Limits(
