@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported by anybody
 
@@ -23,6 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and config.pluginmanager.hasplugin("cacheprovider"):
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))  # .pytest_cache: of this checkout alone
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_a_module() -> Iterator[None]:
+    """Let go of a module's compiled programs: each maps memory of its own, and a process may hold only so many mappings
+    (vm.max_map_count, 65,530); one more ends it."""
+    yield
+    jax.clear_caches()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -16,9 +16,9 @@ constexpr int64_t kFewRows = 16;    // up to this many, keys are used as they li
 constexpr float kNever = -1e30f;    // a score that no softmax sees
 
 struct AttentionShape {
-  int64_t tokens, heads, groups, dim, requests, pages, page;
+  int64_t tokens, heads, groups, dim, requests, pages, page, row;  // row: numbers of a pool's row, C or more
   int64_t share() const { return heads / groups; }
-  int64_t stride() const { return 2 * groups * dim; }  // from a slot to the next
+  int64_t stride() const { return 2 * groups * row; }  // from a slot to the next
 };
 
 struct PagedStep {
@@ -80,9 +80,9 @@ struct Mix {
 template <class T>
 void score_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, int64_t keys, const T* const* slots, const T* const* next) {
   for (int64_t t = 0; t < keys; t++) {
-    if (next[t] != nullptr) prefetch(next[t], 2 * groups * s.dim);
+    if (next[t] != nullptr) prefetch(next[t], 2 * groups * s.row);
     for (int64_t g = 0; g < groups; g++) {
-      const T* key = slots[t] + 2 * g * s.dim;
+      const T* key = slots[t] + 2 * g * s.row;
       for (int64_t r = g * rows; r < (g + 1) * rows; r++) {
         const float* q = mix.queries + r * s.dim;
         vf sums = {};
@@ -103,7 +103,7 @@ void score_many(const AttentionShape& s, Mix& mix, int64_t group, int64_t rows, 
   for (int64_t t = 0; t < padded; t++)
     for (int64_t c = 0; c < s.dim; c += kLanes) {
       const int count = std::min<int64_t>(kLanes, s.dim - c);
-      store(key, t < keys ? load(slots[t] + 2 * group * s.dim + c, count) : vf{});
+      store(key, t < keys ? load(slots[t] + 2 * group * s.row + c, count) : vf{});
       for (int i = 0; i < count; i++) mix.turned[(c + i) * kKeys + t] = key[i];
     }
   float* scores = mix.scores + group * rows * kKeys;
@@ -122,7 +122,7 @@ void attend(const AttentionShape& s, const PagedStep& step, const QueryPiece& pi
   auto slot = [&](int64_t at) -> const T* {
     if (at >= length) return nullptr;
     const int64_t listed = step.first_page + step.page_table[piece.request * s.pages + at / s.page];
-    return pool + (listed * s.page + at % s.page) * s.stride() + 2 * piece.group * s.dim;
+    return pool + (listed * s.page + at % s.page) * s.stride() + 2 * piece.group * s.row;
   };
   mix.start(all, s.dim);
   for (int64_t r = 0; r < all; r++) {
@@ -141,7 +141,7 @@ void attend(const AttentionShape& s, const PagedStep& step, const QueryPiece& pi
       const float* weights = mix.scores + g * rows * kKeys;
       for (int64_t t = 0, run = 0; t < keys; t += run) {  // slots of one page lie side by side
         run = std::min(s.page - (start + t) % s.page, keys - t);
-        product(rows, weights + t, kKeys, slots[t] + (2 * g + 1) * s.dim, s.stride(), run, s.dim, mix.mixed + g * rows * s.dim, s.dim);
+        product(rows, weights + t, kKeys, slots[t] + (2 * g + 1) * s.row, s.stride(), run, s.dim, mix.mixed + g * rows * s.dim, s.dim);
       }
     }
   }

@@ -62,7 +62,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyB
                          ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> page_table,
                          ffi::Result<ffi::AnyBuffer> out) {
   const auto q = queries.dimensions(), kv = cache.dimensions(), table = page_table.dimensions();
-  const AttentionShape shape{q[0], q[1], kv[2] / 2, q[2], table[0], table[1], kv[1]};
+  const AttentionShape shape{q[0], q[1], kv[2] / 2, q[2], table[0], table[1], kv[1], kv[3]};
   const PagedStep step{positions.typed_data(), query_starts.typed_data(), page_table.typed_data(), first_page.typed_data()[0]};
   return of_dtype(queries.element_type(), [&](auto query) {
     using Q = decltype(query);
@@ -83,6 +83,7 @@ ffi::Error run_prepare(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer 
   const auto q = queries->dimensions(), kv = cache.dimensions(), table = page_table.dimensions(), norms = q_norm.dimensions();
   const PrepareShape shape{q[0], q[1], kv[2] / 2, q[2], table[1], kv[1], first_page.typed_data()[0], layer.typed_data()[0], eps};
   if (cache.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the KV pool was copied");
+  if (kv[3] != q[2]) return ffi::Error::InvalidArgument("the pool's rows must be as wide as a head");
   if (shape.layer < 0 || shape.layer >= norms[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
   return of_dtype(qkv.element_type(), [&](auto type) {
     using T = decltype(type);
