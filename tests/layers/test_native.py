@@ -18,7 +18,7 @@ from routed_experts.engine.backends import DEFAULT_BACKENDS
 from routed_experts.layers.attention import Projected, write_kv
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.native import toolchain
-from routed_experts.layers.native.ops import native_experts, native_linear, native_prepare, native_router
+from routed_experts.layers.native.ops import native_attention, native_experts, native_linear, native_prepare, native_router
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import apply_rotary, rotary_angles
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
@@ -128,6 +128,36 @@ def test_a_row_of_router_that_is_not_finite_has_ids_that_exist_and_stays_alone(p
     assert len(set(np.asarray(routing.ids[2]))) == 3 and np.all((routing.ids[2] >= 0) & (routing.ids[2] < 9))
     for got, wanted in ((routing.ids, clean.ids), (routing.weights, clean.weights)):
         assert np.array_equal(np.delete(got, 2, axis=0), np.delete(wanted, 2, axis=0))
+
+
+def test_a_logit_of_minus_infinity_only_loses():
+    logits = np.random.default_rng(22).standard_normal((5, 8)).astype(np.float32)
+    logits[np.arange(5), [0, 7, 3, 3, 1]] = -np.inf
+    plain = replay_topk(jnp.asarray(logits), None, spec=RouterSpec(num_experts=8, top_k=3, renormalize=True))
+    routing = route(logits, top_k=3, renormalize=True)[0]
+    assert np.array_equal(routing.ids, plain.ids)
+    np.testing.assert_allclose(routing.weights, plain.weights, atol=2e-6)
+
+
+def test_inputs_of_two_dtypes_are_an_error_and_not_read_as_one():
+    call = random_call(23, (4, 2, 3, 16, 8), valid=np.ones(4, bool))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="dtypes or shapes differ"):
+        jax.block_until_ready(EXPERTS(dataclasses.replace(call, x=call.x.astype(jnp.bfloat16))))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="dtypes or shapes differ"):
+        jax.block_until_ready(LINEAR(call.x, jnp.zeros((1, 16, 8), jnp.bfloat16), 0, dtype=jnp.float32))
+
+
+def test_steps_that_cannot_be_are_an_error_and_not_a_crash():
+    step = make_step([(0, 3)], page_size=16)
+    batch = dataclasses.replace(step.batch, query_starts=jnp.array([0, 20], jnp.int32))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="query_starts or positions lie outside"):
+        jax.block_until_ready(jax.jit(native_attention)(jnp.asarray(step.queries), jnp.asarray(step.pool), jnp.int32(0), batch))
+
+
+@pytest.mark.parametrize("field", ["moe_backend", "attention_backend"])
+def test_deterministic_mode_refuses_it_by_name(field):
+    with pytest.raises(ConfigError, match=f"{field}='native' with deterministic=True: its rows may depend on their company"):
+        DEFAULT_BACKENDS.choose(ServerArgs(deterministic=True, **{field: "native"}))
 
 
 def test_router_replays_what_it_is_given_and_writes_that_down():

@@ -2,6 +2,7 @@
 Knows nothing of models. A backend's code is imported when it is chosen, so that no machine loads what it cannot run."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -17,6 +18,7 @@ from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.models.interface import PLAIN, Needs
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 def _nothing() -> str | None:
@@ -97,6 +99,7 @@ ATTENTION: Mapping[str, Offer[AttentionBackend]] = MappingProxyType(
 # What `auto` takes: the platform's own kernels where this machine can run them and they can do what the model needs; else plain ones.
 OWN: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native",), "gpu": ("gpu",), "tpu": ("tpu",)})
 PLAIN_MOE, PLAIN_ATTENTION = ("tiled",), ("paged",)
+DEPENDENT = frozenset({"tiled", "grouped", "paged", "native", "gpu", "tpu"})
 DETERMINISTIC = ("reference",)  # rows that do not depend on one another
 
 
@@ -119,6 +122,7 @@ class BackendRegistry:
         moe_auto, attention_auto = ((*OWN.get(where, ()), *plain) for plain in (PLAIN_MOE, PLAIN_ATTENTION))
         if args.deterministic:
             moe_auto = attention_auto = DETERMINISTIC
+            refuse_dependent(args)
 
         def experts_lacking(kernels: Kernels) -> frozenset[str]:
             return needs.experts - kernels.moe.features
@@ -136,13 +140,25 @@ class BackendRegistry:
         return kernels, attention
 
 
+def refuse_dependent(args: ServerArgs) -> None:
+    """Raise ConfigError for a backend whose rows are known to depend on how their requests were cut, or on one another."""
+    for field, name in (("moe_backend", args.moe_backend), ("attention_backend", args.attention_backend)):
+        if name in DEPENDENT:
+            raise ConfigError(f"{field}={name!r} with deterministic=True: its rows may depend on their company; choose auto or 'reference'")
+
+
 def _pick(
     field: str, name: str, offers: Mapping[str, Offer[T]], auto: tuple[str, ...], platform: str, lacking: Callable[[T], frozenset[str]]
 ) -> T:
     """The backend of that name, or the first of `auto` that this machine can run and that lacks nothing of what the model needs."""
     if name == "auto":
-        able = (offers[choice].load() for choice in auto if offers[choice].refusal(platform) is None)
-        return next(backend for backend in able if not lacking(backend))
+        for choice in auto[:-1]:
+            refusal = offers[choice].refusal(platform)
+            if refusal is not None:
+                logger.warning("%s: %r is passed over: %s", field, choice, refusal)
+            elif not lacking(backend := offers[choice].load()):
+                return backend
+        return offers[auto[-1]].load()
     if name not in offers:
         raise ConfigError(f"{field}={name!r} is unknown; choose auto or one of {', '.join(sorted(offers))}")
     refusal = offers[name].refusal(platform)

@@ -17,10 +17,10 @@ def keep_programs() -> Path | None:
         return None
     if settings["jax_compilation_cache_dir"] is not None:
         return Path(settings["jax_compilation_cache_dir"])
-    folder = Path.home() / ".cache" / "routed-experts" / "jax"
     try:
+        folder = Path.home() / ".cache" / "routed-experts" / "jax"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home
         logger.warning("compiled programs are not kept: %s; every start compiles anew", error)
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -1,4 +1,6 @@
 // The XLA FFI handlers: shapes and dtypes in, calls of the headers beside this file out. Knows no model.
+#include <string>
+
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
@@ -18,6 +20,9 @@ T* at(ffi::Result<ffi::AnyBuffer>& buffer) {
   return reinterpret_cast<T*>(buffer->untyped_data());
 }
 
+// Nothing is converted on the way in: what a handler reads as one type must have it.
+inline ffi::Error differ(const char* what) { return ffi::Error::InvalidArgument(std::string("dtypes or shapes differ: ") + what); }
+
 // Call `body` with a value of the C++ type that stands for `dtype`.
 template <class Body>
 ffi::Error of_dtype(ffi::DataType dtype, Body&& body) {
@@ -34,6 +39,13 @@ ffi::Error run_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::
                        ffi::Result<ffi::AnyBuffer> y, int64_t num_experts) {
   const auto rows = x.dimensions(), chosen = ids.dimensions(), second = down.dimensions();
   const ExpertShape shape{rows[0], chosen[1], rows[1], second[1], num_experts, first.typed_data()[0]};
+  const auto wide = gate_up.dimensions();
+  if (x.element_type() != gate_up.element_type() || down.element_type() != gate_up.element_type() || y->element_type() != x.element_type())
+    return differ("x, gate_up, down and y have one dtype");
+  if (wide[0] != second[0] || wide[1] != shape.hidden || wide[2] != 2 * shape.width || second[2] != shape.hidden)
+    return differ("gate_up is [RE, D, 2F] and down [RE, F, D]");
+  if (chosen[0] != shape.tokens || weights.element_count() != ids.element_count() || int64_t(valid.element_count()) != shape.tokens)
+    return differ("ids and weights are [N, K] and valid [N]");
   if (shape.first < 0 || shape.first + num_experts > second[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
   return of_dtype(gate_up.element_type(), [&](auto type) {
     using T = decltype(type);
@@ -47,6 +59,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer wei
                       ffi::Result<ffi::AnyBuffer> y) {
   const auto rows = x.dimensions(), stack = weights.dimensions();
   const int64_t index = layer.typed_data()[0];
+  if (x.element_type() != weights.element_type() || rows[1] != stack[1]) return differ("x is [N, D] and weights [R, D, O] of one dtype");
   if (index < 0 || index >= stack[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
   return of_dtype(weights.element_type(), [&](auto type) {
     using T = decltype(type);
@@ -64,6 +77,14 @@ ffi::Error run_attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyB
   const auto q = queries.dimensions(), kv = cache.dimensions(), table = page_table.dimensions();
   const AttentionShape shape{q[0], q[1], kv[2] / 2, q[2], table[0], table[1], kv[1], kv[3]};
   const PagedStep step{positions.typed_data(), query_starts.typed_data(), page_table.typed_data(), first_page.typed_data()[0]};
+  if (out->element_type() != queries.element_type() || kv[3] < q[2] || int64_t(positions.element_count()) != q[0] ||
+      int64_t(query_starts.element_count()) != table[0] + 1)
+    return differ("queries and their result have one dtype; positions are [N], query_starts [B + 1]");
+  for (int64_t b = 0; b < shape.requests; b++) {
+    const int64_t begin = step.query_starts[b], end = step.query_starts[b + 1];
+    if (begin < 0 || end < begin || end > shape.tokens || (end > begin && step.positions[end - 1] >= shape.pages * shape.page))
+      return ffi::Error::InvalidArgument("query_starts or positions lie outside the step or its page table");
+  }
   return of_dtype(queries.element_type(), [&](auto query) {
     using Q = decltype(query);
     return of_dtype(cache.element_type(), [&](auto stored) {
@@ -84,6 +105,13 @@ ffi::Error run_prepare(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer 
   const PrepareShape shape{q[0], q[1], kv[2] / 2, q[2], table[1], kv[1], first_page.typed_data()[0], layer.typed_data()[0], eps};
   if (cache.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the KV pool was copied");
   if (kv[3] != q[2]) return ffi::Error::InvalidArgument("the pool's rows must be as wide as a head");
+  if (q_norm.element_type() != qkv.element_type() || k_norm.element_type() != qkv.element_type() ||
+      queries->element_type() != qkv.element_type() || norms[1] != q[2] || k_norm.dimensions()[1] != q[2] ||
+      int64_t(qkv.element_count()) != q[0] * (q[1] + kv[2]) * q[2] || int64_t(positions.element_count()) != q[0])
+    return differ("qkv [N, (H + 2G) C], norms [R, C] and queries have one dtype");
+  for (int64_t n = 0; n < shape.tokens; n++)
+    if (valid.typed_data()[n] && (positions.typed_data()[n] < 0 || positions.typed_data()[n] >= shape.pages * shape.page))
+      return ffi::Error::InvalidArgument("a position lies outside the page table");
   if (shape.layer < 0 || shape.layer >= norms[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
   return of_dtype(qkv.element_type(), [&](auto type) {
     using T = decltype(type);
@@ -106,7 +134,8 @@ ffi::Error run_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::R
 
 // `block` comes back as `written`, the same memory.
 ffi::Error run_recording_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> block,
-                                ffi::Buffer<ffi::S32> layer, ffi::Result<ffi::Buffer<ffi::S32>> ids, ffi::Result<ffi::Buffer<ffi::F32>> weights,
+                                ffi::Buffer<ffi::S32> layer, ffi::Result<ffi::Buffer<ffi::S32>> ids,
+                                ffi::Result<ffi::Buffer<ffi::F32>> weights,
                                 ffi::Result<ffi::Buffer<ffi::S32>> written, bool renormalize) {
   const auto rows = logits.dimensions();
   const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize};

@@ -36,12 +36,12 @@ def compiler() -> tuple[str, ...] | None:
 
 def cache_folder() -> Path:
     """Where compiled libraries are kept; a fresh folder of this process alone where the user's cache cannot be written."""
-    folder = Path.home() / ".cache" / "routed-experts" / "native"
     try:
+        folder = Path.home() / ".cache" / "routed-experts" / "native"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: nobody's home
         return Path(tempfile.mkdtemp(prefix="routed-experts-"))
-    return folder
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="routed-experts-"))
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def why_not() -> str | None:
     """None where native kernels run; else the reason, with its remedy."""
     try:
         library()
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return str(error)
     return None
 

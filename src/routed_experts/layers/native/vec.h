@@ -82,9 +82,11 @@ class Scratch {
   float* floats(int64_t count) {
     if (count > size_) {
       std::free(data_);
-      size_ = (count + kLanes - 1) / kLanes * kLanes;
-      data_ = static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float)));
+      size_ = 0;
+      const int64_t size = (count + kLanes - 1) / kLanes * kLanes;
+      data_ = static_cast<float*>(std::aligned_alloc(64, size * sizeof(float)));
       if (data_ == nullptr) throw std::bad_alloc();
+      size_ = size;
     }
     return data_;
   }
@@ -109,7 +111,7 @@ inline void prefetch(const T* p, int64_t count) {
 
 // e^x, relative error below 2e-7 (Cephes, expf: 2^n times a polynomial); x is clipped to [-87.3, 88]; NaN stays NaN.
 inline vf exp(vf x) {
-  const vf lowest = x * 0 - 87.3f, highest = x * 0 + 88.0f;
+  const vf lowest = vf{} - 87.3f, highest = vf{} + 88.0f;
   vf y = x < lowest ? lowest : x;
   y = y > highest ? highest : y;
   const vf shifted = y * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
