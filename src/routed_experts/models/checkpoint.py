@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -18,6 +18,18 @@ from routed_experts.core.errors import CheckpointError
 from routed_experts.models.config_reader import read_json_object
 from routed_experts.models.tensor_file import WEIGHT_DTYPES, TensorFile
 
+_PACKED: Mapping[str, str] = MappingProxyType(  # how names of tensors end that quantisations add
+    {
+        ".weight_scale_inv": "fp8 blocks",
+        ".weight_scale": "fp8 or compressed-tensors",
+        ".weight_packed": "compressed-tensors",
+        ".qweight": "GPTQ or AWQ",
+        ".qzeros": "GPTQ or AWQ",
+        ".absmax": "bitsandbytes",
+        ".SCB": "bitsandbytes",
+        "_proj_blocks": "MXFP4",
+    }
+)
 _LISTED = 8  # names of each kind in an error
 
 
@@ -90,6 +102,11 @@ def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: It
     found, wanted = checkpoint.names(), {source.name: source for source in sources}
     patterns = tuple(ignore)
     shared = [(name, source.shape, *found[name]) for name, source in wanted.items() if name in found]
+    if packed := sorted({method for name in found if name not in wanted for end, method in _PACKED.items() if name.endswith(end)}):
+        raise CheckpointError(
+            f"{checkpoint.path} holds weights that look quantised by {' or '.join(packed)}, though its config.json does not say so; wanted "
+            "plain bfloat16, float16 or float32 weights; use an unquantised checkpoint"
+        )
     faults = {
         "missing": [name for name, source in wanted.items() if name not in found and not source.optional],
         "unexpected": [name for name in found if name not in wanted and not any(fnmatch.fnmatchcase(name, p) for p in patterns)],

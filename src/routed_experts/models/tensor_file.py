@@ -116,7 +116,7 @@ def _read_box(file: FileIO, begin: int, shape: tuple[int, ...], sides: list[tupl
 
 def _fill(file: FileIO, at: int, array: np.ndarray) -> None:
     """Read the bytes of an array; OSError where the file ends before them."""
-    left = memoryview(array.reshape(-1).view(np.uint8))
+    left = array.reshape(-1).view(np.uint8).data
     file.seek(at)
     while left:
         count = file.readinto(left)
