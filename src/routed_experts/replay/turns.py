@@ -18,7 +18,7 @@ def merge_turns(turns: Sequence[tuple[Int[np.ndarray, " S_i"], RoutedExperts]], 
 
     Row t of a turn counts iff t lies before the first token in which the turn differs from `tokens`. The row of a turn's last
     token, which was never fed, comes from the next turn's prefill. A row that no turn has is not valid (its version span is its
-    neighbour's, and says nothing). The result starts at the lowest start and has S - 1 rows from 0, or S where a turn fed the
+    neighbour's, and says nothing). The rows are those of tokens from the lowest start to S - 1, or to S where a turn fed the
     last token. Raises RoutingAlignmentError naming the turn that does not fit its tokens or the first turn's model."""
     sequence = _row_of_ids(tokens, "tokens")
     if not turns:
@@ -27,8 +27,8 @@ def merge_turns(turns: Sequence[tuple[Int[np.ndarray, " S_i"], RoutedExperts]], 
     for index, (own, record) in enumerate(turns):
         _check_turn(index, _row_of_ids(own, f"turn {index}: tokens"), record, first)
     usable = [min(_common(np.asarray(own), sequence), record.start + record.num_rows) for own, record in turns]
-    start = min(record.start for _, record in turns)
-    num_rows = max(sequence.size - 1, *usable, start) - start
+    start = min(sequence.size - 1, *(record.start for _, record in turns))
+    num_rows = max(sequence.size - 1, *usable) - start
     ids = np.zeros((num_rows, *first.ids.shape[1:]), first.ids.dtype)
     weights = None if any(record.weights is None for _, record in turns) else np.zeros(ids.shape, np.float32)
     valid, versions = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.int64)
