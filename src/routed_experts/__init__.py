@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from routed_experts.core.sampling_params import SamplingParams
     from routed_experts.core.server_args import ServerArgs
     from routed_experts.engine.engine import Engine
+    from routed_experts.engine.score import ScoreOutput
 
 _ERRORS = (
     "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError PromptTooLongError "
@@ -44,6 +45,7 @@ _HOMES = MappingProxyType(
         "Engine": "engine.engine",
         "RoutedExperts": "core.routed_experts",
         "RoutedExpertsCapturer": "capture.routed_experts_capturer",
+        "ScoreOutput": "engine.score",
         "SamplingParams": "core.sampling_params",
         "ServerArgs": "core.server_args",
         "extract_routed_experts_from_meta_info": "capture.meta_info",
@@ -71,6 +73,7 @@ __all__ = [
     "RoutingIncompleteError",
     "RoutingReplayError",
     "SamplingParams",
+    "ScoreOutput",
     "ServerArgs",
     "WeightsMismatchError",
     "extract_routed_experts_from_meta_info",

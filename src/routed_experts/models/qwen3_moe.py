@@ -31,7 +31,7 @@ from routed_experts.models.checkpoint import WeightSource
 from routed_experts.models.common_config import check_routing, read_sizes, refuse
 from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.fused_run import run_together, runs_together
-from routed_experts.models.interface import PLAIN, Attend, Needs, TokenRouting
+from routed_experts.models.interface import PLAIN, Attend, Needs, TokenRouting, layers_of, rematerialised
 from routed_experts.models.rotary_reader import read_rotary
 from routed_experts.models.sparse_block import ExpertWeights, route, router_logits, routes_in_place, run_experts
 
@@ -206,13 +206,13 @@ class Qwen3Moe(nnx.Module):
             columns = layers - run.first + first_moe
             ids = None
             if run.is_moe:
-                ids = None if routed is None else jnp.swapaxes(routed.ids[:, first_moe : first_moe + run.length], 0, 1)
+                ids = layers_of(routed, first_moe, run.length)
                 first_moe += run.length
             router = None if run.router is None or routes_in_place(kernels) else run.router[...]
             projections = None if kernels.linear.layered else tuple(p[:, None] for p in run.projections())
             experts = None if (kernels.moe if run.is_moe else kernels.linear).layered else run.experts()
             scanned = (layers, columns, run.norms(), projections, router, experts, ids)
-            (x, cache, capture), _ = lax.scan(jax.checkpoint(body) if remat else body, (x, cache, capture), scanned)
+            (x, cache, capture), _ = lax.scan(rematerialised(body) if remat else body, (x, cache, capture), scanned)
         return rms_norm(x, self.norm[...], eps=config.norm_eps) if normed is None else normed, cache, capture
 
     def _layer(
@@ -242,7 +242,7 @@ class Qwen3Moe(nnx.Module):
                 hidden = gated(linear(normed, gate_up, place))
                 return (x + linear(hidden, down, place), cache, capture), None
             logits = router_logits(normed, run.router[...], router, place, kernels)
-            replayed = None if routed is None or ids is None else LayerRouting(ids, routed.valid)
+            replayed = None if routed is None or ids is None else LayerRouting(ids[0], routed.valid, ids[1])
             routing, capture = route(logits, replayed, column, capture, spec=config.router, kernels=kernels)
             if experts is None:
                 chosen = ExpertWeights(run.gate_up[...], run.down[...], place * config.router.num_experts)
