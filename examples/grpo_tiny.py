@@ -10,7 +10,7 @@ Dims: B rollouts of a step, S tokens of a rollout (prompt and answer), G tokens 
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,8 @@ def reward_of(text: str) -> float:
     return sum(letter in "aeiou" for letter in letters) / len(letters) if letters else 0.0
 
 
-def roll_out(engine: Engine, prompts: Sequence[Sequence[int]], settings: Settings, step: int) -> Rollouts:
-    """Sample `group` answers to each prompt at temperature 1."""
+def roll_out(engine: Engine, prompts: Sequence[Sequence[int]], settings: Settings, *, step: int, version: int) -> Rollouts:
+    """Sample `group` answers to each prompt at temperature 1; rows must be of the weights of `version`."""
     sampling = {"temperature": 1.0, "n": settings.group, "seed": settings.seed * 100_003 + step}
     results: Any = engine.generate(
         input_ids=prompts, sampling_params=sampling | {"max_tokens": settings.new_tokens, "ignore_eos": True},
@@ -103,7 +103,7 @@ def roll_out(engine: Engine, prompts: Sequence[Sequence[int]], settings: Setting
     if settings.replay:
         spec = ModelFolder.open(demo_model_path()).config.capture_spec
         samples = [Sample(record_from_meta_info(result), settings.length, PROMPT_LEN) for result in results]
-        routed = align(samples, layout="pad_right", seq_len=settings.length, spec=spec, versions=(step,))
+        routed = align(samples, layout="pad_right", seq_len=settings.length, spec=spec, versions=(version,))
     return Rollouts(tokens=tokens, logprobs=logprobs, rewards=np.array([reward_of(result["text"]) for result in results]), routed=routed)
 
 
@@ -137,36 +137,46 @@ def make_update(graphdef: nnx.GraphDef[Any], optimizer: optax.GradientTransforma
     return update
 
 
-def train(settings: Settings, on_step: Callable[[StepLog], None]) -> list[StepLog]:
-    """One run from the demo model's weights; `on_step` hears of each step."""
-    folder, gate, logs = demo_model_path(), CanaryGate(), list[StepLog]()
-    graphdef, state = nnx.split(ModelFolder.open(folder).load(jnp.dtype("float32")))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(settings.learning_rate))
-    moments, update = optimizer.init(state), make_update(graphdef, optimizer)
+def serve(settings: Settings) -> Engine:
+    """The demo model in bfloat16, with a padded size for as many rollouts as a step takes."""
     shapes = {"precompile_bs_paddings": (settings.num_rollouts,), "precompile_token_paddings": (max(256, settings.num_rollouts),)}
-    sizes = shapes | {"context_length": 256, "max_total_tokens": 64 * settings.num_rollouts + 4096}
-    with Engine(str(folder), dtype="bfloat16", enable_return_routed_experts=True, **sizes) as engine:
-        tokenizer = engine.tokenizer
-        assert tokenizer is not None, "the demo model has a tokenizer"
-        text = tokenizer.encode(TEXT * 8)
-        starts = np.random.default_rng(settings.seed).integers(0, len(text) - PROMPT_LEN, (settings.steps, settings.prompts))
-        for step in range(settings.steps):
-            prompts = [list(text[start : start + PROMPT_LEN]) for start in starts[step].tolist()]
-            rolled = roll_out(engine, prompts, settings, step)
-            advantages = jnp.asarray(advantages_of(rolled.rewards, settings.group), jnp.float32)
-            batch = jnp.asarray(rolled.tokens), jnp.asarray(rolled.logprobs, jnp.float32), advantages, rolled.routed
-            state, moments, loss, (told, value) = update(state, moments, *batch)
-            share = None if value is None else gate(value)
-            report = mismatch_report(rolled.logprobs, told, np.ones(rolled.logprobs.shape, bool))
-            served = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)  # new arrays: the engine may keep them
-            engine.update_weights(served, version=step + 1)
-            logs.append(
-                StepLog(
-                    step=step, reward=float(rolled.rewards.mean()), loss=float(loss), k3=report.k3, max_abs=report.max_abs,
-                    beyond_1_1=report.f_1_1, canary=share,
-                )
-            )  # fmt: skip
-            on_step(logs[-1])
+    sizes = {"context_length": 256, "max_total_tokens": 64 * settings.num_rollouts + 4096}
+    return Engine(str(demo_model_path()), dtype="bfloat16", enable_return_routed_experts=True, **shapes, **sizes)
+
+
+def push(engine: Engine, state: Any) -> int:
+    """Serve these weights from the next step on; returns their version. The cast makes new arrays: the engine may keep them."""
+    version = int(str(engine.get_server_info()["weight_version"])) + 1
+    engine.update_weights(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state), version=version)
+    return version
+
+
+def train(engine: Engine, settings: Settings, on_step: Callable[[StepLog], None]) -> list[StepLog]:
+    """One run from the demo model's weights; `on_step` hears of each step."""
+    gate, logs = CanaryGate(), list[StepLog]()
+    graphdef, state = nnx.split(ModelFolder.open(demo_model_path()).load(jnp.dtype("float32")))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(settings.learning_rate))
+    moments, update = jax.jit(optimizer.init)(state), make_update(graphdef, optimizer)
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None, "the demo model has a tokenizer"
+    text, version = tokenizer.encode(TEXT * 8), push(engine, state)
+    starts = np.random.default_rng(settings.seed).integers(0, len(text) - PROMPT_LEN, (settings.steps, settings.prompts))
+    for step in range(settings.steps):
+        prompts = [list(text[start : start + PROMPT_LEN]) for start in starts[step].tolist()]
+        rolled = roll_out(engine, prompts, settings, step=step, version=version)
+        advantages = jnp.asarray(advantages_of(rolled.rewards, settings.group), jnp.float32)
+        batch = jnp.asarray(rolled.tokens), jnp.asarray(rolled.logprobs, jnp.float32), advantages, rolled.routed
+        state, moments, loss, (told, value) = update(state, moments, *batch)
+        share = None if value is None else gate(value)
+        report = mismatch_report(rolled.logprobs, told, np.ones(rolled.logprobs.shape, bool))
+        version = push(engine, state)
+        logs.append(
+            StepLog(
+                step=step, reward=float(rolled.rewards.mean()), loss=float(loss), k3=report.k3, max_abs=report.max_abs,
+                beyond_1_1=report.f_1_1, canary=share,
+            )
+        )  # fmt: skip
+        on_step(logs[-1])
     return logs
 
 
@@ -214,18 +224,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     said = parse(argv)
     console, runs = Console(), dict[str, list[StepLog]]()
     columns = TextColumn("replay {task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}")
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    settings = Settings(
+        steps=said.steps, prompts=said.prompts, group=said.group, new_tokens=said.new_tokens, learning_rate=said.learning_rate,
+        seed=said.seed, replay=False,
+    )  # fmt: skip
+    with serve(settings) as engine, Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         for run in ("off", "on") if said.replay == "both" else (said.replay,):
             task = progress.add_task(run, total=said.steps, now="")
-            settings = Settings(
-                steps=said.steps, prompts=said.prompts, group=said.group, new_tokens=said.new_tokens,
-                learning_rate=said.learning_rate, seed=said.seed, replay=run == "on",
-            )  # fmt: skip
 
             def tell(log: StepLog, task: Any = task) -> None:
                 progress.update(task, advance=1, now=f"reward {log.reward:.3f}  k3 {log.k3:.1e}  max |d| {log.max_abs:.2f}")
 
-            runs[run] = train(settings, tell)
+            runs[run] = train(engine, replace(settings, replay=run == "on"), tell)
     said.out.mkdir(parents=True, exist_ok=True)
     (said.out / "grpo.json").write_text(json.dumps({run: [asdict(log) for log in logs] for run, logs in runs.items()}, indent=1) + "\n")
     plot(runs, said.out / "grpo.png")
