@@ -3,6 +3,7 @@
     schedule n+1 -> dispatch n+1 -> read n -> file its rows -> commit n -> gather rows of the ended -> release their pages
 so that all host work of step n happens while the device runs step n+1. Engine thread only."""
 
+import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +32,7 @@ class EngineCore:
         self.scheduler, self.runner, self.capturer = scheduler, runner, capturer
         self.ledger = Ledger()
         self.num_steps = 0
+        self.last_progress = time.monotonic()  # when a step ended, or work came to an idle core
         self._pending: PendingStep | None = None
         self._ended: list[TokenIDOut] = []  # news of requests that ended between steps
 
@@ -42,6 +44,8 @@ class EngineCore:
     def add(self, reqs: Sequence[Req], stops: Mapping[str, StopCheck] = NO_STOPS) -> None:
         """Accept the requests of one call, all or none; QueueFullError if they do not fit."""
         self.scheduler.add(reqs)
+        if self.ledger.num_live == 0:
+            self.last_progress = time.monotonic()
         for req in reqs:
             self.ledger.enter(req, stops.get(req.rid))
 
@@ -121,6 +125,7 @@ class EngineCore:
                 if req.state is ReqState.FINISHED or req.source.stream:
                     outs.append(self._news(req))
             self.num_steps += 1
+            self.last_progress = time.monotonic()
         _forget_changed_pages(self.scheduler, self.capturer)
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
 
