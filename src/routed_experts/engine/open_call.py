@@ -20,6 +20,7 @@ class OpenCall:
         self._events, self._inbox = asyncio.get_running_loop(), asyncio.Queue[TokenIDOut]()
         self._max_waiting = max_backlog * len(call.answers)
         self._is_closed = False
+        self._sink = self._take  # one object: the loop aborts only what was submitted with the very same sink
 
     @property
     def answers(self) -> tuple[Answer, ...]:
@@ -42,7 +43,7 @@ class OpenCall:
             self._is_closed = True
             self._call.abort_open(self._loop, self._sink)
 
-    def _sink(self, out: TokenIDOut) -> bool:
+    def _take(self, out: TokenIDOut) -> bool:
         try:
             self._events.call_soon_threadsafe(self._inbox.put_nowait, out)
         except RuntimeError:  # the event loop has been closed
