@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from routed_experts.capture import host_cache
 from routed_experts.capture.host_cache import _RoutedExpertsHostCache
 from routed_experts.core.capture_spec import CaptureSpec
 
@@ -51,8 +52,14 @@ class HostCacheMachine(RuleBasedStateMachine):
         assert [violation.name for violation in violations] == ["row_without_page"] * bool(orphaned)
         assert not orphaned or violations[0].detail.startswith(f"{len(orphaned)} of {len(self.known)} ")
 
-    @invariant()
-    def holds_what_the_dict_holds(self):
+    @rule()
+    def read(self):
+        self.agrees()
+
+    def teardown(self):
+        self.agrees()
+
+    def agrees(self):
         slots = np.arange(NUM_SLOTS)[::-1]
         ids, valid, versions = self.cache.gather(slots)
         assert (ids.shape, ids.dtype, versions.dtype) == ((NUM_SLOTS, 2, 2), np.uint16, np.int32)
@@ -60,7 +67,7 @@ class HostCacheMachine(RuleBasedStateMachine):
         assert got == self.known
 
 
-HostCacheMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
+HostCacheMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 test_the_store_agrees_with_a_dictionary = HostCacheMachine.TestCase
 
 
@@ -76,8 +83,9 @@ def test_what_was_gathered_is_a_copy():
 @pytest.mark.parametrize(("slots", "error"), [([-1], AssertionError), ([NUM_SLOTS], IndexError)])
 def test_a_slot_outside_the_store_is_refused(slots, error):
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
+    cache.put(np.array(slots), np.zeros((1, 4), np.uint16), 0)
     with pytest.raises(error):
-        cache.put(np.array(slots), np.zeros((1, 4), np.uint16), 0)
+        cache.file()
     with pytest.raises(error):
         cache.gather(np.array(slots))
 
@@ -91,3 +99,13 @@ def test_rows_of_another_shape_or_dtype_are_refused(rows):
 def test_the_size_is_one_byte_an_id_a_slot_and_four_for_its_version():
     spec = CaptureSpec(num_hidden_layers=48, layer_ids=tuple(range(48)), num_experts=128, top_k=8)
     assert _RoutedExpertsHostCache(64, spec).nbytes == 64 * (384 + 4)
+
+
+def test_what_waits_to_be_filed_is_bounded():
+    cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
+    for step in range(1000):
+        cache.put(np.array([step % NUM_SLOTS]), np.full((1, 4), step % 300, np.uint16), step)
+        cache.clear_pages(np.array([(step + 5) % NUM_SLOTS // PAGE_SIZE]), PAGE_SIZE)
+        assert len(cache._notes) < host_cache._MOST_NOTES
+    cache.put(np.arange(600) % NUM_SLOTS, np.zeros((600, 4), np.uint16), 1000)
+    assert not cache._notes, "a large step is filed at once"

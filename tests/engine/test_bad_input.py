@@ -121,7 +121,7 @@ def test_a_number_must_be_finite_and_within_its_range(engine, field, value):
 
 
 @pytest.mark.parametrize("field", INTEGERS)
-@pytest.mark.parametrize("value", MAGIC, ids=str)
+@pytest.mark.parametrize("value", MAGIC, ids=lambda value: "object" if type(value) is object else str(value))
 def test_an_integer_must_be_one_and_within_its_range(engine, field, value):
     if field == "top_k" and value == -1:  # off, as everywhere
         assert engine.generate("a", {"top_k": -1, "max_tokens": 1})["output_ids"]

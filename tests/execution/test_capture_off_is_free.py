@@ -26,11 +26,12 @@ from routed_experts.engine.backends import ATTENTION, KERNELS
 from routed_experts.execution import model_runner, programs
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models import qwen3_moe, sparse_block
+from routed_experts.models import fused_run, qwen3_moe, sparse_block
 from small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
 
 MODEL_NAMES = frozenset({"capture", "column", "columns"})
 BLOCK_NAMES = frozenset({"capture", "column", "block"})
+FUSED_NAMES = frozenset({"capture", "block"})
 PROGRAM_NAMES = frozenset({"capture", "rows"})
 DEVICE_CACHE = "_RoutedExpertsDeviceCache"
 SIZES = dict(
@@ -109,6 +110,17 @@ def deaf(router):
     return run
 
 
+def deaf_run(whole):
+    """A run of layers that takes no block of ids and gives none."""
+
+    def run(x, arrays, step, attend, cache, places, spec):
+        x, normed, cache, block = whole.run(x, arrays, step, attend, cache, None, places, spec)
+        assert block is None
+        return x, normed, cache
+
+    return run
+
+
 @dataclasses.dataclass(frozen=True)
 class Build:
     """A package of its own: its model, its programs, its table."""
@@ -126,6 +138,8 @@ class Build:
         kernels = KERNELS[moe].load()
         if not self.has_feature and kernels.router is not None:
             kernels = dataclasses.replace(kernels, router=dataclasses.replace(kernels.router, run=deaf(kernels.router)))
+        if not self.has_feature and kernels.whole is not None:
+            kernels = dataclasses.replace(kernels, whole=dataclasses.replace(kernels.whole, run=deaf_run(kernels.whole)))
         backends = {"kernels": kernels, "attention": ATTENTION[attention].load()}
         return self.programs.ProgramSpec(graphdef=graphdef, num_pages=NUM_PAGES, raw_logprobs=False, **feature, **backends), state
 
@@ -141,9 +155,13 @@ REAL = Build(qwen3_moe, programs, model_runner, has_feature=True)
 
 
 def build_from(model_text, programs_text):
-    """Four modules made of text, wired to one another and to the rest of the package."""
+    """Five modules made of text, wired to one another and to the rest of the package."""
     module_of("never.sparse_block", without(sparse_block, BLOCK_NAMES))
-    model = module_of("never.qwen3_moe", model_text.replace("routed_experts.models.sparse_block", "never.sparse_block"))
+    together = without(fused_run, FUSED_NAMES).replace("routed_experts.models.sparse_block", "never.sparse_block")
+    module_of("never.fused_run", together)
+    for name in ("sparse_block", "fused_run"):
+        model_text = model_text.replace(f"routed_experts.models.{name}", f"never.{name}")
+    model = module_of("never.qwen3_moe", model_text)
     own_programs = module_of("never.programs", programs_text)
     table = inspect.getsource(model_runner).replace("routed_experts.execution.programs", "never.programs")
     return Build(model, own_programs, module_of("never.model_runner", table), has_feature=False)
@@ -156,7 +174,7 @@ def never():
 
 
 def test_nothing_of_the_feature_is_left_in_the_build_that_never_heard_of_it():
-    for module, names in ((qwen3_moe, MODEL_NAMES), (sparse_block, BLOCK_NAMES), (programs, PROGRAM_NAMES)):
+    for module, names in ((qwen3_moe, MODEL_NAMES), (sparse_block, BLOCK_NAMES), (fused_run, FUSED_NAMES), (programs, PROGRAM_NAMES)):
         before, after = set(names_in(inspect.getsource(module))), set(names_in(without(module, names)))
         assert names <= before and names.isdisjoint(after)
         # CaptureSpec describes a model to its readers; a config's property of that name is not part of a program.

@@ -106,7 +106,7 @@ def test_the_counts_of_penalties_are_updated_in_place(chip, name):
     assert program.memory_analysis().alias_size_in_bytes >= sum(sizes.values())
 
 
-@pytest.mark.parametrize("name", MAX_TEMP_BYTES.keys() - FORWARD.keys())
+@pytest.mark.parametrize("name", sorted(MAX_TEMP_BYTES.keys() - FORWARD.keys()))
 def test_programs_after_the_forward_pass_are_the_same_with_and_without_capture(name):
     assert lowered("v5e", name, capture=True).as_text() == lowered("v5e", name, capture=False).as_text()
 

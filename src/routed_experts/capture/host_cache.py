@@ -2,8 +2,9 @@
 
 A row has the life of its slot: written by the pass that wrote the slot's keys and values, shared as they are shared, and
 forgotten when the page is handed out again. What stands in a row that is not valid is never to be returned. Validity is kept in the
-slot's weight version, below 0 where there is no row: filing a step is two writes, cold in cache as they are between two steps.
-Token-major: one token's row is one contiguous run of M*K bytes. Engine thread only.
+slot's weight version, below 0 where there is no row: filing a step is two writes. What steps bring is written down in their order and
+filed some steps at a time, at the latest when somebody reads: between two steps the store and the code that files are cold in cache,
+and filing one step then costs as much as filing ten. Token-major: one token's row is one contiguous run of M*K bytes. Engine thread only.
 Dims: Z slots, P pages, R rows, M MoE layers, K experts per token."""
 
 from dataclasses import dataclass
@@ -16,6 +17,25 @@ from routed_experts.core.integrity import Violation
 
 _NUM_SHOWN = 8
 _NO_ROW = -1  # a weight version that no weights have
+_MOST_NOTES = 24  # that wait to be filed: at a batch of 8 about 16 steps, and the pages that changed between them
+_MOST_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Rows of one step, to be filed."""
+
+    slots: Int[np.ndarray, " R"]
+    rows: UInt[np.ndarray, "R M*K"]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Forgotten:
+    """Slots whose rows are to be forgotten, by page of `page_size` slots."""
+
+    pages: Int[np.ndarray, " P"]
+    page_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +55,8 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         self._spec = spec
         self._store: UInt[np.ndarray, "Z M*K"] = np.zeros((num_slots, spec.num_moe_layers * spec.top_k), spec.dtype)
         self._versions: Int32[np.ndarray, " Z"] = np.full(num_slots, _NO_ROW, np.int32)
+        self._notes: list[_Step | _Forgotten] = []
+        self._noted_rows = 0
 
     @property
     def nbytes(self) -> int:
@@ -42,36 +64,55 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         return self._store.nbytes + self._versions.nbytes
 
     def put(self, slots: Int[np.ndarray, " R"], rows: UInt[np.ndarray, "R M*K"], version: int) -> None:
-        """File rows of one step under their slots: real tokens only, never padding. `version`: of the weights that ran."""
+        """Take the rows of one step under their slots: real tokens only, never padding. `version`: of the weights that ran. Both arrays
+        are the store's from now on."""
         assert rows.shape == (slots.size, self._store.shape[1]), (rows.shape, slots.shape, self._store.shape)
         assert rows.dtype == self._store.dtype, (rows.dtype, self._store.dtype)
-        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
         assert version > _NO_ROW, version
-        self._store[slots] = rows
-        self._versions[slots] = version
+        self._noted_rows += slots.size
+        self._note(_Step(slots, rows, version))
 
     def clear(self, slots: Int[np.ndarray, " R"]) -> None:
         """Forget the rows of these slots."""
-        self._versions[slots] = _NO_ROW
+        self.clear_pages(slots, 1)
 
     def clear_pages(self, pages: Int[np.ndarray, " P"], page_size: int) -> None:
         """Forget the rows of these pages; page p holds slots [p * page_size, (p + 1) * page_size)."""
         assert self._versions.size % page_size == 0, f"{self._versions.size} slots are no whole number of pages of {page_size}"
-        self._versions.reshape(-1, page_size)[pages] = _NO_ROW
+        self._note(_Forgotten(pages, page_size))
+
+    def file(self) -> None:
+        """Write down in the store what steps brought, in their order; every reader does so first."""
+        notes, self._notes, self._noted_rows = self._notes, [], 0
+        for note in notes:
+            if isinstance(note, _Forgotten):
+                self._versions.reshape(-1, note.page_size)[note.pages] = _NO_ROW
+                continue
+            assert note.slots.size == 0 or note.slots.min() >= 0, f"slot {note.slots.min()}: wanted 0 to {self._versions.size - 1}"
+            self._store[note.slots] = note.rows
+            self._versions[note.slots] = note.version
+
+    def _note(self, note: "_Step | _Forgotten") -> None:
+        self._notes.append(note)
+        if len(self._notes) >= _MOST_NOTES or self._noted_rows >= _MOST_ROWS:
+            self.file()
 
     def gather(self, slots: Int[np.ndarray, " R"]) -> tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np.ndarray, " R"]]:
         """Copy out ids, valid bits and versions; ids of a row that is not valid mean nothing."""
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
+        self.file()
         ids = self._store.take(slots, axis=0).reshape(slots.size, self._spec.num_moe_layers, self._spec.top_k)
         versions = self._versions[slots]
         return ids, versions > _NO_ROW, versions
 
     def poison(self) -> None:
         """Fill every row that is not valid with the largest value of its dtype, so that a test sees it come back."""
+        self.file()
         self._store[self._versions == _NO_ROW] = np.iinfo(self._store.dtype).max
 
     def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
         """Check that no row is valid outside `owned_slots`, the slots of all pages that someone holds."""
+        self.file()
         valid = self._versions > _NO_ROW
         orphaned = valid.copy()
         orphaned[owned_slots] = False

@@ -56,6 +56,7 @@ class ModelRunner:
         self._last_tokens = jnp.zeros(config.num_request_slots, jnp.int32)
         self._spoken = _zeros(abstract_spoken(config))  # now: the first penalty must not find the device full, nor compile
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
+        self._copies = next(iter(self._last_tokens.devices())).platform != "cpu"  # there the host reads an output where it lies
 
     @property
     def state(self) -> nnx.State[Any, Any]:
@@ -89,9 +90,10 @@ class ModelRunner:
         scored = None
         if batch.prompt_targets is not None:
             scored = self._programs["score", shape.num_tokens](self._weights, out.hidden, jax.device_put(batch.prompt_targets))
-        for array in (sampled, scored, out.rows):
-            if array is not None:
-                array.copy_to_host_async()
+        if self._copies:
+            for array in (sampled, scored, out.rows):
+                if array is not None:
+                    array.copy_to_host_async()
         return PendingStep(batch=batch, sampled=sampled, scored=scored, rows=out.rows, weight_version=self.weight_version)
 
     def read(self, pending: PendingStep) -> StepResult:

@@ -119,9 +119,15 @@ def sample_tokens(
     if spoken is not None and full is not None:
         spoken, penalties = count_spoken(spoken, full.tokens, batch)
         logits = penalize(raw, penalties, full.bias_ids, full.bias_values)
-    tokens, processed = sample(logits, batch.sampling, _MODES[form])
-    source = raw if spec.raw_logprobs else processed
-    columns = [tokens[:, None], _bits(token_logprobs(source, tokens))[:, None]]
+    mode, choose = _MODES[form], spec.kernels.choose
+    if mode is SamplingMode.GREEDY and choose is not None:  # nothing was processed: raw logprobs and processed ones are the same
+        tokens, logprobs = choose(logits)
+        source = raw
+    else:
+        tokens, processed = sample(logits, batch.sampling, mode)
+        source = raw if spec.raw_logprobs else processed
+        logprobs = token_logprobs(source, tokens)
+    columns = [tokens[:, None], _bits(logprobs)[:, None]]
     if full is not None:
         values, ids = top_logprobs(source)
         columns += [ids, _bits(values)]

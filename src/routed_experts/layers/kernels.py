@@ -1,11 +1,12 @@
 """The kernels that a model's layers run on, chosen once and passed down. Knows nothing of how they were chosen.
-Dims: N tokens, E experts, M MoE layers, K experts per token."""
+Dims: N tokens, E experts, M MoE layers, K experts per token, B rows, V vocabulary."""
 
 import dataclasses
 from collections.abc import Callable
 
 from jaxtyping import Array, Float, Int
 
+from routed_experts.layers.layer_run import LayerRun
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.moe import ExpertCall, MoeBackend
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
@@ -45,9 +46,12 @@ class FusedSteps:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """One way to run each part of a layer. `router` None: plain array code, and a write of the ids of its own. `fused` None: no
-    shorter way for steps of few tokens."""
+    shorter way for steps of few tokens. `whole` None: no kernel that runs all layers of a run at once. `choose` gives the best token
+    of each row of logits, as `best_token` does, and its logprob; None: plain array code."""
 
     moe: MoeBackend
     linear: LinearBackend = REFERENCE_LINEAR
     router: FusedRouter | None = None
     fused: FusedSteps | None = None
+    whole: LayerRun | None = None
+    choose: Callable[[Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]] | None = None

@@ -19,6 +19,7 @@ from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.layer_run import RunArrays, RunPlaces, StepArrays
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.moe import gated
 from routed_experts.layers.norm import rms_norm
@@ -28,7 +29,7 @@ from routed_experts.layers.routing import LayerRouting, RouterSpec
 from routed_experts.models.attention_block import HeadNorms, mix_values
 from routed_experts.models.checkpoint import WeightSource
 from routed_experts.models.config_reader import ConfigReader
-from routed_experts.models.fused_run import RunArrays, StepArrays, fused_run, runs_fused
+from routed_experts.models.fused_run import run_together, runs_together
 from routed_experts.models.interface import PLAIN, Attend, Needs, TokenRouting
 from routed_experts.models.sparse_block import ExpertWeights, route, router_logits, routes_in_place, run_experts
 
@@ -189,13 +190,12 @@ class Qwen3Moe(nnx.Module):
         shared = StepArrays(cos=cos, sin=sin, valid=valid)
         x = jnp.take(self.embed[...], tokens, axis=0)
         first_moe, normed = 0, None
-        fused = runs_fused(kernels, attend, routed, tokens.shape[0], config.router)
+        together = runs_together(kernels, attend, routed, tokens.shape[0], config.router)
         for run in self.runs:
-            if fused is not None and isinstance(attend, PagedAttend) and run.router is not None:
-                arrays = run.arrays(self.norm[...], eps=config.norm_eps)
-                places = {"first_layer": run.first, "first_column": first_moe}
-                x, normed, cache, capture = fused_run(
-                    x, arrays, shared, attend, cache, capture, **places, spec=config.router, kernels=kernels, fused=fused
+            if together is not None and isinstance(attend, PagedAttend) and run.router is not None:
+                arrays, places = run.arrays(self.norm[...], eps=config.norm_eps), RunPlaces(first_layer=run.first, first_column=first_moe)
+                x, normed, cache, capture = run_together(
+                    together, x, arrays, shared, attend, cache, capture, places=places, spec=config.router, kernels=kernels
                 )
                 first_moe += run.length
                 continue

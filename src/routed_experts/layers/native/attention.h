@@ -152,11 +152,11 @@ void attend(const AttentionShape& s, const PagedStep& step, const QueryPiece& pi
 }
 
 template <class Q, class T>
-void attention(xla::ffi::ThreadPool& pool, const AttentionShape& s, const PagedStep& step, const Q* queries, const T* cache, Q* out) {
+void attention(Team& team, const AttentionShape& s, const PagedStep& step, const Q* queries, const T* cache, Q* out) {
   const int64_t told = s.requests ? step.query_starts[s.requests] : 0;
   std::memset(static_cast<void*>(out + told * s.heads * s.dim), 0, (s.tokens - told) * s.heads * s.dim * sizeof(Q));  // padding
-  const std::vector<QueryPiece> pieces = query_pieces(s, step, pool.num_threads());
-  parallel_for(pool, pieces.size(), [&](int64_t i) { attend(s, step, pieces[i], queries, cache, out); });
+  const std::vector<QueryPiece> pieces = query_pieces(s, step, team.size());
+  team.each(pieces.size(), [&](int64_t i) { attend(s, step, pieces[i], queries, cache, out); });
 }
 
 }  // namespace rex

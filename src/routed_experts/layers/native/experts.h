@@ -9,6 +9,8 @@
 namespace rex {
 
 constexpr int64_t kExpertRows = 128;  // rows of a piece of work: they and their hidden values stay in cache beside the weights
+constexpr int64_t kCombineRows = 64;
+constexpr int64_t kPartColumns = 128;  // a part of an expert reads runs of at least so many weights
 
 struct ExpertShape {
   int64_t tokens, top_k, hidden, width, experts, first;
@@ -50,18 +52,63 @@ inline void gate(const float* both, int64_t width, float* hidden) {  // [2F] -> 
 }
 
 template <class T>
-void run_piece(const ExpertShape& s, const Piece& piece, const int32_t* order, const T* x, const T* gate_up, const T* down,
-               float* outputs) {
-  thread_local Scratch row_scratch, both_scratch, hidden_scratch;
-  const int64_t count = piece.end - piece.begin, expert = s.first + piece.expert, wide = 2 * s.width, step = wide + kPad;
-  float *rows = row_scratch.floats(count * s.hidden), *hidden = hidden_scratch.floats(count * s.width);
-  float* both = both_scratch.zeros(count * step);
-  for (int64_t i = 0; i < count; i++) convert(x + order[piece.begin + i] / s.top_k * s.hidden, rows + i * s.hidden, s.hidden);
-  product(count, rows, s.hidden, gate_up + expert * s.hidden * wide, wide, s.hidden, wide, both, step);
-  for (int64_t i = 0; i < count; i++) gate(both + i * step, s.width, hidden + i * s.width);
-  float* out = outputs + piece.begin * s.out_step();
-  std::fill(out, out + count * s.out_step(), 0.0f);
-  product(count, hidden, s.width, down + expert * s.width * s.hidden, s.hidden, s.width, s.hidden, out, s.out_step());
+struct ExpertRun {
+  const ExpertShape& s;
+  const T *x, *gate_up, *down;
+  const int32_t* order;
+  float* outputs;  // [slots, out_step]
+  float* hidden;   // [slots, F]; where experts are run in parts
+
+  const float* rows(const Piece& piece) const {
+    thread_local Scratch scratch;
+    float* wide = scratch.floats((piece.end - piece.begin) * s.hidden);
+    for (int64_t i = piece.begin; i < piece.end; i++) convert(x + order[i] / s.top_k * s.hidden, wide + (i - piece.begin) * s.hidden, s.hidden);
+    return wide;
+  }
+
+  // A whole expert: its hidden values stay in cache.
+  void whole(const Piece& piece) const {
+    thread_local Scratch both_scratch, hidden_scratch;
+    const int64_t count = piece.end - piece.begin, wide = 2 * s.width, step = wide + kPad;
+    float *inner = hidden_scratch.floats(count * s.width), *both = both_scratch.zeros(count * step);
+    product(count, rows(piece), s.hidden, gate_up + (s.first + piece.expert) * s.hidden * wide, wide, s.hidden, wide, both, step);
+    for (int64_t i = 0; i < count; i++) gate(both + i * step, s.width, inner + i * s.width);
+    finish(piece, inner, 0, s.hidden);
+  }
+
+  // Columns begin..end of the hidden values.
+  void begin(const Piece& piece, int64_t begin, int64_t end) const {
+    thread_local Scratch scratch;
+    const int64_t count = piece.end - piece.begin, wide = 2 * s.width, part = end - begin, step = 2 * part + kPad;
+    float* both = scratch.zeros(count * step);
+    const float* from = rows(piece);
+    const T* weights = gate_up + (s.first + piece.expert) * s.hidden * wide + begin;
+    product(count, from, s.hidden, weights, wide, s.hidden, part, both, step);
+    product(count, from, s.hidden, weights + s.width, wide, s.hidden, part, both + part, step);
+    for (int64_t i = 0; i < count; i++) gate(both + i * step, part, hidden + (piece.begin + i) * s.width + begin);
+  }
+
+  // Columns begin..end of what the expert gives.
+  void finish(const Piece& piece, const float* inner, int64_t begin, int64_t end) const {
+    const int64_t count = piece.end - piece.begin;
+    float* out = outputs + piece.begin * s.out_step() + begin;
+    for (int64_t i = 0; i < count; i++) std::fill(out + i * s.out_step(), out + i * s.out_step() + end - begin, 0.0f);
+    const T* weights = down + (s.first + piece.expert) * s.width * s.hidden + begin;
+    product(count, inner, s.width, weights, s.hidden, s.width, end - begin, out, s.out_step());
+  }
+};
+
+// Into how many parts each expert is cut, so that no core waits long for another's last one: few rows are bound by memory, and there
+// a part costs as much as its share of the weights. Sums are never cut, so a row's result is the same by a bit.
+inline int64_t expert_parts(const ExpertShape& s, int64_t slots, int64_t pieces, int64_t threads) {
+  if (threads < 2 || slots > pieces * kStreamRows) return 1;
+  const int64_t most = std::max<int64_t>(1, std::min(s.width, s.hidden) / kPartColumns);
+  return std::clamp<int64_t>((16 * threads + pieces - 1) / std::max<int64_t>(pieces, 1), 1, most);
+}
+
+// Column `part` of `parts` begins here; whole vectors.
+inline int64_t part_start(int64_t cols, int64_t part, int64_t parts) {
+  return part == parts ? cols : cols * part / parts / kLanes * kLanes;
 }
 
 template <class T>
@@ -78,19 +125,32 @@ void combine(const ExpertShape& s, int64_t n, const int32_t* place, const float*
 }
 
 template <class T>
-bool experts(xla::ffi::ThreadPool& pool, const ExpertShape& s, const T* x, const int32_t* ids, const float* weights, const bool* valid,
+bool experts(Team& team, const ExpertShape& s, const T* x, const int32_t* ids, const float* weights, const bool* valid,
              const T* gate_up, const T* down, T* y) {
   std::vector<int32_t> order;
   std::vector<Piece> pieces;
   if (!plan(s, ids, valid, order, pieces)) return false;
   std::vector<int32_t> place(s.tokens * s.top_k);
   for (size_t i = 0; i < order.size(); i++) place[order[i]] = i;
-  thread_local Scratch scratch;
-  float* outputs = scratch.floats(order.size() * s.out_step());
-  parallel_for(pool, pieces.size(), [&](int64_t i) { run_piece(s, pieces[i], order.data(), x, gate_up, down, outputs); });
-  const int64_t block = 64, blocks = (s.tokens + block - 1) / block;
-  parallel_for(pool, blocks, [&](int64_t b) {
-    for (int64_t n = b * block; n < std::min((b + 1) * block, s.tokens); n++) combine(s, n, place.data(), weights, valid[n], outputs, y);
+  thread_local Scratch out_scratch, hidden_scratch;
+  float* outputs = out_scratch.floats(order.size() * s.out_step());
+  const int64_t parts = expert_parts(s, order.size(), pieces.size(), team.size());
+  float* hidden = parts == 1 ? nullptr : hidden_scratch.floats(order.size() * s.width);
+  const ExpertRun<T> run{s, x, gate_up, down, order.data(), outputs, hidden};
+  if (parts == 1) {
+    team.each(pieces.size(), [&](int64_t i) { run.whole(pieces[i]); });
+  } else {
+    const int64_t items = pieces.size() * parts;
+    team.each(items, [&](int64_t i) {
+      run.begin(pieces[i / parts], part_start(s.width, i % parts, parts), part_start(s.width, i % parts + 1, parts));
+    });
+    team.each(items, [&](int64_t i) {
+      const Piece& piece = pieces[i / parts];
+      run.finish(piece, hidden + piece.begin * s.width, part_start(s.hidden, i % parts, parts), part_start(s.hidden, i % parts + 1, parts));
+    });
+  }
+  each_block(team, s.tokens, kCombineRows, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n++) combine(s, n, place.data(), weights, valid[n], outputs, y);
   });
   return true;
 }

@@ -1,38 +1,14 @@
 // The XLA FFI handlers: shapes and dtypes in, calls of the headers beside this file out. Knows no model.
-#include <string>
-
 #include "attention.h"
+#include "choose.h"
 #include "experts.h"
+#include "handlers.h"
 #include "linear.h"
 #include "prepare.h"
 #include "router.h"
-
-namespace ffi = xla::ffi;
+#include "run_handler.h"
 
 namespace rex {
-
-template <class T>
-T* at(ffi::AnyBuffer& buffer) {
-  return reinterpret_cast<T*>(buffer.untyped_data());
-}
-template <class T>
-T* at(ffi::Result<ffi::AnyBuffer>& buffer) {
-  return reinterpret_cast<T*>(buffer->untyped_data());
-}
-
-// Nothing is converted on the way in: what a handler reads as one type must have it.
-inline ffi::Error differ(const char* what) { return ffi::Error::InvalidArgument(std::string("dtypes or shapes differ: ") + what); }
-
-// Call `body` with a value of the C++ type that stands for `dtype`.
-template <class Body>
-ffi::Error of_dtype(ffi::DataType dtype, Body&& body) {
-  switch (dtype) {
-    case ffi::F32: return body(float{});
-    case ffi::BF16: return body(bf16{});
-    case ffi::F16: return body(f16{});
-    default: return ffi::Error::InvalidArgument("the dtype must be float32, bfloat16 or float16");
-  }
-}
 
 ffi::Error run_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ids, ffi::Buffer<ffi::F32> weights,
                        ffi::Buffer<ffi::PRED> valid, ffi::AnyBuffer gate_up, ffi::AnyBuffer down, ffi::Buffer<ffi::S32> first,
@@ -47,9 +23,10 @@ ffi::Error run_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::
   if (chosen[0] != shape.tokens || weights.element_count() != ids.element_count() || int64_t(valid.element_count()) != shape.tokens)
     return differ("ids and weights are [N, K] and valid [N]");
   if (shape.first < 0 || shape.first + num_experts > second[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
+  Team team(pool);
   return of_dtype(gate_up.element_type(), [&](auto type) {
     using T = decltype(type);
-    const bool known = experts<T>(pool, shape, at<T>(x), ids.typed_data(), weights.typed_data(), valid.typed_data(), at<T>(gate_up),
+    const bool known = experts<T>(team, shape, at<T>(x), ids.typed_data(), weights.typed_data(), valid.typed_data(), at<T>(gate_up),
                                   at<T>(down), at<T>(y));
     return known ? ffi::Error::Success() : ffi::Error::InvalidArgument("an expert id is outside 0..num_experts-1");
   });
@@ -61,11 +38,12 @@ ffi::Error run_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer wei
   const int64_t index = layer.typed_data()[0];
   if (x.element_type() != weights.element_type() || rows[1] != stack[1]) return differ("x is [N, D] and weights [R, D, O] of one dtype");
   if (index < 0 || index >= stack[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
+  Team team(pool);
   return of_dtype(weights.element_type(), [&](auto type) {
     using T = decltype(type);
     const T* matrix = at<T>(weights) + index * stack[1] * stack[2];
     return of_dtype(y->element_type(), [&](auto out) {
-      linear(pool, rows[0], rows[1], stack[2], at<T>(x), matrix, at<decltype(out)>(y));
+      linear(team, rows[0], rows[1], stack[2], at<T>(x), matrix, at<decltype(out)>(y));
       return ffi::Error::Success();
     });
   });
@@ -85,11 +63,12 @@ ffi::Error run_attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyB
     if (begin < 0 || end < begin || end > shape.tokens || (end > begin && step.positions[end - 1] >= shape.pages * shape.page))
       return ffi::Error::InvalidArgument("query_starts or positions lie outside the step or its page table");
   }
+  Team team(pool);
   return of_dtype(queries.element_type(), [&](auto query) {
     using Q = decltype(query);
     return of_dtype(cache.element_type(), [&](auto stored) {
       using T = decltype(stored);
-      attention(pool, shape, step, at<Q>(queries), at<T>(cache), at<Q>(out));
+      attention(team, shape, step, at<Q>(queries), at<T>(cache), at<Q>(out));
       return ffi::Error::Success();
     });
   });
@@ -113,12 +92,13 @@ ffi::Error run_prepare(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer 
     if (valid.typed_data()[n] && (positions.typed_data()[n] < 0 || positions.typed_data()[n] >= shape.pages * shape.page))
       return ffi::Error::InvalidArgument("a position lies outside the page table");
   if (shape.layer < 0 || shape.layer >= norms[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
+  Team team(pool);
   return of_dtype(qkv.element_type(), [&](auto type) {
     using T = decltype(type);
     const PrepareInputs<T> inputs{at<T>(qkv), at<T>(q_norm), at<T>(k_norm), cos.typed_data(), sin.typed_data(),
                                   positions.typed_data(), token_rows.typed_data(), page_table.typed_data(), valid.typed_data()};
     return of_dtype(cache.element_type(), [&](auto stored) {
-      prepare(pool, shape, inputs, at<T>(queries), at<decltype(stored)>(written));
+      prepare(team, shape, inputs, at<T>(queries), at<decltype(stored)>(written));
       return ffi::Error::Success();
     });
   });
@@ -127,8 +107,9 @@ ffi::Error run_prepare(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer 
 ffi::Error run_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Result<ffi::Buffer<ffi::S32>> ids,
                       ffi::Result<ffi::Buffer<ffi::F32>> weights, bool renormalize) {
   const auto rows = logits.dimensions();
-  const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize};
-  route(pool, shape, logits.typed_data(), ids->typed_data(), weights->typed_data(), nullptr);
+  const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize, rows[0]};
+  Team team(pool);
+  route(team, shape, logits.typed_data(), ids->typed_data(), weights->typed_data(), nullptr);
   return ffi::Error::Success();
 }
 
@@ -138,11 +119,22 @@ ffi::Error run_recording_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logi
                                 ffi::Result<ffi::Buffer<ffi::F32>> weights,
                                 ffi::Result<ffi::Buffer<ffi::S32>> written, bool renormalize) {
   const auto rows = logits.dimensions();
-  const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize};
+  const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize, rows[0]};
   const int64_t first = layer.typed_data()[0] * shape.top_k;
   if (block.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the block of ids was copied");
   if (first < 0 || first + shape.top_k > block.dimensions()[0]) return ffi::Error::InvalidArgument("the layer lies outside the block");
-  route(pool, shape, logits.typed_data(), ids->typed_data(), weights->typed_data(), written->typed_data() + first * shape.tokens);
+  Team team(pool);
+  route(team, shape, logits.typed_data(), ids->typed_data(), weights->typed_data(), written->typed_data() + first * shape.tokens);
+  return ffi::Error::Success();
+}
+
+ffi::Error run_choose(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::Result<ffi::Buffer<ffi::S32>> tokens,
+                      ffi::Result<ffi::Buffer<ffi::F32>> logprobs) {
+  const auto rows = scores.dimensions();
+  if (int64_t(tokens->element_count()) != rows[0] || int64_t(logprobs->element_count()) != rows[0] || rows[1] < 1)
+    return differ("scores are [B, V], tokens and logprobs [B]");
+  Team team(pool);
+  choose_tokens(team, rows[0], rows[1], scores.typed_data(), tokens->typed_data(), logprobs->typed_data());
   return ffi::Error::Success();
 }
 
@@ -217,3 +209,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexRecordingRouter, rex::run_recording_router,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Attr<bool>("renormalize"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexLayerRun, rex::run_layer_run,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("first_layer")
+                                  .Attr<int64_t>("first_column")
+                                  .Attr<int64_t>("layer_pages")
+                                  .Attr<int64_t>("top_k")
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("renormalize"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexChoose, rex::run_choose,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());

@@ -43,12 +43,12 @@ void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, co
 }
 
 template <class T, class Out>
-void linear(xla::ffi::ThreadPool& pool, int64_t rows, int64_t depth, int64_t cols, const T* x, const T* weights, Out* y) {
+void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const T* x, const T* weights, Out* y) {
   thread_local Scratch scratch;
   const float* from = as_floats(scratch, x, rows * depth);
-  const int64_t most = piece_columns(rows, cols, pool.num_threads());
+  const int64_t most = piece_columns(rows, cols, team.size());
   const int64_t across = (cols + most - 1) / most, down = (rows + kLinearRows - 1) / kLinearRows;
-  parallel_for(pool, across * down, [&](int64_t item) {
+  team.each(across * down, [&](int64_t item) {
     const int64_t c = item % across * most, r = item / across * kLinearRows;
     const int64_t width = std::min(most, cols - c), height = std::min(kLinearRows, rows - r);
     linear_piece(height, width, depth, cols, from + r * depth, weights + c, y + r * cols + c);

@@ -1,7 +1,6 @@
 """The native kernels as backends. Each takes the arrays of its registry's contract and gives what `reference` gives, within rounding.
 Nothing of their weights is copied. Not differentiable. Dims as in layers/moe.py, layers/linear.py, layers/attention.py."""
 
-import functools
 from typing import Any
 
 import jax
@@ -14,24 +13,14 @@ from routed_experts.layers.attention import AttentionBackend, PagedBatch, Projec
 from routed_experts.layers.kernels import FusedRouter, Kernels
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ExpertCall, MoeBackend
-from routed_experts.layers.native import toolchain
+from routed_experts.layers.native.handlers import registered
+from routed_experts.layers.native.run import NATIVE_RUN
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk
-
-_HANDLERS = ("RexExperts", "RexLinear", "RexAttention", "RexPrepare", "RexRouter", "RexRecordingRouter")
-
-
-@functools.cache
-def _registered() -> bool:
-    """Make the handlers known to XLA, once a process."""
-    library = toolchain.library()
-    for name in _HANDLERS:
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
-    return True
 
 
 def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
     """Each chosen expert is read once, by one core; the K outputs of a row are summed in executed order, in float32."""
-    assert _registered()
+    assert registered()
     run = jax.ffi.ffi_call("RexExperts", jax.ShapeDtypeStruct(call.x.shape, call.x.dtype))
     ids, weights, first = call.ids.astype(jnp.int32), call.weights.astype(jnp.float32), call.first_expert.astype(jnp.int32)
     return run(call.x, ids, weights, call.valid, call.gate_up, call.down, first.reshape(1), num_experts=call.num_experts)
@@ -39,7 +28,7 @@ def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
 
 def native_linear(x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any) -> Float[Array, "N O"]:
     """Columns are shared out among the cores."""
-    assert _registered()
+    assert registered()
     run = jax.ffi.ffi_call("RexLinear", jax.ShapeDtypeStruct((x.shape[0], weights.shape[2]), dtype))
     return run(x, weights, jnp.asarray(layer, jnp.int32).reshape(1))
 
@@ -48,7 +37,7 @@ def native_attention(
     queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
 ) -> Float[Array, "N H C"]:
     """Online softmax over the pages of each request; (tokens, kv head) pieces are shared out among the cores."""
-    assert _registered()
+    assert registered()
     run = jax.ffi.ffi_call("RexAttention", jax.ShapeDtypeStruct(queries.shape, queries.dtype))
     return run(queries, pool, jnp.asarray(first_page, jnp.int32).reshape(1), batch.positions, batch.query_starts, batch.page_table)
 
@@ -57,7 +46,7 @@ def native_prepare(
     projected: Projected, pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
     """Norms, rotary positions and the write of keys and values, as one kernel."""
-    assert _registered()
+    assert registered()
     qkv, groups, dim = projected.qkv, pool.shape[2] // 2, pool.shape[3]
     queries = jax.ShapeDtypeStruct((qkv.shape[0], qkv.shape[1] // dim - 2 * groups, dim), qkv.dtype)
     made: list[jax.ShapeDtypeStruct] = [queries, jax.ShapeDtypeStruct(pool.shape, pool.dtype)]
@@ -87,7 +76,7 @@ def native_router(
         if block is not None:
             block = lax.dynamic_update_slice_in_dim(block, routing.ids.T, layer * spec.top_k, axis=0)
         return routing, block
-    assert _registered()
+    assert registered()
     shape = (logits.shape[0], spec.top_k)
     made: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)]
     wide = logits.astype(jnp.float32)
@@ -99,10 +88,21 @@ def native_router(
     return Routing(weights=weights, ids=ids, native_ids=ids, replaced=jnp.zeros(logits.shape[0], bool)), block
 
 
+def native_choose(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """The best token of each row and its logprob; equal scores go to the lower id, and NaN gives the last one."""
+    assert registered()
+    rows = logits.shape[:1]
+    made: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.float32)]
+    tokens, logprobs = jax.ffi.ffi_call("RexChoose", made)(logits)
+    return tokens, logprobs
+
+
 _LINEAR = LinearBackend(name="native", run=native_linear, layered=True)
 NATIVE_KERNELS = Kernels(
     moe=MoeBackend(name="native", run=native_experts),
     linear=_LINEAR,
     router=FusedRouter(name="native", run=native_router, linear=_LINEAR),
+    whole=NATIVE_RUN,
+    choose=native_choose,
 )
 NATIVE_ATTENTION = AttentionBackend(name="native", run=native_attention, fused=native_fused_attention)

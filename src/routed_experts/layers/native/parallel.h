@@ -1,6 +1,11 @@
-// Work shared between the caller and XLA's own threads. Items are handed out one by one, so unequal ones balance; the caller
-// takes part and waits only for items that were begun, so a busy pool makes it slower and never stops it.
+// Work shared between a kernel's caller and XLA's own threads. Knows nothing of what the work is.
+//
+// A team lasts as long as its kernel. Its helpers are asked for once, and between two loops of the kernel they stay awake: a whole run
+// of layers is one kernel of many short loops, and waking a thread costs more than most of them. Items are handed out one by one, so
+// unequal ones balance; the caller takes part and waits only for items that were begun, so a busy pool makes it slower and never
+// stops it.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -10,27 +15,98 @@
 
 namespace rex {
 
-template <class Body>
-void parallel_for(xla::ffi::ThreadPool& pool, int64_t items, const Body& body) {
+inline void rest(int& spins) {
+  if (++spins > 4000) {
+    std::this_thread::yield();
+  } else {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
+class Team {
+ public:
+  explicit Team(xla::ffi::ThreadPool& pool) : pool_(pool), state_(std::make_shared<State>()) {}
+  Team(const Team&) = delete;
+  ~Team() { state_->turn.store(kOver, std::memory_order_release); }
+
+  int64_t size() const { return std::max<int64_t>(pool_.num_threads(), 1); }
+
+  // Run body(item) for every item of 0..items-1.
+  template <class Body>
+  void each(int64_t items, const Body& body) {
+    if (items < 2 || size() < 2) {
+      for (int64_t i = 0; i < items; i++) body(i);
+      return;
+    }
+    gather();
+    State& s = *state_;
+    s.call.store([](const void* b, int64_t i) { (*static_cast<const Body*>(b))(i); }, std::memory_order_release);
+    s.body.store(&body, std::memory_order_release);
+    s.items.store(items, std::memory_order_release);
+    s.done.store(0, std::memory_order_relaxed);
+    s.turn.store(++loop_ << kItemBits, std::memory_order_release);
+    s.work();
+    for (int spins = 0; s.done.load(std::memory_order_acquire) < items;) rest(spins);
+    s.turn.store((loop_ << kItemBits) | kClosed, std::memory_order_release);
+  }
+
+ private:
+  static constexpr int kItemBits = 32;
+  static constexpr uint64_t kClosed = (uint64_t{1} << kItemBits) - 1;
+  static constexpr uint64_t kOver = ~uint64_t{0};
+
+  // `turn` is the number of the loop and its next item in one word: who moves it from one item to the next has the item, and the loop
+  // cannot end before that item is done. A loop is closed before the next is written down, so whoever read parts of two loops finds
+  // that `turn` has moved on.
   struct State {
-    std::atomic<int64_t> next{0}, done{0};
-    int64_t items;
-    const Body* body;  // the caller's; read only by who holds an item
-    void work() {
-      for (int64_t item; (item = next.fetch_add(1)) < items;) {
-        (*body)(item);
+    std::atomic<uint64_t> turn{kClosed};
+    std::atomic<int64_t> items{0}, done{0};
+    std::atomic<const void*> body{nullptr};
+    std::atomic<void (*)(const void*, int64_t)> call{nullptr};
+
+    // Take items until none is left; false once the team is over.
+    bool work() {
+      for (;;) {
+        uint64_t now = turn.load(std::memory_order_acquire);
+        if (now == kOver) return false;
+        const int64_t item = now & kClosed;
+        if (item >= items.load(std::memory_order_acquire)) return true;
+        const void* what = body.load(std::memory_order_acquire);
+        auto run = call.load(std::memory_order_acquire);
+        if (!turn.compare_exchange_strong(now, now + 1, std::memory_order_acq_rel)) continue;
+        run(what, item);
         done.fetch_add(1, std::memory_order_release);
       }
     }
   };
-  auto state = std::make_shared<State>();
-  state->items = items;
-  state->body = &body;
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), items) - 1;
-  for (int64_t i = 0; i < helpers; i++) pool.Schedule([state] { state->work(); });
-  state->work();
-  for (int spins = 0; state->done.load(std::memory_order_acquire) < items; spins++)
-    if (spins > 2000) std::this_thread::yield();
+
+  void gather() {
+    if (gathered_) return;
+    gathered_ = true;
+    for (int64_t i = 1; i < size(); i++)
+      pool_.Schedule([state = state_] {
+        uint64_t seen = 0;
+        for (int spins = 0; state->work();) {
+          const uint64_t now = state->turn.load(std::memory_order_relaxed);
+          if (now != seen) spins = 0, seen = now;
+          rest(spins);
+        }
+      });
+  }
+
+  xla::ffi::ThreadPool& pool_;
+  std::shared_ptr<State> state_;
+  uint64_t loop_ = 0;
+  bool gathered_ = false;
+};
+
+// The same for rows 0..rows-1 in blocks of at most `most`, enough of them for the whole team: body(begin, end).
+template <class Body>
+void each_block(Team& team, int64_t rows, int64_t most, const Body& body) {
+  const int64_t size = std::clamp<int64_t>(rows / (2 * team.size()), 1, most);
+  team.each((rows + size - 1) / size, [&](int64_t b) { body(b * size, std::min(rows, (b + 1) * size)); });
 }
 
 }  // namespace rex

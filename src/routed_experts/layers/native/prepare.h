@@ -82,10 +82,9 @@ void prepare_token(const PrepareShape& s, const PrepareInputs<T>& in, int64_t n,
 }
 
 template <class T, class P>
-void prepare(xla::ffi::ThreadPool& pool, const PrepareShape& s, const PrepareInputs<T>& in, T* queries, P* cache) {
-  parallel_for(pool, (s.tokens + kPrepareTokens - 1) / kPrepareTokens, [&](int64_t piece) {
-    const int64_t end = std::min((piece + 1) * kPrepareTokens, s.tokens);
-    for (int64_t n = piece * kPrepareTokens; n < end; n++) prepare_token(s, in, n, queries, cache);
+void prepare(Team& team, const PrepareShape& s, const PrepareInputs<T>& in, T* queries, P* cache) {
+  each_block(team, s.tokens, kPrepareTokens, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n++) prepare_token(s, in, n, queries, cache);
   });
 }
 

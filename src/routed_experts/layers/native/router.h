@@ -14,6 +14,7 @@ constexpr int64_t kRouterTokens = 64;  // of a piece of work
 struct RouterShape {
   int64_t tokens, experts, top_k;
   bool renormalize;
+  int64_t stride;  // from a row of the block to the next
 };
 
 // scores = softmax(logits), in float32; a row with NaN is NaN throughout.
@@ -51,13 +52,12 @@ inline void route_token(const RouterShape& s, int64_t n, const float* logits, in
   choose(scores, s.experts, s.top_k, chosen, weights + n * s.top_k);
   for (int64_t k = 0; k < s.top_k; k++) gathered[k] = row[chosen[k]];
   if (s.renormalize) softmax(gathered, weights + n * s.top_k, s.top_k);
-  for (int64_t k = 0; block != nullptr && k < s.top_k; k++) block[k * s.tokens + n] = chosen[k];
+  for (int64_t k = 0; block != nullptr && k < s.top_k; k++) block[k * s.stride + n] = chosen[k];
 }
 
-inline void route(xla::ffi::ThreadPool& pool, const RouterShape& s, const float* logits, int32_t* ids, float* weights, int32_t* block) {
-  parallel_for(pool, (s.tokens + kRouterTokens - 1) / kRouterTokens, [&](int64_t piece) {
-    const int64_t end = std::min((piece + 1) * kRouterTokens, s.tokens);
-    for (int64_t n = piece * kRouterTokens; n < end; n++) route_token(s, n, logits, ids, weights, block);
+inline void route(Team& team, const RouterShape& s, const float* logits, int32_t* ids, float* weights, int32_t* block) {
+  each_block(team, s.tokens, kRouterTokens, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n++) route_token(s, n, logits, ids, weights, block);
   });
 }
 

@@ -1,0 +1,35 @@
+// What the XLA FFI handlers share: buffers as typed memory, and the C++ type that stands for a dtype. Knows no kernel.
+#pragma once
+#include <string>
+
+#include "vec.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace rex {
+
+template <class T>
+T* at(ffi::AnyBuffer& buffer) {
+  return reinterpret_cast<T*>(buffer.untyped_data());
+}
+template <class T>
+T* at(ffi::Result<ffi::AnyBuffer>& buffer) {
+  return reinterpret_cast<T*>(buffer->untyped_data());
+}
+
+// Nothing is converted on the way in: what a handler reads as one type must have it.
+inline ffi::Error differ(const char* what) { return ffi::Error::InvalidArgument(std::string("dtypes or shapes differ: ") + what); }
+
+// Call `body` with a value of the C++ type that stands for `dtype`.
+template <class Body>
+ffi::Error of_dtype(ffi::DataType dtype, Body&& body) {
+  switch (dtype) {
+    case ffi::F32: return body(float{});
+    case ffi::BF16: return body(bf16{});
+    case ffi::F16: return body(f16{});
+    default: return ffi::Error::InvalidArgument("the dtype must be float32, bfloat16 or float16");
+  }
+}
+
+}  // namespace rex

@@ -1,0 +1,125 @@
+// A run of pre-norm layers, attention and experts, as one kernel: the same loops as the handlers of their parts, one after another, by
+// one team. Padding tokens, which stand last, are left out. Values are rounded where the plain layers round.
+#pragma once
+#include <cmath>
+
+#include "attention.h"
+#include "experts.h"
+#include "linear.h"
+#include "prepare.h"
+#include "router.h"
+
+namespace rex {
+
+constexpr int64_t kNormRows = 64;
+
+struct RunShape {
+  int64_t tokens, hidden, heads, groups, dim, layers, experts, top_k, width;
+  int64_t requests, pages, page, layer_pages, first_layer, first_column;  // layer_pages: pages of a layer in the pool
+  float eps;
+  bool renormalize;
+  int64_t projected() const { return (heads + 2 * groups) * dim; }
+};
+
+template <class T>
+struct RunWeights {
+  const T *input_norm, *post_norm, *next_norm, *q_norm, *k_norm, *qkv, *out, *router, *gate_up, *down;
+};
+
+struct RunStep {
+  const float *cos, *sin;
+  const int32_t *positions, *token_rows, *query_starts, *page_table;
+  const bool* valid;
+};
+
+// Arrays one after another in memory that the caller owns, each at the start of a line of the cache.
+class Shelf {
+ public:
+  Shelf(void* start, int64_t bytes) : at_(reinterpret_cast<uintptr_t>(start)), end_(at_ + bytes) {}
+  template <class T>
+  T* take(int64_t count) {
+    at_ = (at_ + kLine - 1) / kLine * kLine;
+    T* taken = reinterpret_cast<T*>(at_);
+    at_ += count * sizeof(T);
+    return taken;
+  }
+  bool overran() const { return at_ > end_; }
+
+ private:
+  static constexpr uintptr_t kLine = 64;
+  uintptr_t at_, end_;
+};
+
+template <class T>
+struct RunScratch {
+  T *qkv, *queries, *mixed, *y;
+  float *logits, *weights;
+  int32_t* ids;
+  RunScratch(Shelf& shelf, const RunShape& s, int64_t tokens)
+      : qkv(shelf.take<T>(tokens * s.projected())),
+        queries(shelf.take<T>(tokens * s.heads * s.dim)),
+        mixed(shelf.take<T>(tokens * s.heads * s.dim)),
+        y(shelf.take<T>(tokens * s.hidden)),
+        logits(shelf.take<float>(tokens * s.experts)),
+        weights(shelf.take<float>(tokens * s.top_k)),
+        ids(shelf.take<int32_t>(tokens * s.top_k)) {}
+};
+
+// x += y, where there is one; normed = x / rms(x) * scale.
+template <class T>
+void add_and_norm_row(int64_t width, float eps, T* x, const T* y, const T* scale, T* normed) {
+  thread_local Scratch scratch;
+  float *line = scratch.floats(2 * width), *spare = line + width;
+  convert(x, line, width);
+  if (y != nullptr) {
+    convert(y, spare, width);
+    for (int64_t d = 0; d < width; d++) line[d] += spare[d];
+    convert(line, x, width);
+    round_to<T>(line, width);
+  }
+  vf squares = {};
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes) squares += load(line + d) * load(line + d);
+  if (const int left = width - d) squares += load(line + d, left) * load(line + d, left);
+  const float inverse = 1.0f / std::sqrt(sum(squares) / width + eps);
+  for (d = 0; d < width; d++) line[d] *= inverse;
+  round_to<T>(line, width);
+  convert(scale, spare, width);
+  for (d = 0; d < width; d++) line[d] *= spare[d];
+  convert(line, normed, width);
+}
+
+template <class T>
+void add_and_norm(Team& team, const RunShape& s, T* x, const T* y, const T* scale, T* normed) {
+  each_block(team, s.tokens, kNormRows, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n++)
+      add_and_norm_row(s.hidden, s.eps, x + n * s.hidden, y == nullptr ? nullptr : y + n * s.hidden, scale, normed + n * s.hidden);
+  });
+}
+
+// `x` [N, D] is the stream, updated where it stands; `normed` becomes the stream under `next_norm`; `cache` is the pool of all layers;
+// `block` [M*K, stride] takes the ids of each layer, or is null.
+template <class T, class P>
+void run_layers(Team& team, const RunShape& s, const RunWeights<T>& w, const RunStep& in, const RunScratch<T>& a, T* x, T* normed,
+                P* cache, int32_t* block, int64_t stride) {
+  const AttentionShape attention_shape{s.tokens, s.heads, s.groups, s.dim, s.requests, s.pages, s.page, s.dim};
+  const RouterShape router_shape{s.tokens, s.experts, s.top_k, s.renormalize, stride};
+  const PrepareInputs<T> prepared{a.qkv, w.q_norm, w.k_norm, in.cos, in.sin, in.positions, in.token_rows, in.page_table, in.valid};
+  add_and_norm<T>(team, s, x, nullptr, w.input_norm, normed);
+  for (int64_t layer = 0; layer < s.layers; layer++) {
+    const int64_t first_page = (s.first_layer + layer) * s.layer_pages;
+    linear(team, s.tokens, s.hidden, s.projected(), normed, w.qkv + layer * s.hidden * s.projected(), a.qkv);
+    prepare(team, PrepareShape{s.tokens, s.heads, s.groups, s.dim, s.pages, s.page, first_page, layer, s.eps}, prepared, a.queries, cache);
+    attention(team, attention_shape, PagedStep{in.positions, in.query_starts, in.page_table, first_page}, a.queries, cache, a.mixed);
+    linear(team, s.tokens, s.heads * s.dim, s.hidden, a.mixed, w.out + layer * s.heads * s.dim * s.hidden, a.y);
+    add_and_norm<T>(team, s, x, a.y, w.post_norm + layer * s.hidden, normed);
+    linear(team, s.tokens, s.hidden, s.experts, normed, w.router + layer * s.hidden * s.experts, a.logits);
+    int32_t* column = block == nullptr ? nullptr : block + (s.first_column + layer) * s.top_k * stride;
+    route(team, router_shape, a.logits, a.ids, a.weights, column);
+    const ExpertShape expert_shape{s.tokens, s.top_k, s.hidden, s.width, s.experts, layer * s.experts};
+    experts(team, expert_shape, normed, a.ids, a.weights, in.valid, w.gate_up, w.down, a.y);  // ids of `route` are in range
+    add_and_norm<T>(team, s, x, a.y, layer + 1 < s.layers ? w.input_norm + (layer + 1) * s.hidden : w.next_norm, normed);
+  }
+}
+
+}  // namespace rex

@@ -1,0 +1,58 @@
+"""A run of layers as one native kernel: no thread sleeps and nothing is handed back to XLA between its first norm and its last.
+Not differentiable. Dims as in layers/layer_run.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from routed_experts.layers.layer_run import LayerRun, RunArrays, RunPlaces, StepArrays
+from routed_experts.layers.native.handlers import registered
+from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.layers.routing import RouterSpec
+
+_LINE = 64  # bytes; each array of the scratch begins at a line of the cache
+_STREAM, _POOL, _BLOCK = 0, 18, 19  # places of what is updated in place among the arguments
+
+
+def native_run(
+    x: Float[Array, "N D"],
+    arrays: RunArrays,
+    step: StepArrays,
+    attend: PagedAttend,
+    pool: Float[Array, "LP page 2G C"],
+    block: Int[Array, "MK N"] | None,
+    places: RunPlaces,
+    spec: RouterSpec,
+) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Float[Array, "LP page 2G C"], Int[Array, "MK N"] | None]:
+    """All layers of the run over the tokens of a step. Rows of padding tokens keep their stream, and their norm is 0."""
+    assert registered()
+    batch, scratch = attend.batch, jax.ShapeDtypeStruct((scratch_bytes(x, arrays, spec),), jnp.uint8)
+    made: list[jax.ShapeDtypeStruct] = [*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, x, pool)), scratch]
+    aliases = {_STREAM: 0, _POOL: 2}
+    blocks = [] if block is None else [block]
+    if block is not None:
+        made.append(jax.ShapeDtypeStruct(block.shape, block.dtype))
+        aliases[_BLOCK] = 4
+    norms = (arrays.input_norm, arrays.post_norm, arrays.next_norm, arrays.q_norm, arrays.k_norm)
+    matrices = (arrays.qkv, arrays.out, arrays.router, arrays.gate_up, arrays.down)
+    where = (batch.positions, batch.token_rows, step.valid, batch.query_starts, batch.page_table)
+    stream, normed, written, _, *blocks = jax.ffi.ffi_call("RexLayerRun", made, input_output_aliases=aliases)(
+        x, *norms, *matrices, step.cos, step.sin, *where, pool, *blocks,
+        first_layer=np.int64(places.first_layer), first_column=np.int64(places.first_column), layer_pages=np.int64(attend.num_pages),
+        top_k=np.int64(spec.top_k), eps=np.float32(arrays.eps), renormalize=spec.renormalize,
+    )  # fmt: skip
+    return stream, normed, written, blocks[0] if blocks else None
+
+
+def scratch_bytes(x: Float[Array, "N D"], arrays: RunArrays, spec: RouterSpec) -> int:
+    """What a run keeps between its loops: projections, queries, mixed values, what is added to the stream, scores, ids and weights."""
+    tokens, hidden = x.shape
+    mixed = arrays.out.shape[1]
+    of_dtype = (arrays.qkv.shape[2], mixed, mixed, hidden)
+    of_words = (spec.num_experts, spec.top_k, spec.top_k)
+    sizes = [tokens * width * x.dtype.itemsize for width in of_dtype] + [tokens * width * 4 for width in of_words]
+    return sum(-(-size // _LINE) * _LINE for size in sizes) + _LINE
+
+
+NATIVE_RUN = LayerRun(name="native", attention="native", run=native_run)

@@ -1,0 +1,101 @@
+// The handler of a run of layers: its many arrays by name, and all that may be wrong with them. Knows no model.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "handlers.h"
+#include "run.h"
+
+namespace rex {
+
+// The arguments of a run, in their order, and its results; a block of ids stands last on both sides where one is kept.
+enum RunArg { kX, kInputNorm, kPostNorm, kNextNorm, kQNorm, kKNorm, kQkv, kOut, kRouter, kGateUp, kDown, kCos, kSin, kPositions,
+              kTokenRows, kValid, kQueryStarts, kPageTable, kCache, kBlock };
+enum RunRet { kStream, kNormed, kWritten, kScratch, kBlockWritten };
+
+struct RunBuffers {
+  std::vector<ffi::AnyBuffer> args, rets;
+  RunBuffers(ffi::RemainingArgs& given, ffi::RemainingRets& made) {
+    for (size_t i = 0; i < given.size(); i++) args.push_back(*given.get<ffi::AnyBuffer>(i));
+    for (size_t i = 0; i < made.size(); i++) rets.push_back(**made.get<ffi::AnyBuffer>(i));
+  }
+  bool records() const { return args.size() > kBlock; }
+  int64_t dim(int arg, int axis) const { return args[arg].dimensions()[axis]; }
+  bool is(int arg, std::initializer_list<int64_t> dims) const {
+    const auto have = args[arg].dimensions();
+    return have.size() == dims.size() && std::equal(have.begin(), have.end(), dims.begin());
+  }
+  template <class T>
+  T* in(int arg) { return at<T>(args[arg]); }
+  template <class T>
+  T* out(int ret) { return at<T>(rets[ret]); }
+
+  // What is wrong with dtypes or shapes; null if nothing is.
+  const char* fault(const RunShape& s) const {
+    for (int arg = kX; arg <= kDown; arg++)
+      if (args[arg].element_type() != args[kX].element_type()) return "the stream and the weights of a run have one dtype";
+    for (int arg : {kPositions, kTokenRows, kQueryStarts, kPageTable})
+      if (args[arg].element_type() != ffi::S32) return "places are int32";
+    if (args[kCos].element_type() != ffi::F32 || args[kSin].element_type() != ffi::F32) return "angles are float32";
+    const int64_t n = s.tokens, d = s.hidden, r = s.layers, c = s.dim;
+    const bool fits = is(kX, {n, d}) && is(kInputNorm, {r, d}) && is(kPostNorm, {r, d}) && is(kNextNorm, {d}) && is(kQNorm, {r, c}) &&
+                      is(kKNorm, {r, c}) && is(kQkv, {r, d, s.projected()}) && is(kOut, {r, s.heads * c, d}) &&
+                      is(kRouter, {r, d, s.experts}) && is(kGateUp, {r * s.experts, d, 2 * s.width}) &&
+                      is(kDown, {r * s.experts, s.width, d}) && is(kCos, {n, c}) && is(kSin, {n, c}) && is(kPositions, {n}) &&
+                      is(kTokenRows, {n}) && is(kValid, {n}) && is(kQueryStarts, {s.requests + 1});
+    if (!fits) return "the arrays of a run, as RunArrays and StepArrays say";
+    if ((s.first_layer + r) * s.layer_pages > dim(kCache, 0)) return "the pool has the pages of all layers";
+    if (records() && !is(kBlock, {dim(kBlock, 0), n})) return "the block of ids is [M*K, N]";
+    if (records() && (s.first_column + r) * s.top_k > dim(kBlock, 0)) return "the block of ids has the columns of the run";
+    return nullptr;
+  }
+};
+
+// Leave padding out, tokens and requests, which stands last; false if the places of the others lie outside the step or its page table.
+inline bool leave_padding(RunShape& s, const RunStep& in) {
+  const int64_t told = std::find(in.valid, in.valid + s.tokens, false) - in.valid;
+  int64_t requests = 0;
+  while (requests < s.requests && in.query_starts[requests] < told) {
+    if (in.query_starts[requests + 1] < in.query_starts[requests]) return false;
+    requests++;
+  }
+  if (in.query_starts[0] != 0 || in.query_starts[requests] != told) return false;
+  for (int64_t n = 0; n < told; n++)
+    if (in.positions[n] < 0 || in.positions[n] >= s.pages * s.page || in.token_rows[n] < 0 || in.token_rows[n] >= requests) return false;
+  s.tokens = told, s.requests = requests;
+  return true;
+}
+
+ffi::Error run_layer_run(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets made, int64_t first_layer, int64_t first_column,
+                         int64_t layer_pages, int64_t top_k, float eps, bool renormalize) {
+  RunBuffers b(given, made);
+  const int64_t dim = b.dim(kQNorm, 1), experts = b.dim(kRouter, 2);
+  RunShape s{b.dim(kX, 0), b.dim(kX, 1), b.dim(kOut, 1) / dim, b.dim(kCache, 2) / 2, dim, b.dim(kQkv, 0), experts, top_k, b.dim(kDown, 1),
+             b.dim(kPageTable, 0), b.dim(kPageTable, 1), b.dim(kCache, 1), layer_pages, first_layer, first_column, eps, renormalize};
+  if (const char* fault = b.fault(s)) return differ(fault);
+  if (b.dim(kCache, 3) != dim) return ffi::Error::InvalidArgument("the pool's rows must be as wide as a head");
+  if (b.in<void>(kX) != b.out<void>(kStream) || b.in<void>(kCache) != b.out<void>(kWritten)) return ffi::Error::Internal("the KV pool was copied");
+  if (b.records() && b.in<void>(kBlock) != b.out<void>(kBlockWritten)) return ffi::Error::Internal("the block of ids was copied");
+  const RunStep in{b.in<float>(kCos), b.in<float>(kSin), b.in<int32_t>(kPositions), b.in<int32_t>(kTokenRows),
+                   b.in<int32_t>(kQueryStarts), b.in<int32_t>(kPageTable), b.in<bool>(kValid)};
+  const int64_t padded = s.tokens;
+  if (!leave_padding(s, in)) return ffi::Error::InvalidArgument("query_starts or positions lie outside the step or its page table");
+  int32_t* block = b.records() ? b.out<int32_t>(kBlockWritten) : nullptr;
+  Team team(pool);
+  return of_dtype(b.args[kX].element_type(), [&](auto type) {
+    using T = decltype(type);
+    Shelf shelf(b.out<void>(kScratch), b.rets[kScratch].size_bytes());
+    const RunScratch<T> scratch(shelf, s, padded);
+    if (shelf.overran()) return ffi::Error::InvalidArgument("the scratch of a run is too small");
+    const RunWeights<T> weights{b.in<T>(kInputNorm), b.in<T>(kPostNorm), b.in<T>(kNextNorm), b.in<T>(kQNorm), b.in<T>(kKNorm),
+                                b.in<T>(kQkv), b.in<T>(kOut), b.in<T>(kRouter), b.in<T>(kGateUp), b.in<T>(kDown)};
+    T* normed = b.out<T>(kNormed);
+    std::memset(static_cast<void*>(normed + s.tokens * s.hidden), 0, (padded - s.tokens) * s.hidden * sizeof(T));
+    return of_dtype(b.args[kCache].element_type(), [&](auto stored) {
+      run_layers(team, s, weights, in, scratch, b.out<T>(kStream), normed, b.out<decltype(stored)>(kWritten), block, padded);
+      return ffi::Error::Success();
+    });
+  });
+}
+
+}  // namespace rex

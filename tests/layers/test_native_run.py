@@ -1,0 +1,209 @@
+"""A run of layers as one native kernel against the layers one by one in plain code: streams, pool, ids; padding; what it refuses;
+and the native choice of a token against plain code."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layers.test_attention import make_step
+from model_steps import PAGES, run_steps, tiny_model
+from routed_experts.layers.attention import ATTENTION_BACKENDS
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.layer_run import RunArrays, RunPlaces, StepArrays
+from routed_experts.layers.logprobs import token_logprobs
+from routed_experts.layers.moe import MOE_BACKENDS
+from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS, native_choose
+from routed_experts.layers.native.run import NATIVE_RUN, native_run
+from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.layers.routing import RouterSpec
+from routed_experts.layers.sampling import best_token
+
+PLAIN = Kernels(moe=MOE_BACKENDS["reference"])
+BOUNDS = {"float32": 2e-5, "bfloat16": 6e-2}
+
+
+@functools.cache
+def steps(whole, *, dtype="float32", capture=True, renormalize=True):
+    model = tiny_model(dtype, renormalize=renormalize)
+    if whole:
+        return run_steps(model, NATIVE_KERNELS, NATIVE_ATTENTION, capture=capture)
+    return run_steps(model, PLAIN, ATTENTION_BACKENDS["reference"], capture=capture)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_a_run_equals_its_layers_in_plain_code(dtype, renormalize):
+    (pool, outs), (wanted_pool, wanted) = (steps(whole, dtype=dtype, renormalize=renormalize) for whole in (True, False))
+    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, wanted, strict=True):
+        assert np.mean(rows != wanted_rows) <= (0 if dtype == "float32" else 0.1)  # bfloat16 may decide a tie otherwise
+        np.testing.assert_allclose(hidden.astype(np.float32), wanted_hidden.astype(np.float32), atol=BOUNDS[dtype])
+    for layer in range(3):  # page 0 of a layer takes padding in the one and nothing in the other
+        mine, plain = (x[layer * PAGES + 1 : (layer + 1) * PAGES] for x in (pool, wanted_pool))
+        np.testing.assert_allclose(mine, plain, atol=BOUNDS[dtype])
+
+
+def test_capture_changes_no_bit():
+    (pool_on, on), (pool_off, off) = steps(True, capture=True), steps(True, capture=False)
+    np.testing.assert_array_equal(pool_on, pool_off)
+    for (hidden_on, rows_on), (hidden_off, rows_off) in zip(on, off, strict=True):
+        assert rows_on is not None and rows_off is None
+        np.testing.assert_array_equal(hidden_on, hidden_off)
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a run takes, of a step and of random weights."""
+
+    x: jax.Array
+    arrays: RunArrays
+    step: StepArrays
+    attend: PagedAttend
+    pool: jax.Array
+    block: jax.Array | None
+    spec: RouterSpec
+
+    def call(self, x, pool, block):
+        return native_run(x, self.arrays, self.step, self.attend, pool, block, RunPlaces(first_layer=0, first_column=1), self.spec)
+
+    def run(self, **changes):
+        given = dataclasses.replace(self, **changes)
+        return jax.block_until_ready(jax.jit(given.call)(given.x, given.pool, given.block))
+
+
+def given(*, dtype=jnp.float32, layers=2, experts=5, top_k=2, hidden=40, width=24, num_tokens=24, num_requests=5):
+    """Two requests in a padded step, over the pool of two layers."""
+    rng, heads, groups, dim = np.random.default_rng(5), 4, 2, 16
+    made = make_step([(3, 7), (20, 1)], page_size=8, heads=heads, groups=groups, num_tokens=num_tokens, num_requests=num_requests)
+    dim = made.queries.shape[2]
+
+    def weights(*shape):
+        return jnp.asarray(rng.standard_normal(shape) / np.sqrt(shape[-2]), dtype)
+
+    sizes = {"input_norm": hidden, "post_norm": hidden, "q_norm": dim, "k_norm": dim}
+    norms = {name: jnp.ones((layers, size), dtype) for name, size in sizes.items()}
+    arrays = RunArrays(
+        **norms, next_norm=jnp.ones(hidden, dtype), qkv=weights(layers, hidden, (heads + 2 * groups) * dim),
+        out=weights(layers, heads * dim, hidden), router=weights(layers, hidden, experts) * 3,
+        gate_up=weights(layers * experts, hidden, 2 * width), down=weights(layers * experts, width, hidden), eps=1e-6,
+    )  # fmt: skip
+    pages = 20
+    pool = jnp.asarray(rng.standard_normal((layers * pages, 8, 2 * groups, dim)), jnp.float32)
+    table = jnp.asarray(np.arange(num_requests * made.batch.page_table.shape[1]).reshape(num_requests, -1) % pages, jnp.int32)
+    batch = dataclasses.replace(made.batch, page_table=table)
+    angles = jnp.asarray(rng.standard_normal((2, num_tokens, dim)), jnp.float32)
+    return Given(
+        x=jnp.asarray(rng.standard_normal((num_tokens, hidden)), dtype),
+        arrays=arrays,
+        step=StepArrays(cos=angles[0], sin=angles[1], valid=batch.valid),
+        attend=PagedAttend(backend=NATIVE_ATTENTION, batch=batch, num_pages=pages),
+        pool=pool,
+        block=jnp.full(((layers + 1) * top_k, num_tokens), -7, jnp.int32),
+        spec=RouterSpec(num_experts=experts, top_k=top_k, renormalize=True),
+    )
+
+
+def test_padding_is_left_out_and_changes_nothing():
+    case = given()
+    real = int(np.sum(case.step.valid))
+    assert real == 8
+    stream, normed, pool, block = case.run()
+    noisy = case.run(x=case.x.at[real:].set(jnp.nan))
+    for got, wanted in zip(noisy, (stream, normed, pool, block), strict=True):
+        np.testing.assert_array_equal(got[:real] if got is noisy[0] else got, wanted[:real] if got is noisy[0] else wanted)
+    assert not np.any(normed[real:]) and np.all(np.isfinite(normed))
+    np.testing.assert_array_equal(stream[real:], case.x[real:])
+    ids = np.asarray(block)
+    assert np.all(ids[:2] == -7) and np.all(ids[2:, real:] == -7), "columns of other layers, and of padding"
+    assert np.all((ids[2:, :real] >= 0) & (ids[2:, :real] < 5))
+
+
+def test_the_same_tokens_in_a_wider_step_are_the_same_by_a_bit():
+    narrow, wide = given(num_tokens=8, num_requests=2), given(num_tokens=40, num_requests=6)
+    shared = {"arrays": narrow.arrays, "pool": narrow.pool, "x": wide.x.at[:8].set(narrow.x)}
+    table = wide.attend.batch.page_table.at[:2].set(narrow.attend.batch.page_table)
+    attend = dataclasses.replace(wide.attend, batch=dataclasses.replace(wide.attend.batch, page_table=table))
+    angles = {name: getattr(wide.step, name).at[:8].set(getattr(narrow.step, name)) for name in ("cos", "sin")}
+    a, b = narrow.run(), wide.run(**shared, attend=attend, step=dataclasses.replace(wide.step, **angles))
+    np.testing.assert_array_equal(a[1], b[1][:8])
+    np.testing.assert_array_equal(a[2], b[2])
+    np.testing.assert_array_equal(a[3], b[3][:, :8])
+
+
+def test_a_run_is_updated_in_place():
+    """The pool is neither copied nor kept twice: its output is its input, and temporaries are smaller than it."""
+    case = given()
+    pool = jnp.tile(case.pool, (20, 1, 1, 1))
+    compiled = jax.jit(case.call, donate_argnums=(0, 1, 2)).lower(case.x, pool, case.block).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool.nbytes
+    assert memory.temp_size_in_bytes < pool.nbytes // 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arrays": {"gate_up": jnp.bfloat16}}, "the stream and the weights of a run have one dtype"),
+        ({"positions": 10_000}, "query_starts or positions lie outside the step or its page table"),
+        ({"token_rows": 3}, "query_starts or positions lie outside the step or its page table"),
+        ({"num_pages": 21}, "the pool has the pages of all layers"),
+        ({"block": slice(0, 4)}, "the block of ids has the columns of the run"),
+        ({"arrays": {"down": slice(0, 5)}}, "the arrays of a run, as RunArrays and StepArrays say"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_is_an_error_and_not_a_crash(change, message):
+    case = given()
+    attend = case.attend
+    for name, new in change.get("arrays", {}).items():
+        old = getattr(case.arrays, name)
+        changed = old[new] if isinstance(new, slice) else old.astype(new)
+        case = dataclasses.replace(case, arrays=dataclasses.replace(case.arrays, **{name: changed}))
+    if "num_pages" in change:
+        attend = dataclasses.replace(attend, num_pages=change["num_pages"])
+    for name in change.keys() & {"positions", "token_rows"}:
+        array = getattr(attend.batch, name).at[2].set(change[name])
+        attend = dataclasses.replace(attend, batch=dataclasses.replace(attend.batch, **{name: array}))
+    if "block" in change:
+        case = dataclasses.replace(case, block=case.block[change["block"]])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        case.run(attend=attend)
+
+
+def test_laws_that_it_does_not_know_go_layer_by_layer():
+    assert NATIVE_RUN.can(RouterSpec(num_experts=8, top_k=2, renormalize=True))
+    assert not NATIVE_RUN.can(RouterSpec(num_experts=8, top_k=2, renormalize=True, scale=2.5))
+
+
+def test_many_runs_one_after_another_are_all_the_same():
+    """Helpers come late, leave late and meet loops of every length: whatever they do, each item is run once."""
+    case = given(num_tokens=24)
+    first = case.run()
+    run = jax.jit(case.call)
+    for _ in range(300):
+        for got, wanted in zip(run(case.x, case.pool, case.block), first, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (3, 7), (8, 16), (5, 313), (2, 8192)])
+def test_choice_equals_plain_code(rows, vocabulary):
+    logits = np.random.default_rng(3).standard_normal((rows, vocabulary)).astype(np.float32) * 4
+    logits[0] = np.round(logits[0])  # ties go to the lower id
+    tokens, logprobs = jax.jit(native_choose)(jnp.asarray(logits))
+    assert np.array_equal(tokens, best_token(jnp.asarray(logits)))
+    np.testing.assert_array_equal(tokens, np.argmax(logits, axis=1))
+    np.testing.assert_allclose(logprobs, token_logprobs(jnp.asarray(logits), tokens), atol=3e-6)
+
+
+def test_choice_among_scores_that_are_not_numbers():
+    logits = np.random.default_rng(4).standard_normal((5, 40)).astype(np.float32)
+    logits[0, 3], logits[1, :20], logits[2], logits[3, 39] = np.nan, -np.inf, -np.inf, np.inf
+    tokens, logprobs = jax.jit(native_choose)(jnp.asarray(logits))
+    plain = best_token(jnp.asarray(logits))
+    np.testing.assert_array_equal(tokens, plain)
+    wanted = token_logprobs(jnp.asarray(logits), plain)
+    np.testing.assert_array_equal(np.isnan(logprobs), np.isnan(wanted))
+    np.testing.assert_allclose(np.asarray(logprobs)[[1, 4]], np.asarray(wanted)[[1, 4]], atol=3e-6)
