@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from routed_experts.core.sampling_params import SamplingParams
     from routed_experts.core.server_args import ServerArgs
     from routed_experts.engine.engine import Engine
+    from routed_experts.engine.llm import LLM
+    from routed_experts.engine.outputs import CompletionOutput, RequestOutput
 
 _ERRORS = (
     "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError PromptTooLongError "
@@ -41,7 +43,10 @@ _ERRORS = (
 )
 _HOMES = MappingProxyType(
     {
+        "CompletionOutput": "engine.outputs",
         "Engine": "engine.engine",
+        "LLM": "engine.llm",
+        "RequestOutput": "engine.outputs",
         "RoutedExperts": "core.routed_experts",
         "RoutedExpertsCapturer": "capture.routed_experts_capturer",
         "SamplingParams": "core.sampling_params",
@@ -54,15 +59,18 @@ _HOMES = MappingProxyType(
 )
 
 __all__ = [
+    "LLM",
     "CaptureDisabledError",
     "CaptureUnsupportedError",
     "CheckpointError",
+    "CompletionOutput",
     "ConfigError",
     "Engine",
     "EngineDeadError",
     "InvalidRequestError",
     "PromptTooLongError",
     "QueueFullError",
+    "RequestOutput",
     "RoutedExperts",
     "RoutedExpertsCapturer",
     "RoutedExpertsError",
