@@ -34,7 +34,8 @@ def told(one):
     """What a converter is told beside the array."""
     return {
         "layer_ids": one.layer_ids, "num_hidden_layers": one.num_hidden_layers, "num_experts": one.num_experts,
-        "num_tokens": one.num_tokens, "num_prompt_tokens": one.num_prompt_tokens, "start": one.start, "version_spans": one.version_spans, "router": one.router,
+        "num_tokens": one.num_tokens,
+        "num_prompt_tokens": one.num_prompt_tokens, "start": one.start, "version_spans": one.version_spans, "router": one.router,
     }  # fmt: skip
 
 
