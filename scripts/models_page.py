@@ -18,9 +18,9 @@ _FOOT = """
 Captured are the K experts that each token ran, best first, as logical ids; experts that every token shares have no column, and layers
 without a router none either. A dense model is served, and capture of it is refused. Weights are bfloat16, float16 or float32; a
 quantised checkpoint (fp8, AWQ, GPTQ) is refused by the name of its method before any memory is taken. Rotary positions may be plain,
-yarn, llama3, or longrope up to the length where its short factors hold. An architecture that is not in the table is refused with the
-list of those that are. Where layers keep a state of fixed size (Qwen3-Next, Qwen3.5), the prefix cache is off:
-`get_server_info()["prefix_cache"]` says so.
+linear, yarn, llama3, dynamic up to the trained length, or longrope up to the length where its short factors hold. An architecture that
+is not in the table is refused with the list of those that are. Where layers keep a state of fixed size (Qwen3-Next, Qwen3.5), the
+prefix cache is off: `get_server_info()["prefix_cache"]` says so.
 """
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from routed_experts.engine.engine import Engine
     from routed_experts.engine.llm import LLM
     from routed_experts.engine.outputs import CompletionOutput, RequestOutput
+    from routed_experts.engine.score import ScoreOutput
 
 _ERRORS = (
     "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError PromptTooLongError "
@@ -49,6 +50,7 @@ _HOMES = MappingProxyType(
         "RequestOutput": "engine.outputs",
         "RoutedExperts": "core.routed_experts",
         "RoutedExpertsCapturer": "capture.routed_experts_capturer",
+        "ScoreOutput": "engine.score",
         "SamplingParams": "core.sampling_params",
         "ServerArgs": "core.server_args",
         "extract_routed_experts_from_meta_info": "capture.meta_info",
@@ -79,6 +81,7 @@ __all__ = [
     "RoutingIncompleteError",
     "RoutingReplayError",
     "SamplingParams",
+    "ScoreOutput",
     "ServerArgs",
     "WeightsMismatchError",
     "extract_routed_experts_from_meta_info",

@@ -21,7 +21,7 @@ SPEC = CaptureSpec(num_hidden_layers=4, layer_ids=(1, 2, 3), num_experts=16, top
 
 class TwoArrays(nnx.Module):
     def __init__(self) -> None:
-        self.big, self.small = nnx.Param(jnp.zeros((1000, 30), jnp.bfloat16)), nnx.Param(jnp.zeros(7, jnp.float32))
+        self.big, self.small = nnx.Param(jnp.zeros((1000, 30), jnp.bfloat16)), nnx.Param(jnp.zeros(7, jnp.float32), wide=True)
 
 
 def plan(*, context=64, capture=SPEC, dtype=jnp.bfloat16, **args):

@@ -252,3 +252,28 @@ def test_paged_prefill_equals_causal_attention():
     whole = CAUSAL(step.queries[None], step.new_keys[None], step.new_values[None], None)[0]
     for name in BACKENDS:
         np.testing.assert_allclose(attend(name, step), whole, atol=EXACT)
+
+
+@pytest.mark.parametrize("name", ["paged", "reference"])
+@pytest.mark.parametrize("part", ["keys", "values"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("requests", [[(0, 40), (45, 1), (0, 20)], [(KEY_BLOCK - 2, 30), (0, 9)]])
+def test_a_token_that_is_no_number_reaches_only_those_that_see_it(requests, bad, part, name):
+    step = make_step(requests, page_size=16)
+    wanted, broken = oracle(step), 7  # of the first request
+    getattr(step, f"new_{part}")[broken] = bad if part == "values" else np.nan
+    out = attend(name, step)
+    hit = np.zeros(len(out), bool)
+    hit[broken : requests[0][1]] = True
+    assert not np.isfinite(out[hit]).all(axis=(1, 2)).any()
+    np.testing.assert_allclose(out[~hit], wanted[~hit], atol=EXACT)
+
+
+def test_a_token_that_is_no_number_stays_in_its_segment_and_behind_itself_in_whole_sequences():
+    rng = np.random.default_rng(0)
+    queries, keys, values = (jnp.asarray(rng.standard_normal((2, 12, heads, 4)), jnp.float32) for heads in (4, 2, 2))
+    segments = jnp.asarray([[0] * 8 + [1] * 4] * 2)
+    wanted, out = (CAUSAL(queries, keys, used, segments) for used in (values, values.at[0, 5].set(jnp.nan)))
+    hit = np.zeros((2, 12), bool)
+    hit[0, 5:8] = True
+    assert np.all(np.isnan(out[hit])) and np.array_equal(out[~hit], wanted[~hit])

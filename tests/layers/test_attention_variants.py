@@ -111,6 +111,46 @@ def test_whole_sequences_are_the_loop_segment_by_segment_and_differentiable(name
     assert np.all(np.isfinite(jax.grad(lambda q: jnp.sum(run(q) ** 2))(jnp.asarray(queries))))
 
 
+@pytest.mark.parametrize("backend", sorted(RUN))
+@pytest.mark.parametrize("name", TRAITS)
+@pytest.mark.parametrize("step", STEPS)
+def test_a_token_that_is_no_number_reaches_only_those_that_see_it(step, name, backend):
+    traits = TRAITS[name]
+    queries, pool, batch, _, num_tokens = step_of(step, latent=bool(traits.latent))
+    run, first = RUN[backend], jnp.asarray(PAGES, jnp.int32)
+    wanted = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, traits))
+    row, place = 1, STEPS[step][1][0] - STEPS[step][1][1] // 2 - 1  # a token of the second request
+    pool[PAGES + int(batch.page_table[row, place // PAGE]), place % PAGE, -1] = np.nan
+    out = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, traits))
+    at, mine = np.asarray(batch.positions), np.asarray(batch.token_rows) == row
+    sees = (
+        (at >= place)
+        & (not traits.window or at - traits.window < place)
+        & (not traits.chunk or at // traits.chunk == place // traits.chunk)
+    )
+    hit = (mine & sees)[:num_tokens]
+    assert not np.isfinite(out[:num_tokens][hit]).all(axis=(1, 2)).any()
+    assert np.array_equal(out[:num_tokens][~hit], wanted[:num_tokens][~hit])
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_a_token_that_is_no_number_stays_in_its_segment_and_behind_itself_in_whole_sequences(name):
+    traits, rng = TRAITS[name], np.random.default_rng(3)
+    queries, keys = (
+        jnp.asarray(rng.standard_normal((2, 13, heads, DIM)), jnp.float32) for heads in (HEADS, 1 if traits.latent else GROUPS)
+    )
+    segments = jnp.asarray([[0] * 8 + [1] * 5] * 2)
+    broken = keys.at[0, 5].set(jnp.nan)
+    pairs = ((keys, keys), (broken, broken)) if not traits.latent else ((keys, None), (broken, None))
+    wanted, out = (np.asarray(causal_variant(queries, *pair, segments, traits)) for pair in pairs)
+    at = np.arange(13)
+    sees = (
+        (at >= 5) & (at < 8) & (not traits.window or at - traits.window < 5) & (not traits.chunk or at // traits.chunk == 5 // traits.chunk)
+    )
+    hit = np.stack([sees, np.zeros(13, bool)])
+    assert np.all(np.isnan(out[hit])) and np.array_equal(out[~hit], wanted[~hit])
+
+
 def test_latent_rows_are_written_where_the_table_says_and_padding_to_page_0():
     queries, pool, batch, _, num_tokens = step_of("chunks and decode", latent=True)
     rows = jnp.asarray(np.random.default_rng(2).standard_normal((queries.shape[0], 1, DIM)), jnp.float32)

@@ -1,17 +1,23 @@
-"""The gated delta rule against a loop over tokens and heads in float64: ragged steps with states, and whole sequences."""
+"""The gated delta rule, a chunk of tokens at once, against a loop over tokens and heads in float64: ragged steps with states, and whole
+sequences."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from routed_experts.layers.delta_rule import DeltaInputs, DeltaShape, DeltaState, delta_ragged, delta_whole
+from routed_experts.layers.delta_rule import CHUNK, DeltaInputs, DeltaShape, DeltaState, delta_ragged, delta_whole
 
 SHAPE = DeltaShape(key_heads=2, value_heads=4, key_dim=3, value_dim=5, width=4)
 
 
-def random_inputs(rng, num_tokens):
-    numbers = {"mixed": rng.standard_normal((num_tokens, SHAPE.channels)), "decay": -rng.random((num_tokens, 4))}
+RUN = jax.jit(delta_ragged)
+
+
+def random_inputs(rng, num_tokens, *, forgets=1.0):
+    numbers = {"mixed": rng.standard_normal((num_tokens, SHAPE.channels)), "decay": -forgets * rng.random((num_tokens, 4))}
     numbers |= {"beta": rng.random((num_tokens, 4)), "kernel": rng.standard_normal((SHAPE.channels, 4))}
     return DeltaInputs(**{name: jnp.asarray(value, jnp.float32) for name, value in numbers.items()}, shape=SHAPE)
 
@@ -34,33 +40,65 @@ def loop(inputs, rows):
     return np.array(outputs).reshape(-1, 4, 5)
 
 
-def test_steps_of_any_cut_are_the_loop_and_rows_of_no_sequence_change_no_state():
-    rng, lengths = np.random.default_rng(0), (9, 1, 14)
-    inputs = random_inputs(rng, sum(lengths))
-    first = np.cumsum((0, *lengths))
-    whole = [loop(inputs, np.arange(first[i], first[i + 1])) for i in range(3)]
-    state, done = DeltaState.zeros(4, SHAPE, jnp.dtype(jnp.float32)), [0, 0, 0]  # the fourth is padding
-    run = jax.jit(delta_ragged)
-    for step in ((4, 1, 0), (0, 0, 13), (1, 0, 1), (4, 0, 0)):
+def steps(inputs, lengths, cuts, state, *, width):
+    """Feed sequences in these cuts, padded to `width` rows; gives what each sequence read, and the state."""
+    first, done, reads = np.cumsum((0, *lengths)), [0] * len(lengths), [[] for _ in lengths]
+    for step in cuts:
         rows = [row for i, new in enumerate(step) for row in range(first[i] + done[i], first[i] + done[i] + new)]
-        at = np.array(rows + [0] * (16 - len(rows)))
+        at = np.array(rows + [0] * (width - len(rows)))
         cut = DeltaInputs(inputs.mixed[at], inputs.decay[at], inputs.beta[at], inputs.kernel, SHAPE)
-        starts = jnp.asarray(np.cumsum((0, *step, 0)), jnp.int32)
-        read, state = run(cut, state, starts)
+        starts = np.cumsum((0, *step, 0))
+        read, state = RUN(cut, state, jnp.asarray(starts, jnp.int32))
         for i, new in enumerate(step):
-            np.testing.assert_allclose(read[starts[i] : starts[i] + new], whole[i][done[i] : done[i] + new], atol=1e-5)
+            reads[i].append(np.asarray(read[starts[i] : starts[i] + new]))
             done[i] += new
-        assert not np.any(read[len(rows) :]) and not np.any(state.memory[3])
+        assert not np.any(read[len(rows) :]) and not np.any(state.memory[len(lengths)]), "a row of no sequence"
     assert tuple(done) == lengths
+    return [np.concatenate(parts) for parts in reads], state
 
 
-@pytest.mark.parametrize("cut", [None, 5])
-def test_whole_sequences_start_anew_with_each_segment_and_are_differentiable(cut):
-    inputs = random_inputs(np.random.default_rng(1), 2 * 12)
-    segments = None if cut is None else jnp.asarray([[0] * cut + [1] * (12 - cut)] * 2)
+@pytest.mark.parametrize("forgets", [0.01, 1.0, 40.0])
+@pytest.mark.parametrize(
+    ("lengths", "cuts", "width"),
+    [
+        ((9, 1, 14), ((4, 1, 0), (0, 0, 13), (1, 0, 1), (4, 0, 0)), 16),
+        ((190, 130, 3), ((1, 127, 1), (100, 1, 1), (0, 2, 1), (65, 0, 0), (24, 0, 0)), 3 * CHUNK),
+        ((64, 65, 63), ((64, 65, 63),), 3 * CHUNK),
+        ((192,), ((192,),), 3 * CHUNK),
+    ],
+)
+def test_steps_of_any_cut_are_the_loop_and_rows_of_no_sequence_change_no_state(lengths, cuts, width, forgets):
+    inputs, first = random_inputs(np.random.default_rng(0), sum(lengths), forgets=forgets), np.cumsum((0, *lengths))
+    state = DeltaState.zeros(len(lengths) + 1, SHAPE, jnp.dtype(jnp.float32))
+    reads, _ = steps(inputs, lengths, cuts, state, width=width)
+    for i, read in enumerate(reads):
+        np.testing.assert_allclose(read, loop(inputs, np.arange(first[i], first[i + 1])), atol=2e-5)
+
+
+@pytest.mark.parametrize("part", ["mixed", "decay", "beta"])
+@pytest.mark.parametrize("at", [0, 40, 70, 99])
+def test_a_token_that_is_no_number_spoils_those_after_it_in_its_sequence_alone(part, at):
+    lengths, cuts = (100, 100), ((80, 80), (20, 1), (0, 19))
+    inputs = random_inputs(np.random.default_rng(2), 200)
+    state = DeltaState.zeros(3, SHAPE, jnp.dtype(jnp.float32))
+    wanted, whole = steps(inputs, lengths, cuts, state, width=3 * CHUNK)
+    numbers = {name: getattr(inputs, name) for name in ("mixed", "decay", "beta")}
+    numbers[part] = numbers[part].at[at].set(jnp.nan)
+    reads, left = steps(DeltaInputs(**numbers, kernel=inputs.kernel, shape=SHAPE), lengths, cuts, state, width=3 * CHUNK)
+    assert np.array_equal(reads[0][:at], wanted[0][:at]) and np.array_equal(reads[1], wanted[1])
+    assert np.all(np.isnan(reads[0][at:]))
+    assert np.array_equal(left.memory[1], whole.memory[1]) and not np.any(np.isfinite(left.memory[0]))
+
+
+@pytest.mark.parametrize(("length", "cuts"), [(12, ()), (12, (5,)), (150, (3, 4, 63, 64, 128)), (129, ())])
+def test_whole_sequences_start_anew_with_each_segment_and_are_differentiable(length, cuts):
+    inputs = random_inputs(np.random.default_rng(1), 2 * length)
+    bounds = (0, *cuts, length)
+    segments = None if not cuts else jnp.asarray([np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))] * 2)
     read = np.asarray(jax.jit(delta_whole, static_argnums=2)(inputs, segments, 2))
     for row in range(2):
-        for part in [np.arange(12)] if cut is None else [np.arange(cut), np.arange(cut, 12)]:
-            np.testing.assert_allclose(read[12 * row + part], loop(inputs, 12 * row + part), atol=1e-5)
+        for low, high in itertools.pairwise(bounds):
+            part = length * row + np.arange(low, high)
+            np.testing.assert_allclose(read[part], loop(inputs, part), atol=2e-5)
     gradient = jax.grad(lambda x: jnp.sum(delta_whole(x, segments, 2) ** 2))(inputs)
     assert all(np.all(np.isfinite(leaf)) and np.any(leaf) for leaf in jax.tree.leaves(gradient))

@@ -178,21 +178,6 @@ def test_either_spelling_of_a_key_is_read_and_a_contradiction_refused():
         ConfigReader({"num_experts": 8, "num_local_experts": 4}, "c").int("num_experts")
 
 
-def test_rope_theta_is_read_from_either_place_and_scaling_is_refused():
-    assert ConfigReader({"rope_theta": 5e5, "rope_scaling": None}, "c").rope_theta() == 5e5
-    assert ConfigReader({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, "c").rope_theta(default=1.0) == 1e6
-    assert ConfigReader({}, "c").rope_theta(default=1e4) == 1e4
-    for bad in (
-        {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}},
-        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-        {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        {"rope_theta": 0},
-    ):
-        with pytest.raises(ConfigError):
-            ConfigReader(bad, "c").rope_theta(default=1e4)
-
-
 # files
 
 

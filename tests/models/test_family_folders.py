@@ -62,7 +62,7 @@ REFUSED = {
     "renormalised V2": ("DeepseekV2", dict(norm_topk_prob=True), ["norm_topk_prob=True", "false"]),
     "groups that do not divide": ("DeepseekV3", dict(n_group=3), ["n_group=3", "16 experts"]),
     "groups too few": ("DeepseekV3", dict(n_group=16, topk_group=2), ["topk_group=2", "4 experts"]),
-    "rotary positions": ("Glm4Moe", dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}), ["rope_type='dynamic'", "yarn"]),
+    "rotary positions": ("Glm4Moe", dict(rope_parameters={"rope_type": "ntk", "rope_theta": 1e4}), ["rope_type='ntk'", "yarn"]),
     "old spelling": ("Glm4Moe", dict(rope_parameters=..., rope_scaling={"type": "ntk"}), ["type='ntk'", "default"]),
     "experts of a token": ("Mixtral", dict(num_experts_per_tok=9), ["num_experts_per_tok=9", "at most 8"]),
     "experts and tensors": ("Mixtral", dict(num_local_experts=7), ["7.w1.weight", "wanted [7, 64]"]),

@@ -91,12 +91,16 @@ def test_missing_unexpected_and_misshapen_are_told_at_once_and_by_the_engine_too
         assert words in told[0], told[0]
 
 
-def test_a_missing_head_is_no_fault_of_a_tied_model_and_a_present_one_is_surplus(tmp_path):
+def test_a_missing_head_is_no_fault_of_a_tied_model_and_an_equal_one_is_surplus(tmp_path):
     tied = write_tiny_checkpoint(tmp_path / "tied", tie_word_embeddings=True, **PLAIN)
     assert "head" not in arrays_of(tied)
-    surplus = write_tiny_checkpoint(tmp_path / "surplus", **PLAIN)
-    rewrite_config(surplus, tie_word_embeddings=True)
+    config, tensors = tiny_config(tie_word_embeddings=True, **SMALL), tiny_tensors(tiny_config(**SMALL))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    surplus = save(tmp_path / "surplus", config, tensors)
     assert "head" not in arrays_of(surplus)
+    tensors["lm_head.weight"][-1, -1] += 1
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings=true, but lm_head.weight differs from model.embed_tokens.weight"):
+        ModelFolder.open(save(tmp_path / "other", config, tensors))
     headless = write_tiny_checkpoint(tmp_path / "headless", tie_word_embeddings=True, **PLAIN)
     rewrite_config(headless, tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"1 missing \(lm_head.weight\)"):

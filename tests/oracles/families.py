@@ -187,6 +187,11 @@ def as_bailing_moe_v2(folder):
 CASES = {
     case.title or case.name: case
     for case in (
+        Case(
+            "Qwen3Moe",
+            dict(num_experts=16, num_experts_per_tok=4, moe_intermediate_size=16, head_dim=16, mlp_only_layers=[1]),
+            layer_ids=(0, 2, 3),
+        ),
         Case("Mixtral", dict(num_local_experts=8, num_experts_per_tok=2, sliding_window=24)),
         Case(
             "Phimoe",

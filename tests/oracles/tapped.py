@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from routed_experts.engine.backends import BackendRegistry
-from routed_experts.layers.moe import MoeBackend, reference_experts
+from routed_experts.layers.moe import ALL_EXPERTS, MoeBackend, reference_experts
 
 
 class Tap:
@@ -23,7 +23,7 @@ class Tap:
     @property
     def registry(self):
         """The engine's backends, and "tapped"."""
-        return BackendRegistry().with_moe(MoeBackend(name="tapped", run=self._run))
+        return BackendRegistry().with_moe(MoeBackend(name="tapped", run=self._run, features=ALL_EXPERTS))
 
     def clear(self):
         """Forget the steps so far; none may be in flight."""

@@ -37,8 +37,11 @@ class _RoutedExpertsDeviceCache:
         """N."""
         return self.ids.shape[1]
 
-    def capture_fwd_routed_experts(self, moe_layer: int | Int[Array, ""], topk_ids: Int[Array, "N K"]) -> "_RoutedExpertsDeviceCache":
-        """Write the executed ids of one layer. `moe_layer` is its ordinal among MoE layers, traced or not; fused shared experts are out."""
+    def capture_fwd_routed_experts(
+        self, moe_layer: int | Int[Array, ""], topk_ids: Int[Array, "N K"], native_ids: Int[Array, "N K"] | None = None
+    ) -> "_RoutedExpertsDeviceCache":
+        """Write the executed ids of one layer. `moe_layer` is its ordinal among MoE layers, traced or not; fused shared experts are out.
+        `native_ids`, what the live router chose, is for those who compare (replay/tape.py); here they are not kept."""
         wanted = (self.num_tokens, self.spec.top_k)
         assert topk_ids.shape == wanted, f"ids of a layer have the shape {topk_ids.shape}; wanted {wanted}, without shared experts"
         return self._written(moe_layer, topk_ids[None])

@@ -3,6 +3,7 @@
     schedule n+1 -> dispatch n+1 -> read n -> file its rows -> commit n -> gather rows of the ended -> release their pages
 so that all host work of step n happens while the device runs step n+1. Engine thread only."""
 
+import enum
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -25,6 +26,15 @@ from routed_experts.scheduling.scheduler import Scheduler
 NO_STOPS: Mapping[str, StopCheck] = MappingProxyType({})
 
 
+class Hold(enum.Enum):
+    """How a pause treats what is running: it finishes, goes back to the queue, stays where it is, or has been ended."""
+
+    WAIT = "wait"
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+    ABORT = "abort"
+
+
 class EngineCore:
     """The loop's state: the live requests and the step in flight."""
 
@@ -33,6 +43,7 @@ class EngineCore:
         self.ledger = Ledger()
         self.num_steps = 0
         self.last_progress = time.monotonic()  # when a step ended, or work came to an idle core
+        self.hold: Hold | None = None  # set by engine/pausing.py
         self._pending: PendingStep | None = None
         self._ended: list[TokenIDOut] = []  # news of requests that ended between steps
 
@@ -100,11 +111,13 @@ class EngineCore:
 
     def _schedule(self) -> ModelWorkerBatch | None:
         """The next batch; when pages have run out and nothing is in flight, requests go back to the queue until one can run."""
+        if self.hold not in (None, Hold.WAIT):
+            return None
         batch = self.scheduler.schedule()
         while batch is None and self._pending is None and (victim := self.scheduler.victim()) is not None:
             self.retract(victim)
             batch = self.scheduler.schedule()
-        stuck = batch is None and self._pending is None and self.ledger.num_live > 0
+        stuck = batch is None and self._pending is None and (self.ledger.num_live > 0 if self.hold is None else self.scheduler.has_started)
         assert not stuck, f"{self.ledger.num_live} requests live, and none can run"
         _forget_changed_pages(self.scheduler, self.capturer)
         return batch
@@ -140,6 +153,13 @@ class EngineCore:
                 error = cause
             self.scheduler.release(req)
         return self.ledger.news(req, record=record, error=error, weight_version=self.runner.weight_version)
+
+
+def has_work(core: EngineCore) -> bool:
+    """Would a step do anything now. Requests that a pause holds back do not count."""
+    if core._pending is not None or core._ended:
+        return True
+    return core.ledger.num_live > 0 if core.hold is None else core.hold is Hold.WAIT and core.scheduler.has_started
 
 
 def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req) -> RoutedExperts | None:

@@ -11,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from flax import nnx
-
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import GenerateReqInput
@@ -21,8 +19,8 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import Phase, PhaseClock, assemble
 from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.call import Call
+from routed_experts.engine.control import EngineControl
 from routed_experts.engine.door import Door, Limits, is_nested
-from routed_experts.engine.loop import EngineLoop
 from routed_experts.engine.tokenizer import Tokenizer
 from routed_experts.execution.program_cache import keep_programs
 from routed_experts.models.config_reader import eos_token_ids_of
@@ -31,7 +29,7 @@ from routed_experts.models.interface import Decoder
 Result = dict[str, object] | list[dict[str, object]]
 
 
-class Engine:
+class Engine(EngineControl):
     """Serves one model. Every method may be called from any thread; leaving the `with` shuts it down.
 
     Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from tokenizer_path);
@@ -55,8 +53,7 @@ class Engine:
         self._tokenizer = _tokenizer_of(args)
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         keep_programs()
-        self._assembly = assemble(args, model=model, registry=registry, clock=clock, load_format=load_format, on_load=on_load)
-        self._loop = EngineLoop(self._assembly.core)
+        super().__init__(args, assemble(args, model=model, registry=registry, clock=clock, load_format=load_format, on_load=on_load))
         self.phases = tuple(clock.phases)
         limits = Limits(
             context_length=self._assembly.context_length,
@@ -117,14 +114,6 @@ class Engine:
     def flush_cache(self) -> int:
         """Forget all cached prefixes; returns the pages freed. Pages of running requests stay theirs."""
         return self._loop.call(self._assembly.core.flush_cache)
-
-    def update_weights(self, state: nnx.State[Any, Any], *, version: int, cache: str = "flush") -> None:
-        """Run later steps with other weights of the same tree, shapes and dtypes; nothing is compiled. Running requests
-        prefill again with `cache="flush"` and keep their pages with "keep"; rows that were written stay, and their
-        `version_spans` tell which weights made them. Raises WeightsMismatchError."""
-        if cache not in ("flush", "keep"):
-            raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
-        self._loop.drained(lambda: self._assembly.core.update_weights(state, version=version, cache=cache))
 
     def check_integrity(self) -> list[Violation]:
         """Check pages, prefix cache, rows and request counts; empty when all hold."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from routed_experts.core.errors import EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
-from routed_experts.engine.core import EngineCore
+from routed_experts.engine.core import EngineCore, has_work
 from routed_experts.engine.ledger import StopCheck
 from routed_experts.scheduling.schedule_batch import Req
 
@@ -43,6 +43,7 @@ class EngineLoop:
         self._lock = threading.RLock()
         self._stopping = False
         self._cause: BaseException | None = None
+        self._settling: list[concurrent.futures.Future[None]] = []  # callers that wait until a pause has come to rest
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -80,10 +81,16 @@ class EngineLoop:
 
         def fail() -> None:
             if future.set_running_or_notify_cancel():
-                future.set_exception(self._death())
+                future.set_exception(_death(self._cause))
 
         self._send(Command(run, fail))
         return future
+
+    def settle(self) -> None:
+        """Wait until there is nothing to do, or nothing is held back any more; requests that a pause holds back do not count."""
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._send(Command(lambda: self._settling.append(future), fail=lambda: future.set_exception(_death(self._cause))))
+        future.result()
 
     def abort(self, rids: Sequence[str], sink: Sink) -> None:
         """End those of these requests whose news goes to `sink`, with what they have; the others (ended, refused, of another
@@ -122,21 +129,25 @@ class EngineLoop:
         try:
             while not self._stopping or not self._core.is_idle:
                 self._take_commands()
-                if not self._core.is_idle:
+                if has_work(self._core):
                     self._deliver(self._core.step().outs)
+                while self._settling and (self._core.hold is None or not has_work(self._core)):
+                    self._settling.pop().set_result(None)
         except Exception as cause:
             logger.exception("the engine thread ends")
             self._cause = cause
         with self._lock:
             self._stopping = True
         for rid, sink in tuple(self._sinks.items()):
-            sink(_dead(rid, self._death()))
+            sink(_dead(rid, _death(self._cause)))
+        for future in self._settling:
+            future.set_exception(_death(self._cause))
         while not self._inbox.empty():
             self._inbox.get().fail()  # it came too late: its caller gets the cause
 
     def _take_commands(self) -> None:
         """Run what has come in; wait for the first if there is nothing else to do."""
-        if self._core.is_idle and not self._stopping:
+        if not has_work(self._core) and not self._stopping:
             self._inbox.get().run()
         while not self._inbox.empty():
             command = self._inbox.get()
@@ -161,11 +172,12 @@ class EngineLoop:
         for rid in rids:
             self._core.abort(rid, message)
 
-    def _death(self) -> EngineDeadError:
-        cause = "it was shut down" if self._cause is None else _told(self._cause)
-        error = EngineDeadError(f"the engine has ended: {cause}; build a new Engine")
-        error.__cause__ = self._cause
-        return error
+
+def _death(cause: BaseException | None) -> EngineDeadError:
+    said = "it was shut down" if cause is None else _told(cause)
+    error = EngineDeadError(f"the engine has ended: {said}; build a new Engine")
+    error.__cause__ = cause
+    return error
 
 
 def _told(cause: BaseException) -> str:

@@ -19,6 +19,8 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.memory.kv_pool import KVPoolSpec
 
 _MEBI = 1 << 20
+_COMPUTED = ("bfloat16", "float16", "float32")
+_LISTED = 4  # names of each dtype in an error
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,9 @@ def plan_memory(
     context_length: int,
     vocab_size: int,
 ) -> MemoryPlan:
-    """Size the pool. `model` carries the model's shapes; its num_pages is not read. ConfigError if it does not fit."""
+    """Size the pool. `model` carries the model's shapes; its num_pages is not read. ConfigError if it does not fit, or if weights are
+    of several dtypes."""
+    require_one_dtype(state)
     weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     limit = int(device_bytes() * args.mem_fraction_static)
     row_bytes = 0 if capture is None else capture.row_bytes
@@ -96,6 +100,22 @@ def plan_memory(
         row_bytes=row_bytes,
         limit=limit,
     )
+
+
+def require_one_dtype(state: nnx.State[Any, Any]) -> None:
+    """Raise ConfigError unless all weights are of one dtype that kernels compute in. Variables whose metadata says "wide", numbers that
+    choose experts, may be float32 beside the others. A checkpoint's tensors are cast as they are loaded; a module is not."""
+    found: dict[str, list[str]] = {}
+    for path, leaf in nnx.to_flat_state(state):
+        dtype = np.dtype(leaf.dtype).name
+        if dtype != "float32" or not leaf.get_metadata("wide", False):
+            found.setdefault(dtype, []).append(".".join(map(str, path)))
+    if len(found) > 1 or not found.keys() <= set(_COMPUTED):
+        told = "; ".join(f"{len(names)} are {dtype} ({', '.join(names[:_LISTED])}, ...)" for dtype, names in found.items())
+        raise ConfigError(
+            f"the arrays of this model cannot be computed with together: {told}; wanted one of {', '.join(_COMPUTED)} for all but those "
+            "that the architecture keeps in float32; cast: nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))"
+        )
 
 
 def device_bytes() -> int:

@@ -25,6 +25,7 @@ from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, prompt_logprobs, to
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.sampling import Penalties, SamplingMode, penalize, sample
 from routed_experts.memory.kv_pool import HybridPool
+from routed_experts.models.interface import TokenRouting
 
 _MODES = {
     SamplerForm.GREEDY: SamplingMode.GREEDY,
@@ -85,8 +86,9 @@ def forward(
     *,
     spec: ProgramSpec,
     shape: BatchShape,
+    routed: TokenRouting | None = None,
 ) -> tuple[Any, ForwardOut]:
-    """Run all layers over the tokens of a step."""
+    """Run all layers over the tokens of a step; with `routed`, on the ids that are given where they are valid."""
     model = nnx.merge(spec.graphdef, state)
     batch = unpack(packed, shape)
     tokens = batch.resolve_tokens(last_tokens)
@@ -94,7 +96,8 @@ def forward(
     attend = PagedAttend(backend=spec.attention, batch=batch.paged, num_pages=spec.num_pages)
     capture = None if spec.capture is None else _RoutedExpertsDeviceCache.create(shape.num_tokens, spec.capture)
     ops = hybrid_ops(attend, batch) if isinstance(pool, HybridPool) else attend
-    hidden, pool, capture = model(tokens, batch.paged.positions, batch.paged.valid, ops, pool, capture, kernels=spec.kernels)
+    paged = batch.paged
+    hidden, pool, capture = model(tokens, paged.positions, paged.valid, ops, pool, capture, kernels=spec.kernels, routed=routed)
     rows = None if capture is None else capture.rows()
     return pool, ForwardOut(hidden, jnp.take(hidden, batch.last_token_of_row, axis=0), tokens, packed, rows)
 

@@ -3,8 +3,8 @@ Knows nothing of requests beyond the arrays of a step; `reference` is the oracle
 
 The pool of all layers is one array [L*P, page, 2G, C] that is carried through the layers and updated in place; row 2g holds
 the keys of head g and row 2g+1 its values. New keys and values are written first, then attention reads all from the pool.
-Padding tokens write to page 0 of the layer, which no request owns. What a request does not own may be NaN (left by bad weights,
-or by half-precision overflow): a weight of 0 does not hide that, so values that are not seen are set to 0.
+Padding tokens write to page 0 of the layer, which no request owns. What a token does not see may be NaN (left by bad weights,
+or by half-precision overflow): a weight of 0 does not hide that, so values that are not seen, or not finite, are set to 0.
 Dims: N tokens, B requests, L layers, P pages, W pages of a request, H query heads, G kv heads, C head dim, S tokens of a
 sequence, T keys of a block, Q rows of a query tile."""
 
@@ -103,6 +103,14 @@ def attend_all(
     return jnp.einsum("ngrt,ntgc->ngrc", weights, values).reshape(queries.shape).astype(queries.dtype)
 
 
+def hide_broken(values: Float[Array, "... T C"], seen: Bool[Array, "... S T"]) -> tuple[Float[Array, "... T C"], Bool[Array, "... S"]]:
+    """Values with 0 for what is not finite, and which rows see some of that: they must become NaN, and no other row may, though a
+    product of all rows with all values would multiply it by their weights of 0."""
+    finite = jnp.isfinite(values)
+    broken = ~jnp.all(finite, axis=-1)
+    return jnp.where(finite, values, 0.0), jnp.any(seen & broken[..., None, :], axis=-1)
+
+
 def gather_pages(
     pool: Float[Array, "LP page 2G C"], pages: Int[Array, "B W"], head_dim: int | None = None
 ) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]:
@@ -137,12 +145,15 @@ class RunningSoftmax:
         zeros = jnp.zeros(shape, jnp.float32)
         return RunningSoftmax(zeros + NEVER, zeros, jnp.zeros((*shape, head_dim), jnp.float32))
 
-    def add(self, scores: Float[Array, "... T"], values: Float[Array, "... T C"]) -> "RunningSoftmax":
-        """Take in one block of keys; batch axes of `values` are all axes of `scores` but its last two."""
+    def add(
+        self, scores: Float[Array, "... T"], values: Float[Array, "... T C"], spoiled: Bool[Array, "..."] | None = None
+    ) -> "RunningSoftmax":
+        """Take in one block of keys; batch axes of `values` are all axes of `scores` but its last two. `spoiled` rows end as NaN."""
         top = jnp.maximum(self.top, jnp.max(scores, axis=-1))
         shrink, weights = jnp.exp(self.top - top), jnp.exp(scores - top[..., None])
         mixed = self.mixed * shrink[..., None] + weights @ values
-        return RunningSoftmax(top, self.total * shrink + jnp.sum(weights, axis=-1), mixed)
+        total = self.total * shrink + jnp.sum(weights, axis=-1)
+        return RunningSoftmax(top, total if spoiled is None else jnp.where(spoiled, jnp.nan, total), mixed)
 
     def result(self) -> Float[Array, "... C"]:
         """The attention output; rows that saw nothing are 0."""
@@ -213,9 +224,10 @@ def _ragged_attention(
             keys, values = gather_pages(pool, first_page + listed, head_dim)
             keys, values = (jnp.swapaxes(x[0], 0, 1).astype(jnp.float32) for x in (keys, values))  # [G, T, C]
             places = index * block + jnp.arange(block)
-            seen, values = places <= at[:, None], jnp.where((places <= positions[end - 1])[:, None], values, 0.0)
+            seen = jnp.repeat(places <= at[:, None], share, axis=0)
+            values, spoiled = hide_broken(values, seen)
             scores = jnp.einsum("gqc,gtc->gqt", rows, keys)
-            return state.add(jnp.where(jnp.repeat(seen, share, axis=0)[None], scores, NEVER), values)
+            return state.add(jnp.where(seen, scores, NEVER), values, spoiled)
 
         blocks = (positions[end - 1] + block) // block
         state = lax.fori_loop(0, blocks, add_block, RunningSoftmax.empty((groups, tile * share), head_dim))
@@ -241,7 +253,9 @@ def causal_attention(
     wide = queries.astype(jnp.float32).reshape(batch, length, groups, heads // groups, head_dim)
     scores = jnp.einsum("bsgrc,btgc->bgrst", wide, keys.astype(jnp.float32)) * head_dim**-0.5
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, NEVER), axis=-1)
-    mixed = jnp.einsum("bgrst,btgc->bsgrc", weights, values.astype(jnp.float32))
+    usable, spoiled = hide_broken(jnp.swapaxes(values.astype(jnp.float32), 1, 2), seen[:, None])  # [B, G, T, C], [B, G, S]
+    mixed = jnp.einsum("bgrst,bgtc->bsgrc", weights, usable)
+    mixed = jnp.where(jnp.swapaxes(spoiled, 1, 2)[..., None, None], jnp.nan, mixed)
     return mixed.reshape(queries.shape).astype(queries.dtype)
 
 

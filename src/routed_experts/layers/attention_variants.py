@@ -26,6 +26,7 @@ from routed_experts.layers.attention import (
     PagedBatch,
     RunningSoftmax,
     gather_pages,
+    hide_broken,
 )
 from routed_experts.layers.attention_traits import AttentionTraits
 
@@ -112,7 +113,10 @@ def causal_variant(
     scores = jnp.einsum("bsgrc,btgc->bsgrt", wide, keys.astype(jnp.float32))
     scores = jnp.where(seen[:, :, None, None], scores, NEVER)
     state = _start(scores.shape[:-1], values.shape[-1], _by_group(traits, groups))
-    mixed = jnp.einsum("bsgrt,btgv->bsgrv", *_weights_and(values.astype(jnp.float32), scores, state))
+    usable, spoiled = hide_broken(jnp.swapaxes(values.astype(jnp.float32), 1, 2), seen[:, None])  # [B, G, T, V], [B, G, S]
+    weights, usable = _weights_and(usable, scores, state)
+    mixed = jnp.einsum("bsgrt,bgtv->bsgrv", weights, usable)
+    mixed = jnp.where(jnp.swapaxes(spoiled, 1, 2)[..., None, None], jnp.nan, mixed)
     return mixed.reshape(num_rows, length, heads, -1).astype(queries.dtype)
 
 
@@ -176,9 +180,10 @@ def _ragged(
             both = read_pages(pool, first_page + listed, traits, queries.shape[2])
             keys, values = (jnp.swapaxes(part[0], 0, 1) for part in both)  # [G, T, C]
             places = index * block + jnp.arange(block)
-            values = jnp.where((places <= positions[end - 1])[:, None], values, 0.0)[:, None]
-            scores = jnp.where(seen_from(at[:, None], places, traits), jnp.einsum("grqc,gtc->grqt", rows, keys), NEVER)
-            return state.add(scores, values)
+            seen = seen_from(at[:, None], places, traits)
+            values, spoiled = hide_broken(values[:, None], seen)  # [G, 1, T, V], [G, 1, Q]
+            scores = jnp.where(seen, jnp.einsum("grqc,gtc->grqt", rows, keys), NEVER)
+            return state.add(scores, values, spoiled)
 
         state = _start((groups, share, tile), value_dim, None if sinks is None else sinks[..., None])
         first, past = first_seen(at[0], traits) // block, (positions[end - 1] + block) // block

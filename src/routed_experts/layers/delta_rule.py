@@ -4,8 +4,8 @@ queries, keys and values, then a memory S [K, V] for each value head, that forge
     S <- exp(decay) S;   S <- S + k (beta (v - S^T k))^T;   y = S^T q          with |q| = |k| = 1, q divided by sqrt(K)
 
 A sequence's state is the last W - 1 inputs of the convolution, and S. Knows nothing of requests beyond the arrays of a step.
-Dims: N tokens, B sequences, S tokens of a sequence, Q channels of the convolution (queries, keys, values), W its width, H value heads,
-J key heads, K key dim, V value dim."""
+Dims: N tokens, B sequences, S tokens of a sequence, C tokens of a chunk, Q channels of the convolution (queries, keys, values), W its
+width, H value heads, J key heads, K key dim, V value dim."""
 
 import dataclasses
 
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+CHUNK = 64  # tokens of a sequence at once
 _EPS = 1e-6  # of the norm of queries and keys
+_NEVER = -1e30  # exp of it is 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,39 +91,140 @@ def delta_step(
 
 
 def delta_ragged(inputs: DeltaInputs, state: DeltaState, query_starts: Int[Array, " B1"]) -> tuple[Float[Array, "N H V"], DeltaState]:
-    """Tokens of B sequences, neighbours in order: all sequences side by side, one token of each after another. Sequences without a
-    token keep their state; rows of no sequence give 0."""
+    """Tokens of B sequences, neighbours in order. Those of one token take it side by side; the others go chunk by chunk. Sequences
+    without a token keep their state; rows of no sequence give 0."""
     starts, lengths = query_starts[:-1], query_starts[1:] - query_starts[:-1]
     num_tokens, shape = inputs.mixed.shape[0], inputs.shape
+    chunk = min(CHUNK, num_tokens)
+    single, many = lengths == 1, jnp.where(lengths > 1, lengths, 0)
+    at = jnp.where(single, starts, 0)
+    read, new = delta_step(inputs.mixed[at], inputs.decay[at], inputs.beta[at], state, inputs.kernel, shape)
+    outputs = jnp.zeros((num_tokens + chunk, shape.value_heads, shape.value_dim), jnp.float32)
+    outputs = outputs.at[jnp.where(single, at, num_tokens)].set(jnp.where(single[:, None, None], read, 0.0))
+    chunk_ends = jnp.cumsum((many + chunk - 1) // chunk)
+    padded = [jnp.pad(part, ((0, chunk), (0, 0))) for part in (inputs.mixed, inputs.decay, inputs.beta)]
 
-    def add_token(index: Int[Array, ""], carry: tuple[Float[Array, "N H V"], DeltaState]) -> tuple[Float[Array, "N H V"], DeltaState]:
+    def run_chunk(index: Int[Array, ""], carry: tuple[Float[Array, "NC H V"], DeltaState]) -> tuple[Float[Array, "NC H V"], DeltaState]:
         outputs, state = carry
-        there = index < lengths
-        at = jnp.where(there, starts + index, 0)
-        read, new = delta_step(inputs.mixed[at], inputs.decay[at], inputs.beta[at], state, inputs.kernel, shape)
-        outputs = outputs.at[jnp.where(there, at, num_tokens)].set(read, mode="drop")
-        return outputs, new.where(there, state)
+        row = jnp.searchsorted(chunk_ends, index, side="right", method="compare_all").astype(jnp.int32)
+        first = chunk_ends[row] - (many[row] + chunk - 1) // chunk
+        start = starts[row] + (index - first) * chunk
+        there = jnp.arange(chunk) < query_starts[row + 1] - start
+        parts = (lax.dynamic_slice_in_dim(part, start, chunk) for part in padded)
+        rows = ChunkInputs(*parts, jnp.zeros(chunk, jnp.int32), there)
+        read, new = delta_chunk(rows, jax.tree.map(lambda leaf: leaf[row], state), inputs.kernel, shape)
+        kept = jnp.where(there[:, None, None], read, lax.dynamic_slice_in_dim(outputs, start, chunk))
+        outputs = lax.dynamic_update_slice_in_dim(outputs, kept, start, axis=0)
+        return outputs, jax.tree.map(lambda leaf, own: leaf.at[row].set(own), state, new)
 
-    outputs = jnp.zeros((num_tokens, shape.value_heads, shape.value_dim), jnp.float32)
-    return lax.fori_loop(0, jnp.max(lengths), add_token, (outputs, state))
+    outputs, state = lax.fori_loop(0, chunk_ends[-1], run_chunk, (outputs, new.where(single, state)))
+    return outputs[:num_tokens], state
 
 
 def delta_whole(inputs: DeltaInputs, segment_ids: Int[Array, "B S"] | None, num_sequences: int) -> Float[Array, "N H V"]:
     """Whole sequences from nothing; where the segment changes, a sequence starts anew. Differentiable; for training."""
-    rows = tuple(jnp.swapaxes(part.reshape(num_sequences, -1, part.shape[-1]), 0, 1) for part in (inputs.mixed, inputs.decay, inputs.beta))
-    length = rows[0].shape[0]
-    starts = jnp.zeros((length, num_sequences), bool)
+    shape, length = inputs.shape, inputs.mixed.shape[0] // num_sequences
+    chunk = min(CHUNK, length)
+    starts = jnp.zeros((num_sequences, length), jnp.int32)
     if segment_ids is not None:
-        starts = jnp.concatenate([starts[:1], (segment_ids[:, 1:] != segment_ids[:, :-1]).T], axis=0)
-    empty = DeltaState.zeros(num_sequences, inputs.shape, inputs.mixed.dtype)
+        changes = (segment_ids[:, 1:] != segment_ids[:, :-1]).astype(jnp.int32)
+        starts = jnp.concatenate([starts[:, :1], changes], axis=1)
 
-    def add_token(state: DeltaState, scanned: tuple[Array, ...]) -> tuple[DeltaState, Float[Array, "B H V"]]:
-        start, mixed, decay, beta = scanned
-        read, state = delta_step(mixed, decay, beta, empty.where(start, state), inputs.kernel, inputs.shape)
+    def by_chunk(part: Array) -> Array:
+        """[B S ...] to [chunks B C ...], padded."""
+        padded = jnp.pad(part, ((0, 0), (0, -length % chunk), *[(0, 0)] * (part.ndim - 2)))
+        return jnp.swapaxes(padded.reshape(num_sequences, -1, chunk, *part.shape[2:]), 0, 1)
+
+    numbers = (part.reshape(num_sequences, length, -1) for part in (inputs.mixed, inputs.decay, inputs.beta))
+    there = jnp.ones((num_sequences, length), bool)
+    rows = ChunkInputs(*(by_chunk(part) for part in numbers), jnp.cumsum(by_chunk(starts), axis=2), by_chunk(there))
+    batched = jax.vmap(lambda rows, state: delta_chunk(rows, state, inputs.kernel, shape))
+
+    def add_chunk(state: DeltaState, rows: ChunkInputs) -> tuple[DeltaState, Float[Array, "B C H V"]]:
+        read, state = batched(rows, state)
         return state, read
 
-    _, read = lax.scan(add_token, empty, (starts, *rows))
-    return jnp.swapaxes(read, 0, 1).reshape(-1, *read.shape[2:])
+    _, read = lax.scan(add_chunk, DeltaState.zeros(num_sequences, shape, inputs.mixed.dtype), rows)
+    whole = jnp.swapaxes(read, 0, 1).reshape(num_sequences, -1, *read.shape[3:])[:, :length]
+    return whole.reshape(-1, *whole.shape[2:])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChunkInputs:
+    """C neighbouring tokens of one sequence; those that are not `there` stand last. `segment` counts the sequences that began among
+    them: tokens of segment 0 go on from the state."""
+
+    mixed: Float[Array, "C Q"]
+    decay: Float[Array, "C H"]
+    beta: Float[Array, "C H"]
+    segment: Int[Array, " C"]
+    there: Bool[Array, " C"]
+
+
+def delta_chunk(
+    rows: ChunkInputs, state: DeltaState, kernel: Float[Array, "Q W"], shape: DeltaShape
+) -> tuple[Float[Array, "C H V"], DeltaState]:
+    """All tokens of a chunk at once (Yang et al. 2024, section 3.3): with G the sum of decays up to a token and U = what each token adds,
+
+        u_t = beta_t (v_t - exp(G_t) S0^T k_t - sum_{i<t} exp(G_t - G_i) (k_t k_i) u_i)         a triangular system
+        y_t = exp(G_t) S0^T q_t + sum_{i<=t} exp(G_t - G_i) (q_t k_i) u_i
+
+    A token that is not finite spoils itself and those after it, as one after another would; none before it, and no other sequence.
+    `state` is that of this sequence, without the axis B."""
+    usable, spoiled, ends_spoiled = _usable(rows, state)
+    window, queries, keys, values = _convolved(usable, state.recent, kernel, shape)
+    places, segment = jnp.arange(rows.there.shape[0]), rows.segment
+    sums = jnp.cumsum(usable.decay, axis=0).T  # [H, C]
+    earlier = (places[:, None] >= places) & (segment[:, None] == segment)
+    ratio = jnp.exp(jnp.where(earlier, sums[:, :, None] - sums[:, None], _NEVER))  # [H, C, C]
+    kept = jnp.where(segment == 0, jnp.exp(sums), 0.0)[..., None]
+    memory, beta = jnp.where(jnp.isfinite(state.memory), state.memory, 0.0), usable.beta.T[..., None]
+    system = jnp.where(places[:, None] > places, beta * ratio * _dot("htk,hik->hti", keys, keys), 0.0)
+    wanted = beta * (values - kept * _dot("htk,hkv->htv", keys, memory))
+    added = lax.linalg.triangular_solve(system, wanted, left_side=True, lower=True, unit_diagonal=True)
+    read = _dot("hti,hiv->htv", ratio * _dot("htk,hik->hti", queries, keys), added) + kept * _dot("htk,hkv->htv", queries, memory)
+    left = jnp.where(segment == segment[-1], jnp.exp(sums[:, -1:] - sums), 0.0)[..., None]
+    memory = kept[:, -1:] * memory + _dot("htk,htv->hkv", left * keys, added)
+    read = jnp.where(spoiled[:, None, None], jnp.nan, jnp.swapaxes(read, 0, 1))
+    window = jnp.where(jnp.pad(segment, (shape.width - 1, 0))[:, None] == segment[-1], window, 0)
+    recent = lax.dynamic_slice_in_dim(window, jnp.sum(rows.there), shape.width - 1)
+    return read, DeltaState(recent, jnp.where(ends_spoiled, jnp.nan, memory))
+
+
+def _usable(rows: ChunkInputs, state: DeltaState) -> tuple[ChunkInputs, Bool[Array, " C"], Bool[Array, ""]]:
+    """The chunk with 0 in place of tokens that are not there or not finite; whom those spoil; and whether the state after it is."""
+    finite = jnp.stack([jnp.all(jnp.isfinite(part), axis=-1) for part in (rows.mixed, rows.decay, rows.beta)]).all(axis=0)
+    broken, places = rows.there & ~finite, jnp.arange(rows.there.shape[0])
+    before = (places[:, None] >= places) & (rows.segment[:, None] == rows.segment)
+    began = ~(jnp.all(jnp.isfinite(state.memory)) & jnp.all(jnp.isfinite(state.recent)))
+    spoiled = jnp.any(before & broken, axis=-1) | (began & (rows.segment == 0))
+    mixed, decay, beta = (jnp.where((rows.there & finite)[:, None], part, 0) for part in (rows.mixed, rows.decay, rows.beta))
+    return ChunkInputs(mixed, decay, beta, rows.segment, rows.there), spoiled, spoiled[-1]
+
+
+def _convolved(
+    rows: ChunkInputs, recent: Float[Array, "W1 Q"], kernel: Float[Array, "Q W"], shape: DeltaShape
+) -> tuple[Float[Array, "WC Q"], Float[Array, "H C K"], Float[Array, "H C K"], Float[Array, "H C V"]]:
+    """The inputs of the convolution with those before them, and queries (scaled), keys and values of each value head."""
+    chunk, width = rows.there.shape[0], shape.width
+    recent = jnp.where(jnp.isfinite(recent), recent, 0)
+    window, segment = jnp.concatenate([recent, rows.mixed.astype(recent.dtype)]), jnp.pad(rows.segment, (width - 1, 0))
+    taps = [
+        jnp.where(segment[tap : tap + chunk] == rows.segment, 1.0, 0.0)[:, None] * kernel[:, tap].astype(jnp.float32)
+        for tap in range(width)
+    ]
+    turned = sum((window[tap : tap + chunk].astype(jnp.float32) * weight for tap, weight in enumerate(taps)), jnp.zeros((), jnp.float32))
+    split = jnp.split(jax.nn.silu(turned), [shape.key_heads * shape.key_dim, 2 * shape.key_heads * shape.key_dim], axis=-1)
+    shares = shape.value_heads // shape.key_heads
+    queries, keys = (jnp.repeat(_unit(part.reshape(chunk, shape.key_heads, -1)), shares, axis=1) for part in split[:2])
+    values = split[2].reshape(chunk, shape.value_heads, -1)
+    return window, *(jnp.swapaxes(part, 0, 1) for part in (queries * shape.key_dim**-0.5, keys, values))
+
+
+def _dot(law: str, left: Float[Array, "..."], right: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A product of float32 that no accelerator rounds: errors would add up along a sequence."""
+    return jnp.einsum(law, left, right, precision=lax.Precision.HIGHEST)
 
 
 def _unit(x: Float[Array, "... K"]) -> Float[Array, "... K"]:

@@ -7,14 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def rotary_angles(positions: Int[Array, " N"], *, head_dim: int, theta: float) -> tuple[Float[Array, "N C"], Float[Array, "N C"]]:
-    """Give float32 cosines and sines of every position; each of the C/2 frequencies stands twice."""
-    inverse = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions.astype(jnp.float32)[:, None] * inverse
-    angles = jnp.concatenate([angles, angles], axis=-1)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
 def apply_rotary(x: Float[Array, "N H C"], cos: Float[Array, "N C"], sin: Float[Array, "N C"]) -> Float[Array, "N H C"]:
     """Rotate every head of every token; computed in float32, returned in x's dtype."""
     wide = x.astype(jnp.float32)
@@ -49,3 +41,17 @@ class RotarySpec:
             low, high = jnp.split(wide, 2, axis=-1)
             turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
         return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1) if rest.shape[-1] else turned.astype(x.dtype)
+
+
+def rotary_angles(
+    positions: Int[Array, " N"], *, head_dim: int, theta: float, scaled: RotarySpec | None = None
+) -> tuple[Float[Array, "N C"], Float[Array, "N C"]]:
+    """Give float32 cosines and sines of every position, for `apply_rotary`; each of the C/2 frequencies stands twice. Frequencies are
+    those of `theta`, or of `scaled`."""
+    if scaled is not None:
+        cos, sin = (jnp.concatenate([part, part], axis=-1) for part in scaled.angles(positions))
+        return cos, sin
+    inverse = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = positions.astype(jnp.float32)[:, None] * inverse
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles), jnp.sin(angles)

@@ -17,8 +17,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+ROUTED_IDS = "routed_ids"  # what rematerialisation must save: a choice near a tie could fall otherwise the second time
 LAWS = ("softmax", "sigmoid", "logits", "sparsemixer")
 
 
@@ -54,10 +56,12 @@ class RouterSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerRouting:
-    """Ids to replay in one layer. Ids of a row that is not valid are never read."""
+    """Ids to replay in one layer. Ids of a row that is not valid are never read. `weights`, where given, replace those of valid rows,
+    without gradient."""
 
     ids: UInt[Array, "N K"] | Int[Array, "N K"]
     valid: Bool[Array, " N"]
+    weights: Float[Array, "N K"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -85,9 +89,12 @@ def replay_topk(
         ids, replaced = native, jnp.zeros(logits.shape[0], bool)
     else:
         ids, replaced = jnp.where(routed.valid[:, None], routed.ids.astype(jnp.int32), native), routed.valid
+    ids = checkpoint_name(ids, ROUTED_IDS)
     weights = sparsemixer_weights(wide, ids, nearness=spec.nearness) if spec.law == "sparsemixer" else _weights(wide, scores, ids, spec)
     if spec.scale != 1.0:
         weights = weights * spec.scale
+    if routed is not None and routed.weights is not None:
+        weights = jnp.where(routed.valid[:, None], jax.lax.stop_gradient(routed.weights.astype(jnp.float32)), weights)
     return Routing(weights=weights, ids=ids, native_ids=native, replaced=replaced)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from routed_experts.models.common_config import read_sizes, refuse
 from routed_experts.models.config_reader import ConfigReader
-from routed_experts.models.deepseek import predicted_layers, read_biased_router
+from routed_experts.models.deepseek import num_predicting, read_biased_router
 from routed_experts.models.expert_names import ExpertNames
 from routed_experts.models.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.feed_forward import Dense, Sparse
@@ -27,7 +27,6 @@ def read_bailing_moe_v2(reader: ConfigReader) -> FamilyConfig:
         refuse(reader, key)
     refuse(reader, "use_qk_norm", allowed=(True,), default=True)
     refuse(reader, "moe_router_enable_expert_bias", allowed=(True,), default=True)
-    reader.str("score_function", default="sigmoid", choices=("sigmoid",))
     router = read_biased_router(reader, groups=8, kept=4, scale=2.5, key="num_experts")
     attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm="head", names=_ATTENTION)
     width, dense = reader.int("moe_intermediate_size", minimum=1), reader.int("intermediate_size", minimum=1)
@@ -36,5 +35,5 @@ def read_bailing_moe_v2(reader: ConfigReader) -> FamilyConfig:
     sparse = Sparse(router=router, width=width, shared_width=shared, names=_EXPERTS)
     first = reader.int("first_k_dense_replace", minimum=0, default=1)
     layers = [LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)]
-    config = sizes.within(rotary).decoder(layers, surplus=predicted_layers(reader, sizes.num_layers))
+    config = sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))
     return dataclasses.replace(config, embed_name="word_embeddings")

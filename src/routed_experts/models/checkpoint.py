@@ -10,17 +10,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
 
-import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.config_reader import read_json_object
+from routed_experts.models.tensor_file import WEIGHT_DTYPES, TensorFile
 
-_DTYPES = MappingProxyType({"BF16": np.dtype(ml_dtypes.bfloat16).name, "F16": "float16", "F32": "float32"})  # safetensors' words, NumPy's
+_PACKED: Mapping[str, str] = MappingProxyType(  # how names of tensors end that quantisations add
+    {
+        ".weight_scale_inv": "fp8 blocks",
+        ".weight_scale": "fp8 or compressed-tensors",
+        ".weight_packed": "compressed-tensors",
+        ".qweight": "GPTQ or AWQ",
+        ".qzeros": "GPTQ or AWQ",
+        ".absmax": "bitsandbytes",
+        ".SCB": "bitsandbytes",
+        "_proj_blocks": "MXFP4",
+    }
+)
 _LISTED = 8  # names of each kind in an error
 
 
@@ -46,11 +55,11 @@ class WeightSource:
 
 
 class Checkpoint:
-    """Open safetensors of one folder: headers at once, tensors when asked. Closes with `close()` or `with`."""
+    """Safetensors of one folder: headers at once, tensors when asked. After `close()`, or outside `with`, nothing can be read."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._handles: dict[str, Any] = {}  # tensor name -> open file
+        self._files: dict[str, TensorFile] = {}  # by tensor name
         self._names: dict[str, tuple[tuple[int, ...], str]] = {}
         for file, promised in _weight_files(self.path).items():
             self._open(file, promised)
@@ -60,16 +69,11 @@ class Checkpoint:
         return dict(self._names)
 
     def read(self, name: str, box: tuple[slice, ...] = ()) -> np.ndarray:
-        """Copy one tensor, or the part of it that `box` names, to the host."""
-        try:
-            if not box or all(side == slice(0, size) for side, size in zip(box, self._names[name][0], strict=True)):
-                return self._handles[name].get_tensor(name)
-            return self._handles[name].get_slice(name)[box]
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.path}: {name} cannot be read ({error}); copy the checkpoint again") from error
+        """Copy one tensor, or the part of it that `box` names, to the host. Raises CheckpointError where it cannot be read."""
+        return self._files[name].read(name, box)
 
     def close(self) -> None:
-        self._handles.clear()
+        self._files.clear()
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -79,19 +83,16 @@ class Checkpoint:
 
     def _open(self, file: Path, promised: Sequence[str]) -> None:
         try:
-            handle = safe_open(file, framework="np")
-            headers = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-            found = {name: (tuple(head.get_shape()), str(head.get_dtype())) for name, head in headers.items()}
+            opened = TensorFile.open(file)
         except FileNotFoundError:
             raise CheckpointError(f"{file} does not exist, but the index names it; copy the missing shard") from None
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} is damaged or cut short ({error}); wanted safetensors; copy it again") from error
+        found = opened.tensors
         if absent := sorted(set(promised) - set(found)):
             raise CheckpointError(f"{file} lacks {_some(absent)}, which the index places there; copy the checkpoint again")
         if twice := sorted(set(self._names) & set(found)):
             raise CheckpointError(f"{file} holds {_some(twice)}, which another shard holds too; wanted each tensor once")
-        for name, (shape, dtype) in found.items():
-            self._names[name], self._handles[name] = (shape, _DTYPES.get(dtype, dtype)), handle
+        for name, tensor in found.items():
+            self._names[name], self._files[name] = (tensor.shape, tensor.dtype), opened
 
 
 def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: Iterable[str] = ()) -> None:
@@ -101,11 +102,16 @@ def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: It
     found, wanted = checkpoint.names(), {source.name: source for source in sources}
     patterns = tuple(ignore)
     shared = [(name, source.shape, *found[name]) for name, source in wanted.items() if name in found]
+    if packed := sorted({method for name in found if name not in wanted for end, method in _PACKED.items() if name.endswith(end)}):
+        raise CheckpointError(
+            f"{checkpoint.path} holds weights that look quantised by {' or '.join(packed)}, though its config.json does not say so; wanted "
+            "plain bfloat16, float16 or float32 weights; use an unquantised checkpoint"
+        )
     faults = {
         "missing": [name for name, source in wanted.items() if name not in found and not source.optional],
         "unexpected": [name for name in found if name not in wanted and not any(fnmatch.fnmatchcase(name, p) for p in patterns)],
         "misshapen": [f"{name} is {list(shape)}, wanted {list(want)}" for name, want, shape, _ in shared if shape != want],
-        "of a dtype other than bfloat16, float16, float32": [f"{n} is {d}" for n, _, _, d in shared if d not in _DTYPES.values()],
+        "of a dtype other than bfloat16, float16, float32": [f"{n} is {d}" for n, _, _, d in shared if d not in WEIGHT_DTYPES],
     }
     told = [f"{len(names)} {kind} ({_some(names)})" for kind, names in faults.items() if names]
     if told:

@@ -30,8 +30,8 @@ class Sizes:
             num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rotary=rotary, eps=self.norm_eps
         )
 
-    def decoder(self, layers: Sequence[LayerSpec], *, surplus: tuple[str, ...] = ()) -> FamilyConfig:
-        """A decoder of these layers."""
+    def decoder(self, layers: Sequence[LayerSpec], *, surplus: tuple[str, ...] = (), num_predicting: int = 0) -> FamilyConfig:
+        """A decoder of these layers; `num_predicting` more behind them predict further tokens, and are not run."""
         return FamilyConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -40,6 +40,7 @@ class Sizes:
             context_length=self.context_length,
             tie_embeddings=self.tie_embeddings,
             surplus=surplus,
+            num_predicting=num_predicting,
         )
 
     def within(self, rotary: Rotary) -> "Sizes":
@@ -68,10 +69,28 @@ def read_sizes(reader: ConfigReader, *, eps: float = 1e-6, tied: bool = False) -
     )
 
 
-def read_experts(reader: ConfigReader, *, key: str = "num_experts") -> tuple[int, int]:
-    """Experts of a layer and experts per token."""
+def read_experts(
+    reader: ConfigReader,
+    *,
+    key: str = "num_experts",
+    per_token: str = "num_experts_per_tok",
+    scoring: str = "softmax",
+    methods: Collection[str] = ("greedy",),
+    grouped: bool = False,
+) -> tuple[int, int]:
+    """Experts of a layer and experts per token; `check_routing` besides."""
+    check_routing(reader, scoring=scoring, methods=methods, grouped=grouped)
     experts = reader.int(key, minimum=1)
-    return experts, reader.int("num_experts_per_tok", minimum=1, maximum=experts)
+    return experts, reader.int(per_token, minimum=1, maximum=experts)
+
+
+def check_routing(reader: ConfigReader, *, scoring: str = "softmax", methods: Collection[str] = ("greedy",), grouped: bool = False) -> None:
+    """Raise where a config names another routing law than its family's: most configs leave these keys out, and then the family's holds."""
+    for word in ("scoring_func", "score_function"):
+        reader.str(word, default=scoring, choices=(scoring,))
+    reader.str("topk_method", default=next(iter(methods)), choices=methods)
+    for word in () if grouped else ("n_group", "topk_group"):
+        reader.require(reader.int(word, default=1) == 1, word, "1: experts of this architecture are not grouped")
 
 
 def refuse(reader: ConfigReader, key: str, *, allowed: Collection[bool] = (False,), default: bool = False) -> None:

@@ -19,6 +19,10 @@ _SYNONYMS: Mapping[str, tuple[str, ...]] = MappingProxyType(  # newer spellings 
     {"num_experts": ("num_local_experts",), "num_local_experts": ("num_experts",), "torch_dtype": ("dtype",)}
 )
 
+_QUANTIZATION_FILES: Mapping[str, str] = MappingProxyType(
+    {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", "hf_quant_config.json": "ModelOpt"}
+)
+
 
 def read_json_object(file: Path) -> dict[str, object]:
     """Read one JSON object; CheckpointError names the file when it is missing, not JSON, or not an object."""
@@ -59,20 +63,36 @@ def read_config(path: Path | str, *, architectures: Mapping[str, Tolerated] | Co
     tolerated = architectures.get(only, NOTHING) if isinstance(architectures, Mapping) else NOTHING
     if config.get("auto_map") is not None and not tolerated.code:
         raise CheckpointError(
-            f"{file} has auto_map, which names Python code of the checkpoint; remote code is never run here; if the weights are of one "
-            f"of the architectures {_listed(architectures)}, remove auto_map from config.json"
+            f"{file} has auto_map, which names Python code of the checkpoint; remote code is never run here; wanted a config without; if "
+            f"the weights are of one of the architectures {_listed(architectures)}, remove auto_map from config.json"
         )
-    quantized = config.get("quantization_config")
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-    if quantized is not None and method not in tolerated.quantization:
-        named = "" if method is None else f" of quant_method={method!r}"
-        readable = f" or {', '.join(tolerated.quantization)}" if tolerated.quantization else ""
-        raise CheckpointError(
-            f"{file} has quantization_config{named}; wanted plain bfloat16, float16 or float32 weights{readable}; use an unquantised one"
-        )
+    _refuse_quantized(folder, config, tolerated)
     if only not in architectures:
         raise CheckpointError(f"{file}: architectures={found!r} is not known here; wanted one of {_listed(architectures)}")
     return config
+
+
+def _refuse_quantized(folder: Path, config: Mapping[str, object], tolerated: Tolerated) -> None:
+    """Raise where config.json, its text model's part, or a file beside it says that weights are quantised in a way we cannot read."""
+    inner = config.get("text_config")
+    for section in (config, inner if isinstance(inner, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            quantized = section.get(key)
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+            if quantized is None or method in tolerated.quantization:
+                continue
+            named = "" if method is None else f" of quant_method={method!r}"
+            readable = f" or {', '.join(tolerated.quantization)}" if tolerated.quantization else ""
+            raise CheckpointError(
+                f"{folder / 'config.json'} has {key}{named}; wanted plain bfloat16, float16 or float32 weights{readable}; "
+                "use an unquantised one"
+            )
+    for name, method in _QUANTIZATION_FILES.items():
+        if (folder / name).exists():
+            raise CheckpointError(
+                f"{folder / name} says that weights are quantised by {method}; wanted plain bfloat16, float16 or float32 weights; "
+                "use an unquantised one, or remove the file if it is a leftover"
+            )
 
 
 def architecture_of(config: Mapping[str, object]) -> str:
@@ -156,18 +176,6 @@ class ConfigReader:
         if not isinstance(value, dict):
             raise self._error(key, "an object")
         return ConfigReader(value, f"{self.path}: {key}")
-
-    def rope_theta(self, *, default: builtins.float | None = None) -> builtins.float:
-        """Base of plain rotary positions, in either spelling; scaled or partial rotary positions are refused by name."""
-        for section in (self.section("rope_scaling"), self.section("rope_parameters")):
-            for key in ("type", "rope_type"):
-                section.str(key, default="default", choices=("default",))
-            section.require(section.float("partial_rotary_factor", default=1.0) == 1.0, "partial_rotary_factor", "1.0")
-        self.require(self.float("partial_rotary_factor", default=1.0) == 1.0, "partial_rotary_factor", "1.0")
-        holder = self.section("rope_parameters") if self.has("rope_parameters") else self
-        theta = holder.float("rope_theta", default=None if self.has("rope_parameters") else default)
-        holder.require(theta > 0, "rope_theta", "a positive number")
-        return theta
 
     def _find(self, key: builtins.str) -> object:
         spellings = [name for name in (key, *_SYNONYMS.get(key, ())) if self.values.get(name) is not None]

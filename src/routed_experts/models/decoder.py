@@ -20,7 +20,7 @@ from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.delta_attention import DeltaAttention
 from routed_experts.models.family_config import FamilyConfig, Run
 from routed_experts.models.feed_forward import Sparse
-from routed_experts.models.interface import Attend, SequenceOps, TokenRouting
+from routed_experts.models.interface import Attend, SequenceOps, TokenRouting, layers_of, rematerialised
 from routed_experts.models.layer_parts import Replay, Step
 from routed_experts.models.layer_weights import LayerView, Weight, make_weights, to_scan
 
@@ -80,12 +80,10 @@ class FamilyDecoder(nnx.Module):
             num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
             body = self._pattern(run, arrays, step, (first_moe, first_attending, first_recurrent), None if routed is None else routed.valid)
             slices = [to_scan(layer.weights(config), place, kernels) for layer, place in zip(run.pattern, arrays, strict=True)]
-            ids = None
-            if routed is not None and num_moe:
-                ids = jnp.moveaxis(routed.ids[:, first_moe : first_moe + run.repeats * num_moe], 1, 0)
-                ids = ids.reshape(run.repeats, num_moe, *ids.shape[1:])
+            ids = layers_of(routed, first_moe, run.repeats * num_moe) if num_moe else None
+            ids = jax.tree.map(lambda rows, run=run, num_moe=num_moe: rows.reshape(run.repeats, num_moe, *rows.shape[1:]), ids)
             places = jnp.arange(run.repeats, dtype=jnp.int32)
-            (x, cache, capture), _ = lax.scan(jax.checkpoint(body) if remat else body, (x, cache, capture), (places, slices, ids))
+            (x, cache, capture), _ = lax.scan(rematerialised(body) if remat else body, (x, cache, capture), (places, slices, ids))
             first_moe += run.repeats * num_moe
             first_attending += run.repeats * run.num_attending
             first_recurrent += run.repeats * (len(run.pattern) - run.num_attending)
@@ -112,7 +110,7 @@ class FamilyDecoder(nnx.Module):
                 x = x + (mixed * residual_scale if residual_scale != 1.0 else mixed)
                 replay = None
                 if isinstance(layer.feed, Sparse):
-                    routed = None if ids is None or replayed is None else LayerRouting(ids[moe], replayed)
+                    routed = None if ids is None or replayed is None else _layer_routing(ids, moe, replayed)
                     replay = Replay(first[0] + place * num_moe + moe, routed)
                     moe += 1
                 y, capture = layer.feed.run(self._norm_of(x, "post_norm", view), view, step, replay, capture)
@@ -129,3 +127,8 @@ class FamilyDecoder(nnx.Module):
         if bias is not None:
             return layer_norm(x, scale, bias, eps=self.config.norm_eps)
         return rms_norm(x, scale, eps=self.config.norm_eps, offset=self.config.norm_offset)
+
+
+def _layer_routing(rows: tuple[Array, Array | None], place: int, valid: Bool[Array, " N"]) -> LayerRouting:
+    ids, weights = rows
+    return LayerRouting(ids[place], valid, None if weights is None else weights[place])

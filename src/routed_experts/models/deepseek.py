@@ -10,15 +10,16 @@ from routed_experts.models.feed_forward import Dense, Sparse
 from routed_experts.models.latent_attention import LatentAttention
 from routed_experts.models.rotary_reader import read_rotary
 
+_V2_METHODS = ("greedy", "group_limited_greedy")
+
 
 def read_deepseek_v2(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of DeepSeek-V2 or V2-Lite."""
     sizes = read_sizes(reader)
-    experts, top_k = read_experts(reader, key="n_routed_experts")
-    reader.str("scoring_func", default="softmax", choices=("softmax",))
+    experts, top_k = read_experts(reader, key="n_routed_experts", methods=_V2_METHODS, grouped=True)
     refuse(reader, "norm_topk_prob")
-    method = reader.str("topk_method", default="greedy", choices=("greedy", "group_limited_greedy"))
-    groups, kept = read_groups(reader, experts, top_k, default=1) if method == "group_limited_greedy" else (1, 1)
+    grouped = reader.str("topk_method", default=_V2_METHODS[0]) == "group_limited_greedy"
+    groups, kept = read_groups(reader, experts, top_k, default=1) if grouped else (1, 1)
     scale = reader.float("routed_scaling_factor", default=1.0)
     router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=False, scale=scale, groups=groups, groups_kept=kept)
     return _decoder(reader, sizes, router, interleaved=True, first_dense=0)
@@ -33,9 +34,7 @@ def read_deepseek_v3(reader: ConfigReader) -> FamilyConfig:
 
 def read_biased_router(reader: ConfigReader, *, groups: int, kept: int, scale: float, key: str = "n_routed_experts") -> RouterSpec:
     """The router of V3 and of all who took it over; arguments are the family's defaults."""
-    experts, top_k = read_experts(reader, key=key)
-    reader.str("scoring_func", default="sigmoid", choices=("sigmoid",))
-    reader.str("topk_method", default="noaux_tc", choices=("noaux_tc",))
+    experts, top_k = read_experts(reader, key=key, scoring="sigmoid", methods=("noaux_tc",), grouped=True)
     groups, kept = read_groups(reader, experts, top_k, default=groups, default_kept=kept)
     reader.require(groups == kept or experts // groups >= 2, "n_group", "groups of at least 2 experts")
     return RouterSpec(
@@ -61,10 +60,9 @@ def read_groups(reader: ConfigReader, experts: int, top_k: int, *, default: int,
     return groups, kept
 
 
-def predicted_layers(reader: ConfigReader, num_layers: int) -> tuple[str, ...]:
-    """Patterns of the layers that predict further tokens; they stand behind the last one and are not run."""
-    count = reader.int("num_nextn_predict_layers", minimum=0, default=0)
-    return tuple(f"model.layers.{num_layers + index}.*" for index in range(count))
+def num_predicting(reader: ConfigReader) -> int:
+    """Layers that predict further tokens; they stand behind the last one and are not run."""
+    return reader.int("num_nextn_predict_layers", minimum=0, default=0)
 
 
 def shared_width(reader: ConfigReader, width: int, *, default: int) -> int:
@@ -76,6 +74,8 @@ def _decoder(reader: ConfigReader, sizes: Sizes, router: RouterSpec, *, interlea
     refuse(reader, "attention_bias")
     refuse(reader, "mlp_bias")
     reader.require(reader.int("moe_layer_freq", minimum=1, default=1) == 1, "moe_layer_freq", "1")
+    wanted = f"num_attention_heads={sizes.num_heads}: every head has keys of its own"
+    reader.require(sizes.num_kv_heads == sizes.num_heads, "num_key_value_heads", wanted)
     key_dim, rotary_dim = reader.int("qk_nope_head_dim", minimum=1), reader.int("qk_rope_head_dim", minimum=2)
     rotary = read_rotary(reader, rotary_dim, interleaved=interleaved)
     attention = LatentAttention(
@@ -92,4 +92,4 @@ def _decoder(reader: ConfigReader, sizes: Sizes, router: RouterSpec, *, interlea
     sparse = Sparse(router=router, width=width, shared_width=shared_width(reader, width, default=1))
     first = reader.int("first_k_dense_replace", minimum=0, default=first_dense)
     layers = [LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)]
-    return sizes.within(rotary).decoder(layers, surplus=predicted_layers(reader, sizes.num_layers))
+    return sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))

@@ -2,7 +2,7 @@
 rotary positions in pairs. Its routers compute in float32, and so they do here."""
 
 from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.common_config import read_sizes, refuse
+from routed_experts.models.common_config import read_experts, read_sizes, refuse
 from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.expert_names import ExpertNames
 from routed_experts.models.family_config import FamilyConfig, LayerSpec
@@ -17,8 +17,8 @@ def read_ernie4_5_moe(reader: ConfigReader) -> FamilyConfig:
     sizes = read_sizes(reader, eps=1e-5, tied=True)
     rotary = read_rotary(reader, sizes.head_dim, theta=500_000.0, interleaved=True)
     refuse(reader, "use_bias")
-    experts = reader.int("moe_num_experts", minimum=1)
-    top_k = reader.int("moe_k", minimum=1, maximum=experts)
+    experts, top_k = read_experts(reader, key="moe_num_experts", per_token="moe_k", methods=("noaux_tc",))
+    refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
     router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=True, biased=True)
     width = reader.int("moe_intermediate_size", minimum=1)
     shared = width * reader.int("moe_num_shared_experts", minimum=0, default=2)

@@ -52,7 +52,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             title="Qwen3-MoE",
             checkpoints="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
             law="top-k of softmax(z); renormalised if `norm_topk_prob`",
-            refused="sliding windows, attention biases, scaled rotary positions",
+            refused="sliding windows, attention biases, partial rotary positions",
             proof="test_qwen3_moe_parity.py",
         ),
         "MixtralForCausalLM": Family(

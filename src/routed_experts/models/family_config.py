@@ -5,7 +5,7 @@ a model whose layers alternate has one run of two. So compile time follows the n
 Dims: L layers, V vocabulary, D hidden."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.layers.cache_layout import CacheLayout
@@ -65,7 +65,7 @@ class Run:
 class FamilyConfig:
     """`layer_norms`: layer normalisation with biases, not RMS. `norm_offset`: added to the scale of every norm of the stream.
     `stem` and `head`: how the names of the layers' tensors and of the head's begin. `surplus`: shell patterns of tensors that a
-    checkpoint may hold without a use here."""
+    checkpoint may hold without a use here. `num_predicting`: layers behind the last one that predict further tokens; they are not run."""
 
     vocab_size: int
     hidden_size: int
@@ -84,6 +84,7 @@ class FamilyConfig:
     head: str = "lm_head"
     norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     surplus: tuple[str, ...] = ()
+    num_predicting: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -153,6 +154,12 @@ class FamilyConfig:
             runs.append(Run(first=first, pattern=left[:size], repeats=covered[size] // size))
             first += covered[size]
         return tuple(runs)
+
+    def unused(self, names: Collection[str]) -> tuple[str, ...]:
+        """Shell patterns of the tensors among `names` that are not read. A layer behind the last one is let be only if it is one that
+        predicts: those project an embedding beside a hidden state (`eh_proj`). Another one says that the config counts too few."""
+        behind = (f"{self.stem}layers.{self.num_layers + index}." for index in range(self.num_predicting))
+        return (*self.surplus, *(f"{at}*" for at in behind if f"{at}eh_proj.weight" in names))
 
     @property
     def _attending(self) -> tuple[GroupedAttention | LatentAttention, ...]:

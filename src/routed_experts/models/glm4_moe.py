@@ -5,7 +5,7 @@ import dataclasses
 
 from routed_experts.models.common_config import read_sizes
 from routed_experts.models.config_reader import ConfigReader
-from routed_experts.models.deepseek import predicted_layers, read_biased_router, shared_width
+from routed_experts.models.deepseek import num_predicting, read_biased_router, shared_width
 from routed_experts.models.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.feed_forward import Dense, Sparse
 from routed_experts.models.rotary_reader import read_rotary
@@ -23,4 +23,4 @@ def read_glm4_moe(reader: ConfigReader) -> FamilyConfig:
     sparse = Sparse(router=router, width=width, shared_width=shared_width(reader, width, default=1))
     first = reader.int("first_k_dense_replace", minimum=0, default=1)
     layers = [LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)]
-    return sizes.within(rotary).decoder(layers, surplus=predicted_layers(reader, sizes.num_layers))
+    return sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))

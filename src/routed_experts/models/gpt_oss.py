@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.common_config import read_experts, read_sizes
+from routed_experts.models.common_config import read_experts, read_sizes, refuse
 from routed_experts.models.config_reader import ConfigReader, read_words
 from routed_experts.models.derived_tensors import Derived, DerivedCheckpoint, EveryOther, Header, Mxfp4
 from routed_experts.models.expert_names import ExpertNames, Stacked
@@ -39,6 +39,7 @@ def read_gpt_oss(reader: ConfigReader) -> FamilyConfig:
     sizes = read_sizes(reader, eps=1e-5)
     rotary = read_rotary(reader, sizes.head_dim, theta=150_000.0)
     experts, top_k = read_experts(reader, key="num_local_experts")
+    refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
     reader.require(reader.float("swiglu_limit", default=7.0) == 7.0, "swiglu_limit", "7.0")
     reader.require(reader.float("swiglu_alpha", default=1.702) == 1.702, "swiglu_alpha", "1.702")
     default = tuple(_LAYER_TYPES[layer % 2] for layer in range(sizes.num_layers))

@@ -4,7 +4,7 @@ a layer are two tensors."""
 import dataclasses
 
 from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.common_config import read_experts, read_sizes
+from routed_experts.models.common_config import read_experts, read_sizes, refuse
 from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.expert_names import ExpertNames, Stacked
 from routed_experts.models.family_config import FamilyConfig, LayerSpec
@@ -25,6 +25,7 @@ def read_granite_moe(reader: ConfigReader) -> FamilyConfig:
     sizes = read_sizes(reader)
     rotary = read_rotary(reader, sizes.head_dim)
     experts, top_k = read_experts(reader, key="num_local_experts")
+    refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
     bias = reader.bool("attention_bias", default=False)
     scales = {key: reader.float(key, default=1.0) for key in ("attention_multiplier", "logits_scaling")}
     for key, value in scales.items():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt
 
@@ -15,6 +16,7 @@ from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.delta_rule import DeltaInputs
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
+from routed_experts.layers.routing import ROUTED_IDS
 
 # (queries [N H C], keys [N G C], values [N G C], cache, layer) -> (mixed values [N H C], cache); the cache is the caller's own pytree.
 # A layer that is not plain adds AttentionTraits; a latent one gives rows [N 1 C] as keys, and None as values. `layer` counts
@@ -36,10 +38,11 @@ class SequenceOps:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenRouting:
-    """Ids to replay in all MoE layers; rows that are not valid go to the live router."""
+    """Ids to replay in all MoE layers, and weights where those are replayed too; rows that are not valid go to the live router."""
 
     ids: UInt[Array, "N M K"] | Int[Array, "N M K"]
     valid: Bool[Array, " N"]
+    weights: Float[Array, "N M K"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,3 +107,17 @@ class Decoder(Protocol):
     def logits(self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR) -> Float[Array, "N V"]: ...
 
     def unembedding(self) -> Float[Array, "D V"]: ...
+
+
+def layers_of(routed: TokenRouting | None, first: int, count: int) -> tuple[Array, Array | None] | None:
+    """Ids and weights to replay in `count` MoE layers from `first` on, layer axis first, as a scan takes them."""
+    if routed is None:
+        return None
+    ids, weights = (None if rows is None else jnp.swapaxes(rows[:, first : first + count], 0, 1) for rows in (routed.ids, routed.weights))
+    assert ids is not None
+    return ids, weights
+
+
+def rematerialised(body: Callable[..., Any]) -> Callable[..., Any]:
+    """A scan's body that is computed again in the backward pass, but for the choice of experts, which is saved."""
+    return jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(ROUTED_IDS))

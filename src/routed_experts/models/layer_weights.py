@@ -32,7 +32,7 @@ class Kind(enum.Enum):
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
     """One array of a part: its shape in one layer, with the experts first. `wide`: float32 whatever the model's dtype is, for
-    numbers that choose experts. `fill`: the initial value, None for small random numbers."""
+    numbers that choose experts; its variable says so too (metadata "wide"). `fill`: the initial value, None for small random numbers."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,8 +50,10 @@ class Weight:
         """A fresh array for a run."""
         shape, dtype = self.stacked(num_layers), jnp.dtype(jnp.float32) if self.wide else dtype
         if self.fill is not None:
-            return nnx.Param(jnp.full(shape, self.fill, dtype))
-        return nnx.Param((jax.random.normal(rngs.params(), shape) * 0.02).astype(dtype))
+            value = jnp.full(shape, self.fill, dtype)
+        else:
+            value = (jax.random.normal(rngs.params(), shape) * 0.02).astype(dtype)
+        return nnx.Param(value, wide=True) if self.wide else nnx.Param(value)
 
 
 def make_weights(weights: Iterable[Weight], *, rngs: nnx.Rngs, num_layers: int, dtype: jnp.dtype) -> nnx.Dict[Any]:

@@ -25,7 +25,7 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
     sizes = read_sizes(reader, eps=1e-5)
     rotary = read_rotary(reader, sizes.head_dim, theta=500_000.0, interleaved=True)
     refuse(reader, "attention_bias")
-    experts, top_k = read_experts(reader, key="num_local_experts")
+    experts, top_k = read_experts(reader, key="num_local_experts", scoring="sigmoid")
     reader.require(top_k == 1, "num_experts_per_tok", "1: weights multiply what enters an expert")
     interval = reader.int("no_rope_layer_interval", minimum=1, default=4)
     turned = reader.ints("no_rope_layers", default=()) or tuple(int((at + 1) % interval != 0) for at in range(sizes.num_layers))

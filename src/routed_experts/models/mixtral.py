@@ -4,7 +4,7 @@ PhiMoE (Abdin et al. 2024) is built alike, with layer norms, biases, longrope an
 import dataclasses
 
 from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.common_config import read_experts, read_sizes, read_window
+from routed_experts.models.common_config import read_experts, read_sizes, read_window, refuse
 from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.expert_names import ExpertNames
 from routed_experts.models.family_config import FamilyConfig, LayerSpec
@@ -20,6 +20,7 @@ def read_mixtral(reader: ConfigReader) -> FamilyConfig:
     rotary = read_rotary(reader, sizes.head_dim, theta=1e6)
     sizes = sizes.within(rotary)
     experts, top_k = read_experts(reader, key="num_local_experts")
+    refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
     router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=True)
     attention = dataclasses.replace(sizes.attention(rotary.spec), window=read_window(reader, sizes))
     layer = LayerSpec(mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1), names=_NAMES))
@@ -31,7 +32,7 @@ def read_phimoe(reader: ConfigReader) -> FamilyConfig:
     sizes = read_sizes(reader, eps=1e-5)
     rotary = read_rotary(reader, sizes.head_dim, theta=1e6)
     sizes = sizes.within(rotary)
-    experts, top_k = read_experts(reader, key="num_local_experts")
+    experts, top_k = read_experts(reader, key="num_local_experts", scoring="sparsemixer")
     reader.require(top_k == 2, "num_experts_per_tok", "2: sparsemixer is defined for two experts")
     nearness = reader.float("router_jitter_noise", default=0.01)
     reader.require(nearness >= 0, "router_jitter_noise", "a number of at least 0")

@@ -24,13 +24,15 @@ from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.moe import gated
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.paged_attend import PagedAttend
-from routed_experts.layers.rotary import rotary_angles
+from routed_experts.layers.rotary import RotarySpec, rotary_angles
 from routed_experts.layers.routing import LayerRouting, RouterSpec
 from routed_experts.models.attention_block import HeadNorms, mix_values
 from routed_experts.models.checkpoint import WeightSource
+from routed_experts.models.common_config import check_routing, read_sizes, refuse
 from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.fused_run import run_together, runs_together
-from routed_experts.models.interface import PLAIN, Attend, Needs, TokenRouting
+from routed_experts.models.interface import PLAIN, Attend, Needs, TokenRouting, layers_of, rematerialised
+from routed_experts.models.rotary_reader import read_rotary
 from routed_experts.models.sparse_block import ExpertWeights, route, router_logits, routes_in_place, run_experts
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
@@ -54,6 +56,7 @@ class Qwen3MoeConfig:
     norm_eps: float
     tie_embeddings: bool
     context_length: int
+    scaled_rotary: RotarySpec | None = None  # in place of rope_theta
     needs: Needs = PLAIN
 
     @property
@@ -78,34 +81,32 @@ class Qwen3MoeConfig:
     @staticmethod
     def from_reader(reader: ConfigReader) -> "Qwen3MoeConfig":
         """Read config.json; every key that is missing or cannot be is named in a ConfigError."""
-        layers, heads = reader.int("num_hidden_layers", minimum=1), reader.int("num_attention_heads", minimum=1)
-        hidden, experts = reader.int("hidden_size", minimum=1), reader.int("num_experts", minimum=0)
+        sizes, experts = read_sizes(reader), reader.int("num_experts", minimum=0)
+        rotary = read_rotary(reader, sizes.head_dim)
+        reader.require(2 * len(rotary.spec.inverse) == sizes.head_dim, "partial_rotary_factor", "1.0")
         step, only = reader.int("decoder_sparse_step", minimum=1, default=1), reader.ints("mlp_only_layers", default=())
-        moe_layers = tuple(i for i in range(layers) if i not in only and experts > 0 and (i + 1) % step == 0)
-        kv_heads = reader.int("num_key_value_heads", minimum=1, default=heads)
-        reader.require(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads={heads}")
-        head_dim = reader.int("head_dim", minimum=2, default=hidden // heads)
-        reader.require(head_dim % 2 == 0, "head_dim", "an even number: rotary positions turn pairs")
+        moe_layers = tuple(i for i in range(sizes.num_layers) if i not in only and experts > 0 and (i + 1) % step == 0)
         top_k = reader.int("num_experts_per_tok", minimum=1)
         reader.require(not moe_layers or top_k <= experts, "num_experts_per_tok", f"at most num_experts={experts}")
-        reader.require(reader.str("hidden_act", default="silu") == "silu", "hidden_act", "'silu'")
-        reader.require(not reader.bool("attention_bias", default=False), "attention_bias", "false")
-        reader.require(not reader.bool("use_sliding_window", default=False), "use_sliding_window", "false")
+        check_routing(reader)
+        refuse(reader, "attention_bias")
+        refuse(reader, "use_sliding_window")
         return Qwen3MoeConfig(
-            vocab_size=reader.int("vocab_size", minimum=1),
-            hidden_size=hidden,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
+            vocab_size=sizes.vocab_size,
+            hidden_size=sizes.hidden_size,
+            num_layers=sizes.num_layers,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
             dense_width=reader.int("intermediate_size", minimum=1),
             expert_width=reader.int("moe_intermediate_size", minimum=1),
             router=RouterSpec(num_experts=experts, top_k=top_k, renormalize=reader.bool("norm_topk_prob", default=False)),
             moe_layers=moe_layers,
-            rope_theta=reader.rope_theta(default=10_000.0),
-            norm_eps=reader.float("rms_norm_eps", default=1e-6),
-            tie_embeddings=reader.bool("tie_word_embeddings", default=False),
-            context_length=reader.int("max_position_embeddings", minimum=1),
+            rope_theta=rotary.theta,
+            norm_eps=sizes.norm_eps,
+            tie_embeddings=sizes.tie_embeddings,
+            context_length=sizes.within(rotary).context_length,
+            scaled_rotary=None if rotary.kind == "default" else rotary.spec,
         )
 
 
@@ -186,7 +187,7 @@ class Qwen3Moe(nnx.Module):
     ) -> tuple[Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
         """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in it."""
         config = self.config
-        cos, sin = rotary_angles(positions, head_dim=config.head_dim, theta=config.rope_theta)
+        cos, sin = rotary_angles(positions, head_dim=config.head_dim, theta=config.rope_theta, scaled=config.scaled_rotary)
         shared = StepArrays(cos=cos, sin=sin, valid=valid)
         x = jnp.take(self.embed[...], tokens, axis=0)
         first_moe, normed = 0, None
@@ -205,13 +206,13 @@ class Qwen3Moe(nnx.Module):
             columns = layers - run.first + first_moe
             ids = None
             if run.is_moe:
-                ids = None if routed is None else jnp.swapaxes(routed.ids[:, first_moe : first_moe + run.length], 0, 1)
+                ids = layers_of(routed, first_moe, run.length)
                 first_moe += run.length
             router = None if run.router is None or routes_in_place(kernels) else run.router[...]
             projections = None if kernels.linear.layered else tuple(p[:, None] for p in run.projections())
             experts = None if (kernels.moe if run.is_moe else kernels.linear).layered else run.experts()
             scanned = (layers, columns, run.norms(), projections, router, experts, ids)
-            (x, cache, capture), _ = lax.scan(jax.checkpoint(body) if remat else body, (x, cache, capture), scanned)
+            (x, cache, capture), _ = lax.scan(rematerialised(body) if remat else body, (x, cache, capture), scanned)
         return rms_norm(x, self.norm[...], eps=config.norm_eps) if normed is None else normed, cache, capture
 
     def _layer(
@@ -241,7 +242,7 @@ class Qwen3Moe(nnx.Module):
                 hidden = gated(linear(normed, gate_up, place))
                 return (x + linear(hidden, down, place), cache, capture), None
             logits = router_logits(normed, run.router[...], router, place, kernels)
-            replayed = None if routed is None or ids is None else LayerRouting(ids, routed.valid)
+            replayed = None if routed is None or ids is None else LayerRouting(ids[0], routed.valid, ids[1])
             routing, capture = route(logits, replayed, column, capture, spec=config.router, kernels=kernels)
             if experts is None:
                 chosen = ExpertWeights(run.gate_up[...], run.down[...], place * config.router.num_experts)

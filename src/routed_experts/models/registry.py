@@ -3,15 +3,19 @@
 An architecture that is not listed there is refused with the list of those that are."""
 
 import dataclasses
-from collections.abc import Callable
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.models.checkpoint import Checkpoint, WeightSource, check
 from routed_experts.models.config_reader import ConfigReader, architecture_of, read_config
 from routed_experts.models.dummy_weights import dummy_model
@@ -22,8 +26,10 @@ from routed_experts.models.interface import Decoder
 from routed_experts.models.weight_loader import load
 
 LOAD_FORMATS = ("auto", "dummy")
-# Tensors that checkpoints carry although they follow from the config, or repeat another (a tied head).
-_SURPLUS = ("*rotary_emb.inv_freq",)
+# Tensors that checkpoints carry although they follow from the config, or repeat another.
+_UNUSED = ("*rotary_emb.inv_freq",)
+_HEAD = "*lm_head.weight"
+_COMPARED_BYTES = 16 << 20  # of a tied head, at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +56,23 @@ class ModelFolder:
             return ModelFolder(path=Path(path), family=family, config=config, checkpoint=None, sources=())
         checkpoint = family.open(path)
         sources = tuple(fuse_experts(family.weight_sources(config), checkpoint.names()))
-        surplus = (*_SURPLUS, *(config.surplus if isinstance(config, FamilyConfig) else ()))
-        check(sources, checkpoint, ignore=(*surplus, "*lm_head.weight") if config.tie_embeddings else surplus)
+        unused = (*_UNUSED, *(config.unused(checkpoint.names()) if isinstance(config, FamilyConfig) else ()))
+        check(sources, checkpoint, ignore=(*unused, _HEAD) if config.tie_embeddings else unused)
+        if config.tie_embeddings:
+            _check_tied(checkpoint, sources)
         return ModelFolder(path=Path(path), family=family, config=config, checkpoint=checkpoint, sources=sources)
 
     def dtype(self, wanted: str) -> jnp.dtype:
-        """The compute dtype: `wanted`, or with "auto" the most common dtype of the checkpoint's tensors (bfloat16 without them)."""
+        """The compute dtype: `wanted`, or with "auto" the one that most bytes of the model's tensors have (bfloat16 without them).
+        Whatever another dtype has is cast as it is loaded, but for numbers that choose experts, which are float32 in any case."""
         if wanted != "auto":
             return jnp.dtype(wanted)
         if self.checkpoint is None:
             return jnp.dtype("bfloat16")
-        names = [dtype for _, dtype in self.checkpoint.names().values()]
-        return jnp.dtype(max(set(names), key=names.count))
+        headers, sizes = self.checkpoint.names(), Counter[str]()
+        for shape, dtype in (headers[source.name] for source in self.sources if source.name in headers):
+            sizes[dtype] += math.prod(shape) * jnp.dtype(dtype).itemsize
+        return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype]))
 
     def load(self, dtype: jnp.dtype, *, progress: Callable[[int, int], None] | None = None) -> Decoder:
         """Load every tensor to the device and give the model; `progress(bytes done, bytes in all)`."""
@@ -73,3 +84,22 @@ class ModelFolder:
         arrays = load(self.checkpoint, self.sources, targets, progress=progress)
         filled = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
         return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def _check_tied(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None:
+    """Raise where the config ties the head to the embeddings, but the checkpoint has a head of other numbers."""
+    embed = next(source for source in sources if source.target == "embed")
+    for head in fnmatch.filter(checkpoint.names(), _HEAD):
+        shape = checkpoint.names()[head][0]
+        if shape != embed.shape or not _same(checkpoint, embed.name, head, shape):
+            raise CheckpointError(
+                f"{checkpoint.path}: config.json says tie_word_embeddings=true, but {head} differs from {embed.name}; wanted the same "
+                "numbers or no head; set tie_word_embeddings to false, or remove the tensor"
+            )
+
+
+def _same(checkpoint: Checkpoint, one: str, other: str, shape: tuple[int, ...]) -> bool:
+    """Whether two matrices hold the same numbers, read in blocks of rows."""
+    rows = max(1, _COMPARED_BYTES // (4 * shape[1]))
+    boxes = ((slice(first, min(first + rows, shape[0])), slice(0, shape[1])) for first in range(0, shape[0], rows))
+    return all(np.array_equal(*(checkpoint.read(name, box).astype(np.float32) for name in (one, other)), equal_nan=True) for box in boxes)

@@ -1,5 +1,5 @@
-"""Rotary frequencies from config.json: plain, yarn (Peng et al. 2023), llama3, and longrope up to the length where its short factors
-hold. Any other `rope_type` is refused by name. Knows no architecture. Dims: F frequencies."""
+"""Rotary frequencies from config.json: plain, linear, dynamic up to the trained length, yarn (Peng et al. 2023), llama3, and longrope up
+to the length where its short factors hold. Any other `rope_type` is refused by name. Knows no architecture. Dims: F frequencies."""
 
 import dataclasses
 import math
@@ -10,15 +10,17 @@ from jaxtyping import Float32
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.models.config_reader import ConfigReader, read_floats
 
-ROPE_TYPES = ("default", "yarn", "llama3", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """The frequencies; what yarn multiplies the scale of attention by where `mscale_all_dim` is set (DeepSeek); and the length up to
-    which they hold, None where the config's own length stands."""
+    """The frequencies, their base and kind; what yarn multiplies the scale of attention by where `mscale_all_dim` is set (DeepSeek); and
+    the length up to which they hold, None where the config's own length stands."""
 
     spec: RotarySpec
+    theta: float
+    kind: str = "default"
     score_scale: float = 1.0
     context_length: int | None = None
 
@@ -28,32 +30,70 @@ def read_rotary(
 ) -> Rotary:
     """Read either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`. `theta` and `part`, the share of a head's dims
     that turn, are defaults."""
-    section = reader.section("rope_parameters") if reader.has("rope_parameters") else reader.section("rope_scaling")
-    holder = reader.section("rope_parameters") if reader.has("rope_parameters") else reader
-    kind = section.str("rope_type", default=section.str("type", default="default", choices=ROPE_TYPES), choices=ROPE_TYPES)
-    base = holder.float("rope_theta", default=reader.float("rope_theta", default=theta))
-    holder.require(base > 0, "rope_theta", "a positive number")
-    share = section.float("partial_rotary_factor", default=reader.float("partial_rotary_factor", default=part))
+    section = _section(reader)
+    spellings = {section.str(key, default="", choices=("", *ROPE_TYPES)) for key in ("rope_type", "type")} - {""}
+    section.require(len(spellings) <= 1, "type", "the same as rope_type")
+    kind = next(iter(spellings), "default")
+    base = _either(reader, section, "rope_theta", theta)
+    _holder(reader, section, "rope_theta").require(base > 0, "rope_theta", "a positive number")
+    share = _either(reader, section, "partial_rotary_factor", part)
     size = int(head_dim * share)
-    reader.require(size >= 2 and size % 2 == 0 and size <= head_dim, "partial_rotary_factor", f"an even part of head_dim={head_dim}")
+    holds, wanted = 2 <= size <= head_dim and size % 2 == 0, f"an even part of head_dim={head_dim}"
+    _holder(reader, section, "partial_rotary_factor").require(holds, "partial_rotary_factor", wanted)
     plain = 1.0 / np.float32(base) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
-    if kind == "default":
-        return Rotary(spec=RotarySpec(inverse=_numbers(plain), interleaved=interleaved))
-    trained = reader.int("max_position_embeddings", minimum=1)
+    unscaled = Rotary(spec=RotarySpec(inverse=_numbers(plain), interleaved=interleaved), theta=base, kind=kind)
+    return unscaled if kind == "default" else _scaled(reader, section, unscaled, plain)
+
+
+def _scaled(reader: ConfigReader, section: ConfigReader, unscaled: Rotary, plain: Float32[np.ndarray, " F"]) -> Rotary:
+    """The positions of any other kind."""
+    trained, kind = reader.int("max_position_embeddings", minimum=1), unscaled.kind
+
+    def of(inverse: Float32[np.ndarray, " F"], **more: float) -> RotarySpec:
+        return dataclasses.replace(unscaled.spec, inverse=_numbers(inverse), **more)
+
+    if kind in ("linear", "dynamic"):
+        factor = section.float("factor")
+        section.require(factor >= 1, "factor", "a number of at least 1")
+        # dynamic positions are plain ones up to the trained length, which is all that is served
+        return unscaled if kind == "dynamic" else dataclasses.replace(unscaled, spec=of(plain / np.float32(factor)))
     original = section.int(
         "original_max_position_embeddings", minimum=1, default=reader.int("original_max_position_embeddings", minimum=1, default=trained)
     )
     if kind == "longrope":
-        return _longrope(section, plain, trained, original, interleaved)
+        inverse, magnitude = _longrope(section, plain, trained, original)
+        return dataclasses.replace(unscaled, spec=of(inverse, magnitude=magnitude), context_length=min(original, trained))
     factor = section.float("factor", default=trained / original)
     section.require(factor >= 1, "factor", "a number of at least 1")
     if kind == "llama3":
-        return Rotary(spec=RotarySpec(inverse=_numbers(_llama3(section, plain, factor, original)), interleaved=interleaved))
-    scaled = _yarn(section, plain, base=base, size=size, factor=factor, original=original)
+        return dataclasses.replace(unscaled, spec=of(_llama3(section, plain, factor, original)))
+    inverse = _yarn(section, plain, base=unscaled.theta, size=2 * plain.size, factor=factor, original=original)
     all_dims = section.float("mscale_all_dim", default=0.0)
-    score_scale = _yarn_magnitude(factor, all_dims) ** 2 if all_dims else 1.0
     magnitude = section.float("attention_factor", default=_attention_factor(section, factor))
-    return Rotary(spec=RotarySpec(inverse=_numbers(scaled), magnitude=magnitude, interleaved=interleaved), score_scale=score_scale)
+    score_scale = _yarn_magnitude(factor, all_dims) ** 2 if all_dims else 1.0
+    return dataclasses.replace(unscaled, spec=of(inverse, magnitude=magnitude), score_scale=score_scale)
+
+
+def _section(reader: ConfigReader) -> ConfigReader:
+    """The object that speaks of positions. Where both spellings are there, they must say the same; one for all layers."""
+    old, new = reader.section("rope_scaling"), reader.section("rope_parameters")
+    for key in sorted(old.values.keys() & new.values.keys()):
+        new.require(old.values[key] == new.values[key], key, f"{old.values[key]!r}, as rope_scaling says")
+    section = dataclasses.replace(new, values={**old.values, **new.values}) if reader.has("rope_parameters") else old
+    for key, value in section.values.items():
+        section.require(not isinstance(value, dict), key, "no object: positions must be the same for all layers")
+    return section
+
+
+def _either(reader: ConfigReader, section: ConfigReader, key: str, default: float | None) -> float:
+    """A number that stands in the section, or beside it."""
+    value = section.float(key, default=reader.float(key, default=default))
+    section.require(reader.float(key, default=value) == value, key, "the same number as beside it")
+    return value
+
+
+def _holder(reader: ConfigReader, section: ConfigReader, key: str) -> ConfigReader:
+    return section if section.has(key) else reader
 
 
 def _yarn(
@@ -80,16 +120,16 @@ def _llama3(section: ConfigReader, plain: Float32[np.ndarray, " F"], factor: flo
     return ((1 - smooth) * plain / factor + smooth * plain).astype(np.float32)
 
 
-def _longrope(section: ConfigReader, plain: Float32[np.ndarray, " F"], trained: int, original: int, interleaved: bool) -> Rotary:
+def _longrope(
+    section: ConfigReader, plain: Float32[np.ndarray, " F"], trained: int, original: int
+) -> tuple[Float32[np.ndarray, " F"], float]:
     """The long factors change every position of a sequence once it outgrows the original length, so keys in a cache would go stale:
-    served up to the original length."""
+    served up to the original length. Gives frequencies and magnitude."""
     factors = np.asarray(read_floats(section, "short_factor"), np.float32)
     section.require(factors.shape == plain.shape, "short_factor", f"{plain.size} numbers")
     ratio = section.float("factor", default=trained / original)
     default = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
-    magnitude = section.float("short_mscale", default=section.float("attention_factor", default=default))
-    spec = RotarySpec(inverse=_numbers(plain / factors), magnitude=magnitude, interleaved=interleaved)
-    return Rotary(spec=spec, context_length=min(original, trained))
+    return plain / factors, section.float("short_mscale", default=section.float("attention_factor", default=default))
 
 
 def _attention_factor(section: ConfigReader, factor: float) -> float:

@@ -60,7 +60,7 @@ def route(
         return routing, capture
     routing = replay_topk(logits, routed, spec=spec, bias=bias)
     if capture is not None:
-        capture = capture.capture_fwd_routed_experts(column, routing.ids)
+        capture = capture.capture_fwd_routed_experts(column, routing.ids, routing.native_ids)
     return routing, capture
 
 

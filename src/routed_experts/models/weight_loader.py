@@ -1,6 +1,6 @@
 """Weights from a checkpoint to devices, by a table of names. Knows no architecture and no file format.
 
-Host memory stays near `host_bytes` or one tensor, whichever is more; each device gets only its own part of a sharded array:
+Host memory stays near `host_bytes` or one row of a tensor, whichever is more; each device gets only its own part of a sharded array:
 
     a part that fits host_bytes     tensors -> one host array -------------------> device
     a larger part                   tensors -> stacks of <= host_bytes / 2 ------> written in place into the donated part
@@ -75,19 +75,20 @@ class _Piece:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def slabs(self, most_bytes: int) -> "list[_Piece]":
-        """The piece, or if it is larger than `most_bytes` and stacked along its first axis, each row of that axis alone."""
-        if self.num_bytes <= most_bytes or len(self.box) < max(3, len(self.shape)):
+        """The piece, or if it is larger than `most_bytes`, blocks of the rows of its tensor's first axis."""
+        first, rows = self.box[0].start, self.box[0].stop - self.box[0].start
+        depth = max(1, rows * most_bytes // max(1, self.num_bytes))
+        if depth >= rows:
             return [self]
-        begin = self.box[0].start
-        return [
-            replace(
-                self,
-                box=(slice(begin + row, begin + row + 1), *self.box[1:]),
-                start=(self.start[0] + row, *self.start[1:]),
-                shape=(1, *self.shape[1:]),
-            )
-            for row in range(self.shape[0])
-        ]
+        axis = len(self.shape) - (1 if self.transpose and len(self.box) == 2 else len(self.box))  # where that axis stands in the part
+        slabs: list[_Piece] = []
+        for low in range(0, rows, depth):
+            high = min(low + depth, rows)
+            start, shape = list(self.start), list(self.shape)
+            start[axis], shape[axis] = start[axis] + low, high - low
+            box = (slice(first + low, first + high), *self.box[1:])
+            slabs.append(replace(self, box=box, start=tuple(start), shape=tuple(shape)))
+        return slabs
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,2 +1,24 @@
 """Training on what an engine recorded: the same module, whole sequences, live or replayed routing.
 Knows nothing of pools, pages or requests. Replay is an argument, never a mode."""
+
+from routed_experts.layers.routing import replay_topk
+from routed_experts.replay.align import Sample, align, zigzag_order
+from routed_experts.replay.batch import RoutedBatch
+from routed_experts.replay.forward import Forward, forward
+from routed_experts.replay.metrics import CanaryGate, MismatchReport, canary, mismatch_report
+from routed_experts.replay.turns import merge_turns
+
+__all__ = [
+    "CanaryGate",
+    "Forward",
+    "MismatchReport",
+    "RoutedBatch",
+    "Sample",
+    "align",
+    "canary",
+    "forward",
+    "merge_turns",
+    "mismatch_report",
+    "replay_topk",
+    "zigzag_order",
+]

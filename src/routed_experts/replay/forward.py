@@ -6,9 +6,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt, UInt8
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.errors import RoutingAlignmentError
 from routed_experts.layers.attention import causal_attention
 from routed_experts.layers.attention_traits import AttentionTraits
 from routed_experts.layers.attention_variants import causal_variant
@@ -16,26 +18,19 @@ from routed_experts.layers.delta_rule import DeltaInputs, delta_whole
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.models.interface import Decoder, SequenceOps, TokenRouting
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RoutedBatch:
-    """Rows to replay, aligned with the tokens of a batch. Ids of a row that is not valid are never read; such a token goes to
-    the live router. `pad` marks places that hold no token, on either side, and that no token sees; a place is never both."""
-
-    ids: UInt[Array, "B S M K"]
-    valid: Bool[Array, "B S"]
-    pad: Bool[Array, "B S"]
+from routed_experts.replay.batch import RoutedBatch
+from routed_experts.replay.tape import RoutingTape
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """Logits float32, and the executed ids when they were asked for (logical, score order as executed)."""
+    """Logits float32, the executed ids when they were asked for (logical, in executed order), and with a replay its slot misses:
+    how many of the K experts of a row the live router of that layer would not have chosen."""
 
     logits: Float[Array, "B S V"]
     ids: UInt[Array, "B S M K"] | None
+    slot_miss: UInt8[Array, "B S M"] | None = None
 
 
 def forward(
@@ -49,7 +44,10 @@ def forward(
     backend: MoeBackend = MOE_BACKENDS["grouped"],
     remat: bool = False,
 ) -> Forward:
-    """Score whole sequences causally. `routed=None` is another trace; new ids or a new `valid` never retrace."""
+    """Score whole sequences causally. `routed=None` is another trace; new ids or a new `valid` never retrace.
+
+    `segment_ids` separate packed sequences (positions count anew in each); `remat` computes layers again in the backward pass, but
+    never the choice of experts. Raises RoutingAlignmentError, at trace time, for a `routed` of other shapes than the tokens'."""
     batch, length = tokens.shape
     segments = segment_ids
     if routed is not None:  # a place without a token is a segment of its own: padding may stand on either side
@@ -75,15 +73,34 @@ def forward(
         return delta_whole(inputs, segments, batch), cache
 
     spec = model.config.capture_spec
-    capture = _RoutedExpertsDeviceCache.create(tokens.size, spec) if return_routed and spec is not None else None
-    replay = None if routed is None else TokenRouting(routed.ids.reshape(tokens.size, *routed.ids.shape[2:]), routed.valid.reshape(-1))
+    tape = RoutingTape.start(tokens.size, spec) if spec is not None and (return_routed or routed is not None) else None
+    replay = None if routed is None else _token_routing(routed, tokens.shape, spec)
     valid = jnp.ones(tokens.size, bool) if routed is None else ~routed.pad.reshape(-1)
     kernels = Kernels(moe=backend)
     ops = attend if model.config.cache.recurrent is None else SequenceOps(attend, recur)
-    hidden, _, capture = model(
-        tokens.reshape(-1), where.reshape(-1), valid, ops, None, capture, kernels=kernels, routed=replay, remat=remat
-    )
-    ids = None
-    if capture is not None and spec is not None:
-        ids = capture.rows().reshape(batch, length, spec.num_moe_layers, spec.top_k)
-    return Forward(model.logits(hidden).reshape(batch, length, -1), ids)
+    hidden, _, told = model(tokens.reshape(-1), where.reshape(-1), valid, ops, None, tape, kernels=kernels, routed=replay, remat=remat)
+    ids = slot_miss = None
+    if isinstance(told, RoutingTape):
+        ids = told.rows().reshape(batch, length, -1, told.spec.top_k) if return_routed else None
+        if routed is not None and told.slot_miss is not None:
+            slot_miss = told.slot_miss.T.reshape(batch, length, -1)
+    return Forward(model.logits(hidden).reshape(batch, length, -1), ids, slot_miss)
+
+
+def _token_routing(routed: RoutedBatch, shape: tuple[int, ...], spec: CaptureSpec | None) -> TokenRouting:
+    """The batch by token; refuses one that is not of these tokens and this model."""
+    if spec is None:
+        raise RoutingAlignmentError("routed is given, but this model has no MoE layer; leave it out")
+    rows = (*shape, spec.num_moe_layers, spec.top_k)
+    for name, array, wanted, kinds in (
+        ("ids", routed.ids, rows, "iu"),
+        ("valid", routed.valid, shape, "b"),
+        ("pad", routed.pad, shape, "b"),
+        ("weights", routed.weights, rows, "f"),
+    ):
+        if array is not None and (array.shape != wanted or np.dtype(array.dtype).kind not in kinds):
+            word = {"iu": "integers", "b": "booleans", "f": "floats"}[kinds]
+            came = f"{array.dtype}{list(array.shape)}"
+            raise RoutingAlignmentError(f"routed.{name} is {came}; wanted {word} {list(wanted)}: [B, S] of tokens and [M, K] of this model")
+    weights = None if routed.weights is None else routed.weights.reshape(-1, *rows[2:])
+    return TokenRouting(routed.ids.reshape(-1, *rows[2:]), routed.valid.reshape(-1), weights)

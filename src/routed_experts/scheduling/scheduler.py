@@ -46,6 +46,12 @@ class Scheduler:
         self._num_released = 0
         self._step = 0
         self.num_retracted = 0
+        self.admits_new = True  # False while a pause lets what has started finish
+
+    @property
+    def has_started(self) -> bool:
+        """Is there a request that runs, or that has generated something and was sent back to the queue."""
+        return bool(self.running) or any(req.num_output for req in self.waiting)
 
     def add(self, reqs: Sequence[Req]) -> None:
         """Queue the requests of one call, all or none; QueueFullError if they do not fit."""
@@ -168,7 +174,7 @@ class Scheduler:
         for req in tuple(self.waiting):
             leader = self._leaders.get(req.source.group)
             waits = leader is not None and leader is not req and not leader.is_prefilled and not self._args.disable_radix_cache
-            if not waits:
+            if not waits and (self.admits_new or req.num_output):
                 yield req
 
 

@@ -1,0 +1,133 @@
+"""EngineControl: what a training loop or an operator does with a running engine: weights, pauses, scores. Knows nothing of text.
+
+Every method may be called from any thread and acts between two steps."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from jaxtyping import Int32
+
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError, PromptTooLongError, RoutingAlignmentError
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.sampling_params import shown
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine import pausing
+from routed_experts.engine.assembly import Assembly
+from routed_experts.engine.core import Hold
+from routed_experts.engine.door import is_nested
+from routed_experts.engine.loop import EngineLoop
+from routed_experts.engine.score import ScoreOutput, Scorer
+from routed_experts.engine.weights import Weights, state_of, state_of_folder
+from routed_experts.replay.check import check_record
+
+
+class EngineControl:
+    """A core in its loop, and what can be done with it beside generating."""
+
+    def __init__(self, args: ServerArgs, assembly: Assembly) -> None:
+        self._assembly = assembly
+        self._loop = EngineLoop(assembly.core)
+        self._scorer = Scorer(args, assembly.buckets, assembly.core.runner)
+
+    def update_weights(self, state: Weights, *, version: int, cache: str = "flush") -> None:
+        """Run later steps with other weights of the same tree, shapes and dtypes; nothing is compiled. `state` is an nnx.State, a
+        module, or (nested or dotted) names to arrays; arrays that lie where the served ones do are taken as they are, so do not
+        donate them afterwards. `version` must rise. Running requests prefill again with `cache="flush"` and keep their pages with
+        "keep"; rows that were written stay, and their `version_spans` tell which weights made them. No new request matches old
+        pages. Raises WeightsMismatchError naming the first arrays that differ; then nothing has changed."""
+        if cache not in ("flush", "keep"):
+            raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
+        core = self._assembly.core
+        served = state_of(state, core.runner.state)
+        self._loop.drained(lambda: core.update_weights(served, version=version, cache=cache))
+
+    def update_weights_from_disk(self, path: str | Path, *, version: int, cache: str = "flush") -> None:
+        """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests go on.
+        Raises WeightsMismatchError where config.json is of another model, CheckpointError where the folder is damaged."""
+        runner = self._assembly.core.runner
+        self.update_weights(state_of_folder(path, runner.spec, runner.state), version=version, cache=cache)
+
+    def pause(self, *, mode: str) -> None:
+        """Hold still until `resume`; requests that come in meanwhile queue. `mode` says what becomes of those there are: "wait"
+        lets what has started finish, and returns when it has; "retract" sends it back to the queue with its tokens and rows, its
+        pages free; "in_place" freezes it with its pages; "abort" ends every request with what it has. Raises InvalidRequestError."""
+        hold = pausing.hold_of(mode)
+        core = self._assembly.core
+        self._loop.drained(lambda: pausing.pause(core, hold))
+        if hold is Hold.WAIT:
+            self._loop.settle()
+
+    def resume(self) -> None:
+        """End a pause of any mode; without one nothing happens."""
+        core = self._assembly.core
+        self._loop.call(lambda: pausing.resume(core))
+
+    @property
+    def paused(self) -> str | None:
+        """The mode of the pause that holds, or None."""
+        hold = self._assembly.core.hold
+        return None if hold is None else hold.value
+
+    @overload
+    def score(
+        self, token_ids: Sequence[int], *, routed: RoutedExperts | None = None, return_routed_experts: bool | None = None
+    ) -> ScoreOutput: ...
+    @overload
+    def score(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        routed: Sequence[RoutedExperts | None] | None = None,
+        return_routed_experts: bool | None = None,
+    ) -> list[ScoreOutput]: ...
+    def score(self, token_ids: Any, *, routed: Any = None, return_routed_experts: bool | None = None) -> ScoreOutput | list[ScoreOutput]:
+        """Score sequences with the served weights: S - 1 logprobs (temperature 1) and S rows each. Rows of `routed` that are valid
+        are executed, as a trainer would replay them; other tokens are routed live. One sequence of ids gives one ScoreOutput,
+        several give a list. Runs beside the requests, paused or not, in KV pages of its own (for the longest sequence, or a
+        step's tokens); a program is made when a shape is first met. Rows are given where the engine records them; asking for
+        them (True) elsewhere raises CaptureDisabledError, as replay there does. Raises InvalidRequestError for ids that are
+        none, PromptTooLongError, and RoutingAlignmentError for rows that do not fit, naming sample, row and layer."""
+        several = is_nested(token_ids)
+        sequences = [_checked(ids, self._assembly) for ids in (token_ids if several else [token_ids])]
+        records: Sequence[RoutedExperts | None] | None = None
+        if routed is not None:
+            records = list(routed) if several and isinstance(routed, Sequence) else [routed]
+        self._check_routes(records, sequences, return_routed_experts)
+        runner = self._assembly.core.runner
+        state, version = self._loop.call(lambda: (runner.state, runner.weight_version))
+        outputs = self._scorer.run(sequences, records, state, version)
+        return outputs if several else outputs[0]
+
+    def _check_routes(
+        self, records: Sequence[RoutedExperts | None] | None, sequences: Sequence[Int32[np.ndarray, " S"]], wanted: bool | None
+    ) -> None:
+        spec: CaptureSpec | None = self._assembly.capture
+        param = "routed" if records is not None else "return_routed_experts"
+        if spec is None and (wanted or records is not None):
+            text = f"{param} is given, but this engine records none; build it with Engine(..., enable_return_routed_experts=True)"
+            raise CaptureDisabledError(text, param=param)
+        if records is None or spec is None:
+            return
+        if len(records) != len(sequences):
+            raise RoutingAlignmentError(f"routed holds {len(records)} records for {len(sequences)} sequences; give one each, or None")
+        for sample, (record, ids) in enumerate(zip(records, sequences, strict=True)):
+            if record is not None:
+                check_record(record, spec, sample=sample, num_tokens=ids.size)
+
+
+def _checked(ids: Any, assembly: Assembly) -> Int32[np.ndarray, " S"]:
+    """Token ids of one sequence, of this model and within its context."""
+    listed = isinstance(ids, np.ndarray | Sequence) and len(ids) > 0
+    if not listed or not all(isinstance(part, int | np.integer) and not isinstance(part, bool) for part in ids):
+        raise InvalidRequestError(f"token_ids={shown(ids)} must be at least one token id, or a list of such lists", param="token_ids")
+    vocab, context = assembly.vocab_size, assembly.context_length
+    wrong = [token for token in ids if not 0 <= token < vocab]
+    if wrong:
+        text = f"token_ids holds the token id {shown(int(wrong[0]))}, outside 0..{vocab - 1}; use this model's ids"
+        raise InvalidRequestError(text, param="token_ids")
+    if len(ids) > context:
+        raise PromptTooLongError(f"token_ids has {len(ids)} tokens, above the context of {context}; cut it", param="token_ids")
+    return np.asarray(ids, np.int32)

@@ -1,0 +1,125 @@
+"""One safetensors file: its header, and tensors read with plain reads. Knows no architecture and no folder.
+
+Tensors are read, not mapped: pages of a mapped file count as resident memory of the process until the system wants them back, so that
+a checkpoint would count twice. The format (https://github.com/huggingface/safetensors#format): 8 bytes of length, a JSON header, data;
+safetensors' own reader judges whether a file is whole."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from routed_experts.core.errors import CheckpointError
+
+_DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {
+        "BF16": np.dtype(ml_dtypes.bfloat16),
+        **{word: np.dtype(name) for word, name in {"F16": "float16", "F32": "float32", "F64": "float64", "BOOL": "bool"}.items()},
+        **{f"{kind}{bits}": np.dtype(f"{name}{bits}") for kind, name in {"I": "int", "U": "uint"}.items() for bits in (8, 16, 32, 64)},
+    }
+)
+WEIGHT_DTYPES = frozenset({"bfloat16", "float16", "float32"})
+_BLOCK_BYTES = 16 << 20  # read at once where only a part of each row is wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Shape, dtype and place of one tensor. `dtype` is NumPy's name where we read it as a weight, else safetensors' word."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    word: str
+    begin: int  # byte of the file
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """A file whose header has been read; no handle stays open."""
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+
+    @staticmethod
+    def open(path: Path) -> "TensorFile":
+        """Read the header. CheckpointError where the file is damaged or cut short; FileNotFoundError is the caller's."""
+        try:
+            with safe_open(path, framework="np") as judged:
+                names = set(judged.keys())
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header: dict[str, Any] = json.loads(file.read(size))
+        except FileNotFoundError:
+            raise
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged or cut short ({error}); wanted safetensors; copy it again") from error
+        tensors = {
+            name: StoredTensor(
+                shape=tuple(entry["shape"]), dtype=_named(entry["dtype"]), word=entry["dtype"], begin=8 + size + entry["data_offsets"][0]
+            )
+            for name, entry in header.items()
+            if name in names
+        }
+        return TensorFile(path, tensors)
+
+    def read(self, name: str, box: tuple[slice, ...] = ()) -> np.ndarray:
+        """Copy one tensor, or the part of it that `box` names (no steps), to the host. CheckpointError where it cannot be read."""
+        tensor = self.tensors[name]
+        dtype = _DTYPES.get(tensor.word)
+        if dtype is None:
+            raise CheckpointError(f"{self.path}: {name} is {tensor.word}; wanted one of {', '.join(sorted(_DTYPES))}; convert it")
+        sides = [side.indices(size)[:2] for side, size in zip(box, tensor.shape, strict=True)] if box else [(0, n) for n in tensor.shape]
+        out = np.empty(tuple(stop - start for start, stop in sides), dtype)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                _read_box(file, tensor.begin, tensor.shape, sides, out)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {name} cannot be read ({error}); copy the checkpoint again") from error
+        return out
+
+
+def _named(word: str) -> str:
+    name = _DTYPES[word].name if word in _DTYPES else word
+    return name if name in WEIGHT_DTYPES else word
+
+
+def _read_box(file: FileIO, begin: int, shape: tuple[int, ...], sides: list[tuple[int, int]], out: np.ndarray) -> None:
+    """Fill `out` with the box. Leading axes with one place are an offset; then rows that are wanted whole are one read, others are
+    read whole in blocks of rows and cut."""
+    if out.size == 0:
+        return
+    axis, place = 0, 0
+    while axis < len(shape) - 1 and sides[axis][1] - sides[axis][0] == 1:
+        place += sides[axis][0] * math.prod(shape[axis + 1 :])
+        axis += 1
+    if axis == len(shape):  # a scalar
+        return _fill(file, begin, out)
+    (start, stop), row = sides[axis], math.prod(shape[axis + 1 :])
+    at = begin + (place + start * row) * out.itemsize
+    if all(side == (0, size) for side, size in zip(sides[axis + 1 :], shape[axis + 1 :], strict=True)):
+        return _fill(file, at, out)
+    wanted = out.reshape(stop - start, *out.shape[axis + 1 :])
+    cut = tuple(slice(*side) for side in sides[axis + 1 :])
+    rows = max(1, _BLOCK_BYTES // (row * out.itemsize))
+    for first in range(0, len(wanted), rows):
+        block = np.empty((min(rows, len(wanted) - first), *shape[axis + 1 :]), out.dtype)
+        _fill(file, at + first * row * out.itemsize, block)
+        wanted[first : first + rows] = block[(slice(None), *cut)]
+
+
+def _fill(file: FileIO, at: int, array: np.ndarray) -> None:
+    """Read the bytes of an array; OSError where the file ends before them."""
+    left = array.reshape(-1).view(np.uint8).data
+    file.seek(at)
+    while left:
+        count = file.readinto(left)
+        if not count:
+            raise OSError(f"the file ends {len(left)} bytes early")
+        left = left[count:]

@@ -1,0 +1,94 @@
+"""Turns: one record of a conversation, or of a rollout that was aborted and continued, from the records of its parts.
+
+A turn's row is usable where the turn ran on the same tokens; the first turn that has a row wins. Host NumPy; knows no model.
+Dims: S tokens of a sequence, R rows."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from routed_experts.core.errors import RoutingAlignmentError
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.routing_rows import version_spans_of
+
+
+def merge_turns(turns: Sequence[tuple[Int[np.ndarray, " S_i"], RoutedExperts]], tokens: Int[np.ndarray, " S"]) -> RoutedExperts:
+    """Merge the records of turns, in order of time, each with all the tokens that it ran on, into the record of `tokens`.
+
+    Row t of a turn counts iff t lies before the first token in which the turn differs from `tokens`. The row of a turn's last
+    token, which was never fed, comes from the next turn's prefill. A row that no turn has is not valid (its version span is its
+    neighbour's, and says nothing). The rows are those of tokens from the lowest start to S - 1, or to S where a turn fed the
+    last token. Raises RoutingAlignmentError naming the turn that does not fit its tokens or the first turn's model."""
+    sequence = _row_of_ids(tokens, "tokens")
+    if not turns:
+        raise RoutingAlignmentError("turns is empty; give at least one (tokens, record)")
+    first = turns[0][1]
+    for index, (own, record) in enumerate(turns):
+        _check_turn(index, _row_of_ids(own, f"turn {index}: tokens"), record, first)
+    usable = [min(_common(np.asarray(own), sequence), record.start + record.num_rows) for own, record in turns]
+    start = min(sequence.size - 1, *(record.start for _, record in turns))
+    num_rows = max(sequence.size - 1, *usable) - start
+    ids = np.zeros((num_rows, *first.ids.shape[1:]), first.ids.dtype)
+    weights = None if any(record.weights is None for _, record in turns) else np.zeros(ids.shape, np.float32)
+    valid, versions = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.int64)
+    for (_, record), end in zip(turns, usable, strict=True):
+        part = record[:end]
+        to = slice(part.start - start, part.start - start + part.num_rows)
+        new = ~valid[to] if part.valid is None else part.valid & ~valid[to]
+        ids[to][new], versions[to][new] = part.ids[new], _versions(part)[new]
+        if weights is not None and part.weights is not None:
+            weights[to][new] = part.weights[new]
+        valid[to] |= new
+    return RoutedExperts(
+        ids=ids, start=start, num_tokens=sequence.size, num_prompt_tokens=min(first.num_prompt_tokens, sequence.size),
+        layer_ids=first.layer_ids, num_hidden_layers=first.num_hidden_layers, num_experts=first.num_experts,
+        version_spans=version_spans_of(start, _filled(versions, valid)), valid=None if valid.all() else valid, weights=weights,
+        router=first.router,
+    )  # fmt: skip
+
+
+def _row_of_ids(tokens: object, name: str) -> Int[np.ndarray, " S"]:
+    array = np.asarray(tokens)
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise RoutingAlignmentError(f"{name} are {array.dtype}{list(array.shape)}; wanted a row of at least one integer token id")
+    return array
+
+
+def _check_turn(index: int, own: Int[np.ndarray, " S_i"], record: RoutedExperts, first: RoutedExperts) -> None:
+    if not isinstance(record, RoutedExperts):
+        raise RoutingAlignmentError(f"turn {index}: the record is a {type(record).__name__}; give a RoutedExperts")
+    if record.num_tokens != own.size:
+        raise RoutingAlignmentError(
+            f"turn {index}: the record is of {record.num_tokens} tokens, and {own.size} came with it; give all that the turn ran on"
+        )
+    for name, came, wanted in (
+        ("layer_ids", record.layer_ids, first.layer_ids),
+        ("num_hidden_layers", record.num_hidden_layers, first.num_hidden_layers),
+        ("num_experts", record.num_experts, first.num_experts),
+        ("top_k", record.top_k, first.top_k),
+        ("router", record.router, first.router),
+    ):
+        if came != wanted:
+            raise RoutingAlignmentError(f"turn {index}: {name}={came}, but turn 0 has {wanted}; merge records of one model")
+
+
+def _common(own: Int[np.ndarray, " S_i"], tokens: Int[np.ndarray, " S"]) -> int:
+    """Length of the longest common prefix."""
+    length = min(own.size, tokens.size)
+    differs = np.flatnonzero(own[:length] != tokens[:length])
+    return int(differs[0]) if differs.size else length
+
+
+def _versions(record: RoutedExperts) -> Int[np.ndarray, " R"]:
+    lengths = [high - low for low, high, _ in record.version_spans]
+    return np.repeat(np.array([version for _, _, version in record.version_spans], np.int64), lengths)
+
+
+def _filled(versions: Int[np.ndarray, " R"], valid: np.ndarray) -> Int[np.ndarray, " R"]:
+    """Rows that nobody wrote get the version of the known row before them, or of the first one after."""
+    known = np.flatnonzero(valid)
+    if known.size == 0:
+        return versions
+    before = np.searchsorted(known, np.arange(versions.size), side="right") - 1
+    return versions[known[np.maximum(before, 0)]]

@@ -1,0 +1,160 @@
+"""What no family serves is refused by name, by the engine itself, before any memory is taken: every family times every fault.
+
+A checkpoint of each family is written by transformers; then one key of its config.json is changed, or one tensor of its file."""
+
+import functools
+import json
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from oracles.families import CASES, Oracle
+from routed_experts import Engine
+from routed_experts.core.errors import CheckpointError
+from routed_experts.models.registry import FAMILIES, ModelFolder
+
+METHODS = ("fp8", "awq", "gptq", "bitsandbytes", "compressed-tensors", "modelopt")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+PER_TOKEN = ("num_experts_per_tok", "moe_k")
+WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")
+UNREAD = {("Qwen3_5Moe", "intermediate_size")}  # no layer is dense
+BY_LAYER = ("layer_types", "moe_layers", "no_rope_layers")  # lists that a change of the layers would contradict before tensors do
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    return functools.cache(lambda name: Oracle(CASES[name], tmp_path_factory.mktemp(name)).folder)
+
+
+def refusal(folder):
+    """What the engine says instead of starting; a start that goes on says so, and ends."""
+    try:
+        Engine(str(folder), skip_tokenizer_init=True, max_total_tokens=64, context_length=32).shutdown()
+    except CheckpointError as error:
+        return str(error)
+    return "the engine started"
+
+
+def known(values, keys):
+    """The one of these keys that a config has."""
+    return next(key for key in keys if values.get(key) is not None)
+
+
+def faults(name, values):
+    """(what is changed, words of the error) for every fault that a config of this family can have."""
+    tolerated = FAMILIES[values["architectures"][0]].tolerated
+    layers, heads = values["num_hidden_layers"], values["num_attention_heads"]
+    for word in ("scoring_func", "score_function"):
+        yield {word: "cosine"} if CASES[name].layer_ids else {}, [f"{word}='cosine'", "wanted one of"]
+    yield {"hidden_act": "gelu_new"}, ["hidden_act='gelu_new'", "'silu'"]
+    for section in ("rope_parameters", "rope_scaling"):
+        yield {"rope_parameters": None, section: {"rope_type": "ntk", "factor": 2.0}}, ["rope_type='ntk'", "yarn"]
+    yield {"num_hidden_layers": layers + 1} | dict.fromkeys(BY_LAYER), ["missing", f"layers.{layers}."]
+    yield {"num_hidden_layers": layers - 1} | dict.fromkeys(BY_LAYER), ["unexpected", f"layers.{layers - 1}."]
+    yield {"num_hidden_layers": layers - 1, "num_nextn_predict_layers": 1} | dict.fromkeys(BY_LAYER), [f"layers.{layers - 1}."]
+    yield {"num_hidden_layers": 0}, ["num_hidden_layers=0", "at least 1"]
+    both = {"num_key_value_heads": 2 * heads} if "kv_lora_rank" in values else {}
+    width = {"head_dim": values.get("head_dim") or values["hidden_size"] // heads}
+    yield {"num_attention_heads": 2 * heads} | width | both, ["misshapen"]
+    yield {"num_key_value_heads": 3}, ["num_key_value_heads=3"]
+    yield {"hidden_size": values["hidden_size"] + 8} | width, ["misshapen"]
+    yield {"vocab_size": values["vocab_size"] + 1}, ["misshapen", "embed"]
+    yield {"tie_word_embeddings": not values.get("tie_word_embeddings")}, ["lm_head.weight"]
+    for key in WIDTHS:
+        if values.get(key) and (name, key) not in UNREAD:
+            yield {key: values[key] + 8}, ["misshapen"]
+            yield {key: "48"}, [f"{key}='48'", "integer"]
+    for method in METHODS:
+        yield {"quantization_config": {"quant_method": method}}, [f"quant_method={method!r}", "unquantised"]
+        yield {"compression_config": {"quant_method": method}}, ["compression_config", f"quant_method={method!r}"]
+    if not tolerated.code:
+        yield {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, ["auto_map", "never run"]
+    yield {"architectures": ["MambaForCausalLM"], "auto_map": None}, ["MambaForCausalLM", *FAMILIES]
+    if CASES[name].layer_ids:
+        yield from faults_of_experts(values)
+
+
+def faults_of_experts(values):
+    experts, per_token = known(values, EXPERTS), known(values, PER_TOKEN)
+    count = values[experts]
+    yield {"topk_method": "magic"}, ["topk_method='magic'", "wanted one of"]
+    yield {experts: 2 * count}, ["wanted"]
+    yield {experts: count // 2}, ["wanted"]
+    yield {experts: 0}, ["unexpected"] if values["architectures"] == ["Qwen3MoeForCausalLM"] else [f"{experts}=0", "at least 1"]
+    yield {per_token: 0}, [f"{per_token}=0", "at least 1"]
+    yield {per_token: count + 1}, [f"{per_token}={count + 1}", f"{count}"]
+    if values.get("n_group", 1) > 1:
+        yield {"n_group": 3}, ["n_group=3", "divisor"]
+        yield {"topk_group": values["n_group"] + 1}, [f"topk_group={values['n_group'] + 1}", f"at most {values['n_group']}"]
+        yield {"n_group": count, "topk_group": 1}, ["topk_group=1", "groups that hold"]
+    else:
+        yield {"n_group": 2, "topk_group": 3}, ["_group="]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_fault_of_a_config_is_refused_by_name_before_memory_is_taken(folder_of, tmp_path, name):
+    folder = shutil.copytree(folder_of(name), tmp_path / "copy")
+    values = json.loads((folder / "config.json").read_text())
+    assert ModelFolder.open(folder).config.num_layers == values["num_hidden_layers"]
+    held, checked, wrong = len(jax.live_arrays()), 0, []
+    for change, words in faults(name, values):
+        if not change:
+            continue
+        (folder / "config.json").write_text(json.dumps(values | change))
+        told = refusal(folder)
+        if not all(word in told for word in (*words, str(folder), "wanted")) or "\n" in told:
+            wrong.append((change, told))
+        checked += 1
+    assert not wrong, wrong
+    assert len(jax.live_arrays()) == held, "memory was taken"
+    assert checked >= 25
+
+
+@pytest.mark.parametrize("architecture", ["Llama4ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_text_model_inside_another_may_not_be_quantised_either(tmp_path, architecture, method):
+    inner = {"quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "text_config": inner}))
+    with pytest.raises(CheckpointError, match=f"quantization_config of quant_method='{method}'"):
+        Engine(str(tmp_path), skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "method"), [("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ"), ("hf_quant_config.json", "ModelOpt")]
+)
+def test_a_file_that_speaks_of_quantisation_is_refused_by_its_method(folder_of, tmp_path, file, method):
+    folder = shutil.copytree(folder_of("Mixtral"), tmp_path / "copy")
+    (folder / file).write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"{file} says that weights are quantised by {method}"):
+        Engine(str(folder), skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize(
+    ("end", "dtype", "method"),
+    [
+        (".weight_scale_inv", "float32", "fp8 blocks"),
+        (".qweight", "int32", "GPTQ or AWQ"),
+        (".weight_packed", "int32", "compressed-tensors"),
+        (".weight.absmax", "float32", "bitsandbytes"),
+    ],
+)
+def test_tensors_that_look_quantised_are_told_by_their_method_where_the_config_does_not(folder_of, tmp_path, end, dtype, method):
+    folder = shutil.copytree(folder_of("Mixtral"), tmp_path / "copy")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj" + end] = np.zeros((2, 2), dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"look quantised by {method}"):
+        Engine(str(folder), skip_tokenizer_init=True)
+
+
+def test_a_tensor_of_eight_bits_is_refused_by_its_dtype(folder_of, tmp_path):
+    folder = shutil.copytree(folder_of("Mixtral"), tmp_path / "copy")
+    tensors = load_file(folder / "model.safetensors")
+    at = "model.layers.0.self_attn.q_proj.weight"
+    save_file(tensors | {at: tensors[at].astype(ml_dtypes.float8_e4m3fn)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{at} is F8_E4M3"):
+        Engine(str(folder), skip_tokenizer_init=True)

@@ -1,0 +1,198 @@
+"""Alignment against a dict of places, filled token by token; and every record that does not fit is named."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from replay.records import SPEC, random_record
+from routed_experts import RoutingAlignmentError
+from routed_experts.replay import Sample, align, zigzag_order
+from routed_experts.replay.check import repeated_rows
+
+LENGTH = 24
+
+
+def places_of(samples, layout, seq_len, width):
+    """{(row, column): (sample, token)} by the words of the layouts."""
+    placed, offset = {}, 0
+    for index, sample in enumerate(samples):
+        for token in range(sample.num_tokens):
+            row, column = index, token
+            if layout == "pad_left":
+                column = seq_len - min(sample.num_tokens, seq_len) + token
+            elif layout == "pad_both":
+                column = width - sample.prompt_len + token
+            elif layout == "packed":
+                row, column = 0, offset + token
+            if 0 <= column < seq_len and (layout != "pad_both" or column >= 0):
+                placed[row, column] = (index, token)
+        offset += sample.num_tokens
+    return placed
+
+
+def check_batch(batch, samples, placed):
+    shape = batch.ids.shape
+    assert batch.ids.dtype == SPEC.dtype and batch.valid.dtype == batch.pad.dtype == np.bool_
+    for row, column in np.ndindex(*shape[:2]):
+        index, token = placed.get((row, column), (None, None))
+        assert batch.pad[row, column] == (index is None)
+        record = None if index is None else samples[index].record
+        known = record is not None and 0 <= token - record.start < record.num_rows
+        known = bool(known and (record.valid is None or record.valid[token - record.start]))
+        assert batch.valid[row, column] == known, (row, column)
+        if known:
+            np.testing.assert_array_equal(batch.ids[row, column], record.ids[token - record.start])
+    assert not np.any(batch.valid & batch.pad)
+
+
+def some_samples(seed, lengths=((9, 4), (24, 10), (1, 1), (17, 0), (12, 12))):
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index, (length, prompt) in enumerate(lengths):
+        start = int(rng.integers(0, prompt + 1)) if length > 1 else 0
+        last = bool(rng.integers(2))
+        rows = length - start - (not last)
+        valid = rng.random(rows) < 0.7 if index % 2 else None
+        samples.append(Sample(random_record(rng, length, start=start, last=last, valid=valid, prompt_len=prompt), length, prompt))
+    return [*samples, Sample(None, 6, 3)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("layout", ["pad_right", "pad_left", "pad_both"])
+def test_every_row_stands_with_its_token(layout, seed):
+    samples, width = some_samples(seed), 12 if layout == "pad_both" else None
+    batch = align(samples, layout=layout, seq_len=LENGTH + 4, spec=SPEC, prompt_width=width)
+    check_batch(batch, samples, places_of(samples, layout, LENGTH + 4, width))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_packed_samples_follow_one_another(seed):
+    samples = some_samples(seed)
+    batch = align(samples, layout="packed", seq_len=96, spec=SPEC)
+    assert batch.ids.shape == (1, 96, 3, 4)
+    check_batch(batch, samples, places_of(samples, "packed", 96, None))
+
+
+@pytest.mark.parametrize("layout", ["pad_right", "pad_left", "pad_both", "packed"])
+def test_rows_are_cut_with_their_tokens(layout):
+    """pad_both keeps the prompt's tail and the completion's head, the others the head."""
+    rng, width = np.random.default_rng(5), 5 if layout == "pad_both" else None
+    samples = [Sample(random_record(rng, 30, prompt_len=14), 30, 14)]
+    batch = align(samples, layout=layout, seq_len=13, spec=SPEC, prompt_width=width)
+    placed = {(0, column): (0, (9 if layout == "pad_both" else 0) + column) for column in range(13)}
+    check_batch(batch, samples, placed)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_zigzag_gives_rank_r_its_chunk_and_the_opposite_one(parts):
+    samples, size = some_samples(7), 32 // (2 * parts)
+    straight = align(samples, layout="pad_right", seq_len=32, spec=SPEC)
+    turned = align(samples, layout="pad_right", seq_len=32, spec=SPEC, zigzag=parts)
+    for rank in range(parts):
+        wanted = [*range(rank * size, (rank + 1) * size), *range((2 * parts - 1 - rank) * size, (2 * parts - rank) * size)]
+        here = slice(rank * 2 * size, (rank + 1) * 2 * size)
+        assert zigzag_order(32, parts)[here].tolist() == wanted
+        for name in ("ids", "valid", "pad"):
+            np.testing.assert_array_equal(getattr(turned, name)[:, here], getattr(straight, name)[:, wanted])
+
+
+def test_weights_travel_with_their_ids():
+    rng = np.random.default_rng(8)
+    record = random_record(rng, 9, weights=True)
+    batch = align([Sample(record, 9)], layout="pad_left", seq_len=12, spec=SPEC, weights=True)
+    np.testing.assert_array_equal(batch.weights[0, 3:11], record.weights)
+    with pytest.raises(RoutingAlignmentError, match="sample 1: the record has no weights"):
+        align([Sample(record, 9), Sample(random_record(rng, 9), 9)], layout="pad_left", seq_len=12, spec=SPEC, weights=True)
+
+
+# --- what does not fit
+
+
+def changed(place=None, ids=None, **fields):
+    record = random_record(np.random.default_rng(1), 10)
+    if place is not None:
+        array = record.ids.copy()
+        array[place] = ids
+        fields["ids"] = array
+    return dataclasses.replace(record, **fields)
+
+
+def of(**other):
+    return random_record(np.random.default_rng(1), 10, spec=dataclasses.replace(SPEC, **other))
+
+
+FAULTS = {
+    "one row too few": (changed()[:8], r"sample 1: 8 rows of tokens \[0, 8\) of a sequence of 10; the sample has 10 tokens, so wanted 9"),
+    "another sample": (random_record(np.random.default_rng(2), 11), "sample 1: 10 rows .* the sample has 10 tokens"),
+    "layers": (of(layer_ids=(0, 1, 2)), r"sample 1: .* layer_ids=\(0, 1, 2\), the model \(1, 2, 3\) \(layers \[0, 3\] differ\)"),
+    "top_k": (of(top_k=3), "sample 1: the record has top_k=3, the model 4"),
+    "experts": (of(num_experts=32), "sample 1: the record has num_experts=32, the model 16"),
+    "depth": (of(num_hidden_layers=5), "sample 1: the record has num_hidden_layers=5"),
+    "no such expert": (changed((4, 2, 1), 16), "sample 1, row 4, layer 3: id 16 in slot 1; wanted 0 to 15"),
+    "twice": (changed((5, 1), [7, 2, 9, 7]), r"sample 1, row 5, layer 2: ids \[7, 2, 9, 7\] repeat an expert"),
+    "zeros": (changed(6, 0), r"sample 1, row 6, layer 1: ids \[0, 0, 0, 0\] repeat an expert"),
+    "no record": ("rows", "sample 1: record is a str"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_record_that_does_not_fit_is_named(kind):
+    record, said = FAULTS[kind]
+    good = Sample(changed(), 10)
+    with pytest.raises(RoutingAlignmentError, match=said):
+        align([good, Sample(record, 10)], layout="pad_right", seq_len=12, spec=SPEC)
+
+
+def test_what_stands_in_rows_that_are_not_valid_is_not_looked_at():
+    valid = np.ones(9, bool)
+    valid[6] = False
+    for filler in (0, 255):
+        batch = align([Sample(changed(6, filler, valid=valid), 10)], layout="pad_right", seq_len=12, spec=SPEC)
+        assert not batch.valid[0, 6] and batch.valid[0, 5]
+
+
+def test_rows_of_weights_that_the_batch_does_not_allow_are_refused():
+    record = changed(version_spans=((0, 4, 7), (4, 9, 8)))
+    assert align([Sample(record, 10)], layout="pad_right", seq_len=12, spec=SPEC, versions=(7, 8)).valid.sum() == 9
+    with pytest.raises(RoutingAlignmentError, match=r"sample 0, row 0: rows 0 to 3 were routed by weight version 7; .*\[8\]"):
+        align([Sample(record, 10)], layout="pad_right", seq_len=12, spec=SPEC, versions=(8,))
+
+
+def test_another_router_is_refused_and_a_hash_routed_layer_may_repeat():
+    spec = dataclasses.replace(SPEC, router="abc")
+    with pytest.raises(RoutingAlignmentError, match="router=def, the model abc"):
+        align([Sample(changed(router="def"), 10)], layout="pad_right", seq_len=12, spec=spec)
+    twice = changed((5, 1), [7, 2, 9, 7])
+    assert align([Sample(twice, 10)], layout="pad_right", seq_len=12, spec=SPEC, repeats_in_layers=(2,)).valid.sum() == 9
+
+
+WORDS = {
+    "layout": (dict(layout="left"), "layout='left' is unknown; choose one of pad_right"),
+    "width without": (dict(layout="pad_both"), "prompt_width=None with layout='pad_both'"),
+    "width beside": (dict(prompt_width=3), "it belongs to pad_both"),
+    "length": (dict(seq_len=0), "seq_len=0 must be an integer of at least 1"),
+    "zigzag": (dict(zigzag=5), "seq_len=12 is no multiple of 10"),
+    "negative zigzag": (dict(zigzag=-1), "zigzag=-1 must be"),
+    "none": (dict(samples=[]), "samples is empty"),
+    "tokens": (dict(samples=[Sample(None, 0)]), "sample 0: num_tokens=0"),
+    "prompt": (dict(samples=[Sample(None, 3, 4)]), "sample 0: prompt_len=4 must be an integer of at least 0 and at most 3"),
+    "full": (dict(layout="packed", samples=[Sample(None, 12), Sample(None, 1)]), "sample 1 begins at place 12 of a row of 12"),
+}
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_words_that_say_nothing_are_refused(kind):
+    said, text = WORDS[kind]
+    with pytest.raises(RoutingAlignmentError, match=text):
+        align(**dict(samples=[Sample(None, 10)], layout="pad_right", seq_len=12, spec=SPEC) | said)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_repeats_are_those_that_a_set_finds(top_k, dtype):
+    rng = np.random.default_rng(top_k)
+    ids = rng.integers(0, 3 * top_k, (1200, 33, top_k)).astype(dtype)  # more than one block
+    wanted = np.array([[len(set(row.tolist())) < top_k for row in token] for token in ids])
+    assert wanted.any() == (top_k > 1) and not wanted.all()
+    np.testing.assert_array_equal(repeated_rows(ids), wanted)

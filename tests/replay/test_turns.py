@@ -1,0 +1,90 @@
+"""merge_turns against a dict: for each token, the first turn that fed it after the same tokens."""
+
+import dataclasses
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from replay.records import random_record
+from routed_experts import RoutingAlignmentError
+from routed_experts.replay import merge_turns
+
+
+def expected(turns, tokens):
+    """{token: (ids, version)}."""
+    rows = {}
+    for own, record in turns:
+        versions = {t: version for low, high, version in record.version_spans for t in range(low, high)}
+        for place in range(record.num_rows):
+            token = record.start + place
+            known = record.valid is None or record.valid[place]
+            if known and token < len(tokens) and own[: token + 1].tolist() == tokens[: token + 1].tolist():
+                rows.setdefault(token, (record.ids[place].tolist(), versions[token]))
+    return rows
+
+
+@st.composite
+def conversations(draw):
+    """Turns of one history: each goes on from the one before, from a cut of it, or from something else."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    history, turns = rng.integers(0, 3, draw(st.integers(1, 6))), []
+    for version in range(draw(st.integers(1, 4))):
+        cut = draw(st.integers(1, history.size))
+        history = np.concatenate([history[:cut] if draw(st.booleans()) else history, rng.integers(0, 3, draw(st.integers(0, 5)))])
+        last = draw(st.booleans()) or history.size == 1
+        start = draw(st.integers(0, history.size - 1))
+        rows = history.size - start - (not last)
+        valid = rng.random(rows) < 0.7 if draw(st.booleans()) else None
+        turns.append((history, random_record(rng, history.size, start=start, last=last, valid=valid, version=version)))
+    return turns, history if draw(st.booleans()) else rng.integers(0, 3, draw(st.integers(1, 12)))
+
+
+@hypothesis.given(conversations())
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_the_first_writer_of_each_token_wins(conversation):
+    turns, tokens = conversation
+    merged, rows = merge_turns(turns, tokens), expected(turns, tokens)
+    assert merged.num_tokens == tokens.size and merged.start == min(tokens.size - 1, *(record.start for _, record in turns))
+    valid = np.ones(merged.num_rows, bool) if merged.valid is None else merged.valid
+    assert {merged.start + place for place in np.flatnonzero(valid)} == set(rows)
+    versions = {t: version for low, high, version in merged.version_spans for t in range(low, high)}
+    for token, (ids, version) in rows.items():
+        assert merged.ids[token - merged.start].tolist() == ids and versions[token] == version
+
+
+def test_the_row_that_a_turn_lacks_comes_from_the_next_prefill():
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, 300, 20)
+    one, two = random_record(rng, 12, version=4), random_record(rng, 20, start=11, version=5)
+    merged = merge_turns([(tokens[:12], one), (tokens, two)], tokens)
+    assert merged.valid is None and merged.num_rows == 19
+    np.testing.assert_array_equal(merged.ids, np.concatenate([one.ids, two.ids]))
+    assert merged.version_spans == ((0, 11, 4), (11, 19, 5))
+
+
+def test_a_history_that_was_told_otherwise_loses_exactly_the_rows_after_the_change():
+    rng = np.random.default_rng(4)
+    told, kept = rng.integers(0, 300, 12), None
+    kept = told.copy()
+    kept[7] = (kept[7] + 1) % 300
+    merged = merge_turns([(told, random_record(rng, 12))], kept)
+    assert merged.valid.tolist() == [True] * 7 + [False] * 4
+
+
+def test_turns_that_do_not_fit_are_named():
+    rng = np.random.default_rng(5)
+    tokens, record = np.arange(9), random_record(rng, 9)
+    other = dataclasses.replace(record, num_hidden_layers=9)
+    for turns, given, said in (
+        ([], tokens, "turns is empty"),
+        ([(tokens, record), (tokens[:8], record)], tokens, "turn 1: the record is of 9 tokens, and 8 came with it"),
+        ([(tokens, record), (tokens, other)], tokens, "turn 1: num_hidden_layers=9, but turn 0 has 4"),
+        ([(tokens, record), (tokens, None)], tokens, "turn 1: the record is a NoneType"),
+        ([(tokens, record)], [], "tokens are float64"),
+        ([(tokens, record)], [[1]], "wanted a row of at least one integer"),
+        ([(tokens / 2, record)], tokens, "turn 0: tokens are float64"),
+    ):
+        with pytest.raises(RoutingAlignmentError, match=said):
+            merge_turns(turns, given)
