@@ -5,11 +5,14 @@ import base64
 import numpy as np
 import pytest
 
-from http_server import error_of, stream
+from http_server import error_of, running, stream
 from routed_experts import extract_routed_experts_from_meta_info
+from serving import on_engine_thread, serve
+from tiny import write_tiny_checkpoint
 
 PROMPT = "The router scores every expert"
 GREEDY = {"temperature": 0, "max_new_tokens": 8}
+LONG = {"max_new_tokens": 400, "ignore_eos": True}
 L, K = 4, 4
 
 
@@ -198,3 +201,54 @@ def test_the_openapi_document_names_every_route(server):
         for method in methods:
             named = path.replace("{name}", "tiny")
             assert server.client.request(method, named).status_code not in (404, 405) or "routing" in path, (method, path)
+
+
+def test_a_pause_holds_new_requests_until_it_is_ended(server, engine):
+    """As slime does around a weight update: `{}` pauses, and aborts what runs."""
+    with server.client.stream("POST", "/generate", json={"input_ids": [5], "sampling_params": LONG, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert server.post("/pause_generation", {}).json() == {"success": True, "mode": "abort"}
+        assert '"type":"abort"' in [line for line in lines if line.startswith("data: ")][-2]
+    try:
+        health = server.client.get("/health")
+        assert (health.status_code, health.json()["state"]) == (200, "paused")
+        assert server.client.get("/ready").status_code == 503
+        with server.client.stream("POST", "/generate", json={"text": "a", "sampling_params": GREEDY, "stream": True}) as held:
+            assert held.status_code == 200 and on_engine_thread(engine, lambda core: len(core.scheduler.waiting)) == 1
+            assert server.client.post("/continue_generation", content=b"").json() == {"success": True}
+            assert [line for line in held.iter_lines() if line][-1] == "data: [DONE]"
+    finally:
+        engine.resume()
+    assert server.client.get("/health").json()["state"] == "serving"
+    assert error_of(server.post("/pause_generation", {"mode": "sideways"}), 400)["param"] == "mode"
+
+
+def test_new_weights_come_from_below_one_root_alone(tmp_path):
+    first, second = write_tiny_checkpoint(tmp_path / "root" / "one"), write_tiny_checkpoint(tmp_path / "root" / "two", seed=1)
+    write_tiny_checkpoint(tmp_path / "outside")
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "root" / "empty").mkdir()
+    with serve(first, enable_return_routed_experts=True) as engine, running(engine, weights_root=str(tmp_path / "root")) as server:
+        old = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY}).json()
+        for path in ("../outside", "link", str(tmp_path / "outside"), "/etc", "", "nowhere", "a\0b", "x" * 2000, "..", "two/../../outside"):
+            response = server.post("/update_weights_from_disk", {"model_path": path})
+            if path:
+                assert error_of(response, 400)["param"] == "model_path", path
+            else:
+                assert error_of(response, 400)
+        assert "<path>" in error_of(server.post("/update_weights_from_disk", {"model_path": "empty"}), 400)["message"]
+        assert server.client.get("/get_weight_version").json() == {"weight_version": "0"}
+        assert server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY}).json()["text"] == old["text"]
+        said = server.post("/update_weights_from_disk", {"model_path": "two", "weight_version": "7"}).json()
+        assert said["success"] is True and server.client.get("/get_weight_version").json() == {"weight_version": "7"}
+        new = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY, "return_routed_experts": True}).json()
+        assert new["meta_info"]["weight_version"] == "7" and new["text"] != old["text"]
+        assert [span[2] for span in new["meta_info"]["routed_experts_info"]["version_spans"]] == [7]
+        assert error_of(server.post("/update_weights_from_disk", {"model_path": str(second), "weight_version": "x"}), 400)
+    with running(None) as server:
+        assert error_of(server.post("/update_weights_from_disk", {"model_path": "two"}), 503)
+
+
+def test_without_a_root_no_weights_are_taken(server):
+    assert error_of(server.post("/update_weights_from_disk", {"model_path": "two"}), 403)["code"] == "weights_root_unset"

@@ -54,6 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-body-bytes", type=_size, metavar="BYTES", told="default: 16MiB")
     add("--shutdown-timeout", type=float, metavar="S", told="for running requests after SIGTERM; default: 30")
     add("--stall-timeout", type=float, metavar="S", told="without a step while requests run, /health is 503; default: 30")
+    add("--weights-root", metavar="DIR", told="weights may be updated from folders below it; default: none")
     add("--strict-fields", action="store_true", told="refuse every unknown field of a body")
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="default: info")
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")

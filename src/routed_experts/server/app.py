@@ -16,7 +16,17 @@ from routed_experts.server.completions import completions
 from routed_experts.server.gate import Gate
 from routed_experts.server.native import generate
 from routed_experts.server.openapi import Operation, openapi_document
-from routed_experts.server.protocol import AbortRequest, ChatRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
+from routed_experts.server.protocol import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    ContinueRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    PauseRequest,
+    TokenizeRequest,
+    UpdateWeightsRequest,
+)
 from routed_experts.server.reply import json_reply
 from routed_experts.server.service import Service
 
@@ -57,6 +67,9 @@ TABLE = (
     Entry("/health_generate", ("GET",), info_routes.health_generate),
     Entry("/flush_cache", ("GET", "POST"), admin_routes.flush_cache),
     Entry("/abort_request", ("POST",), admin_routes.abort_request, AbortRequest),
+    Entry("/pause_generation", ("POST",), admin_routes.pause_generation, PauseRequest),
+    Entry("/continue_generation", ("POST",), admin_routes.continue_generation, ContinueRequest),
+    Entry("/update_weights_from_disk", ("POST",), admin_routes.update_weights_from_disk, UpdateWeightsRequest),
 )
 
 

@@ -44,6 +44,7 @@ class ServerSettings:
     shutdown_timeout: float = 30.0
     stall_timeout: float = 30.0
     strict_fields: bool = False
+    weights_root: str | None = None  # new weights are read from below it alone
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:

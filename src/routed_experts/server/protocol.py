@@ -129,6 +129,25 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     abort_all: bool | None = None
 
 
+class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /pause_generation. `mode`: abort (the default), retract, in_place or wait."""
+
+    mode: str | None = None
+
+
+class ContinueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /continue_generation: nothing is said."""
+
+
+class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /update_weights_from_disk. `model_path` lies under --weights-root; `weight_version` is a number above the served one, and
+    that one plus 1 when absent; `flush_cache` false lets running requests keep their pages."""
+
+    model_path: str
+    weight_version: int | str | None = None
+    flush_cache: bool | None = None
+
+
 class ErrorDetail(msgspec.Struct, kw_only=True):
     """What went wrong, and with which field."""
 

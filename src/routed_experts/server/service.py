@@ -106,8 +106,10 @@ class Service:
         if self._door is None:
             return Health(state="starting", phase=self._phase, last_step_age_s=0.0, running=0, waiting=0)
         seen = self._door.snapshot()
-        stalled = seen.last_step_age_s > self.settings.stall_timeout
-        state = "dead" if self._death is not None else "draining" if self._is_draining else "stalled" if stalled else "serving"
+        state = "paused" if self._door.engine.paused else "serving"
+        if state == "serving" and seen.last_step_age_s > self.settings.stall_timeout:
+            state = "stalled"
+        state = "dead" if self._death is not None else "draining" if self._is_draining else state
         return Health(
             state=state, phase=self._phase, last_step_age_s=seen.last_step_age_s, running=seen.running, waiting=seen.waiting
         )  # fmt: skip
