@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from routed_experts.cli import generate, serve
+from routed_experts.cli import chat, convert, doctor, generate, inspect_model, serve, tiny
 from routed_experts.cli.flags import Parser
 from routed_experts.cli.start import PROGRAM, start_jax, version
 from routed_experts.core.errors import RoutedExpertsError
@@ -52,6 +52,11 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="default: demo-output")
     serve.add_flags(add("serve", "answer HTTP in the dialects of OpenAI, SGLang and vLLM", serve.run))
     generate.add_flags(add("generate", "generate for prompts, with routed experts if asked", generate.run))
+    chat.add_flags(add("chat", "talk to a model in the terminal", chat.run))
+    inspect_model.add_flags(add("inspect", "shapes and memory plan of a checkpoint, without loading it", inspect_model.run))
+    doctor.add_flags(add("doctor", "versions, devices, and capture == replay on this machine", doctor.run))
+    convert.add_flags(add("convert", "turn routed experts from one file or wire form into another", convert.run))
+    tiny.add_flags(add("tiny", "write a small checkpoint with tokenizer and chat template", tiny.run))
     return parser
 
 
