@@ -57,9 +57,10 @@ def test_doctor_tests_capture_against_replay(capsys):
     assert out.count("ok    ") == 4 and "all checks passed" in out and "jax " in out
 
 
-def test_chat_answers_lines_until_they_end(capsys, monkeypatch):
+def test_chat_answers_lines_until_they_end(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n/new\n" + "a " * 2000 + "\nhello\n/quit\nnever\n"))
-    code, out, err = run(capsys, "chat", demo_model_path(), "--temperature", "0", "--max-new-tokens", "8", *SIZES)
+    folder = write_tiny_checkpoint(tmp_path)
+    code, out, err = run(capsys, "chat", folder, "--temperature", "0", "--max-new-tokens", "8", *SIZES)
     first, second = out.splitlines()
     assert code == 0 and first and first == second, "forgotten, the same question gets the same answer"
     assert "/new begins afresh" in err

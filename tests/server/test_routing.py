@@ -194,3 +194,61 @@ def test_a_store_of_no_bytes_refuses_refs(engine):
     with running(engine, routing_store_bytes=0) as server:
         error = error_of(server.post("/generate", {"text": "a", "return_routed_experts": True, "routed_experts_format": "ref"}), 400)
         assert error["code"] == "ref_unavailable"
+
+
+def joined(pieces):
+    """Increments put together: (rows [R, L, K], start of the first); each begins where the one before ended."""
+    starts = [record.start for record in pieces]
+    assert starts == [starts[0] + sum(one.num_rows for one in pieces[:place]) for place in range(len(pieces))]
+    return np.concatenate([record.ids for record in pieces]), starts[0]
+
+
+@pytest.mark.parametrize("form", ["int32", "npy", "list"])
+@pytest.mark.parametrize("start", [0, 3])
+def test_rows_that_are_streamed_come_with_their_tokens_and_join_to_the_whole(server, records, engine, form, start):
+    prompt_len = len(engine.tokenizer.encode(PROMPT))
+    wish = {"return_routed_experts": True, "routed_experts_format": form, "routed_experts_stream": True, "routed_experts_start_len": start}
+    chunks = stream(server, "/v1/completions", {**SAMPLED, "n": 2, **wish})
+    for index, wanted in enumerate(records[:2]):
+        mine = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        holders = [chunk for chunk in mine if "routed_experts_info" in json.dumps(chunk)]
+        if form == "list":
+            lent = next(chunk["prompt_routed_experts"] for chunk in chunks if chunk.get("prompt_routed_experts"))
+            holders[0]["prompt_routed_experts"] = lent  # it comes once, with the first choice
+        pieces = [record_from_response({**chunk, "choices": [{**chunk["choices"][0], "index": 0}]}) for chunk in holders]
+        ids, first = joined(pieces)
+        assert first == start and np.array_equal(ids, wanted[start:, 1:])
+        assert pieces[0].num_rows == prompt_len - start, "the prompt's rows come with the first token"
+        for place, piece in enumerate(pieces):
+            assert piece.num_tokens == prompt_len + place + 1 == piece.start + piece.num_rows + 1, "no row before its token is told"
+    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True}}
+    events = stream(server, "/generate", {**body, **wish})
+    pieces = [record_from_meta_info(one) for one in events]
+    ids, first = joined([piece for piece in pieces if piece is not None])
+    assert first == start and np.array_equal(ids, records[0][start:, 1:])
+    assert all(one["meta_info"]["routed_experts_info"]["sha256"] is None for one in events)
+    assert [piece.num_tokens for piece in pieces] == [prompt_len + count for count in range(1, 8)]
+
+
+def test_streamed_rows_of_a_long_prompt_come_in_pieces(server, engine):
+    prompt = [number % 300 + 3 for number in range(480)]  # some 40 kB of rows
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 3, "ignore_eos": True, "temperature": 0}}
+    wish = {"return_routed_experts": True, "routed_experts_stream": True}
+    whole = record_from_meta_info(server.post("/generate", {**body, "return_routed_experts": True}).json())
+    for path, said in (("/generate", body), ("/v1/completions", {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "temperature": 0})):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("routed_experts.server.dialects.MAX_EVENT_PAYLOAD", 8 * 1024)
+            events = stream(server, path, {**said, **wish})
+        holders = [one for one in events if "routed_experts_info" in json.dumps(one)]
+        pieces = [record_from_response(one) for one in holders]
+        assert len(holders) > 5 and np.array_equal(joined(pieces)[0], whole.ids)
+        payloads = [one["meta_info"] if path == "/generate" else one["choices"][0]["meta_info"] for one in holders]
+        assert max(len(one["routed_experts"]) for one in payloads) <= 8 * 1024
+        ends = [one["meta_info"]["finish_reason"] if path == "/generate" else one["choices"][0]["finish_reason"] for one in events]
+        assert [end is not None for end in ends] == [False] * (len(ends) - 1) + [True]
+
+
+def test_the_engine_streams_rows_too(engine, records):
+    params = {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True}
+    told = list(engine.generate(PROMPT, params, stream=True, return_routed_experts=True, routed_experts_stream=True))
+    assert np.array_equal(joined([record_from_meta_info(one) for one in told])[0], records[0][:, 1:])

@@ -71,6 +71,11 @@ def encode_listed(record: RoutedExperts, *, layers: PayloadLayers, aborted: bool
     return fields
 
 
+def without_sha256(fields: dict[str, object]) -> dict[str, object]:
+    """The fields of an increment: its sidecar is of a piece, and has no hash of the whole."""
+    return {**fields, INFO_KEY: {**cast("dict[str, object]", fields[INFO_KEY]), "sha256": None}}
+
+
 def encode_ref(record: RoutedExperts, *, url: str) -> dict[str, object]:
     """Return `routed_experts_ref` and the sidecar of what is kept there: the canonical ids."""
     return {REF_KEY: url, INFO_KEY: sidecar_of(record, payload_format="ref").to_json()}

@@ -143,14 +143,17 @@ class EngineCore:
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
 
     def _news(self, req: Req) -> TokenIDOut:
-        """What a request has to tell. An ended one hands over its rows, and only then its pages."""
+        """What a request has to tell. An ended one hands over its rows (one that streams them: those not told yet), and only
+        then its pages."""
         record: RoutedExperts | None = None
         error: Exception | None = None
-        if req.state is ReqState.FINISHED:
+        ended = req.state is ReqState.FINISHED
+        if ended or req.source.routed_experts.stream:
             try:
-                record = _record(self.scheduler, self.capturer, req)
+                record = _record(self.scheduler, self.capturer, req, start=self.ledger.first_untold_row(req))
             except RoutedExpertsError as cause:
                 error = cause
+        if ended:
             self.scheduler.release(req)
         return self.ledger.news(req, record=record, error=error, weight_version=self.runner.weight_version)
 
@@ -162,14 +165,13 @@ def has_work(core: EngineCore) -> bool:
     return core.ledger.num_live > 0 if core.hold is None else core.hold is Hold.WAIT and core.scheduler.has_started
 
 
-def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req) -> RoutedExperts | None:
-    """The rows of an ended request, from the slots of its pages and from those it took along when it was retracted."""
-    wanted = req.source.routed_experts
-    if not wanted.asked or req.num_output == 0:
+def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req, *, start: int) -> RoutedExperts | None:
+    """The rows of a request from token `start` on, from the slots of its pages and from those it took along when it was retracted."""
+    if not req.source.routed_experts.asked or req.num_output == 0:
         return None
     end = min(req.num_read, req.num_known - 1)
-    slots = scheduler.pages.kv_slots(req, wanted.start, end) if end > wanted.start else np.zeros(0, np.int64)
-    return capturer.collect(slots, start=wanted.start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved)
+    slots = scheduler.pages.kv_slots(req, start, end) if end > start else np.zeros(0, np.int64)
+    return capturer.collect(slots, start=start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved)
 
 
 def _forget_changed_pages(scheduler: Scheduler, capturer: RoutedExpertsCapturer) -> None:

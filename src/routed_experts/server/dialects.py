@@ -10,7 +10,15 @@ from urllib.parse import quote
 
 import numpy as np
 
-from routed_experts.capture.wire import PROMPT_KEY, START_KEY, encode_listed, encode_meta_info, encode_ref, encode_routed_experts
+from routed_experts.capture.wire import (
+    PROMPT_KEY,
+    START_KEY,
+    encode_listed,
+    encode_meta_info,
+    encode_ref,
+    encode_routed_experts,
+    without_sha256,
+)
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError
 from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
@@ -18,7 +26,7 @@ from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.answer import Answer
 from routed_experts.engine.routing_wish import RoutingDefaults
 from routed_experts.server.errors import ApiError
-from routed_experts.server.limits import MAX_LISTED_IDS, ServerSettings
+from routed_experts.server.limits import MAX_EVENT_PAYLOAD, MAX_LISTED_IDS, ServerSettings
 from routed_experts.server.protocol import RoutingFields
 from routed_experts.server.routing_store import KeptRows
 
@@ -99,14 +107,26 @@ def place_rows(
     if wanted.format == "list":
         fields = encode_listed(record, layers=layers, aborted=aborted)
         prompt = fields.pop(PROMPT_KEY)
-        return Placed(fields, {PROMPT_KEY: prompt} if beside else {})
+        return Placed(without_sha256(fields) if wanted.stream else fields, {PROMPT_KEY: prompt} if beside else {})
     if wanted.format == "npy":
-        return Placed(encode_routed_experts(record, payload_format="npy", layers=layers, aborted=aborted), {})
+        fields = encode_routed_experts(record, payload_format="npy", layers=layers, aborted=aborted)
+        return Placed(without_sha256(fields) if wanted.stream else fields, {})
     if wanted.format == "ref":
         meta: dict[str, object] = {START_KEY: record.start, **encode_ref(record, url=url)}
     else:
         meta = encode_meta_info(record, payload_format="int32", layers=layers, aborted=aborted)
+        meta = without_sha256(meta) if wanted.stream else meta
     return Placed({"meta_info": {**meta, "weight_version": str(weight_version)}}, {})
+
+
+def increments(record: RoutedExperts, wanted: RoutedExpertsRequest) -> list[RoutedExperts]:
+    """A record in pieces whose payloads stay below the limit of one event; one piece unless rows are streamed."""
+    if not wanted.stream or record.num_rows == 0:
+        return [record]
+    row = max(1, payload_bytes(record, wanted) // record.num_rows)
+    step = max(1, MAX_EVENT_PAYLOAD // (row + 1))
+    end = record.start + record.num_rows
+    return [record[low : min(low + step, end)] for low in range(record.start, end, step)]
 
 
 def kept_rows(answer: Answer, record: RoutedExperts, *, owner: str) -> KeptRows:

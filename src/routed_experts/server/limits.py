@@ -10,6 +10,7 @@ MAX_HEADER_BYTES, MAX_HEADERS = 64 * 1024, 128
 MAX_JSON_DEPTH = 64
 MAX_OPENAI_STOPS = 4
 MAX_LISTED_IDS = 16_777_216  # ids of one answer in format "list"
+MAX_EVENT_PAYLOAD = 64 * 1024  # bytes of rows in one event, where rows are streamed
 MAX_OPEN_REQUESTS = 1024  # beyond: 503
 MAX_BACKLOG = 256  # chunks that a slow reader may be behind
 MAX_ERROR_CHARS = 1000

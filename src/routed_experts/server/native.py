@@ -12,10 +12,20 @@ from starlette.responses import Response
 from routed_experts.capture.wire import encode_ref
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import TokenizedGenerateReqInput
+from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import shown
 from routed_experts.engine.engine import request_of
 from routed_experts.server.body import read_struct
-from routed_experts.server.dialects import check_list, kept_rows, native_defaults, payload_bytes, ref_url, routing_keywords, rows_of
+from routed_experts.server.dialects import (
+    check_list,
+    increments,
+    kept_rows,
+    native_defaults,
+    payload_bytes,
+    ref_url,
+    routing_keywords,
+    rows_of,
+)
 from routed_experts.server.fields import header_of
 from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG
 from routed_experts.server.metrics import EndedRequest
@@ -118,7 +128,7 @@ class _NativeCall:
             await self._accepted()
             async for index, news in self._call.news():
                 self._note(index, has_tokens=bool(news.out.new_token_ids), ended=news.out.finish_reason is not None)
-            answers = [await self._said(index) for index in range(len(self._requests))]
+            answers = [said for index in range(len(self._requests)) for said in await self._said(index)]
         finally:
             self._close()
         return json_reply(answers[0] if self._options.single else answers, headers=self._options.headers)
@@ -126,33 +136,40 @@ class _NativeCall:
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
         async for index, news in self._call.news():
             self._note(index, has_tokens=bool(news.out.new_token_ids), ended=news.out.finish_reason is not None)
-            said = await self._said(index)
-            yield event(said if self._options.single else {**said, "index": index})
+            for said in await self._said(index):
+                yield event(said if self._options.single else {**said, "index": index})
 
-    async def _said(self, index: int) -> dict[str, object]:
-        """What the answer says now; large rows are encoded off the event loop."""
-        answer = self._call.answers[index]
-        wanted = self._requests[index].routed_experts
-        if not wanted.asked or answer.finish_reason is None:
-            return self._dict_of(index)
+    async def _said(self, index: int) -> list[dict[str, object]]:
+        """What the answer says now; with large streamed rows in several pieces, of which the last has the finish reason. Large rows are
+        encoded off the event loop."""
+        answer, wanted = self._call.answers[index], self._requests[index].routed_experts
+        if not wanted.asked or (answer.finish_reason is None and answer.record is None):
+            return [self._dict_of(index, None)]
         record = rows_of(answer, prompt_only=self._options.prompt_only)
         size = payload_bytes(record, wanted)
         self._service.metrics.sent_rows(wanted.format, size)
         if wanted.format == "ref":
             kept = kept_rows(answer, record, owner=self._options.owner)
             self._service.store.put(self._options.request_id, index, kept)
-        return await asyncio.to_thread(self._dict_of, index) if size > 4 * INLINE_BYTES else self._dict_of(index)
 
-    def _dict_of(self, index: int) -> dict[str, object]:
+        def said() -> list[dict[str, object]]:
+            pieces = increments(record, wanted)
+            told = [self._dict_of(index, piece) for piece in pieces]
+            for early in told[:-1]:
+                cast("dict[str, object]", early["meta_info"])["finish_reason"] = None
+            return told
+
+        return await asyncio.to_thread(said) if size > 4 * INLINE_BYTES else said()
+
+    def _dict_of(self, index: int, rows: RoutedExperts | None) -> dict[str, object]:
+        """The answer so far, with these rows."""
         answer, options = self._call.answers[index], self._options
-        said = answer.to_dict(prompt_only=options.prompt_only)
+        said = answer.to_dict(prompt_only=options.prompt_only, rows=rows)
         meta = cast("dict[str, object]", said["meta_info"])
-        wanted = self._requests[index].routed_experts
-        if wanted.asked and wanted.format == "ref" and answer.finish_reason is not None:
-            record = rows_of(answer, prompt_only=options.prompt_only)
-            meta |= encode_ref(record, url=ref_url(options.request_id, index))
-        n = self._requests[index].sampling.n
-        if options.asked is not None and not options.asked[index // n]:
+        request = self._requests[index]
+        if rows is not None and request.routed_experts.format == "ref":
+            meta |= encode_ref(rows, url=ref_url(options.request_id, index))
+        if options.asked is not None and not options.asked[index // request.sampling.n]:
             said["meta_info"] = {name: value for name, value in meta.items() if "routed_experts" not in name}
         return said
 

@@ -12,9 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.io_struct import BatchStrOut, TokenizedGenerateReqInput
-from routed_experts.engine.answer import Answer
 from routed_experts.server.choices import Choice, Piece, usage_of
-from routed_experts.server.dialects import Placed, check_list, kept_rows, payload_bytes, place_rows, ref_url, rows_of
+from routed_experts.server.dialects import Placed, check_list, increments, kept_rows, payload_bytes, place_rows, ref_url, rows_of
 from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG
 from routed_experts.server.metrics import EndedRequest
 from routed_experts.server.reply import json_reply
@@ -106,7 +105,7 @@ class OpenAICall:
             bodies: list[dict[str, object]] = []
             beside: dict[str, object] = {}
             for choice in self._choices:
-                placed = await self._placed(choice, beside=choice.index == 0)
+                (placed,) = await self._placed(choice, beside=choice.index == 0)
                 bodies.append({**self._form.whole(choice), **choice.ending(), **placed.choice})
                 beside |= placed.response
         finally:
@@ -120,17 +119,27 @@ class OpenAICall:
             if opening is not None:
                 yield self._chunk(choice, opening)
         async for index, news in self._call.news():
-            choice = self._choices[index]
-            piece = self._take(index, news)
-            if piece.text or piece.token_ids:
-                yield self._chunk(choice, self._form.delta(choice, piece))
-            if choice.finish is not None:
-                placed = await self._placed(choice, beside=not self._prompt_told)
-                self._prompt_told = True
-                closing = {**self._form.closing(choice), **choice.ending(), **placed.choice}
-                yield self._chunk(choice, closing, beside=placed.response)
+            for chunk in await self._chunks_of(self._choices[index], self._take(index, news)):
+                yield chunk
         if self._options.include_usage:
             yield event({**self._head(self._form.chunk_name), "choices": [], "usage": usage_of(self._choices)})
+
+    async def _chunks_of(self, choice: Choice, piece: Piece) -> list[bytes]:
+        """The chunks of one event: what was said, rows that are streamed, and at the end the finish reason with the rows."""
+        placed: list[Placed] = []
+        if choice.finish is not None or (choice.request.routed_experts.stream and piece.token_ids):
+            placed = await self._placed(choice, beside=not self._prompt_told)
+            self._prompt_told = True
+        last = placed.pop() if choice.finish is not None else None
+        chunks: list[bytes] = []
+        if piece.text or piece.token_ids:
+            first = placed.pop(0) if placed else Placed({}, {})
+            chunks.append(self._chunk(choice, {**self._form.delta(choice, piece), **first.choice}, beside=first.response))
+        chunks += [self._chunk(choice, {**self._form.closing(choice), **one.choice}, beside=one.response) for one in placed]
+        if last is not None:
+            closing = {**self._form.closing(choice), **choice.ending(), **last.choice}
+            chunks.append(self._chunk(choice, closing, beside=last.response))
+        return chunks
 
     def _take(self, index: int, news: BatchStrOut) -> Piece:
         choice = self._choices[index]
@@ -150,30 +159,27 @@ class OpenAICall:
             self._service.metrics.ended(ended)
         return piece
 
-    async def _placed(self, choice: Choice, *, beside: bool) -> Placed:
-        """The rows of an ended choice in their places; large ones are encoded off the event loop."""
+    async def _placed(self, choice: Choice, *, beside: bool) -> list[Placed]:
+        """The rows that a choice has to tell, in their places: one piece, or several where streamed rows are large. Large ones are
+        encoded off the event loop."""
         wanted, answer = choice.request.routed_experts, self._call.answers[choice.index]
         if not wanted.asked:
-            return Placed({}, {})
+            return [Placed({}, {})]
         record = rows_of(answer, prompt_only=choice.prompt_only)
         if wanted.format == "ref":
             kept = kept_rows(answer, record, owner=self._options.owner)
             self._service.store.put(self._options.request_id, choice.index, kept)
         size = payload_bytes(record, wanted)
         self._service.metrics.sent_rows(wanted.format, size)
-        if size > 4 * INLINE_BYTES:
-            return await asyncio.to_thread(self._place, choice, answer, beside=beside)
-        return self._place(choice, answer, beside=beside)
+        url, version = ref_url(self._options.request_id, choice.index), choice.weight_version
 
-    def _place(self, choice: Choice, answer: Answer, *, beside: bool) -> Placed:
-        return place_rows(
-            rows_of(answer, prompt_only=choice.prompt_only),
-            choice.request.routed_experts,
-            aborted=answer.record is None,
-            url=ref_url(self._options.request_id, choice.index),
-            weight_version=choice.weight_version,
-            beside=beside,
-        )
+        def place() -> list[Placed]:
+            return [
+                place_rows(piece, wanted, aborted=answer.record is None, url=url, weight_version=version, beside=beside)
+                for piece in increments(record, wanted)
+            ]
+
+        return await asyncio.to_thread(place) if size > 4 * INLINE_BYTES else place()
 
     def _head(self, name: str) -> dict[str, object]:
         return {"id": self._options.request_id, "object": name, "created": self._created, "model": self._service.model_name}
