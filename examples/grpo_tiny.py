@@ -45,7 +45,6 @@ class Settings:
     prompts: int
     group: int
     new_tokens: int
-    learning_rate: float
     seed: int
     replay: bool
 
@@ -62,12 +61,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """What the engine gave in one step, and the rows to replay, if they are."""
+    """What the engine gave in one step, and the rows to replay; without replay no row is valid, and all tokens are routed live."""
 
     tokens: Int[np.ndarray, "B S"]
     logprobs: Float[np.ndarray, "B G"]
     rewards: Float[np.ndarray, " B"]
-    routed: RoutedBatch | None
+    routed: RoutedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +98,10 @@ def roll_out(engine: Engine, prompts: Sequence[Sequence[int]], settings: Setting
     answers = np.array([result["output_ids"] for result in results], np.int32)
     tokens = np.concatenate([np.repeat(np.array(prompts, np.int32), settings.group, axis=0), answers], axis=1)
     logprobs = np.array([[value for value, _, _ in result["meta_info"]["output_token_logprobs"]] for result in results])
-    routed = None
-    if settings.replay:
-        spec = ModelFolder.open(demo_model_path()).config.capture_spec
-        samples = [Sample(record_from_meta_info(result), settings.length, PROMPT_LEN) for result in results]
-        routed = align(samples, layout="pad_right", seq_len=settings.length, spec=spec, versions=(version,))
+    spec = ModelFolder.open(demo_model_path()).config.capture_spec
+    records = [record_from_meta_info(result) if settings.replay else None for result in results]
+    samples = [Sample(record, settings.length, PROMPT_LEN) for record in records]
+    routed = align(samples, layout="pad_right", seq_len=settings.length, spec=spec, versions=(version,))
     return Rollouts(tokens=tokens, logprobs=logprobs, rewards=np.array([reward_of(result["text"]) for result in results]), routed=routed)
 
 
@@ -115,18 +113,18 @@ def advantages_of(rewards: Float[np.ndarray, " B"], group: int) -> Float[np.ndar
 
 
 def make_update(graphdef: nnx.GraphDef[Any], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """The jitted training step: ids and flags of a replay are inputs like the tokens, so nothing is compiled twice."""
+    """The jitted training step, for both runs: ids and flags of a replay are inputs like the tokens, so nothing is compiled twice."""
 
     def loss_of(
-        state: Any, tokens: Int[Array, "B S"], rollout: Float[Array, "B G"], advantages: Float[Array, " B"], routed: RoutedBatch | None
+        state: Any, tokens: Int[Array, "B S"], rollout: Float[Array, "B G"], advantages: Float[Array, " B"], routed: RoutedBatch
     ) -> tuple[Float[Array, ""], Any]:
         out = forward(nnx.merge(graphdef, state), tokens, routed=routed)
         logprobs = jax.nn.log_softmax(out.logits[:, PROMPT_LEN - 1 : -1])  # [B, G, V]
         train = jnp.take_along_axis(logprobs, tokens[:, PROMPT_LEN:, None], axis=-1)[..., 0]
         ratio = jnp.exp(train - rollout)
         weighed = jnp.minimum(ratio * advantages[:, None], jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages[:, None])
-        value = None if routed is None or out.slot_miss is None else canary(out.slot_miss, routed)
-        return -jnp.mean(weighed), (train, value)
+        assert out.slot_miss is not None, "a replay tells its misses"
+        return -jnp.mean(weighed), (train, canary(out.slot_miss, routed))
 
     @jax.jit
     def update(state: Any, moments: Any, *batch: Any) -> tuple[Any, Any, Float[Array, ""], Any]:
@@ -151,12 +149,19 @@ def push(engine: Engine, state: Any) -> int:
     return version
 
 
-def train(engine: Engine, settings: Settings, on_step: Callable[[StepLog], None]) -> list[StepLog]:
+class Trainer:
+    """The demo model in float32, its optimiser, and the compiled step."""
+
+    def __init__(self, learning_rate: float) -> None:
+        graphdef, self.state = nnx.split(ModelFolder.open(demo_model_path()).load(jnp.dtype("float32")))
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
+        self.moments, self.update = jax.jit(optimizer.init)(self.state), make_update(graphdef, optimizer)
+
+
+def train(engine: Engine, trainer: Trainer, settings: Settings, on_step: Callable[[StepLog], None]) -> list[StepLog]:
     """One run from the demo model's weights; `on_step` hears of each step."""
     gate, logs = CanaryGate(), list[StepLog]()
-    graphdef, state = nnx.split(ModelFolder.open(demo_model_path()).load(jnp.dtype("float32")))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(settings.learning_rate))
-    moments, update = jax.jit(optimizer.init)(state), make_update(graphdef, optimizer)
+    state, moments, update = trainer.state, trainer.moments, trainer.update
     tokenizer = engine.tokenizer
     assert tokenizer is not None, "the demo model has a tokenizer"
     text, version = tokenizer.encode(TEXT * 8), push(engine, state)
@@ -167,7 +172,7 @@ def train(engine: Engine, settings: Settings, on_step: Callable[[StepLog], None]
         advantages = jnp.asarray(advantages_of(rolled.rewards, settings.group), jnp.float32)
         batch = jnp.asarray(rolled.tokens), jnp.asarray(rolled.logprobs, jnp.float32), advantages, rolled.routed
         state, moments, loss, (told, value) = update(state, moments, *batch)
-        share = None if value is None else gate(value)
+        share = gate(value) if settings.replay else None
         report = mismatch_report(rolled.logprobs, told, np.ones(rolled.logprobs.shape, bool))
         version = push(engine, state)
         logs.append(
@@ -225,9 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     console, runs = Console(), dict[str, list[StepLog]]()
     columns = TextColumn("replay {task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}")
     settings = Settings(
-        steps=said.steps, prompts=said.prompts, group=said.group, new_tokens=said.new_tokens, learning_rate=said.learning_rate,
-        seed=said.seed, replay=False,
+        steps=said.steps, prompts=said.prompts, group=said.group, new_tokens=said.new_tokens, seed=said.seed, replay=False
     )  # fmt: skip
+    trainer = Trainer(said.learning_rate)
     with serve(settings) as engine, Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         for run in ("off", "on") if said.replay == "both" else (said.replay,):
             task = progress.add_task(run, total=said.steps, now="")
@@ -235,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             def tell(log: StepLog, task: Any = task) -> None:
                 progress.update(task, advance=1, now=f"reward {log.reward:.3f}  k3 {log.k3:.1e}  max |d| {log.max_abs:.2f}")
 
-            runs[run] = train(engine, replace(settings, replay=run == "on"), tell)
+            runs[run] = train(engine, trainer, replace(settings, replay=run == "on"), tell)
     said.out.mkdir(parents=True, exist_ok=True)
     (said.out / "grpo.json").write_text(json.dumps({run: [asdict(log) for log in logs] for run, logs in runs.items()}, indent=1) + "\n")
     plot(runs, said.out / "grpo.png")

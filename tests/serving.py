@@ -1,10 +1,13 @@
 """Small engines for tests of what users meet: the tiny MoE, two padded shapes. Knows no test."""
 
+import concurrent.futures
 import contextlib
 import functools
 import tempfile
 
 from routed_experts import Engine
+from routed_experts.engine import pausing
+from routed_experts.engine.core import Hold
 from tiny import write_tiny_checkpoint
 
 SMALL = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (32,)}
@@ -50,6 +53,32 @@ def assert_idle(engine):
 def on_engine_thread(engine, script):
     """Run `script(core)` between two steps; what it sees cannot change under it, and it may step the core itself."""
     return engine._loop.call(lambda: script(engine._assembly.core))
+
+
+class Begun:
+    """Requests in threads of their own, begun and then frozen by a pause "in_place": each has generated `outputs` tokens or a few
+    more, and none can end before the test says so. Resume, or pause otherwise, to go on."""
+
+    def __init__(self, engine, *prompts, outputs=3, **said):
+        engine.pause(mode="in_place")
+        self._pool = concurrent.futures.ThreadPoolExecutor(len(prompts))
+        self._running = [self._pool.submit(engine.generate, input_ids=prompt, **said) for prompt in prompts]
+        while on_engine_thread(engine, lambda core: core.ledger.num_live) < len(prompts):
+            pass
+
+        def begin(core):
+            pausing.resume(core)
+            while min(core.ledger.find(rid).num_output for rid in core.ledger.live()) < outputs:
+                engine._loop._deliver(core.step().outs)
+            pausing.pause(core, Hold.IN_PLACE)
+
+        on_engine_thread(engine, begin)
+
+    def results(self):
+        """The answers, once they have ended."""
+        results = [one.result(timeout=60) for one in self._running]
+        self._pool.shutdown()
+        return results
 
 
 def letters(engine, count=20):

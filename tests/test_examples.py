@@ -1,9 +1,8 @@
-"""The examples run, in a small form, and so does the benchmark of replay."""
+"""The examples run, in a small form."""
 
 import importlib.util
 import json
 import math
-import runpy
 import sys
 from pathlib import Path
 
@@ -47,11 +46,3 @@ def test_the_reward_and_the_advantages_are_what_they_say(grpo):
 def test_a_command_that_says_nothing_is_refused(grpo, said):
     with pytest.raises(SystemExit):
         grpo.main(said)
-
-
-def test_the_benchmark_of_replay_runs(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(EXAMPLES.parent / "benchmarks"))
-    monkeypatch.setattr(sys, "argv", ["replay.py", "--small"])
-    runpy.run_path(str(EXAMPLES.parent / "benchmarks" / "replay.py"), run_name="__main__")
-    said = capsys.readouterr().out
-    assert "training step, 2 x 16 tokens" in said and "record of 64 x 3 x 8" in said

@@ -1,7 +1,6 @@
 """Pauses and new weights by the doors of the engine: what was running ends as it would have, whatever held it in between."""
 
 import concurrent.futures
-import queue
 import threading
 
 import jax
@@ -14,7 +13,7 @@ from oracles.full_sequence import FullSequence
 from oracles.worlds import model_of
 from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequestError, WeightsMismatchError
 from routed_experts.capture.meta_info import record_from_meta_info
-from serving import SMALL, assert_idle, on_engine_thread
+from serving import SMALL, Begun, assert_idle, on_engine_thread
 from tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -37,29 +36,8 @@ def left_whole(engine):
     assert_idle(engine)
 
 
-class Calls:
-    """Requests in threads of their own; each has generated something when the constructor returns."""
-
-    def __init__(self, engine, *prompts, max_tokens=60):
-        self._pool = concurrent.futures.ThreadPoolExecutor(len(prompts))
-        begun = queue.SimpleQueue()
-
-        def ask(prompt):
-            said = dict(sampling_params=GREEDY | {"max_tokens": max_tokens}, return_routed_experts=True, stream=True)
-            events = []
-            for event in engine.generate(input_ids=prompt, **said):
-                events.append(event)
-                begun.put(1)
-            return events[-1]
-
-        self.running = [self._pool.submit(ask, prompt) for prompt in prompts]
-        for _ in prompts:
-            begun.get(timeout=60)
-
-    def results(self):
-        results = [one.result(timeout=60) for one in self.running]
-        self._pool.shutdown()
-        return results
+def begun(engine, *prompts, max_tokens=60):
+    return Begun(engine, *prompts, sampling_params=GREEDY | {"max_tokens": max_tokens}, return_routed_experts=True)
 
 
 def ask(engine, prompt=PROMPT, max_tokens=60):
@@ -75,7 +53,7 @@ def test_a_pause_holds_and_a_resume_goes_on(engine, mode):
     """Tokens and rows are those of a run that nobody paused; a request that comes in meanwhile waits."""
     whole = ask(engine)
     engine.flush_cache()
-    calls = Calls(engine, PROMPT)
+    calls = begun(engine, PROMPT)
     engine.pause(mode=mode)
     assert engine.paused == mode
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -100,14 +78,14 @@ def test_a_pause_holds_and_a_resume_goes_on(engine, mode):
 
 
 def test_a_pause_that_waits_returns_when_what_ran_has_ended(engine):
-    calls = Calls(engine, PROMPT, PROMPT[:20])
+    calls = begun(engine, PROMPT, PROMPT[:20])
     engine.pause(mode="wait")
     assert on_engine_thread(engine, lambda core: (core.ledger.num_live, len(core.scheduler.running))) == (0, 0)
     assert [one["meta_info"]["finish_reason"]["type"] for one in calls.results()] == ["length"] * 2
 
 
 def test_a_pause_may_be_followed_by_another(engine):
-    calls = Calls(engine, PROMPT, max_tokens=300)
+    calls = begun(engine, PROMPT, max_tokens=300)
     for mode in ("in_place", "retract", "in_place", "abort"):
         engine.pause(mode=mode)
         assert engine.paused == mode
@@ -115,7 +93,7 @@ def test_a_pause_may_be_followed_by_another(engine):
 
 
 def test_a_request_can_be_aborted_while_all_is_frozen(engine):
-    calls = Calls(engine, PROMPT, max_tokens=300)
+    calls = begun(engine, PROMPT, max_tokens=300)
     engine.pause(mode="in_place")
     assert engine.abort(abort_all=True) == 1
     (result,) = calls.results()
@@ -134,7 +112,7 @@ def test_a_resume_without_a_pause_is_nothing_and_a_mode_must_be_named(engine):
 
 def test_shutdown_ends_a_pause_and_those_who_wait_for_it(tmp_path):
     engine = Engine(str(write_tiny_checkpoint(tmp_path)), enable_return_routed_experts=True, **SMALL)
-    calls = Calls(engine, PROMPT, max_tokens=400)
+    calls = begun(engine, PROMPT, max_tokens=400)
     engine.pause(mode="in_place")
     engine.shutdown()
     assert calls.results()[0]["meta_info"]["finish_reason"]["message"] == "the engine was shut down"
@@ -144,10 +122,10 @@ def test_shutdown_ends_a_pause_and_those_who_wait_for_it(tmp_path):
 
 
 def test_a_resume_releases_a_pause_that_still_waits(engine):
-    calls, done = Calls(engine, PROMPT, max_tokens=400), threading.Event()
+    calls, done = begun(engine, PROMPT, max_tokens=400), threading.Event()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waits = pool.submit(lambda: (engine.pause(mode="wait"), done.set()))
-        while engine.paused is None and not done.is_set():
+        while engine.paused != "wait" and not done.is_set():
             pass
         engine.resume()
         waits.result(timeout=60)
@@ -197,12 +175,11 @@ def test_weights_in_every_form_serve_the_next_request(engine, form):
     assert record_from_meta_info(result).version_spans == ((0, 27, version),)
 
 
-@pytest.mark.parametrize(("mode", "cache"), [("in_place", "keep"), ("in_place", "flush"), ("retract", "flush"), (None, "keep")])
+@pytest.mark.parametrize(("mode", "cache"), [("in_place", "keep"), ("in_place", "flush"), ("retract", "flush"), ("retract", "keep")])
 def test_a_request_that_lives_through_an_update_says_which_weights_made_its_rows(engine, mode, cache):
     old = next_version(engine) - 1
-    calls = Calls(engine, PROMPT, max_tokens=300)
-    if mode is not None:
-        engine.pause(mode=mode)
+    calls = begun(engine, PROMPT, max_tokens=300)
+    engine.pause(mode=mode)
     engine.update_weights(nnx.split(model_of(tiny_config(), oracle_of(21).tensors))[1], version=old + 1, cache=cache)
     engine.resume()
     (result,) = calls.results()
@@ -278,3 +255,13 @@ def test_a_folder_of_another_model_or_of_none_is_refused(engine, tmp_path):
     with pytest.raises(WeightsMismatchError, match=r"model_path=5 .*folder"):
         engine.update_weights_from_disk(5, version=before)
     assert next_version(engine) == before
+
+
+def test_scores_while_paused_are_those_of_the_weights_that_are_served(engine):
+    tokens, oracle = PROMPT, oracle_of(41)
+    engine.pause(mode="in_place")
+    engine.update_weights(model_of(tiny_config(), oracle.tensors), version=next_version(engine))
+    out = engine.score(tokens)
+    assert out.weight_version == next_version(engine) - 1
+    said = oracle.run(tokens, out.routed_experts.ids).logprobs[np.arange(len(tokens) - 1), tokens[1:]]
+    np.testing.assert_allclose(out.logprobs, said, atol=1e-4)

@@ -17,6 +17,9 @@ from routed_experts.models.interface import TokenRouting, layers_of, remateriali
 from routed_experts.models.sparse_block import ExpertWeights, route, run_experts
 from routed_experts.replay.tape import RoutingTape
 
+QUICK = {"xla_backend_optimization_level": 0}  # gradients are compared with a tolerance: compile them cheaply
+# One of each formula for weights: what only chooses otherwise (groups, another scale) has the same gradient.
+GRADIENTS = ("DeepSeek-V3", "DeepSeek-V2", "Ernie 4.5", "Llama 4", "GPT-OSS, Granite", "PhiMoE", "Qwen3, Mixtral")
 LAYERS, TOKENS, DIM, WIDTH = 3, 20, 8, 6
 ALL_SPECS = SPECS | {
     "Qwen3, Mixtral": RouterSpec(num_experts=16, top_k=4, renormalize=True),
@@ -71,8 +74,8 @@ class World:
     def __init__(self, spec):
         self.spec, self.traces = spec, 0
         self.run = jax.jit(self._run)
-        self.gradient = jax.jit(jax.grad(lambda *args: loss(*args, spec, False)[0]))
-        self.remat_gradient = jax.jit(jax.grad(lambda *args: loss(*args, spec, True)[0]))
+        self.gradient = jax.jit(jax.grad(lambda *args: loss(*args, spec, False)[0]), compiler_options=QUICK)
+        self.remat_gradient = jax.jit(jax.grad(lambda *args: loss(*args, spec, True)[0]), compiler_options=QUICK)
 
     def _run(self, params, x, routed):
         self.traces += 1
@@ -131,7 +134,9 @@ def test_misses_are_what_sets_say(world):
     assert not np.any(np.asarray(missed)[:, ~np.asarray(routed.valid)]) and np.any(missed)
 
 
-def test_remat_changes_no_gradient_and_drifted_ids_give_the_router_one(world):
+@pytest.mark.parametrize("law", GRADIENTS)
+def test_remat_changes_no_gradient_and_drifted_ids_give_the_router_one(law):
+    world = World(ALL_SPECS[law])
     spec = world.spec
     params, x = params_of(spec), inputs(5)
     for routed in (drifted(spec, valid=some()), drifted(spec, 6)):
@@ -152,9 +157,8 @@ def test_new_ids_and_flags_trace_nothing(world):
     assert world.traces == before
 
 
-@pytest.mark.parametrize("law", ["DeepSeek-V3", "PhiMoE"])
-def test_weights_that_are_replayed_replace_the_routers_and_stop_its_gradient(law):
-    world = World(ALL_SPECS[law])
+def test_weights_that_are_replayed_replace_the_routers_and_stop_its_gradient():
+    world = World(ALL_SPECS["DeepSeek-V3"])
     spec, run, gradient = world.spec, world.run, world.gradient
     params, x, routed = params_of(spec), inputs(7), drifted(spec)
     out, *_ = run(params, x, routed)
