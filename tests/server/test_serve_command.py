@@ -45,11 +45,19 @@ def start(*flags, model=None):
 @pytest.fixture(scope="module")
 def process():
     running = start("--enable-return-routed-experts", "--api-key", KEY, "--served-model-name", "demo", "--shutdown-timeout", "0.5")
-    told = []
-    reader = threading.Thread(target=lambda: told.extend(running.stderr), daemon=True)  # a full pipe would stop it
+    told, planned = [], threading.Event()
+
+    def read():  # a full pipe would stop it
+        for line in running.stderr:
+            told.append(line)
+            if line.strip().startswith("limit"):  # the last line of the memory plan
+                planned.set()
+
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
     line = running.stdout.readline()
     assert READY.fullmatch(line), (line, told)
+    assert planned.wait(10)
     yield running, READY.fullmatch(line)[1], told
     if running.poll() is None:
         running.kill()
