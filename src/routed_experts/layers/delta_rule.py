@@ -110,8 +110,8 @@ def delta_ragged(inputs: DeltaInputs, state: DeltaState, query_starts: Int[Array
         first = chunk_ends[row] - (many[row] + chunk - 1) // chunk
         start = starts[row] + (index - first) * chunk
         there = jnp.arange(chunk) < query_starts[row + 1] - start
-        parts = (lax.dynamic_slice_in_dim(part, start, chunk) for part in padded)
-        rows = ChunkInputs(*parts, jnp.zeros(chunk, jnp.int32), there)
+        mixed, decay, beta = (lax.dynamic_slice_in_dim(part, start, chunk) for part in padded)
+        rows = ChunkInputs(mixed, decay, beta, jnp.zeros(chunk, jnp.int32), there)
         read, new = delta_chunk(rows, jax.tree.map(lambda leaf: leaf[row], state), inputs.kernel, shape)
         kept = jnp.where(there[:, None, None], read, lax.dynamic_slice_in_dim(outputs, start, chunk))
         outputs = lax.dynamic_update_slice_in_dim(outputs, kept, start, axis=0)
@@ -135,9 +135,10 @@ def delta_whole(inputs: DeltaInputs, segment_ids: Int[Array, "B S"] | None, num_
         padded = jnp.pad(part, ((0, 0), (0, -length % chunk), *[(0, 0)] * (part.ndim - 2)))
         return jnp.swapaxes(padded.reshape(num_sequences, -1, chunk, *part.shape[2:]), 0, 1)
 
-    numbers = (part.reshape(num_sequences, length, -1) for part in (inputs.mixed, inputs.decay, inputs.beta))
-    there = jnp.ones((num_sequences, length), bool)
-    rows = ChunkInputs(*(by_chunk(part) for part in numbers), jnp.cumsum(by_chunk(starts), axis=2), by_chunk(there))
+    numbers = (inputs.mixed, inputs.decay, inputs.beta)
+    mixed, decay, beta = (by_chunk(part.reshape(num_sequences, length, -1)) for part in numbers)
+    there = by_chunk(jnp.ones((num_sequences, length), bool))
+    rows = ChunkInputs(mixed, decay, beta, jnp.cumsum(by_chunk(starts), axis=2), there)
     batched = jax.vmap(lambda rows, state: delta_chunk(rows, state, inputs.kernel, shape))
 
     def add_chunk(state: DeltaState, rows: ChunkInputs) -> tuple[DeltaState, Float[Array, "B C H V"]]:
@@ -219,7 +220,8 @@ def _convolved(
     shares = shape.value_heads // shape.key_heads
     queries, keys = (jnp.repeat(_unit(part.reshape(chunk, shape.key_heads, -1)), shares, axis=1) for part in split[:2])
     values = split[2].reshape(chunk, shape.value_heads, -1)
-    return window, *(jnp.swapaxes(part, 0, 1) for part in (queries * shape.key_dim**-0.5, keys, values))
+    queries, keys, values = (jnp.swapaxes(part, 0, 1) for part in (queries * shape.key_dim**-0.5, keys, values))
+    return window, queries, keys, values
 
 
 def _dot(law: str, left: Float[Array, "..."], right: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from routed_experts.layers.rotary import RotarySpec
-from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.config_reader import ConfigReader, read_words
 from routed_experts.models.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.grouped_attention import GroupedAttention
 from routed_experts.models.rotary_reader import Rotary
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,3 +105,15 @@ def read_window(reader: ConfigReader, sizes: Sizes) -> int:
     """Tokens that a layer with a sliding window sees; 0, all of them, where the window is as wide as the context."""
     window = reader.int("sliding_window", minimum=1, default=sizes.context_length)
     return window if window < sizes.context_length else 0
+
+
+def read_windows(reader: ConfigReader, sizes: Sizes) -> tuple[int, ...]:
+    """Tokens that each layer sees, 0 for all, as Qwen says it: with `use_sliding_window`, layers from `max_window_layers` on slide, or
+    those that `layer_types` names."""
+    slides, first = reader.bool("use_sliding_window", default=False), reader.int("max_window_layers", minimum=0, default=28)
+    window = read_window(reader, sizes) if slides else 0
+    default = tuple(_LAYER_TYPES[slides and at >= first] for at in range(sizes.num_layers))
+    kinds = read_words(reader, "layer_types", choices=_LAYER_TYPES, default=default)
+    reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
+    reader.require(slides or "sliding_attention" not in kinds, "layer_types", "full_attention alone where use_sliding_window is false")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

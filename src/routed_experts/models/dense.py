@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from routed_experts.models.common_config import read_sizes, read_window, refuse
+from routed_experts.models.common_config import read_sizes, read_window, read_windows, refuse
 from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.feed_forward import Dense
@@ -35,8 +35,10 @@ def read_qwen3(reader: ConfigReader) -> FamilyConfig:
 def _read_qwen(reader: ConfigReader, *, qk_norm: str, bias: bool) -> FamilyConfig:
     sizes = read_sizes(reader)
     rotary = read_rotary(reader, sizes.head_dim)
-    refuse(reader, "use_sliding_window")
+    sizes = sizes.within(rotary)
     refuse(reader, "attention_bias")
     attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm=qk_norm, bias_in=bias)
-    layer = LayerSpec(mixer=attention, feed=Dense(width=reader.int("intermediate_size", minimum=1)))
-    return sizes.within(rotary).decoder([layer] * sizes.num_layers)
+    feed = Dense(width=reader.int("intermediate_size", minimum=1))
+    return sizes.decoder(
+        [LayerSpec(mixer=dataclasses.replace(attention, window=window), feed=feed) for window in read_windows(reader, sizes)]
+    )

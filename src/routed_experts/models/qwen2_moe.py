@@ -4,7 +4,7 @@ renormalised; beside them a shared expert that every token runs, times a sigmoid
 import dataclasses
 
 from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.common_config import read_experts, read_sizes, refuse
+from routed_experts.models.common_config import read_experts, read_sizes, read_windows, refuse
 from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.expert_names import ExpertNames
 from routed_experts.models.family_config import FamilyConfig, LayerSpec
@@ -17,6 +17,7 @@ def read_qwen2_moe(reader: ConfigReader) -> FamilyConfig:
     sizes = read_sizes(reader)
     rotary = read_rotary(reader, sizes.head_dim)
     refuse(reader, "use_sliding_window")
+    read_windows(reader, sizes)  # none, or the config contradicts itself
     experts, top_k = read_experts(reader)
     router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=reader.bool("norm_topk_prob", default=False))
     attention = dataclasses.replace(sizes.attention(rotary.spec), bias_in=reader.bool("qkv_bias", default=True))
