@@ -6,6 +6,7 @@ Qwen3-30B-A3B shapes, random weights, capture on and asked for by all; the floor
 Every point checks that all requests of the batch decoded together: a pool that is too small would time smaller batches."""
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -80,6 +81,7 @@ def main() -> None:
         rows.append(point(core, layers, 1024, args))
         print_table(rows[-1:])
         del core
+        gc.collect()  # the next one needs the memory
     if args.contexts:
         core = core_of(48, args, max(args.contexts) + args.new + 16)
         for context in args.contexts:
