@@ -91,7 +91,7 @@ def make_app(service: Service, *, version: str) -> tuple[ASGIApp, Gate]:
 
     routes = [Route(one.path, _bound(one.handler, service), methods=list(one.methods)) for one in _merged()]
     routes += [Route(path, told, methods=["GET"]) for path, told in (("/", root), ("/openapi.json", openapi), ("/version", told_version))]
-    gate = Gate(Router(routes, redirect_slashes=False), service.settings)
+    gate = Gate(Router(routes, redirect_slashes=False), service.settings, on_idle=service.on_idle)
     origin = service.settings.cors_origin
     if origin is None:
         return gate, gate

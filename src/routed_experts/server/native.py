@@ -94,7 +94,7 @@ class _NativeCall:
     """One call of /generate. Event loop only."""
 
     def __init__(self, service: Service, requests: Sequence[TokenizedGenerateReqInput], options: NativeOptions) -> None:
-        check_list(requests, service.capture)
+        check_list(requests, service.door.capture)
         self._service, self._requests, self._options = service, requests, options
         self._call = service.open_door.open(requests, max_backlog=MAX_BACKLOG)
         self._began, self._expects_rows = time.monotonic(), False

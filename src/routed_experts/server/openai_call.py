@@ -61,7 +61,7 @@ class OpenAICall:
     """Runs on the event loop."""
 
     def __init__(self, service: Service, requests: Sequence[TokenizedGenerateReqInput], form: Form, options: CallOptions) -> None:
-        check_list(requests, service.capture)
+        check_list(requests, service.door.capture)
         self._service, self._form, self._options = service, form, options
         self._call = service.open_door.open(requests, max_backlog=MAX_BACKLOG)
         n = requests[0].sampling.n
