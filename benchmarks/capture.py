@@ -84,7 +84,8 @@ def main() -> None:
                         "whole": sum(base) / sum(mine),
                     }
                 )
-    print_table(rows)
+        print_table(rows[-2 * len(VARIANTS) :])
+        write_result("capture_cpu", rows, rounds=args.rounds, prompt=args.prompt, new=args.new)
     print(write_result("capture_cpu", rows, rounds=args.rounds, prompt=args.prompt, new=args.new))
 
 

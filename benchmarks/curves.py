@@ -3,7 +3,8 @@
     python benchmarks/curves.py [--contexts 1024 4096 16384 32768] [--layers 12 24 36 48] [--batch 16] [--new 32]
 
 Qwen3-30B-A3B shapes, random weights, capture on and asked for by all; the floor is step.py's. Curves against batch are step.py's own.
-Every point checks that all requests of the batch decoded together: a pool that is too small would time smaller batches."""
+A step is timed while all requests of the batch decode: each generates --new tokens more than the batch has prefill steps, so that the
+first is still there when the last prompt has been read. A point whose batch did not run together is an error."""
 
 import argparse
 import gc
@@ -43,17 +44,25 @@ def core_of(layers: int, args: argparse.Namespace, longest: int) -> EngineCore:
         return assemble(server, model=model).core
 
 
+def longest_of(context: int, args: argparse.Namespace) -> int:
+    """Tokens of a request at its end."""
+    return context + args.new + -(-args.batch * context // args.chunk) + 16
+
+
 def point(core: EngineCore, layers: int, context: int, args: argparse.Namespace) -> dict[str, object]:
     """One measured step time."""
-    for turn, new in enumerate((8, args.new)):  # the first warms up
+    prefill_steps = -(-args.batch * context // args.chunk)
+    new = args.new + prefill_steps
+    for turn in range(2):  # the first warms up
         start = time.perf_counter()
         run = drive(core, Prompts(turn + context, VOCABULARY), args.batch, prompt=context, new=new, ask=True)
         seconds = time.perf_counter() - start
     assert len(run.outs) == args.batch and core.scheduler.num_retracted == 0, (len(run.outs), core.scheduler.num_retracted)
-    assert len(run.steps) < args.new, f"{len(run.steps)} steps for {args.new} tokens: the batch did not run together"
+    together = len(run.steps) - prefill_steps  # the first to decode ends so many steps before the last
+    assert together > args.new // 2, f"{len(run.steps)} steps after the last prompt, {prefill_steps} of prefill: too few ran together"
     experts = float(experts_a_step(run, context).mean())
-    floor = floor_bytes(QWEN3_30B_A3B, layers, args.batch, context + args.new / 2, experts) / args.bandwidth
-    step = statistics.median(run.steps)
+    floor = floor_bytes(QWEN3_30B_A3B, layers, args.batch, context + new / 2, experts) / args.bandwidth
+    step = statistics.median(run.steps[:together])
     return {
         "layers": layers,
         "context": context,
@@ -77,16 +86,17 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[dict[str, object]] = []
     for layers in args.layers:
-        core = core_of(layers, args, 1024 + args.new + 16)
+        core = core_of(layers, args, longest_of(1024, args))
         rows.append(point(core, layers, 1024, args))
         print_table(rows[-1:])
         del core
         gc.collect()  # the next one needs the memory
     if args.contexts:
-        core = core_of(48, args, max(args.contexts) + args.new + 16)
+        core = core_of(48, args, longest_of(max(args.contexts), args))
         for context in args.contexts:
             rows.append(point(core, 48, context, args))
             print_table(rows[-1:])
+            write_result("curves_h200", rows, batch=args.batch, new=args.new)  # long ones come last
     print_table(rows)
     print(write_result("curves_h200", rows, batch=args.batch, new=args.new))
 

@@ -1,4 +1,4 @@
-"""Draw docs/performance.png from results/step_h200.json: a decode step against batch, with the floor.
+"""Draw docs/performance.png from results/: a decode step against batch (step_h200.json), layers and context (curves_h200.json).
 
 python benchmarks/plots.py"""
 
@@ -6,26 +6,41 @@ import json
 from pathlib import Path
 
 from common import RESULTS
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.png"
+FLOOR = "floor: bytes that must be read / 4.3 TB/s"
+
+
+def curve(axes: Axes, rows: list[dict], along: str, title: str) -> None:
+    """Step and floor of the rows, against one of their columns."""
+    points = sorted({(row[along], row["step ms"], row["floor ms"]) for row in rows})
+    places, steps, floors = zip(*points, strict=True)
+    axes.plot(places, steps, "o-", label="step, capture on, asked")
+    axes.plot(places, floors, "k:", label=FLOOR)
+    axes.set(xlabel=along, ylabel="ms", title=title, ylim=(0, None))
+    axes.set_xticks(places, [f"{place:,}" for place in places])
+    axes.grid(alpha=0.3)
 
 
 def main() -> None:
     """Read, draw, write."""
-    rows = json.loads((RESULTS / "step_h200.json").read_text())["rows"]
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for name, style in (("on, asked", "o-"), ("off", "s--")):
-        own = sorted((row["batch"], row["step ms"]) for row in rows if row["capture"] == name)
-        axes.plot(*zip(*own, strict=True), style, label=f"step, capture {name}")
-    floor = sorted({(row["batch"], row["floor ms"]) for row in rows if row["capture"] == "off"})
-    axes.plot(*zip(*floor, strict=True), "k:", label="floor: bytes that must be read / 4.3 TB/s")
-    axes.set(xscale="log", xlabel="batch", ylabel="ms", title="Decode step, Qwen3-30B-A3B shapes, one H200", ylim=(0, None))
-    axes.set_xticks([1, 16, 64, 256], ["1", "16", "64", "256"])
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(PAGE, dpi=110)
+    by_batch = [row for row in json.loads((RESULTS / "step_h200.json").read_text())["rows"] if row["capture"] == "on, asked"]
+    measured = json.loads((RESULTS / "curves_h200.json").read_text())["rows"]
+    points = {(row["layers"], row["context"]): row for row in measured}  # of a point that was measured twice, the last
+    deep, short = max(layers for layers, _ in points), min(context for _, context in points)
+    figure = Figure(figsize=(11.5, 3.4), layout="constrained")
+    batch, layers, context = figure.subplots(1, 3)
+    curve(batch, by_batch, "batch", "1,024 tokens in (batch 1: 128)")
+    batch.set_xscale("log")
+    batch.set_xticks([1, 16, 64, 256], ["1", "16", "64", "256"])
+    batch.minorticks_off()
+    curve(layers, [row for row in points.values() if row["context"] == short], "layers", "batch 16")
+    curve(context, [row for row in points.values() if row["layers"] == deep], "context", "batch 16, 48 layers")
+    layers.legend(fontsize="small", loc="lower right")
+    figure.suptitle("Decode step, Qwen3-30B-A3B shapes, one H200")
+    figure.savefig(PAGE, dpi=100)
     print(PAGE)
 
 
