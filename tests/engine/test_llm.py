@@ -98,6 +98,18 @@ def test_more_prompts_than_the_queue_holds_come_in_bunches(llm):
     assert len(outputs) == limit + 3
 
 
+def test_scores_are_the_engines(llm):
+    (output,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, temperature=1.0, logprobs=0, seed=2))
+    (choice,) = output.outputs
+    ids = [*output.prompt_token_ids, *choice.token_ids]
+    (scored,) = llm.score([ids], routed=[choice.record])
+    told = [one[token].logprob for one, token in zip(choice.logprobs, choice.token_ids, strict=True)]
+    assert scored.logprobs[len(output.prompt_token_ids) - 1 :] == pytest.approx(told, abs=1e-4)
+    assert np.array_equal(scored.routed_experts.ids[: choice.record.num_rows], choice.record.ids)
+    with pytest.raises(InvalidRequestError):
+        llm.score(ids)
+
+
 @pytest.mark.parametrize("wrong", [{"trust_remote_code": True}, {"max_num_seqs": 0}, {"max_num_batched_tokens": True}, {"dtype": "int4"}])
 def test_what_cannot_work_is_refused(wrong, tmp_path):
     with pytest.raises(ConfigError):

@@ -136,8 +136,8 @@ def test_a_step_that_is_stuck_shows_in_health_and_recovers(engine):
         blocker.start()
         try:
             assert stuck.wait(10)
-            threading.Event().wait(0.4)
-            answer = server.client.get("/health")
+            while (answer := server.client.get("/health")).status_code == 200:  # until stall_timeout has gone by
+                assert answer.json()["state"] == "serving"
             assert (answer.status_code, answer.json()["state"]) == (503, "stalled")
             assert server.client.get("/health/live").status_code == 200
         finally:
@@ -157,4 +157,22 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(engine):
         response = server.post("/v1/completions", bodies)
         assert error_of(response, 429)["code"] == "queue_full" and response.headers["retry-after"]
         assert error_of(server.post("/v1/completions", {**bodies, "stream": True}), 429), "before the stream begins"
+    assert_idle(engine)
+
+
+def test_a_broken_invariant_turns_the_server_degraded_and_it_goes_on_serving(engine):
+    with running(engine) as server:
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        lost = on_engine_thread(engine, lambda core: core.scheduler.pages.allocator.allocate(1))  # a page that nobody owns
+        try:
+            server.service.integrity._next = 0  # a second has gone by
+            assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+            while (answer := server.client.get("/health")).status_code == 200:  # until it has looked
+                continue
+            assert answer.json()["state"] == "degraded" and answer.json()["broken"]
+            assert server.client.get("/health/live").status_code == 200 and server.client.get("/ready").status_code == 503
+            assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+            assert 'routed_experts_invariant_violations_total{name="' in server.client.get("/metrics").text
+        finally:
+            on_engine_thread(engine, lambda core: core.scheduler.pages.allocator.free(lost))
     assert_idle(engine)

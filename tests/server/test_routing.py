@@ -12,6 +12,7 @@ from http_server import error_of, running, stream
 from routed_experts.capture import record_from_meta_info, record_from_npy, record_from_response
 from routed_experts.capture.meta_info import extract_routed_experts_from_meta_info
 from routed_experts.core.routed_experts import read_record_bytes
+from serving import borrow
 
 PROMPT = "The router scores every expert"
 L, M, K = 4, 3, 4  # layers, MoE layers and experts a token of the tiny MoE
@@ -148,6 +149,52 @@ def test_a_native_ref_and_its_stream(server, records):
     record = record_from_npy(answer.content, json.loads(answer.headers["x-routed-experts-info"]))
     assert np.array_equal(record.ids, records[0][:, 1:])
     server.client.delete("/v1/routing/native-1")
+
+
+def test_a_refused_call_of_the_same_id_leaves_the_rows_of_the_running_one(server):
+    body = {"prompt": [5], "max_tokens": 400, "ignore_eos": True, "request_id": "twice"}
+    body |= {"return_routed_experts": True, "routed_experts_format": "ref"}
+    with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        for streamed in (False, True):
+            assert error_of(server.post("/v1/completions", {**body, "stream": streamed}), 409)["code"] == "duplicate_request_id"
+        assert error_of(server.client.get("/v1/routing/twice"), 409)["code"] == "routing_not_ready"
+        assert server.post("/abort_request", {"rid": "twice"}).json()["aborted"] == 1
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.client.get("/v1/routing/twice").status_code == 200, "what there was when it was aborted"
+    server.client.delete("/v1/routing/twice")
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm021", "vllm"])
+def test_asking_where_nothing_is_recorded_is_a_400_and_the_server_lives(dialect):
+    with borrow() as plain, running(plain, routed_experts_dialect=dialect) as server:
+        for path, body in (
+            ("/v1/completions", {"prompt": "a", "max_tokens": 2}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+            ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}}),
+        ):
+            for streamed in (False, True):
+                response = server.post(path, {**body, "stream": streamed, "return_routed_experts": True})
+                error = error_of(response, 400)
+                assert (error["code"], error["param"]) == ("capture_disabled", "return_routed_experts")
+                assert "--enable-return-routed-experts" in error["message"]
+                assert server.post(path, {**body, "stream": streamed}).status_code == 200, "no dialect asks by itself here"
+        assert server.client.get("/v1/models").json()["data"][0]["moe"] is None
+
+
+def test_a_server_without_a_tokenizer_serves_ids():
+    with borrow(skip_tokenizer_init=True) as plain, running(plain) as server:
+        said = server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 3, "logprobs": 1, "return_token_ids": True}).json()
+        (choice,) = said["choices"]
+        assert choice["text"] == "" and len(choice["token_ids"]) == 3
+        assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+        assert len(server.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}).json()["output_ids"]) == 2
+        for path, body in (
+            ("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("/generate", {"text": "a"}), ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]}),
+        ):  # fmt: skip
+            error_of(server.post(path, body), 400)
 
 
 def test_native_rows_in_every_format(server, records):

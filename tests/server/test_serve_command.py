@@ -45,11 +45,19 @@ def start(*flags, model=None):
 @pytest.fixture(scope="module")
 def process():
     running = start("--enable-return-routed-experts", "--api-key", KEY, "--served-model-name", "demo", "--shutdown-timeout", "0.5")
-    told = []
-    reader = threading.Thread(target=lambda: told.extend(running.stderr), daemon=True)  # a full pipe would stop it
+    told, planned = [], threading.Event()
+
+    def read():  # a full pipe would stop it
+        for line in running.stderr:
+            told.append(line)
+            if line.startswith("compile"):  # the last phase
+                planned.set()
+
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
     line = running.stdout.readline()
     assert READY.fullmatch(line), (line, told)
+    assert planned.wait(10)
     yield running, READY.fullmatch(line)[1], told
     if running.poll() is None:
         running.kill()
@@ -68,7 +76,8 @@ def client(process):
 def test_phases_and_the_memory_plan_are_told_before_the_server_is_ready(process):
     names = [line.split()[0] for line in process[2] if re.match(r"\w+ +[\d.]+ s ", line)]
     assert names == ["import", "config", "kernels", "load", "plan", "allocate", "compile"]
-    assert any(line.strip().startswith("KV pages") for line in process[2])
+    first = [line.split()[0] for line in process[2]]
+    assert first.index("plan") < first.index("weights") < first.index("KV") < first.index("allocate"), "before anything is allocated"
 
 
 def test_openai_lists_and_completes(client):

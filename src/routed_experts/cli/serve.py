@@ -106,12 +106,11 @@ def _load(args: ServerArgs, service: "Service", began: float) -> "EngineDoor":
 
     def on_phase(phase: "Phase") -> None:
         _say_phase(service, phase.name, phase.seconds, phase.detail)
+        for line in phase.lines:
+            print(f"  {line}", file=sys.stderr, flush=True)
 
     bar = load_bar if sys.stderr.isatty() else None
-    engine = Engine(**dataclasses.asdict(args), on_phase=on_phase, on_load=bar)
-    for line in engine.memory_plan:
-        print(f"  {line}", file=sys.stderr)
-    return EngineDoor(engine)
+    return EngineDoor(Engine(**dataclasses.asdict(args), on_phase=on_phase, on_load=bar))
 
 
 def _say_phase(service: "Service", name: str, seconds: float, detail: str) -> None:

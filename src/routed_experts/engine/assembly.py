@@ -5,7 +5,7 @@ Everything that cannot work is refused here, before weights are loaded where tha
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ class Phase:
     name: str
     seconds: float
     detail: str
+    lines: tuple[str, ...] = ()  # more to say, for who wants it: the memory plan
 
 
 class PhaseClock:
@@ -48,10 +49,10 @@ class PhaseClock:
         self.phases: list[Phase] = []
         self._report, self._since = report, time.perf_counter()
 
-    def done(self, name: str, detail: str) -> None:
+    def done(self, name: str, detail: str, *, lines: Sequence[str] = ()) -> None:
         """Close the phase that began when the last one was closed."""
         now = time.perf_counter()
-        phase = Phase(name=name, seconds=now - self._since, detail=detail)
+        phase = Phase(name=name, seconds=now - self._since, detail=detail, lines=tuple(lines))
         self.phases.append(phase)
         self._since = now
         if self._report is not None:
@@ -96,7 +97,7 @@ def assemble(
     capture = config.capture_spec if args.enable_return_routed_experts else None
     shapes = kv_shapes(args, config, state)
     plan = plan_memory(args, buckets, shapes, state, capture, context_length=context_length, vocab_size=config.vocab_size)
-    clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV")
+    clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())
     spec = ProgramSpec(
         graphdef=graphdef,
         capture=capture,

@@ -10,13 +10,16 @@ from typing import Any
 
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams, shown
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.answer import Answer
 from routed_experts.engine.call import Call
+from routed_experts.engine.door import is_nested
 from routed_experts.engine.engine import Engine
 from routed_experts.engine.outputs import RequestOutput, request_output
 from routed_experts.engine.routing_wish import RoutingDefaults
+from routed_experts.engine.score import ScoreOutput
 
 DEFAULT_MAX_TOKENS = 16
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
@@ -94,6 +97,16 @@ class LLM:
         texts = [tokenizer.apply_chat_template(one) for one in (conversations if several else [conversations])]
         prompts = [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts]
         return self.generate(prompts, sampling_params)
+
+    def score(
+        self, token_ids: Sequence[Sequence[int]], *, routed: Sequence[RoutedExperts | None] | None = None
+    ) -> list[ScoreOutput]:  # fmt: skip
+        """Score sequences of token ids, each S - 1 logprobs and, where the engine records, S rows; rows of `routed` are replayed.
+        Raises as `Engine.score` does."""
+        if not is_nested(token_ids):
+            text = f"token_ids={shown(token_ids)} must be a list of lists of token ids, one a sequence"
+            raise InvalidRequestError(text, param="token_ids")
+        return self.engine.score(token_ids, routed=routed)
 
     def shutdown(self) -> None:
         """End the engine. Idempotent."""

@@ -16,6 +16,7 @@ from routed_experts.server.completions import completions
 from routed_experts.server.gate import Gate
 from routed_experts.server.native import generate
 from routed_experts.server.openapi import Operation, openapi_document
+from routed_experts.server.page import make_page
 from routed_experts.server.protocol import (
     AbortRequest,
     ChatRequest,
@@ -83,9 +84,14 @@ def make_app(service: Service, *, version: str) -> tuple[ASGIApp, Gate]:
     async def told_version(request: Request) -> Response:
         return json_reply({"version": version})
 
+    page = make_page()
+
+    async def root(request: Request) -> Response:
+        return page
+
     routes = [Route(one.path, _bound(one.handler, service), methods=list(one.methods)) for one in _merged()]
-    routes += [Route("/openapi.json", openapi, methods=["GET"]), Route("/version", told_version, methods=["GET"])]
-    gate = Gate(Router(routes, redirect_slashes=False), service.settings)
+    routes += [Route(path, told, methods=["GET"]) for path, told in (("/", root), ("/openapi.json", openapi), ("/version", told_version))]
+    gate = Gate(Router(routes, redirect_slashes=False), service.settings, on_idle=service.on_idle)
     origin = service.settings.cors_origin
     if origin is None:
         return gate, gate

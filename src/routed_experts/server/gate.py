@@ -8,7 +8,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -30,8 +30,8 @@ _CLIENT_GONE = 499  # as logs of proxies have it; nobody reads this status
 class Gate:
     """An ASGI app around the routes. `open_requests` counts what is being answered, probes left out."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, settings: ServerSettings, *, on_idle: Callable[[], None]) -> None:
+        self._app, self._on_idle = app, on_idle
         self._key, self._admin_key = _digest(settings.api_key), _digest(settings.admin_api_key)
         self.open_requests = 0
         self.idle = asyncio.Event()
@@ -64,8 +64,9 @@ class Gate:
         self.open_requests += change
         if self.open_requests:
             self.idle.clear()
-        else:
+        elif change < 0:
             self.idle.set()
+            self._on_idle()
 
     def _admit(self, scope: Scope) -> None:
         """Let a request through, or raise 401, 403 or 503."""

@@ -17,7 +17,15 @@ from routed_experts.server.service import Health, Service
 
 # state -> statuses of /ready and /health; /health/live is 200 while anybody answers.
 _STATUSES = MappingProxyType(
-    {"starting": (503, 503), "serving": (200, 200), "paused": (503, 200), "stalled": (503, 503), "draining": (503, 503), "dead": (503, 503)}
+    {
+        "starting": (503, 503),
+        "serving": (200, 200),
+        "paused": (503, 200),
+        "stalled": (503, 503),
+        "degraded": (503, 503),
+        "draining": (503, 503),
+        "dead": (503, 503),
+    }
 )
 _TOLD = (
     "dtype random_seed tp_size ep_size dp_size page_size mem_fraction_static max_total_tokens max_running_requests max_queued_requests "
@@ -121,13 +129,15 @@ async def health_generate(request: Request, service: Service) -> Response:
 
 def _probe(found: Health, status: int) -> Response:
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
-    body = {
+    body: dict[str, object] = {
         "state": found.state,
         "phase": found.phase,
         "last_step_age_s": found.last_step_age_s,
         "running": found.running,
         "waiting": found.waiting,
     }
+    if found.broken:
+        body["broken"] = list(found.broken)
     return json_reply(body, status=status, headers=headers)
 
 

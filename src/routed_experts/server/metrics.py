@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from routed_experts.core.integrity import Violation
 from routed_experts.engine.serving import EngineDoor, EngineSnapshot
 from routed_experts.server.routing_store import RoutingStore
 
@@ -46,6 +47,7 @@ class Metrics:
         self._hits = counter("prefix_cache_hit_tokens", "Prompt tokens that the prefix cache knew")
         self._payload = counter("capture_payload_bytes", "Bytes of routed experts sent or kept for fetching", "format")
         self._ignored = counter("ignored_parameters", "Parameters of requests that had no effect")
+        self._violations = counter("invariant_violations", "Broken invariants, as they were found", "name")
         self._first = seconds("time_to_first_token_seconds", "From a request's arrival to its first token")
         self._whole = seconds("e2e_request_latency_seconds", "From a request's arrival to its end")
         self._between = seconds("inter_token_latency_seconds", "Mean time between the tokens of one request")
@@ -68,6 +70,10 @@ class Metrics:
     def sent_rows(self, payload_format: str, num_bytes: int) -> None:
         """Rows have left in an answer."""
         self._payload.labels(payload_format).inc(num_bytes)
+
+    def violation(self, violation: Violation) -> None:
+        """An invariant is broken."""
+        self._violations.labels(violation.name).inc()
 
     def ignored(self, count: int) -> None:
         """A request named parameters that have no effect."""

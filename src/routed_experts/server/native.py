@@ -94,10 +94,10 @@ class _NativeCall:
     """One call of /generate. Event loop only."""
 
     def __init__(self, service: Service, requests: Sequence[TokenizedGenerateReqInput], options: NativeOptions) -> None:
-        check_list(requests, service.capture)
+        check_list(requests, service.door.capture)
         self._service, self._requests, self._options = service, requests, options
         self._call = service.open_door.open(requests, max_backlog=MAX_BACKLOG)
-        self._began = time.monotonic()
+        self._began, self._expects_rows = time.monotonic(), False
         self._first: dict[int, float] = {}
 
     async def plain(self, request: Request) -> Response:
@@ -118,10 +118,12 @@ class _NativeCall:
         await self._call.accepted()
         if self._requests[0].routed_experts.format == "ref":
             self._service.store.expect(self._options.request_id, owner=self._options.owner, num_choices=len(self._requests))
+            self._expects_rows = True
 
     def _close(self) -> None:
         self._call.close()
-        self._service.store.forget(self._options.request_id)
+        if self._expects_rows:  # a call that was refused may bear the id of one that runs
+            self._service.store.forget(self._options.request_id)
 
     async def _whole(self) -> Response:
         try:

@@ -61,7 +61,7 @@ class OpenAICall:
     """Runs on the event loop."""
 
     def __init__(self, service: Service, requests: Sequence[TokenizedGenerateReqInput], form: Form, options: CallOptions) -> None:
-        check_list(requests, service.capture)
+        check_list(requests, service.door.capture)
         self._service, self._form, self._options = service, form, options
         self._call = service.open_door.open(requests, max_backlog=MAX_BACKLOG)
         n = requests[0].sampling.n
@@ -72,6 +72,7 @@ class OpenAICall:
         ]
         self._began, self._created = time.monotonic(), int(time.time())
         self._first: dict[int, float] = {}
+        self._expects_rows = False
         self._prompt_told = False  # in a stream of lists: the rows that stand beside the choices
 
     async def plain(self, request: Request) -> Response:
@@ -92,10 +93,12 @@ class OpenAICall:
         await self._call.accepted()
         if self._choices[0].request.routed_experts.format == "ref":
             self._service.store.expect(self._options.request_id, owner=self._options.owner, num_choices=len(self._choices))
+            self._expects_rows = True
 
     def _close(self) -> None:
         self._call.close()
-        self._service.store.forget(self._options.request_id)
+        if self._expects_rows:  # a call that was refused may bear the id of one that runs
+            self._service.store.forget(self._options.request_id)
 
     async def _whole(self) -> Response:
         try:

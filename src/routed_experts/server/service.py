@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import shown
@@ -18,6 +17,7 @@ from routed_experts.engine.routing_wish import RoutingDefaults
 from routed_experts.engine.serving import EngineDoor
 from routed_experts.engine.tokenizer import Tokenizer
 from routed_experts.server.errors import ApiError, busy
+from routed_experts.server.integrity import IntegrityWatch
 from routed_experts.server.limits import INLINE_BYTES, ServerSettings
 from routed_experts.server.metrics import Metrics
 from routed_experts.server.routing_store import RoutingStore
@@ -35,6 +35,7 @@ class Health:
     last_step_age_s: float
     running: int
     waiting: int
+    broken: tuple[str, ...] = ()  # names of invariants
 
 
 class Service:
@@ -46,6 +47,7 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(compat=settings.metrics_compat)
         self.store = RoutingStore(max_bytes=settings.routing_store_bytes, ttl_s=settings.routing_store_ttl, clock=clock)
+        self.integrity = IntegrityWatch(clock, self.metrics.violation)
         self._door: EngineDoor | None = None
         self._phase, self._is_draining = "config", False
         self._death: BaseException | None = None
@@ -84,10 +86,10 @@ class Service:
             raise busy("the engine has ended; the server restarts", code="engine_dead")
         return self.door
 
-    @property
-    def capture(self) -> CaptureSpec | None:
-        """The routing that is recorded."""
-        return self.door.capture
+    def on_idle(self) -> None:
+        """Nothing is being answered: a good moment to look at the engine's invariants."""
+        if self._door is not None and self._death is None and not self._is_draining:
+            self.integrity.look(self._door)
 
     def tokenizer(self, param: str) -> Tokenizer:
         """The tokenizer; a request that needs one where there is none names `param`."""
@@ -109,9 +111,11 @@ class Service:
         state = "paused" if self._door.engine.paused else "serving"
         if state == "serving" and seen.last_step_age_s > self.settings.stall_timeout:
             state = "stalled"
+        state = "degraded" if self.integrity.broken else state
         state = "dead" if self._death is not None else "draining" if self._is_draining else state
         return Health(
-            state=state, phase=self._phase, last_step_age_s=seen.last_step_age_s, running=seen.running, waiting=seen.waiting
+            state=state, phase=self._phase, last_step_age_s=seen.last_step_age_s, running=seen.running, waiting=seen.waiting,
+            broken=tuple(sorted(self.integrity.broken)),
         )  # fmt: skip
 
     async def admit(
