@@ -1,13 +1,13 @@
 """What capture costs: off, on and asked by none, on and asked by all; interleaved step by step in one process.
 
-    python benchmarks/capture.py [--rounds 6] [--batches 8 32]
+    python benchmarks/capture.py [--rounds 8] [--batches 8 32] [--new 128]
 
 Engine cores over the same weights take steps in turn, each step from its dispatch to its tokens on the host, so that neighbours in
 time are compared and drift of the machine falls on all alike. Nothing overlaps here: the host work of capture is seen in full, not
 hidden under the next step. Where in memory a pool happens to lie moves a step by a percent or two, so the pools change hands with
 every round, and a second engine without capture shows what is left of such luck. `ratio` is throughput relative to off: the median
-over groups of neighbouring steps; `whole` is that of all steps together, the last one of a request, which gathers its rows, among
-them."""
+over groups of neighbouring steps, `+-` the standard error of that median (1.25 sigma / sqrt(n), sigma from the quartiles); `whole` is
+that of all steps together, the last one of a request, which gathers its rows, among them."""
 
 import argparse
 import statistics
@@ -40,10 +40,10 @@ def pools_change_hands(cores: list[EngineCore]) -> None:
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--new", type=int, default=128)
     args = parser.parse_args()
     model = benchmark_model(jnp.dtype("float32"))
     cores = {name: build(model, capture=name.startswith("on")).core for name in VARIANTS}
@@ -79,6 +79,7 @@ def main() -> None:
                         "steps": len(mine),
                         "median ms": statistics.median(mine) * 1e3,
                         "ratio": statistics.median(ratios),
+                        "+-": 1.25 * (ratios[-1 - quarter] - ratios[quarter]) / 1.35 / len(ratios) ** 0.5,
                         "quartiles": f"{ratios[quarter]:.3f}..{ratios[-1 - quarter]:.3f}",
                         "whole": sum(base) / sum(mine),
                     }

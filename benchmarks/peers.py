@@ -1,32 +1,95 @@
-"""Decode and prefill beside Hugging Face `transformers` generate, on the same weights and prompts, fp32, in one process.
+"""Decode and prefill beside other engines, on the same weights and prompts. Each peer is a process of its own and waits for its turn.
 
-    python benchmarks/peers.py [--rounds 3] [--batches 1 8 32]
+    python benchmarks/peers.py [--rounds 3] [--batches 1 8 32] [--dtype float32] [--peer NAME=PYTHON ...]
 
-Ours runs with capture on and asked for by every request. Rounds alternate; a ratio is that of one round; medians are given."""
+NAME is transformers, vllm or llama_cpp (peer_programs/), PYTHON the interpreter of an environment that has it; without --peer,
+transformers of this environment. Ours runs with capture on and asked for by every request. Rounds alternate; a ratio is that of one
+round; medians are given. `same` is the share of greedy tokens before the first difference that equal ours: a peer that computes
+something else would be no peer."""
 
 import argparse
+import dataclasses
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
-import time
 from pathlib import Path
 
 import jax.numpy as jnp
-import torch
 from common import Prompts, benchmark_model, build, print_table, run, write_checkpoint, write_result
-from transformers import AutoModelForCausalLM
+
+PROGRAMS = Path(__file__).parent / "peer_programs"
 
 
-def hf_timing(model: torch.nn.Module, ids: torch.Tensor, new: int) -> tuple[float, float]:
-    """(prefill, decode) tokens per second of `generate`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One round of one engine, tokens per second, and what it said."""
 
-    def generate(count: int) -> float:
-        start = time.perf_counter()
-        with torch.inference_mode():
-            model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)
-        return time.perf_counter() - start
+    prefill: float
+    decode: float
+    tokens: list[list[int]]
 
-    first, whole = generate(1), generate(new)
-    return ids.numel() / first, ids.shape[0] * (new - 1) / (whole - first)
+
+class Peer:
+    """Another engine's process."""
+
+    def __init__(self, name: str, python: str, folder: Path, dtype: str) -> None:
+        command = [python, str(PROGRAMS / f"peer_{name}.py"), str(folder), dtype]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.name, self.version = name, self._answer()["version"]
+
+    def _answer(self) -> dict:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a peer ended with {self._process.wait()}; its words are above")
+        return json.loads(line)
+
+    def run(self, prompts: list[list[int]], new: int) -> Timing:
+        """One round."""
+        assert self._process.stdin is not None
+        print(json.dumps({"prompts": prompts, "new": new}), file=self._process.stdin, flush=True)
+        answer = self._answer()
+        fed, said = sum(map(len, prompts)), len(prompts) * (new - 1)
+        return Timing(prefill=fed / answer["prefill_s"], decode=said / answer["decode_s"], tokens=answer["tokens"])
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def same(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """Share of tokens up to the first difference of each sequence."""
+
+    def agreed(mine: list[int], other: list[int]) -> int:
+        return next((i for i, pair in enumerate(zip(mine, other, strict=True)) if pair[0] != pair[1]), len(mine))
+
+    return sum(map(agreed, ours, theirs)) / sum(map(len, ours))
+
+
+def table(batch: int, ours: list[Timing], theirs: dict[str, list[Timing]]) -> list[dict[str, object]]:
+    """A row for each phase and peer."""
+    rows: list[dict[str, object]] = []
+    for phase in ("prefill", "decode"):
+        mine = [getattr(timing, phase) for timing in ours]
+        for name, timings in theirs.items():
+            other = [getattr(timing, phase) for timing in timings]
+            ratios = [a / b for a, b in zip(mine, other, strict=True)]
+            agreed = statistics.mean(same(a.tokens, b.tokens) for a, b in zip(ours, timings, strict=True))
+            rows.append(
+                {
+                    "batch": batch,
+                    "phase": phase,
+                    "peer": name,
+                    "ours tok/s": statistics.median(mine),
+                    "theirs tok/s": statistics.median(other),
+                    "ratio": statistics.median(ratios),
+                    "ratios": " ".join(f"{ratio:.2f}" for ratio in ratios),
+                    "same": agreed,
+                }
+            )
+    return rows
 
 
 def main() -> None:
@@ -36,36 +99,37 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--peer", action="append", metavar="NAME=PYTHON")
     args = parser.parse_args()
-    model = benchmark_model(jnp.dtype("float32"))
+    model = benchmark_model(jnp.dtype(args.dtype))
     core = build(model, capture=True).core
-    with tempfile.TemporaryDirectory() as folder:
-        peer = AutoModelForCausalLM.from_pretrained(write_checkpoint(model, Path(folder)), dtype=torch.float32).eval()
+    with tempfile.TemporaryDirectory() as place:
+        folder = write_checkpoint(model, Path(place))
+        named = [peer.split("=", 1) for peer in args.peer or [f"transformers={sys.executable}"]]
+        peers = [Peer(name, python, folder, args.dtype) for name, python in named]
     prompts, rows = Prompts(), []
     for batch in args.batches:
-        ours, theirs = [], []
-        for turn in range(-1, args.rounds):
-            reqs = prompts.requests(batch, prompt=args.prompt, new=args.new if turn >= 0 else 8, ask=True)
-            ids = torch.tensor([req.source.input_ids.tolist() for req in reqs])
-            timing, peer_timing = run(core, reqs), hf_timing(peer, ids, args.new if turn >= 0 else 8)
+        ours: list[Timing] = []
+        theirs: dict[str, list[Timing]] = {peer.name: [] for peer in peers}
+        for turn in range(-1, args.rounds):  # the first round warms up
+            new = args.new if turn >= 0 else 8
+            reqs = prompts.requests(batch, prompt=args.prompt, new=new, ask=True)
+            ids = [req.source.input_ids.tolist() for req in reqs]
+            timing = run(core, reqs)
+            said = [req.tokens[req.prompt_len : req.num_known].tolist() for req in reqs]
+            answers = {peer.name: peer.run(ids, new) for peer in peers}
             if turn >= 0:
-                ours.append((timing.prefill, timing.decode))
-                theirs.append(peer_timing)
-        for index, phase in enumerate(("prefill", "decode")):
-            mine, other = [pair[index] for pair in ours], [pair[index] for pair in theirs]
-            ratios = [a / b for a, b in zip(mine, other, strict=True)]
-            rows.append(
-                {
-                    "batch": batch,
-                    "phase": phase,
-                    "ours tok/s": statistics.median(mine),
-                    "transformers tok/s": statistics.median(other),
-                    "ratio": statistics.median(ratios),
-                    "ratios": " ".join(f"{ratio:.2f}" for ratio in ratios),
-                }
-            )
-    print_table(rows)
-    print(write_result("peers_cpu", rows, rounds=args.rounds, prompt=args.prompt, new=args.new))
+                ours.append(Timing(prefill=timing.prefill, decode=timing.decode, tokens=said))
+                for name, answer in answers.items():
+                    theirs[name].append(answer)
+        rows += table(batch, ours, theirs)
+        print_table(rows[-2 * len(peers) :])
+    versions = {peer.name: peer.version for peer in peers}
+    for peer in peers:
+        peer.close()
+    name = "peers_cpu" if args.dtype == "float32" else f"peers_cpu_{args.dtype}"
+    print(write_result(name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new, dtype=args.dtype, peers=versions))
 
 
 if __name__ == "__main__":

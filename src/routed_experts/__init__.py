@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from routed_experts.core.sampling_params import SamplingParams
     from routed_experts.core.server_args import ServerArgs
     from routed_experts.engine.engine import Engine
+    from routed_experts.engine.llm import LLM
+    from routed_experts.engine.outputs import CompletionOutput, RequestOutput
     from routed_experts.engine.score import ScoreOutput
 
 _ERRORS = (
@@ -42,7 +44,10 @@ _ERRORS = (
 )
 _HOMES = MappingProxyType(
     {
+        "CompletionOutput": "engine.outputs",
         "Engine": "engine.engine",
+        "LLM": "engine.llm",
+        "RequestOutput": "engine.outputs",
         "RoutedExperts": "core.routed_experts",
         "RoutedExpertsCapturer": "capture.routed_experts_capturer",
         "ScoreOutput": "engine.score",
@@ -56,15 +61,18 @@ _HOMES = MappingProxyType(
 )
 
 __all__ = [
+    "LLM",
     "CaptureDisabledError",
     "CaptureUnsupportedError",
     "CheckpointError",
+    "CompletionOutput",
     "ConfigError",
     "Engine",
     "EngineDeadError",
     "InvalidRequestError",
     "PromptTooLongError",
     "QueueFullError",
+    "RequestOutput",
     "RoutedExperts",
     "RoutedExpertsCapturer",
     "RoutedExpertsError",

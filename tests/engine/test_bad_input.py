@@ -197,7 +197,7 @@ ROWS = [
     ({"routed_experts_start_len": "1"}, "invalid_start"), ({"routed_experts_start_len": 1.0}, "invalid_start"),
     ({"routed_experts_prompt_start": -1}, "invalid_start"),
     ({"routed_experts_format": "xml"}, "unknown_format"), ({"routed_experts_format": 5}, "unknown_format"),
-    ({"routed_experts_format": "list"}, "unknown_format"), ({"routed_experts_format": ["npy"]}, "unknown_format"),
+    ({"routed_experts_format": "List"}, "unknown_format"), ({"routed_experts_format": ["npy"]}, "unknown_format"),
     ({"routed_experts_format": "ref"}, "ref_unavailable"), ({"routed_experts_layers": "none"}, "unknown_layers"),
     ({"routed_experts_layers": True}, "unknown_layers"),
     ({"routed_experts_start_len": 1, "sampling_params": {"routed_experts_start_len": 2}}, "conflicting_parameters"),

@@ -5,7 +5,7 @@ Reading a record needs NumPy alone, so this door imports the codecs at once, and
 from typing import TYPE_CHECKING
 
 from routed_experts.capture.meta_info import extract_routed_experts_from_meta_info, record_from_meta_info, record_from_response
-from routed_experts.capture.wire import decode_routed_experts, encode_meta_info, encode_routed_experts, record_from_npy
+from routed_experts.capture.wire import decode_routed_experts, encode_listed, encode_meta_info, encode_routed_experts, record_from_npy
 
 if TYPE_CHECKING:
     from routed_experts.capture.routed_experts_capturer import (
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RoutedExpertsCapturer",
     "decode_routed_experts",
+    "encode_listed",
     "encode_meta_info",
     "encode_routed_experts",
     "extract_routed_experts_from_meta_info",

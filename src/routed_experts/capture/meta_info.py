@@ -9,12 +9,19 @@ from typing import cast
 import numpy as np
 from jaxtyping import Int32
 
-from routed_experts.capture.wire import INFO_KEY, PAYLOAD_KEY, WEIGHTS_KEY, decode_base64, decode_routed_experts, spread_columns
+from routed_experts.capture.wire import (
+    INFO_KEY,
+    PAYLOAD_KEY,
+    PROMPT_KEY,
+    REF_KEY,
+    WEIGHTS_KEY,
+    decode_base64,
+    decode_routed_experts,
+    spread_columns,
+)
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
 
-REF_KEY = "routed_experts_ref"
-PROMPT_KEY = "prompt_routed_experts"
 _NPY_MAGIC = b"\x93NUMPY"
 
 
@@ -75,7 +82,8 @@ def _record(holder: Mapping[str, object], data: Mapping[str, object]) -> RoutedE
         return None
     if holder.get(INFO_KEY) is None:
         raise RoutingFormatError(f"{PAYLOAD_KEY} came without {INFO_KEY}; wanted both, for a bare int32 payload does not say its shape")
-    return decode_routed_experts(payload, holder[INFO_KEY], weights=holder.get(WEIGHTS_KEY), prompt_payload=data.get(PROMPT_KEY))
+    prompt_payload = holder.get(PROMPT_KEY, data.get(PROMPT_KEY))
+    return decode_routed_experts(payload, holder[INFO_KEY], weights=holder.get(WEIGHTS_KEY), prompt_payload=prompt_payload)
 
 
 def _bare_int32(payload: object) -> Int32[np.ndarray, " R*L*K"]:

@@ -22,6 +22,8 @@ PAYLOAD_KEY = "routed_experts"
 INFO_KEY = "routed_experts_info"
 WEIGHTS_KEY = "routed_experts_weights"
 START_KEY = "routed_experts_start_len"
+PROMPT_KEY = "prompt_routed_experts"
+REF_KEY = "routed_experts_ref"
 
 
 def encode_routed_experts(
@@ -49,6 +51,34 @@ def encode_meta_info(
 ) -> dict[str, object]:
     """Return the keys of encode_routed_experts plus the echo of `start` that readers of meta_info look for."""
     return {START_KEY: record.start, **encode_routed_experts(record, payload_format=payload_format, layers=layers, aborted=aborted)}
+
+
+def encode_listed(record: RoutedExperts, *, layers: PayloadLayers, aborted: bool = False) -> dict[str, object]:
+    """Return `prompt_routed_experts`, `routed_experts` (the generated rows), the sidecar of both together and the weights, if any, as
+    nested lists: numbers as JSON has them. An aborted request that generated nothing has None for its rows."""
+    nothing = aborted and record.num_tokens == record.num_prompt_tokens
+    if nothing:
+        record = record[record.start : record.start]
+    rows = spread_columns(record, layers=layers, fill=-1, dtype=np.dtype(np.int32))
+    sidecar = sidecar_of(record, payload_format="list", layers=layers)
+    fields: dict[str, object] = {
+        PROMPT_KEY: None if nothing else rows[: sidecar.prompt_rows].tolist(),
+        PAYLOAD_KEY: None if nothing else rows[sidecar.prompt_rows :].tolist(),
+        INFO_KEY: sidecar.to_json(),
+    }
+    if record.weights is not None:
+        fields[WEIGHTS_KEY] = None if nothing else record.weights.tolist()
+    return fields
+
+
+def without_sha256(fields: dict[str, object]) -> dict[str, object]:
+    """The fields of an increment: its sidecar is of a piece, and has no hash of the whole."""
+    return {**fields, INFO_KEY: {**cast("dict[str, object]", fields[INFO_KEY]), "sha256": None}}
+
+
+def encode_ref(record: RoutedExperts, *, url: str) -> dict[str, object]:
+    """Return `routed_experts_ref` and the sidecar of what is kept there: the canonical ids."""
+    return {REF_KEY: url, INFO_KEY: sidecar_of(record, payload_format="ref").to_json()}
 
 
 def decode_routed_experts(payload: object, info: object, *, weights: object = None, prompt_payload: object = None) -> RoutedExperts:

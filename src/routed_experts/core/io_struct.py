@@ -22,6 +22,7 @@ class RoutedExpertsRequest:
     start: int = 0
     format: str = "int32"
     layers: str = "all"
+    stream: bool = False  # rows as they come
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class GenerateReqInput:
     routed_experts_start_len: int | None = None
     routed_experts_format: str | None = None
     routed_experts_layers: str | None = None
+    routed_experts_stream: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,19 +8,42 @@ Dims: R rows, L hidden layers, M MoE layers, K experts per token, E experts, S t
 import base64
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, UInt
 
 from routed_experts.core.capture_spec import expert_id_dtype
 from routed_experts.core.errors import RoutingFormatError
+from routed_experts.core.record_forms import FormShape, read_form, write_form
 from routed_experts.core.routing_rows import check_id_range, check_version_spans, valid_rows_of
 from routed_experts.core.routing_sidecar import PayloadFormat, PayloadLayers, RoutingSidecar, VersionSpans, prompt_rows
 
 INFO_KEY = "routed_experts_info"
+
+
+def _from_form(
+    name: str, payload: Any, *, layer_ids: Sequence[int], num_hidden_layers: int, num_experts: int, num_tokens: int,
+    num_prompt_tokens: int, start: int = 0, top_k: int | None = None, version_spans: VersionSpans | None = None,
+    router: str | None = None,
+) -> "RoutedExperts":  # fmt: skip
+    """Read what `to(name)` writes, or what the framework of that name holds; rows that name no distinct experts are not valid.
+
+    `top_k` is needed for flat arrays; without `version_spans` all rows are of version 0. Raises RoutingFormatError."""
+    shape = FormShape(
+        layer_ids=tuple(layer_ids), num_hidden_layers=num_hidden_layers, num_experts=num_experts, num_tokens=num_tokens,
+        num_prompt_tokens=num_prompt_tokens, start=start, top_k=top_k,
+    )  # fmt: skip
+    ids, valid = read_form(name, payload, shape)
+    spans = version_spans if version_spans is not None else ((start, start + ids.shape[0], 0),) if ids.shape[0] else ()
+    return RoutedExperts(
+        ids=ids, start=start, num_tokens=num_tokens, num_prompt_tokens=num_prompt_tokens, layer_ids=tuple(layer_ids),
+        num_hidden_layers=num_hidden_layers, num_experts=num_experts, version_spans=spans, valid=valid, router=router,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,6 +154,26 @@ class RoutedExperts:
         if self.valid is not None:
             tensors["valid"] = self.valid
         return save(tensors, metadata={INFO_KEY: json.dumps(sidecar_of(self, payload_format="ref").to_json())})
+
+    def to(self, name: str, *, missing: str = "error", dense_fill: int = -1) -> Any:
+        """Convert to the arrays of another framework: sglang int32 [R, L, K] (dense layers `dense_fill`), vllm uint8 or uint16 [R, L, K]
+        (dense 0), vllm021 a pair of int16 [rows, M, K] (prompt, generated), tunix int16 [S, M, K] (unknown -1), maxtext int32 [S, M, K],
+        megatron a list of M int64 [S, K] and a mask bool [S], verl int16 [R, L, K] (dense 0), writable.
+
+        `missing`: rows that are not valid raise RoutingFormatError, or with "gate" get the form's own mark, if it has one."""
+        shape = FormShape(
+            layer_ids=self.layer_ids, num_hidden_layers=self.num_hidden_layers, num_experts=self.num_experts, num_tokens=self.num_tokens,
+            num_prompt_tokens=self.num_prompt_tokens, start=self.start,
+        )  # fmt: skip
+        return write_form(name, self.ids, self.valid, shape, missing=missing, dense_fill=dense_fill)
+
+    from_sglang = staticmethod(partial(_from_form, "sglang"))
+    from_vllm = staticmethod(partial(_from_form, "vllm"))
+    from_vllm021 = staticmethod(partial(_from_form, "vllm021"))
+    from_tunix = staticmethod(partial(_from_form, "tunix"))
+    from_maxtext = staticmethod(partial(_from_form, "maxtext"))
+    from_megatron = staticmethod(partial(_from_form, "megatron"))
+    from_verl = staticmethod(partial(_from_form, "verl"))
 
     @staticmethod
     def from_bytes(encoded: bytes) -> "RoutedExperts":

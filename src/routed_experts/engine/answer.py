@@ -2,11 +2,12 @@
 
 Text and wire payloads are made here, in the caller's thread, never on the step path."""
 
+import dataclasses
 import time
 
 import numpy as np
 
-from routed_experts.capture.wire import encode_meta_info
+from routed_experts.capture.wire import START_KEY, encode_listed, encode_meta_info, without_sha256
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import RoutedExpertsError, RoutingFormatError, RoutingIncompleteError
 from routed_experts.core.io_struct import BatchStrOut, FinishReason, Logprobs, TokenIDOut, TokenizedGenerateReqInput
@@ -64,10 +65,16 @@ class Answer:
         self.record = out.routed_experts
         return BatchStrOut(out=out, text=text)
 
-    def to_dict(self) -> dict[str, object]:
-        """`text`, `output_ids`, `meta_info`, cumulative."""
-        out = self._last
-        assert out is not None, self.request.rid
+    @property
+    def counts(self) -> TokenIDOut:
+        """The last news, whose counts are those of the whole answer."""
+        assert self._last is not None, self.request.rid
+        return self._last
+
+    def to_dict(self, *, prompt_only: bool = False, rows: RoutedExperts | None = None) -> dict[str, object]:
+        """`text`, `output_ids`, `meta_info`, cumulative. `prompt_only` leaves out what was generated: every token left was fed.
+        `rows`: encode these instead of all."""
+        out = self.counts
         meta: dict[str, object] = {
             "id": out.rid,
             "finish_reason": None if out.finish_reason is None else out.finish_reason.to_dict(),
@@ -80,8 +87,14 @@ class Answer:
         }
         if self.request.return_logprob:
             meta |= self._told_logprobs()
-        if out.return_routed_experts and out.finish_reason is not None:
-            meta |= self._rows(self.record)
+        if out.return_routed_experts and (out.finish_reason is not None or self.record is not None):
+            whole = self.rows_of_prompt() if prompt_only else self.rows
+            meta |= self._encoded_rows(whole if rows is None else rows)
+        if prompt_only:
+            left_out: dict[str, object] = {name: [] for name in ("output_token_logprobs", "output_top_logprobs") if name in meta}
+            if out.finish_reason is not None and out.finish_reason.type == "stop":
+                left_out["finish_reason"] = {"type": "length", "length": 0}
+            return {"text": "", "output_ids": [], "meta_info": {**meta, "completion_tokens": 0, **left_out}}
         return {"text": "".join(self._pieces), "output_ids": list(self._ids), "meta_info": meta}
 
     def _shown(self, out: TokenIDOut) -> tuple[int, ...]:
@@ -89,14 +102,33 @@ class Answer:
         at_stop_token = out.finish_reason is not None and isinstance(out.finish_reason.matched, int)
         return out.new_token_ids[:-1] if at_stop_token and not self.request.sampling.include_stop_str_in_output else out.new_token_ids
 
-    def _rows(self, record: RoutedExperts | None) -> dict[str, object]:
-        wanted = self.request.routed_experts
-        return encode_meta_info(
-            self._no_rows() if record is None else record,
-            payload_format="npy" if wanted.format == "npy" else "int32",
-            layers="moe" if wanted.layers == "moe" else "all",
-            aborted=record is None,
-        )
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What has been generated so far."""
+        return tuple(self._ids)
+
+    @property
+    def rows(self) -> RoutedExperts:
+        """The record of a request that asked for one and has ended; of 0 rows if it ended before its first token. Of one that
+        streams its rows: those of its last news."""
+        return self._no_rows() if self.record is None else self.record
+
+    def rows_of_prompt(self) -> RoutedExperts:
+        """The rows without the generated tokens: the last token of the prompt was fed, and has one."""
+        return self.rows if self.record is None else dataclasses.replace(self.rows, num_tokens=self.rows.num_prompt_tokens)
+
+    def _encoded_rows(self, rows: RoutedExperts) -> dict[str, object]:
+        """The wire form of the rows; of a ref, which is for the server that keeps them, only their start."""
+        wanted, aborted = self.request.routed_experts, self.record is None
+        layers = "moe" if wanted.layers == "moe" else "all"
+        if wanted.format == "ref":
+            return {START_KEY: rows.start}
+        if wanted.format == "list":
+            fields: dict[str, object] = {START_KEY: rows.start, **encode_listed(rows, layers=layers, aborted=aborted)}
+        else:
+            payload_format = "npy" if wanted.format == "npy" else "int32"
+            fields = encode_meta_info(rows, payload_format=payload_format, layers=layers, aborted=aborted)
+        return without_sha256(fields) if wanted.stream else fields
 
     def _no_rows(self) -> RoutedExperts:
         """The record of a request that ended before its first token."""

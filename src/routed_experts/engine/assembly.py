@@ -91,11 +91,11 @@ def assemble(
     graphdef, state = nnx.split(model if folder is None else folder.load(folder.dtype(args.dtype), progress=on_load))
     jax.block_until_ready(state)
     clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
-    context_length = _context_length(args, config.context_length)
+    context_length = context_length_of(args, config.context_length)
     buckets = Buckets.of(args, context_length=context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
-    kv_shapes = _kv_shapes(args, config, state)
-    plan = plan_memory(args, buckets, kv_shapes, state, capture, context_length=context_length, vocab_size=config.vocab_size)
+    shapes = kv_shapes(args, config, state)
+    plan = plan_memory(args, buckets, shapes, state, capture, context_length=context_length, vocab_size=config.vocab_size)
     clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV")
     spec = ProgramSpec(
         graphdef=graphdef,
@@ -166,7 +166,7 @@ def _runner_config(args: ServerArgs, buckets: Buckets, plan: MemoryPlan, vocab_s
     return RunnerConfig(pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=vocab_size)
 
 
-def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
+def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
     """The pool's shapes before its size is known. Keys and values have the weights' dtype, but float32 holds those of bfloat16
     on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are the same."""
     dtype = jnp.result_type(jax.tree.leaves(state)[0])
@@ -187,7 +187,7 @@ def _kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, An
     )
 
 
-def _context_length(args: ServerArgs, trained: int) -> int:
+def context_length_of(args: ServerArgs, trained: int) -> int:
     if args.context_length is None:
         return trained
     if args.context_length > trained:

@@ -8,7 +8,7 @@ import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.io_struct import TokenIDOut, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import BatchStrOut, TokenIDOut, TokenizedGenerateReqInput
 from routed_experts.engine.answer import Answer, detokenizer_of
 from routed_experts.engine.ledger import StopCheck
 from routed_experts.engine.loop import EngineLoop, Sink
@@ -47,13 +47,13 @@ class Call:
             inbox.put(out)
             return True
 
-        accepted = self._submit(loop, sink)
+        accepted = self.submit(loop, sink)
         try:
             accepted.result()
             while self._open:
-                yield self._take(inbox.get())
+                yield self._said(*self.take(inbox.get()))
         finally:
-            loop.abort(sorted(self._open), sink)
+            self.abort_open(loop, sink)
 
     async def run_async(self, loop: EngineLoop) -> dict[str, object] | list[dict[str, object]]:
         """Wait for all answers without blocking the event loop."""
@@ -72,20 +72,31 @@ class Call:
                 return False
             return True
 
-        accepted = self._submit(loop, sink)
+        accepted = self.submit(loop, sink)
         try:
             await asyncio.wrap_future(accepted)
             while self._open:
-                yield self._take(await inbox.get())
+                yield self._said(*self.take(await inbox.get()))
         finally:
-            loop.abort(sorted(self._open), sink)
+            self.abort_open(loop, sink)
 
     def result(self) -> dict[str, object] | list[dict[str, object]]:
         """The answers: one dict for one prompt and n = 1, else a list in order."""
         results = [answer.to_dict() for answer in self._answers.values()]
         return results[0] if self._single else results
 
-    def _submit(self, loop: EngineLoop, sink: Sink) -> concurrent.futures.Future[None]:
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """The answers so far, in order."""
+        return tuple(self._answers.values())
+
+    @property
+    def is_open(self) -> bool:
+        """Has one of the requests not ended."""
+        return bool(self._open)
+
+    def submit(self, loop: EngineLoop, sink: Sink) -> concurrent.futures.Future[None]:
+        """Hand the requests over, all or none; the future tells when they are in."""
         reqs = [Req(answer.request) for answer in self._answers.values()]
         return loop.submit(reqs, {req.rid: self._stop_check(req.source) for req in reqs if req.source.sampling.stop}, sink)
 
@@ -100,10 +111,17 @@ class Call:
 
         return check
 
-    def _take(self, out: TokenIDOut) -> dict[str, object]:
-        answer = self._answers[out.rid]
+    def take(self, out: TokenIDOut) -> tuple[int, BatchStrOut]:
+        """Take in news: which request it is of, and its text. Raises the error that ended the request."""
         if out.finish_reason is not None:
             self._open.discard(out.rid)
-        answer.add(out)
+        return self._index[out.rid], self._answers[out.rid].add(out)
+
+    def abort_open(self, loop: EngineLoop, sink: Sink) -> None:
+        """Abort what has not ended; `sink` is the one that was submitted."""
+        loop.abort(sorted(self._open), sink)
+
+    def _said(self, index: int, news: BatchStrOut) -> dict[str, object]:
+        answer = self._answers[news.out.rid]
         said = answer.to_dict() if answer.request.stream else {}
-        return said if self._single else {**said, "index": self._index[out.rid]}
+        return said if self._single else {**said, "index": index}

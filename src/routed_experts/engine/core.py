@@ -4,6 +4,7 @@
 so that all host work of step n happens while the device runs step n+1. Engine thread only."""
 
 import enum
+import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +42,7 @@ class EngineCore:
         self.scheduler, self.runner, self.capturer = scheduler, runner, capturer
         self.ledger = Ledger()
         self.num_steps = 0
+        self.last_progress = time.monotonic()  # when a step ended, or work came to an idle core
         self.hold: Hold | None = None  # set by engine/pausing.py
         self._pending: PendingStep | None = None
         self._ended: list[TokenIDOut] = []  # news of requests that ended between steps
@@ -53,6 +55,8 @@ class EngineCore:
     def add(self, reqs: Sequence[Req], stops: Mapping[str, StopCheck] = NO_STOPS) -> None:
         """Accept the requests of one call, all or none; QueueFullError if they do not fit."""
         self.scheduler.add(reqs)
+        if self.ledger.num_live == 0:
+            self.last_progress = time.monotonic()
         for req in reqs:
             self.ledger.enter(req, stops.get(req.rid))
 
@@ -134,18 +138,22 @@ class EngineCore:
                 if req.state is ReqState.FINISHED or req.source.stream:
                     outs.append(self._news(req))
             self.num_steps += 1
+            self.last_progress = time.monotonic()
         _forget_changed_pages(self.scheduler, self.capturer)
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
 
     def _news(self, req: Req) -> TokenIDOut:
-        """What a request has to tell. An ended one hands over its rows, and only then its pages."""
+        """What a request has to tell. An ended one hands over its rows (one that streams them: those not told yet), and only
+        then its pages."""
         record: RoutedExperts | None = None
         error: Exception | None = None
-        if req.state is ReqState.FINISHED:
+        ended = req.state is ReqState.FINISHED
+        if ended or req.source.routed_experts.stream:
             try:
-                record = _record(self.scheduler, self.capturer, req)
+                record = _record(self.scheduler, self.capturer, req, start=self.ledger.first_untold_row(req))
             except RoutedExpertsError as cause:
                 error = cause
+        if ended:
             self.scheduler.release(req)
         return self.ledger.news(req, record=record, error=error, weight_version=self.runner.weight_version)
 
@@ -157,14 +165,13 @@ def has_work(core: EngineCore) -> bool:
     return core.ledger.num_live > 0 if core.hold is None else core.hold is Hold.WAIT and core.scheduler.has_started
 
 
-def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req) -> RoutedExperts | None:
-    """The rows of an ended request, from the slots of its pages and from those it took along when it was retracted."""
-    wanted = req.source.routed_experts
-    if not wanted.asked or req.num_output == 0:
+def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req, *, start: int) -> RoutedExperts | None:
+    """The rows of a request from token `start` on, from the slots of its pages and from those it took along when it was retracted."""
+    if not req.source.routed_experts.asked or req.num_output == 0:
         return None
     end = min(req.num_read, req.num_known - 1)
-    slots = scheduler.pages.kv_slots(req, wanted.start, end) if end > wanted.start else np.zeros(0, np.int64)
-    return capturer.collect(slots, start=wanted.start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved)
+    slots = scheduler.pages.kv_slots(req, start, end) if end > start else np.zeros(0, np.int64)
+    return capturer.collect(slots, start=start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved)
 
 
 def _forget_changed_pages(scheduler: Scheduler, capturer: RoutedExpertsCapturer) -> None:

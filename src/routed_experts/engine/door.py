@@ -6,23 +6,21 @@ import itertools
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
-from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError, PromptTooLongError, QueueFullError
+from routed_experts.core.errors import InvalidRequestError, PromptTooLongError, QueueFullError
 from routed_experts.core.io_struct import GenerateReqInput, RoutedExpertsRequest, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams, shown
+from routed_experts.engine.routing_wish import NATIVE, RoutingDefaults, routing_wish
 from routed_experts.engine.tokenizer import Tokenizer
 
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 20
 _RID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_FORMATS, _LAYERS = ("int32", "npy"), ("all", "moe")
-_DEFAULTS = MappingProxyType({"start_len": 0, "format": "int32", "layers": "all"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +43,14 @@ class Door:
         self._limits, self._tokenizer = limits, tokenizer
         self._seeds = itertools.count((random_seed << 32) + (1 << 31))  # far from the small seeds that people choose
 
-    def admit(self, said: GenerateReqInput) -> list[TokenizedGenerateReqInput]:
-        """One request a choice of each prompt, in order (prompt x n + choice). Raises InvalidRequestError and its kin."""
+    def admit(
+        self, said: GenerateReqInput, *, default_max_tokens: int | None = None, routing: RoutingDefaults = NATIVE
+    ) -> list[TokenizedGenerateReqInput]:
+        """One request a choice of each prompt, in order (prompt x n + choice). `default_max_tokens` stands for a length that was
+        not named, and is cut to what fits; `routing` for what is not said of routed experts. Raises InvalidRequestError and its kin."""
         _check_flags(said)
         params = _params_of(said)
+        default = self._limits.default_max_tokens if default_max_tokens is None else default_max_tokens
         prompts = list(self._prompts(said))
         samplings = [params.resolve(default_seed=next(self._seeds)) for _ in prompts]  # equal prompts of a call are rollouts of their own
         n = samplings[0].n
@@ -63,10 +65,10 @@ class Door:
         several = len(prompts) * n > 1
         requests: list[TokenizedGenerateReqInput] = []
         for index, (ids, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-            routed = self._routed(said, params, ids.size)
+            routed = routing_wish(said, params, prompt_len=ids.size, capture=self._limits.capture, defaults=routing)
             for choice in range(n):
                 rid = f"{call}-{index * n + choice}" if several else call
-                request = self._request(said, params, sampling, ids, routed)
+                request = self._request(said, params, sampling, ids, routed, default_max_tokens=default)
                 requests.append(dataclasses.replace(request, rid=rid, group=f"{call}-{index}", choice=choice))
         return requests
 
@@ -111,6 +113,8 @@ class Door:
         sampling: ResolvedSampling,
         ids: Int32[np.ndarray, " S"],
         routed: RoutedExpertsRequest,
+        *,
+        default_max_tokens: int,
     ) -> TokenizedGenerateReqInput:
         """One choice of one prompt; the caller names it."""
         wants = said.return_logprob or params.logprobs is not None or params.prompt_logprobs is not None
@@ -121,7 +125,7 @@ class Door:
         self._check_bias(sampling, stops)
         if sampling.stop:
             self._text_tokenizer("stop")
-        new_tokens = self._new_tokens(params, ids.size)
+        new_tokens = self._new_tokens(params, ids.size, default_max_tokens)
         if sampling.min_tokens > new_tokens:
             text = f"min_tokens={sampling.min_tokens} is above the {new_tokens} tokens that may be generated; lower it or raise max_tokens"
             raise InvalidRequestError(text, param="min_tokens")
@@ -140,7 +144,7 @@ class Door:
             routed_experts=routed,
         )
 
-    def _new_tokens(self, params: SamplingParams, prompt_len: int) -> int:
+    def _new_tokens(self, params: SamplingParams, prompt_len: int, default: int) -> int:
         """How many tokens may be generated; what was asked for must fit, a default is cut to what does."""
         limits = self._limits
         room = min(limits.context_length, limits.pool_tokens) - prompt_len
@@ -150,46 +154,13 @@ class Door:
                 "shorten it or raise max_total_tokens", param="prompt"
             )  # fmt: skip
         if params.max_tokens is None:
-            return min(limits.default_max_tokens, room)
+            return min(default, room)
         if params.max_tokens > room:
             raise PromptTooLongError(
                 f"max_new_tokens={params.max_tokens} with a prompt of {prompt_len} tokens is above the limit of {prompt_len + room} tokens "
                 f"(context {limits.context_length}, KV pool {limits.pool_tokens}); ask for at most {room}", param="max_new_tokens"
             )  # fmt: skip
         return params.max_tokens
-
-    def _routed(self, said: GenerateReqInput, params: SamplingParams, prompt_len: int) -> RoutedExpertsRequest:
-        """What the request wants of its routing; the two places where it may say so must agree."""
-        asked = _one_of("return_routed_experts", said.return_routed_experts, params.return_routed_experts)
-        start = _one_of("routed_experts_start_len", said.routed_experts_start_len, params.routed_experts_start_len)
-        form = _one_of("routed_experts_format", said.routed_experts_format, params.routed_experts_format)
-        layers = _one_of("routed_experts_layers", said.routed_experts_layers, params.routed_experts_layers)
-        if asked is not None and not isinstance(asked, bool):
-            raise InvalidRequestError(f"return_routed_experts={shown(asked)} must be true or false", param="return_routed_experts")
-        if not asked:
-            for name, value in (("start_len", start), ("format", form), ("layers", layers)):
-                if value is not None and (isinstance(value, bool) or value != _DEFAULTS[name]):
-                    param = f"routed_experts_{name}"
-                    text = f"{param}={shown(value)} without return_routed_experts=True says nothing; set it or drop {param}"
-                    raise InvalidRequestError(text, param=param, code="routing_not_requested")
-            return RoutedExpertsRequest()
-        if not self._limits.capture:
-            raise CaptureDisabledError(
-                "return_routed_experts=True, but this engine records none; build it with Engine(..., enable_return_routed_experts=True)",
-                param="return_routed_experts",
-            )
-        start = 0 if start is None else start
-        if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= prompt_len:
-            text = f"routed_experts_start_len={shown(start)} must be an integer in 0..{prompt_len}, the prompt's length"
-            raise InvalidRequestError(text, param="routed_experts_start_len", code="invalid_start")
-        form = "int32" if form is None else form
-        layers = ("all" if form == "int32" else "moe") if layers is None else layers
-        if form == "ref":
-            text = "routed_experts_format='ref' is for servers: here the array is already in this process; choose int32 or npy"
-            raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
-        _check_word("routed_experts_format", form, _FORMATS, "unknown_format")
-        _check_word("routed_experts_layers", layers, _LAYERS, "unknown_layers")
-        return RoutedExpertsRequest(asked=True, start=start, format=str(form), layers=str(layers))
 
     def _eos(self) -> frozenset[int]:
         return self._limits.eos_token_ids if self._tokenizer is None else self._limits.eos_token_ids | self._tokenizer.eos_token_ids
@@ -251,19 +222,6 @@ def _as_integers(ids: object) -> np.ndarray:
 
 def _is_id(part: object) -> bool:
     return isinstance(part, int | np.integer) and not isinstance(part, bool) and abs(int(part)) < 1 << 62
-
-
-def _one_of(param: str, here: object, there: object) -> object:
-    """A field that may stand beside the sampling parameters or among them."""
-    if here is not None and there is not None and here != there:
-        text = f"{param}={shown(here)}, but sampling_params say {shown(there)}; say it once"
-        raise InvalidRequestError(text, param=param, code="conflicting_parameters")
-    return there if here is None else here
-
-
-def _check_word(param: str, value: object, known: Sequence[str], code: str) -> None:
-    if value not in known:
-        raise InvalidRequestError(f"{param}={shown(value)} is unknown; choose one of {', '.join(known)}", param=param, code=code)
 
 
 def is_nested(input_ids: object) -> bool:

@@ -19,6 +19,7 @@ class _Entry:
     req: Req
     stop: StopCheck | None
     num_told: int = 0  # generated tokens that the caller has been told of
+    rows_told: int | None = None  # token after the last row that the caller has been told; None: none yet
 
 
 class Ledger:
@@ -63,10 +64,17 @@ class Ledger:
         check = self._live[req.rid].stop
         return None if check is None else check(int(req.tokens[req.num_known - 1]))
 
+    def first_untold_row(self, req: Req) -> int:
+        """The token whose row comes next: where the request's rows start, or after those that it has been told."""
+        told = self._live[req.rid].rows_told
+        return req.source.routed_experts.start if told is None else told
+
     def news(self, req: Req, *, record: RoutedExperts | None, error: Exception | None, weight_version: int) -> TokenIDOut:
         """What a request has to tell since it was last asked; an ended one leaves the ledger."""
         entry = self._live[req.rid]
         told, entry.num_told = entry.num_told, req.num_output
+        if record is not None:
+            entry.rows_told = record.start + record.num_rows
         ended = req.state is ReqState.FINISHED
         if ended:
             assert req.finish_reason is not None, req.rid

@@ -1,0 +1,21 @@
+"""What a peer's program speaks with benchmarks/peers.py: JSON lines, a request on standard input and its timing on standard output.
+Knows no engine, and runs on any Python: each peer lives in an environment of its own.
+
+A request is {"prompts": [[token, ...], ...], "new": count}; the answer {"prefill_s", "decode_s", "tokens": [[token, ...], ...]}:
+seconds until the first token of all prompts, seconds for the others, and the greedy tokens."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+
+
+def serve(name: str, version: str, run: Callable[[list[list[int]], int], tuple[float, float, list[list[int]]]]) -> None:
+    """Say hello, then answer requests until standard input ends. What a peer prints goes to standard error."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print(json.dumps({"name": name, "version": version}), file=out, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        prefill_s, decode_s, tokens = run(request["prompts"], request["new"])
+        print(json.dumps({"prefill_s": prefill_s, "decode_s": decode_s, "tokens": tokens}), file=out, flush=True)

@@ -1,0 +1,122 @@
+"""What replay costs: a training step with replayed routing over the same step live, and decode + align of a long record.
+
+    python benchmarks/replay.py [--small]
+
+Steps are forward and backward of the benchmark model, interleaved pair by pair in one process, medians and the median ratio
+given. The record is 32,768 tokens of 48 layers and top-8 of 128 experts (12.6 MB): read from the bytes of its .npy, checked, and laid
+out as a batch; `base64_ms` is what the text form would add. Dims: B sequences, S tokens of a sequence."""
+
+import argparse
+import dataclasses
+import io
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pybase64
+from common import benchmark_config, benchmark_model, print_table, write_result
+from flax import nnx
+
+from routed_experts.capture.wire import npy_bytes, record_from_npy
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.routed_experts import RoutedExperts, sidecar_of
+from routed_experts.models.qwen3_moe import Qwen3Moe
+from routed_experts.replay import RoutedBatch, Sample, align, canary, forward
+
+
+def small_model() -> Qwen3Moe:
+    """Two layers of the same form, to see whether this script runs."""
+    sizes = dict(vocab_size=64, hidden_size=32, head_dim=8, dense_width=16, expert_width=16, num_layers=2, moe_layers=(0, 1))
+    return Qwen3Moe(dataclasses.replace(benchmark_config(), **sizes), rngs=nnx.Rngs(0), dtype=jnp.dtype("float32"))
+
+
+def step_times(model: Qwen3Moe, batch: int, length: int, pairs: int) -> dict[str, object]:
+    """Milliseconds of a training step, live and replayed."""
+    spec = model.config.capture_spec
+    graphdef, state = nnx.split(model)
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, model.config.vocab_size, (batch, length)), jnp.int32)
+
+    def loss_of(state, tokens, routed):
+        out = forward(nnx.merge(graphdef, state), tokens, routed=routed)
+        logprobs = jax.nn.log_softmax(out.logits[:, :-1])
+        loss = -jnp.mean(jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1))
+        return loss, None if routed is None else canary(out.slot_miss, routed)
+
+    step = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+    record = jax.jit(lambda state, tokens: forward(nnx.merge(graphdef, state), tokens, return_routed=True).ids)
+    ids = record(state, tokens)
+    assert ids.shape == (batch, length, spec.num_moe_layers, spec.top_k)
+    kinds = {"live": None, "replayed": RoutedBatch(ids, jnp.ones((batch, length), bool), jnp.zeros((batch, length), bool))}
+    for routed in kinds.values():
+        jax.block_until_ready(step(state, tokens, routed))
+    taken = {name: [] for name in kinds}
+    for pair in range(pairs):
+        for name in (*kinds,) if pair % 2 else (*reversed(kinds),):
+            start = time.perf_counter()
+            jax.block_until_ready(step(state, tokens, kinds[name]))
+            taken[name].append(time.perf_counter() - start)
+    ratios = [replayed / live for live, replayed in zip(taken["live"], taken["replayed"], strict=True)]
+    return {
+        "what": f"training step, {batch} x {length} tokens",
+        "live_ms": statistics.median(taken["live"]) * 1e3,
+        "replayed_ms": statistics.median(taken["replayed"]) * 1e3,
+        "ratio": statistics.median(ratios),
+        "pairs": pairs,
+    }
+
+
+def long_record(tokens: int, layers: int, top_k: int, experts: int) -> RoutedExperts:
+    """Random routes of one sequence, distinct in each row."""
+    rng = np.random.default_rng(1)
+    few = rng.permuted(np.tile(np.arange(experts, dtype=np.uint8), (1024, 1)), axis=1)[:, :top_k]
+    ids = few[rng.integers(0, len(few), (tokens - 1, layers))]
+    return RoutedExperts(
+        ids=ids, start=0, num_tokens=tokens, num_prompt_tokens=tokens // 2, layer_ids=tuple(range(layers)), num_hidden_layers=layers,
+        num_experts=experts, version_spans=((0, tokens - 1, 0),),
+    )  # fmt: skip
+
+
+def align_times(tokens: int, layers: int, top_k: int, experts: int, repeats: int) -> dict[str, object]:
+    """Milliseconds from bytes to a batch on the host."""
+    record = long_record(tokens, layers, top_k, experts)
+    spec = CaptureSpec(num_hidden_layers=layers, layer_ids=record.layer_ids, num_experts=experts, top_k=top_k)
+    encoded, info = npy_bytes(record.ids), sidecar_of(record, payload_format="npy").to_json() | {"sha256": None}
+    text = pybase64.b64encode(encoded)
+    assert np.array_equal(np.load(io.BytesIO(encoded), allow_pickle=False), record.ids)
+    taken = {"decode_ms": [], "align_ms": [], "base64_ms": []}
+    for _ in range(repeats):
+        start = time.perf_counter()
+        read = record_from_npy(encoded, info)
+        decoded = time.perf_counter()
+        batch = align([Sample(read, tokens)], layout="pad_right", seq_len=tokens, spec=spec)
+        done = time.perf_counter()
+        pybase64.b64decode(text, validate=True)
+        taken["base64_ms"].append((time.perf_counter() - done) * 1e3)
+        taken["decode_ms"].append((decoded - start) * 1e3)
+        taken["align_ms"].append((done - decoded) * 1e3)
+        assert batch.valid.sum() == tokens - 1
+    both = [one + other for one, other in zip(taken["decode_ms"], taken["align_ms"], strict=True)]
+    medians = {name: statistics.median(values) for name, values in taken.items()}
+    total = {"decode_and_align_ms": statistics.median(both), "best_ms": min(both)}
+    return {"what": f"record of {tokens} x {layers} x {top_k}", **medians, **total}
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="a few tokens and one pair: does it run; writes nothing")
+    args = parser.parse_args()
+    model = small_model() if args.small else benchmark_model(jnp.dtype("float32"))
+    steps = step_times(model, *((2, 16, 1) if args.small else (4, 256, 15)))
+    record = align_times(*((64, 3, 8, 128, 1) if args.small else (32_768, 48, 8, 128, 9)))
+    for row in (steps, record):
+        print_table([row])
+    if not args.small:
+        print(write_result("replay_cpu", [steps, record]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""`routed-experts chat MODEL`: a conversation in the terminal. /new forgets it, /quit or the end of input leaves."""
+
+import argparse
+import dataclasses
+import sys
+from typing import Any, cast
+
+from routed_experts.cli.flags import add_engine_flags, engine_args
+from routed_experts.cli.start import load_bar, start_jax
+from routed_experts.core.errors import ConfigError, InvalidRequestError
+from routed_experts.core.server_args import ServerArgs
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `chat`."""
+    parser.add_argument("model_path", metavar="MODEL", help="checkpoint folder")
+    parser.add_argument("--system", default=None, metavar="TEXT", help="first message")
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer; default: 512")
+    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="default: 0.7; 0 is greedy")
+    add_engine_flags(parser, leave_out=("model_path", "skip_tokenizer_init"))
+
+
+def run(options: argparse.Namespace, began: float) -> int:
+    """Read a line, answer it, and so on."""
+    args = ServerArgs(**engine_args(options))
+    start_jax(default_platform=None)
+    from routed_experts.engine.engine import Engine
+
+    first = [] if options.system is None else [{"role": "system", "content": options.system}]
+    with Engine(**dataclasses.asdict(args), on_load=load_bar if sys.stderr.isatty() else None) as engine:
+        tokenizer = engine.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise ConfigError(f"{args.model_path} has no chat template; use routed-experts generate")
+        messages = list(first)
+        while (line := _ask()) is not None and line.strip() != "/quit":
+            if line.strip() == "/new":
+                messages = list(first)
+                continue
+            if not line.strip():
+                continue
+            messages.append({"role": "user", "content": line})
+            text = tokenizer.apply_chat_template(messages)
+            try:
+                said = _answer(engine, tokenizer.encode(text, add_special_tokens=False), options)
+            except InvalidRequestError as error:  # mostly a conversation that has grown beyond the context
+                print(f"({error}; /new begins afresh)", file=sys.stderr)
+                messages.pop()
+                continue
+            messages.append({"role": "assistant", "content": said})
+    return 0
+
+
+def _ask() -> str | None:
+    """The next line; None at the end of input."""
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)
+    return sys.stdin.readline() or None
+
+
+def _answer(engine: Any, ids: list[int], options: argparse.Namespace) -> str:
+    """Print an answer as it comes, and return it. An interrupt ends it where it is."""
+    shown = ""
+    room = engine.get_server_info()["context_length"] - len(ids)
+    length = max(1, min(options.max_new_tokens, room))
+    stream = engine.generate(input_ids=ids, sampling_params={"temperature": options.temperature}, max_new_tokens=length, stream=True)
+    try:
+        for said in stream:
+            text = cast("str", said["text"])
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    except KeyboardInterrupt:
+        stream.close()
+    print()
+    return shown

@@ -1,0 +1,90 @@
+"""`routed-experts convert A B`: routed experts from one file or wire form into another. Reads no model and starts no device."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from routed_experts.capture.meta_info import record_from_response
+from routed_experts.capture.wire import encode_listed, encode_meta_info
+from routed_experts.core.errors import ConfigError, RoutingFormatError
+from routed_experts.core.record_forms import FORMS
+from routed_experts.core.routed_experts import RoutedExperts
+
+WIRE_FORMATS = ("int32", "npy", "list")
+_PAIRS = ("vllm021", "megatron")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `convert`."""
+    parser.add_argument("source", type=Path, metavar="A", help="an answer (.json), a line of many (.jsonl), or a record (.safetensors)")
+    parser.add_argument("target", type=Path, metavar="B", help=".safetensors (the record), .json (a wire format), .npy or .npz (--to)")
+    parser.add_argument("--choice", type=int, default=0, metavar="I", help="of an answer with several; default: 0")
+    parser.add_argument("--line", type=int, default=1, metavar="N", help="of a .jsonl file; default: 1")
+    parser.add_argument("--format", choices=WIRE_FORMATS, default="int32", help="of a .json target; default: int32")
+    parser.add_argument("--layers", choices=("all", "moe"), default=None, help="of a .json target; default: all for int32, else moe")
+    parser.add_argument("--to", choices=FORMS, default="sglang", help="whose array a .npy target holds; default: sglang")
+    parser.add_argument("--missing", choices=("error", "gate"), default="error", help="rows that are not known; default: error")
+
+
+def run(options: argparse.Namespace, began: float) -> int:
+    """Read one record and write it."""
+    record = _read(options.source, choice=options.choice, line=options.line)
+    target: Path = options.target
+    if target.suffix == ".safetensors":
+        target.write_bytes(record.to_bytes())
+    elif target.suffix == ".json":
+        target.write_text(json.dumps({"meta_info": _wire(record, options)}) + "\n", encoding="utf-8")
+    elif target.suffix in (".npy", ".npz"):
+        _write_arrays(record, target, options)
+    else:
+        raise ConfigError(f"{target} ends in {target.suffix!r}; name a file that ends in .safetensors, .json, .npy or .npz")
+    print(f"wrote {target}: {record.num_rows} rows from token {record.start} on, {record.ids.shape[1]} MoE layers, top-{record.top_k}")
+    return 0
+
+
+def _read(source: Path, *, choice: int, line: int) -> RoutedExperts:
+    if source.suffix == ".safetensors":
+        return RoutedExperts.from_bytes(source.read_bytes())
+    text = source.read_text(encoding="utf-8")
+    if source.suffix == ".jsonl":
+        lines = [one for one in text.splitlines() if one.strip()]
+        if not 1 <= line <= len(lines):
+            raise ConfigError(f"--line {line}, but {source} has {len(lines)}; choose 1 to {len(lines)}")
+        text = lines[line - 1]
+    try:
+        said = json.loads(text)
+    except ValueError as error:
+        raise RoutingFormatError(f"{source} is no JSON ({error}); give an answer of a server") from error
+    if isinstance(said, list):  # several prompts or choices of /generate
+        answers = cast("list[Any]", said)
+        if not 0 <= choice < len(answers):
+            raise ConfigError(f"--choice {choice}, but {source} has {len(answers)} answers")
+        said, choice = answers[choice], 0
+    record = record_from_response(said, choice)
+    if record is None:
+        raise RoutingFormatError(f"{source} holds no routed experts; ask the server with return_routed_experts true")
+    return record
+
+
+def _wire(record: RoutedExperts, options: argparse.Namespace) -> dict[str, object]:
+    layers = options.layers or ("all" if options.format == "int32" else "moe")
+    if options.format == "list":
+        return encode_listed(record, layers=layers)
+    return encode_meta_info(record, payload_format=options.format, layers=layers)
+
+
+def _write_arrays(record: RoutedExperts, target: Path, options: argparse.Namespace) -> None:
+    """One array as .npy; the parts of a form that has several as .npz."""
+    arrays = record.to(options.to, missing=options.missing)
+    if (options.to in _PAIRS) != (target.suffix == ".npz"):
+        wanted = ".npz" if options.to in _PAIRS else ".npy"
+        raise ConfigError(f"--to {options.to} is written as {wanted}; {target} ends in {target.suffix}")
+    if options.to == "vllm021":
+        np.savez(target, prompt=arrays[0], generated=arrays[1])
+    elif options.to == "megatron":
+        np.savez(target, mask=arrays[1], **{f"layer_{index}": layer for index, layer in enumerate(arrays[0])})
+    else:
+        np.save(target, arrays, allow_pickle=False)

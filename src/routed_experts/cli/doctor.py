@@ -1,0 +1,86 @@
+"""`routed-experts doctor`: what is installed, which devices there are, and whether capture equals replay on them."""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import platform
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from routed_experts.cli.start import start_jax, version
+from routed_experts.demo import demo_model_path
+
+LIBRARIES = (
+    "jax jaxlib flax numpy ml_dtypes safetensors pybase64 tokenizers jinja2 starlette uvicorn httptools msgspec prometheus_client "
+    "matplotlib transformers llguidance"
+).split()
+TOLERANCE = 1e-3  # of a logprob: programs of other shapes sum in another order
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `doctor`."""
+    parser.add_argument("--model", type=Path, default=None, metavar="DIR", help="checkpoint to test with (default: the one in the package)")
+
+
+def run(options: argparse.Namespace, began: float) -> int:
+    """Print versions and devices, then test. 0 when every check passed, else 1."""
+    print(f"routed-experts {version()} · Python {platform.python_version()} · {platform.system()} {platform.machine()}")
+    found = {name: _version_of(name) for name in LIBRARIES}
+    print(" · ".join(f"{name} {number}" for name, number in found.items() if number))
+    missing = [name for name, number in found.items() if not number]
+    print(f"not installed (optional): {', '.join(missing) or 'none'}")
+    cache = start_jax(default_platform=None)
+    import jax
+
+    print(f"devices: {', '.join(str(device) for device in jax.devices())} · compiled programs kept in {cache or 'memory alone'}")
+    faults = _self_test(demo_model_path() if options.model is None else options.model)
+    print(f"FAILED: {'; '.join(faults)}" if faults else "all checks passed")
+    return 1 if faults else 0
+
+
+def _self_test(model: Path) -> list[str]:
+    """Generate with capture, score the same tokens with the captured rows, and with rows of other tokens, which must be noticed."""
+    from routed_experts.capture.meta_info import record_from_meta_info
+    from routed_experts.engine.engine import Engine
+
+    faults: list[str] = []
+
+    def check(told: str, *, passed: bool) -> None:
+        print(f"{'ok    ' if passed else 'FAILED'} {told}")
+        if not passed:
+            faults.append(told)
+
+    sizes: dict[str, Any] = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (64,)}
+    with Engine(str(model), dtype="float32", enable_return_routed_experts=True, logprobs_mode="raw", **sizes) as engine:
+        prompt = list(range(5, 25))
+        said = cast("dict[str, Any]", engine.generate(
+            input_ids=prompt, sampling_params={"temperature": 0.8, "seed": 3, "ignore_eos": True}, max_new_tokens=24,
+            return_logprob=True, return_routed_experts=True,
+        ))  # fmt: skip
+        record = record_from_meta_info(said)
+        assert record is not None, "rows were asked for"
+        tokens = [*prompt, *said["output_ids"]]
+        told = np.array([entry[0] for entry in said["meta_info"]["output_token_logprobs"]])
+        scored = engine.score(tokens, routed=record, return_routed_experts=True)
+        executed = scored.routed_experts
+        assert executed is not None, "rows were asked for"
+        same = np.array_equal(executed.ids[: record.num_rows], record.ids)
+        check(f"replayed rows are the captured ones, {record.num_rows} rows", passed=same)
+        gap = float(np.abs(scored.logprobs[len(prompt) - 1 :] - told).max())
+        check(f"replay gives the engine's logprobs, max difference {gap:.1e}", passed=gap <= TOLERANCE)
+        wrong = dataclasses.replace(record, ids=np.roll(record.ids, 1, axis=0))
+        shifted = engine.score(tokens, routed=wrong, return_routed_experts=True)
+        moved = float(np.abs(shifted.logprobs[len(prompt) - 1 :] - told).max())
+        check(f"rows of other tokens are noticed, difference {moved:.1e}", passed=moved > TOLERANCE)
+        violations = engine.check_integrity()
+        check(f"the engine is whole afterwards, {len(violations)} violations", passed=not violations)
+    return faults
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,74 @@
+"""Flags: those of an engine are made from the fields of ServerArgs, so they cannot drift. Knows no command."""
+
+import argparse
+import dataclasses
+import types
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn, cast, get_args, get_origin
+
+from routed_experts.core.server_args import ServerArgs
+
+# Other spellings that users of vLLM and SGLang know.
+_ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "tokenizer_path": ("--tokenizer",),
+        "context_length": ("--max-model-len",),
+        "tp_size": ("--tensor-parallel-size",),
+        "dp_size": ("--data-parallel-size",),
+        "max_running_requests": ("--max-num-seqs",),
+        "max_prefill_tokens": ("--max-num-batched-tokens",),
+        "page_size": ("--block-size",),
+        "mem_fraction_static": ("--gpu-memory-utilization",),
+        "disable_radix_cache": ("--no-enable-prefix-caching",),
+        "random_seed": ("--seed",),
+        "enable_return_routed_experts": ("--return-routed-experts",),
+    }
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in two lines, not in a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
+
+
+class Refused(argparse.Action):
+    """A flag that is known elsewhere and refused here; `const` says why."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None) -> NoReturn:
+        parser.error(str(self.const))
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Sequence[str] = ()) -> None:
+    """Add one flag a field of ServerArgs; those that are not given leave the field to its default."""
+    group = parser.add_argument_group("engine")
+    for field in dataclasses.fields(ServerArgs):
+        if field.name not in leave_out:
+            flags = (f"--{field.name.replace('_', '-')}", *_ALIASES.get(field.name, ()))
+            told = "chosen by the engine" if field.default is None else field.default
+            group.add_argument(*flags, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taking(field.type))
+    why = "code that a checkpoint brings along is never run; use a model of a supported architecture without it"
+    group.add_argument("--trust-remote-code", action=Refused, nargs=0, const=why, help=argparse.SUPPRESS)
+
+
+def engine_args(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ServerArgs that were given on the command line."""
+    given = vars(options)
+    fields = {field.name: given[field.name] for field in dataclasses.fields(ServerArgs) if field.name in given}
+    return {name: tuple(cast("list[int]", value)) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def taking(kind: object) -> dict[str, Any]:
+    """What argparse is told of a field's type."""
+    if isinstance(kind, types.UnionType):
+        (kind,) = (one for one in get_args(kind) if one is not types.NoneType)
+    if kind is bool:
+        return {"action": "store_true"}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if get_origin(kind) is tuple:
+        return {"type": get_args(kind)[0], "nargs": "+", "metavar": "N"}
+    assert isinstance(kind, type), kind
+    return {"type": cast("Callable[[str], object]", kind), "metavar": {int: "N", float: "X"}.get(kind, "NAME")}

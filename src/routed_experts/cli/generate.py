@@ -1,0 +1,96 @@
+"""`routed-experts generate`: prompts in, text or JSON lines out. Knows the engine by its public door."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+from routed_experts.cli.flags import add_engine_flags, engine_args
+from routed_experts.cli.start import load_bar, start_jax
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.server_args import ServerArgs
+
+BATCH = 256  # prompts of one call
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `generate`."""
+    parser.add_argument("model_path", metavar="MODEL", help="checkpoint folder")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
+    prompts.add_argument("--input", type=Path, metavar="FILE", help='JSON lines: {"prompt": TEXT} or {"input_ids": [...]}, - for stdin')
+    parser.add_argument("--max-new-tokens", type=int, default=None, metavar="N", help="default: 128")
+    parser.add_argument("--temperature", type=float, default=None, metavar="T", help="default: 1; 0 is greedy")
+    parser.add_argument("--output", type=Path, default=None, metavar="FILE", help="JSON lines, one an answer, with the rows")
+    add_engine_flags(parser, leave_out=("model_path", "skip_tokenizer_init"))
+
+
+def run(options: argparse.Namespace, began: float) -> int:
+    """Generate for all prompts, in order."""
+    args = ServerArgs(**engine_args(options))
+    prompts = [{"prompt": text} for text in options.prompt] if options.prompt else list(_read(options.input))
+    with ExitStack() as stack:
+        lines = None if options.output is None else stack.enter_context(options.output.open("w", encoding="utf-8"))
+        start_jax(default_platform=None)
+        from routed_experts.engine.engine import Engine
+
+        bar = load_bar if sys.stderr.isatty() else None
+        engine = stack.enter_context(Engine(**dataclasses.asdict(args), on_load=bar))
+        print(f"ready in {time.perf_counter() - began:.1f} s", file=sys.stderr)
+        for prompt, answer in _answers(engine, prompts, options, wants_rows=args.enable_return_routed_experts):
+            if lines is None:
+                print(answer["text"])
+            else:
+                lines.write(json.dumps({**prompt, **answer}, ensure_ascii=False) + "\n")
+            if args.enable_return_routed_experts:
+                info = answer["meta_info"]["routed_experts_info"]
+                print(f"routed_experts {tuple(info['shape'])} {info['dtype']}", file=sys.stderr)
+    return 0
+
+
+def _answers(
+    engine: Any, prompts: list[dict[str, Any]], options: argparse.Namespace, *, wants_rows: bool
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each prompt with its answer. Prompts of one kind that follow each other share a call."""
+    place = 0
+    while place < len(prompts):
+        kind = "prompt" if "prompt" in prompts[place] else "input_ids"
+        some = [prompts[place]]
+        for prompt in prompts[place + 1 : place + BATCH]:
+            if kind not in prompt:
+                break
+            some.append(prompt)
+        answers = engine.generate(
+            **{kind: [prompt[kind] for prompt in some]},
+            sampling_params=None if options.temperature is None else {"temperature": options.temperature},
+            max_new_tokens=options.max_new_tokens,
+            return_routed_experts=wants_rows,
+        )
+        yield from zip(some, cast("list[dict[str, Any]]", answers), strict=True)
+        place += len(some)
+        if len(prompts) > BATCH:
+            print(f"{place} of {len(prompts)} prompts", file=sys.stderr)
+
+
+def _read(file: Path) -> Iterator[dict[str, Any]]:
+    """The prompts of a file, or of standard input."""
+    with ExitStack() as stack:
+        source = sys.stdin if str(file) == "-" else stack.enter_context(file.open(encoding="utf-8"))
+        for number, line in enumerate(source, start=1):
+            if line.strip():
+                yield _prompt(line, f"{file}, line {number}")
+
+
+def _prompt(line: str, where: str) -> dict[str, Any]:
+    try:
+        said = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f'{where} is no JSON ({error}); write one object a line: {{"prompt": "text"}}') from error
+    if not isinstance(said, dict) or ("prompt" in said) == ("input_ids" in said):
+        raise ConfigError(f"{where} must be an object with prompt or input_ids; correct the line")
+    return cast("dict[str, Any]", said)

@@ -1,0 +1,74 @@
+"""The table of commands, and `main`, which runs one. A wrong use, or a model that cannot be served, ends with exit code 2 and at
+most three lines. What a command needs is imported when it runs."""
+
+import argparse
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from routed_experts.cli import chat, convert, doctor, generate, inspect_model, serve, tiny
+from routed_experts.cli.flags import Parser
+from routed_experts.cli.start import PROGRAM, start_jax, version
+from routed_experts.core.errors import RoutedExpertsError
+from routed_experts.demo import demo_model_path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    began = time.perf_counter()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no Δ shows ?, and the command goes on
+    options = make_parser().parse_args(argv)
+    try:
+        return options.run(options, began)
+    except RoutedExpertsError as error:
+        return _complain(options.command, error, code=2)
+    except BrokenPipeError:  # the reader of our output has left; nothing more may be written, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _complain(options.command, error, code=1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All commands with their flags."""
+    parser = Parser(prog=PROGRAM, description="Serve Mixture-of-Experts models and know which experts every token was routed to.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+
+    def add(name: str, told: str, run: Callable[[argparse.Namespace, float], int]) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=told, description=told, allow_abbrev=False)
+        command.set_defaults(run=run)
+        return command
+
+    demo = add("demo", "generate with capture, replay it, draw it; no network, no accelerator", _demo)
+    demo.add_argument("--model", type=Path, default=None, metavar="DIR", help="checkpoint to show (default: the one in the package)")
+    demo.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="default: demo-output")
+    serve.add_flags(add("serve", "answer HTTP in the dialects of OpenAI, SGLang and vLLM", serve.run))
+    generate.add_flags(add("generate", "generate for prompts, with routed experts if asked", generate.run))
+    chat.add_flags(add("chat", "talk to a model in the terminal", chat.run))
+    inspect_model.add_flags(add("inspect", "shapes and memory plan of a checkpoint, without loading it", inspect_model.run))
+    doctor.add_flags(add("doctor", "versions, devices, and capture == replay on this machine", doctor.run))
+    convert.add_flags(add("convert", "turn routed experts from one file or wire form into another", convert.run))
+    tiny.add_flags(add("tiny", "write a small checkpoint with tokenizer and chat template", tiny.run))
+    return parser
+
+
+def _demo(options: argparse.Namespace, began: float) -> int:
+    cache = start_jax(default_platform="cpu")
+    from routed_experts.demo.story import DemoOptions, run_demo
+
+    model = demo_model_path() if options.model is None else options.model
+    told = DemoOptions(model=model, output=options.output, began=began, imported=time.perf_counter(), cache=cache, version=version())
+    return run_demo(told, sys.stdout)
+
+
+def _complain(command: str, error: Exception, *, code: int) -> int:
+    print(f"{PROGRAM} {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return code

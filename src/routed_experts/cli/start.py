@@ -1,0 +1,59 @@
+"""What commands share: starting JAX, the bar of loading, the version. With main, the only files that read the environment.
+
+JAX is imported by the commands that compute, not by --help."""
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+
+from routed_experts.core.errors import ConfigError
+
+PROGRAM = "routed-experts"
+
+
+def load_bar(done: int, total: int) -> None:
+    """Draw on standard error how far the loading of `total` bytes is, over the last drawing; the last one ends the line."""
+    width = 30
+    filled = width * done // max(total, 1)
+    end = "\n" if done >= total else ""
+    drawn = "#" * filled + "." * (width - filled)
+    print(f"\rloading [{drawn}] {done / 1e9:.2f} of {total / 1e9:.2f} GB", end=end, file=sys.stderr, flush=True)
+
+
+def start_jax(*, default_platform: str | None) -> Path | None:
+    """Import JAX, let it keep compiled programs, and find its devices; returns where programs are kept, or None."""
+    cache = _cache_folder()
+    import jax
+
+    if default_platform is not None and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", default_platform)
+    if cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        raise ConfigError(f"JAX finds no device ({error}); set JAX_PLATFORMS to one of those that are there, such as cpu") from error
+    return cache
+
+
+def _cache_folder() -> Path | None:
+    """JAX_COMPILATION_CACHE_DIR, else routed-experts/jax in the user's cache folder (XDG_CACHE_HOME, ~/.cache); made if need be."""
+    said, xdg = os.environ.get("JAX_COMPILATION_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~")) / ".cache"
+    folder = Path(said) if said else base / "routed-experts" / "jax"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"compiled programs are not kept: {error}", file=sys.stderr)
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version(PROGRAM)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

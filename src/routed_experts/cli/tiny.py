@@ -1,0 +1,25 @@
+"""`routed-experts tiny DIR`: a small checkpoint with tokenizer and chat template, for trying clients and servers out."""
+
+import argparse
+import shutil
+from pathlib import Path
+
+from routed_experts.core.errors import ConfigError
+from routed_experts.demo import demo_model_path
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `tiny`."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="must not exist, or be empty")
+
+
+def run(options: argparse.Namespace, began: float) -> int:
+    """Copy the checkpoint that the package brings."""
+    folder: Path = options.folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there and not an empty folder; name another")
+    shutil.copytree(demo_model_path(), folder, dirs_exist_ok=True)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"wrote {folder}: {', '.join(sorted(file.name for file in folder.iterdir()))} ({size / 1e6:.1f} MB)")
+    print(f"try: routed-experts serve {folder} --enable-return-routed-experts")
+    return 0

@@ -1,0 +1,63 @@
+"""What serving a checkpoint would take, said without loading a weight: shapes, experts, memory. Knows no requests."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+
+from routed_experts.core.buckets import Buckets
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.assembly import context_length_of, kv_shapes
+from routed_experts.execution.memory_plan import plan_memory
+from routed_experts.models.interface import DecoderConfig
+from routed_experts.models.registry import ModelFolder
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """A checkpoint as it would be served with some arguments. Bytes; tokens of KV; lines of the memory plan."""
+
+    architecture: str
+    dtype: str
+    num_parameters: int
+    context_length: int
+    vocab_size: int
+    num_layers: int
+    moe_layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    row_bytes: int
+    kv_tokens: int
+    memory_plan: tuple[str, ...]
+
+
+def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
+    """Read config and headers, and plan. Raises CheckpointError and ConfigError as building the engine would."""
+    if args.model_path is None:
+        raise ConfigError("model_path=None; name the folder of a checkpoint")
+    folder = ModelFolder.open(args.model_path, load_format=load_format)
+    config: DecoderConfig = folder.config
+    dtype = folder.dtype(args.dtype)
+    state: nnx.State[Any, Any] = nnx.split(nnx.eval_shape(lambda: folder.family.build(folder.config, rngs=nnx.Rngs(0), dtype=dtype)))[1]
+    context_length = context_length_of(args, config.context_length)
+    buckets, spec = Buckets.of(args, context_length=context_length), config.capture_spec
+    shapes = kv_shapes(args, config, state)
+    capture = spec if args.enable_return_routed_experts else None
+    plan = plan_memory(args, buckets, shapes, state, capture, context_length=context_length, vocab_size=config.vocab_size)
+    return Inspection(
+        architecture=type(folder.config).__name__.removesuffix("Config"),
+        dtype=str(dtype),
+        num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)),
+        context_length=context_length,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_layers,
+        moe_layer_ids=() if spec is None else spec.layer_ids,
+        num_experts=0 if spec is None else spec.num_experts,
+        top_k=0 if spec is None else spec.top_k,
+        row_bytes=0 if spec is None else spec.row_bytes,
+        kv_tokens=(plan.pool.num_pages - 1) * args.page_size,
+        memory_plan=tuple(plan.lines()),
+    )

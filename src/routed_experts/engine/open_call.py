@@ -1,0 +1,51 @@
+"""OpenCall: a call whose news an event loop takes, step by step. Knows nothing of HTTP.
+
+First `accepted`, which raises what a full queue or an id in use raise; then `news`; and `close` at any time, from any task, which
+aborts what is still running. A reader that falls behind is aborted: news never piles up without a bound."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from routed_experts.core.io_struct import BatchStrOut, TokenIDOut
+from routed_experts.engine.answer import Answer
+from routed_experts.engine.call import Call
+from routed_experts.engine.loop import EngineLoop
+
+
+class OpenCall:
+    """One call of one event loop. `max_backlog`: news a request that may wait for the reader."""
+
+    def __init__(self, call: Call, loop: EngineLoop, *, max_backlog: int) -> None:
+        self._call, self._loop = call, loop
+        self._events, self._inbox = asyncio.get_running_loop(), asyncio.Queue[TokenIDOut]()
+        self._max_waiting = max_backlog * len(call.answers)
+        self._is_closed = False
+        self._sink = self._take  # one object: the loop aborts only what was submitted with the very same sink
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """What each sequence has told so far, in order: prompt x n + choice."""
+        return self._call.answers
+
+    async def accepted(self) -> None:
+        """Hand the requests over, all or none. Raises QueueFullError, InvalidRequestError (an id in use) or EngineDeadError."""
+        await asyncio.wrap_future(self._call.submit(self._loop, self._sink))
+
+    async def news(self) -> AsyncIterator[tuple[int, BatchStrOut]]:
+        """Yield (index of the sequence, its news) until all have ended. Raises the error that ended one of them."""
+        while self._call.is_open:
+            out = await self._inbox.get()
+            yield self._call.take(out)
+
+    def close(self) -> None:
+        """Abort what has not ended. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._call.abort_open(self._loop, self._sink)
+
+    def _take(self, out: TokenIDOut) -> bool:
+        try:
+            self._events.call_soon_threadsafe(self._inbox.put_nowait, out)
+        except RuntimeError:  # the event loop has been closed
+            return False
+        return self._inbox.qsize() < self._max_waiting

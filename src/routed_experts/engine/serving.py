@@ -1,0 +1,103 @@
+"""EngineDoor: what a server needs of an engine beside `generate`: calls for its event loop, and how it is, from any thread.
+
+Knows nothing of HTTP. Nothing here enters the engine thread but a call's requests: a probe is answered while a step is stuck."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from routed_experts.engine.call import Call
+from routed_experts.engine.engine import Engine
+from routed_experts.engine.open_call import OpenCall
+from routed_experts.engine.routing_wish import RoutingDefaults
+from routed_experts.engine.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSnapshot:
+    """Counts of one moment. `last_step_age_s`: seconds since a step ended, or since work came to an idle engine; 0 when idle."""
+
+    running: int
+    waiting: int
+    accepted: int
+    finished: Mapping[str, int]
+    num_steps: int
+    last_step_age_s: float
+    free_pages: int
+    cached_pages: int
+    total_pages: int
+    preemptions: int
+    capture_host_bytes: int
+    weight_version: int
+
+
+class EngineDoor:
+    """An engine as a server sees it. Thread-safe."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._assembly = engine._assembly
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None with skip_tokenizer_init."""
+        return self.engine.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that a prompt and what is generated may have together."""
+        return self._assembly.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._assembly.vocab_size
+
+    @property
+    def capture(self) -> CaptureSpec | None:
+        """The routing that is recorded; None when none is."""
+        return self._assembly.capture
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV slots that requests can fill."""
+        return (self._assembly.plan.pool.num_pages - 1) * self.engine.server_args.page_size
+
+    def admit(self, said: GenerateReqInput, *, default_max_tokens: int, routing: RoutingDefaults) -> list[TokenizedGenerateReqInput]:
+        """Check and tokenise a call, from any thread. Raises InvalidRequestError and its kin."""
+        return self.engine._door.admit(said, default_max_tokens=default_max_tokens, routing=routing)
+
+    def open(self, requests: Sequence[TokenizedGenerateReqInput], *, max_backlog: int) -> OpenCall:
+        """Make a call of the running event loop; nothing is handed over yet. `max_backlog`: news a request that may wait."""
+        mode = self.engine.server_args.logprobs_mode
+        call = Call(requests, self.tokenizer, single=False, logprobs_mode=mode, capture=self.capture)
+        return OpenCall(call, self.engine._loop, max_backlog=max_backlog)
+
+    def snapshot(self) -> EngineSnapshot:
+        """How the engine is, without asking its thread: counts may be a step apart from each other."""
+        core = self._assembly.core
+        allocator, running = core.scheduler.pages.allocator, len(core.scheduler.running)
+        idle = core.ledger.num_live == 0
+        return EngineSnapshot(
+            running=running,
+            waiting=len(core.scheduler.waiting),
+            accepted=core.ledger.accepted,
+            finished=MappingProxyType(dict(core.ledger.finished)),
+            num_steps=core.num_steps,
+            last_step_age_s=0.0 if idle else time.monotonic() - core.last_progress,
+            free_pages=allocator.num_free,
+            cached_pages=core.scheduler.pages.cache.num_evictable,
+            total_pages=allocator.num_total,
+            preemptions=core.scheduler.num_retracted,
+            capture_host_bytes=core.capturer.host_bytes(),
+            weight_version=core.runner.weight_version,
+        )
+
+    def wait(self) -> BaseException | None:
+        """Wait until the engine's thread has ended; the exception that ended it, or None after a shutdown."""
+        loop = self.engine._loop
+        loop._thread.join()
+        return loop._cause

@@ -1,0 +1,88 @@
+"""Admin routes: forget prefixes, abort, pause, new weights from disk. A path from a request is resolved under one root, or refused."""
+
+import asyncio
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.sampling_params import shown
+from routed_experts.server.body import read_struct
+from routed_experts.server.errors import ApiError
+from routed_experts.server.protocol import AbortRequest, ContinueRequest, PauseRequest, UpdateWeightsRequest
+from routed_experts.server.reply import json_reply
+from routed_experts.server.service import Service
+
+
+async def flush_cache(request: Request, service: Service) -> Response:
+    """Forget all cached prefixes; refused while requests run, and then nothing is freed."""
+    seen = service.open_door.snapshot()
+    if seen.accepted > sum(seen.finished.values()):
+        text = f"{seen.running} requests run and {seen.waiting} wait; try again when they have ended"
+        raise ApiError(text, status=400, code="requests_running")
+    freed = await asyncio.to_thread(service.door.engine.flush_cache)
+    return json_reply({"success": True, "freed_pages": freed})
+
+
+async def abort_request(request: Request, service: Service) -> Response:
+    """End one call, or all, with what they have."""
+    settings = service.settings
+    body = await read_struct(request, AbortRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields, empty=True)
+    said, everything = body.value, body.value.abort_all is True
+    if (not said.rid) != everything:
+        raise InvalidRequestError("send either rid, or abort_all true", param="rid")
+    count = await asyncio.to_thread(service.open_door.engine.abort, said.rid or None, abort_all=everything)
+    return json_reply({"success": True, "aborted": count})
+
+
+async def pause_generation(request: Request, service: Service) -> Response:
+    """Hold generation; new requests queue until it continues."""
+    settings = service.settings
+    body = await read_struct(request, PauseRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields, empty=True)
+    mode = body.value.mode or "abort"
+    await asyncio.to_thread(service.open_door.engine.pause, mode=mode)
+    return json_reply({"success": True, "mode": mode})
+
+
+async def continue_generation(request: Request, service: Service) -> Response:
+    """End a pause."""
+    settings = service.settings
+    await read_struct(request, ContinueRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields, empty=True)
+    await asyncio.to_thread(service.open_door.engine.resume)
+    return json_reply({"success": True})
+
+
+async def update_weights_from_disk(request: Request, service: Service) -> Response:
+    """Serve the weights of another checkpoint of the same model; a refused one leaves the old ones serving."""
+    settings = service.settings
+    body = await read_struct(request, UpdateWeightsRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
+    said, door = body.value, service.open_door
+    folder = await asyncio.to_thread(_under_root, settings.weights_root, said.model_path)
+    version = _version(said.weight_version, served=door.snapshot().weight_version)
+    cache = "keep" if said.flush_cache is False else "flush"
+    await asyncio.to_thread(door.engine.update_weights_from_disk, folder, version=version, cache=cache)
+    return json_reply({"success": True, "message": "updated", "weight_version": str(version)})
+
+
+def _under_root(root: str | None, said: str) -> Path:
+    """The folder that a request names, which must lie under the root once every link is followed."""
+    if root is None:
+        raise ApiError("this server takes no weights; start it with --weights-root DIR", status=403, code="weights_root_unset")
+    if "\0" in said or len(said) > 1024:
+        raise InvalidRequestError(f"model_path={shown(said)} is no path", param="model_path")
+    base = Path(root).resolve()
+    folder = (base / said).resolve()
+    if not folder.is_relative_to(base) or not folder.is_dir():
+        raise InvalidRequestError(f"model_path={shown(said)} is no folder under --weights-root", param="model_path")
+    return folder
+
+
+def _version(said: int | str | None, *, served: int) -> int:
+    if said is None:
+        return served + 1
+    number = int(said) if isinstance(said, int) or (said.isascii() and said.isdecimal() and len(said) < 10) else None
+    if number is None:
+        text = f"weight_version={shown(said)} must be a number above the served version {served}"
+        raise InvalidRequestError(text, param="weight_version")
+    return number

@@ -1,0 +1,120 @@
+"""The table of routes, and the app around it. Knows what each route is called, not what it does."""
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+
+from msgspec import Struct
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from routed_experts.server import admin_routes, info_routes, routing_routes, text_routes
+from routed_experts.server.chat import chat_completions
+from routed_experts.server.completions import completions
+from routed_experts.server.gate import Gate
+from routed_experts.server.native import generate
+from routed_experts.server.openapi import Operation, openapi_document
+from routed_experts.server.protocol import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    ContinueRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    PauseRequest,
+    TokenizeRequest,
+    UpdateWeightsRequest,
+)
+from routed_experts.server.reply import json_reply
+from routed_experts.server.service import Service
+
+Handler = Callable[[Request, Service], Awaitable[Response]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """One path: its methods, its handler and the struct of its body, if it takes one."""
+
+    path: str
+    methods: tuple[str, ...]
+    handler: Handler
+    body: type[Struct] | None = None
+
+
+TABLE = (
+    Entry("/v1/completions", ("POST",), completions, CompletionRequest),
+    Entry("/v1/chat/completions", ("POST",), chat_completions, ChatRequest),
+    Entry("/generate", ("POST", "PUT"), generate, GenerateRequest),
+    Entry("/tokenize", ("POST",), text_routes.tokenize, TokenizeRequest),
+    Entry("/detokenize", ("POST",), text_routes.detokenize, DetokenizeRequest),
+    Entry("/tokenizer_info", ("GET",), text_routes.tokenizer_info),
+    Entry("/v1/models", ("GET",), info_routes.models),
+    Entry("/v1/models/{name:path}", ("GET",), info_routes.model),
+    Entry("/v1/routing/{name}", ("GET",), routing_routes.fetch),
+    Entry("/v1/routing/{name}", ("DELETE",), routing_routes.delete),
+    Entry("/get_model_info", ("GET",), info_routes.model_info),
+    Entry("/model_info", ("GET",), info_routes.model_info),
+    Entry("/get_server_info", ("GET",), info_routes.server_info),
+    Entry("/server_info", ("GET",), info_routes.server_info),
+    Entry("/get_weight_version", ("GET",), info_routes.weight_version),
+    Entry("/metrics", ("GET",), info_routes.metrics),
+    Entry("/health/live", ("GET",), info_routes.live),
+    Entry("/health", ("GET",), info_routes.health),
+    Entry("/ready", ("GET",), info_routes.ready),
+    Entry("/ping", ("GET", "POST"), info_routes.health),
+    Entry("/health_generate", ("GET",), info_routes.health_generate),
+    Entry("/flush_cache", ("GET", "POST"), admin_routes.flush_cache),
+    Entry("/abort_request", ("POST",), admin_routes.abort_request, AbortRequest),
+    Entry("/pause_generation", ("POST",), admin_routes.pause_generation, PauseRequest),
+    Entry("/continue_generation", ("POST",), admin_routes.continue_generation, ContinueRequest),
+    Entry("/update_weights_from_disk", ("POST",), admin_routes.update_weights_from_disk, UpdateWeightsRequest),
+)
+
+
+def make_app(service: Service, *, version: str) -> tuple[ASGIApp, Gate]:
+    """The whole app, and the gate that counts its open requests."""
+    document = openapi_document([Operation(one.path, one.methods, one.handler.__doc__ or "", one.body) for one in TABLE], version=version)
+
+    async def openapi(request: Request) -> Response:
+        return json_reply(document)
+
+    async def told_version(request: Request) -> Response:
+        return json_reply({"version": version})
+
+    routes = [Route(one.path, _bound(one.handler, service), methods=list(one.methods)) for one in _merged()]
+    routes += [Route("/openapi.json", openapi, methods=["GET"]), Route("/version", told_version, methods=["GET"])]
+    gate = Gate(Router(routes, redirect_slashes=False), service.settings)
+    origin = service.settings.cors_origin
+    if origin is None:
+        return gate, gate
+    exposed = ["X-Request-Id", "X-Ignored-Params", "X-Routed-Experts-Info", "ETag"]
+    methods = ["GET", "POST", "PUT", "DELETE"]
+    headers = ["Authorization", "Content-Type", "X-Request-Id"]
+    app = CORSMiddleware(gate, allow_origins=[origin], allow_methods=methods, allow_headers=headers, expose_headers=exposed)
+    return app, gate
+
+
+def _merged() -> tuple[Entry, ...]:
+    """Entries of one path as one, so that a wrong method is 405 with every right one named."""
+    by_path: dict[str, list[Entry]] = {}
+    for entry in TABLE:
+        by_path.setdefault(entry.path, []).append(entry)
+    return tuple(entries[0] if len(entries) == 1 else _joined(entries) for entries in by_path.values())
+
+
+def _joined(entries: list[Entry]) -> Entry:
+    handlers = {method: entry.handler for entry in entries for method in entry.methods}
+
+    async def dispatch(request: Request, service: Service) -> Response:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request, service)
+
+    return Entry(entries[0].path, tuple(handlers), dispatch)
+
+
+def _bound(handler: Handler, service: Service) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await handler(request, service)
+
+    return endpoint

@@ -1,0 +1,67 @@
+"""What the server takes, and how it is set up. Knows nothing of requests. 0 is never "unlimited"."""
+
+import dataclasses
+import re
+from typing import Literal
+
+from routed_experts.core.errors import ConfigError
+
+MAX_HEADER_BYTES, MAX_HEADERS = 64 * 1024, 128
+MAX_JSON_DEPTH = 64
+MAX_OPENAI_STOPS = 4
+MAX_LISTED_IDS = 16_777_216  # ids of one answer in format "list"
+MAX_EVENT_PAYLOAD = 64 * 1024  # bytes of rows in one event, where rows are streamed
+MAX_OPEN_REQUESTS = 1024  # beyond: 503
+MAX_BACKLOG = 256  # chunks that a slow reader may be behind
+MAX_ERROR_CHARS = 1000
+MAX_NAMED_FIELDS = 20  # of X-Ignored-Params
+HEADER_TIMEOUT_S, BODY_TIMEOUT_S, KEEP_ALIVE_S = 10.0, 30.0, 75
+SSE_COMMENT_S = 15.0
+RETRY_AFTER_S = 1
+INLINE_BYTES = 64 * 1024  # a body up to it is read and tokenised on the event loop, a larger one in a thread
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+RESERVED_IDS = frozenset({"stats", "reset"})  # would hide routes below /v1/routing
+
+Dialect = Literal["sglang", "vllm021", "vllm"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """What `serve` was told beside the engine's arguments. Times are in seconds; raises ConfigError for what cannot work."""
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    served_model_name: str | None = None  # the folder's name
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    admin_api_key: str | None = dataclasses.field(default=None, repr=False)
+    routed_experts_dialect: Dialect = "sglang"
+    routed_experts_format: Literal["int32", "npy", "list", "ref"] | None = None  # the dialect's
+    routing_store_bytes: int = 1 << 30
+    routing_store_ttl: float = 600.0
+    metrics_compat: Literal["vllm", "sglang"] | None = None
+    cors_origin: str | None = None
+    request_timeout: float = 600.0
+    max_body_bytes: int = 16 << 20
+    shutdown_timeout: float = 30.0
+    stall_timeout: float = 30.0
+    strict_fields: bool = False
+    weights_root: str | None = None  # new weights are read from below it alone
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise ConfigError(f"port={self.port} must be in 0..65535; 0 lets the system choose")
+        for name in ("api_key", "admin_api_key"):
+            key = getattr(self, name)
+            if key is not None and not (8 <= len(key) <= 512 and key.isascii() and key.isprintable() and " " not in key):
+                raise ConfigError(f"{name} has {len(key)} characters; wanted 8 to 512 of printable ASCII without spaces")
+        for name in ("request_timeout", "routing_store_ttl", "stall_timeout"):
+            if not 0 < getattr(self, name) <= 86_400:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and at most 86400 seconds")
+        if not 0 <= self.shutdown_timeout <= 86_400:
+            raise ConfigError(f"shutdown_timeout={self.shutdown_timeout} must be in 0..86400 seconds")
+        if not 1024 <= self.max_body_bytes <= 1 << 30:
+            raise ConfigError(f"max_body_bytes={self.max_body_bytes} must be in 1024..{1 << 30}")
+        if self.routing_store_bytes < 0:
+            raise ConfigError(f"routing_store_bytes={self.routing_store_bytes} must be at least 0; 0 refuses format ref")
+        if self.cors_origin is not None and not re.fullmatch(r"https?://[^/\s*]+", self.cors_origin):
+            raise ConfigError(f"cors_origin={self.cors_origin!r} must be one origin such as https://app.example")

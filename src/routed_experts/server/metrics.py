@@ -1,0 +1,132 @@
+"""Metrics: Prometheus text of one server. Counts come from the engine's snapshot and from what the routes report. Knows no route."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from routed_experts.engine.serving import EngineDoor, EngineSnapshot
+from routed_experts.server.routing_store import RoutingStore
+
+_PREFIX = "routed_experts"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_OUTCOMES = ("stop", "length", "abort", "error")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRequest:
+    """What a finished sequence adds. Times are in seconds since the request came."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    first_token_s: float | None
+    whole_s: float
+
+
+class Metrics:
+    """The registry of one server, and the doors through which routes report."""
+
+    def __init__(self, *, compat: Literal["vllm", "sglang"] | None) -> None:
+        self._registry = CollectorRegistry()
+        self._compat: Literal["vllm", "sglang"] | None = compat
+
+        def counter(name: str, told: str, *labels: str) -> Counter:
+            return Counter(f"{_PREFIX}_{name}", told, labels, registry=self._registry)
+
+        def seconds(name: str, told: str) -> Histogram:
+            return Histogram(f"{_PREFIX}_{name}", told, buckets=_SECONDS, registry=self._registry)
+
+        self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests")
+        self._generated = counter("generation_tokens", "Generated tokens of ended requests")
+        self._hits = counter("prefix_cache_hit_tokens", "Prompt tokens that the prefix cache knew")
+        self._payload = counter("capture_payload_bytes", "Bytes of routed experts sent or kept for fetching", "format")
+        self._ignored = counter("ignored_parameters", "Parameters of requests that had no effect")
+        self._first = seconds("time_to_first_token_seconds", "From a request's arrival to its first token")
+        self._whole = seconds("e2e_request_latency_seconds", "From a request's arrival to its end")
+        self._between = seconds("inter_token_latency_seconds", "Mean time between the tokens of one request")
+
+    def watch(self, door: EngineDoor, store: RoutingStore) -> None:
+        """Add the engine's own counts."""
+        self._registry.register(_EngineCollector(door, store, self._compat))
+
+    def ended(self, request: EndedRequest) -> None:
+        """A sequence has ended."""
+        self._prompt.inc(request.prompt_tokens)
+        self._hits.inc(request.cached_tokens)
+        self._generated.inc(request.completion_tokens)
+        self._whole.observe(request.whole_s)
+        if request.first_token_s is not None:
+            self._first.observe(request.first_token_s)
+            if request.completion_tokens > 1:
+                self._between.observe((request.whole_s - request.first_token_s) / (request.completion_tokens - 1))
+
+    def sent_rows(self, payload_format: str, num_bytes: int) -> None:
+        """Rows have left in an answer."""
+        self._payload.labels(payload_format).inc(num_bytes)
+
+    def ignored(self, count: int) -> None:
+        """A request named parameters that have no effect."""
+        self._ignored.inc(count)
+
+    def text(self) -> bytes:
+        """All of it in the text format of Prometheus."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's counts at the moment they are asked for."""
+
+    def __init__(self, door: EngineDoor, store: RoutingStore, compat: Literal["vllm", "sglang"] | None) -> None:
+        self._door, self._store = door, store
+        self._compat: Literal["vllm", "sglang"] | None = compat
+
+    def collect(self) -> Iterator[Metric]:
+        seen = self._door.snapshot()
+        usage = 1.0 - (seen.free_pages + seen.cached_pages) / seen.total_pages
+        for name, told, value in (
+            ("requests_running", "Requests in the batch", seen.running),
+            ("requests_waiting", "Requests in the queue", seen.waiting),
+            ("kv_usage_ratio", "Share of KV pages that running requests hold", usage),
+            ("last_step_age_seconds", "Since a step ended while requests run; 0 when idle", seen.last_step_age_s),
+            ("capture_host_bytes", "Host memory of rows, those kept for fetching included", seen.capture_host_bytes + self._store.nbytes),
+        ):
+            yield GaugeMetricFamily(f"{_PREFIX}_{name}", told, value=float(value))
+        yield _labelled(GaugeMetricFamily(f"{_PREFIX}_kv_pages", "KV pages by state", labels=["state"]), _pages(seen))
+        yield CounterMetricFamily(f"{_PREFIX}_requests_accepted", "Sequences accepted", value=float(seen.accepted))
+        finished = {outcome: seen.finished.get(outcome, 0) for outcome in _OUTCOMES}
+        yield _labelled(CounterMetricFamily(f"{_PREFIX}_requests_finished", "Sequences ended", labels=["outcome"]), finished)
+        yield CounterMetricFamily(f"{_PREFIX}_preemptions", "Requests sent back to the queue", value=float(seen.preemptions))
+        phases = {phase.name: phase.seconds for phase in self._door.engine.phases}
+        yield _labelled(GaugeMetricFamily(f"{_PREFIX}_startup_seconds", "Start-up by phase", labels=["phase"]), phases)
+        version = {str(seen.weight_version): 1}
+        yield _labelled(GaugeMetricFamily(f"{_PREFIX}_weight_version_info", "Weights served", labels=["weight_version"]), version)
+        for name, value in _renamed(self._compat, seen, usage).items():
+            yield GaugeMetricFamily(name, "As the other server names it", value=float(value))
+
+
+def _pages(seen: EngineSnapshot) -> dict[str, int]:
+    active = seen.total_pages - seen.free_pages - seen.cached_pages
+    return {"free": seen.free_pages, "cached": seen.cached_pages, "active": active}
+
+
+def _renamed(compat: str | None, seen: EngineSnapshot, usage: float) -> dict[str, float]:
+    if compat == "vllm":
+        return {
+            "vllm:num_requests_running": seen.running,
+            "vllm:num_requests_waiting": seen.waiting,
+            "vllm:kv_cache_usage_perc": usage,
+        }
+    if compat == "sglang":
+        return {"sglang:num_running_reqs": seen.running, "sglang:num_queue_reqs": seen.waiting, "sglang:token_usage": usage}
+    return {}
+
+
+def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: dict[str, int] | dict[str, float]) -> Metric:
+    for label, value in values.items():
+        family.add_metric([label], float(value))
+    return family

@@ -1,0 +1,238 @@
+"""POST /generate, in SGLang's dialect: text cumulative in streams, everything else in meta_info. Knows no other dialect."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from routed_experts.capture.wire import encode_ref
+from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.io_struct import TokenizedGenerateReqInput
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.sampling_params import shown
+from routed_experts.engine.engine import request_of
+from routed_experts.server.body import read_struct
+from routed_experts.server.dialects import (
+    check_list,
+    increments,
+    kept_rows,
+    native_defaults,
+    payload_bytes,
+    ref_url,
+    routing_keywords,
+    rows_of,
+)
+from routed_experts.server.fields import header_of
+from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG
+from routed_experts.server.metrics import EndedRequest
+from routed_experts.server.openai_fields import name_call, seed_of
+from routed_experts.server.protocol import GenerateRequest
+from routed_experts.server.reply import json_reply
+from routed_experts.server.service import Service
+from routed_experts.server.sse import EventStream, event, watched
+
+DEFAULT_MAX_TOKENS = 128
+# Of SGLang's sampling parameters those that its clients send as a matter of course and that change nothing here.
+_SAMPLING_WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens", "stream_interval", "custom_params"})
+_PROMPT_ONLY = ("max_new_tokens", "max_tokens")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NativeOptions:
+    """What a call is beside its requests. `asked`: whether each prompt's rows were asked for; `single`: the answer is no list."""
+
+    request_id: str
+    owner: str
+    asked: Sequence[bool] | None
+    single: bool
+    prompt_only: bool
+    headers: dict[str, str]
+
+
+async def generate(request: Request, service: Service) -> Response:
+    """Continue one prompt or many."""
+    settings = service.settings
+    body = await read_struct(request, GenerateRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
+    said = body.value
+    sampling, ignored = _sampling_of(said)
+    service.metrics.ignored(len(body.ignored) + len(ignored))
+    prompt_only = _wants_prompt_only(said, sampling)
+    rid = name_call(request, said.rid, prefix="", param="rid")
+    asked = request_of(
+        text=said.text,
+        input_ids=said.input_ids,
+        sampling_params=sampling,
+        max_new_tokens=None if prompt_only else said.max_new_tokens,
+        rid=rid,
+        extra_key=said.extra_key,
+        stream=said.stream is True,
+        return_logprob=_one("return_logprob", said.return_logprob) is True,
+        logprob_start_len=-1 if (start := _one("logprob_start_len", said.logprob_start_len)) is None else start,
+        top_logprobs_num=_one("top_logprobs_num", said.top_logprobs_num) or 0,
+        **routing_keywords(said),
+    )
+    routing = native_defaults(settings)
+    requests = await service.admit(asked, default_max_tokens=DEFAULT_MAX_TOKENS, routing=routing, num_bytes=body.num_bytes)
+    single = isinstance(said.text, str) or (isinstance(said.input_ids, list) and not isinstance(said.input_ids[0], list))
+    options = NativeOptions(
+        request_id=rid,
+        owner=str(request.scope["state"]["owner"]),
+        asked=_asked_list(said, len(requests)),
+        single=single and len(requests) == 1,
+        prompt_only=prompt_only,
+        headers=header_of([*body.ignored, *ignored]),
+    )
+    call = _NativeCall(service, requests, options)
+    return await (call.stream(request) if said.stream else call.plain(request))
+
+
+class _NativeCall:
+    """One call of /generate. Event loop only."""
+
+    def __init__(self, service: Service, requests: Sequence[TokenizedGenerateReqInput], options: NativeOptions) -> None:
+        check_list(requests, service.capture)
+        self._service, self._requests, self._options = service, requests, options
+        self._call = service.open_door.open(requests, max_backlog=MAX_BACKLOG)
+        self._began = time.monotonic()
+        self._first: dict[int, float] = {}
+
+    async def plain(self, request: Request) -> Response:
+        """Wait for all answers."""
+        return await watched(request, self._whole(), timeout_s=self._service.settings.request_timeout)
+
+    async def stream(self, request: Request) -> Response:
+        """Wait until the call is accepted, then send each answer as it grows, cumulative."""
+        timeout = self._service.settings.request_timeout
+        try:
+            await watched(request, self._accepted(), timeout_s=timeout)
+        except BaseException:
+            self._close()
+            raise
+        return EventStream(self._chunks(), close=self._close, timeout_s=timeout, headers=self._options.headers)
+
+    async def _accepted(self) -> None:
+        await self._call.accepted()
+        if self._requests[0].routed_experts.format == "ref":
+            self._service.store.expect(self._options.request_id, owner=self._options.owner, num_choices=len(self._requests))
+
+    def _close(self) -> None:
+        self._call.close()
+        self._service.store.forget(self._options.request_id)
+
+    async def _whole(self) -> Response:
+        try:
+            await self._accepted()
+            async for index, news in self._call.news():
+                self._note(index, has_tokens=bool(news.out.new_token_ids), ended=news.out.finish_reason is not None)
+            answers = [said for index in range(len(self._requests)) for said in await self._said(index)]
+        finally:
+            self._close()
+        return json_reply(answers[0] if self._options.single else answers, headers=self._options.headers)
+
+    async def _chunks(self) -> AsyncGenerator[bytes, None]:
+        async for index, news in self._call.news():
+            self._note(index, has_tokens=bool(news.out.new_token_ids), ended=news.out.finish_reason is not None)
+            for said in await self._said(index):
+                yield event(said if self._options.single else {**said, "index": index})
+
+    async def _said(self, index: int) -> list[dict[str, object]]:
+        """What the answer says now; with large streamed rows in several pieces, of which the last has the finish reason. Large rows are
+        encoded off the event loop."""
+        answer, wanted = self._call.answers[index], self._requests[index].routed_experts
+        if not wanted.asked or (answer.finish_reason is None and answer.record is None):
+            return [self._dict_of(index, None)]
+        record = rows_of(answer, prompt_only=self._options.prompt_only)
+        size = payload_bytes(record, wanted)
+        self._service.metrics.sent_rows(wanted.format, size)
+        if wanted.format == "ref":
+            kept = kept_rows(answer, record, owner=self._options.owner)
+            self._service.store.put(self._options.request_id, index, kept)
+
+        def said() -> list[dict[str, object]]:
+            pieces = increments(record, wanted)
+            told = [self._dict_of(index, piece) for piece in pieces]
+            for early in told[:-1]:
+                cast("dict[str, object]", early["meta_info"])["finish_reason"] = None
+            return told
+
+        return await asyncio.to_thread(said) if size > 4 * INLINE_BYTES else said()
+
+    def _dict_of(self, index: int, rows: RoutedExperts | None) -> dict[str, object]:
+        """The answer so far, with these rows."""
+        answer, options = self._call.answers[index], self._options
+        said = answer.to_dict(prompt_only=options.prompt_only, rows=rows)
+        meta = cast("dict[str, object]", said["meta_info"])
+        request = self._requests[index]
+        if rows is not None and request.routed_experts.format == "ref":
+            meta |= encode_ref(rows, url=ref_url(options.request_id, index))
+        if options.asked is not None and not options.asked[index // request.sampling.n]:
+            said["meta_info"] = {name: value for name, value in meta.items() if "routed_experts" not in name}
+        return said
+
+    def _note(self, index: int, *, has_tokens: bool, ended: bool) -> None:
+        now = time.monotonic() - self._began
+        if has_tokens:
+            self._first.setdefault(index, now)
+        if ended:
+            answer = self._call.answers[index]
+            meta = answer.counts
+            first = self._first.get(index) if self._requests[index].stream else None
+            ended_ = EndedRequest(
+                prompt_tokens=int(self._requests[index].input_ids.size),
+                cached_tokens=meta.cached_tokens,
+                completion_tokens=0 if self._options.prompt_only else meta.completion_tokens,
+                first_token_s=first,
+                whole_s=now,
+            )
+            self._service.metrics.ended(ended_)
+
+
+def _sampling_of(said: GenerateRequest) -> tuple[dict[str, object], list[str]]:
+    """Sampling parameters without those that change nothing here, whose names come second."""
+    given: Mapping[str, object] = said.sampling_params or {}
+    kept = {name: value for name, value in given.items() if value is not None and name not in _SAMPLING_WITHOUT_EFFECT}
+    for name in ("seed", "sampling_seed"):
+        if isinstance(kept.get(name), int):
+            kept[name] = seed_of(cast("int", kept[name]))
+    unused = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")
+    harmless = {name for name in unused if name in kept and kept[name] in ("", [])}
+    ignored = [name for name in given if name in _SAMPLING_WITHOUT_EFFECT or name in harmless]
+    return {name: value for name, value in kept.items() if name not in harmless}, ignored
+
+
+def _wants_prompt_only(said: GenerateRequest, sampling: dict[str, object]) -> bool:
+    """Is nothing to be generated (0 new tokens)? Then the engine is asked for one, which is left out."""
+    named = [said.max_new_tokens, *(sampling.get(name) for name in _PROMPT_ONLY)]
+    told = [value for value in named if value is not None]
+    if not told or any(value != 0 or isinstance(value, bool) for value in told):
+        return False
+    for name in (*_PROMPT_ONLY, "min_new_tokens", "min_tokens"):
+        sampling.pop(name, None)
+    sampling["max_new_tokens"] = 1
+    return True
+
+
+def _one(param: str, value: bool | int | list[bool] | list[int] | None) -> bool | int | None:
+    """A value that may come as a list, one a prompt; they must be equal."""
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
+        raise InvalidRequestError(f"{param}={shown(value)} holds different values; send prompts of one kind in a call", param=param)
+    return value[0]
+
+
+def _asked_list(said: GenerateRequest, num_requests: int) -> Sequence[bool] | None:
+    """Whose rows are returned, where that differs by prompt."""
+    asked = said.return_routed_experts
+    if not isinstance(asked, list):
+        return None
+    given = said.text if said.text is not None else said.input_ids
+    prompts = len(given) if isinstance(given, list) and not isinstance(given[0], int) else 1
+    if len(asked) != prompts:
+        text = f"return_routed_experts has {len(asked)} values for {prompts} prompts; send one each"
+        raise InvalidRequestError(text, param="return_routed_experts")
+    return asked

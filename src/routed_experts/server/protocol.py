@@ -1,0 +1,163 @@
+"""Request bodies as structs; the OpenAPI document is made from them. Knows no engine. None stands for absent.
+
+Values are checked where they are used: here only the shape of the JSON is."""
+
+from typing import Any
+
+import msgspec
+
+
+class RoutingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a request may say of routed experts, on every route that generates."""
+
+    return_routed_experts: bool | list[bool] | None = None
+    routed_experts_start_len: int | None = None
+    routed_experts_prompt_start: int | None = None
+    routed_experts_format: str | None = None
+    routed_experts_layers: str | None = None
+    routed_experts_stream: bool | None = None
+    routed_experts_include_last: bool | None = None
+    routed_experts_weights: bool | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Usage in streams: in a last chunk of its own, or in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAIRequest(RoutingFields, kw_only=True):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: str | None = None
+    rid: str | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionRequest(OpenAIRequest, kw_only=True):
+    """POST /v1/completions. `prompt`: text, a list of texts, token ids, or a list of lists of them."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: bool | int | None = None
+    add_special_tokens: bool | None = None
+    best_of: int | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message; content is text or a list of text parts. Further keys are for the template of other servers, and dropped."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+
+
+class ChatRequest(OpenAIRequest, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+
+class GenerateRequest(RoutingFields, kw_only=True):
+    """POST /generate, as SGLang's clients say it."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: dict[str, Any] | None = None
+    max_new_tokens: int | None = None
+    stream: bool | None = None
+    rid: str | None = None
+    extra_key: str | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: a prompt, or messages that the chat template renders."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool | None = None
+
+
+class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /abort_request: one call by its id, or all."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /pause_generation. `mode`: abort (the default), retract, in_place or wait."""
+
+    mode: str | None = None
+
+
+class ContinueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /continue_generation: nothing is said."""
+
+
+class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /update_weights_from_disk. `model_path` lies under --weights-root; `weight_version` is a number above the served one, and
+    that one plus 1 when absent; `flush_cache` false lets running requests keep their pages."""
+
+    model_path: str
+    weight_version: int | str | None = None
+    flush_cache: bool | None = None
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """What went wrong, and with which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """The body of every error."""
+
+    error: ErrorDetail

@@ -1,0 +1,46 @@
+"""/v1/routing/{id}: rows of a request that asked for format ref, fetched once it has ended. Knows the store, not the engine."""
+
+import hashlib
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from routed_experts.capture.wire import npy_bytes
+from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.routed_experts import sidecar_of
+from routed_experts.core.sampling_params import shown
+from routed_experts.server.service import Service
+
+FORMATS = ("npy", "safetensors")
+
+
+async def fetch(request: Request, service: Service) -> Response:
+    """The rows of one choice: a .npy of the canonical ids, or ?format=safetensors with the token ids beside them."""
+    form, choice = request.query_params.get("format", "npy"), request.query_params.get("choice", "0")
+    if form not in FORMATS:
+        text = f"format={shown(form)} is unknown; choose one of {', '.join(FORMATS)}"
+        raise InvalidRequestError(text, param="format", code="unknown_format")
+    if not (choice.isascii() and choice.isdecimal() and len(choice) <= 6):
+        raise InvalidRequestError(f"choice={shown(choice)} must be an index", param="choice")
+    kept = service.store.get(request.path_params["name"], int(choice), owner=_owner(request))
+    body = npy_bytes(kept.record.ids) if form == "npy" else kept.record.to_bytes(kept.token_ids)
+    info = sidecar_of(kept.record, payload_format="ref").to_json()
+    headers = {
+        "ETag": f'"{hashlib.sha256(body).hexdigest()}.{form}"',
+        "X-Routed-Experts-Info": msgspec.json.encode(info).decode("ascii"),
+        "Cache-Control": "private, no-store",
+    }
+    if headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(body, headers=headers, media_type="application/octet-stream")
+
+
+async def delete(request: Request, service: Service) -> Response:
+    """Free the rows of a request."""
+    service.store.delete(request.path_params["name"], owner=_owner(request))
+    return Response(status_code=204)
+
+
+def _owner(request: Request) -> str:
+    return str(request.scope["state"]["owner"])

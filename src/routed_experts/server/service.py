@@ -1,0 +1,136 @@
+"""Service: the engine's life as HTTP sees it: starting, serving, draining, dead; and what every route shares. Knows no route.
+
+Probes read what the engine publishes and never enter its thread. Event loop only, but for `phase`, which the loading thread calls."""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.errors import EngineDeadError, InvalidRequestError
+from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from routed_experts.core.sampling_params import shown
+from routed_experts.engine.routing_wish import RoutingDefaults
+from routed_experts.engine.serving import EngineDoor
+from routed_experts.engine.tokenizer import Tokenizer
+from routed_experts.server.errors import ApiError, busy
+from routed_experts.server.limits import INLINE_BYTES, ServerSettings
+from routed_experts.server.metrics import Metrics
+from routed_experts.server.routing_store import RoutingStore
+
+logger = logging.getLogger("routed_experts.server")
+_SAME: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What a probe is told."""
+
+    state: str
+    phase: str
+    last_step_age_s: float
+    running: int
+    waiting: int
+
+
+class Service:
+    """Shared by all routes of one server."""
+
+    def __init__(self, settings: ServerSettings, *, model_path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings = settings
+        self.model_name = settings.served_model_name or Path(model_path).resolve().name
+        self.created = int(time.time())
+        self.metrics = Metrics(compat=settings.metrics_compat)
+        self.store = RoutingStore(max_bytes=settings.routing_store_bytes, ttl_s=settings.routing_store_ttl, clock=clock)
+        self._door: EngineDoor | None = None
+        self._phase, self._is_draining = "config", False
+        self._death: BaseException | None = None
+        self._probe: asyncio.Task[None] | None = None
+
+    def phase(self, name: str) -> None:
+        """Note which phase of start-up runs."""
+        self._phase = name
+
+    def serve(self, door: EngineDoor) -> None:
+        """The engine is ready."""
+        self._door, self._phase = door, "ready"
+        self.metrics.watch(door, self.store)
+
+    def drain(self) -> None:
+        """Take nothing new; what runs may finish."""
+        self._is_draining = True
+
+    def die(self, cause: BaseException | None) -> None:
+        """The engine's thread has ended."""
+        self._death = cause or EngineDeadError("the engine was shut down")
+
+    @property
+    def door(self) -> EngineDoor:
+        """The engine, for what does not generate. Raises 503 while it starts."""
+        if self._door is None:
+            raise busy(f"the model is being loaded ({self._phase}); try again soon", code="starting")
+        return self._door
+
+    @property
+    def open_door(self) -> EngineDoor:
+        """The engine, for new requests. Raises 503 while it starts, drains or after its end."""
+        if self._is_draining:
+            raise busy("the server is shutting down; send the request to another", code="draining")
+        if self._death is not None:
+            raise busy("the engine has ended; the server restarts", code="engine_dead")
+        return self.door
+
+    @property
+    def capture(self) -> CaptureSpec | None:
+        """The routing that is recorded."""
+        return self.door.capture
+
+    def tokenizer(self, param: str) -> Tokenizer:
+        """The tokenizer; a request that needs one where there is none names `param`."""
+        if self.door.tokenizer is None:
+            raise InvalidRequestError(f"{param} is text, but this server has no tokenizer; send token ids", param=param)
+        return self.door.tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        """Raise 404 for a model that is not served; none named is the one that is."""
+        if name not in (None, "", self.model_name):
+            text = f"model {shown(name)} is not served here; this server has {self.model_name!r}"
+            raise ApiError(text, status=404, code="model_not_found", param="model")
+
+    def health(self) -> Health:
+        """The state now."""
+        if self._door is None:
+            return Health(state="starting", phase=self._phase, last_step_age_s=0.0, running=0, waiting=0)
+        seen = self._door.snapshot()
+        state = "paused" if self._door.engine.paused else "serving"
+        if state == "serving" and seen.last_step_age_s > self.settings.stall_timeout:
+            state = "stalled"
+        state = "dead" if self._death is not None else "draining" if self._is_draining else state
+        return Health(
+            state=state, phase=self._phase, last_step_age_s=seen.last_step_age_s, running=seen.running, waiting=seen.waiting
+        )  # fmt: skip
+
+    async def admit(
+        self, said: GenerateReqInput, *, default_max_tokens: int, routing: RoutingDefaults, num_bytes: int, names: Mapping[str, str] = _SAME
+    ) -> Sequence[TokenizedGenerateReqInput]:
+        """Check and tokenise; long text off the event loop. `names`: what this surface calls parameters of the engine, for errors."""
+        door = self.open_door
+        try:
+            if num_bytes <= INLINE_BYTES:
+                return door.admit(said, default_max_tokens=default_max_tokens, routing=routing)
+            return await asyncio.to_thread(door.admit, said, default_max_tokens=default_max_tokens, routing=routing)
+        except InvalidRequestError as error:
+            named = names.get(error.param or "")
+            if named is None or error.param is None:
+                raise
+            raise InvalidRequestError(str(error).replace(error.param, named, 1), param=named, code=error.code) from error
+
+    async def probe(self, generate: Callable[[], "asyncio.Task[None]"]) -> None:
+        """Run one token through the engine; callers that come meanwhile share the answer."""
+        if self._probe is None or self._probe.done():
+            self._probe = generate()
+        await asyncio.shield(self._probe)

@@ -1,0 +1,111 @@
+"""Server-sent events: a stream that notices at once when its reader leaves, and a plain answer that does. Knows no dialect."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from routed_experts.core.errors import RoutedExpertsError
+from routed_experts.server.body import ClientGone
+from routed_experts.server.errors import ApiError, answer_of
+from routed_experts.server.limits import SSE_COMMENT_S
+
+DONE = b"data: [DONE]\n\n"
+logger = logging.getLogger("routed_experts.server")
+_T = TypeVar("_T")
+
+
+def event(body: object) -> bytes:
+    """One event of JSON."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends what `events` yields; an error becomes one error event, and [DONE] comes last. `close` runs at the end, whatever it was."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], *, close: Callable[[], None], timeout_s: float, headers: Mapping[str, str]
+    ) -> None:
+        self._events, self._close, self._timeout_s = events, close, timeout_s
+        self.status_code, self.background = 200, None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until they end or the reader is gone."""
+        pump, gone = asyncio.create_task(self._pump(send)), asyncio.create_task(_until_gone(receive))
+        try:
+            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not pump.done():
+                raise ClientGone
+            pump.result()
+        finally:
+            self._close()
+            for task in (pump, gone):
+                task.cancel()
+            await asyncio.gather(pump, gone, return_exceptions=True)
+            await self._events.aclose()
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send_events(send)
+        except TimeoutError:
+            await _send(send, event(answer_of(timed_out(self._timeout_s)).body))
+        except Exception as error:
+            if not isinstance(error, RoutedExpertsError):
+                logger.exception("a stream failed")
+            await _send(send, event(answer_of(error).body))
+        await _send(send, DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, send: Send) -> None:
+        while True:
+            coming = asyncio.ensure_future(anext(self._events, None))
+            try:
+                while not (await asyncio.wait({coming}, timeout=SSE_COMMENT_S))[0]:
+                    await _send(send, b": waiting\n\n")  # keeps proxies from closing a quiet connection
+            finally:
+                if not coming.done():
+                    coming.cancel()
+                    await asyncio.wait({coming})
+            chunk = coming.result()
+            if chunk is None:
+                return
+            await _send(send, chunk)
+
+
+async def watched(request: Request, work: Awaitable[_T], *, timeout_s: float) -> _T:
+    """Do `work` for a client that waits for it; when the client leaves (ClientGone) or time is up (ApiError 408) it is cancelled."""
+    task, gone = asyncio.ensure_future(work), asyncio.create_task(_until_gone(request.receive))
+    try:
+        done, _ = await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if task in done:
+            return task.result()
+        raise ClientGone if gone in done else timed_out(timeout_s)
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def timed_out(timeout_s: float) -> ApiError:
+    """The request took longer than the server allows."""
+    text = f"the request was not done within {timeout_s:g} s; ask for fewer tokens, or raise --request-timeout"
+    return ApiError(text, status=408, code="request_timeout")
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def _send(send: Send, chunk: bytes) -> None:
+    await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -1,0 +1,115 @@
+"""The LLM façade: vLLM's shapes over the same engine, and the same answers."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from routed_experts import LLM, ConfigError, InvalidRequestError, SamplingParams
+from routed_experts.capture import record_from_meta_info
+from routed_experts.core.errors import RoutingFormatError
+from tiny import write_tiny_checkpoint
+
+PROMPTS = ["The router scores every expert", "The cat sat"]
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    with LLM(str(folder), max_num_seqs=4, max_num_batched_tokens=32, enable_return_routed_experts=True) as llm:
+        yield llm
+        assert llm.engine.check_integrity() == []
+
+
+def test_rows_are_split_at_the_prompt_and_have_one_less_than_the_tokens(llm):
+    for output, prompt in zip(llm.generate(PROMPTS, GREEDY), PROMPTS, strict=True):
+        (choice,) = output.outputs
+        wanted = llm.engine.generate(prompt, {"temperature": 0, "max_new_tokens": 8}, return_routed_experts=True)
+        assert output.prompt == prompt and choice.text == wanted["text"] and list(choice.token_ids) == wanted["output_ids"]
+        assert choice.record == record_from_meta_info(wanted)
+        rows, generated = output.prompt_routed_experts, choice.routed_experts
+        assert rows.dtype == generated.dtype == np.int16
+        assert rows.shape == (len(output.prompt_token_ids), 3, 4) and generated.shape == (len(choice.token_ids) - 1, 3, 4)
+        assert np.array_equal(np.concatenate([rows, generated]), choice.record.ids)
+        assert choice.routed_experts is generated, "made once"
+        assert output.to_sglang()[0]["meta_info"]["finish_reason"] == wanted["meta_info"]["finish_reason"]
+
+
+def test_choices_parameters_and_prompts_of_every_kind(llm):
+    ids = llm.engine.tokenizer.encode(PROMPTS[0])
+    params = [SamplingParams(n=2, seed=5, max_tokens=4), SamplingParams(temperature=0, max_tokens=6)]
+    both = llm.generate([PROMPTS[0], {"prompt_token_ids": ids}], params)
+    assert [len(output.outputs) for output in both] == [2, 1]
+    assert [choice.index for choice in both[0].outputs] == [0, 1]
+    wanted = llm.engine.generate(PROMPTS[0], {"n": 2, "seed": 5, "max_new_tokens": 4})
+    assert [choice.text for choice in both[0].outputs] == [one["text"] for one in wanted]
+    assert both[1].outputs[0].text == llm.generate(ids, params[1])[0].outputs[0].text
+    assert both[1].prompt is None and both[1].prompt_token_ids == tuple(ids)
+    assert len(llm.generate("a", SamplingParams(ignore_eos=True))[0].outputs[0].token_ids) == 16, "the default length"
+
+
+def test_logprobs_are_by_token_id(llm):
+    (output,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=1))
+    (choice,) = output.outputs
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    for token, told in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert told[token].rank == 1 and told[token].logprob == max(one.logprob for one in told.values())
+    chosen = [told[token].logprob for token, told in zip(choice.token_ids, choice.logprobs, strict=True)]
+    assert choice.cumulative_logprob == pytest.approx(sum(chosen))
+    assert llm.generate("a", GREEDY)[0].outputs[0].logprobs is None
+
+
+def test_chat_is_the_template(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    text = llm.engine.tokenizer.apply_chat_template(messages)
+    ids = llm.engine.tokenizer.encode(text, add_special_tokens=False)
+    one, two = llm.chat([messages, messages], GREEDY)
+    assert one.outputs[0].text == two.outputs[0].text == llm.generate(ids, GREEDY)[0].outputs[0].text
+    assert llm.chat(messages, GREEDY)[0].prompt == text
+
+
+def test_rows_can_be_left_out_and_begin_later(llm):
+    (quiet,) = llm.generate("a b c", SamplingParams(max_tokens=3, return_routed_experts=False))
+    assert quiet.prompt_routed_experts is None and quiet.outputs[0].record is None
+    (later,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, routed_experts_start_len=3))
+    assert later.prompt_routed_experts.shape[0] == len(later.prompt_token_ids) - 3
+    with pytest.raises(InvalidRequestError) as told:
+        llm.generate("a", SamplingParams(routed_experts_format="ref"))
+    assert told.value.code == "ref_unavailable"
+
+
+def test_versions_of_weights_cover_the_output(llm):
+    (choice,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, ignore_eos=True))[0].outputs
+    assert [(span.version, span.start, span.end) for span in choice.weight_versions] == [(0, 0, 8)]
+
+
+def test_more_experts_than_int16_raises_where_it_is_read(llm):
+    (output,) = llm.generate("a b", GREEDY)
+    record = dataclasses.replace(output.outputs[0].record, num_experts=32_769, ids=output.outputs[0].record.ids.astype(np.uint16))
+    wide = dataclasses.replace(output.outputs[0], record=record)
+    with pytest.raises(RoutingFormatError, match="record"):
+        _ = wide.routed_experts
+
+
+def test_more_prompts_than_the_queue_holds_come_in_bunches(llm):
+    limit = llm.engine.server_args.max_queued_requests
+    outputs = llm.generate(["a"] * (limit + 3), SamplingParams(max_tokens=1, return_routed_experts=False))
+    assert len(outputs) == limit + 3
+
+
+@pytest.mark.parametrize("wrong", [{"trust_remote_code": True}, {"max_num_seqs": 0}, {"max_num_batched_tokens": True}, {"dtype": "int4"}])
+def test_what_cannot_work_is_refused(wrong, tmp_path):
+    with pytest.raises(ConfigError):
+        LLM(str(tmp_path), **wrong)
+
+
+@pytest.mark.parametrize("prompts", [[], [""], [[]], {"prompt": ""}, {}])
+def test_an_empty_prompt_is_refused(llm, prompts):
+    with pytest.raises(InvalidRequestError):
+        llm.generate(prompts)
+
+
+def test_one_parameter_set_for_all_or_one_each(llm):
+    with pytest.raises(InvalidRequestError, match="one each"):
+        llm.generate(["a", "b"], [GREEDY])

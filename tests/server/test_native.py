@@ -1,0 +1,254 @@
+"""/generate and the routes around it, as SGLang's clients and the RL frameworks slime and verl use them."""
+
+import base64
+
+import numpy as np
+import pytest
+
+from http_server import error_of, running, stream
+from routed_experts import extract_routed_experts_from_meta_info
+from serving import on_engine_thread, serve
+from tiny import write_tiny_checkpoint
+
+PROMPT = "The router scores every expert"
+GREEDY = {"temperature": 0, "max_new_tokens": 8}
+LONG = {"max_new_tokens": 400, "ignore_eos": True}
+L, K = 4, 4
+
+
+def without_time(answer):
+    meta = {key: value for key, value in answer["meta_info"].items() if key not in ("id", "e2e_latency", "cached_tokens")}
+    return {**answer, "meta_info": meta}
+
+
+def test_an_answer_is_the_engines_own(engine, server):
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_routed_experts": True}
+    said = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY, **asked}).json()
+    wanted = engine.generate(PROMPT, GREEDY, **asked)
+    assert said.keys() == wanted.keys() == {"text", "output_ids", "meta_info"}
+    assert said["meta_info"].keys() == wanted["meta_info"].keys()
+    for key in ("output_token_logprobs", "input_token_logprobs"):
+        told, mine = said["meta_info"][key], wanted["meta_info"][key]
+        assert [one[1:] for one in told] == [one[1:] for one in mine]
+        assert [one[0] for one in told[1:]] == pytest.approx([one[0] for one in mine[1:]], abs=1e-4)
+    assert said["text"] == wanted["text"] and said["output_ids"] == wanted["output_ids"]
+    assert said["meta_info"]["routed_experts"] == wanted["meta_info"]["routed_experts"]
+
+
+def test_many_prompts_and_choices_come_in_order(engine, server):
+    prompts = [PROMPT, "The cat", "One two"]
+    said = server.post("/generate", {"text": prompts, "sampling_params": GREEDY}).json()
+    assert [one["text"] for one in said] == [engine.generate(prompt, GREEDY)["text"] for prompt in prompts]
+    ids = [engine.tokenizer.encode(prompt) for prompt in prompts]
+    assert [one["text"] for one in server.post("/generate", {"input_ids": ids, "sampling_params": GREEDY}).json()] == [
+        one["text"] for one in said
+    ]
+    assert isinstance(server.post("/generate", {"input_ids": ids[0], "sampling_params": GREEDY}).json(), dict)
+    sampled = {"n": 2, "sampling_seed": 4, "max_new_tokens": 5}
+    wanted = engine.generate(PROMPT, {"n": 2, "seed": 4, "max_new_tokens": 5})
+    two = server.client.put("/generate", json={"text": PROMPT, "sampling_params": sampled}).json()
+    assert [one["text"] for one in two] == [one["text"] for one in wanted]
+
+
+def test_rows_of_some_prompts_only(server):
+    body = {"text": ["a", "b"], "sampling_params": GREEDY, "return_routed_experts": [False, True]}
+    first, second = server.post("/generate", body).json()
+    assert not [key for key in first["meta_info"] if "routed" in key] and second["meta_info"]["routed_experts"]
+    assert error_of(server.post("/generate", {**body, "return_routed_experts": [True]}), 400)["param"] == "return_routed_experts"
+
+
+def test_a_stream_is_cumulative_and_ends_as_the_answer(server):
+    body = {"text": PROMPT, "sampling_params": GREEDY, "return_logprob": True, "return_routed_experts": True}
+    whole = server.post("/generate", body).json()
+    chunks = stream(server, "/generate", body)
+    assert len(chunks) == whole["meta_info"]["completion_tokens"]
+    for count, chunk in enumerate(chunks, start=1):
+        assert chunk["meta_info"]["completion_tokens"] == count == len(chunk["output_ids"])
+        assert whole["text"].startswith(chunk["text"])
+        assert (chunk["meta_info"]["finish_reason"] is None) == (count < len(chunks)) == ("routed_experts" not in chunk["meta_info"])
+    assert chunks[-1]["text"] == whole["text"] and chunks[-1]["output_ids"] == whole["output_ids"]
+    assert chunks[-1]["meta_info"]["routed_experts"] == whole["meta_info"]["routed_experts"]
+    many = stream(server, "/generate", {"text": ["a", "b"], "sampling_params": GREEDY})
+    assert {chunk["index"] for chunk in many} == {0, 1}
+
+
+def test_what_slime_checks_on_a_response(engine, server):
+    """It sends ids and SGLang's own sampling keys, reads (logprob, id) pairs, and counts the elements of the rows."""
+    ids = engine.tokenizer.encode(PROMPT)
+    sampling = {
+        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 9, "stop": None, "stop_token_ids": None,
+        "skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False,
+    }  # fmt: skip
+    for start in (0, 4):
+        payload = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "return_routed_experts": True}
+        response = server.post("/generate", {**payload, "routed_experts_start_len": start})
+        assert "spaces_between_special_tokens" in response.headers["x-ignored-params"]
+        said = response.json()
+        meta = said["meta_info"]
+        tokens = ids + [item[1] for item in meta["output_token_logprobs"]]
+        assert [item[1] for item in meta["output_token_logprobs"]] == said["output_ids"]
+        flat = np.frombuffer(base64.b64decode(meta["routed_experts"].encode("ascii")), dtype=np.int32)
+        assert flat.size == (len(tokens) - 1 - start) * L * K
+        assert meta["routed_experts_start_len"] == start and meta["weight_version"] == "0"
+        assert meta["finish_reason"]["type"] in ("stop", "length", "abort")
+        assert meta["prompt_tokens"] == len(ids) and isinstance(meta["cached_tokens"], int)
+
+
+def test_how_slime_controls_a_server(server):
+    assert server.client.get("/health_generate").status_code == 200
+    server.wait_idle()
+    assert server.client.get("/flush_cache").json()["success"] is True
+    assert server.client.get("/get_weight_version").json() == {"weight_version": "0"}
+    assert server.post("/abort_request", {"abort_all": True}).json()["aborted"] == 0
+    assert server.post("/abort_request", {"rid": "nobody"}).json()["aborted"] == 0
+    assert server.client.get("/get_model_info").json()["is_generation"] is True
+
+
+def test_what_verl_reads(engine, server):
+    ids = engine.tokenizer.encode(PROMPT)
+    said = server.post("/generate", {"input_ids": ids, "sampling_params": GREEDY, "return_routed_experts": True}).json()
+    rows = extract_routed_experts_from_meta_info(said).reshape(-1, L, K)
+    assert rows.shape[0] == len(ids) + len(said["output_ids"]) - 1
+    assert rows.flags.writeable and np.issubdtype(rows.dtype, np.integer)
+    assert (rows[:, 0] == -1).all() and rows[:, 1:].min() >= 0 and rows[:, 1:].max() < 16
+
+
+def test_an_id_in_use_is_a_conflict_and_an_abort_frees_it(server):
+    body = {"text": PROMPT, "rid": "busy", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
+    with server.client.stream("POST", "/generate", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert response.headers["x-request-id"] == "busy"
+        assert error_of(server.post("/generate", {"text": "a", "rid": "busy"}), 409)["code"] == "duplicate_request_id"
+        assert error_of(server.client.get("/flush_cache"), 400)["code"] == "requests_running"
+        assert server.post("/abort_request", {"rid": "busy"}).json()["aborted"] == 1
+        told = [line for line in lines if line.startswith("data: ")]
+    assert '"type":"abort"' in told[-2] and told[-1] == "data: [DONE]"
+    server.wait_idle()
+    assert server.client.get("/flush_cache").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"), ({"text": "a", "input_ids": [1]}, "prompt"), ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [1, [2]]}, "input_ids"),
+        ({"text": "a", "sampling_params": {"max_new_token": 3}}, "max_new_token"), ({"text": "a", "sampling_params": {"n": 1e6}}, "n"),
+        ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema"), ({"text": "a", "sampling_params": 5}, "sampling_params"),
+        ({"text": "a", "custom_logit_processor": "import os"}, "custom_logit_processor"), ({"text": "a", "lora_path": "/etc"}, "lora_path"),
+        ({"text": "a", "image_data": "http://127.0.0.1:1/"}, "image_data"), ({"text": "a", "top_logprobs_num": [1, 2]}, "top_logprobs_num"),
+        ({"text": "a", "logprob_start_len": 10**6}, "logprob_start_len"), ({"text": "a", "rid": "../x"}, "rid"),
+        ({"text": "a", "rid": "stats"}, "rid"), ({"text": "a", "stream": "yes"}, "stream"), ({"text": []}, "prompt"),
+        ({"text": "a", "session_params": {"id": 1}}, "session_params"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_a_400_that_names_the_field(server, body, param):
+    assert error_of(server.post("/generate", body), 400)["param"] == param
+
+
+def test_tokens_and_text_go_both_ways(engine, server):
+    said = server.post("/tokenize", {"prompt": PROMPT, "return_token_strs": True}).json()
+    assert said["tokens"] == engine.tokenizer.encode(PROMPT) and said["count"] == len(said["tokens"]) == len(said["token_strs"])
+    assert said["max_model_len"] == 512
+    assert server.post("/detokenize", {"tokens": said["tokens"]}).json()["prompt"] == PROMPT
+    messages = [{"role": "user", "content": "a"}]
+    rendered = engine.tokenizer.apply_chat_template(messages)
+    assert server.post("/tokenize", {"messages": messages}).json()["tokens"] == engine.tokenizer.encode(rendered, add_special_tokens=False)
+    info = server.client.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["pad_token"], info["bos_token"]) == ("<|im_end|>", "<|endoftext|>", None)
+    assert info["chat_template"] == engine.tokenizer.chat_template
+    for body in ({}, {"prompt": "a", "messages": messages}):
+        assert error_of(server.post("/tokenize", body), 400)["param"] == "prompt"
+    for tokens in ([-1], [313], [2**40], [2**70]):
+        assert error_of(server.post("/detokenize", {"tokens": tokens}), 400)["param"] == "tokens"
+
+
+def test_a_server_says_what_it_is(server):
+    (model,) = server.client.get("/v1/models").json()["data"]
+    assert model["id"] == "tiny" and model["max_model_len"] == 512
+    assert model["moe"] == {"num_layers": 4, "moe_layer_ids": [1, 2, 3], "num_experts": 16, "top_k": 4}
+    assert server.client.get("/v1/models/tiny").json() == model
+    assert error_of(server.client.get("/v1/models/other"), 404)["code"] == "model_not_found"
+    assert error_of(server.post("/v1/completions", {"model": "gpt-4", "prompt": "a"}), 404)["param"] == "model"
+    info = server.client.get("/get_server_info").json()
+    assert info["enable_return_routed_experts"] is True and info["internal_states"][0]["num_running_reqs"] == 0
+    assert server.client.get("/version").json() == {"version": "0"}
+
+
+def test_metrics_count_what_was_served(server):
+    def value(name):
+        lines = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(f"routed_experts_{name} ")]
+        return float(lines[0].split()[-1])
+
+    before = {name: value(name) for name in ("generation_tokens_total", "requests_accepted_total", "e2e_request_latency_seconds_count")}
+    said = server.post("/generate", {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}).json()
+    assert len(said) == 2
+    assert value("generation_tokens_total") == before["generation_tokens_total"] + 10
+    assert value("requests_accepted_total") == before["requests_accepted_total"] + 2
+    assert value("e2e_request_latency_seconds_count") == before["e2e_request_latency_seconds_count"] + 2
+    text = server.client.get("/metrics").text
+    finished = sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("routed_experts_requests_finished_total{"))
+    assert finished == value("requests_accepted_total"), "accepted = finished + in flight, and nothing is in flight"
+    assert server.client.head("/metrics").content == b""
+
+
+def test_the_openapi_document_names_every_route(server):
+    document = server.client.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.1")
+    body = document["components"]["schemas"]["CompletionRequest"]
+    assert {"prompt", "return_routed_experts", "stream_options"} <= body["properties"].keys()
+    for path, methods in document["paths"].items():
+        for method in methods:
+            named = path.replace("{name}", "tiny")
+            assert server.client.request(method, named).status_code not in (404, 405) or "routing" in path, (method, path)
+
+
+def test_a_pause_holds_new_requests_until_it_is_ended(server, engine):
+    """As slime does around a weight update: `{}` pauses, and aborts what runs."""
+    with server.client.stream("POST", "/generate", json={"input_ids": [5], "sampling_params": LONG, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert server.post("/pause_generation", {}).json() == {"success": True, "mode": "abort"}
+        assert '"type":"abort"' in [line for line in lines if line.startswith("data: ")][-2]
+    try:
+        health = server.client.get("/health")
+        assert (health.status_code, health.json()["state"]) == (200, "paused")
+        assert server.client.get("/ready").status_code == 503
+        with server.client.stream("POST", "/generate", json={"text": "a", "sampling_params": GREEDY, "stream": True}) as held:
+            assert held.status_code == 200 and on_engine_thread(engine, lambda core: len(core.scheduler.waiting)) == 1
+            assert server.client.post("/continue_generation", content=b"").json() == {"success": True}
+            assert [line for line in held.iter_lines() if line][-1] == "data: [DONE]"
+    finally:
+        engine.resume()
+    assert server.client.get("/health").json()["state"] == "serving"
+    assert error_of(server.post("/pause_generation", {"mode": "sideways"}), 400)["param"] == "mode"
+
+
+def test_new_weights_come_from_below_one_root_alone(tmp_path):
+    first, second = write_tiny_checkpoint(tmp_path / "root" / "one"), write_tiny_checkpoint(tmp_path / "root" / "two", seed=1)
+    write_tiny_checkpoint(tmp_path / "outside")
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "root" / "empty").mkdir()
+    with serve(first, enable_return_routed_experts=True) as engine, running(engine, weights_root=str(tmp_path / "root")) as server:
+        old = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY}).json()
+        for path in ("../outside", "link", str(tmp_path / "outside"), "/etc", "", "nowhere", "a\0b", "x" * 2000, "..", "two/../../outside"):
+            response = server.post("/update_weights_from_disk", {"model_path": path})
+            if path:
+                assert error_of(response, 400)["param"] == "model_path", path
+            else:
+                assert error_of(response, 400)
+        assert "<path>" in error_of(server.post("/update_weights_from_disk", {"model_path": "empty"}), 400)["message"]
+        assert server.client.get("/get_weight_version").json() == {"weight_version": "0"}
+        assert server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY}).json()["text"] == old["text"]
+        said = server.post("/update_weights_from_disk", {"model_path": "two", "weight_version": "7"}).json()
+        assert said["success"] is True and server.client.get("/get_weight_version").json() == {"weight_version": "7"}
+        new = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY, "return_routed_experts": True}).json()
+        assert new["meta_info"]["weight_version"] == "7" and new["text"] != old["text"]
+        assert [span[2] for span in new["meta_info"]["routed_experts_info"]["version_spans"]] == [7]
+        assert error_of(server.post("/update_weights_from_disk", {"model_path": str(second), "weight_version": "x"}), 400)
+    with running(None) as server:
+        assert error_of(server.post("/update_weights_from_disk", {"model_path": "two"}), 503)
+
+
+def test_without_a_root_no_weights_are_taken(server):
+    assert error_of(server.post("/update_weights_from_disk", {"model_path": "two"}), 403)["code"] == "weights_root_unset"

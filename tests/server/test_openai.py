@@ -1,0 +1,220 @@
+"""/v1/completions and /v1/chat/completions: what comes over HTTP is what the engine says, in OpenAI's form."""
+
+import math
+from itertools import chain
+
+import pytest
+
+from http_server import error_of, stream
+from serving import letters
+
+PROMPT = "The router scores every expert"
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+def text_of(engine, prompt, **params):
+    return engine.generate(prompt, {"temperature": 0, "max_new_tokens": 8, **params})
+
+
+def completion(server, **body):
+    response = server.post("/v1/completions", {"prompt": PROMPT, **GREEDY, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_completion_is_what_the_engine_says(engine, server):
+    wanted = text_of(engine, PROMPT)
+    said = completion(server, model="tiny")
+    (choice,) = said["choices"]
+    assert choice["text"] == wanted["text"]
+    assert choice["finish_reason"] == wanted["meta_info"]["finish_reason"]["type"]
+    assert said["object"] == "text_completion" and said["model"] == "tiny" and "meta_info" not in choice
+    usage = said["usage"]
+    assert usage["completion_tokens"] == len(wanted["output_ids"]) and usage["prompt_tokens"] == wanted["meta_info"]["prompt_tokens"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_text_ids_and_lists_of_them_are_the_same_prompts(engine, server):
+    ids = engine.tokenizer.encode(PROMPT)
+    other = engine.tokenizer.encode("The cat sat")
+    texts = [choice["text"] for choice in completion(server, prompt=[PROMPT, "The cat sat"])["choices"]]
+    assert texts == [text_of(engine, PROMPT)["text"], text_of(engine, "The cat sat")["text"]]
+    assert completion(server, prompt=ids)["choices"][0]["text"] == texts[0]
+    listed = completion(server, prompt=[ids, other])
+    assert [choice["text"] for choice in listed["choices"]] == texts
+    assert [choice["index"] for choice in listed["choices"]] == [0, 1]
+    assert listed["usage"]["prompt_tokens"] == len(ids) + len(other)
+    assert completion(server, add_special_tokens=False)["choices"][0]["text"] == texts[0]
+
+
+def test_choices_are_those_of_the_seed(engine, server):
+    params = {"temperature": 1.0, "seed": 7, "n": 3}
+    wanted = [one["text"] for one in engine.generate(PROMPT, {"max_new_tokens": 8, **params})]
+    said = completion(server, **params)
+    assert [choice["text"] for choice in said["choices"]] == wanted
+    assert len(set(wanted)) > 1, "the choices must differ for this to say anything"
+    assert completion(server, **params)["choices"] == said["choices"]
+    other = completion(server, temperature=1.0, seed=-7)["choices"][0]["text"]
+    assert other != wanted[0], "a negative seed is a seed of its own"
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_says_what_the_answer_says_at_once(server, echo):
+    body = {"prompt": [PROMPT, "The cat"], "n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 9, "logprobs": 2, "echo": echo}
+    whole = server.post("/v1/completions", body).json()
+    chunks = stream(server, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    *chunks, last = chunks
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert all(chunk["usage"] is None and chunk["object"] == "text_completion" for chunk in chunks)
+    for choice in whole["choices"]:
+        mine = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+        assert "".join(one["text"] for one in mine) == choice["text"]
+        assert [one["finish_reason"] for one in mine[:-1]] == [None] * (len(mine) - 1)
+        assert (mine[-1]["text"], mine[-1]["finish_reason"]) == ("", choice["finish_reason"])
+        joined = {key: list(chain.from_iterable(one["logprobs"][key] for one in mine[:-1])) for key in choice["logprobs"]}
+        assert joined["tokens"] == choice["logprobs"]["tokens"] and joined["text_offset"] == choice["logprobs"]["text_offset"]
+        first = 1 if echo else 0  # the first token of a prompt has no logprob
+        assert joined["token_logprobs"][:first] == choice["logprobs"]["token_logprobs"][:first] == [None] * first
+        assert joined["token_logprobs"][first:] == pytest.approx(choice["logprobs"]["token_logprobs"][first:], abs=1e-4)
+        assert [len(top or ()) for top in joined["top_logprobs"]] == [len(top or ()) for top in choice["logprobs"]["top_logprobs"]]
+
+
+def test_echo_gives_the_prompt_with_its_logprobs_as_evaluators_read_them(engine, server):
+    ids = engine.tokenizer.encode(PROMPT)
+    said = completion(server, prompt=[ids], echo=True, logprobs=1, max_tokens=1)["choices"][0]
+    told, wanted = said["logprobs"], engine.generate(
+        input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 1}, return_logprob=True, logprob_start_len=0, top_logprobs_num=1
+    )["meta_info"]  # fmt: skip
+    assert len(told["tokens"]) == len(ids) + 1 == len(told["token_logprobs"]) == len(told["top_logprobs"])
+    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    assert told["token_logprobs"][1:-1] == pytest.approx([one[0] for one in wanted["input_token_logprobs"][1:]], abs=1e-5)
+    assert told["token_logprobs"][-1] == pytest.approx(wanted["output_token_logprobs"][0][0], abs=1e-5)
+    assert said["text"].startswith(PROMPT) and "".join(told["tokens"]) == said["text"]
+    for token, value, top in zip(told["tokens"][1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True):
+        assert top[token] == value and max(top.values()) >= value and len(top) <= 2
+    # The text of each token stands where text_offset says.
+    assert all(said["text"][at:].startswith(token) for token, at in zip(told["tokens"], told["text_offset"], strict=True))
+
+
+def test_no_new_tokens_compute_the_prompt_alone(server):
+    said = completion(server, max_tokens=0, echo=True, logprobs=0)
+    (choice,) = said["choices"]
+    assert choice["text"] == PROMPT and choice["finish_reason"] == "length"
+    assert said["usage"]["completion_tokens"] == 0 and len(choice["logprobs"]["tokens"]) == said["usage"]["prompt_tokens"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in stream(server, "/v1/completions", {"prompt": PROMPT, "max_tokens": 0})) == ""
+
+
+def test_defaults_of_length_are_each_surfaces_own(server):
+    said = server.post("/v1/completions", {"prompt": PROMPT, "ignore_eos": True}).json()
+    assert said["usage"]["completion_tokens"] == 16
+    said = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}).json()
+    assert said["usage"]["total_tokens"] == 512, "chat fills the context"
+    said = server.post("/generate", {"text": PROMPT, "sampling_params": {"ignore_eos": True}}).json()
+    assert said["meta_info"]["completion_tokens"] == 128
+    near = server.post("/v1/completions", {"prompt": [[5] * 505], "ignore_eos": True}).json()
+    assert near["usage"]["completion_tokens"] == 7, "a default is cut to what fits"
+
+
+def test_stop_strings_end_the_text_and_are_named(engine, server):
+    bias = {str(token): value for token, value in letters(engine).items()}
+    free = completion(server, logit_bias=bias, max_tokens=20, ignore_eos=True)["choices"][0]["text"]
+    stop = free[6:9]
+    said = completion(server, logit_bias=bias, max_tokens=20, ignore_eos=True, stop=[stop, "never"])["choices"][0]
+    assert said["text"] == free[: free.index(stop)]
+    assert (said["finish_reason"], said["stop_reason"]) == ("stop", stop)
+    kept = completion(server, logit_bias=bias, max_tokens=20, ignore_eos=True, stop=stop, include_stop_str_in_output=True)["choices"][0]
+    assert kept["text"] == free[: free.index(stop)] + stop
+    chunks = stream(server, "/v1/completions", {"prompt": PROMPT, "logit_bias": bias, "temperature": 0, "max_tokens": 20, "stop": stop})
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == said["text"]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x"}}
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Count the experts"}]
+
+
+def chat(server, **body):
+    response = server.post("/v1/chat/completions", {"messages": MESSAGES, **GREEDY, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_chat_renders_the_checkpoints_template(engine, server):
+    text = engine.tokenizer.apply_chat_template(MESSAGES)
+    ids = engine.tokenizer.encode(text, add_special_tokens=False)
+    wanted = engine.generate(input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 8})
+    said = chat(server)
+    message = said["choices"][0]["message"]
+    assert (message["role"], message["content"]) == ("assistant", wanted["text"])
+    assert said["object"] == "chat.completion"
+    assert said["usage"]["prompt_tokens"] == wanted["meta_info"]["prompt_tokens"]
+    parts = [{"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]}, MESSAGES[1]]
+    assert chat(server, messages=parts, max_tokens=None, max_completion_tokens=8)["choices"][0]["message"] == message
+
+
+def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(server):
+    whole = chat(server, n=2, temperature=1.0, seed=5)
+    chunks = stream(server, "/v1/chat/completions", {"messages": MESSAGES, "n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 8})
+    for choice in whole["choices"]:
+        mine = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert (mine[-1]["delta"], mine[-1]["finish_reason"]) == ({}, choice["finish_reason"])
+        assert "".join(one["delta"]["content"] for one in mine[:-1]) == choice["message"]["content"]
+    assert all("usage" not in chunk and chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    chunks = stream(server, "/v1/chat/completions", {"messages": MESSAGES, **GREEDY, "ignore_eos": True, "stream_options": options})
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, *range(1, 9), 8, 8]
+
+
+def test_chat_logprobs_name_the_sampled_token_and_its_bytes(engine, server):
+    said = chat(server, logprobs=True, top_logprobs=3)["choices"][0]
+    content = said["logprobs"]["content"]
+    assert b"".join(bytes(one["bytes"]) for one in content).decode("utf-8", "replace").startswith(said["message"]["content"])
+    for one in content:
+        assert len(one["top_logprobs"]) == 3 and one["logprob"] <= 0 and math.isfinite(one["logprob"])
+        assert one["top_logprobs"][0]["logprob"] == pytest.approx(one["logprob"]), "greedy takes the best"
+        assert one["token"] == one["top_logprobs"][0]["token"]
+    assert chat(server, logprobs=False)["choices"][0]["logprobs"] is None
+
+
+def test_ids_of_prompt_and_answer_come_when_asked(engine, server):
+    said = completion(server, return_token_ids=True)["choices"][0]
+    wanted = text_of(engine, PROMPT)
+    assert said["token_ids"] == wanted["output_ids"] and said["prompt_token_ids"] == engine.tokenizer.encode(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"), ({"prompt": [1, [2]]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"), ({"prompt": [99999]}, "prompt"),
+        ({"prompt": "a", "n": 0}, "n"), ({"prompt": "a", "n": 129}, "n"),
+        ({"prompt": "a", "n": True}, "n"), ({"prompt": "a", "n": "5"}, "n"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens"), ({"prompt": "a", "max_tokens": 10**18}, "max_tokens"),
+        ({"prompt": "a", "temperature": -1}, "temperature"), ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "stop": ["a"] * 5}, "stop"), ({"prompt": "a", "stop": ""}, "stop"), ({"prompt": "a", "seed": 2**63}, "seed"),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"), ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"), ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": "a", "best_of": 3}, "best_of"), ({"prompt": "a", "request_id": "a b"}, "request_id"),
+    ],
+)  # fmt: skip
+def test_a_wrong_completion_is_a_400_that_names_the_field(server, body, param):
+    assert error_of(server.post("/v1/completions", body), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"), ({}, "messages"), ({"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
+        ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"), ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"messages": "x"}}, "messages"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"x": {"y": 1}}}, "chat_template_kwargs"),
+    ],
+)  # fmt: skip
+def test_a_wrong_chat_is_a_400_that_names_the_field(server, body, param):
+    assert error_of(server.post("/v1/chat/completions", body), 400)["param"] == param

@@ -1,0 +1,241 @@
+"""Who may pass and what is refused: keys, limits, malformed bodies, and the classes of weakness known from serving engines."""
+
+import json
+import re
+import socket
+
+import pytest
+
+from http_server import error_of, running
+from routed_experts.core.errors import ConfigError
+from routed_experts.server.app import TABLE
+from routed_experts.server.fields import nearest
+from routed_experts.server.limits import ServerSettings
+
+KEY, ADMIN = "key-of-users-1", "key-of-admins-1"
+PATHS = sorted({re.sub(r"\{.*?\}", "x", entry.path) for entry in TABLE} | {"/openapi.json", "/version", "/nowhere", "/v1"})
+PROBES = {"/health", "/health/live", "/ready", "/ping"}
+
+
+@pytest.fixture(scope="module")
+def guarded(engine):
+    with running(engine, api_key=KEY, admin_api_key=ADMIN) as server:
+        yield server
+
+
+def raw(server, request, *, timeout=15):
+    """Bytes to the server, and what it answers until it closes or is silent."""
+    with socket.create_connection(server.address, timeout=timeout) as wire:
+        wire.sendall(request)
+        wire.shutdown(socket.SHUT_WR)
+        answer = b""
+        while chunk := wire.recv(65536):
+            answer += chunk
+    return answer
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_the_key_only_probes_answer(guarded, path):
+    for said in ("", "Bearer wrong-key-wrong", KEY, "Basic " + KEY):
+        for method in ("GET", "POST", "DELETE", "OPTIONS", "HEAD"):
+            response = guarded.client.request(method, path, headers={"authorization": said})
+            if path in PROBES:
+                assert response.status_code in (200, 405)
+            else:
+                assert response.status_code == 401, (method, path)
+                assert response.headers["www-authenticate"] == "Bearer"
+    assert KEY not in guarded.client.request("POST", path, headers={"authorization": "Bearer nonsense-" + KEY[:4]}).text
+
+
+def test_admin_routes_need_the_admin_key(guarded):
+    assert error_of(guarded.client.get("/flush_cache"), 403)["code"] == "admin_key_required"
+    assert error_of(guarded.post("/abort_request", {"abort_all": True}), 403)
+    with_admin = {"authorization": "Bearer " + ADMIN}
+    guarded.wait_idle()
+    assert guarded.client.get("/flush_cache", headers=with_admin).status_code == 200
+    assert guarded.client.get("/v1/models", headers=with_admin).status_code == 200
+    assert guarded.client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "//v1/models", "/v1//models", "/v1/models/", "/V1/models", "/v1/%6dodels", "/v1%2fmodels", "/health/../v1/models",
+        "/health/%2e%2e/v1/models", "/./v1/models", "/v1/models%00", "/health/", "//health", "/health;/v1/models", "/health?x=/v1/models",
+        "/HEALTH", "/ready/x", "http://127.0.0.1/v1/models", "http://evil/v1/models", "http://evil/health", "/%68ealth",
+        "/v1/models#/health", "/ping/../flush_cache", "/flush_cache/", "//flush_cache", "/%66lush_cache", "/FLUSH_CACHE", "/.%2fhealth",
+        "/health%2f..%2fflush_cache", "*", "/v1/models\\health",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("host", ["127.0.0.1", "evil.example"])
+def test_no_spelling_of_a_path_gets_past_the_key(guarded, target, host):
+    answer = raw(guarded, f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    status = int(answer.split(b" ", 2)[1])
+    assert status in (400, 401) or (status == 200 and b'"state"' in answer), answer[:200]
+    assert b'"object":"list"' not in answer and b"freed_pages" not in answer
+
+
+def test_no_secret_leaves(guarded, engine):
+    bodies = [guarded.client.get(path).text for path in ("/get_server_info", "/get_model_info", "/metrics", "/v1/models", "/openapi.json")]
+    bodies.append(guarded.post("/v1/completions", {"prompt": "a", "model": engine.server_args.model_path}).text)  # what came is no secret,
+    for body in bodies:  # and yet no path is echoed
+        for secret in (KEY, ADMIN, engine.server_args.model_path, "/root", "/home", "Traceback"):
+            assert secret not in body
+        assert not re.search(r"0x[0-9a-f]{8}", body)
+
+
+def test_bodies_beyond_the_limits_are_refused(engine):
+    with running(engine, max_body_bytes=4096) as server:
+        big = json.dumps({"prompt": "a" * 5000}).encode()
+        kind = {"content-type": "application/json"}
+        assert error_of(server.client.post("/v1/completions", content=big, headers=kind), 413)["code"] == "body_too_large"
+        chunked = (big[start : start + 512] for start in range(0, len(big), 512))
+        assert error_of(server.client.post("/v1/completions", content=chunked, headers=kind), 413)
+        deep = b'{"prompt":' + b"[" * 65 + b"]" * 65 + b"}"
+        assert "deeper" in error_of(server.client.post("/v1/completions", content=deep, headers=kind), 400)["message"]
+        text = json.dumps({"prompt": "[" * 200, "max_tokens": 1}).encode()
+        assert server.client.post("/v1/completions", content=text, headers=kind).status_code == 200, "brackets in a string are text"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"null", b"5", b'"x"', b"{'a': 1}", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}',
+        b"\xef\xbb\xbf{}", b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "a", "temperature": Infinity}', b"[" * 100_000,
+        b'{"a":' * 1000 + b"1" + b"}" * 1000,
+    ],
+)  # fmt: skip
+def test_what_is_no_json_object_is_a_400(server, content):
+    response = server.client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    error_of(response, 400)
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "image/json"])
+def test_another_content_type_is_a_415(server, kind):
+    headers = {} if kind is None else {"content-type": kind}
+    assert error_of(server.client.post("/generate", content=b'{"text": "a"}', headers=headers), 415)["code"] == "unsupported_media_type"
+
+
+def test_a_name_without_effect_is_told_and_a_typo_refused(server):
+    unused = {"user": "me", "store": True, "brand_new_field": 5, "seed": None, "tools": None, "tool_choice": "none"}
+    response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **unused})
+    assert response.status_code == 200
+    assert response.headers["x-ignored-params"] == "user, store, brand_new_field, tool_choice"
+    for typo, meant in (("max_token", "max_tokens"), ("temprature", "temperature"), ("return_routed_expert", "return_routed_experts")):
+        error = error_of(server.post("/v1/completions", {"prompt": "a", typo: 1}), 400)
+        assert error["param"] == typo and meant in error["message"] and error["code"] == "unknown_field"
+    hostile = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "x\r\nSet-Cookie: a=b": 1, "y" * 500: 1})
+    assert hostile.status_code == 200 and "set-cookie" not in hostile.headers and "x-ignored-params" not in hostile.headers
+
+
+def test_strict_fields_refuse_every_unknown_name(engine):
+    with running(engine, strict_fields=True) as server:
+        assert error_of(server.post("/v1/completions", {"prompt": "a", "user": "me"}), 400)["param"] == "user"
+
+
+def test_the_nearest_name_is_within_two_edits():
+    known = ("max_tokens", "stop", "seed", "n")
+    assert nearest("max_tokns", known) == nearest("max_token", known) == nearest("max_tokenss", known) == "max_tokens"
+    assert nearest("stp", known) == "stop"
+    assert nearest("max_output", known) is None and nearest("m", known) is None and nearest("sxxd", known) is None
+
+
+@pytest.mark.parametrize("payload", ["{{ 7*7 }}", "{% for x in ().__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}"])
+def test_a_template_in_a_message_is_text(server, engine, payload):
+    tokens = server.post("/tokenize", {"messages": [{"role": "user", "content": payload}]}).json()["tokens"]
+    assert payload in engine.tokenizer.decode(tokens, skip_special_tokens=False)
+    refused = {"messages": [{"role": "user", "content": "a"}], "chat_template": payload}
+    assert error_of(server.post("/v1/chat/completions", refused), 400)["param"] == "chat_template"
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "..%2f..%2fetc%2fpasswd", "/etc/passwd", "%00", "a" * 5000, "stats/../x", "%2e%2e"])
+def test_no_path_comes_from_a_request(server, name):
+    assert server.client.get(f"/v1/routing/{name}").status_code in (400, 404)
+    assert server.client.get(f"/v1/models/{name}").status_code in (400, 404)
+
+
+def test_pickles_are_only_bytes(server):
+    pickled = b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x02id\x94\x85\x94R\x94."
+    assert raw(server, pickled).startswith(b"HTTP/1.1 400")
+    for kind in ("application/json", "application/octet-stream"):
+        response = server.client.post("/generate", content=pickled, headers={"content-type": kind})
+        assert response.status_code in (400, 415)
+
+
+@pytest.mark.parametrize("value", [10**6, 10**18, 10**30, -1, True, "5", 1.5, [], {}])
+@pytest.mark.parametrize("field", ["n", "max_tokens", "logprobs", "seed", "top_k", "min_tokens"])
+def test_fan_out_is_bounded(server, field, value):
+    response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, field: value})
+    fine = [("seed", 10**6), ("seed", 10**18), ("seed", -1), ("top_k", 10**6), ("top_k", -1), ("logprobs", True)]
+    if any(field == name and value == number and type(value) is type(number) for name, number in fine):
+        assert response.status_code == 200
+    else:
+        assert error_of(response, 400)["param"] == field
+
+
+def test_an_error_never_echoes_a_large_value(server):
+    for said in ({"stop": "x" * 4000}, {"model": "m" * 4000}, {"user_" * 700: 1, "temperature": "y" * 4000}):
+        response = server.post("/v1/completions", {"prompt": "a", **said})
+        assert response.status_code in (400, 404) and len(response.content) < 1300
+
+
+def test_a_request_id_is_echoed_or_refused(server):
+    response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "my.id-1"})
+    assert response.headers["x-request-id"] == response.json()["id"] == "my.id-1"
+    response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    assert response.headers["x-request-id"] == response.json()["id"]
+    for bad in ("a b", "x" * 65, "../x", "stats"):
+        assert error_of(server.client.get("/v1/models", headers={"x-request-id": bad}), 400)["code"] == "invalid_request_id"
+
+
+def test_unknown_routes_and_methods(server):
+    assert error_of(server.client.get("/v1/responses"), 404)["code"] == "not_found"
+    response = server.client.get("/v1/completions")
+    assert error_of(response, 405)["code"] == "method_not_allowed" and response.headers["allow"] == "POST"
+    assert set(server.client.post("/v1/routing/x").headers["allow"].split(", ")) == {"DELETE", "GET", "HEAD"}
+
+
+def test_cross_origin_is_off_unless_an_origin_is_named(server, engine):
+    origin = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in server.client.get("/v1/models", headers=origin).headers
+    with running(engine, cors_origin="https://app.example") as other:
+        assert other.client.options("/v1/models", headers=origin).headers["access-control-allow-origin"] == "https://app.example"
+        evil = other.client.get("/v1/models", headers={"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in evil.headers
+
+
+def test_while_it_starts_only_probes_answer():
+    with running(None) as server:
+        for path, status in (("/health", 503), ("/ready", 503), ("/health/live", 200)):
+            response = server.client.get(path)
+            assert response.status_code == status and response.json()["state"] == "starting"
+            assert ("retry-after" in response.headers) == (status == 503)
+        for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+            response = server.post(path, body)
+            assert error_of(response, 503)["code"] == "starting" and response.headers["retry-after"]
+        assert error_of(server.client.get("/v1/models"), 503)
+
+
+def test_while_it_drains_nothing_new_is_taken(engine):
+    with running(engine) as server:
+        server.service.drain()
+        for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
+            assert error_of(server.post(path, body), 503)["code"] == "draining"
+        assert server.client.get("/ready").status_code == 503 and server.client.get("/health/live").status_code == 200
+        assert server.client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"port": 70000}, {"api_key": "short"}, {"api_key": "has a blank"}, {"request_timeout": 0}, {"shutdown_timeout": -1},
+        {"cors_origin": "*"}, {"max_body_bytes": 5}, {"routing_store_bytes": -1}, {"routing_store_ttl": 0},
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused(said):
+    with pytest.raises(ConfigError, match=next(iter(said))):
+        ServerSettings(**said)
+
+
+def test_a_key_is_not_shown():
+    assert KEY not in repr(ServerSettings(api_key=KEY, admin_api_key=KEY))

@@ -1,0 +1,254 @@
+"""Routed experts over HTTP: every dialect carries the rows that the engine recorded, and readers of its peers find them."""
+
+import base64
+import hashlib
+import io
+import json
+
+import numpy as np
+import pytest
+
+from http_server import error_of, running, stream
+from routed_experts.capture import record_from_meta_info, record_from_npy, record_from_response
+from routed_experts.capture.meta_info import extract_routed_experts_from_meta_info
+from routed_experts.core.routed_experts import read_record_bytes
+
+PROMPT = "The router scores every expert"
+L, M, K = 4, 3, 4  # layers, MoE layers and experts a token of the tiny MoE
+SAMPLED = {"prompt": PROMPT, "max_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def records(engine):
+    """What the engine recorded for three choices of the prompt, as int32 [S - 1, L, K]."""
+    params = {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True, "n": 3}
+    answers = engine.generate(PROMPT, params, return_routed_experts=True)
+    return [extract_routed_experts_from_meta_info(answer).reshape(-1, L, K) for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def peers(engine):
+    """Servers that speak as vLLM 0.21 and vLLM 0.33 do."""
+    with running(engine, routed_experts_dialect="vllm021") as old, running(engine, routed_experts_dialect="vllm") as new:
+        yield {"vllm021": old, "vllm": new}
+
+
+def rows(choice):
+    return extract_routed_experts_from_meta_info(choice).reshape(-1, L, K)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("form", ["int32", "npy", "list"])
+@pytest.mark.parametrize("layers", [None, "all", "moe"])
+def test_every_choice_has_its_own_rows(server, records, form, layers, streamed):
+    body = {**SAMPLED, "n": 3, "return_routed_experts": True, "routed_experts_format": form, "routed_experts_layers": layers}
+    if streamed:
+        chunks = stream(server, "/v1/completions", body)
+        holders = [chunk for chunk in chunks if any("routed_experts" in json.dumps(one) for one in chunk["choices"])]
+        assert len(holders) == 3, "rows come with the last chunk of each choice alone"
+        assert sum("prompt_routed_experts" in chunk for chunk in chunks) == (1 if form == "list" else 0)
+        prompt = next((chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk), None)
+        whole = {"prompt_routed_experts": prompt, "choices": [chunk["choices"][0] for chunk in holders]}
+        assert all(one["finish_reason"] == "length" for one in whole["choices"])
+    else:
+        whole = server.post("/v1/completions", body).json()
+    for choice, wanted in enumerate(records):
+        record = record_from_response(whole, choice)
+        assert np.array_equal(record.ids, wanted[:, 1:]), (form, layers, choice)
+        assert (record.num_rows, record.num_tokens) == (record.num_prompt_tokens + 6, record.num_prompt_tokens + 7)
+    assert not np.array_equal(records[0], records[1]), "the choices must differ for this to say anything"
+
+
+def test_int32_is_where_rl_frameworks_look(server, records):
+    meta = server.post("/v1/completions", {**SAMPLED, "return_routed_experts": True}).json()["choices"][0]["meta_info"]
+    assert meta["weight_version"] == "0" and meta["routed_experts_start_len"] == 0
+    users_own = np.frombuffer(base64.b64decode(meta["routed_experts"].encode()), np.int32).reshape(-1, L, K)
+    assert np.array_equal(users_own, records[0])
+
+
+def test_vllm_021_splits_prompt_and_generation_without_being_asked(peers, records):
+    said = peers["vllm021"].post("/v1/completions", {**SAMPLED, "n": 3}).json()
+    prompt = np.array(said["prompt_routed_experts"])
+    for choice, wanted in zip(said["choices"], records, strict=True):
+        generated = np.array(choice["routed_experts"])
+        assert generated.shape == (6, M, K), "gen_len - 1 rows, MoE layers alone"
+        assert np.array_equal(np.concatenate([prompt, generated]), wanted[:, 1:])
+    quiet = peers["vllm021"].post("/v1/completions", {**SAMPLED, "return_routed_experts": False}).json()
+    assert "prompt_routed_experts" not in quiet and "routed_experts" not in quiet["choices"][0]
+    error = error_of(peers["vllm021"].post("/v1/completions", {"prompt": ["a", "b"]}), 400)
+    assert (error["code"], error["param"]) == ("list_unsuitable", "routed_experts_format")
+
+
+def test_vllm_033_sends_an_npy_of_all_layers(peers, records):
+    said = peers["vllm"].post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}).json()
+    loaded = np.load(io.BytesIO(base64.b64decode(said["choices"][0]["routed_experts"])), allow_pickle=False)
+    assert loaded.dtype == np.uint8 and loaded.shape[1:] == (L, K) and not loaded[:, 0].any()
+    assert loaded.shape[0] == said["usage"]["total_tokens"] - 1
+    said = peers["vllm"].post("/v1/completions", SAMPLED).json()["choices"][0]
+    assert np.array_equal(rows(said), records[0])
+    asked = peers["vllm"].post("/v1/completions", {**SAMPLED, "routed_experts_format": "int32"}).json()["choices"][0]
+    assert "routed_experts" not in asked and np.array_equal(rows(asked), records[0]), "a named format stands in its own place"
+
+
+def test_a_later_start_sends_only_the_later_rows(server, records, engine):
+    prompt_len = len(engine.tokenizer.encode(PROMPT))
+    for start in (0, 3, prompt_len):
+        body = {**SAMPLED, "return_routed_experts": True, "routed_experts_prompt_start": start}
+        choice = server.post("/v1/completions", body).json()["choices"][0]
+        assert np.array_equal(rows(choice), records[0][start:])
+        assert choice["meta_info"]["routed_experts_start_len"] == start
+    body = {**SAMPLED, "return_routed_experts": True, "routed_experts_start_len": prompt_len + 1}
+    error = error_of(server.post("/v1/completions", body), 400)
+    assert error["code"] == "invalid_start"
+
+
+def test_no_new_tokens_give_a_row_for_every_token(server, records, engine):
+    ids = engine.tokenizer.encode(PROMPT)
+    for path, body in (
+        ("/v1/completions", {"prompt": ids, "max_tokens": 0}),
+        ("/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 0}}),
+    ):
+        said = server.post(path, {**body, "return_routed_experts": True}).json()
+        record = record_from_response(said)
+        assert record.num_rows == record.num_tokens == len(ids)
+        assert np.array_equal(record.ids, records[0][: len(ids), 1:])
+
+
+def test_a_ref_is_fetched_from_its_url(server, records):
+    body = {**SAMPLED, "n": 2, "return_routed_experts": True, "routed_experts_format": "ref", "request_id": "r1"}
+    said = server.post("/v1/completions", body).json()
+    for choice, wanted in zip(said["choices"], records, strict=False):
+        meta = choice["meta_info"]
+        assert meta["routed_experts_ref"] == f"/v1/routing/r1?choice={choice['index']}" and "routed_experts" not in meta
+        answer = server.client.get(meta["routed_experts_ref"])
+        record = record_from_npy(answer.content, json.loads(answer.headers["x-routed-experts-info"]))
+        assert np.array_equal(record.ids, wanted[:, 1:])
+        assert json.loads(answer.headers["x-routed-experts-info"]) == meta["routed_experts_info"]
+        assert answer.headers["etag"] == f'"{hashlib.sha256(answer.content).hexdigest()}.npy"'
+        assert int(answer.headers["content-length"]) == len(answer.content)
+        head = server.client.head(meta["routed_experts_ref"])
+        assert head.content == b"" and head.headers["etag"] == answer.headers["etag"]
+        packed = server.client.get(meta["routed_experts_ref"] + "&format=safetensors").content
+        found, tokens = read_record_bytes(packed)
+        assert found == record and tokens.size == record.num_tokens
+        assert server.client.get(meta["routed_experts_ref"], headers={"if-none-match": answer.headers["etag"]}).status_code == 304
+    assert error_of(server.client.get("/v1/routing/r1?choice=2"), 404)["code"] == "routing_not_found"
+    assert error_of(server.client.get("/v1/routing/r1?choice=x"), 400)["param"] == "choice"
+    assert error_of(server.client.get("/v1/routing/r1?format=pickle"), 400)["code"] == "unknown_format"
+    assert server.client.delete("/v1/routing/r1").status_code == 204
+    assert error_of(server.client.get("/v1/routing/r1"), 404)["code"] == "routing_not_found"
+    assert server.service.store.nbytes == 0
+
+
+def test_a_native_ref_and_its_stream(server, records):
+    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True}}
+    body |= {"return_routed_experts": True, "routed_experts_format": "ref", "rid": "native-1"}
+    last = stream(server, "/generate", body)[-1]
+    answer = server.client.get(last["meta_info"]["routed_experts_ref"])
+    record = record_from_npy(answer.content, json.loads(answer.headers["x-routed-experts-info"]))
+    assert np.array_equal(record.ids, records[0][:, 1:])
+    server.client.delete("/v1/routing/native-1")
+
+
+def test_native_rows_in_every_format(server, records):
+    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True}}
+    for form in ("int32", "npy", "list"):
+        said = server.post("/generate", {**body, "return_routed_experts": True, "routed_experts_format": form}).json()
+        assert np.array_equal(record_from_meta_info(said).ids, records[0][:, 1:])
+        assert said["meta_info"]["routed_experts_info"]["layers"] == ("all" if form == "int32" else "moe")
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code"),
+    [
+        ({"return_routed_experts": True, "routed_experts_format": "xml"}, 400, "unknown_format"),
+        ({"return_routed_experts": True, "routed_experts_layers": "some"}, 400, "unknown_layers"),
+        ({"return_routed_experts": True, "routed_experts_start_len": -1}, 400, "invalid_start"),
+        ({"return_routed_experts": True, "routed_experts_start_len": 1, "routed_experts_prompt_start": 2}, 400, "conflicting_parameters"),
+        ({"return_routed_experts": True, "routed_experts_weights": True}, 400, "weights_disabled"),
+        ({"return_routed_experts": True, "routed_experts_stream": True}, 400, "stream_required"),
+        ({"routed_experts_format": "npy"}, 400, "routing_not_requested"),
+        ({"routed_experts_start_len": 2}, 400, "routing_not_requested"),
+        ({"return_routed_expert": True}, 400, "unknown_field"),
+        ({"routed_experts_foo": None, "return_routing": True}, 400, "unknown_field"),
+        ({"return_routed_experts": "yes"}, 400, "invalid_request"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_a_wish_that_cannot_be_met_is_refused_by_its_code(server, path, fields, status, code):
+    prompt = {"/generate": {"text": "a"}, "/v1/completions": {"prompt": "a"}}.get(path, {"messages": [{"role": "user", "content": "a"}]})
+    assert error_of(server.post(path, {**prompt, **fields}), status)["code"] == code
+
+
+def test_another_key_may_not_fetch(engine):
+    with running(engine, api_key="k" * 16, admin_api_key="a" * 16) as server:
+        body = {"prompt": "a", "max_tokens": 2, "return_routed_experts": True, "routed_experts_format": "ref", "request_id": "mine"}
+        assert server.post("/v1/completions", body).status_code == 200
+        assert server.client.get("/v1/routing/mine").status_code == 200
+        other = {"authorization": "Bearer " + "a" * 16}
+        assert error_of(server.client.get("/v1/routing/mine", headers=other), 403)["code"] == "routing_of_another_key"
+        assert error_of(server.client.delete("/v1/routing/mine", headers=other), 403)
+
+
+def test_a_store_of_no_bytes_refuses_refs(engine):
+    with running(engine, routing_store_bytes=0) as server:
+        error = error_of(server.post("/generate", {"text": "a", "return_routed_experts": True, "routed_experts_format": "ref"}), 400)
+        assert error["code"] == "ref_unavailable"
+
+
+def joined(pieces):
+    """Increments put together: (rows [R, L, K], start of the first); each begins where the one before ended."""
+    starts = [record.start for record in pieces]
+    assert starts == [starts[0] + sum(one.num_rows for one in pieces[:place]) for place in range(len(pieces))]
+    return np.concatenate([record.ids for record in pieces]), starts[0]
+
+
+@pytest.mark.parametrize("form", ["int32", "npy", "list"])
+@pytest.mark.parametrize("start", [0, 3])
+def test_rows_that_are_streamed_come_with_their_tokens_and_join_to_the_whole(server, records, engine, form, start):
+    prompt_len = len(engine.tokenizer.encode(PROMPT))
+    wish = {"return_routed_experts": True, "routed_experts_format": form, "routed_experts_stream": True, "routed_experts_start_len": start}
+    chunks = stream(server, "/v1/completions", {**SAMPLED, "n": 2, **wish})
+    for index, wanted in enumerate(records[:2]):
+        mine = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        holders = [chunk for chunk in mine if "routed_experts_info" in json.dumps(chunk)]
+        if form == "list":
+            lent = next(chunk["prompt_routed_experts"] for chunk in chunks if chunk.get("prompt_routed_experts"))
+            holders[0]["prompt_routed_experts"] = lent  # it comes once, with the first choice
+        pieces = [record_from_response({**chunk, "choices": [{**chunk["choices"][0], "index": 0}]}) for chunk in holders]
+        ids, first = joined(pieces)
+        assert first == start and np.array_equal(ids, wanted[start:, 1:])
+        assert pieces[0].num_rows == prompt_len - start, "the prompt's rows come with the first token"
+        for place, piece in enumerate(pieces):
+            assert piece.num_tokens == prompt_len + place + 1 == piece.start + piece.num_rows + 1, "no row before its token is told"
+    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True}}
+    events = stream(server, "/generate", {**body, **wish})
+    pieces = [record_from_meta_info(one) for one in events]
+    ids, first = joined([piece for piece in pieces if piece is not None])
+    assert first == start and np.array_equal(ids, records[0][start:, 1:])
+    assert all(one["meta_info"]["routed_experts_info"]["sha256"] is None for one in events)
+    assert [piece.num_tokens for piece in pieces] == [prompt_len + count for count in range(1, 8)]
+
+
+def test_streamed_rows_of_a_long_prompt_come_in_pieces(server, engine):
+    prompt = [number % 300 + 3 for number in range(480)]  # some 40 kB of rows
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 3, "ignore_eos": True, "temperature": 0}}
+    wish = {"return_routed_experts": True, "routed_experts_stream": True}
+    whole = record_from_meta_info(server.post("/generate", {**body, "return_routed_experts": True}).json())
+    for path, said in (("/generate", body), ("/v1/completions", {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "temperature": 0})):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("routed_experts.server.dialects.MAX_EVENT_PAYLOAD", 8 * 1024)
+            events = stream(server, path, {**said, **wish})
+        holders = [one for one in events if "routed_experts_info" in json.dumps(one)]
+        pieces = [record_from_response(one) for one in holders]
+        assert len(holders) > 5 and np.array_equal(joined(pieces)[0], whole.ids)
+        payloads = [one["meta_info"] if path == "/generate" else one["choices"][0]["meta_info"] for one in holders]
+        assert max(len(one["routed_experts"]) for one in payloads) <= 8 * 1024
+        ends = [one["meta_info"]["finish_reason"] if path == "/generate" else one["choices"][0]["finish_reason"] for one in events]
+        assert [end is not None for end in ends] == [False] * (len(ends) - 1) + [True]
+
+
+def test_the_engine_streams_rows_too(engine, records):
+    params = {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True}
+    told = list(engine.generate(PROMPT, params, stream=True, return_routed_experts=True, routed_experts_stream=True))
+    assert np.array_equal(joined([record_from_meta_info(one) for one in told])[0], records[0][:, 1:])

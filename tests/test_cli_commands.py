@@ -1,0 +1,130 @@
+"""Commands that read, check, copy and convert: run in this process, against what the library says of the same model."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+
+from routed_experts.capture import record_from_meta_info
+from routed_experts.cli import main
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.demo import demo_model_path
+from serving import borrow
+from tiny import write_tiny_checkpoint
+
+SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "32"]
+
+
+def run(capsys, *argv):
+    code = main([str(word) for word in argv])
+    return code, *capsys.readouterr()
+
+
+def test_inspect_reads_shapes_without_weights(tmp_path, capsys):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    code, out, _ = run(capsys, "inspect", folder, "--json", "--enable-return-routed-experts", *SIZES)
+    found = json.loads(out)
+    assert code == 0
+    assert (found["num_layers"], found["moe_layer_ids"], found["num_experts"], found["top_k"]) == (4, [1, 2, 3], 16, 4)
+    assert (found["vocab_size"], found["context_length"], found["row_bytes"], found["dtype"]) == (313, 512, 12, "float32")
+    with borrow(enable_return_routed_experts=True) as engine:  # the same model and flags, loaded
+        assert found["memory_plan"] == engine.memory_plan
+        assert found["kv_tokens"] == (engine._assembly.plan.pool.num_pages - 1) * engine.server_args.page_size
+    (folder / "model.safetensors").unlink()
+    code, out, _ = run(capsys, "inspect", folder, "--config-only")
+    assert code == 0 and "3 MoE (1-3) × 16 experts top-4" in out and "bfloat16" in out
+    code, _, err = run(capsys, "inspect", folder)
+    assert code == 2 and "safetensors" in err
+    code, _, err = run(capsys, "inspect", folder, "--config-only", "--max-total-tokens", str(10**12))
+    assert code == 2 and "max_total_tokens" in err
+
+
+def test_tiny_writes_a_checkpoint_that_is_served(tmp_path, capsys):
+    code, out, _ = run(capsys, "tiny", tmp_path / "model")
+    assert code == 0 and "routed-experts serve" in out
+    assert {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()} == {
+        file.name: file.read_bytes() for file in demo_model_path().iterdir()
+    }
+    code, _, err = run(capsys, "tiny", tmp_path / "model")
+    assert code == 2 and "empty folder" in err
+    assert run(capsys, "inspect", tmp_path / "model")[0] == 0
+
+
+def test_doctor_tests_capture_against_replay(capsys):
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0, out
+    assert out.count("ok    ") == 4 and "all checks passed" in out and "jax " in out
+
+
+def test_chat_answers_lines_until_they_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n/new\n" + "a " * 2000 + "\nhello\n/quit\nnever\n"))
+    folder = write_tiny_checkpoint(tmp_path)
+    code, out, err = run(capsys, "chat", folder, "--temperature", "0", "--max-new-tokens", "8", *SIZES)
+    first, second = out.splitlines()
+    assert code == 0 and first and first == second, "forgotten, the same question gets the same answer"
+    assert "/new begins afresh" in err
+
+
+def test_generate_reads_json_lines(tmp_path, capsys):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    lines = [{"prompt": "The cat"}, {"input_ids": [5, 6, 7], "tag": 1}, {"prompt": "One two"}]
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
+    flags = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--max-new-tokens", 4, "--temperature", 0]
+    code, _, err = run(capsys, "generate", folder, *flags, *SIZES)
+    assert code == 0, err
+    said = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line.get("prompt") for line in said] == ["The cat", None, "One two"] and said[1]["tag"] == 1
+    with borrow() as engine:
+        for line, answer in zip(lines, said, strict=True):
+            wanted = engine.generate(line.get("prompt"), {"temperature": 0, "max_new_tokens": 4}, line.get("input_ids"))
+            assert answer["output_ids"] == wanted["output_ids"]
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n', encoding="utf-8")
+    code, _, err = run(capsys, "generate", folder, "--input", tmp_path / "bad.jsonl", *SIZES)
+    assert code == 2 and "line 2" in err
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """A folder with one answer of /generate, and one with a choice of OpenAI's form."""
+    folder = tmp_path_factory.mktemp("answers")
+    with borrow(enable_return_routed_experts=True) as engine:
+        said = engine.generate("The cat sat", {"max_new_tokens": 5, "seed": 1}, return_routed_experts=True)
+    (folder / "a.json").write_text(json.dumps(said), encoding="utf-8")
+    (folder / "openai.json").write_text(json.dumps({"choices": [{"index": 0, "meta_info": said["meta_info"]}]}), encoding="utf-8")
+    (folder / "many.jsonl").write_text("\n".join([json.dumps({"meta_info": {}}), json.dumps(said)]), encoding="utf-8")
+    (folder / "listed.json").write_text(json.dumps([{"meta_info": {}}, said]), encoding="utf-8")
+    return folder, record_from_meta_info(said)
+
+
+def test_convert_goes_through_every_file_and_form(answers, capsys, tmp_path):
+    folder, record = answers
+    for source, flags in (("a.json", ()), ("openai.json", ()), ("many.jsonl", ("--line", 2)), ("listed.json", ("--choice", 1))):
+        code, out, err = run(capsys, "convert", folder / source, tmp_path / "r.safetensors", *flags)
+        assert code == 0, err
+        assert RoutedExperts.from_bytes((tmp_path / "r.safetensors").read_bytes()) == record
+        assert f"{record.num_rows} rows" in out
+    for form in ("int32", "npy", "list"):
+        for layers in ("all", "moe"):
+            flags = ("--format", form, "--layers", layers)
+            assert run(capsys, "convert", tmp_path / "r.safetensors", tmp_path / "b.json", *flags)[0] == 0
+            assert record_from_meta_info(json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))) == record
+    for name in ("sglang", "vllm", "verl", "tunix", "maxtext"):
+        assert run(capsys, "convert", tmp_path / "r.safetensors", tmp_path / "b.npy", "--to", name)[0] == 0
+        written = np.load(tmp_path / "b.npy", allow_pickle=False)
+        assert written.dtype == record.to(name).dtype and np.array_equal(written, record.to(name))
+    assert run(capsys, "convert", tmp_path / "r.safetensors", tmp_path / "b.npz", "--to", "megatron")[0] == 0
+    with np.load(tmp_path / "b.npz", allow_pickle=False) as parts:
+        assert np.array_equal(parts["mask"], record.to("megatron")[1]) and np.array_equal(parts["layer_2"], record.to("megatron")[0][2])
+
+
+def test_convert_says_what_is_wrong(answers, capsys, tmp_path):
+    folder, _ = answers
+    (tmp_path / "no.json").write_text("{", encoding="utf-8")
+    for source, target, flags, code in (
+        (folder / "a.json", "b.txt", (), 2), (folder / "many.jsonl", "b.json", (), 2), (folder / "many.jsonl", "b.json", ("--line", 9), 2),
+        (folder / "a.json", "b.npy", ("--to", "megatron"), 2), (tmp_path / "no.json", "b.json", (), 2),
+        (folder / "nowhere.json", "b.json", (), 1), (folder / "listed.json", "b.json", ("--choice", 5), 2),
+    ):  # fmt: skip
+        came, _, err = run(capsys, "convert", source, tmp_path / target, *flags)
+        assert came == code and err.count("\n") == 1, err
