@@ -131,9 +131,11 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
         assert engine.check_integrity() == []
     assert len({tuple(result["output_ids"]) for result in results}) > 1, "a constant answer proves nothing"
     difference = replayed(oracle, tmp_path, longer)
-    flips = f"; {flipped(tmp_path, longer):.2%} of routers flip in bfloat16" if capture else ""
+    share = flipped(tmp_path, longer) if capture else 0.0
+    flips = f"; {share:.2%} of routers flip in bfloat16" if capture else ""
     print(f"{name}: {tally}; replay of the oracle's ids: largest logit difference {difference:.1e}{flips}")
     assert tally.logprob < 1e-4 and difference < 2e-4
+    assert share < 0.15, "bfloat16 rounds: routers near a tie flip, but no more; this is another computation"
     assert tally.near_tokens <= 0.05 * tally.tokens and tally.near_ids <= 0.1 * tally.ids
     assert tally.exceptions <= 0.001 * tally.ids
 

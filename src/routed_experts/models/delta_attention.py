@@ -4,6 +4,7 @@ remembers of a request does not grow; it stands beside the pages. Knows nothing 
 Dims: N tokens, D hidden, H value heads, J key heads, K key dim, V value dim, Q channels of the convolution, W its width."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,7 +93,11 @@ class DeltaAttention:
             return mixed, gates.reshape(rows, shape.value_heads, -1), rates, steps
         width = self.value_width // shape.key_heads
         grouped = qkvz.reshape(rows, shape.key_heads, -1)
-        parts = jnp.split(grouped, [shape.key_dim, 2 * shape.key_dim, 2 * shape.key_dim + width], axis=-1)
-        mixed = jnp.concatenate([part.reshape(rows, -1) for part in parts[:3]], axis=-1)
+        bounds = (0, shape.key_dim, 2 * shape.key_dim, 2 * shape.key_dim + width)
+        # One slice a head: XLA on CPU (jaxlib 0.10.2) gives wrong numbers for bfloat16 slices of all heads that are reshaped, put side by
+        # side and then padded in one fusion (tests/models/test_delta_attention.py).
+        spans = [(head, low, high) for low, high in itertools.pairwise(bounds) for head in range(shape.key_heads)]
+        mixed = jnp.concatenate([grouped[:, head, low:high] for head, low, high in spans], axis=-1)
+        gates = grouped[:, :, bounds[-1] :].reshape(rows, shape.value_heads, -1)
         rates, steps = (part.reshape(rows, -1) for part in jnp.split(ba.reshape(rows, shape.key_heads, -1), 2, axis=-1))
-        return mixed, parts[3].reshape(rows, shape.value_heads, -1), rates, steps
+        return mixed, gates, rates, steps
