@@ -120,5 +120,6 @@ def _columns(fed, rows, lens, form):
 
 
 def run(runner, batch):
-    """A step, dispatched and read."""
-    return runner.read(runner.dispatch(batch))
+    """A step, dispatched and read, the rows of its real tokens too."""
+    result = runner.read(runner.dispatch(batch))
+    return result if result.rows is None else dataclasses.replace(result, rows=np.asarray(result.rows)[: batch.num_tokens])

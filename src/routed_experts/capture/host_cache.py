@@ -8,6 +8,7 @@ and filing one step then costs as much as filing ten. Token-major: one token's r
 Dims: Z slots, P pages, R rows, M MoE layers, K experts per token."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt
@@ -21,21 +22,10 @@ _MOST_NOTES = 24  # that wait to be filed: at a batch of 8 about 16 steps, and t
 _MOST_ROWS = 512
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Rows of one step, to be filed."""
-
-    slots: Int[np.ndarray, " R"]
-    rows: UInt[np.ndarray, "R M*K"]
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Forgotten:
-    """Slots whose rows are to be forgotten, by page of `page_size` slots."""
-
-    pages: Int[np.ndarray, " P"]
-    page_size: int
+# What waits to be filed: slots, rows, version and which of them live; or pages to be forgotten, and their size. Plain tuples: making
+# one is all that a step waits for.
+_Step = tuple[Int[np.ndarray, " R"], Any, int, Bool[np.ndarray, " R"] | None]
+_Forgotten = tuple[Int[np.ndarray, " P"], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +53,12 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         """Host memory of the store, in bytes."""
         return self._store.nbytes + self._versions.nbytes
 
-    def put(self, slots: Int[np.ndarray, " R"], rows: UInt[np.ndarray, "R M*K"], version: int) -> None:
-        """Take the rows of one step under their slots: real tokens only, never padding. `version`: of the weights that ran. Both arrays
-        are the store's from now on."""
-        assert rows.shape == (slots.size, self._store.shape[1]), (rows.shape, slots.shape, self._store.shape)
-        assert rows.dtype == self._store.dtype, (rows.dtype, self._store.dtype)
-        assert version > _NO_ROW, version
+    def put(self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None) -> None:
+        """Take the rows of one step under the slots of its real tokens. `version`: of the weights that ran. `rows`: anything that
+        np.asarray reads as [N, M*K] of the spec's dtype, real tokens first; `live` says which of them to keep, None keeps all. The
+        arrays are the store's from now on; what is wrong with them is found when they are filed."""
         self._noted_rows += slots.size
-        self._note(_Step(slots, rows, version))
+        self._note((slots, rows, version, live))
 
     def clear(self, slots: Int[np.ndarray, " R"]) -> None:
         """Forget the rows of these slots."""
@@ -79,20 +67,31 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
     def clear_pages(self, pages: Int[np.ndarray, " P"], page_size: int) -> None:
         """Forget the rows of these pages; page p holds slots [p * page_size, (p + 1) * page_size)."""
         assert self._versions.size % page_size == 0, f"{self._versions.size} slots are no whole number of pages of {page_size}"
-        self._note(_Forgotten(pages, page_size))
+        self._note((pages, page_size))
 
     def file(self) -> None:
         """Write down in the store what steps brought, in their order; every reader does so first."""
         notes, self._notes, self._noted_rows = self._notes, [], 0
         for note in notes:
-            if isinstance(note, _Forgotten):
-                self._versions.reshape(-1, note.page_size)[note.pages] = _NO_ROW
-                continue
-            assert note.slots.size == 0 or note.slots.min() >= 0, f"slot {note.slots.min()}: wanted 0 to {self._versions.size - 1}"
-            self._store[note.slots] = note.rows
-            self._versions[note.slots] = note.version
+            if len(note) == 2:
+                pages, page_size = note
+                self._versions.reshape(-1, page_size)[pages] = _NO_ROW
+            else:
+                self._write(*note)
 
-    def _note(self, note: "_Step | _Forgotten") -> None:
+    def _write(self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None) -> None:
+        ids: UInt[np.ndarray, "N M*K"] = np.asarray(rows)
+        assert ids.dtype == self._store.dtype, (ids.dtype, self._store.dtype)
+        assert ids.shape[0] >= slots.size and ids.shape[1:] == self._store.shape[1:], (ids.shape, slots.shape, self._store.shape)
+        assert version > _NO_ROW, version
+        ids = ids[: slots.size]
+        if live is not None:
+            slots, ids = slots[live], ids[live]
+        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
+        self._store[slots] = ids
+        self._versions[slots] = version
+
+    def _note(self, note: _Step | _Forgotten) -> None:
         self._notes.append(note)
         if len(self._notes) >= _MOST_NOTES or self._noted_rows >= _MOST_ROWS:
             self.file()

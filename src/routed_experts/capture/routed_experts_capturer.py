@@ -8,7 +8,7 @@ Dims: N padded tokens, R rows, M MoE layers, K experts per token, P pages."""
 
 from abc import ABC, abstractmethod
 from contextvars import ContextVar
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt
@@ -50,8 +50,9 @@ class RoutedExpertsCapturer(ABC):
         """Forget what these pages held: they are handed out again."""
 
     @abstractmethod
-    def on_forward_end(self, slots: Int[np.ndarray, " R"], rows: UInt[np.ndarray, "R M*K"], version: int) -> None:
-        """File a step's rows under the slots its tokens were written to, padding left out; `version` of the weights that ran."""
+    def on_forward_end(self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None) -> None:
+        """File a step's rows under the slots its tokens were written to; `version` of the weights that ran. `rows`: anything that
+        np.asarray reads as [N, M*K] of the spec's dtype, the R real tokens first. `live`: which of them to file; None files all."""
 
     @abstractmethod
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
@@ -103,8 +104,8 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
     def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:
         self.host_cache.clear_pages(pages, self._page_size)
 
-    def on_forward_end(self, slots: Int[np.ndarray, " R"], rows: UInt[np.ndarray, "R M*K"], version: int) -> None:
-        self.host_cache.put(slots, rows, version)
+    def on_forward_end(self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None) -> None:
+        self.host_cache.put(slots, rows, version, live)
 
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
         return self.host_cache.gather(slots)
@@ -170,7 +171,7 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
     def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:
         return
 
-    def on_forward_end(self, slots: Int[np.ndarray, " R"], rows: UInt[np.ndarray, "R M*K"], version: int) -> None:
+    def on_forward_end(self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None) -> None:
         return
 
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:

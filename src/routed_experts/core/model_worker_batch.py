@@ -5,6 +5,7 @@ zeros at the end. Dims: N padded tokens, B padded requests, W pages of a request
 
 import dataclasses
 import enum
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, UInt
@@ -74,7 +75,8 @@ class ModelWorkerBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step computed, on the host. `rows` are the routed experts of its real tokens, or None without capture."""
+    """What a step computed, on the host. `rows` are its routed experts [N, M*K], real tokens first, or None without capture: any array
+    that np.asarray can read, which is left to who files them."""
 
     tokens: Int[np.ndarray, " B"]
     logprobs: Float[np.ndarray, " B"]
@@ -83,5 +85,5 @@ class StepResult:
     prompt_logprobs: Float[np.ndarray, " N"] | None
     prompt_top_logprobs: Float[np.ndarray, "N T"] | None
     prompt_top_ids: Int[np.ndarray, "N T"] | None
-    rows: UInt[np.ndarray, "num_tokens MK"] | None
+    rows: Any
     weight_version: int

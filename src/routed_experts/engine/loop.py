@@ -58,7 +58,7 @@ class EngineLoop:
                 text = f"rid={taken!r} is the id of a request that has not ended; choose another, or leave it out"
                 raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
             if any(req.rid in self._sinks for req in reqs):  # aborted, but its caller has not been told: that comes first
-                self._drain()
+                _finish_step_in_flight(self)
             self._core.add(reqs, stops)
             self._sinks.update(dict.fromkeys((req.rid for req in reqs), sink))
 
@@ -101,19 +101,10 @@ class EngineLoop:
         """Run a function on the engine thread while no step is in flight."""
 
         def run() -> _T:
-            self._drain()
+            _finish_step_in_flight(self)
             return function()
 
         return self.call(run)
-
-    def _drain(self) -> None:
-        """Finish the step in flight. What fails in it is not the fault of who waits for it: it ends the thread, as in any step."""
-        try:
-            outs = self._core.drain().outs
-        except Exception as cause:
-            self._cause = cause
-            raise
-        self._deliver(outs)
 
     def stop(self) -> None:
         """Abort what runs, tell its callers, and end the thread. Idempotent."""
@@ -182,6 +173,16 @@ class EngineLoop:
     def _abort(self, rids: Sequence[str], message: str = "aborted by the caller") -> None:
         for rid in rids:
             self._core.abort(rid, message)
+
+
+def _finish_step_in_flight(loop: EngineLoop) -> None:
+    """Tell the news of the step in flight. What fails in it is not the fault of who waits for it: it ends the thread, as any step's."""
+    try:
+        outs = loop._core.drain().outs
+    except Exception as cause:
+        loop._cause = cause
+        raise
+    loop._deliver(outs)
 
 
 def _death(cause: BaseException | None) -> EngineDeadError:

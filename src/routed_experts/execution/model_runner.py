@@ -109,7 +109,7 @@ class ModelRunner:
             prompt_logprobs=None if scored is None else _floats(scored[:, 0]),
             prompt_top_ids=None if scored is None else scored[:, 1 : 1 + top],
             prompt_top_logprobs=None if scored is None else _floats(scored[:, 1 + top :]),
-            rows=None if pending.rows is None else np.asarray(pending.rows)[: pending.batch.num_tokens],
+            rows=pending.rows,
             weight_version=pending.weight_version,
         )
 

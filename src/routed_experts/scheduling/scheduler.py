@@ -106,11 +106,11 @@ class Scheduler:
             advanced.append(req)
         return advanced
 
-    def live_tokens(self, batch: ModelWorkerBatch) -> Bool[np.ndarray, " num_tokens"] | slice:
-        """Which tokens of a step in flight still belong to a request that has not ended: a mask, or the slice of all."""
+    def live_tokens(self, batch: ModelWorkerBatch) -> Bool[np.ndarray, " num_tokens"] | None:
+        """Which tokens of a step in flight still belong to a request that has not ended: a mask, or None for all."""
         rows = self._in_flight[batch.step]
         if self._released_before[batch.step] == self._num_released:  # nobody has ended since
-            return slice(None)
+            return None
         return np.repeat([row.req.state is not ReqState.FINISHED for row in rows], [row.count for row in rows])
 
     def release(self, req: Req) -> None:
