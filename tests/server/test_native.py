@@ -57,6 +57,22 @@ def test_rows_of_some_prompts_only(server):
     assert error_of(server.post("/generate", {**body, "return_routed_experts": [True]}), 400)["param"] == "return_routed_experts"
 
 
+def test_of_refs_only_those_asked_for_are_kept(server):
+    body = {"text": ["a", "b"], "sampling_params": GREEDY, "return_routed_experts": [False, True], "routed_experts_format": "ref"}
+    for streamed in (False, True):
+        if streamed:
+            told = {chunk["index"]: chunk for chunk in stream(server, "/generate", {**body, "rid": "some"})}
+            first, second = told[0], told[1]
+        else:
+            first, second = server.post("/generate", {**body, "rid": "some"}).json()
+        assert not [key for key in first["meta_info"] if "routed" in key]
+        assert second["meta_info"]["routed_experts_ref"] == "/v1/routing/some?choice=1"
+        assert server.client.get("/v1/routing/some?choice=1").status_code == 200
+        assert error_of(server.client.get("/v1/routing/some?choice=0"), 404)["code"] == "routing_not_found"
+        server.client.delete("/v1/routing/some")
+    assert server.service.store.nbytes == 0
+
+
 def test_a_stream_is_cumulative_and_ends_as_the_answer(server):
     body = {"text": PROMPT, "sampling_params": GREEDY, "return_logprob": True, "return_routed_experts": True}
     whole = server.post("/generate", body).json()

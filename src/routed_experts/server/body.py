@@ -13,7 +13,7 @@ from routed_experts.server.fields import screen
 from routed_experts.server.limits import BODY_TIMEOUT_S, INLINE_BYTES, MAX_JSON_DEPTH
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)  # possessive: a string that never ends is read once
 _JSON_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`")
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import cast
 
@@ -11,29 +10,20 @@ from starlette.responses import Response
 
 from routed_experts.capture.wire import encode_ref
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.io_struct import TokenizedGenerateReqInput
+from routed_experts.core.io_struct import BatchStrOut, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import shown
 from routed_experts.engine.engine import request_of
 from routed_experts.server.body import read_struct
-from routed_experts.server.dialects import (
-    check_list,
-    increments,
-    kept_rows,
-    native_defaults,
-    payload_bytes,
-    ref_url,
-    routing_keywords,
-    rows_of,
-)
+from routed_experts.server.dialects import increments, native_defaults, ref_url, routing_keywords, rows_of
 from routed_experts.server.fields import header_of
-from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG
-from routed_experts.server.metrics import EndedRequest
+from routed_experts.server.http_call import CallName, HttpCall
+from routed_experts.server.limits import INLINE_BYTES
 from routed_experts.server.openai_fields import name_call, seed_of
 from routed_experts.server.protocol import GenerateRequest
 from routed_experts.server.reply import json_reply
 from routed_experts.server.service import Service
-from routed_experts.server.sse import EventStream, event, watched
+from routed_experts.server.sse import event
 
 DEFAULT_MAX_TOKENS = 128
 # Of SGLang's sampling parameters those that its clients send as a matter of course and that change nothing here.
@@ -90,54 +80,27 @@ async def generate(request: Request, service: Service) -> Response:
     return await (call.stream(request) if said.stream else call.plain(request))
 
 
-class _NativeCall:
+class _NativeCall(HttpCall):
     """One call of /generate. Event loop only."""
 
     def __init__(self, service: Service, requests: Sequence[TokenizedGenerateReqInput], options: NativeOptions) -> None:
-        check_list(requests, service.door.capture)
-        self._service, self._requests, self._options = service, requests, options
-        self._call = service.open_door.open(requests, max_backlog=MAX_BACKLOG)
-        self._began, self._expects_rows = time.monotonic(), False
-        self._first: dict[int, float] = {}
+        super().__init__(service, requests, CallName(options.request_id, options.owner, options.headers))
+        self._options = options
 
-    async def plain(self, request: Request) -> Response:
-        """Wait for all answers."""
-        return await watched(request, self._whole(), timeout_s=self._service.settings.request_timeout)
-
-    async def stream(self, request: Request) -> Response:
-        """Wait until the call is accepted, then send each answer as it grows, cumulative."""
-        timeout = self._service.settings.request_timeout
-        try:
-            await watched(request, self._accepted(), timeout_s=timeout)
-        except BaseException:
-            self._close()
-            raise
-        return EventStream(self._chunks(), close=self._close, timeout_s=timeout, headers=self._options.headers)
-
-    async def _accepted(self) -> None:
-        await self._call.accepted()
-        if self._requests[0].routed_experts.format == "ref":
-            self._service.store.expect(self._options.request_id, owner=self._options.owner, num_choices=len(self._requests))
-            self._expects_rows = True
-
-    def _close(self) -> None:
-        self._call.close()
-        if self._expects_rows:  # a call that was refused may bear the id of one that runs
-            self._service.store.forget(self._options.request_id)
+    def _is_asked(self, index: int) -> bool:
+        asked, wanted = self._options.asked, self._requests[index]
+        return wanted.routed_experts.asked and (asked is None or asked[index // wanted.sampling.n])
 
     async def _whole(self) -> Response:
-        try:
-            await self._accepted()
-            async for index, news in self._call.news():
-                self._note(index, has_tokens=bool(news.out.new_token_ids), ended=news.out.finish_reason is not None)
-            answers = [said for index in range(len(self._requests)) for said in await self._said(index)]
-        finally:
-            self._close()
+        await self.accepted()
+        async for index, news in self._call.news():
+            self._noted(index, news)
+        answers = [said for index in range(len(self._requests)) for said in await self._said(index)]
         return json_reply(answers[0] if self._options.single else answers, headers=self._options.headers)
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
         async for index, news in self._call.news():
-            self._note(index, has_tokens=bool(news.out.new_token_ids), ended=news.out.finish_reason is not None)
+            self._noted(index, news)
             for said in await self._said(index):
                 yield event(said if self._options.single else {**said, "index": index})
 
@@ -145,14 +108,10 @@ class _NativeCall:
         """What the answer says now; with large streamed rows in several pieces, of which the last has the finish reason. Large rows are
         encoded off the event loop."""
         answer, wanted = self._call.answers[index], self._requests[index].routed_experts
-        if not wanted.asked or (answer.finish_reason is None and answer.record is None):
+        if not self._is_asked(index) or (answer.finish_reason is None and answer.record is None):
             return [self._dict_of(index, None)]
         record = rows_of(answer, prompt_only=self._options.prompt_only)
-        size = payload_bytes(record, wanted)
-        self._service.metrics.sent_rows(wanted.format, size)
-        if wanted.format == "ref":
-            kept = kept_rows(answer, record, owner=self._options.owner)
-            self._service.store.put(self._options.request_id, index, kept)
+        size = self.sending(index, record)
 
         def said() -> list[dict[str, object]]:
             pieces = increments(record, wanted)
@@ -163,6 +122,11 @@ class _NativeCall:
 
         return await asyncio.to_thread(said) if size > 4 * INLINE_BYTES else said()
 
+    def _noted(self, index: int, news: BatchStrOut) -> None:
+        counts = self._call.answers[index].counts
+        completion_tokens = 0 if self._options.prompt_only else counts.completion_tokens
+        self.note(index, news, cached_tokens=counts.cached_tokens, completion_tokens=completion_tokens)
+
     def _dict_of(self, index: int, rows: RoutedExperts | None) -> dict[str, object]:
         """The answer so far, with these rows."""
         answer, options = self._call.answers[index], self._options
@@ -171,26 +135,9 @@ class _NativeCall:
         request = self._requests[index]
         if rows is not None and request.routed_experts.format == "ref":
             meta |= encode_ref(rows, url=ref_url(options.request_id, index))
-        if options.asked is not None and not options.asked[index // request.sampling.n]:
+        if not self._is_asked(index):
             said["meta_info"] = {name: value for name, value in meta.items() if "routed_experts" not in name}
         return said
-
-    def _note(self, index: int, *, has_tokens: bool, ended: bool) -> None:
-        now = time.monotonic() - self._began
-        if has_tokens:
-            self._first.setdefault(index, now)
-        if ended:
-            answer = self._call.answers[index]
-            meta = answer.counts
-            first = self._first.get(index) if self._requests[index].stream else None
-            ended_ = EndedRequest(
-                prompt_tokens=int(self._requests[index].input_ids.size),
-                cached_tokens=meta.cached_tokens,
-                completion_tokens=0 if self._options.prompt_only else meta.completion_tokens,
-                first_token_s=first,
-                whole_s=now,
-            )
-            self._service.metrics.ended(ended_)
 
 
 def _sampling_of(said: GenerateRequest) -> tuple[dict[str, object], list[str]]:

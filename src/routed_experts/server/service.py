@@ -46,7 +46,12 @@ class Service:
         self.model_name = settings.served_model_name or Path(model_path).resolve().name
         self.created = int(time.time())
         self.metrics = Metrics(compat=settings.metrics_compat)
-        self.store = RoutingStore(max_bytes=settings.routing_store_bytes, ttl_s=settings.routing_store_ttl, clock=clock)
+        self.store = RoutingStore(
+            max_bytes=settings.routing_store_bytes,
+            ttl_s=settings.routing_store_ttl,
+            clock=clock,
+            later=lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
+        )
         self.integrity = IntegrityWatch(clock, self.metrics.violation)
         self._door: EngineDoor | None = None
         self._phase, self._is_draining = "config", False
