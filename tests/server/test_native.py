@@ -247,7 +247,8 @@ def test_new_weights_come_from_below_one_root_alone(tmp_path):
     (tmp_path / "root" / "empty").mkdir()
     with serve(first, enable_return_routed_experts=True) as engine, running(engine, weights_root=str(tmp_path / "root")) as server:
         old = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY}).json()
-        for path in ("../outside", "link", str(tmp_path / "outside"), "/etc", "", "nowhere", "a\0b", "x" * 2000, "..", "two/../../outside"):
+        long = ("x" * 2000, "x" * 300, "a/" + "x" * 300 + "/b")
+        for path in ("../outside", "link", str(tmp_path / "outside"), "/etc", "", "nowhere", "a\0b", "..", "two/../../outside", *long):
             response = server.post("/update_weights_from_disk", {"model_path": path})
             if path:
                 assert error_of(response, 400)["param"] == "model_path", path

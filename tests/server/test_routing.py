@@ -227,6 +227,15 @@ def test_a_wish_that_cannot_be_met_is_refused_by_its_code(server, path, fields, 
     assert error_of(server.post(path, {**prompt, **fields}), status)["code"] == code
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})]
+)
+@pytest.mark.parametrize("asked", [[True], [False], []])
+def test_a_list_of_wishes_is_for_generate_alone(server, path, body, asked):
+    error = error_of(server.post(path, {**body, "return_routed_experts": asked}), 400)
+    assert (error["code"], error["param"]) == ("invalid_request", "return_routed_experts")
+
+
 def test_another_key_may_not_fetch(engine):
     with running(engine, api_key="k" * 16, admin_api_key="a" * 16) as server:
         body = {"prompt": "a", "max_tokens": 2, "return_routed_experts": True, "routed_experts_format": "ref", "request_id": "mine"}

@@ -53,17 +53,16 @@ def native_defaults(settings: ServerSettings) -> RoutingDefaults:
     return RoutingDefaults(refs=settings.routing_store_bytes > 0)
 
 
-def routing_keywords(body: RoutingFields) -> dict[str, object]:
-    """The routing fields of a body as keywords of the engine. Raises for what this release does not do."""
+def routing_keywords(body: RoutingFields, *, asked: bool | None) -> dict[str, object]:
+    """The routing fields of a body as keywords of the engine; `asked`: are rows wanted. Raises for what this release does not do."""
     if body.routed_experts_weights:
         text = "routed_experts_weights=True, but this engine records no weights; drop it"
         raise CaptureDisabledError(text, param="routed_experts_weights", code="weights_disabled")
     if body.routed_experts_include_last:
         text = "routed_experts_include_last=True is not supported by this server; read S - 1 rows, or score the sequence"
         raise ApiError(text, status=400, code="unsupported_parameter", param="routed_experts_include_last")
-    asked = body.return_routed_experts
     return {
-        "return_routed_experts": any(asked) if isinstance(asked, list) else asked,
+        "return_routed_experts": asked,
         "routed_experts_start_len": body.routed_experts_start_len,
         "routed_experts_prompt_start": body.routed_experts_prompt_start,
         "routed_experts_format": body.routed_experts_format,

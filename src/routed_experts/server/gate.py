@@ -22,7 +22,7 @@ from routed_experts.server.errors import ApiError, ErrorAnswer, answer_of, busy
 from routed_experts.server.limits import MAX_OPEN_REQUESTS, REQUEST_ID, RESERVED_IDS, ServerSettings
 
 PROBES = frozenset({"/health", "/health/live", "/ready", "/ping"})
-OPEN = PROBES | {"/"}
+OPEN = PROBES | {"/", "/health_generate"}
 logger = logging.getLogger("routed_experts.server.access")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _CLIENT_GONE = 499  # as logs of proxies have it; nobody reads this status

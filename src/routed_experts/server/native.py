@@ -52,6 +52,7 @@ async def generate(request: Request, service: Service) -> Response:
     service.metrics.ignored(len(body.ignored) + len(ignored))
     prompt_only = _wants_prompt_only(said, sampling)
     rid = name_call(request, said.rid, prefix="", param="rid")
+    wanted = said.return_routed_experts
     asked = request_of(
         text=said.text,
         input_ids=said.input_ids,
@@ -63,7 +64,7 @@ async def generate(request: Request, service: Service) -> Response:
         return_logprob=_one("return_logprob", said.return_logprob) is True,
         logprob_start_len=-1 if (start := _one("logprob_start_len", said.logprob_start_len)) is None else start,
         top_logprobs_num=_one("top_logprobs_num", said.top_logprobs_num) or 0,
-        **routing_keywords(said),
+        **routing_keywords(said, asked=any(wanted) if isinstance(wanted, list) else wanted),
     )
     routing = native_defaults(settings)
     requests = await service.admit(asked, default_max_tokens=DEFAULT_MAX_TOKENS, routing=routing, num_bytes=body.num_bytes)

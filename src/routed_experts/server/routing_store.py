@@ -5,13 +5,21 @@ again and is then the newer call's. Time is the injected clock's. Event loop onl
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 from jaxtyping import Int32
 
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.server.errors import ApiError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """What is said of rows in one form: headers (an ETag among them) and the number of bytes."""
+
+    headers: Mapping[str, str]
+    num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +29,7 @@ class KeptRows:
     record: RoutedExperts
     token_ids: Int32[np.ndarray, " S"]
     owner: str
+    told: dict[str, Told] = dataclasses.field(default_factory=dict[str, Told], compare=False)  # by form, once it was encoded
 
     @property
     def nbytes(self) -> int:
