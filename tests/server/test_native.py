@@ -55,6 +55,8 @@ def test_rows_of_some_prompts_only(server):
     first, second = server.post("/generate", body).json()
     assert not [key for key in first["meta_info"] if "routed" in key] and second["meta_info"]["routed_experts"]
     assert error_of(server.post("/generate", {**body, "return_routed_experts": [True]}), 400)["param"] == "return_routed_experts"
+    listed = {**body, "routed_experts_format": "list"}
+    assert error_of(server.post("/generate", listed), 400)["code"] == "list_unsuitable"
 
 
 def test_of_refs_only_those_asked_for_are_kept(server):
@@ -66,6 +68,7 @@ def test_of_refs_only_those_asked_for_are_kept(server):
         else:
             first, second = server.post("/generate", {**body, "rid": "some"}).json()
         assert not [key for key in first["meta_info"] if "routed" in key]
+        assert second["meta_info"]["routed_experts_info"]["shape"]
         assert second["meta_info"]["routed_experts_ref"] == "/v1/routing/some?choice=1"
         assert server.client.get("/v1/routing/some?choice=1").status_code == 200
         assert error_of(server.client.get("/v1/routing/some?choice=0"), 404)["code"] == "routing_not_found"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import random
 import re
 import socket
@@ -208,6 +209,14 @@ def test_a_name_without_effect_is_told_and_a_typo_refused(server):
 def test_strict_fields_refuse_every_unknown_name(engine):
     with running(engine, strict_fields=True) as server:
         assert error_of(server.post("/v1/completions", {"prompt": "a", "user": "me"}), 400)["param"] == "user"
+
+
+def test_a_name_without_effect_is_logged_once(server, caplog):
+    caplog.set_level(logging.INFO, logger="routed_experts.server")
+    for _ in range(3):
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "seldom_seen_field": 1}).status_code == 200
+        assert server.post("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}, "seldom_seen_field": 1}).status_code == 200
+    assert len([record for record in caplog.records if "seldom_seen_field" in record.getMessage()]) == 1
 
 
 def test_the_nearest_name_is_within_two_edits():

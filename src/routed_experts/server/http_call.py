@@ -67,13 +67,10 @@ class HttpCall(ABC):
     async def accepted(self) -> None:
         """Wait until the engine has taken the call in; from then on the store expects its rows, if they are to be fetched."""
         await self._call.accepted()
-        if self._requests[0].routed_experts.format == "ref":  # only now: a call that is refused may bear the id of one that runs
-            choices = [index for index in range(len(self._requests)) if self._is_asked(index)]
+        wishes = [request.routed_experts for request in self._requests]
+        choices = [index for index, wish in enumerate(wishes) if wish.asked and wish.format == "ref"]
+        if choices:  # only now: a call that is refused may bear the id of one that runs
             self._kept = self._service.store.expect(self._name.request_id, owner=self._name.owner, choices=choices)
-
-    def _is_asked(self, index: int) -> bool:
-        """Are the rows of this choice part of the answer."""
-        return self._requests[index].routed_experts.asked
 
     def close(self) -> None:
         """The call is over, whatever its end; twice is once."""

@@ -17,6 +17,7 @@ MAX_UNKNOWN_NAMES = 128  # of one body
 MAX_BACKLOG = 256  # chunks that a slow reader may be behind
 MAX_ERROR_CHARS = 1000
 MAX_NAMED_FIELDS = 20  # of X-Ignored-Params
+MAX_LOGGED_NAMES = 256  # names without effect that the log tells of, once each
 HEADER_TIMEOUT_S, BODY_TIMEOUT_S, KEEP_ALIVE_S = 10.0, 30.0, 75
 SSE_COMMENT_S = 15.0
 STREAM_GRACE_S = 5.0  # for the last words of a stream whose time is up

@@ -5,12 +5,13 @@ import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import cast
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.capture.wire import encode_ref
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.io_struct import BatchStrOut, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import BatchStrOut, RoutedExpertsRequest, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import shown
 from routed_experts.engine.engine import request_of
@@ -28,16 +29,16 @@ from routed_experts.server.sse import event
 DEFAULT_MAX_TOKENS = 128
 # Of SGLang's sampling parameters those that its clients send as a matter of course and that change nothing here.
 _SAMPLING_WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens", "stream_interval", "custom_params"})
+_ROUTING_OF_SAMPLING = ("routed_experts_stream", "routed_experts_include_last", "routed_experts_weights")
 _PROMPT_ONLY = ("max_new_tokens", "max_tokens")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NativeOptions:
-    """What a call is beside its requests. `asked`: whether each prompt's rows were asked for; `single`: the answer is no list."""
+    """What a call is beside its requests. `single`: the answer is no list."""
 
     request_id: str
     owner: str
-    asked: Sequence[bool] | None
     single: bool
     prompt_only: bool
     headers: dict[str, str]
@@ -47,9 +48,9 @@ async def generate(request: Request, service: Service) -> Response:
     """Continue one prompt or many."""
     settings = service.settings
     body = await read_struct(request, GenerateRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
-    said = body.value
+    said = _with_routing(body.value)
     sampling, ignored = _sampling_of(said)
-    service.metrics.ignored(len(body.ignored) + len(ignored))
+    service.metrics.ignored([*body.ignored, *ignored])
     prompt_only = _wants_prompt_only(said, sampling)
     rid = name_call(request, said.rid, prefix="", param="rid")
     wanted = said.return_routed_experts
@@ -68,11 +69,11 @@ async def generate(request: Request, service: Service) -> Response:
     )
     routing = native_defaults(settings)
     requests = await service.admit(asked, default_max_tokens=DEFAULT_MAX_TOKENS, routing=routing, num_bytes=body.num_bytes)
+    requests = _as_asked(requests, _asked_list(said))
     single = isinstance(said.text, str) or (isinstance(said.input_ids, list) and not isinstance(said.input_ids[0], list))
     options = NativeOptions(
         request_id=rid,
         owner=str(request.scope["state"]["owner"]),
-        asked=_asked_list(said, len(requests)),
         single=single and len(requests) == 1,
         prompt_only=prompt_only,
         headers=header_of([*body.ignored, *ignored]),
@@ -87,10 +88,6 @@ class _NativeCall(HttpCall):
     def __init__(self, service: Service, requests: Sequence[TokenizedGenerateReqInput], options: NativeOptions) -> None:
         super().__init__(service, requests, CallName(options.request_id, options.owner, options.headers))
         self._options = options
-
-    def _is_asked(self, index: int) -> bool:
-        asked, wanted = self._options.asked, self._requests[index]
-        return wanted.routed_experts.asked and (asked is None or asked[index // wanted.sampling.n])
 
     async def _whole(self) -> Response:
         await self.accepted()
@@ -109,7 +106,7 @@ class _NativeCall(HttpCall):
         """What the answer says now; with large streamed rows in several pieces, of which the last has the finish reason. Large rows are
         encoded off the event loop."""
         answer, wanted = self._call.answers[index], self._requests[index].routed_experts
-        if not self._is_asked(index) or (answer.finish_reason is None and answer.record is None):
+        if not wanted.asked or (answer.finish_reason is None and answer.record is None):
             return [self._dict_of(index, None)]
         record = rows_of(answer, prompt_only=self._options.prompt_only)
         size = self.sending(index, record)
@@ -136,9 +133,23 @@ class _NativeCall(HttpCall):
         request = self._requests[index]
         if rows is not None and request.routed_experts.format == "ref":
             meta |= encode_ref(rows, url=ref_url(options.request_id, index))
-        if not self._is_asked(index):
-            said["meta_info"] = {name: value for name, value in meta.items() if "routed_experts" not in name}
         return said
+
+
+def _with_routing(said: GenerateRequest) -> GenerateRequest:
+    """The body, with the routing fields that only the door knows taken out of its sampling parameters. Said twice they must agree."""
+    given = said.sampling_params or {}
+    found = {name: given[name] for name in _ROUTING_OF_SAMPLING if given.get(name) is not None}
+    for name, value in found.items():
+        if not isinstance(value, bool):
+            raise InvalidRequestError(f"{name}={shown(value)} must be true or false", param=name)
+    beside = {name: value for name, value in msgspec.structs.asdict(said).items() if name in found and value is not None}
+    for name, value in beside.items():
+        if value != found[name]:
+            text = f"{name}={shown(value)}, but sampling_params say {shown(found[name])}; say it once"
+            raise InvalidRequestError(text, param=name, code="conflicting_parameters")
+    rest = {name: value for name, value in given.items() if name not in _ROUTING_OF_SAMPLING}
+    return msgspec.structs.replace(said, sampling_params=rest, **found) if len(rest) < len(given) else said
 
 
 def _sampling_of(said: GenerateRequest) -> tuple[dict[str, object], list[str]]:
@@ -175,7 +186,16 @@ def _one(param: str, value: bool | int | list[bool] | list[int] | None) -> bool 
     return value[0]
 
 
-def _asked_list(said: GenerateRequest, num_requests: int) -> Sequence[bool] | None:
+def _as_asked(requests: Sequence[TokenizedGenerateReqInput], asked: Sequence[bool] | None) -> Sequence[TokenizedGenerateReqInput]:
+    """The requests, of which those whose rows were not asked for ask for none. `asked`: one a prompt."""
+    if asked is None:
+        return requests
+    none = RoutedExpertsRequest()
+    wishes = [request.routed_experts if asked[index // request.sampling.n] else none for index, request in enumerate(requests)]
+    return [dataclasses.replace(request, routed_experts=wish) for request, wish in zip(requests, wishes, strict=True)]
+
+
+def _asked_list(said: GenerateRequest) -> Sequence[bool] | None:
     """Whose rows are returned, where that differs by prompt."""
     asked = said.return_routed_experts
     if not isinstance(asked, list):
