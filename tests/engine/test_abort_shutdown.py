@@ -345,6 +345,26 @@ def test_death_ends_every_waiting_request_once_and_every_later_call(folder, capl
     assert_dead(engine, "the experts are")
 
 
+def test_a_step_that_fails_while_a_command_waits_for_it_ends_the_engine_with_its_cause(folder, monkeypatch):
+    """Whoever drains a step is not to blame for it: the requests in it, and all later calls, hear what happened."""
+    engine = build(folder, enable_return_routed_experts=True)
+    core = engine._loop._core
+    drain = core.drain
+
+    def broken():
+        if core._pending is None:
+            return drain()
+        raise RuntimeError("the device is gone")
+
+    call = Background(engine, "the cat", LONG)  # it decodes: a step is in flight whenever a command is taken
+    monkeypatch.setattr(core, "drain", broken)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine._loop.drained(lambda: None)
+    with pytest.raises(EngineDeadError, match="the device is gone"):
+        call.result()
+    assert_dead(engine, "the device is gone")
+
+
 def test_commands_that_come_in_while_it_dies_get_the_cause(folder):
     """The engine thread is held inside a command; what queues up behind it is never run."""
     engine = build(folder, enable_return_routed_experts=True)

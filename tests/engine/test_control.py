@@ -13,6 +13,7 @@ from oracles.full_sequence import FullSequence
 from oracles.worlds import model_of
 from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequestError, WeightsMismatchError
 from routed_experts.capture.meta_info import record_from_meta_info
+from routed_experts.models.checkpoint import save
 from serving import SMALL, Begun, assert_idle, on_engine_thread
 from tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
 
@@ -209,6 +210,7 @@ MISFITS = {
     "unknown": (lambda flat: flat.update(extra=jnp.ones(3)), r"extra: float32\[3\] is not in the model"),
     "no array": (lambda flat: flat.update(norm=1.0), r"norm: no array but 1.0 for float32\[64\]"),
     "donated": (lambda flat: flat.update(norm=donated()), r"norm: a donated float32\[64\] for"),
+    "broken": (lambda flat: flat.update(norm=jnp.ones(64).at[5].set(jnp.nan)), r"1 arrays hold NaN or infinity: norm; the served weights"),
     "all": (lambda flat: flat.clear(), r"and \d+ more; give the served names"),
 }
 
@@ -250,6 +252,10 @@ def test_a_folder_of_another_model_or_of_none_is_refused(engine, tmp_path):
     with pytest.raises(WeightsMismatchError, match="config differs in router") as caught:
         engine.update_weights_from_disk(other, version=before)
     assert caught.value.param == "model_path"
+    tensors = tiny_tensors(tiny_config()) | {"model.norm.weight": np.full(64, np.inf, np.float32)}
+    save(tmp_path / "broken", tiny_config(), tensors)
+    with pytest.raises(WeightsMismatchError, match="1 arrays hold NaN or infinity: norm"):
+        engine.update_weights_from_disk(tmp_path / "broken", version=before)
     with pytest.raises(CheckpointError):
         engine.update_weights_from_disk(tmp_path / "nowhere", version=before)
     with pytest.raises(WeightsMismatchError, match=r"model_path=5 .*folder"):

@@ -3,6 +3,7 @@ and the native choice of a token against plain code."""
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import pytest
 
 from layers.test_attention import make_step
 from model_steps import PAGES, run_steps, tiny_model
+from routed_experts.core.model_worker_batch import SamplerForm
+from routed_experts.execution.model_runner import program_jobs
 from routed_experts.layers.attention import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.layer_run import RunArrays, RunPlaces, StepArrays
@@ -21,6 +24,7 @@ from routed_experts.layers.native.run import NATIVE_RUN, native_run
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.layers.sampling import best_token
+from small_runner import DECODE, build
 
 PLAIN = Kernels(moe=MOE_BACKENDS["reference"])
 BOUNDS = {"float32": 2e-5, "bfloat16": 6e-2}
@@ -207,3 +211,12 @@ def test_choice_among_scores_that_are_not_numbers():
     wanted = token_logprobs(jnp.asarray(logits), plain)
     np.testing.assert_array_equal(np.isnan(logprobs), np.isnan(wanted))
     np.testing.assert_allclose(np.asarray(logprobs)[[1, 4]], np.asarray(wanted)[[1, 4]], atol=3e-6)
+
+
+def test_an_engine_on_cpu_takes_both():
+    """One kernel for all MoE layers of the tiny model, none for their parts; one for the greedy choice."""
+    runner = build()
+    jobs = program_jobs(runner.state, runner.spec, runner.config)
+    forward, greedy = jobs["forward", DECODE]().as_text(), jobs["sample", DECODE, SamplerForm.GREEDY]().as_text()
+    assert forward.count("@RexLayerRun") == 1 and not re.search(r"@Rex(Experts|Router|RecordingRouter)\b", forward)
+    assert greedy.count("@RexChoose") == 1

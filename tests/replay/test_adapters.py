@@ -83,6 +83,15 @@ def test_a_row_that_is_not_known_is_said_or_refused(name):
         to(record)
 
 
+def test_a_row_that_is_not_known_stays_where_it_is_not_the_last_tokens():
+    """S - 1 rows came: the last of them feeds a scored token, and is not the one that a rollout leaves out."""
+    record = record_of()
+    rows = np.array(adapters.to_tunix(record))[: record.num_rows]
+    rows[-1] = -1
+    back = adapters.from_tunix(rows, origin_of(record))
+    assert back.num_rows == record.num_rows and back.valid is not None and back.valid.tolist() == [True] * (record.num_rows - 1) + [False]
+
+
 def test_tunix_says_it_where_the_caller_knows_that_it_is_heard():
     record = with_gap(record_of(), 7)
     rows = adapters.to_tunix(record, missing="gate")

@@ -177,6 +177,7 @@ WORDS = {
     "none": (dict(samples=[]), "samples is empty"),
     "tokens": (dict(samples=[Sample(None, 0)]), "sample 0: num_tokens=0"),
     "prompt": (dict(samples=[Sample(None, 3, 4)]), "sample 0: prompt_len=4 must be an integer of at least 0 and at most 3"),
+    "prompt_missing": (dict(layout="pad_both", prompt_width=4, samples=[Sample(None, 3)]), "sample 0: prompt_len is missing"),
     "full": (dict(layout="packed", samples=[Sample(None, 12), Sample(None, 1)]), "sample 1 begins at place 12 of a row of 12"),
 }
 
@@ -196,3 +197,11 @@ def test_repeats_are_those_that_a_set_finds(top_k, dtype):
     wanted = np.array([[len(set(row.tolist())) < top_k for row in token] for token in ids])
     assert wanted.any() == (top_k > 1) and not wanted.all()
     np.testing.assert_array_equal(repeated_rows(ids), wanted)
+
+
+def test_a_prompt_that_is_not_the_records_is_refused():
+    """One token off, and every row of the sample would stand at another token."""
+    sample = Sample(random_record(np.random.default_rng(3), 6, prompt_len=3), 6, 2)
+    with pytest.raises(RoutingAlignmentError, match="sample 0: prompt_len=2, and its record has a prompt of 3"):
+        align([sample], layout="pad_both", seq_len=8, prompt_width=4, spec=SPEC)
+    assert align([sample], layout="pad_right", seq_len=8, spec=SPEC).valid.sum() == 5

@@ -58,7 +58,7 @@ class EngineLoop:
                 text = f"rid={taken!r} is the id of a request that has not ended; choose another, or leave it out"
                 raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
             if any(req.rid in self._sinks for req in reqs):  # aborted, but its caller has not been told: that comes first
-                self._deliver(self._core.drain().outs)
+                self._drain()
             self._core.add(reqs, stops)
             self._sinks.update(dict.fromkeys((req.rid for req in reqs), sink))
 
@@ -101,10 +101,19 @@ class EngineLoop:
         """Run a function on the engine thread while no step is in flight."""
 
         def run() -> _T:
-            self._deliver(self._core.drain().outs)
+            self._drain()
             return function()
 
         return self.call(run)
+
+    def _drain(self) -> None:
+        """Finish the step in flight. What fails in it is not the fault of who waits for it: it ends the thread, as in any step."""
+        try:
+            outs = self._core.drain().outs
+        except Exception as cause:
+            self._cause = cause
+            raise
+        self._deliver(outs)
 
     def stop(self) -> None:
         """Abort what runs, tell its callers, and end the thread. Idempotent."""
@@ -129,6 +138,8 @@ class EngineLoop:
         try:
             while not self._stopping or not self._core.is_idle:
                 self._take_commands()
+                if self._cause is not None:
+                    raise self._cause
                 if has_work(self._core):
                     self._deliver(self._core.step().outs)
                 while self._settling and (self._core.hold is None or not has_work(self._core)):
@@ -151,7 +162,7 @@ class EngineLoop:
             self._inbox.get().run()
         while not self._inbox.empty():
             command = self._inbox.get()
-            if self._stopping:
+            if self._stopping or self._cause is not None:
                 command.fail()
             else:
                 command.run()

@@ -24,7 +24,8 @@ _SHOWN = 4
 
 def state_of(new: Weights, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
     """The served state's tree with the arrays of `new`, which are checked by name, shape and dtype and not copied.
-    Raises WeightsMismatchError naming the first paths that differ."""
+    Raises WeightsMismatchError naming the first paths that differ, or
+    those that hold NaN or infinity."""
     given = dict(_leaves(new))
     wanted = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(served)}
     told = {name: (given.get(name), leaf) for name, (_, leaf) in wanted.items()}
@@ -34,6 +35,7 @@ def state_of(new: Weights, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         text = f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:_SHOWN])}{more}"
         raise WeightsMismatchError(f"{text}; give the served names, shapes and dtypes", param="state")
+    _refuse_broken(given, param="state")
     return nnx.from_flat_state([(path, leaf.replace(_held(given[name]))) for name, (path, leaf) in wanted.items()])
 
 
@@ -49,7 +51,24 @@ def state_of_folder(path: str | Path, spec: ProgramSpec, served: nnx.State[Any, 
         names = [name for name in here if name not in there or there[name] != here[name]]
         text = f"model_path={shown(str(path))} is another model: its config differs in {', '.join(names[:_SHOWN]) or 'architecture'}"
         raise WeightsMismatchError(f"{text}; build an Engine of its own for it", param="model_path")
-    return nnx.split(folder.load(jnp.result_type(jax.tree.leaves(served)[0])))[1]
+    state = nnx.split(folder.load(jnp.result_type(jax.tree.leaves(served)[0])))[1]
+    _refuse_broken(dict(_leaves(state)), param="model_path")
+    return state
+
+
+def _refuse_broken(leaves: Mapping[str, object], *, param: str) -> None:
+    """Raise WeightsMismatchError where a number is none: with it every token of every request would be lost."""
+    broken = [name for name, leaf in leaves.items() if not _is_finite(_held(leaf))]
+    if broken:
+        more = f" and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
+        text = f"{len(broken)} arrays hold NaN or infinity: {', '.join(broken[:_SHOWN])}{more}"
+        raise WeightsMismatchError(f"{text}; the served weights stay as they are", param=param)
+
+
+def _is_finite(array: Any) -> bool:
+    """Checked where the array lies: on the host without a copy, on an accelerator by a reduction there."""
+    there = isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices())
+    return bool(jnp.isfinite(array).all()) if there else bool(np.isfinite(np.asarray(array)).all())
 
 
 def _leaves(new: object) -> Iterator[tuple[str, object]]:

@@ -26,11 +26,12 @@ LAYOUTS = ("pad_right", "pad_left", "pad_both", "packed")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence of a batch; a `record` of None has no valid row. `prompt_len` matters to pad_both alone."""
+    """One sequence of a batch; a `record` of None has no valid row. `prompt_len` is wanted by pad_both alone, and is the record's there:
+    of merged turns the first one's."""
 
     record: RoutedExperts | None
     num_tokens: int
-    prompt_len: int = 0
+    prompt_len: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def _places(samples: Sequence[Sample], layout: str, seq_len: int, prompt_width: 
     offset = 0
     for index, sample in enumerate(samples):
         _whole(f"sample {index}: num_tokens", sample.num_tokens, 1)
-        _whole(f"sample {index}: prompt_len", sample.prompt_len, 0, most=sample.num_tokens)
+        prompt_len = _prompt_len(sample, index, layout)
         kept = min(sample.num_tokens, seq_len)
         if layout == "pad_right":
             places.append(_Place(index, 0, 0, kept))
@@ -132,10 +133,23 @@ def _places(samples: Sequence[Sample], layout: str, seq_len: int, prompt_width: 
             offset += kept
         else:
             assert prompt_width is not None
-            first = max(sample.prompt_len - prompt_width, 0)
-            end = min(sample.num_tokens, sample.prompt_len + seq_len - prompt_width)
-            places.append(_Place(index, prompt_width - (sample.prompt_len - first), first, end))
+            first = max(prompt_len - prompt_width, 0)
+            end = min(sample.num_tokens, prompt_len + seq_len - prompt_width)
+            places.append(_Place(index, prompt_width - (prompt_len - first), first, end))
     return places
+
+
+def _prompt_len(sample: Sample, index: int, layout: str) -> int:
+    """Where pad_both ends the prompt; a wrong one would move every row of the sample."""
+    if sample.prompt_len is None and layout != "pad_both":
+        return 0
+    if sample.prompt_len is None:
+        raise RoutingAlignmentError(f"sample {index}: prompt_len is missing; pad_both ends prompts at prompt_width, so say it")
+    _whole(f"sample {index}: prompt_len", sample.prompt_len, 0, most=sample.num_tokens)
+    if layout == "pad_both" and sample.record is not None and sample.record.num_prompt_tokens != sample.prompt_len:
+        told = sample.record.num_prompt_tokens
+        raise RoutingAlignmentError(f"sample {index}: prompt_len={sample.prompt_len}, and its record has a prompt of {told}; give that one")
+    return sample.prompt_len
 
 
 def _whole(name: str, value: object, least: int, *, most: int | None = None) -> None:

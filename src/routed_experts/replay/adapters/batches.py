@@ -40,14 +40,11 @@ def batch_to_maxtext(routed: RoutedBatch, *, native: Int[np.ndarray, "B S M K"] 
     """`forced_routed_experts` of a batch. Padding and each last token are -1; another token without a row takes the ids of `native`,
     a live recording forward (R2), or is refused: -1 would be no expert output at all."""
     if native is None:
-        _all_but_last(routed, "maxtext")
-    elif np.shape(native) != np.shape(routed.ids):
+        return _with_last_unknown(routed, "maxtext")
+    if np.shape(native) != np.shape(routed.ids):
         raise RoutingAlignmentError(f"maxtext: native is {list(np.shape(native))}, ids {list(np.shape(routed.ids))}; wanted one shape")
-    valid = np.asarray(routed.valid)[..., None, None]
-    rows = np.where(valid, np.asarray(routed.ids).astype(np.int32), -1)
-    if native is not None:
-        rows = np.where(valid | np.asarray(routed.pad)[..., None, None], rows, np.asarray(native, np.int32))
-    return rows
+    known = np.asarray(routed.valid) | np.asarray(routed.pad)
+    return np.where(known[..., None, None], _rows(routed), np.asarray(native, np.int32))
 
 
 def batch_from_maxtext(rows: Int[np.ndarray, "B S M K"], pad: Bool[np.ndarray, "B S"], spec: CaptureSpec) -> RoutedBatch:
@@ -61,12 +58,23 @@ def batch_to_tunix(routed: RoutedBatch, spec: CaptureSpec) -> Int16[np.ndarray, 
     if empty.size:
         text = f"tunix, sample {empty[0]}: no row is known, and Tunix would drop the rows of all samples; leave the sample out"
         raise RoutingAlignmentError(text)
-    return batch_to_maxtext(routed).astype(narrow(spec.num_experts, np.int16))
+    return _with_last_unknown(routed, "tunix").astype(narrow(spec.num_experts, np.int16))
 
 
 def batch_from_tunix(rows: Int[np.ndarray, "B S M K"], pad: Bool[np.ndarray, "B S"], spec: CaptureSpec) -> RoutedBatch:
     """Read a Tunix batch; rows of -1 are not valid."""
     return _batch_of(np.asarray(rows), np.asarray(pad, np.bool_), spec, "tunix")
+
+
+def _rows(routed: RoutedBatch) -> Int32[np.ndarray, "B S M K"]:
+    """The ids of valid rows; -1 in all others."""
+    return np.where(np.asarray(routed.valid)[..., None, None], np.asarray(routed.ids).astype(np.int32), -1)
+
+
+def _with_last_unknown(routed: RoutedBatch, target: str) -> Int32[np.ndarray, "B S M K"]:
+    """The same, where no token but the last of each sample lacks its row."""
+    _all_but_last(routed, target)
+    return _rows(routed)
 
 
 def _all_but_last(routed: RoutedBatch, target: str) -> None:

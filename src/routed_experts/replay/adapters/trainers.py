@@ -128,8 +128,9 @@ def from_maxtext(rows: Int[np.ndarray, "S M K"], origin: Origin) -> RoutedExpert
 
 
 def _without_last(record: RoutedExperts) -> RoutedExperts:
-    """Leave a last row that is not known out, as a rollout does."""
-    if record.valid is None or record.valid[-1] or record.num_rows == 0:
+    """Leave out the row of the last token of a sequence where it is not known, as a rollout does."""
+    ends = record.start + record.num_rows == record.num_tokens
+    if record.valid is None or not ends or record.num_rows == 0 or record.valid[-1]:
         return record
     cut = record[: record.start + record.num_rows - 1]
     whole = cut.valid is not None and bool(cut.valid.all())
