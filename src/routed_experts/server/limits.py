@@ -22,6 +22,7 @@ HEADER_TIMEOUT_S, BODY_TIMEOUT_S, KEEP_ALIVE_S = 10.0, 30.0, 75
 SSE_COMMENT_S = 15.0
 STREAM_GRACE_S = 5.0  # for the last words of a stream whose time is up
 WRITE_TIMEOUT_S, MIN_READ_BYTES = 30.0, 16 * 1024  # a reader that is behind takes as much in this time, or is cut off
+MAX_UNSENT_BYTES = 128 * 1024  # of a connection, in the system's buffer
 RETRY_AFTER_S = 1
 INLINE_BYTES = 64 * 1024  # a body up to it is read and tokenised on the event loop, a larger one in a thread
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
