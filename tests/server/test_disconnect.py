@@ -8,10 +8,17 @@ import random
 import socket
 import struct
 import threading
+import time
 
+import httpx
+import numpy as np
 import pytest
 
 from http_server import error_of, running, stream
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.server import sse
+from routed_experts.server.http_protocol import LimitedProtocol
+from routed_experts.server.routing_store import KeptRows
 from serving import assert_idle, on_engine_thread
 
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -105,6 +112,86 @@ def test_a_reader_that_does_not_read_is_aborted_and_the_others_are_served(engine
         assert_gone(server, engine)
         ended = on_engine_thread(engine, lambda core: dict(core.ledger.finished))
         assert ended.get("abort", 0) > before
+
+
+def slow_reader(server):
+    """A connection whose reader takes next to nothing."""
+    slow = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.settimeout(30)
+    slow.connect(server.address)
+    return slow
+
+
+def num_bytes_left(wire):
+    """How much there is to read until the end, which may be a reset."""
+    count = 0
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := wire.recv(65536):
+            count += len(chunk)
+    return count
+
+
+def keep_rows(server, name, num_bytes):
+    """Put rows of this size into the server's store."""
+    record = RoutedExperts(
+        ids=np.zeros((num_bytes // 8, 1, 8), np.uint8), start=0, num_tokens=num_bytes // 8 + 1, num_prompt_tokens=1, layer_ids=(0,),
+        num_hidden_layers=1, num_experts=256, version_spans=((0, num_bytes // 8, 0),),
+    )  # fmt: skip
+    store, kept = server.service.store, KeptRows(record=record, token_ids=np.zeros(record.num_tokens, np.int32), owner="")
+    server.loop.call_soon_threadsafe(lambda: store.put(store.expect(name, owner="", choices=[0]), 0, kept))
+
+
+HUGE = {"input_ids": [5] * 8, "sampling_params": {"n": 4, "max_new_tokens": 480, "ignore_eos": True}, "return_logprob": True,
+        "top_logprobs_num": 20}  # fmt: skip
+
+
+LARGE = 32 << 20  # more than the system's own buffers of a connection hold
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_reader_that_stays_and_never_reads_is_cut_off(engine, streamed, monkeypatch):
+    """Its own end stays open; a pool of one connection shows when the server's is gone."""
+    monkeypatch.setattr(LimitedProtocol, "write_timeout_s", 0.3)
+    monkeypatch.setattr(LimitedProtocol, "max_connections", 1)
+    with running(engine) as server, slow_reader(server) as slow:
+        if streamed:
+            before = accepted(engine)
+            send(slow, "/generate", {**HUGE, "stream": True})
+            wait_accepted(engine, before + 1)
+        else:
+            keep_rows(server, "large", LARGE)
+            slow.sendall(b"GET /v1/routing/large HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\n\r\n")
+            assert slow.recv(12) == b"HTTP/1.1 200"
+        while (answer := httpx.get(server.url + "/health/live", trust_env=False)).status_code == 503:
+            assert error_of(answer, 503)["code"] == "too_many_connections" and answer.headers["retry-after"]
+        assert answer.status_code == 200
+        assert_gone(server, engine)
+        assert num_bytes_left(slow) < LARGE
+
+
+def test_a_reader_that_is_slow_but_reads_gets_it_all(engine, monkeypatch):
+    """It is behind for four times the deadline, and in each it takes enough."""
+    monkeypatch.setattr(LimitedProtocol, "write_timeout_s", 0.5)
+    with running(engine) as server, slow_reader(server) as slow:
+        keep_rows(server, "large", LARGE // 2)
+        slow.sendall(b"GET /v1/routing/large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        count, silence, began = 0, threading.Event(), time.monotonic()
+        while chunk := slow.recv(65536):
+            count += len(chunk)
+            if time.monotonic() - began < 2.0:
+                silence.wait(0.002)
+        assert count > LARGE // 2, "no byte is missing"
+
+
+def test_a_stream_has_an_end_for_one_who_does_not_read(engine, monkeypatch):
+    """The deadline of the whole stream holds where that of a single write does not."""
+    monkeypatch.setattr(sse, "STREAM_GRACE_S", 0.2)
+    with running(engine, request_timeout=1.0) as server, slow_reader(server) as slow:
+        before = accepted(engine)
+        send(slow, "/generate", {**HUGE, "stream": True})
+        wait_accepted(engine, before + 1)
+        assert_gone(server, engine)
 
 
 def test_a_request_that_takes_too_long_is_a_408(engine):

@@ -55,6 +55,25 @@ def test_rows_of_some_prompts_only(server):
     first, second = server.post("/generate", body).json()
     assert not [key for key in first["meta_info"] if "routed" in key] and second["meta_info"]["routed_experts"]
     assert error_of(server.post("/generate", {**body, "return_routed_experts": [True]}), 400)["param"] == "return_routed_experts"
+    listed = {**body, "routed_experts_format": "list"}
+    assert error_of(server.post("/generate", listed), 400)["code"] == "list_unsuitable"
+
+
+def test_of_refs_only_those_asked_for_are_kept(server):
+    body = {"text": ["a", "b"], "sampling_params": GREEDY, "return_routed_experts": [False, True], "routed_experts_format": "ref"}
+    for streamed in (False, True):
+        if streamed:
+            told = {chunk["index"]: chunk for chunk in stream(server, "/generate", {**body, "rid": "some"})}
+            first, second = told[0], told[1]
+        else:
+            first, second = server.post("/generate", {**body, "rid": "some"}).json()
+        assert not [key for key in first["meta_info"] if "routed" in key]
+        assert second["meta_info"]["routed_experts_info"]["shape"]
+        assert second["meta_info"]["routed_experts_ref"] == "/v1/routing/some?choice=1"
+        assert server.client.get("/v1/routing/some?choice=1").status_code == 200
+        assert error_of(server.client.get("/v1/routing/some?choice=0"), 404)["code"] == "routing_not_found"
+        server.client.delete("/v1/routing/some")
+    assert server.service.store.nbytes == 0
 
 
 def test_a_stream_is_cumulative_and_ends_as_the_answer(server):
@@ -231,7 +250,8 @@ def test_new_weights_come_from_below_one_root_alone(tmp_path):
     (tmp_path / "root" / "empty").mkdir()
     with serve(first, enable_return_routed_experts=True) as engine, running(engine, weights_root=str(tmp_path / "root")) as server:
         old = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY}).json()
-        for path in ("../outside", "link", str(tmp_path / "outside"), "/etc", "", "nowhere", "a\0b", "x" * 2000, "..", "two/../../outside"):
+        long = ("x" * 2000, "x" * 300, "a/" + "x" * 300 + "/b")
+        for path in ("../outside", "link", str(tmp_path / "outside"), "/etc", "", "nowhere", "a\0b", "..", "two/../../outside", *long):
             response = server.post("/update_weights_from_disk", {"model_path": path})
             if path:
                 assert error_of(response, 400)["param"] == "model_path", path

@@ -1,20 +1,27 @@
 """Who may pass and what is refused: keys, limits, malformed bodies, and the classes of weakness known from serving engines."""
 
+import contextlib
 import json
+import logging
+import random
 import re
 import socket
+import time
 
 import pytest
 
 from http_server import error_of, running
 from routed_experts.core.errors import ConfigError
 from routed_experts.server.app import TABLE
+from routed_experts.server.body import _check_depth
+from routed_experts.server.errors import ApiError
 from routed_experts.server.fields import nearest
-from routed_experts.server.limits import ServerSettings
+from routed_experts.server.limits import HEADER_TIMEOUT_S, MAX_HEADER_BYTES, MAX_JSON_DEPTH, ServerSettings
 
 KEY, ADMIN = "key-of-users-1", "key-of-admins-1"
 PATHS = sorted({re.sub(r"\{.*?\}", "x", entry.path) for entry in TABLE} | {"/openapi.json", "/version", "/nowhere", "/v1"})
-PROBES = {"/health", "/health/live", "/ready", "/ping"}
+ADMIN_PATHS = {"/flush_cache", "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk"}
+PROBES = {"/health", "/health/live", "/ready", "/ping", "/health_generate"}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +64,34 @@ def test_admin_routes_need_the_admin_key(guarded):
     assert guarded.client.get("/v1/models").status_code == 200
 
 
+def test_the_table_says_which_routes_are_for_admins():
+    """By name, so that a route that loses its mark is noticed."""
+    assert {entry.path for entry in TABLE if entry.admin} == ADMIN_PATHS
+    for path in ADMIN_PATHS:
+        assert all(entry.admin for entry in TABLE if entry.path == path)
+
+
+@pytest.mark.parametrize("end", ["%0A", "%0D", "%00", "%0D%0A", "%0a%0a", "%E2%80%A8", "%C2%85"])
+@pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
+def test_a_control_character_hides_no_admin_route(guarded, engine, path, end):
+    for key, status in ((None, 401), ("wrong-key-wrong", 401), (KEY, 404), (ADMIN, 404)):
+        said = f"Authorization: Bearer {key}\r\n" if key else ""
+        request = f"POST {path}{end} HTTP/1.1\r\nHost: x\r\n{said}Content-Length: 0\r\nConnection: close\r\n\r\n"
+        assert int(raw(guarded, request.encode()).split(b" ", 2)[1]) == status, (key, path + end)
+    assert not engine.paused
+
+
+def test_an_admin_key_alone_guards_admin_routes_alone(engine):
+    with running(engine, admin_api_key=ADMIN) as server:
+        assert server.client.get("/v1/models").status_code == 200
+        for path in sorted(ADMIN_PATHS):
+            assert error_of(server.post(path, {}), 401)["code"] == "missing_api_key"
+            assert error_of(server.post(path, {}, headers={"authorization": "Bearer " + KEY}), 401)["code"] == "invalid_api_key"
+            assert raw(server, f"POST {path}%0A HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode()).startswith(b"HTTP/1.1 404")
+        server.wait_idle()
+        assert server.client.get("/flush_cache", headers={"authorization": "Bearer " + ADMIN}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "target",
     [
@@ -97,6 +132,49 @@ def test_bodies_beyond_the_limits_are_refused(engine):
         assert server.client.post("/v1/completions", content=text, headers=kind).status_code == 200, "brackets in a string are text"
 
 
+def depth_of(text):
+    """The deepest nesting of a decoded JSON text."""
+    if isinstance(text, dict | list):
+        return 1 + max((depth_of(one) for one in (text.values() if isinstance(text, dict) else text)), default=0)
+    return 0
+
+
+def test_the_depth_is_that_of_the_json():
+    rng = random.Random(3)
+
+    def value(level):
+        kind = rng.randrange(4) if level else 2
+        if kind < 2:
+            listed = [value(level - 1) for _ in range(rng.randrange(1, 3))]
+            return listed if kind else {'k"[\\' + str(number): one for number, one in enumerate(listed)}
+        return "".join(rng.choices('[]{}"\\ab\n', k=rng.randrange(12)))
+
+    seen = set()
+    for trial in range(300):
+        said = value(9)
+        for _ in range(MAX_JSON_DEPTH - rng.randrange(12) if trial % 2 else 0):
+            said = [said]
+        text, deepest = json.dumps(said).encode(), depth_of(said)
+        seen.add(deepest <= MAX_JSON_DEPTH)
+        with contextlib.nullcontext() if deepest <= MAX_JSON_DEPTH else pytest.raises(ApiError, match="deeper"):
+            _check_depth(text)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("piece", [b'"', b'\\"', b'"\\', b'["'], ids=["quotes", "escaped", "backslashes", "brackets"])
+def test_an_unended_string_costs_its_length(piece):
+    """In CPU time of this thread. Where a search to the end begins again at each quote, 80 kB take ten seconds and 1 MB half an hour."""
+
+    def cost(size):
+        text = b"[" * 65 + b"]" * 65 + b'"' + (piece * size)[:size]
+        began = time.thread_time()
+        with contextlib.suppress(ApiError):
+            _check_depth(text[65:] + b"[" * 65)  # enough brackets to be looked at, none of them deep
+        return time.thread_time() - began
+
+    assert cost(80_000) < 2
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -133,6 +211,14 @@ def test_strict_fields_refuse_every_unknown_name(engine):
         assert error_of(server.post("/v1/completions", {"prompt": "a", "user": "me"}), 400)["param"] == "user"
 
 
+def test_a_name_without_effect_is_logged_once(server, caplog):
+    caplog.set_level(logging.INFO, logger="routed_experts.server")
+    for _ in range(3):
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "seldom_seen_field": 1}).status_code == 200
+        assert server.post("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}, "seldom_seen_field": 1}).status_code == 200
+    assert len([record for record in caplog.records if "seldom_seen_field" in record.getMessage()]) == 1
+
+
 def test_the_nearest_name_is_within_two_edits():
     known = ("max_tokens", "stop", "seed", "n")
     assert nearest("max_tokns", known) == nearest("max_token", known) == nearest("max_tokenss", known) == "max_tokens"
@@ -160,6 +246,37 @@ def test_pickles_are_only_bytes(server):
     for kind in ("application/json", "application/octet-stream"):
         response = server.client.post("/generate", content=pickled, headers={"content-type": kind})
         assert response.status_code in (400, 415)
+
+
+CHUNKED = b"POST /generate HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: "
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [b"GET /health HTTP/1.1\r\nX: ", b"GET /health HTTP/1.1\r\nX", b"GET /", CHUNKED],
+    ids=["value", "name", "target", "trailer"],
+)
+def test_a_header_without_an_end_is_given_up_at_its_limit(server, begun):
+    """What the parser must hold until it is whole. The answer comes before the time for headers, or for a body, is over."""
+    wire = socket.create_connection(server.address, timeout=HEADER_TIMEOUT_S / 2)
+    with wire, contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        wire.sendall(begun)
+        for _ in range(3 * MAX_HEADER_BYTES // 4096):
+            wire.sendall(b"a" * 4096)
+        assert wire.recv(12) == b"HTTP/1.1 400"
+    server.wait_idle()
+
+
+def test_requests_that_come_together_are_all_answered(server):
+    """Large bodies and the head of the next one in the same bytes are no header without an end."""
+    content = json.dumps({"prompt": "a " * 60_000}).encode()
+    head = b"POST /detokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % len(content)
+    answer = b""
+    with socket.create_connection(server.address, timeout=15) as wire:
+        wire.sendall((head + b"\r\n" + content) * 3 + head + b"Connection: close\r\n\r\n" + content)
+        while chunk := wire.recv(65536):
+            answer += chunk
+    assert answer.count(b"HTTP/1.1 400") == answer.count(b'"code":"invalid_request"') == 4
 
 
 @pytest.mark.parametrize("value", [10**6, 10**18, 10**30, -1, True, "5", 1.5, [], {}])

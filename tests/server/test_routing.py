@@ -56,6 +56,7 @@ def test_every_choice_has_its_own_rows(server, records, form, layers, streamed):
     for choice, wanted in enumerate(records):
         record = record_from_response(whole, choice)
         assert np.array_equal(record.ids, wanted[:, 1:]), (form, layers, choice)
+        assert whole["choices"][choice]["meta_info"]["weight_version"] == "0"
         assert (record.num_rows, record.num_tokens) == (record.num_prompt_tokens + 6, record.num_prompt_tokens + 7)
     assert not np.array_equal(records[0], records[1]), "the choices must differ for this to say anything"
 
@@ -225,6 +226,35 @@ def test_native_rows_in_every_format(server, records):
 def test_a_wish_that_cannot_be_met_is_refused_by_its_code(server, path, fields, status, code):
     prompt = {"/generate": {"text": "a"}, "/v1/completions": {"prompt": "a"}}.get(path, {"messages": [{"role": "user", "content": "a"}]})
     assert error_of(server.post(path, {**prompt, **fields}), status)["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})]
+)
+@pytest.mark.parametrize("asked", [[True], [False], []])
+def test_a_list_of_wishes_is_for_generate_alone(server, path, body, asked):
+    error = error_of(server.post(path, {**body, "return_routed_experts": asked}), 400)
+    assert (error["code"], error["param"]) == ("invalid_request", "return_routed_experts")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("routed_experts_include_last", "unsupported_parameter"), ("routed_experts_weights", "weights_disabled")]
+)
+def test_a_wish_among_sampling_parameters_is_met_or_refused_as_beside_them(server, name, code):
+    body = {"text": "a", "return_routed_experts": True}
+    for fields in ({name: True}, {"sampling_params": {name: True}}, {name: True, "sampling_params": {name: True}}):
+        error = error_of(server.post("/generate", {**body, **fields}), 400)
+        assert (error["code"], error["param"]) == (code, name)
+    quiet = {"sampling_params": {name: False, "max_new_tokens": 1}}
+    assert server.post("/generate", {**body, **quiet}).status_code == 200
+    assert error_of(server.post("/generate", {**body, name: True, **quiet}), 400)["code"] == "conflicting_parameters"
+    assert error_of(server.post("/generate", {**body, "sampling_params": {name: 1}}), 400)["param"] == name
+
+
+def test_rows_are_streamed_where_the_sampling_parameters_say_so(server):
+    sampling = {"max_new_tokens": 4, "ignore_eos": True, "routed_experts_stream": True}
+    chunks = stream(server, "/generate", {"text": PROMPT, "sampling_params": sampling, "return_routed_experts": True})
+    assert len([chunk for chunk in chunks if "routed_experts" in chunk["meta_info"]]) > 1
 
 
 def test_another_key_may_not_fetch(engine):

@@ -24,6 +24,10 @@ def kept(rows=10, owner=""):
     return KeptRows(record=record, token_ids=np.zeros(rows + 1, np.int32), owner=owner)
 
 
+def new_store(*, max_bytes, clock, later=lambda seconds, call: None):
+    return RoutingStore(max_bytes=max_bytes, ttl_s=10, clock=clock, later=later)
+
+
 def code(call):
     with pytest.raises(ApiError) as told:
         call()
@@ -32,14 +36,14 @@ def code(call):
 
 def test_rows_live_for_their_seconds():
     clock = Clock()
-    store = RoutingStore(max_bytes=10_000, ttl_s=10, clock=clock)
-    store.expect("a", owner="", num_choices=2)
+    store = new_store(max_bytes=10_000, clock=clock)
+    entry = store.expect("a", owner="", choices=range(2))
     assert code(lambda: store.get("a", 0, owner="")) == "routing_not_ready"
-    store.put("a", 0, kept())
+    store.put(entry, 0, kept())
     clock.now = 100  # not ended: it does not age
     assert store.get("a", 0, owner="").record.num_rows == 10
     assert code(lambda: store.get("a", 1, owner="")) == "routing_not_ready"
-    store.put("a", 1, kept())
+    store.put(entry, 1, kept())
     clock.now = 109.9
     assert store.nbytes == 2 * kept().nbytes and store.get("a", 1, owner="")
     clock.now = 110
@@ -48,44 +52,84 @@ def test_rows_live_for_their_seconds():
 
 
 def test_the_oldest_finished_make_room_and_live_ones_stay():
-    store = RoutingStore(max_bytes=3 * kept().nbytes, ttl_s=10, clock=Clock())
-    store.expect("live", owner="", num_choices=2)
-    store.put("live", 0, kept())
+    store = new_store(max_bytes=3 * kept().nbytes, clock=Clock())
+    entry = store.expect("live", owner="", choices=range(2))
+    store.put(entry, 0, kept())
     for name in ("one", "two", "three"):
-        store.expect(name, owner="", num_choices=1)
-        store.put(name, 0, kept())
+        entry = store.expect(name, owner="", choices=range(1))
+        store.put(entry, 0, kept())
         assert store.nbytes <= 3 * kept().nbytes
     assert code(lambda: store.get("one", 0, owner="")) == "routing_not_found"
     assert store.get("two", 0, owner="") and store.get("three", 0, owner="") and store.get("live", 0, owner="")
 
 
 def test_rows_that_cannot_fit_are_not_kept():
-    store = RoutingStore(max_bytes=kept().nbytes, ttl_s=10, clock=Clock())
-    store.expect("big", owner="", num_choices=1)
-    store.put("big", 0, kept(rows=100))
+    store = new_store(max_bytes=kept().nbytes, clock=Clock())
+    entry = store.expect("big", owner="", choices=range(1))
+    store.put(entry, 0, kept(rows=100))
     assert code(lambda: store.get("big", 0, owner="")) == "routing_not_found"
     assert store.nbytes == 0
 
 
 def test_a_request_without_an_answer_leaves_nothing():
-    store = RoutingStore(max_bytes=10_000, ttl_s=10, clock=Clock())
-    store.expect("gone", owner="", num_choices=2)
-    store.put("gone", 0, kept())
-    store.forget("gone")
+    store = new_store(max_bytes=10_000, clock=Clock())
+    entry = store.expect("gone", owner="", choices=range(2))
+    store.put(entry, 0, kept())
+    store.forget(entry)
     assert store.nbytes == 0
-    store.put("gone", 1, kept())
+    store.put(entry, 1, kept())
     assert store.nbytes == 0 and code(lambda: store.get("gone", 0, owner="")) == "routing_not_found"
-    store.expect("done", owner="", num_choices=1)
-    store.put("done", 0, kept())
-    store.forget("done")
+    entry = store.expect("done", owner="", choices=range(1))
+    store.put(entry, 0, kept())
+    store.forget(entry)
     assert store.get("done", 0, owner="")
 
 
 def test_an_owner_is_the_key_that_asked():
-    store = RoutingStore(max_bytes=10_000, ttl_s=10, clock=Clock())
-    store.expect("a", owner="me", num_choices=1)
-    store.put("a", 0, kept(owner="me"))
+    store = new_store(max_bytes=10_000, clock=Clock())
+    entry = store.expect("a", owner="me", choices=range(1))
+    store.put(entry, 0, kept(owner="me"))
     assert code(lambda: store.get("a", 0, owner="you")) == "routing_of_another_key"
     assert code(lambda: store.delete("a", owner="")) == "routing_of_another_key"
     store.delete("a", owner="me")
     assert store.nbytes == 0
+
+
+def test_an_id_that_is_used_again_belongs_to_the_newer_call():
+    store = new_store(max_bytes=10_000, clock=Clock())
+    old = store.expect("a", owner="", choices=range(2))
+    store.put(old, 0, kept())
+    new = store.expect("a", owner="", choices=range(2))
+    store.put(old, 1, kept(rows=99))
+    store.forget(old)
+    assert store.nbytes == 0 and code(lambda: store.get("a", 1, owner="")) == "routing_not_ready"
+    store.put(new, 0, kept(rows=7))
+    store.forget(old)
+    assert store.get("a", 0, owner="").record.num_rows == 7
+
+
+def test_rows_go_when_their_time_is_over_though_nobody_asks():
+    clock, timers = Clock(), []
+    store = new_store(max_bytes=10_000, clock=clock, later=lambda seconds, call: timers.append((seconds, call)))
+    store.put(store.expect("a", owner="", choices=[0]), 0, kept())
+    clock.now = 4
+    store.put(store.expect("b", owner="", choices=[0]), 0, kept())
+    live = store.expect("live", owner="", choices=[0, 1])
+    store.put(live, 0, kept())
+    ((seconds, call),) = timers
+    assert seconds == 10, "one timer for all"
+    clock.now = 10
+    call()
+    assert store.nbytes == 2 * kept().nbytes and timers[1][0] == 4
+    clock.now = 14
+    timers[1][1]()
+    assert store.nbytes == kept().nbytes and len(timers) == 2, "what has not ended waits for its end"
+
+
+def test_only_expected_choices_are_kept_and_end_the_request():
+    clock = Clock()
+    store = new_store(max_bytes=10_000, clock=clock)
+    store.put(store.expect("a", owner="", choices=[1]), 1, kept())
+    assert store.get("a", 1, owner="") and code(lambda: store.get("a", 0, owner="")) == "routing_not_found"
+    clock.now = 10
+    assert code(lambda: store.get("a", 1, owner="")) == "routing_not_found"

@@ -41,7 +41,11 @@ async def pause_generation(request: Request, service: Service) -> Response:
     settings = service.settings
     body = await read_struct(request, PauseRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields, empty=True)
     mode = body.value.mode or "abort"
-    await asyncio.to_thread(service.open_door.engine.pause, mode=mode)
+    engine = service.open_door.engine
+    if mode == "wait":  # for as long as what has started runs
+        await service.waiting_room.wait(lambda: engine.pause(mode="wait"))
+    else:
+        await asyncio.to_thread(engine.pause, mode=mode)
     return json_reply({"success": True, "mode": mode})
 
 
@@ -72,9 +76,14 @@ def _under_root(root: str | None, said: str) -> Path:
     if "\0" in said or len(said) > 1024:
         raise InvalidRequestError(f"model_path={shown(said)} is no path", param="model_path")
     base = Path(root).resolve()
-    folder = (base / said).resolve()
-    if not folder.is_relative_to(base) or not folder.is_dir():
-        raise InvalidRequestError(f"model_path={shown(said)} is no folder under --weights-root", param="model_path")
+    refusal = InvalidRequestError(f"model_path={shown(said)} is no folder under --weights-root", param="model_path")
+    try:
+        folder = (base / said).resolve()
+        is_folder = folder.is_relative_to(base) and folder.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, links in a circle, a lone surrogate
+        raise refusal from error
+    if not is_folder:
+        raise refusal
     return folder
 
 

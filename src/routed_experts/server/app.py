@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from routed_experts.server import admin_routes, info_routes, routing_routes, text_routes
 from routed_experts.server.chat import chat_completions
 from routed_experts.server.completions import completions
-from routed_experts.server.gate import Gate
+from routed_experts.server.gate import Gate, check_admin
 from routed_experts.server.native import generate
 from routed_experts.server.openapi import Operation, openapi_document
 from routed_experts.server.page import make_page
@@ -36,12 +36,13 @@ Handler = Callable[[Request, Service], Awaitable[Response]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One path: its methods, its handler and the struct of its body, if it takes one."""
+    """One path: its methods, its handler and the struct of its body, if it takes one. `admin`: with an admin key, that one alone."""
 
     path: str
     methods: tuple[str, ...]
     handler: Handler
     body: type[Struct] | None = None
+    admin: bool = False
 
 
 TABLE = (
@@ -66,11 +67,11 @@ TABLE = (
     Entry("/ready", ("GET",), info_routes.ready),
     Entry("/ping", ("GET", "POST"), info_routes.health),
     Entry("/health_generate", ("GET",), info_routes.health_generate),
-    Entry("/flush_cache", ("GET", "POST"), admin_routes.flush_cache),
-    Entry("/abort_request", ("POST",), admin_routes.abort_request, AbortRequest),
-    Entry("/pause_generation", ("POST",), admin_routes.pause_generation, PauseRequest),
-    Entry("/continue_generation", ("POST",), admin_routes.continue_generation, ContinueRequest),
-    Entry("/update_weights_from_disk", ("POST",), admin_routes.update_weights_from_disk, UpdateWeightsRequest),
+    Entry("/flush_cache", ("GET", "POST"), admin_routes.flush_cache, admin=True),
+    Entry("/abort_request", ("POST",), admin_routes.abort_request, AbortRequest, admin=True),
+    Entry("/pause_generation", ("POST",), admin_routes.pause_generation, PauseRequest, admin=True),
+    Entry("/continue_generation", ("POST",), admin_routes.continue_generation, ContinueRequest, admin=True),
+    Entry("/update_weights_from_disk", ("POST",), admin_routes.update_weights_from_disk, UpdateWeightsRequest, admin=True),
 )
 
 
@@ -89,7 +90,7 @@ def make_app(service: Service, *, version: str) -> tuple[ASGIApp, Gate]:
     async def root(request: Request) -> Response:
         return page
 
-    routes = [Route(one.path, _bound(one.handler, service), methods=list(one.methods)) for one in _merged()]
+    routes = [Route(one.path, _bound(one, service), methods=list(one.methods)) for one in _merged()]
     routes += [Route(path, told, methods=["GET"]) for path, told in (("/", root), ("/openapi.json", openapi), ("/version", told_version))]
     gate = Gate(Router(routes, redirect_slashes=False), service.settings, on_idle=service.on_idle)
     origin = service.settings.cors_origin
@@ -116,11 +117,13 @@ def _joined(entries: list[Entry]) -> Entry:
     async def dispatch(request: Request, service: Service) -> Response:
         return await handlers["GET" if request.method == "HEAD" else request.method](request, service)
 
-    return Entry(entries[0].path, tuple(handlers), dispatch)
+    return Entry(entries[0].path, tuple(handlers), dispatch, admin=any(entry.admin for entry in entries))
 
 
-def _bound(handler: Handler, service: Service) -> Callable[[Request], Awaitable[Response]]:
+def _bound(entry: Entry, service: Service) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return await handler(request, service)
+        if entry.admin:
+            check_admin(request.scope)
+        return await entry.handler(request, service)
 
     return endpoint

@@ -10,10 +10,11 @@ from starlette.requests import ClientDisconnect, Request
 
 from routed_experts.server.errors import ApiError
 from routed_experts.server.fields import screen
-from routed_experts.server.limits import BODY_TIMEOUT_S, INLINE_BYTES, MAX_JSON_DEPTH
+from routed_experts.server.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH
+from routed_experts.server.threads import off_loop
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)  # possessive: a string that never ends is read once
 _JSON_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`")
 
 
@@ -39,9 +40,7 @@ async def read_struct(request: Request, kind: type[_Struct], *, max_bytes: int, 
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
         text = f"content-type is {media[:60]!r}; wanted application/json; send the header Content-Type: application/json"
         raise ApiError(text, status=415, code="unsupported_media_type")
-    if len(raw) > INLINE_BYTES:
-        return await asyncio.to_thread(_decode, raw, kind, strict)
-    return _decode(raw, kind, strict)
+    return await off_loop(len(raw), lambda: _decode(raw, kind, strict))
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

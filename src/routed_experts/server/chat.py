@@ -74,7 +74,7 @@ async def chat_completions(request: Request, service: Service) -> Response:
         stream=said.stream is True,
         return_logprob=wants,
         top_logprobs_num=said.top_logprobs or 0,
-        **routing_keywords(said),
+        **routing_keywords(said, asked=said.return_routed_experts),
     )
     rest = service.door.context_length  # cut to what the prompt leaves
     routing = openai_defaults(settings)

@@ -8,7 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.io_struct import TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import shown
+from routed_experts.engine.door import MAX_PROMPTS
 from routed_experts.engine.engine import request_of
 from routed_experts.engine.tokenizer import Tokenizer
 from routed_experts.server.body import read_struct
@@ -19,6 +21,7 @@ from routed_experts.server.openai_call import OpenAICall
 from routed_experts.server.openai_fields import Length, options_of, sampling_of
 from routed_experts.server.protocol import CompletionRequest
 from routed_experts.server.service import Service
+from routed_experts.server.threads import off_loop
 
 DEFAULT_MAX_TOKENS = 16
 _NAMES = MappingProxyType({"max_new_tokens": "max_tokens", "input_ids": "prompt", "rid": "request_id", "text": "prompt"})
@@ -67,7 +70,7 @@ async def completions(request: Request, service: Service) -> Response:
         raise ApiError("best_of other than n is not supported; leave it out", status=400, code="unsupported_parameter", param="best_of")
     options = options_of(request, service, said, body.ignored, prefix="cmpl-")
     length, wants, top = Length(max_tokens=said.max_tokens), *_logprobs_of(said)
-    prompt = _prompt_of(service, said)
+    prompt = await off_loop(body.num_bytes, lambda: _prompt_of(service, said))
     asked = request_of(
         **prompt,
         sampling_params=sampling_of(said, length),
@@ -77,14 +80,14 @@ async def completions(request: Request, service: Service) -> Response:
         return_logprob=wants,
         logprob_start_len=0 if wants and said.echo else -1,
         top_logprobs_num=top,
-        **routing_keywords(said),
+        **routing_keywords(said, asked=said.return_routed_experts),
     )
     routing = openai_defaults(settings)
     requests = await service.admit(
         asked, default_max_tokens=DEFAULT_MAX_TOKENS, routing=routing, num_bytes=body.num_bytes, names=_NAMES
     )
     n = requests[0].sampling.n
-    echo = _echo(service, prompt, [one.input_ids.tolist() for one in requests[::n]]) if said.echo else None
+    echo = await off_loop(body.num_bytes, lambda: _echo(service, prompt, requests[::n])) if said.echo else None
     form = TextForm(service.door.tokenizer, logprobs=wants, token_ids=said.return_token_ids is True)
     call = OpenAICall(service, requests, form, dataclasses.replace(options, echo=echo, prompt_only=length.prompt_only))
     return await (call.stream(request) if said.stream else call.plain(request))
@@ -110,6 +113,8 @@ def _prompt_of(service: Service, said: CompletionRequest) -> dict[str, object]:
         texts = [str(part) for part in listed]
         if "" in texts or not texts:
             raise InvalidRequestError("prompt holds no text; send at least one character", param="prompt")
+        if len(texts) > MAX_PROMPTS:  # the engine says so too, but only once they are token ids
+            raise InvalidRequestError(f"prompt has {len(texts)} prompts, above the limit of {MAX_PROMPTS}; send fewer", param="prompt")
         tokenizer = service.tokenizer("prompt")
         if said.add_special_tokens is False:
             return {"input_ids": [tokenizer.encode(text, add_special_tokens=False) for text in texts]}
@@ -119,12 +124,12 @@ def _prompt_of(service: Service, said: CompletionRequest) -> dict[str, object]:
     raise InvalidRequestError("prompt mixes text, ids and lists of ids; send one kind in a call", param="prompt")
 
 
-def _echo(service: Service, prompt: dict[str, object], ids: list[list[int]]) -> Sequence[str]:
+def _echo(service: Service, prompt: dict[str, object], requests: Sequence[TokenizedGenerateReqInput]) -> Sequence[str]:
     """The prompts' own text."""
     if "text" in prompt:
         return [str(text) for text in _listed(prompt["text"])]
     tokenizer = service.tokenizer("echo")
-    return [tokenizer.decode(one, skip_special_tokens=False) for one in ids]
+    return [tokenizer.decode(one.input_ids.tolist(), skip_special_tokens=False) for one in requests]
 
 
 def _listed(value: object) -> list[object]:

@@ -1,6 +1,7 @@
 """Where routed experts stand in an answer of /v1: the places and defaults of each dialect. Knows payloads, not how they are made.
 
-(b) int32 and ref: choices[i].meta_info. (c) list: prompt rows beside the choices, the others in the choice. (d) npy: in the choice."""
+The version of the weights is always in choices[i].meta_info. Rows: (b) int32 and ref: there too. (c) list: prompt rows beside the
+choices, the others in the choice. (d) npy: in the choice."""
 
 import dataclasses
 import math
@@ -53,17 +54,16 @@ def native_defaults(settings: ServerSettings) -> RoutingDefaults:
     return RoutingDefaults(refs=settings.routing_store_bytes > 0)
 
 
-def routing_keywords(body: RoutingFields) -> dict[str, object]:
-    """The routing fields of a body as keywords of the engine. Raises for what this release does not do."""
+def routing_keywords(body: RoutingFields, *, asked: bool | None) -> dict[str, object]:
+    """The routing fields of a body as keywords of the engine; `asked`: are rows wanted. Raises for what this release does not do."""
     if body.routed_experts_weights:
         text = "routed_experts_weights=True, but this engine records no weights; drop it"
         raise CaptureDisabledError(text, param="routed_experts_weights", code="weights_disabled")
     if body.routed_experts_include_last:
         text = "routed_experts_include_last=True is not supported by this server; read S - 1 rows, or score the sequence"
         raise ApiError(text, status=400, code="unsupported_parameter", param="routed_experts_include_last")
-    asked = body.return_routed_experts
     return {
-        "return_routed_experts": any(asked) if isinstance(asked, list) else asked,
+        "return_routed_experts": asked,
         "routed_experts_start_len": body.routed_experts_start_len,
         "routed_experts_prompt_start": body.routed_experts_prompt_start,
         "routed_experts_format": body.routed_experts_format,
@@ -74,10 +74,10 @@ def routing_keywords(body: RoutingFields) -> dict[str, object]:
 
 def check_list(requests: Sequence[TokenizedGenerateReqInput], capture: CaptureSpec | None) -> None:
     """Refuse format list where it cannot serve: several prompts, or more ids than JSON should carry."""
-    first = requests[0]
-    wanted = first.routed_experts
-    if not wanted.asked or wanted.format != "list" or capture is None:
+    first = next((request for request in requests if request.routed_experts.asked), None)
+    if first is None or first.routed_experts.format != "list" or capture is None:
         return
+    wanted = first.routed_experts
     prompts = sum(request.choice == 0 for request in requests)
     columns = capture.num_hidden_layers if wanted.layers == "all" else capture.num_moe_layers
     rows = first.input_ids.size - wanted.start + len(requests) * first.sampling.max_tokens
@@ -104,19 +104,21 @@ def place_rows(
 ) -> Placed:
     """Put rows where clients of their format look. `beside`: may prompt rows of a list stand beside the choices (once an answer)."""
     layers = "moe" if wanted.layers == "moe" else "all"
+    version = {"weight_version": str(weight_version)}
     if wanted.format == "list":
         fields = encode_listed(record, layers=layers, aborted=aborted)
         prompt = fields.pop(PROMPT_KEY)
-        return Placed(without_sha256(fields) if wanted.stream else fields, {PROMPT_KEY: prompt} if beside else {})
+        told = without_sha256(fields) if wanted.stream else fields
+        return Placed({**told, "meta_info": version}, {PROMPT_KEY: prompt} if beside else {})
     if wanted.format == "npy":
         fields = encode_routed_experts(record, payload_format="npy", layers=layers, aborted=aborted)
-        return Placed(without_sha256(fields) if wanted.stream else fields, {})
+        return Placed({**(without_sha256(fields) if wanted.stream else fields), "meta_info": version}, {})
     if wanted.format == "ref":
         meta: dict[str, object] = {START_KEY: record.start, **encode_ref(record, url=url)}
     else:
         meta = encode_meta_info(record, payload_format="int32", layers=layers, aborted=aborted)
         meta = without_sha256(meta) if wanted.stream else meta
-    return Placed({"meta_info": {**meta, "weight_version": str(weight_version)}}, {})
+    return Placed({"meta_info": {**meta, **version}}, {})
 
 
 def increments(record: RoutedExperts, wanted: RoutedExpertsRequest) -> list[RoutedExperts]:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from routed_experts.core.sampling_params import shown
 from routed_experts.server.errors import ApiError
-from routed_experts.server.limits import MAX_NAMED_FIELDS
+from routed_experts.server.limits import MAX_NAMED_FIELDS, MAX_UNKNOWN_NAMES
 
 # Names that change the answer elsewhere and that nobody here obeys: refused unless they say nothing.
 _REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -75,9 +75,11 @@ def screen(said: Mapping[str, object], known: Collection[str], *, strict: bool) 
     that is reserved, or whose value would have to change the answer; with `strict` for every name that we do not know."""
     kept = {name: value for name, value in said.items() if value is not None and name in known}
     ignored: list[str] = []
-    for name, value in said.items():
-        if value is None or name in known:
-            continue
+    others = {name: value for name, value in said.items() if value is not None and name not in known}
+    if len(others) > MAX_UNKNOWN_NAMES:
+        text = f"{len(others)} names of the body are none of this route's, above the limit of {MAX_UNKNOWN_NAMES}; leave them out"
+        raise ApiError(text, status=400, code="too_many_fields")
+    for name, value in others.items():
         if name in _REFUSED:
             if not any(type(value) is type(harmless) and value == harmless for harmless in _REFUSED[name]):
                 text = f"{name}={shown(value)} is not supported by this server; leave it out"

@@ -1,11 +1,14 @@
 """Gate: the outermost layer. Who may pass, how many at once, and no error leaves but in our form. Knows no route's work.
 
-Denied by default: without the key only the probes and the static page are answered. Keys are compared in constant time."""
+Denied by default: without the key only the probes and the static page are answered. Which routes are for admins the table of routes
+says; the gate notes what a key may do and `check_admin` stands before such a route itself, however its path was spelled. Keys are
+compared in constant time."""
 
 import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,11 +22,9 @@ from routed_experts.server.errors import ApiError, ErrorAnswer, answer_of, busy
 from routed_experts.server.limits import MAX_OPEN_REQUESTS, REQUEST_ID, RESERVED_IDS, ServerSettings
 
 PROBES = frozenset({"/health", "/health/live", "/ready", "/ping"})
-OPEN = PROBES | {"/"}
-ADMIN = frozenset(
-    "/flush_cache /abort_request /pause_generation /continue_generation /update_weights_from_disk /update_weight_version".split()
-)
+OPEN = PROBES | {"/", "/health_generate"}
 logger = logging.getLogger("routed_experts.server.access")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _CLIENT_GONE = 499  # as logs of proxies have it; nobody reads this status
 
 
@@ -50,6 +51,8 @@ class Gate:
         try:
             _name_request(scope)
             self._admit(scope)
+            if _CONTROL.search(scope["path"]):  # a router may take "/x\n" for "/x"
+                raise no_route()
             await self._app(scope, receive, reply.send)
         except ClientGone:
             reply.status = _CLIENT_GONE
@@ -69,26 +72,31 @@ class Gate:
             self._on_idle()
 
     def _admit(self, scope: Scope) -> None:
-        """Let a request through, or raise 401, 403 or 503."""
+        """Let a request through, or raise 401 or 503; note whose it is and what keeps it from admin routes."""
         if self.open_requests > MAX_OPEN_REQUESTS:
             raise busy(f"{MAX_OPEN_REQUESTS} requests are being answered; try again later", code="too_many_requests")
-        path = scope["path"]
-        wanted = self._admin_key if path in ADMIN and self._admin_key is not None else self._key
-        if wanted is None or path in OPEN:
-            scope["state"]["owner"] = ""
-            return
-        given = _given_key(scope)
-        if given is None:
-            raise ApiError("no key came; send the header Authorization: Bearer KEY", status=401, code="missing_api_key")
-        digest = _digest(given) or b""
-        fits = hmac.compare_digest(digest, wanted)
-        fits |= self._admin_key is not None and hmac.compare_digest(digest, self._admin_key)
-        if not fits:
-            known = self._key is not None and hmac.compare_digest(digest, self._key)
-            if known:
-                raise ApiError("this key may not use admin routes; send the admin key", status=403, code="admin_key_required")
-            raise ApiError("the key is not one of this server's", status=401, code="invalid_api_key")
-        scope["state"]["owner"] = digest.hex()
+        digest = _digest(_given_key(scope))
+        is_users = _same(digest, self._key)
+        is_admins = _same(digest, self._admin_key)
+        unknown = _unknown_key(digest)
+        if self._key is not None and not (is_users or is_admins or scope["path"] in OPEN):
+            raise unknown
+        may_administer = is_admins if self._admin_key is not None else is_users or self._key is None
+        refusal = None if may_administer else _not_admins() if is_users else unknown
+        owner = digest.hex() if digest is not None and self._key is not None and (is_users or is_admins) else ""
+        scope["state"] |= {"owner": owner, "admin_refusal": refusal}
+
+
+def check_admin(scope: Scope) -> None:
+    """Raise 401 or 403 unless the gate let this request through with a key for admin routes. Every admin route begins with it."""
+    refusal: ApiError | None = scope["state"]["admin_refusal"]
+    if refusal is not None:
+        raise refusal
+
+
+def no_route() -> ApiError:
+    """404 for a path that nothing answers."""
+    return ApiError("there is no such route; GET /openapi.json lists them", status=404, code="not_found")
 
 
 class _Reply:
@@ -126,7 +134,7 @@ def _of_router(error: HTTPException) -> ErrorAnswer:
     if error.status_code == 405:
         answer = answer_of(ApiError("this route does not know the method", status=405, code="method_not_allowed"))
         return ErrorAnswer(answer.status, answer.body, {**answer.headers, **(error.headers or {})})
-    return answer_of(ApiError("there is no such route; GET /openapi.json lists them", status=404, code="not_found"))
+    return answer_of(no_route())
 
 
 def _name_request(scope: Scope) -> None:
@@ -151,6 +159,20 @@ def _given_key(scope: Scope) -> str | None:
 
 def _digest(key: str | None) -> bytes | None:
     return None if key is None else hashlib.sha256(key.encode()).digest()
+
+
+def _same(digest: bytes | None, key: bytes | None) -> bool:
+    return digest is not None and key is not None and hmac.compare_digest(digest, key)
+
+
+def _unknown_key(digest: bytes | None) -> ApiError:
+    if digest is None:
+        return ApiError("no key came; send the header Authorization: Bearer KEY", status=401, code="missing_api_key")
+    return ApiError("the key is not one of this server's", status=401, code="invalid_api_key")
+
+
+def _not_admins() -> ApiError:
+    return ApiError("this key may not use admin routes; send the admin key", status=403, code="admin_key_required")
 
 
 def _shown_path(scope: Scope) -> str:

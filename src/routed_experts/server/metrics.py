@@ -1,7 +1,8 @@
 """Metrics: Prometheus text of one server. Counts come from the engine's snapshot and from what the routes report. Knows no route."""
 
 import dataclasses
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -10,9 +11,12 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from routed_experts.core.integrity import Violation
+from routed_experts.core.sampling_params import shown
 from routed_experts.engine.serving import EngineDoor, EngineSnapshot
+from routed_experts.server.limits import MAX_LOGGED_NAMES
 from routed_experts.server.routing_store import RoutingStore
 
+logger = logging.getLogger("routed_experts.server")
 _PREFIX = "routed_experts"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _OUTCOMES = ("stop", "length", "abort", "error")
@@ -35,6 +39,7 @@ class Metrics:
     def __init__(self, *, compat: Literal["vllm", "sglang"] | None) -> None:
         self._registry = CollectorRegistry()
         self._compat: Literal["vllm", "sglang"] | None = compat
+        self._logged: set[str] = set()
 
         def counter(name: str, told: str, *labels: str) -> Counter:
             return Counter(f"{_PREFIX}_{name}", told, labels, registry=self._registry)
@@ -75,9 +80,13 @@ class Metrics:
         """An invariant is broken."""
         self._violations.labels(violation.name).inc()
 
-    def ignored(self, count: int) -> None:
-        """A request named parameters that have no effect."""
-        self._ignored.inc(count)
+    def ignored(self, names: Collection[str]) -> None:
+        """A request named parameters that have no effect; the first of each name is logged, of a bounded number of names."""
+        self._ignored.inc(len(names))
+        for name in names:
+            if name not in self._logged and len(self._logged) < MAX_LOGGED_NAMES:
+                self._logged.add(name)
+                logger.info("the parameter %s of requests has no effect here", shown(name))
 
     def text(self) -> bytes:
         """All of it in the text format of Prometheus."""

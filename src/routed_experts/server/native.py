@@ -2,52 +2,43 @@
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import cast
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.capture.wire import encode_ref
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.io_struct import TokenizedGenerateReqInput
+from routed_experts.core.io_struct import BatchStrOut, RoutedExpertsRequest, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import shown
 from routed_experts.engine.engine import request_of
 from routed_experts.server.body import read_struct
-from routed_experts.server.dialects import (
-    check_list,
-    increments,
-    kept_rows,
-    native_defaults,
-    payload_bytes,
-    ref_url,
-    routing_keywords,
-    rows_of,
-)
+from routed_experts.server.dialects import increments, native_defaults, ref_url, routing_keywords, rows_of
 from routed_experts.server.fields import header_of
-from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG
-from routed_experts.server.metrics import EndedRequest
+from routed_experts.server.http_call import CallName, HttpCall
+from routed_experts.server.limits import INLINE_BYTES
 from routed_experts.server.openai_fields import name_call, seed_of
 from routed_experts.server.protocol import GenerateRequest
 from routed_experts.server.reply import json_reply
 from routed_experts.server.service import Service
-from routed_experts.server.sse import EventStream, event, watched
+from routed_experts.server.sse import event
 
 DEFAULT_MAX_TOKENS = 128
 # Of SGLang's sampling parameters those that its clients send as a matter of course and that change nothing here.
 _SAMPLING_WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens", "stream_interval", "custom_params"})
+_ROUTING_OF_SAMPLING = ("routed_experts_stream", "routed_experts_include_last", "routed_experts_weights")
 _PROMPT_ONLY = ("max_new_tokens", "max_tokens")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NativeOptions:
-    """What a call is beside its requests. `asked`: whether each prompt's rows were asked for; `single`: the answer is no list."""
+    """What a call is beside its requests. `single`: the answer is no list."""
 
     request_id: str
     owner: str
-    asked: Sequence[bool] | None
     single: bool
     prompt_only: bool
     headers: dict[str, str]
@@ -57,11 +48,12 @@ async def generate(request: Request, service: Service) -> Response:
     """Continue one prompt or many."""
     settings = service.settings
     body = await read_struct(request, GenerateRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
-    said = body.value
+    said = _with_routing(body.value)
     sampling, ignored = _sampling_of(said)
-    service.metrics.ignored(len(body.ignored) + len(ignored))
+    service.metrics.ignored([*body.ignored, *ignored])
     prompt_only = _wants_prompt_only(said, sampling)
     rid = name_call(request, said.rid, prefix="", param="rid")
+    wanted = said.return_routed_experts
     asked = request_of(
         text=said.text,
         input_ids=said.input_ids,
@@ -73,15 +65,15 @@ async def generate(request: Request, service: Service) -> Response:
         return_logprob=_one("return_logprob", said.return_logprob) is True,
         logprob_start_len=-1 if (start := _one("logprob_start_len", said.logprob_start_len)) is None else start,
         top_logprobs_num=_one("top_logprobs_num", said.top_logprobs_num) or 0,
-        **routing_keywords(said),
+        **routing_keywords(said, asked=any(wanted) if isinstance(wanted, list) else wanted),
     )
     routing = native_defaults(settings)
     requests = await service.admit(asked, default_max_tokens=DEFAULT_MAX_TOKENS, routing=routing, num_bytes=body.num_bytes)
+    requests = _as_asked(requests, _asked_list(said))
     single = isinstance(said.text, str) or (isinstance(said.input_ids, list) and not isinstance(said.input_ids[0], list))
     options = NativeOptions(
         request_id=rid,
         owner=str(request.scope["state"]["owner"]),
-        asked=_asked_list(said, len(requests)),
         single=single and len(requests) == 1,
         prompt_only=prompt_only,
         headers=header_of([*body.ignored, *ignored]),
@@ -90,54 +82,23 @@ async def generate(request: Request, service: Service) -> Response:
     return await (call.stream(request) if said.stream else call.plain(request))
 
 
-class _NativeCall:
+class _NativeCall(HttpCall):
     """One call of /generate. Event loop only."""
 
     def __init__(self, service: Service, requests: Sequence[TokenizedGenerateReqInput], options: NativeOptions) -> None:
-        check_list(requests, service.door.capture)
-        self._service, self._requests, self._options = service, requests, options
-        self._call = service.open_door.open(requests, max_backlog=MAX_BACKLOG)
-        self._began, self._expects_rows = time.monotonic(), False
-        self._first: dict[int, float] = {}
-
-    async def plain(self, request: Request) -> Response:
-        """Wait for all answers."""
-        return await watched(request, self._whole(), timeout_s=self._service.settings.request_timeout)
-
-    async def stream(self, request: Request) -> Response:
-        """Wait until the call is accepted, then send each answer as it grows, cumulative."""
-        timeout = self._service.settings.request_timeout
-        try:
-            await watched(request, self._accepted(), timeout_s=timeout)
-        except BaseException:
-            self._close()
-            raise
-        return EventStream(self._chunks(), close=self._close, timeout_s=timeout, headers=self._options.headers)
-
-    async def _accepted(self) -> None:
-        await self._call.accepted()
-        if self._requests[0].routed_experts.format == "ref":
-            self._service.store.expect(self._options.request_id, owner=self._options.owner, num_choices=len(self._requests))
-            self._expects_rows = True
-
-    def _close(self) -> None:
-        self._call.close()
-        if self._expects_rows:  # a call that was refused may bear the id of one that runs
-            self._service.store.forget(self._options.request_id)
+        super().__init__(service, requests, CallName(options.request_id, options.owner, options.headers))
+        self._options = options
 
     async def _whole(self) -> Response:
-        try:
-            await self._accepted()
-            async for index, news in self._call.news():
-                self._note(index, has_tokens=bool(news.out.new_token_ids), ended=news.out.finish_reason is not None)
-            answers = [said for index in range(len(self._requests)) for said in await self._said(index)]
-        finally:
-            self._close()
+        await self.accepted()
+        async for index, news in self._call.news():
+            self._noted(index, news)
+        answers = [said for index in range(len(self._requests)) for said in await self._said(index)]
         return json_reply(answers[0] if self._options.single else answers, headers=self._options.headers)
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
         async for index, news in self._call.news():
-            self._note(index, has_tokens=bool(news.out.new_token_ids), ended=news.out.finish_reason is not None)
+            self._noted(index, news)
             for said in await self._said(index):
                 yield event(said if self._options.single else {**said, "index": index})
 
@@ -148,11 +109,7 @@ class _NativeCall:
         if not wanted.asked or (answer.finish_reason is None and answer.record is None):
             return [self._dict_of(index, None)]
         record = rows_of(answer, prompt_only=self._options.prompt_only)
-        size = payload_bytes(record, wanted)
-        self._service.metrics.sent_rows(wanted.format, size)
-        if wanted.format == "ref":
-            kept = kept_rows(answer, record, owner=self._options.owner)
-            self._service.store.put(self._options.request_id, index, kept)
+        size = self.sending(index, record)
 
         def said() -> list[dict[str, object]]:
             pieces = increments(record, wanted)
@@ -163,6 +120,11 @@ class _NativeCall:
 
         return await asyncio.to_thread(said) if size > 4 * INLINE_BYTES else said()
 
+    def _noted(self, index: int, news: BatchStrOut) -> None:
+        counts = self._call.answers[index].counts
+        completion_tokens = 0 if self._options.prompt_only else counts.completion_tokens
+        self.note(index, news, cached_tokens=counts.cached_tokens, completion_tokens=completion_tokens)
+
     def _dict_of(self, index: int, rows: RoutedExperts | None) -> dict[str, object]:
         """The answer so far, with these rows."""
         answer, options = self._call.answers[index], self._options
@@ -171,26 +133,23 @@ class _NativeCall:
         request = self._requests[index]
         if rows is not None and request.routed_experts.format == "ref":
             meta |= encode_ref(rows, url=ref_url(options.request_id, index))
-        if options.asked is not None and not options.asked[index // request.sampling.n]:
-            said["meta_info"] = {name: value for name, value in meta.items() if "routed_experts" not in name}
         return said
 
-    def _note(self, index: int, *, has_tokens: bool, ended: bool) -> None:
-        now = time.monotonic() - self._began
-        if has_tokens:
-            self._first.setdefault(index, now)
-        if ended:
-            answer = self._call.answers[index]
-            meta = answer.counts
-            first = self._first.get(index) if self._requests[index].stream else None
-            ended_ = EndedRequest(
-                prompt_tokens=int(self._requests[index].input_ids.size),
-                cached_tokens=meta.cached_tokens,
-                completion_tokens=0 if self._options.prompt_only else meta.completion_tokens,
-                first_token_s=first,
-                whole_s=now,
-            )
-            self._service.metrics.ended(ended_)
+
+def _with_routing(said: GenerateRequest) -> GenerateRequest:
+    """The body, with the routing fields that only the door knows taken out of its sampling parameters. Said twice they must agree."""
+    given = said.sampling_params or {}
+    found = {name: given[name] for name in _ROUTING_OF_SAMPLING if given.get(name) is not None}
+    for name, value in found.items():
+        if not isinstance(value, bool):
+            raise InvalidRequestError(f"{name}={shown(value)} must be true or false", param=name)
+    beside = {name: value for name, value in msgspec.structs.asdict(said).items() if name in found and value is not None}
+    for name, value in beside.items():
+        if value != found[name]:
+            text = f"{name}={shown(value)}, but sampling_params say {shown(found[name])}; say it once"
+            raise InvalidRequestError(text, param=name, code="conflicting_parameters")
+    rest = {name: value for name, value in given.items() if name not in _ROUTING_OF_SAMPLING}
+    return msgspec.structs.replace(said, sampling_params=rest, **found) if len(rest) < len(given) else said
 
 
 def _sampling_of(said: GenerateRequest) -> tuple[dict[str, object], list[str]]:
@@ -227,7 +186,16 @@ def _one(param: str, value: bool | int | list[bool] | list[int] | None) -> bool 
     return value[0]
 
 
-def _asked_list(said: GenerateRequest, num_requests: int) -> Sequence[bool] | None:
+def _as_asked(requests: Sequence[TokenizedGenerateReqInput], asked: Sequence[bool] | None) -> Sequence[TokenizedGenerateReqInput]:
+    """The requests, of which those whose rows were not asked for ask for none. `asked`: one a prompt."""
+    if asked is None:
+        return requests
+    none = RoutedExpertsRequest()
+    wishes = [request.routed_experts if asked[index // request.sampling.n] else none for index, request in enumerate(requests)]
+    return [dataclasses.replace(request, routed_experts=wish) for request, wish in zip(requests, wishes, strict=True)]
+
+
+def _asked_list(said: GenerateRequest) -> Sequence[bool] | None:
     """Whose rows are returned, where that differs by prompt."""
     asked = said.return_routed_experts
     if not isinstance(asked, list):

@@ -8,17 +8,16 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.io_struct import BatchStrOut, TokenizedGenerateReqInput
 from routed_experts.server.choices import Choice, Piece, usage_of
-from routed_experts.server.dialects import Placed, check_list, increments, kept_rows, payload_bytes, place_rows, ref_url, rows_of
-from routed_experts.server.limits import INLINE_BYTES, MAX_BACKLOG
-from routed_experts.server.metrics import EndedRequest
+from routed_experts.server.dialects import Placed, increments, place_rows, ref_url, rows_of
+from routed_experts.server.http_call import CallName, HttpCall
+from routed_experts.server.limits import INLINE_BYTES
 from routed_experts.server.reply import json_reply
 from routed_experts.server.service import Service
-from routed_experts.server.sse import EventStream, event, watched
+from routed_experts.server.sse import event
 
 
 class Form(Protocol):
@@ -57,62 +56,31 @@ class CallOptions:
     headers: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
-class OpenAICall:
+class OpenAICall(HttpCall):
     """Runs on the event loop."""
 
     def __init__(self, service: Service, requests: Sequence[TokenizedGenerateReqInput], form: Form, options: CallOptions) -> None:
-        check_list(requests, service.door.capture)
-        self._service, self._form, self._options = service, form, options
-        self._call = service.open_door.open(requests, max_backlog=MAX_BACKLOG)
+        super().__init__(service, requests, CallName(options.request_id, options.owner, options.headers))
+        self._form, self._options = form, options
         n = requests[0].sampling.n
         echo = options.echo
         self._choices = [
             Choice(index, request, echo=None if echo is None else echo[index // n], prompt_only=options.prompt_only)
             for index, request in enumerate(requests)
         ]
-        self._began, self._created = time.monotonic(), int(time.time())
-        self._first: dict[int, float] = {}
-        self._expects_rows = False
+        self._created = int(time.time())
         self._prompt_told = False  # in a stream of lists: the rows that stand beside the choices
 
-    async def plain(self, request: Request) -> Response:
-        """Wait for all choices and answer at once."""
-        return await watched(request, self._whole(), timeout_s=self._service.settings.request_timeout)
-
-    async def stream(self, request: Request) -> Response:
-        """Wait until the call is accepted, then answer chunk by chunk."""
-        try:
-            await watched(request, self._accepted(), timeout_s=self._service.settings.request_timeout)
-        except BaseException:
-            self._close()
-            raise
-        timeout = self._service.settings.request_timeout
-        return EventStream(self._chunks(), close=self._close, timeout_s=timeout, headers=self._options.headers)
-
-    async def _accepted(self) -> None:
-        await self._call.accepted()
-        if self._choices[0].request.routed_experts.format == "ref":
-            self._service.store.expect(self._options.request_id, owner=self._options.owner, num_choices=len(self._choices))
-            self._expects_rows = True
-
-    def _close(self) -> None:
-        self._call.close()
-        if self._expects_rows:  # a call that was refused may bear the id of one that runs
-            self._service.store.forget(self._options.request_id)
-
     async def _whole(self) -> Response:
-        try:
-            await self._accepted()
-            async for index, news in self._call.news():
-                self._take(index, news)
-            bodies: list[dict[str, object]] = []
-            beside: dict[str, object] = {}
-            for choice in self._choices:
-                (placed,) = await self._placed(choice, beside=choice.index == 0)
-                bodies.append({**self._form.whole(choice), **choice.ending(), **placed.choice})
-                beside |= placed.response
-        finally:
-            self._close()
+        await self.accepted()
+        async for index, news in self._call.news():
+            self._take(index, news)
+        bodies: list[dict[str, object]] = []
+        beside: dict[str, object] = {}
+        for choice in self._choices:
+            (placed,) = await self._placed(choice, beside=choice.index == 0)
+            bodies.append({**self._form.whole(choice), **choice.ending(), **placed.choice})
+            beside |= placed.response
         body = {**self._head(self._form.object_name), "choices": bodies, "usage": usage_of(self._choices), **beside}
         return json_reply(body, headers=self._options.headers)
 
@@ -147,19 +115,7 @@ class OpenAICall:
     def _take(self, index: int, news: BatchStrOut) -> Piece:
         choice = self._choices[index]
         piece = choice.take(news)
-        now = time.monotonic()
-        if news.out.new_token_ids:
-            self._first.setdefault(index, now - self._began)
-        if choice.finish is not None:
-            streamed = choice.request.stream
-            ended = EndedRequest(
-                prompt_tokens=choice.prompt_len,
-                cached_tokens=choice.cached_tokens,
-                completion_tokens=choice.completion_tokens,
-                first_token_s=self._first.get(index) if streamed else None,
-                whole_s=now - self._began,
-            )
-            self._service.metrics.ended(ended)
+        self.note(index, news, cached_tokens=choice.cached_tokens, completion_tokens=choice.completion_tokens)
         return piece
 
     async def _placed(self, choice: Choice, *, beside: bool) -> list[Placed]:
@@ -169,11 +125,7 @@ class OpenAICall:
         if not wanted.asked:
             return [Placed({}, {})]
         record = rows_of(answer, prompt_only=choice.prompt_only)
-        if wanted.format == "ref":
-            kept = kept_rows(answer, record, owner=self._options.owner)
-            self._service.store.put(self._options.request_id, choice.index, kept)
-        size = payload_bytes(record, wanted)
-        self._service.metrics.sent_rows(wanted.format, size)
+        size = self.sending(choice.index, record)
         url, version = ref_url(self._options.request_id, choice.index), choice.weight_version
 
         def place() -> list[Placed]:

@@ -77,7 +77,7 @@ def options_of(request: Request, service: Service, body: OpenAIRequest, ignored:
         raise ApiError("stream_options without stream; set stream to true", status=400, code="stream_required", param="stream_options")
     if body.rid is not None and body.request_id is not None and body.rid != body.request_id:
         raise ApiError("rid and request_id differ; send one", status=400, code="conflicting_parameters", param="request_id")
-    service.metrics.ignored(len(ignored))
+    service.metrics.ignored(ignored)
     continuous = options is not None and options.continuous_usage_stats is True
     return CallOptions(
         request_id=name_call(request, body.request_id or body.rid, prefix=prefix),

@@ -8,9 +8,8 @@ import msgspec
 
 
 class RoutingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a request may say of routed experts, on every route that generates."""
+    """What a request may say of routed experts on every route that generates, beside whether it wants them."""
 
-    return_routed_experts: bool | list[bool] | None = None
     routed_experts_start_len: int | None = None
     routed_experts_prompt_start: int | None = None
     routed_experts_format: str | None = None
@@ -30,6 +29,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class OpenAIRequest(RoutingFields, kw_only=True):
     """What chat and text completions have in common."""
 
+    return_routed_experts: bool | None = None
     model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -87,8 +87,9 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 
 
 class GenerateRequest(RoutingFields, kw_only=True):
-    """POST /generate, as SGLang's clients say it."""
+    """POST /generate, as SGLang's clients say it. `return_routed_experts` may be a list, one a prompt."""
 
+    return_routed_experts: bool | list[bool] | None = None
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: dict[str, Any] | None = None

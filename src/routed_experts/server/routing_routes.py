@@ -10,7 +10,9 @@ from routed_experts.capture.wire import npy_bytes
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.routed_experts import sidecar_of
 from routed_experts.core.sampling_params import shown
+from routed_experts.server.routing_store import KeptRows, Told
 from routed_experts.server.service import Service
+from routed_experts.server.threads import off_loop
 
 FORMATS = ("npy", "safetensors")
 
@@ -24,22 +26,39 @@ async def fetch(request: Request, service: Service) -> Response:
     if not (choice.isascii() and choice.isdecimal() and len(choice) <= 6):
         raise InvalidRequestError(f"choice={shown(choice)} must be an index", param="choice")
     kept = service.store.get(request.path_params["name"], int(choice), owner=_owner(request))
-    body = npy_bytes(kept.record.ids) if form == "npy" else kept.record.to_bytes(kept.token_ids)
-    info = sidecar_of(kept.record, payload_format="ref").to_json()
-    headers = {
-        "ETag": f'"{hashlib.sha256(body).hexdigest()}.{form}"',
-        "X-Routed-Experts-Info": msgspec.json.encode(info).decode("ascii"),
-        "Cache-Control": "private, no-store",
-    }
-    if headers["ETag"] in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=headers)
-    return Response(body, headers=headers, media_type="application/octet-stream")
+    body: bytes | None = None
+    if form not in kept.told:
+        body, kept.told[form] = await off_loop(kept.nbytes, lambda: _encoded(kept, form))
+    told = kept.told[form]
+    if told.headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=told.headers)
+    if request.method == "HEAD":
+        return Response(headers={**told.headers, "Content-Length": str(told.num_bytes)}, media_type="application/octet-stream")
+    if body is None:
+        body = await off_loop(kept.nbytes, lambda: _body(kept, form))
+    return Response(body, headers=told.headers, media_type="application/octet-stream")
 
 
 async def delete(request: Request, service: Service) -> Response:
     """Free the rows of a request."""
     service.store.delete(request.path_params["name"], owner=_owner(request))
     return Response(status_code=204)
+
+
+def _body(kept: KeptRows, form: str) -> bytes:
+    return npy_bytes(kept.record.ids) if form == "npy" else kept.record.to_bytes(kept.token_ids)
+
+
+def _encoded(kept: KeptRows, form: str) -> tuple[bytes, Told]:
+    """The rows in a form, and what is said of them."""
+    body = _body(kept, form)
+    info = sidecar_of(kept.record, payload_format="ref").to_json()
+    headers = {
+        "ETag": f'"{hashlib.sha256(body).hexdigest()}.{form}"',
+        "X-Routed-Experts-Info": msgspec.json.encode(info).decode("ascii"),
+        "Cache-Control": "private, no-store",
+    }
+    return body, Told(headers, len(body))
 
 
 def _owner(request: Request) -> str:

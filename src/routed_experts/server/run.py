@@ -19,7 +19,7 @@ from routed_experts.core.errors import RoutedExpertsError
 from routed_experts.engine.serving import EngineDoor
 from routed_experts.server.app import make_app
 from routed_experts.server.http_protocol import LimitedProtocol
-from routed_experts.server.limits import KEEP_ALIVE_S, ServerSettings
+from routed_experts.server.limits import KEEP_ALIVE_S, MAX_UNSENT_BYTES, ServerSettings
 from routed_experts.server.service import Service
 
 LAST_WORDS_S = 1.5  # for answers of aborted requests to leave
@@ -33,6 +33,8 @@ def bind(settings: ServerSettings) -> socket.socket:
     # Named TCP, for asyncio turns off Nagle's algorithm only where it is: without that an answer in two writes waits 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it: megabytes of unsent bytes in the system's buffer would hide whether a slow reader reads.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:

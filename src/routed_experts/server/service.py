@@ -18,9 +18,10 @@ from routed_experts.engine.serving import EngineDoor
 from routed_experts.engine.tokenizer import Tokenizer
 from routed_experts.server.errors import ApiError, busy
 from routed_experts.server.integrity import IntegrityWatch
-from routed_experts.server.limits import INLINE_BYTES, ServerSettings
+from routed_experts.server.limits import MAX_WAITING_PAUSES, ServerSettings
 from routed_experts.server.metrics import Metrics
 from routed_experts.server.routing_store import RoutingStore
+from routed_experts.server.threads import WaitingRoom, off_loop
 
 logger = logging.getLogger("routed_experts.server")
 _SAME: Mapping[str, str] = MappingProxyType({})
@@ -46,7 +47,13 @@ class Service:
         self.model_name = settings.served_model_name or Path(model_path).resolve().name
         self.created = int(time.time())
         self.metrics = Metrics(compat=settings.metrics_compat)
-        self.store = RoutingStore(max_bytes=settings.routing_store_bytes, ttl_s=settings.routing_store_ttl, clock=clock)
+        self.store = RoutingStore(
+            max_bytes=settings.routing_store_bytes,
+            ttl_s=settings.routing_store_ttl,
+            clock=clock,
+            later=lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
+        )
+        self.waiting_room = WaitingRoom(MAX_WAITING_PAUSES)
         self.integrity = IntegrityWatch(clock, self.metrics.violation)
         self._door: EngineDoor | None = None
         self._phase, self._is_draining = "config", False
@@ -124,9 +131,7 @@ class Service:
         """Check and tokenise; long text off the event loop. `names`: what this surface calls parameters of the engine, for errors."""
         door = self.open_door
         try:
-            if num_bytes <= INLINE_BYTES:
-                return door.admit(said, default_max_tokens=default_max_tokens, routing=routing)
-            return await asyncio.to_thread(door.admit, said, default_max_tokens=default_max_tokens, routing=routing)
+            return await off_loop(num_bytes, lambda: door.admit(said, default_max_tokens=default_max_tokens, routing=routing))
         except InvalidRequestError as error:
             named = names.get(error.param or "")
             if named is None or error.param is None:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from routed_experts.core.errors import RoutedExpertsError
 from routed_experts.server.body import ClientGone
 from routed_experts.server.errors import ApiError, answer_of
-from routed_experts.server.limits import SSE_COMMENT_S
+from routed_experts.server.limits import SSE_COMMENT_S, STREAM_GRACE_S
 
 DONE = b"data: [DONE]\n\n"
 logger = logging.getLogger("routed_experts.server")
@@ -26,7 +26,8 @@ def event(body: object) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what `events` yields; an error becomes one error event, and [DONE] comes last. `close` runs at the end, whatever it was."""
+    """Sends what `events` yields; an error becomes one error event, and [DONE] comes last. `close` runs at the end, whatever it was. A
+    reader that has not taken the last words some seconds after `timeout_s` is cut off."""
 
     media_type = "text/event-stream"
 
@@ -41,8 +42,10 @@ class EventStream(Response):
         """Send events until they end or the reader is gone."""
         pump, gone = asyncio.create_task(self._pump(send)), asyncio.create_task(_until_gone(receive))
         try:
-            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            limit = self._timeout_s + STREAM_GRACE_S
+            await asyncio.wait({pump, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if not pump.done():
+                _cut_off(scope)
                 raise ClientGone
             pump.result()
         finally:
@@ -100,6 +103,13 @@ def timed_out(timeout_s: float) -> ApiError:
     """The request took longer than the server allows."""
     text = f"the request was not done within {timeout_s:g} s; ask for fewer tokens, or raise --request-timeout"
     return ApiError(text, status=408, code="request_timeout")
+
+
+def _cut_off(scope: Scope) -> None:
+    """Drop the connection with what is still to be read on it, where the protocol lends a way to."""
+    abort = scope.get("extensions", {}).get("routed_experts.abort")
+    if abort is not None:
+        abort["call"]()
 
 
 async def _until_gone(receive: Receive) -> None:

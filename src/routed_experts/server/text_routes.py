@@ -1,18 +1,16 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info. Knows no engine thread."""
 
-import asyncio
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.server.body import Body, read_struct
 from routed_experts.server.fields import header_of
-from routed_experts.server.limits import INLINE_BYTES
 from routed_experts.server.messages import render
 from routed_experts.server.protocol import DetokenizeRequest, TokenizeRequest
 from routed_experts.server.reply import json_reply
 from routed_experts.server.service import Service
+from routed_experts.server.threads import off_loop
 
 
 async def tokenize(request: Request, service: Service) -> Response:
@@ -20,11 +18,11 @@ async def tokenize(request: Request, service: Service) -> Response:
     settings = service.settings
     body = await read_struct(request, TokenizeRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
     service.check_model(body.value.model)
-    tokens = await asyncio.to_thread(_ids, service, body) if body.num_bytes > INLINE_BYTES else _ids(service, body)
+    tokens = await off_loop(body.num_bytes, lambda: _ids(service, body))
     said: dict[str, object] = {"tokens": tokens, "count": len(tokens), "max_model_len": service.door.context_length}
     if body.value.return_token_strs:
         tokenizer = service.tokenizer("return_token_strs")
-        said["token_strs"] = [tokenizer.token_string(token) for token in tokens]
+        said["token_strs"] = await off_loop(body.num_bytes, lambda: [tokenizer.token_string(token) for token in tokens])
     return json_reply(said, headers=header_of(body.ignored))
 
 
@@ -32,15 +30,18 @@ async def detokenize(request: Request, service: Service) -> Response:
     """Turn token ids into text."""
     settings = service.settings
     body = await read_struct(request, DetokenizeRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
-    said = body.value
-    service.check_model(said.model)
+    service.check_model(body.value.model)
+    text = await off_loop(body.num_bytes, lambda: _text(service, body.value))
+    return json_reply({"prompt": text, "text": text}, headers=header_of(body.ignored))
+
+
+def _text(service: Service, said: DetokenizeRequest) -> str:
     tokenizer, vocab = service.tokenizer("tokens"), service.door.vocab_size
     wrong = next((token for token in said.tokens if not 0 <= token < vocab), None)
     if wrong is not None:
         text = f"tokens holds the id {wrong}, outside 0..{vocab - 1}; use this model's ids"
         raise InvalidRequestError(text[:200], param="tokens")
-    text = tokenizer.decode(said.tokens, skip_special_tokens=said.skip_special_tokens is True)
-    return json_reply({"prompt": text, "text": text}, headers=header_of(body.ignored))
+    return tokenizer.decode(said.tokens, skip_special_tokens=said.skip_special_tokens is True)
 
 
 async def tokenizer_info(request: Request, service: Service) -> Response:
