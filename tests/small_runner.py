@@ -119,7 +119,12 @@ def _columns(fed, rows, lens, form):
     return SamplingColumns(**columns, seed=seed, position=lens, prompt_len=prompt_len, **bias)
 
 
+def read(runner, pending):
+    """What a dispatched step computed, with the rows of its real tokens on the host."""
+    result = runner.read(pending)
+    return result if result.rows is None else dataclasses.replace(result, rows=np.asarray(result.rows)[: pending.batch.num_tokens])
+
+
 def run(runner, batch):
-    """A step, dispatched and read, the rows of its real tokens too."""
-    result = runner.read(runner.dispatch(batch))
-    return result if result.rows is None else dataclasses.replace(result, rows=np.asarray(result.rows)[: batch.num_tokens])
+    """A step, dispatched and read."""
+    return read(runner, runner.dispatch(batch))
