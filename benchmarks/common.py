@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import sys
 import time
 from importlib.metadata import version
@@ -174,7 +175,8 @@ def write_result(name: str, rows: list[dict[str, object]], **more: object) -> Pa
     """Write JSON beside this file: the command, the machine, the rows."""
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"{name}.json"
-    command = " ".join(["python", *sys.argv])
+    arguments = [re.sub(r"/\S*/", "", argument) for argument in sys.argv[1:]]  # folders of one machine say nothing on another
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
     file.write_text(json.dumps({"command": command, "machine": machine(), **more, "rows": rows}, indent=1) + "\n")
     return file
 
