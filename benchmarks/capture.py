@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--name", default="capture_cpu")
     args = parser.parse_args()
     model = benchmark_model(jnp.dtype("float32"))
     cores = {name: build(model, capture=name.startswith("on")).core for name in VARIANTS}
@@ -85,8 +86,8 @@ def main() -> None:
                     }
                 )
         print_table(rows[-2 * len(VARIANTS) :])
-        write_result("capture_cpu", rows, rounds=args.rounds, prompt=args.prompt, new=args.new)
-    print(write_result("capture_cpu", rows, rounds=args.rounds, prompt=args.prompt, new=args.new))
+        write_result(args.name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new)
+    print(write_result(args.name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import gguf
 import llama_cpp
+import ml_dtypes  # noqa: F401  # makes bfloat16 known to NumPy, and so to safetensors
 import numpy as np
 from protocol import serve
 from safetensors.numpy import load_file
