@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ConfigError,
         EngineDeadError,
         InvalidRequestError,
+        PlacementError,
         PromptTooLongError,
         QueueFullError,
         RoutedExpertsError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         RoutingReplayError,
         WeightsMismatchError,
     )
+    from routed_experts.core.placement import Placement, ResidencyMap
     from routed_experts.core.routed_experts import RoutedExperts
     from routed_experts.core.sampling_params import SamplingParams
     from routed_experts.core.server_args import ServerArgs
@@ -38,16 +40,18 @@ if TYPE_CHECKING:
     from routed_experts.engine.score import ScoreOutput
 
 _ERRORS = (
-    "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError PromptTooLongError "
-    "QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError RoutingReplayError "
-    "WeightsMismatchError"
+    "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError PlacementError "
+    "PromptTooLongError QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError "
+    "RoutingReplayError WeightsMismatchError"
 )
 _HOMES = MappingProxyType(
     {
         "CompletionOutput": "engine.outputs",
         "Engine": "engine.engine",
         "LLM": "engine.llm",
+        "Placement": "core.placement",
         "RequestOutput": "engine.outputs",
+        "ResidencyMap": "core.placement",
         "RoutedExperts": "core.routed_experts",
         "RoutedExpertsCapturer": "capture.routed_experts_capturer",
         "ScoreOutput": "engine.score",
@@ -70,9 +74,12 @@ __all__ = [
     "Engine",
     "EngineDeadError",
     "InvalidRequestError",
+    "Placement",
+    "PlacementError",
     "PromptTooLongError",
     "QueueFullError",
     "RequestOutput",
+    "ResidencyMap",
     "RoutedExperts",
     "RoutedExpertsCapturer",
     "RoutedExpertsError",
