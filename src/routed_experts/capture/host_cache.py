@@ -80,17 +80,22 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         self._note((pages, page_size))
 
     def file(self) -> None:
-        """Write down in the store what steps brought, in their order; every reader does so first."""
+        """Write down in the store what steps brought, in their order; every reader does so first. Steps between two forgettings are
+        written at once: of two rows of one slot, the later stays."""
         notes, self._notes, self._noted_rows = self._notes, [], 0
-        filed: list[tuple[UInt[np.ndarray, "R M*K"], Bool[np.ndarray, " R"]]] = []
+        together: list[_Step] = []
         for note in notes:
             if len(note) == 2:
+                self._write(together)
+                together = []
                 pages, page_size = note
                 self._versions.reshape(-1, page_size)[pages] = _NO_ROW
+            elif together and together[0][2] != note[2]:
+                self._write(together)
+                together = [note]
             else:
-                filed.append(self._write(*note))
-        if filed:
-            self._counts.add(np.concatenate([rows for rows, _ in filed]), np.concatenate([generated for _, generated in filed]))
+                together.append(note)
+        self._write(together)
 
     def routing_stats(self, *, reset: bool) -> RoutingStats:
         """Counts of the rows that were filed since the last reset; `reset` begins anew afterwards."""
@@ -100,22 +105,25 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
             self._counts.reset()
         return stats
 
-    def _write(
-        self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None, generated: AskGenerated | None
-    ) -> tuple[UInt[np.ndarray, "R M*K"], Bool[np.ndarray, " R"]]:
-        """File one step; returns the rows that were kept, and which of them are of generated tokens."""
-        ids: UInt[np.ndarray, "N M*K"] = np.asarray(rows)
-        assert ids.dtype == self._store.dtype, (ids.dtype, self._store.dtype)
-        assert ids.shape[0] >= slots.size and ids.shape[1:] == self._store.shape[1:], (ids.shape, slots.shape, self._store.shape)
+    def _write(self, steps: list[_Step]) -> None:
+        if not steps:
+            return
+        version, read = steps[0][2], [self._read(step) for step in steps]
         assert version > _NO_ROW, version
-        ids = ids[: slots.size]
-        of_generated = np.zeros(slots.size, np.bool_) if generated is None else generated()
-        if live is not None:
-            slots, ids, of_generated = slots[live], ids[live], of_generated[live]
+        slots, ids, generated = read[0] if len(read) == 1 else map(np.concatenate, zip(*read, strict=True))
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
         self._store[slots] = ids
         self._versions[slots] = version
-        return ids, of_generated
+        self._counts.add(ids, generated)
+
+    def _read(self, step: _Step) -> tuple[Int[np.ndarray, " R"], UInt[np.ndarray, "R M*K"], Bool[np.ndarray, " R"]]:
+        """Slots and rows of the step that are kept, and which of them are of generated tokens."""
+        slots, rows, _, live, ask = step
+        ids: UInt[np.ndarray, "N M*K"] = np.asarray(rows)
+        assert ids.dtype == self._store.dtype, (ids.dtype, self._store.dtype)
+        assert ids.shape[0] >= slots.size and ids.shape[1] == self._store.shape[1], (ids.shape, slots.shape, self._store.shape)
+        ids, generated = ids[: slots.size], np.zeros(slots.size, np.bool_) if ask is None else ask()
+        return (slots, ids, generated) if live is None else (slots[live], ids[live], generated[live])
 
     def _note(self, note: _Step | _Forgotten) -> None:
         self._notes.append(note)
