@@ -4,6 +4,8 @@ import itertools
 
 import numpy as np
 
+from routed_experts.core.routed_experts import RoutedExperts
+
 # DeepSeek's worked example: 2 layers of 12 experts in 4 groups, 16 instances, 2 nodes of 4 devices.
 GOLDEN_LOAD = np.array([[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86], [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]])
 GOLDEN_SIZES = {"num_instances": 16, "num_groups": 4, "num_nodes": 2, "num_devices": 8}
@@ -15,9 +17,10 @@ def greedy_row(load, *, num_instances, num_groups, num_nodes, num_devices, max_r
     groups, nodes = (num_groups, num_nodes) if num_groups % num_nodes == 0 else (1, 1)
     size = len(load) // groups
     sums = [sum(load[g * size : (g + 1) * size]) for g in range(groups)]
-    placed = []
+    placed, loads = [], load
     for node in serial_pack(sums, nodes):
         experts = [g * size + e for g in node for e in range(size)]
+        load = loads if any(loads[e] for e in experts) else [1] * len(loads)  # nothing is known of this node's
         counts, made = dict.fromkeys(experts, 1), list(experts)
         while len(made) < num_instances // nodes:
             most = max((load[e] / counts[e] for e in experts if counts[e] < max_replicas), default=None)
@@ -59,3 +62,14 @@ def _divisions(instances, room):
         first = (instances[0], *rest)
         left = tuple(i for i in instances if i not in first)
         yield from ((first, *others) for others in _divisions(left, room))
+
+
+def skewed_record(rng, logits, num_tokens, *, top_k=4, prompt_len=0):
+    """A record whose experts are drawn without repetition by logits [M, E]; one row a token."""
+    num_layers, num_experts = logits.shape
+    scores = logits + rng.gumbel(size=(num_tokens, num_layers, num_experts))
+    ids = np.argsort(-scores, axis=2)[:, :, :top_k].astype(np.uint8)
+    return RoutedExperts(
+        ids=np.ascontiguousarray(ids), start=0, num_tokens=num_tokens, num_prompt_tokens=prompt_len, layer_ids=tuple(range(num_layers)),
+        num_hidden_layers=num_layers, num_experts=num_experts, version_spans=((0, num_tokens, 0),),
+    )  # fmt: skip

@@ -74,8 +74,8 @@ class ModelWorkerBatch:
 
     def generated_tokens(self) -> Bool[np.ndarray, " num_tokens"]:
         """Which real tokens were generated; the others are of prompts."""
-        prompt_lens = self.sampling.prompt_len[self.token_rows[: self.num_tokens]]
-        return self.positions[: self.num_tokens] >= prompt_lens
+        rows = slice(self.num_tokens) if self.mode is ForwardMode.DECODE else self.token_rows[: self.num_tokens]
+        return self.positions[: self.num_tokens] >= self.sampling.prompt_len[rows]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ def rebalance(
     max_replicas: int | None = None, refined: bool = True, epoch: int = 0,
 ) -> Placement:  # fmt: skip
     """Place `num_instances` instances of the experts by their load (any unit, such as tokens). No expert gets more than `max_replicas`,
-    by default min(16, I - E + 1). A layer without load is placed as if all experts had the same.
+    by default min(16, I - E + 1). A layer, or a node's part of one, without load is placed as if all experts had the same.
 
     `refined` improves what the greedy choices leave, within each node; without it the placement is the published one. Raises
     PlacementError."""
