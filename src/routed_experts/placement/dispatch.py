@@ -14,13 +14,14 @@ from routed_experts.core.placement import Placement
 from routed_experts.placement.balance import device_load
 
 Dispatch = Literal["even"]
+DISPATCHES: tuple[str, ...] = get_args(Dispatch)
 Send = Callable[[UInt[np.ndarray, "N M K"]], Float64[np.ndarray, "M V"]]
 
 
 def dispatcher(placement: Placement, dispatch: Dispatch) -> Send:
     """The function that gives the slots on each device of one step. Raises PlacementError for a way that there is not."""
-    if dispatch not in get_args(Dispatch):
-        raise PlacementError(f"dispatch={dispatch!r}; choose one of {', '.join(get_args(Dispatch))}")
+    if dispatch not in DISPATCHES:
+        raise PlacementError(f"dispatch={dispatch!r}; choose one of {', '.join(DISPATCHES)}")
     return lambda rows: device_load(count_experts(rows, placement.num_experts), placement)
 
 

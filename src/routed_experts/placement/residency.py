@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Float64, Int, Int64
 
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.placement import ResidencyMap
+from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.placement.eplb import checked_load
 
 _FAST, _SLOW = 256.0, 4096.0  # half-lives of the two averages, in tokens
@@ -51,10 +52,17 @@ class AdaptiveResidency:
     step: int = 0
 
     @staticmethod
-    def start(residency: ResidencyMap, *, costs: ExpertCosts | None = None) -> "AdaptiveResidency":
-        """Begin with this map and nothing observed."""
-        nothing = np.zeros((residency.num_layers, residency.num_experts))
-        return AdaptiveResidency(residency=residency, costs=costs or ExpertCosts(), fast=nothing, slow=nothing)
+    def start(residency: ResidencyMap, *, learned: RoutingStats | None = None, costs: ExpertCosts | None = None) -> "AdaptiveResidency":
+        """Begin with this map. Both averages begin with the rates of `learned`, at the weight of one half-life, or else with nothing."""
+        shape = (residency.num_layers, residency.num_experts)
+        rate, known = np.zeros(shape), 0.0
+        if learned is not None and learned.num_tokens.any():
+            residency.check_model(*learned.load.shape)
+            rate, known = learned.load / learned.num_tokens.sum(), 1.0
+        return AdaptiveResidency(
+            residency=residency, costs=costs or ExpertCosts(), fast=rate * _FAST, slow=rate * _SLOW, fast_tokens=known * _FAST,
+            slow_tokens=known * _SLOW,
+        )  # fmt: skip
 
     @property
     def rate(self) -> Float64[np.ndarray, "M E"]:
