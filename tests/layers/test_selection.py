@@ -17,7 +17,7 @@ from routed_experts.layers.selection_reference import sequential_selection
 
 STATIC = ("k", "mode", "on_exhausted", "impl", "renormalize", "num_devices", "num_instances", "axis_name")
 SELECT = jax.jit(balanced_expert_selection, static_argnames=STATIC)
-IMPLS = ("lists",)
+IMPLS = ("lists", "native")
 SHAPES = [(8, 6, 3, 9, 3), (16, 24, 4, 36, 4), (12, 40, 2, 44, 5)]  # N, E, K, I, J: whole lists, and two whose longer list is cut
 VARIANTS = [
     (SHAPES[0], 0, "overflow"), (SHAPES[0], 3, "drop"), (SHAPES[1], 0, "drop"), (SHAPES[1], 3, "overflow"), (SHAPES[2], 0, "overflow"),

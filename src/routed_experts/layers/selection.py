@@ -17,11 +17,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.cutoffs import count_takers
+from routed_experts.layers.native.selection import native_selection
+from routed_experts.layers.native.toolchain import why_not
 from routed_experts.layers.selection_lists import choose_by_lists
 from routed_experts.layers.selection_steps import Assigned, Slate, assign
+from routed_experts.layers.tpu.selection import choose_by_kernel, fits
 from routed_experts.layers.waterfill import waterfill_replicas
 
-MODES, ON_EXHAUSTED, IMPLS = ("replicas", "reroute"), ("overflow", "drop"), ("auto", "lists")
+MODES, ON_EXHAUSTED, IMPLS = ("replicas", "reroute"), ("overflow", "drop"), ("auto", "lists", "native", "pallas")
 
 
 @jax.tree_util.register_dataclass
@@ -120,9 +123,19 @@ def _assign(impl: str, slate: Slate, top_k: int, *, overflows: bool) -> Assigned
     def lists(slate: Slate) -> Assigned:
         return assign(slate, choose_by_lists, top_k, overflows=overflows)
 
-    if impl == "lists":
-        return lists(slate)
-    return lists(slate)
+    def native(slate: Slate) -> Assigned:
+        return native_selection(slate, top_k, overflows=overflows)
+
+    def pallas(slate: Slate) -> Assigned:
+        return assign(slate, choose_by_kernel, top_k, overflows=overflows)
+
+    if impl == "pallas" and not fits(*slate.scores.shape):
+        raise ConfigError(f"impl='pallas' holds a batch in VMEM, and {list(slate.scores.shape)} scores are too many; use impl='auto'")
+    if impl != "auto":
+        return {"lists": lists, "native": native, "pallas": pallas}[impl](slate)
+    has_native = jax.default_backend() == "cpu" and why_not() is None  # no compiler is asked for where another device is meant
+    tpu = pallas if fits(*slate.scores.shape) else lists
+    return lax.platform_dependent(slate, cpu=native if has_native else lists, tpu=tpu, default=lists)
 
 
 def _slate(
