@@ -1,8 +1,8 @@
 """Spread the occurrences of each expert over its replicas so that the fullest device has the least to do; no token's experts change.
 Knows nothing of scores or capacities.
 
-Water-filling: each expert's share p of a replica is moved towards devices that are less loaded than the mean, a few damped steps, and
-the shares of the lowest maximum are kept. An occurrence is placed by its ordinal, so the result is a function of the ids alone.
+Water-filling: a replica's share p of its expert becomes p * (mean / load of its device) ^ 1.5, renormalised, a few times, and the shares
+of the lowest maximum are kept. The power 1.5 goes further in a step than 1, and where 2 would swing for ever it halves the error. An occurrence is placed by its ordinal, so the result is a function of the ids alone.
 Instance i lives on device i // (I / devices). Dims: N tokens, K experts per token, E experts, J replica positions, I instances."""
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.cutoffs import count_takers, ordinals
 
-ITERATIONS = 12
+ITERATIONS = 16
 LEAST_LOAD = 1e-3  # of the mean: what an idle device counts as, so that its pull stays finite
 
 
@@ -78,10 +78,10 @@ def _level(
         highest, mean = jnp.max(load), jnp.mean(load)
         best = jnp.where(highest < state.lowest, state.shares, state.best)
         pull = mean / jnp.maximum(load, jnp.maximum(LEAST_LOAD * mean, 1e-20))
-        moved = state.shares * jnp.repeat(pull, num_instances // num_devices)
+        moved = state.shares * jnp.repeat(pull * jnp.sqrt(pull), num_instances // num_devices)
         total = jnp.sum(jnp.where(here, moved[replica_order], 0), axis=1)
         moved = moved / jnp.maximum(total, 1e-20)[owner]
-        return _Shares((state.shares + moved) / 2, best, jnp.minimum(highest, state.lowest))
+        return _Shares(moved, best, jnp.minimum(highest, state.lowest))
 
     even = 1 / jnp.sum(here, axis=1).astype(jnp.float32)[owner]
     return lax.fori_loop(0, iterations, step, _Shares(even, even, jnp.float32(jnp.inf))).best
