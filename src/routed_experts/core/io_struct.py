@@ -71,7 +71,7 @@ class TokenizedGenerateReqInput:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FinishReason:
-    """Why a request ended: stop (with what matched), length, abort or error (with a message)."""
+    """Why a request ended: stop (with what matched), length, abort, timeout or error (with a message)."""
 
     type: str
     matched: int | str | None = None
@@ -108,6 +108,7 @@ class TokenIDOut:
     return_routed_experts: bool
     routed_experts: RoutedExperts | None
     error: Exception | None = None
+    queue_s: float | None = None  # from acceptance to the first step; None for one that never ran
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

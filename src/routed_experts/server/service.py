@@ -59,6 +59,7 @@ class Service:
         self._phase, self._is_draining = "config", False
         self._death: BaseException | None = None
         self._probe: asyncio.Task[None] | None = None
+        self._was_stalled = False
 
     def phase(self, name: str) -> None:
         """Note which phase of start-up runs."""
@@ -118,6 +119,9 @@ class Service:
         state = "paused" if self._door.engine.paused else "serving"
         if state == "serving" and seen.last_step_age_s > self.settings.stall_timeout:
             state = "stalled"
+        if state == "stalled" and not self._was_stalled:
+            self.metrics.stalled()
+        self._was_stalled = state == "stalled"
         state = "degraded" if self.integrity.broken else state
         state = "dead" if self._death is not None else "draining" if self._is_draining else state
         return Health(
