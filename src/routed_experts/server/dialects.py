@@ -75,12 +75,17 @@ def routing_keywords(body: RoutingFields, *, asked: bool | None) -> dict[str, ob
 def check_list(requests: Sequence[TokenizedGenerateReqInput], capture: CaptureSpec | None) -> None:
     """Refuse format list where it cannot serve: several prompts, or more ids than JSON should carry."""
     first = next((request for request in requests if request.routed_experts.asked), None)
-    if first is None or first.routed_experts.format != "list" or capture is None:
+    if first is None:
         return
-    wanted = first.routed_experts
-    prompts = sum(request.choice == 0 for request in requests)
+    rows = first.input_ids.size - first.routed_experts.start + len(requests) * first.sampling.max_tokens
+    check_listed(first.routed_experts, capture, prompts=sum(request.choice == 0 for request in requests), rows=rows)
+
+
+def check_listed(wanted: RoutedExpertsRequest, capture: CaptureSpec | None, *, prompts: int, rows: int) -> None:
+    """Refuse format list for several prompts, or for too many ids of `rows` rows."""
+    if not wanted.asked or wanted.format != "list" or capture is None:
+        return
     columns = capture.num_hidden_layers if wanted.layers == "all" else capture.num_moe_layers
-    rows = first.input_ids.size - wanted.start + len(requests) * first.sampling.max_tokens
     worst = math.prod((rows, columns, capture.top_k))
     if prompts > 1 or worst > MAX_LISTED_IDS:
         why = f"{prompts} prompts in one call" if prompts > 1 else f"up to {worst} ids, above {MAX_LISTED_IDS}"

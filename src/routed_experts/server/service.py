@@ -18,7 +18,7 @@ from routed_experts.engine.serving import EngineDoor
 from routed_experts.engine.tokenizer import Tokenizer
 from routed_experts.server.errors import ApiError, busy
 from routed_experts.server.integrity import IntegrityWatch
-from routed_experts.server.limits import MAX_WAITING_PAUSES, ServerSettings
+from routed_experts.server.limits import MAX_SCORING_CALLS, MAX_WAITING_PAUSES, ServerSettings
 from routed_experts.server.metrics import Metrics
 from routed_experts.server.routing_store import RoutingStore
 from routed_experts.server.threads import WaitingRoom, off_loop
@@ -53,7 +53,7 @@ class Service:
             clock=clock,
             later=lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
-        self.waiting_room = WaitingRoom(MAX_WAITING_PAUSES)
+        self.waiting_room, self.scoring_room = WaitingRoom(MAX_WAITING_PAUSES), WaitingRoom(MAX_SCORING_CALLS)
         self.integrity = IntegrityWatch(clock, self.metrics.violation)
         self._door: EngineDoor | None = None
         self._phase, self._is_draining = "config", False
