@@ -23,6 +23,7 @@ class RoutedExpertsRequest:
     format: str = "int32"
     layers: str = "all"
     stream: bool = False  # rows as they come
+    include_last: bool = False  # feed the last token too, for its row
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class GenerateReqInput:
     routed_experts_format: str | None = None
     routed_experts_layers: str | None = None
     routed_experts_stream: bool | None = None
+    routed_experts_include_last: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,10 +138,10 @@ class EngineCore:
                 self.num_rows += batch.kv_slots.size if live is None else int(np.count_nonzero(live))
                 self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live)
             for req in self.scheduler.commit(batch, result):
-                matched = self.ledger.stop_string(req)
+                matched = None if req.has_fed_last else self.ledger.stop_string(req)
                 if matched is not None:
                     req.stop_at(matched)
-                if req.state is ReqState.FINISHED or req.source.stream:
+                if req.state is ReqState.FINISHED or (req.source.stream and req.ending is None):  # its last token comes with its end
                     outs.append(self._news(req))
             self.num_steps += 1
             self.last_progress = time.monotonic()
@@ -184,9 +184,11 @@ def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req, *, 
     """The rows of a request from token `start` on, from the slots of its pages and from those it took along when it was retracted."""
     if not req.source.routed_experts.asked or req.num_output == 0:
         return None
-    end = min(req.num_read, req.num_known - 1)
+    end = min(req.num_read, req.num_known - (0 if req.has_fed_last else 1))
     slots = scheduler.pages.kv_slots(req, start, end) if end > start else np.zeros(0, np.int64)
-    return capturer.collect(slots, start=start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved)
+    return capturer.collect(
+        slots, start=start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved, include_last=req.has_fed_last
+    )
 
 
 def _forget_changed_pages(scheduler: Scheduler, capturer: RoutedExpertsCapturer) -> None:

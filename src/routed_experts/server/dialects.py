@@ -26,7 +26,6 @@ from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerat
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.answer import Answer
 from routed_experts.engine.routing_wish import RoutingDefaults
-from routed_experts.server.errors import ApiError
 from routed_experts.server.limits import MAX_EVENT_PAYLOAD, MAX_LISTED_IDS, ServerSettings
 from routed_experts.server.protocol import RoutingFields
 from routed_experts.server.routing_store import KeptRows
@@ -59,9 +58,6 @@ def routing_keywords(body: RoutingFields, *, asked: bool | None) -> dict[str, ob
     if body.routed_experts_weights:
         text = "routed_experts_weights=True, but this engine records no weights; drop it"
         raise CaptureDisabledError(text, param="routed_experts_weights", code="weights_disabled")
-    if body.routed_experts_include_last:
-        text = "routed_experts_include_last=True is not supported by this server; read S - 1 rows, or score the sequence"
-        raise ApiError(text, status=400, code="unsupported_parameter", param="routed_experts_include_last")
     return {
         "return_routed_experts": asked,
         "routed_experts_start_len": body.routed_experts_start_len,
@@ -69,6 +65,7 @@ def routing_keywords(body: RoutingFields, *, asked: bool | None) -> dict[str, ob
         "routed_experts_format": body.routed_experts_format,
         "routed_experts_layers": body.routed_experts_layers,
         "routed_experts_stream": body.routed_experts_stream,
+        "routed_experts_include_last": body.routed_experts_include_last,
     }
 
 
