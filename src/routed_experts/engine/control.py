@@ -51,6 +51,12 @@ class EngineControl:
         runner = self._assembly.core.runner
         self.update_weights(state_of_folder(path, runner.spec, runner.state), version=version, cache=cache)
 
+    def update_weight_version(self, version: int) -> None:
+        """Name the served weights anew: `version` must rise. Rows written from now on bear it; running requests keep their pages, and
+        no new request matches pages of the old one. Raises WeightsMismatchError."""
+        core = self._assembly.core
+        self._loop.drained(lambda: core.update_weights(core.runner.state, version=version, cache="keep"))
+
     def pause(self, *, mode: str) -> None:
         """Hold still until `resume`; requests that come in meanwhile queue. `mode` says what becomes of those there are: "wait"
         lets what has started finish, and returns when it has; "retract" sends it back to the queue with its tokens and rows, its

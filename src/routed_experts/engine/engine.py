@@ -22,6 +22,7 @@ from routed_experts.engine.call import Call
 from routed_experts.engine.control import EngineControl
 from routed_experts.engine.door import Door, Limits, is_nested
 from routed_experts.engine.tokenizer import Tokenizer
+from routed_experts.execution.compile_count import CompileCount
 from routed_experts.execution.program_cache import keep_programs
 from routed_experts.models.config_reader import eos_token_ids_of
 from routed_experts.models.interface import Decoder
@@ -53,7 +54,13 @@ class Engine(EngineControl):
         self._tokenizer = _tokenizer_of(args)
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         keep_programs()
-        super().__init__(args, assemble(args, model=model, registry=registry, clock=clock, load_format=load_format, on_load=on_load))
+        self.compiles = CompileCount()
+        try:
+            assembly = assemble(args, model=model, registry=registry, clock=clock, load_format=load_format, on_load=on_load)
+        except BaseException:
+            self.compiles.close()
+            raise
+        super().__init__(args, assembly)
         self.phases = tuple(clock.phases)
         limits = Limits(
             context_length=self._assembly.context_length,
@@ -64,6 +71,7 @@ class Engine(EngineControl):
             max_requests=args.max_queued_requests,
         )
         self._door = Door(limits, self._tokenizer, random_seed=args.random_seed)
+        self.compiles.start_serving()
 
     def generate(
         self,
@@ -146,6 +154,7 @@ class Engine(EngineControl):
     def shutdown(self) -> None:
         """Abort what runs, tell its callers, end the engine thread. Idempotent."""
         self._loop.stop()
+        self.compiles.close()
 
     def __enter__(self) -> "Engine":
         """Give the engine itself."""
