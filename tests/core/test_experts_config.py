@@ -9,7 +9,7 @@ from routed_experts import ConfigError, ExpertsConfig, PlacementError, Residency
 
 REFUSED = {
     "negative": ({"kt_num_gpu_experts": -1}, "kt_num_gpu_experts=-1 .* at least 0"),
-    "no number": ({"kt_num_gpu_experts": True}, "kt_num_gpu_experts=True"),
+    "a truth": ({"kt_num_gpu_experts": True}, "kt_num_gpu_experts=True"),
     "two names": ({"kt_num_gpu_experts": 1, "num_device_experts": 2}, "kt_num_gpu_experts=1 and num_device_experts=2"),
     "method": ({"kt_method": "AMXINT4"}, "kt_method='AMXINT4' .* auto, bf16, f32"),
     "backend": ({"host_backend": "ffi"}, "host_backend='ffi' .* auto, dispatch"),
@@ -18,6 +18,7 @@ REFUSED = {
     "deferral": ({"kt_max_deferred_experts_per_token": 1}, "kt_max_deferred_experts_per_token=1 is not supported"),
     "path": ({"kt_weight_path": 3}, "kt_weight_path=3 must be text"),
     "threshold": ({"kt_gpu_prefill_token_threshold": -2}, "kt_gpu_prefill_token_threshold=-2"),
+    "no number": ({"kt_weight_path": "folder", "kt_cpuinfer": 4}, "kt_cpuinfer, kt_weight_path without kt_num_gpu_experts"),
     "plan": ({"kt_num_gpu_experts": 3, "residency": ResidencyMap.first(2, 8, 4)}, "kt_num_gpu_experts=3 and the plan's num_resident=4"),
 }
 
@@ -36,7 +37,7 @@ def test_without_a_number_nothing_is_shared_out():
 
 
 def test_a_threshold_of_zero_is_never():
-    said = [ExpertsConfig(kt_gpu_prefill_token_threshold=value).streams_from for value in (None, 0, 7)]
+    said = [ExpertsConfig(kt_num_gpu_experts=1, kt_gpu_prefill_token_threshold=value).streams_from for value in (None, 0, 7)]
     assert said == [None, None, 7]
 
 

@@ -22,6 +22,7 @@ from routed_experts import (
     extract_routed_experts_from_meta_info,
 )
 from routed_experts.execution.model_runner import ModelRunner
+from routed_experts.execution.split_jobs import Sides
 from serving import assert_idle
 from tiny import write_tiny_checkpoint
 
@@ -185,6 +186,21 @@ def test_swaps_under_load_change_nothing_and_compile_nothing(engine, undivided):
     assert len(swapped) > 3 and sum(swapped) > 8
     assert seen == []
     assert engine._assembly.core.runner.num_swapped == sum(swapped)
+
+
+def test_copies_between_platforms_say_the_same(engine, undivided, monkeypatch):
+    """Between two platforms arrays go through NumPy, and a host that has nothing to do is not started."""
+    monkeypatch.setattr(Sides, "alike", property(lambda sides: False))
+    busiest = np.concatenate([extract_routed_experts_from_meta_info(a).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for a in undivided])
+    held = np.stack([np.argsort(-np.bincount(busiest[:, m].ravel(), minlength=EXPERTS))[:2] for m in range(MOE_LAYERS)])
+    engine.apply_residency(ResidencyMap.of(held, num_experts=EXPERTS))
+    engine.generate(input_ids=[3], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=24)
+    with recorded_starts(engine) as started, compile_events() as seen:
+        assert_same(ask(engine), undivided)
+    assert seen == []
+    starts = collections.Counter(key[0] for key, _ in started)
+    assert all((np.asarray(args[3]) >= 0).any() for key, args in started if key[0] == "host")
+    assert 0 < starts["host"] + starts["stream"] < starts["home"]
 
 
 def test_both_sides_are_started_before_either_is_needed(engine):

@@ -61,6 +61,9 @@ class ExpertsConfig:
         deferred = self.kt_max_deferred_experts_per_token
         if isinstance(deferred, bool) or not isinstance(deferred, int) or deferred != 0:
             raise ConfigError(f"kt_max_deferred_experts_per_token={deferred!r} is not supported by this release; leave it at 0")
+        told = sorted(field.name for field in dataclasses.fields(self) if values[field.name] != field.default)
+        if self.num_resident is None and told:
+            raise ConfigError(f"{', '.join(told)} without kt_num_gpu_experts, which shares nothing out; give the number too, or none")
 
     @property
     def num_resident(self) -> int | None:

@@ -45,7 +45,7 @@ class Sides:
         """Start copies to the host."""
         if self.device == self.host:
             return arrays
-        if self._alike:
+        if self.alike:
             return jax.device_put(arrays, self.host)
         for array in arrays:
             array.copy_to_host_async()
@@ -53,16 +53,17 @@ class Sides:
 
     def arrived(self, sent: tuple[Any, ...]) -> tuple[Any, ...]:
         """What was sent, as a program of the host takes it."""
-        return sent if self._alike else tuple(np.asarray(array) for array in sent)
+        return sent if self.alike else tuple(np.asarray(array) for array in sent)
 
     def bring(self, array: Array) -> Any:
         """An array of the host, as a program of the accelerator takes it."""
         if self.device == self.host:
             return array
-        return jax.device_put(array, self.device) if self._alike else np.asarray(array)
+        return jax.device_put(array, self.device) if self.alike else np.asarray(array)
 
     @property
-    def _alike(self) -> bool:
+    def alike(self) -> bool:
+        """Whether both are of one platform, so that a copy between them need not be waited for."""
         return self.device.platform == self.host.platform
 
 
