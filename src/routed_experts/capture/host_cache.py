@@ -53,7 +53,6 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         self._counts = ExpertCounts(spec)
         self._notes: list[_Step | _Forgotten] = []
         self._noted_rows = 0
-        self.num_filed = 0  # rows, since the start
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +115,6 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         self._store[slots] = ids
         self._versions[slots] = version
         self._counts.add(ids, generated)
-        self.num_filed += slots.size
 
     def _read(self, step: _Step) -> tuple[Int[np.ndarray, " R"], UInt[np.ndarray, "R M*K"], Bool[np.ndarray, " R"]]:
         """Slots and rows of the step that are kept, and which of them are of generated tokens."""

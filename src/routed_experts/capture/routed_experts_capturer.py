@@ -81,11 +81,6 @@ class RoutedExpertsCapturer(ABC):
     def routing_stats(self, *, reset: bool = False) -> RoutingStats:
         """How often each expert was chosen by the rows filed since the last reset; `reset` begins anew afterwards."""
 
-    @property
-    @abstractmethod
-    def num_rows(self) -> int:
-        """Rows filed since the start; those of the last steps may not be among them yet. From any thread."""
-
     @abstractmethod
     def host_bytes(self) -> int:
         """Host memory held, in bytes."""
@@ -153,10 +148,6 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
     def routing_stats(self, *, reset: bool = False) -> RoutingStats:
         return self.host_cache.routing_stats(reset=reset)
 
-    @property
-    def num_rows(self) -> int:
-        return self.host_cache.num_filed
-
     def host_bytes(self) -> int:
         return self.host_cache.nbytes
 
@@ -215,10 +206,6 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
 
     def routing_stats(self, *, reset: bool = False) -> RoutingStats:
         _refuse()
-
-    @property
-    def num_rows(self) -> int:
-        return 0
 
     def host_bytes(self) -> int:
         return 0

@@ -42,7 +42,7 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, capturer: RoutedExpertsCapturer) -> None:
         self.scheduler, self.runner, self.capturer = scheduler, runner, capturer
         self.ledger = Ledger()
-        self.num_steps = self.num_missing_rows = 0  # the latter: requests that lacked a row
+        self.num_steps = self.num_rows = self.num_missing_rows = 0  # rows filed; requests that lacked one
         self.last_progress = time.monotonic()  # when a step ended, or work came to an idle core
         self.hold: Hold | None = None  # set by engine/pausing.py
         self._pending: PendingStep | None = None
@@ -135,6 +135,7 @@ class EngineCore:
             batch, result = finished.batch, self.runner.read(finished)
             if result.rows is not None:
                 live = self.scheduler.live_tokens(batch)
+                self.num_rows += batch.kv_slots.size if live is None else int(np.count_nonzero(live))
                 self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live, batch.generated_tokens)
             for req in self.scheduler.commit(batch, result):
                 matched = None if req.has_fed_last else self.ledger.stop_string(req)

@@ -95,7 +95,7 @@ class EngineDoor:
             total_pages=allocator.num_total,
             preemptions=core.scheduler.num_retracted,
             capture_host_bytes=core.capturer.host_bytes(),
-            capture_rows=core.capturer.num_rows,
+            capture_rows=core.num_rows,
             capture_missing_rows=core.num_missing_rows,
             weight_version=core.runner.weight_version,
         )
