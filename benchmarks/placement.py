@@ -26,8 +26,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 INSTANCES, DEVICES, RESIDENTS = 40, 8, 8
 PROMPTS = {
     "english": (
-        "Once upon a time there was a", "The whale swam past the ship and", "Mr. Speaker, the state of the Union is", "Alice looked at the",
-        "O for a muse of fire, that would", "My fellow Americans, this year we", "The captain called his men and", "It was raining all day, and the",
+        "Once upon a time there was a", "The whale swam past the ship and", "Mr. Speaker, the state of the Union is",
+        "Alice looked at the", "O for a muse of fire, that would", "My fellow Americans, this year we", "The captain called his men and",
+        "It was raining all day, and the",
     ),
     "python": (
         "def first(iterable, default=None):\n", "class LRU(dict):\n    def __init__", "import itertools\nfrom collections import",
@@ -82,10 +83,10 @@ def judge_balance(stats: dict[str, RoutingStats], judged: dict[str, list[RoutedE
         num_layers, num_experts = stats[domain].load.shape
         for name, plan in {"none": Placement.identity(num_layers, num_experts, DEVICES), **plans}.items():
             whole = placement.eplb_balancedness(placement.replay(records, plan, step_tokens=10**9).device_load)
-            steps = {
-                way: float(placement.replay(records, plan, dispatch=way, step_tokens=256).balancedness.mean()) for way in ("even", "waterfill")
-            }  # fmt: skip
-            rows.append({"judged on": domain, "plan from": name, "whole trace": whole, **steps})
+            row: dict[str, object] = {"judged on": domain, "plan from": name, "whole trace": whole}
+            for way in ("even", "waterfill"):
+                row[way] = float(placement.replay(records, plan, dispatch=way, step_tokens=256).balancedness.mean())
+            rows.append(row)
     return rows
 
 
