@@ -9,7 +9,9 @@ import pytest
 from placement.cases import skewed_record
 from routed_experts import placement
 from routed_experts.capture import encode_meta_info
-from routed_experts.cli import main
+from routed_experts.cli import main, make_parser
+from routed_experts.cli.flags import expert_args
+from routed_experts.core.experts_config import ExpertsConfig
 from routed_experts.core.placement import Placement, ResidencyMap
 from routed_experts.core.routing_stats import RoutingStats
 
@@ -103,3 +105,10 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
     ):
         code, _, err = run(capsys, *argv)
         assert code == 2 and words in err and len(err.splitlines()) <= 3, (argv, err)
+
+
+def test_residents_may_be_told_to_follow_the_load():
+    said = make_parser().parse_args(["serve", "model", "--kt-num-gpu-experts", "4", "--residency", "adaptive"])
+    assert expert_args(said) == ExpertsConfig(kt_num_gpu_experts=4, residency="adaptive")
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["serve", "model", "--residency", "lru"])

@@ -17,7 +17,8 @@ from routed_experts.placement.eplb import checked_load
 _FAST, _SLOW = 256.0, 4096.0  # half-lives of the two averages, in tokens
 _HORIZON = 4096.0  # tokens over which a promoted expert is expected to stay as busy as it is
 _HYSTERESIS = 1.2  # how much busier than its victim an expert must be
-_MOST_SWAPS, _EVERY = 8, 8  # swaps of a layer at once, and steps between two looks
+_MOST_SWAPS = 8  # of a layer at once
+EVERY = 8  # steps between two exchanges
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +70,15 @@ class AdaptiveResidency:
         """How busy each expert is, slots a token."""
         return (self.fast / max(self.fast_tokens, 1.0) + self.slow / max(self.slow_tokens, 1.0)) / 2
 
-    def observe(self, counts: Int[np.ndarray, "M E"], num_tokens: int) -> "AdaptiveResidency":
-        """Take in the slots of one step of `num_tokens` tokens, and at every eighth exchange experts."""
+    def observe(self, counts: Int[np.ndarray, "M E"], num_tokens: int, *, num_steps: int = 1) -> "AdaptiveResidency":
+        """Take in the slots of `num_steps` steps of `num_tokens` tokens in all; with every eighth step, exchange experts."""
         self.residency.check_model(*counts.shape)
         fast, slow = 0.5 ** (num_tokens / _FAST), 0.5 ** (num_tokens / _SLOW)
         seen = dataclasses.replace(
             self, fast=self.fast * fast + counts, slow=self.slow * slow + counts, fast_tokens=self.fast_tokens * fast + num_tokens,
-            slow_tokens=self.slow_tokens * slow + num_tokens, step=self.step + 1,
+            slow_tokens=self.slow_tokens * slow + num_tokens, step=self.step + num_steps,
         )  # fmt: skip
-        if seen.step % _EVERY:
+        if seen.step // EVERY == self.step // EVERY:
             return seen
         return dataclasses.replace(seen, residency=_exchanged(seen.residency, seen.rate, self.costs))
 
