@@ -76,6 +76,18 @@ def test_a_table_has_a_row_a_layer_and_their_mean(files, capsys):
     assert code == 0 and "balance before" not in out  # 3 devices do not divide 16 experts
 
 
+@pytest.mark.parametrize("dispatch", ["waterfill", "reroute"])
+def test_steps_may_be_sent_by_the_serving_operators(files, capsys, dispatch):
+    flags = ["--instances", 20, "--devices", 4, "--dispatch", dispatch, "--step-tokens", 100, "--json"]
+    code, out, _ = run(capsys, files / "out.jsonl", *flags)
+    told, records = json.loads(out)["instances"], records_of(2)
+    plan = placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4)
+    after = placement.replay(records, plan, dispatch=dispatch, step_tokens=100)
+    assert code == 0 and told["balance planned"] == after.balancedness.tolist()
+    share = (after.rerouted_slots / (400 * 4)).tolist()
+    assert told.get("rerouted share") == (share if dispatch == "reroute" else None) and max(share) < 0.5
+
+
 def test_a_picture_is_written(files, capsys, tmp_path):
     flags = ["--instances", 20, "--devices", 4, "--residents", 4, "--plot", tmp_path / "plan.png"]
     assert run(capsys, files / "out.jsonl", *flags)[0] == 0

@@ -11,6 +11,7 @@ from jaxtyping import Float64
 
 from routed_experts import placement
 from routed_experts.cli.record_files import SUFFIXES, read_records
+from routed_experts.cli.start import start_jax
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.placement import Placement, ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
@@ -46,6 +47,8 @@ def run(options: argparse.Namespace, began: float) -> int:
         raise ConfigError("--instances and --devices belong together; give both")
     if options.instances is None and options.residents is None:
         raise ConfigError("there is nothing to plan; give --instances and --devices, or --residents, or all three")
+    if options.dispatch != "even":
+        start_jax(default_platform="cpu")
     records = read_records(options.files)
     learned = RoutingStats.from_records(records) if options.plan_from is None else _read_stats(options.plan_from)
     learned.check_model(records[0].layer_ids, records[0].num_experts)
@@ -95,6 +98,8 @@ def _instances(
     columns["balance planned"], devices["planned"] = after.balancedness, after.device_load
     columns["max / mean device load"] = after.device_load.max(axis=1) / after.device_load.mean(axis=1)
     columns["most replicas"] = plan.logical_replica_count.max(axis=1).astype(np.float64)
+    if options.dispatch == "reroute":
+        columns["rerouted share"] = after.rerouted_slots / max(after.num_tokens * learned.top_k, 1)
     return columns, devices
 
 
