@@ -18,7 +18,7 @@ BODIES = {
                              "top_logprobs": 1, "chat_template_kwargs": {"a": 1}, "return_routed_experts": True},
     "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2, "temperature": 0, "stop": "x"}, "return_logprob": True,
                   "return_routed_experts": True, "routed_experts_start_len": 0, "rid": None},
-    "/v1/score": {"token_ids": [1, 2, 3], "return_routed_experts": True, "routed_experts": None, "routed_experts_format": "npy"},
+    "/v1/score": {"token_ids": [1, 2, 3], "return_routed_experts": True, "routed_experts": None, "routed_experts_start_len": 1},
     "/tokenize": {"prompt": "a", "messages": None, "add_special_tokens": True},
     "/detokenize": {"tokens": [1, 2, 3]},
     "/abort_request": {"rid": "x", "abort_all": False},

@@ -12,6 +12,7 @@ from jaxtyping import Int32
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError, PromptTooLongError, RoutingAlignmentError
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import shown
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine import pausing
@@ -76,6 +77,16 @@ class EngineControl:
         """The mode of the pause that holds, or None."""
         hold = self._assembly.core.hold
         return None if hold is None else hold.value
+
+    def routing_stats(self) -> RoutingStats:
+        """How often each expert was chosen since the engine started or `reset_routing_stats`: of every token that a step fed for
+        a request, prompts and generated tokens apart. A token that came from the prefix cache was not fed and does not count.
+        Raises CaptureDisabledError where nothing is recorded."""
+        return self._loop.call(self._assembly.core.capturer.routing_stats)
+
+    def reset_routing_stats(self) -> RoutingStats:
+        """Begin to count anew; returns what was counted so far. Raises CaptureDisabledError where nothing is recorded."""
+        return self._loop.call(lambda: self._assembly.core.capturer.routing_stats(reset=True))
 
     @overload
     def score(
