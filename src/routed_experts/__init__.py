@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RoutingReplayError,
         WeightsMismatchError,
     )
+    from routed_experts.core.experts_config import ExpertsConfig
     from routed_experts.core.placement import Placement, ResidencyMap
     from routed_experts.core.routed_experts import RoutedExperts
     from routed_experts.core.routing_stats import RoutingStats
@@ -49,6 +50,7 @@ _HOMES = MappingProxyType(
     {
         "CompletionOutput": "engine.outputs",
         "Engine": "engine.engine",
+        "ExpertsConfig": "core.experts_config",
         "LLM": "engine.llm",
         "Placement": "core.placement",
         "RequestOutput": "engine.outputs",
@@ -75,6 +77,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineDeadError",
+    "ExpertsConfig",
     "InvalidRequestError",
     "Placement",
     "PlacementError",

@@ -6,15 +6,17 @@ which request first, and for a token that the request never fed, which forward w
 Dims: N padded tokens, R rows, M MoE layers, K experts per token."""
 
 import dataclasses
+from types import MappingProxyType
 
 import numpy as np
 
-from oracles.tapped import Tap
+from oracles.tapped import PLAIN, Tap
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import assemble
+from routed_experts.engine.backends import Offer
 from routed_experts.engine.core import EngineCore
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.scheduling.scheduler import Scheduler
@@ -37,13 +39,17 @@ def request(
 
 
 class Bench:
-    """One model, compiled once, with capture on. `args` are fields of ServerArgs; moe_backend "tapped" has a tap."""
+    """One model, compiled once, with capture on. `args` are fields of ServerArgs; moe_backend "tapped" has a tap before `kernels`."""
 
-    def __init__(self, model, **args):
+    def __init__(self, model, kernels=PLAIN, attention=None, **args):
         self.args = ServerArgs(enable_return_routed_experts=True, **args)
         self.spec = model.config.capture_spec
-        self.tap = Tap(self.spec.num_moe_layers)
-        self.assembly = assemble(self.args, model=model, registry=self.tap.registry)
+        self.tap = Tap(self.spec.num_moe_layers, kernels)
+        registry = self.tap.registry
+        if attention is not None:
+            offers = {**registry.attention, attention.name: Offer(load=lambda: attention)}
+            registry = dataclasses.replace(registry, attention=MappingProxyType(offers))
+        self.assembly = assemble(self.args, model=model, registry=registry)
         self.runner = self.assembly.core.runner
         self._weights, self._version = self.runner.state, self.runner.weight_version
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from routed_experts.core.errors import ConfigError, InvalidRequestError
+from routed_experts.core.experts_config import ExpertsConfig
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams, shown
@@ -34,9 +35,9 @@ class Engine(EngineControl):
     """Serves one model. Every method may be called from any thread; leaving the `with` shuts it down.
 
     Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from tokenizer_path);
-    `load_format="dummy"` gives a folder's config random weights; `on_phase` is told of each phase of start-up,
-    `on_load` of (bytes loaded, bytes in all).
-    Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    `load_format="dummy"` gives a folder's config random weights; `experts` keeps some experts on the host (ExpertsConfig);
+    `on_phase` is told of each phase of start-up, `on_load` of (bytes loaded, bytes in all).
+    Raises ConfigError, CheckpointError, PlacementError or CaptureUnsupportedError."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Engine(EngineControl):
         on_phase: Callable[[Phase], None] | None = None,
         on_load: Callable[[int, int], None] | None = None,
         load_format: str = "auto",
+        experts: ExpertsConfig | None = None,
         **server_args: Any,
     ) -> None:
         self.server_args = _args_of(model_path, server_args)
@@ -54,9 +56,10 @@ class Engine(EngineControl):
         self._tokenizer = _tokenizer_of(args)
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         keep_programs()
+        how: dict[str, Any] = {"registry": registry, "clock": clock, "load_format": load_format, "on_load": on_load, "experts": experts}
         self.compiles = CompileCount()
         try:
-            assembly = assemble(args, model=model, registry=registry, clock=clock, load_format=load_format, on_load=on_load)
+            assembly = assemble(args, model=model, **how)
         except BaseException:
             self.compiles.close()
             raise
