@@ -16,15 +16,18 @@ from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
+from routed_experts.core.experts_config import ExpertsConfig
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.core import EngineCore
 from routed_experts.engine.self_check import check_determinism
+from routed_experts.engine.sharing import Sharing
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.memory.kv_pool import KVPoolSpec, row_width
+from routed_experts.models.expert_store import SplitModel
 from routed_experts.models.interface import Decoder, DecoderConfig
 from routed_experts.models.registry import ModelFolder
 from routed_experts.scheduling.scheduler import Scheduler
@@ -80,16 +83,19 @@ def assemble(
     clock: PhaseClock | None = None,
     load_format: str = "auto",
     on_load: Callable[[int, int], None] | None = None,
+    experts: ExpertsConfig | None = None,
 ) -> Assembly:
-    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded, bytes in all).
-    Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded, bytes in all);
+    `experts` may share them out to the host. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
-    folder, config = _open(args, model, load_format)
+    shares = experts is not None and experts.num_resident is not None
+    folder, config = _open(args, model, load_format, in_parts=shares)
+    sharing = Sharing.check(experts, args, config, registry) if experts is not None and shares else None
     args = _without_prefixes(args, config)
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens")
     kernels, attention = registry.choose(args, config.needs)
     clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
-    graphdef, state = nnx.split(model if folder is None else folder.load(folder.dtype(args.dtype), progress=on_load))
+    graphdef, state, parted = _load(folder or model, args.dtype, sharing, on_load)
     jax.block_until_ready(state)
     clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
     context_length = context_length_of(args, config.context_length)
@@ -106,7 +112,8 @@ def assemble(
         num_pages=plan.pool.num_pages,
         raw_logprobs=args.logprobs_mode == "raw",
     )
-    runner = ModelRunner(state, spec, _runner_config(args, buckets, plan, config.vocab_size))
+    sizes = _runner_config(args, buckets, plan, config.vocab_size)
+    runner = ModelRunner(state, spec, sizes) if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
 
     def new_core() -> EngineCore:
         capturer = RoutedExpertsCapturer.create(
@@ -123,24 +130,22 @@ def assemble(
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
         compared = check_determinism(new_core, vocab_size=config.vocab_size, context_length=context_length, backends=names)
         clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
+    caches = not args.disable_radix_cache
     return Assembly(
-        core=core,
-        plan=plan,
-        buckets=buckets,
-        context_length=context_length,
-        capture=capture,
-        vocab_size=config.vocab_size,
-        prefix_cache=not args.disable_radix_cache,
-    )
+        core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size,
+        prefix_cache=caches,
+    )  # fmt: skip
 
 
-def _open(args: ServerArgs, model: Decoder | None, load_format: str) -> tuple[ModelFolder | None, DecoderConfig]:
+def _open(
+    args: ServerArgs, model: Decoder | None, load_format: str, *, in_parts: bool = False
+) -> tuple[ModelFolder | None, DecoderConfig]:
     """The checkpoint, if it is one that is served, and the model's config, checked against what is asked of it."""
     folder = None
     if model is None:
         if args.model_path is None:
             raise ConfigError("model_path=None and no model was given; pass the folder of a checkpoint, or model=")
-        folder = ModelFolder.open(args.model_path, load_format=load_format)
+        folder = ModelFolder.open(args.model_path, load_format=load_format, in_parts=in_parts)
         config: DecoderConfig = folder.config
     else:
         config = model.config
@@ -149,6 +154,17 @@ def _open(args: ServerArgs, model: Decoder | None, load_format: str) -> tuple[Mo
             f"enable_return_routed_experts=True, but {args.model_path or 'this model'} has no MoE layer; serve it without the flag"
         )
     return folder, config
+
+
+def _load(
+    source: ModelFolder | Decoder | None, dtype: str, sharing: Sharing | None, on_load: Callable[[int, int], None] | None
+) -> tuple[nnx.GraphDef[Any], nnx.State[Any, Any], SplitModel | None]:
+    """The model's graph, and what is on the accelerator: with `sharing`, that of the rim, and beside it the parted model."""
+    if sharing is not None:
+        parted = sharing.load(source, dtype, progress=on_load)
+        return parted.rim[0], parted.state, parted
+    model = source.load(source.dtype(dtype), progress=on_load) if isinstance(source, ModelFolder) else source
+    return *nnx.split(model), None
 
 
 def _without_prefixes(args: ServerArgs, config: DecoderConfig) -> ServerArgs:

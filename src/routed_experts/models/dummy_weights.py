@@ -6,6 +6,7 @@ stream are smaller, so that tokens stay as different as their embeddings and a r
 and whatever else is a vector is 0. Stacked arrays are filled a matrix at a time: the noise of a whole run of layers would not fit
 beside it."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -21,13 +22,19 @@ from routed_experts.models.interface import Decoder
 _STREAM_ABOVE = 1 << 30  # elements; smaller arrays are drawn at once
 
 
-def dummy_model(build: Callable[[], Decoder], *, seed: int = 0) -> Decoder:
-    """The module that `build` describes, with random weights; nothing of what `build` itself would draw is drawn."""
+def dummy_model(
+    build: Callable[[], Decoder], *, seed: int = 0, place: Callable[[str], Any] = lambda target: None
+) -> Decoder:
+    """The module that `build` describes, with random weights; nothing of what `build` itself would draw is drawn. `place`: the device
+    of the array of a dotted name, None for the default one."""
     graphdef, state = nnx.split(nnx.eval_shape(build))
     filled = []
     for index, (path, leaf) in enumerate(nnx.to_flat_state(state)):
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
-        filled.append((path, leaf.replace(_fill(key, ".".join(map(str, path)), leaf.shape, leaf.dtype))))
+        name = ".".join(map(str, path))
+        device = place(name)
+        with contextlib.nullcontext() if device is None else jax.default_device(device):
+            filled.append((path, leaf.replace(_fill(key, name, leaf.shape, leaf.dtype))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
