@@ -52,10 +52,11 @@ inline void gate(const float* both, int64_t width, float* hidden) {  // [2F] -> 
   if (const int rest = width - f) store(hidden + f, gated(load(both + f, rest), load(both + width + f, rest)), rest);
 }
 
-template <class T>
+template <class X, class T>
 struct ExpertRun {
   const ExpertShape& s;
-  const T *x, *gate_up, *down;
+  const X* x;
+  const T *gate_up, *down;
   const int32_t* order;
   float* outputs;  // [slots, out_step]
   float* hidden;   // [slots, F]; where experts are run in parts
@@ -124,9 +125,9 @@ void combine(const ExpertShape& s, int64_t n, const int32_t* place, const float*
   }
 }
 
-template <class T>
-bool experts(Team& team, const ExpertShape& s, const T* x, const int32_t* ids, const float* weights, const bool* valid,
-             const T* gate_up, const T* down, T* y) {
+template <class X, class T>
+bool experts(Team& team, const ExpertShape& s, const X* x, const int32_t* ids, const float* weights, const bool* valid,
+             const T* gate_up, const T* down, X* y) {
   std::vector<int32_t> order;
   std::vector<Piece> pieces;
   if (!plan(s, ids, valid, order, pieces)) return false;
@@ -136,7 +137,7 @@ bool experts(Team& team, const ExpertShape& s, const T* x, const int32_t* ids, c
   float* outputs = out_scratch.floats(order.size() * s.out_step());
   const int64_t parts = expert_parts(s, order.size(), pieces.size(), team.size());
   float* hidden = parts == 1 ? nullptr : hidden_scratch.floats(order.size() * s.width);
-  const ExpertRun<T> run{s, x, gate_up, down, order.data(), outputs, hidden};
+  const ExpertRun<X, T> run{s, x, gate_up, down, order.data(), outputs, hidden};
   if (parts == 1) {
     team.each(pieces.size(), [&](int64_t i) { run.whole(pieces[i]); });
   } else {

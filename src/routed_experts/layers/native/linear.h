@@ -39,8 +39,8 @@ void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, co
   for (int64_t i = 0; i < height; i++) convert(out + i * step, y + i * cols, width);
 }
 
-template <class T, class Out>
-void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const T* x, const T* weights, Out* y) {
+template <class X, class T, class Out>
+void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, const T* weights, Out* y) {
   thread_local Scratch scratch;
   const float* from = as_floats(scratch, x, rows * depth);
   const int64_t most = piece_columns(rows, cols, team.size());
