@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from routed_experts.core.experts_config import ExpertsConfig
     from routed_experts.core.placement import Placement, ResidencyMap
     from routed_experts.core.routed_experts import RoutedExperts
+    from routed_experts.core.routing_stats import RoutingStats
     from routed_experts.core.sampling_params import SamplingParams
     from routed_experts.core.server_args import ServerArgs
     from routed_experts.engine.engine import Engine
@@ -56,6 +57,7 @@ _HOMES = MappingProxyType(
         "ResidencyMap": "core.placement",
         "RoutedExperts": "core.routed_experts",
         "RoutedExpertsCapturer": "capture.routed_experts_capturer",
+        "RoutingStats": "core.routing_stats",
         "ScoreOutput": "engine.score",
         "SamplingParams": "core.sampling_params",
         "ServerArgs": "core.server_args",
@@ -90,6 +92,7 @@ __all__ = [
     "RoutingFormatError",
     "RoutingIncompleteError",
     "RoutingReplayError",
+    "RoutingStats",
     "SamplingParams",
     "ScoreOutput",
     "ServerArgs",

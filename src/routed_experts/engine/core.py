@@ -130,7 +130,7 @@ class EngineCore:
             batch, result = finished.batch, self.runner.read(finished)
             if result.rows is not None:
                 live = self.scheduler.live_tokens(batch)
-                self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live)
+                self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live, batch.generated_tokens)
             for req in self.scheduler.commit(batch, result):
                 matched = self.ledger.stop_string(req)
                 if matched is not None:

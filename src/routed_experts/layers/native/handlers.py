@@ -7,6 +7,7 @@ import jax
 from routed_experts.layers.native import toolchain
 
 HANDLERS = ("RexExperts", "RexLinear", "RexAttention", "RexPrepare", "RexRouter", "RexRecordingRouter", "RexLayerRun", "RexChoose")
+HANDLERS += ("RexSelect",)
 
 
 @functools.cache
