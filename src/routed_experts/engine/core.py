@@ -155,7 +155,8 @@ class EngineCore:
                 error = cause
         if ended:
             self.scheduler.release(req)
-        return self.ledger.news(req, record=record, error=error, weight_version=self.runner.weight_version)
+        runner = self.runner
+        return self.ledger.news(req, record=record, error=error, weight_version=runner.weight_version, exact=runner.exact)
 
 
 def has_work(core: EngineCore) -> bool:
