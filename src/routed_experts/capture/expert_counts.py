@@ -12,6 +12,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.routing_stats import PHASES, WINDOW_TOKENS, RoutingStats
 
 _WINDOWS = 32
+_AT_ONCE = 1024  # rows: their keys take 8 bytes an id
 
 
 class ExpertCounts:
@@ -34,8 +35,10 @@ class ExpertCounts:
 
     def add(self, rows: UInt[np.ndarray, "R M*K"], generated: Bool[np.ndarray, " R"]) -> None:
         """Count these rows; `generated` says which are of generated tokens, the others are of prompts."""
-        keys = self._starts[generated.astype(np.intp)] + rows
-        self._filling += np.bincount(keys.ravel(), minlength=self._before.size).reshape(self._shape)
+        for low in range(0, len(rows), _AT_ONCE):
+            part = slice(low, low + _AT_ONCE)
+            keys = self._starts[generated[part].astype(np.intp)] + rows[part]
+            self._filling += np.bincount(keys.ravel(), minlength=self._before.size).reshape(self._shape)
         self._filling_rows += len(rows)
         if self._filling_rows >= WINDOW_TOKENS:
             self._before += self._filling

@@ -23,6 +23,7 @@ from routed_experts.engine.call import Call
 from routed_experts.engine.control import EngineControl
 from routed_experts.engine.door import Door, Limits, is_nested
 from routed_experts.engine.tokenizer import Tokenizer
+from routed_experts.execution.compile_count import CompileCount
 from routed_experts.execution.program_cache import keep_programs
 from routed_experts.models.config_reader import eos_token_ids_of
 from routed_experts.models.interface import Decoder
@@ -56,7 +57,13 @@ class Engine(EngineControl):
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         keep_programs()
         how: dict[str, Any] = {"registry": registry, "clock": clock, "load_format": load_format, "on_load": on_load, "experts": experts}
-        super().__init__(args, assemble(args, model=model, **how))
+        self.compiles = CompileCount()
+        try:
+            assembly = assemble(args, model=model, **how)
+        except BaseException:
+            self.compiles.close()
+            raise
+        super().__init__(args, assembly)
         self.phases = tuple(clock.phases)
         limits = Limits(
             context_length=self._assembly.context_length,
@@ -67,6 +74,7 @@ class Engine(EngineControl):
             max_requests=args.max_queued_requests,
         )
         self._door = Door(limits, self._tokenizer, random_seed=args.random_seed)
+        self.compiles.start_serving()
 
     def generate(
         self,
@@ -149,6 +157,7 @@ class Engine(EngineControl):
     def shutdown(self) -> None:
         """Abort what runs, tell its callers, end the engine thread. Idempotent."""
         self._loop.stop()
+        self.compiles.close()
 
     def __enter__(self) -> "Engine":
         """Give the engine itself."""

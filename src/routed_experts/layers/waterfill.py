@@ -2,7 +2,8 @@
 Knows nothing of scores or capacities.
 
 Water-filling: a replica's share p of its expert becomes p * (mean / load of its device) ^ 1.5, renormalised, a few times, and the shares
-of the lowest maximum are kept. The power 1.5 goes further in a step than 1, and where 2 would swing for ever it halves the error. An occurrence is placed by its ordinal, so the result is a function of the ids alone.
+of the lowest maximum are kept. The power 1.5 goes further in a step than 1, and where 2 would swing for ever it halves the error. An
+occurrence is placed by its ordinal, so the result is a function of the ids alone.
 Instance i lives on device i // (I / devices). Dims: N tokens, K experts per token, E experts, J replica positions, I instances."""
 
 import dataclasses
