@@ -21,8 +21,11 @@ from routed_experts import (
     ResidencyMap,
     extract_routed_experts_from_meta_info,
 )
+from routed_experts.engine.serving import EngineDoor
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.split_jobs import Sides
+from routed_experts.server.metrics import Metrics
+from routed_experts.server.routing_store import RoutingStore
 from serving import assert_idle
 from tiny import write_tiny_checkpoint
 
@@ -243,6 +246,17 @@ def test_a_long_step_runs_on_the_accelerator_alone(engine, undivided):
             tokens[key[0]].append(key[1] if key[0] == "stream" else int((ids >= 0).any(axis=1).sum()))
     assert tokens["stream"] == [16] * 2 * MOE_LAYERS  # of 35 tokens: 16, 16, and 3 that are below the threshold of 9
     assert tokens["host"] and max(tokens["host"]) < 9
+
+
+def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
+    metrics = Metrics(compat=None)
+    metrics.watch(EngineDoor(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
+    ask(engine)
+    engine.residency()  # the counts of the last steps
+    told = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines() if not line.startswith("#"))
+    hits = [float(told[f'routed_experts_resident_hit_ratio{{layer="{layer}"}}']) for layer in (1, 2)]
+    np.testing.assert_allclose(hits, engine.residency()[1], atol=1e-9)
+    assert float(told["routed_experts_resident_swaps_total"]) == engine._assembly.core.runner.num_swapped
 
 
 def test_deferred_experts_are_added_one_layer_later(folder, undivided):

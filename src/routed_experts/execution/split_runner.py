@@ -73,6 +73,12 @@ class SplitRunner(ModelRunner):
         self._count(keep=0)
         return self._counted.copy()
 
+    def hit_ratios(self) -> dict[int, float]:
+        """By hidden layer, the share of slots that residents ran, of steps that ended some steps ago; waits for nothing, any thread."""
+        spec, counted = self._model.config.capture_spec, self._counted.copy()
+        assert spec is not None
+        return {layer: 1.0 - away / all_ for layer, (away, all_) in zip(spec.layer_ids, counted.tolist(), strict=True) if all_}
+
     def _bind(self, residency: ResidencyMap) -> None:
         """Make the maps that the programs take."""
         self.residency = residency
