@@ -41,6 +41,7 @@ class SplitRunner(ModelRunner):
         self._model, self._split, self._sides, self._streams_from = model, split, sides, streams_from
         self._tables = dict(model.tables)
         self._layers = layers_at(model.config)
+        self._homes = frozenset(kind for kind in model.tables if split.has_home(kind))
         self._numbers = {layer: jax.device_put(numbers_of(layer), sides.device) for layer in self._layers}
         self._places = {layer: jax.device_put(np.int32(layer.place), sides.host) for layer in self._layers}
         self._tallies: collections.deque[Array] = collections.deque()
@@ -121,7 +122,7 @@ class SplitRunner(ModelRunner):
         at_host = self._split.has_host and not streams
         later = () if errand.later is None or layer.column == self._split.num_moe_layers - 1 else (errand.later,)
         sent = self._sides.send((errand.fed, errand.away, errand.weights, *later)) if at_host else ()
-        if self._split.has_home(kind):
+        if kind in self._homes:
             arrays, numbers = self._model.layers[kind], self._numbers[layer]
             given.append(programs["home", shape, kind](self._tables[kind], arrays, numbers, packed, errand))
         if at_host:
