@@ -15,7 +15,7 @@ REFUSED = {
     "backend": ({"host_backend": "ffi"}, "host_backend='ffi' .* auto, dispatch"),
     "policy": ({"residency": "lru"}, "residency='lru' .* 'first', 'adaptive', or a ResidencyMap"),
     "pools": ({"kt_threadpool_count": 2}, "kt_threadpool_count=2"),
-    "deferral": ({"kt_max_deferred_experts_per_token": 1}, "kt_max_deferred_experts_per_token=1 is not supported"),
+    "deferral": ({"kt_max_deferred_experts_per_token": None}, "kt_max_deferred_experts_per_token=None must be"),
     "path": ({"kt_weight_path": 3}, "kt_weight_path=3 must be text"),
     "threshold": ({"kt_gpu_prefill_token_threshold": -2}, "kt_gpu_prefill_token_threshold=-2"),
     "no number": ({"kt_weight_path": "folder", "kt_cpuinfer": 4}, "kt_cpuinfer, kt_weight_path without kt_num_gpu_experts"),

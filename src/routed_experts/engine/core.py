@@ -166,7 +166,8 @@ class EngineCore:
                 self.num_missing_rows += isinstance(cause, RoutingIncompleteError)
         if ended:
             self.scheduler.release(req)
-        return self.ledger.news(req, record=record, error=error, weight_version=self.runner.weight_version)
+        runner = self.runner
+        return self.ledger.news(req, record=record, error=error, weight_version=runner.weight_version, exact=runner.exact)
 
 
 def _next_batch(scheduler: Scheduler, ledger: Ledger) -> ModelWorkerBatch | None:

@@ -94,6 +94,7 @@ class Sharing:
             num_moe_layers=self.residency.num_layers,
             num_experts=self.residency.num_experts,
             num_resident=self.residency.num_resident,
+            deferred=self.experts.kt_max_deferred_experts_per_token,
         )
         return SplitRunner(model, split, spec, config, sides=self.sides, streams_from=self.experts.streams_from)
 
