@@ -14,6 +14,7 @@ _CLOSE = 1.008
 _STRICTLY = 1 - 1e-12  # less than this share of what was is an improvement; what is nearer is rounding
 _ROUNDS, _MOST_CANDIDATES = 16, 256
 _ROUND_INSTANCES, _ALL_INSTANCES = 100_000, 400_000  # of all candidates: what bounds the time, about 1 us each
+_PAIRS = 4_000_000  # of instances that may change places, looked at together: what bounds the memory, 8 bytes each in a few arrays
 _NOISE = (0.0, 0.05, 0.1, 0.2, 0.4)  # by how much (standard deviation of the logarithm) loads are taken for others
 _TRANSFERS = 3
 
@@ -58,6 +59,15 @@ def exchange(
 ) -> Float64[np.ndarray, " R"]:
     """Swap, in place, an instance of the most loaded device for another's, the best pair first, until none helps or the bound is close.
     Returns the load of the most loaded device."""
+    most = max(1, _PAIRS // (held.shape[1] ** 2 // num_devices))
+    parts = [slice(low, low + most) for low in range(0, len(held), most)]
+    return np.concatenate([_exchange(load[part], held[part], bound[part], num_devices) for part in parts])
+
+
+def _exchange(
+    load: Float64[np.ndarray, "R E"], held: Int64[np.ndarray, "R I"], bound: Float64[np.ndarray, " R"], num_devices: int
+) -> Float64[np.ndarray, " R"]:
+    """`exchange` of rows whose pairs fit memory at once; `held` is a view."""
     num_rows, num_instances = held.shape
     slots = num_instances // num_devices
     weight = instance_load(load, held)
