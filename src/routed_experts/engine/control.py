@@ -2,11 +2,12 @@
 
 Every method may be called from any thread and acts between two steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
+from flax import nnx
 from jaxtyping import Int32
 
 from routed_experts.core.capture_spec import CaptureSpec
@@ -38,17 +39,20 @@ class EngineControl:
         donate them afterwards. `version` must rise. Running requests prefill again with `cache="flush"` and keep their pages with
         "keep"; rows that were written stay, and their `version_spans` tell which weights made them. No new request matches old
         pages. Raises WeightsMismatchError naming the first arrays that differ; then nothing has changed."""
-        if cache not in ("flush", "keep"):
-            raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
-        core = self._assembly.core
-        served = state_of(state, core.runner.state)
-        self._loop.drained(lambda: core.update_weights(served, version=version, cache=cache))
+        served = self._assembly.served
+        self._exchange(lambda: served.placed(state_of(state, served.arrays)), version=version, cache=cache)
 
     def update_weights_from_disk(self, path: str | Path, *, version: int, cache: str = "flush") -> None:
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests go on.
         Raises WeightsMismatchError where config.json is of another model, CheckpointError where the folder is damaged."""
-        runner = self._assembly.core.runner
-        self.update_weights(state_of_folder(path, runner.spec, runner.state), version=version, cache=cache)
+        self._exchange(lambda: state_of_folder(path, self._assembly.served), version=version, cache=cache)
+
+    def _exchange(self, load: Callable[[], nnx.State[Any, Any]], *, version: int, cache: str) -> None:
+        """Go on with the arrays that `load` gives, which lie where they are served."""
+        if cache not in ("flush", "keep"):
+            raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
+        core, state = self._assembly.core, load()
+        self._loop.drained(lambda: core.update_weights(state, version=version, cache=cache))
 
     def pause(self, *, mode: str) -> None:
         """Hold still until `resume`; requests that come in meanwhile queue. `mode` says what becomes of those there are: "wait"

@@ -73,7 +73,7 @@ class FamilyDecoder(nnx.Module):
         config = self.config
         ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
         step = Step(positions, valid, ops.attend, ops.recur, kernels, {spec: spec.angles(positions) for spec in config.rotary})
-        x = jnp.take(self.embed[...], tokens, axis=0)
+        x = kernels.peers.join(jnp.take(self.embed[...], tokens, axis=0))
         x = x * config.embed_scale if config.embed_scale != 1.0 else x
         first_moe = first_attending = first_recurrent = 0
         for run, arrays in zip(config.runs, self.runs, strict=True):

@@ -21,13 +21,18 @@ from routed_experts.models.interface import Decoder
 _STREAM_ABOVE = 1 << 30  # elements; smaller arrays are drawn at once
 
 
-def dummy_model(build: Callable[[], Decoder], *, seed: int = 0) -> Decoder:
-    """The module that `build` describes, with random weights; nothing of what `build` itself would draw is drawn."""
+def dummy_model(
+    build: Callable[[], Decoder], *, seed: int = 0, place: Callable[[str, Array], Array] | None = None
+) -> Decoder:
+    """The module that `build` describes, with random weights; nothing of what `build` itself would draw is drawn. Each array goes
+    through `place`, if given, before the next is drawn."""
     graphdef, state = nnx.split(nnx.eval_shape(build))
     filled = []
     for index, (path, leaf) in enumerate(nnx.to_flat_state(state)):
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
-        filled.append((path, leaf.replace(_fill(key, ".".join(map(str, path)), leaf.shape, leaf.dtype))))
+        name = ".".join(map(str, path))
+        drawn = _fill(key, name, leaf.shape, leaf.dtype)
+        filled.append((path, leaf.replace(drawn if place is None else place(name, drawn))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 

@@ -23,6 +23,7 @@ from routed_experts.models.families import FAMILIES, Family
 from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.fused_experts import fuse_experts
 from routed_experts.models.interface import Decoder
+from routed_experts.models.shards import Shards
 from routed_experts.models.weight_loader import load
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -74,16 +75,27 @@ class ModelFolder:
             sizes[dtype] += math.prod(shape) * jnp.dtype(dtype).itemsize
         return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype]))
 
-    def load(self, dtype: jnp.dtype, *, progress: Callable[[int, int], None] | None = None) -> Decoder:
-        """Load every tensor to the device and give the model; `progress(bytes done, bytes in all)`."""
+    def load(
+        self, dtype: jnp.dtype, *, progress: Callable[[int, int], None] | None = None, shards: Shards | None = None
+    ) -> Decoder:
+        """Load every tensor to the device and give the model; `progress(bytes done, bytes in all)`. With `shards` each device reads and
+        gets its own part, and the model's arrays are the global ones: it runs only in parts."""
         if self.checkpoint is None:
-            return dummy_model(lambda: self.family.build(self.config, rngs=nnx.Rngs(0), dtype=dtype))
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: self.family.build(self.config, rngs=nnx.Rngs(0), dtype=dtype)))
+            place = None if shards is None else shards.place_array
+            return dummy_model(lambda: self.family.build(self.config, rngs=nnx.Rngs(0), dtype=dtype), place=place)
+        graphdef, state = self._split(dtype)
         flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
         targets = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in flat.items()}
-        arrays = load(self.checkpoint, self.sources, targets, progress=progress)
+        arrays = load(self.checkpoint, self.sources, targets, progress=progress, shards=shards)
         filled = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
         return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+    def shapes(self, dtype: jnp.dtype) -> nnx.State[Any, Any]:
+        """Names, shapes and dtypes of the model's arrays; nothing is loaded."""
+        return self._split(dtype)[1]
+
+    def _split(self, dtype: jnp.dtype) -> tuple[nnx.GraphDef[Any], nnx.State[Any, Any]]:
+        return nnx.split(nnx.eval_shape(lambda: self.family.build(self.config, rngs=nnx.Rngs(0), dtype=dtype)))
 
 
 def _check_tied(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None:
