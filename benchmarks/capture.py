@@ -2,14 +2,15 @@
 
     python benchmarks/capture.py [--rounds 8] [--batches 8 32] [--new 128]
 
-Engine cores over the same weights take steps in turn, each step from its dispatch to its tokens on the host, so that neighbours in
-time are compared and drift of the machine falls on all alike. Nothing overlaps here: the host work of capture is seen in full, not
-hidden under the next step. Where in memory a pool happens to lie moves a step by a percent or two, so the pools change hands with
-every round, and a second engine without capture shows what is left of such luck. `ratio` is throughput relative to off: the median
-over groups of neighbouring steps, `+-` the standard error of that median (1.25 sigma / sqrt(n), sigma from the quartiles); `whole` is
-that of all steps together, the last one of a request, which gathers its rows, among them."""
+Engine cores over the same weights take steps in turn, in an order that is drawn anew for every step, each step from its dispatch to its
+tokens on the host, so that neighbours in time are compared and drift of the machine falls on all alike. Nothing overlaps here: the host
+work of capture is seen in full, not hidden under the next step. Where in memory a pool happens to lie moves a step by a percent or two,
+so the pools change hands with every round, and a second engine without capture shows what is left of such luck. `ratio` is throughput
+relative to off: the median over groups of neighbouring steps, `+-` the standard error of that median (1.25 sigma / sqrt(n), sigma from
+the quartiles); `whole` is that of all steps together, the last one of a request, which gathers its rows, among them."""
 
 import argparse
+import random
 import statistics
 import time
 
@@ -49,6 +50,7 @@ def main() -> None:
     model = benchmark_model(jnp.dtype("float32"))
     cores = {name: build(model, capture=name.startswith("on")).core for name in VARIANTS}
     rows: list[dict[str, object]] = []
+    order = random.Random(0)
     for batch in args.batches:
         steps: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in VARIANTS}
         for turn in range(-1, args.rounds):  # the first round warms up
@@ -57,15 +59,13 @@ def main() -> None:
                 core.flush_cache()
                 ask = name == "on, asked"
                 core.add(Prompts(turn + 1).requests(batch, prompt=args.prompt, new=args.new, ask=ask))  # the same for all
-            order, place = list(VARIANTS), 0
             while not all(core.is_idle for core in cores.values()):
                 phase = "decode" if all(req.is_prefilled for req in cores["off"].scheduler.running) else "prefill"
                 phase = "prefill" if cores["off"].scheduler.waiting else phase
-                for name in order[place % len(order) :] + order[: place % len(order)]:
+                for name in order.sample(VARIANTS, len(VARIANTS)):
                     seconds = one_step(cores[name])
                     if turn >= 0:
                         steps[name][phase].append(seconds)
-                place += 1
         for phase in ("prefill", "decode"):
             base = steps["off"][phase]
             for name in VARIANTS:

@@ -70,26 +70,40 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         self._note((pages, page_size))
 
     def file(self) -> None:
-        """Write down in the store what steps brought, in their order; every reader does so first."""
+        """Write down in the store what steps brought, in their order; every reader does so first. Steps between two forgettings are
+        written at once: of two rows of one slot, the later stays."""
         notes, self._notes, self._noted_rows = self._notes, [], 0
+        together: list[_Step] = []
         for note in notes:
             if len(note) == 2:
+                self._write(together)
+                together = []
                 pages, page_size = note
                 self._versions.reshape(-1, page_size)[pages] = _NO_ROW
+            elif together and together[0][2] != note[2]:
+                self._write(together)
+                together = [note]
             else:
-                self._write(*note)
+                together.append(note)
+        self._write(together)
 
-    def _write(self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None) -> None:
-        ids: UInt[np.ndarray, "N M*K"] = np.asarray(rows)
-        assert ids.dtype == self._store.dtype, (ids.dtype, self._store.dtype)
-        assert ids.shape[0] >= slots.size and ids.shape[1:] == self._store.shape[1:], (ids.shape, slots.shape, self._store.shape)
+    def _write(self, steps: list[_Step]) -> None:
+        if not steps:
+            return
+        version, read = steps[0][2], [self._read(step) for step in steps]
         assert version > _NO_ROW, version
-        ids = ids[: slots.size]
-        if live is not None:
-            slots, ids = slots[live], ids[live]
+        slots, ids = read[0] if len(read) == 1 else map(np.concatenate, zip(*read, strict=True))
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
         self._store[slots] = ids
         self._versions[slots] = version
+
+    def _read(self, step: _Step) -> tuple[Int[np.ndarray, " R"], UInt[np.ndarray, "R M*K"]]:
+        slots, rows, _, live = step
+        ids: UInt[np.ndarray, "N M*K"] = np.asarray(rows)
+        assert ids.dtype == self._store.dtype, (ids.dtype, self._store.dtype)
+        assert ids.shape[0] >= slots.size and ids.shape[1] == self._store.shape[1], (ids.shape, slots.shape, self._store.shape)
+        ids = ids[: slots.size]
+        return (slots, ids) if live is None else (slots[live], ids[live])
 
     def _note(self, note: _Step | _Forgotten) -> None:
         self._notes.append(note)
