@@ -29,21 +29,22 @@ class Shards:
 
     split: Split
     cuts: Mapping[str, Cut]  # by dotted path
+    devices: tuple[Any, ...] = ()  # empty: the first ones of this process
 
     @staticmethod
-    def of(config: DecoderConfig, split: Split) -> "Shards | None":
-        """For one model; None for one device. Raises ConfigError where the model cannot be shared by so many; devices are looked at
-        when `mesh` is asked for."""
+    def of(config: DecoderConfig, split: Split, *, devices: tuple[Any, ...] = ()) -> "Shards | None":
+        """For one model; None for one device. Raises ConfigError where the model cannot be shared by so many; whether there are so many
+        is looked at when `mesh` is asked for."""
         if split.devices == 1:
             return None
         cuts = config.cuts(by_expert=split.whole_experts)
         split.check(cuts, most=max(split.devices, jax.device_count()))
-        return Shards(split, cuts)
+        return Shards(split, cuts, devices)
 
     @cached_property
     def mesh(self) -> Mesh:
         """The first V devices on one axis. Raises ConfigError where there are fewer."""
-        devices = jax.devices()
+        devices = self.devices or jax.devices()
         if len(devices) < self.split.devices:
             kind = devices[0].platform
             remedy = ", or set XLA_FLAGS=--xla_force_host_platform_device_count, which makes several of one CPU" if kind == "cpu" else ""
