@@ -26,7 +26,7 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import kv_shapes
-from routed_experts.engine.backends import DEFAULT_BACKENDS
+from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry, Offer
 from routed_experts.engine.inspection import inspect_model
 from routed_experts.engine.served_model import load_model, shards_of
 from routed_experts.execution.forward_batch import BatchShape
@@ -34,6 +34,8 @@ from routed_experts.execution.memory_plan import plan_memory
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig, program_jobs
 from routed_experts.execution.on_mesh import OnMesh
 from routed_experts.execution.programs import ProgramSpec
+from routed_experts.layers.gpu.attention import gpu_attention_backend
+from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.models.registry import ModelFolder
 from tiny import VOCAB_SIZE, write_tiny_checkpoint
 
@@ -47,11 +49,12 @@ FAMILIES = {"deepseek": ("tp2", "ep4"), "gpt-oss": ("tp4", "ep2"), "olmoe": ("tp
 class Greedy(Bench):
     """A bench of a folder, of which only the programs for greedy tokens are compiled."""
 
-    def __init__(self, folder, tp=1, ep=1):
-        self.args = args = ServerArgs(model_path=str(folder), tp_size=tp, ep_size=ep, enable_return_routed_experts=True, **SIZES)
+    def __init__(self, folder, tp=1, ep=1, *, registry=DEFAULT_BACKENDS, **backends):
+        devices = dict(tp_size=tp, ep_size=ep)
+        self.args = args = ServerArgs(model_path=str(folder), enable_return_routed_experts=True, **devices, **SIZES, **backends)
         source = ModelFolder.open(folder)
         config, shards = source.config, shards_of(args, source.config)
-        kernels, attention = DEFAULT_BACKENDS.choose(args, config.needs)
+        kernels, attention = registry.choose(args, config.needs)
         served, state = load_model(source, config, shards, dtype="auto", progress=None)
         buckets = Buckets.of(args, context_length=args.context_length)
         self.spec = config.capture_spec
@@ -155,6 +158,15 @@ class Qwen3:
         wanted = told_of(self.alone, self.prompts)
         for bench in self.benches.values():
             assert_alike(told_of(bench, self.prompts), wanted)
+
+    def gpu_kernels(self):
+        """Those of a GPU, interpreted: a kernel sees one device's heads and experts."""
+        gpu = BackendRegistry(
+            moe={"gpu": Offer(load=lambda: gpu_kernels(interpret=True))},
+            attention={"gpu": Offer(load=lambda: gpu_attention_backend(interpret=True))},
+        )
+        bench = Greedy(self.folder, 2, 2, registry=gpu, moe_backend="gpu", attention_backend="gpu")
+        assert_alike(told_of(bench, self.prompts), told_of(self.alone, self.prompts))
 
     def prefix_hits(self):
         """A second turn over pages that the first one wrote."""
@@ -297,7 +309,7 @@ def cases(folder):
     yield "dense", functools.partial(dense, folder / "dense")
     yield "refusals", functools.partial(refusals, folder / "refusals")
     qwen3 = functools.cache(lambda: Qwen3(folder / "qwen3"))
-    for name in ("answers", "prefix_hits", "retraction", "memory"):
+    for name in ("answers", "gpu_kernels", "prefix_hits", "retraction", "memory"):
         yield name, lambda name=name: getattr(qwen3(), name)()
     served = functools.cache(lambda: Served(qwen3()))
     for name in ("samplers", "replay", "new_weights"):
