@@ -1,13 +1,13 @@
 """What capture costs: off, on and asked by none, on and asked by all; interleaved step by step in one process.
 
-    python benchmarks/capture.py [--rounds 8] [--batches 8 32] [--new 128]
+    python benchmarks/capture.py [--rounds 8] [--batches 8 32] [--new 128] [--block 16]
 
 Engine cores over the same weights take steps in turn, in an order that is drawn anew for every step, each step from its dispatch to its
-tokens on the host, so that neighbours in time are compared and drift of the machine falls on all alike. Nothing overlaps here: the host
-work of capture is seen in full, not hidden under the next step. Where in memory a pool happens to lie moves a step by a percent or two,
-so the pools change hands with every round, and a second engine without capture shows what is left of such luck. `ratio` is throughput
-relative to off: the median over groups of neighbouring steps, `+-` the standard error of that median (1.25 sigma / sqrt(n), sigma from
-the quartiles); `whole` is that of all steps together, the last one of a request, which gathers its rows, among them."""
+tokens on the host, so that neighbours in time are compared and drift of the machine falls on all alike. Where in memory a pool happens to
+lie moves a step by a percent or two, so the pools change hands with every round, and a second engine without capture shows what is left
+of such luck. `ratio` is throughput relative to off: the median over groups of neighbouring steps, `+-` the standard error of that median
+(1.25 sigma / sqrt(n), sigma from the quartiles); `whole` is that of all steps together, the last one of a request, which gathers its
+rows, among them."""
 
 import argparse
 import random
@@ -22,12 +22,14 @@ from routed_experts.engine.core import EngineCore
 VARIANTS = ("off", "off again", "on, unasked", "on, asked")
 
 
-def one_step(core: EngineCore) -> float:
-    """Seconds from a step's dispatch to its outputs on the host, news of ended requests included."""
+def some_steps(core: EngineCore, count: int) -> float:
+    """Seconds a step, from the first dispatch to the last outputs on the host, news of ended requests included. Within `count` steps
+    each is dispatched before the one before it is read, as the engine does."""
     start = time.perf_counter()
-    core.step()
+    for _ in range(count):
+        core.step()
     core.drain()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / count
 
 
 def pools_change_hands(cores: list[EngineCore]) -> None:
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--block", type=int, default=1, help="decode steps that overlap; 1: none")
     parser.add_argument("--name", default="capture_cpu")
     args = parser.parse_args()
     model = benchmark_model(jnp.dtype("float32"))
@@ -62,8 +65,9 @@ def main() -> None:
             while not all(core.is_idle for core in cores.values()):
                 phase = "decode" if all(req.is_prefilled for req in cores["off"].scheduler.running) else "prefill"
                 phase = "prefill" if cores["off"].scheduler.waiting else phase
+                count = args.block if phase == "decode" else 1
                 for name in order.sample(VARIANTS, len(VARIANTS)):
-                    seconds = one_step(cores[name])
+                    seconds = some_steps(cores[name], count)
                     if turn >= 0:
                         steps[name][phase].append(seconds)
         for phase in ("prefill", "decode"):

@@ -12,9 +12,9 @@ import jax
 import pytest
 
 import routed_experts
-from routed_experts import Engine
+from routed_experts import Engine, ExpertsConfig
 from routed_experts.capture import record_from_meta_info
-from routed_experts.cli import add_engine_flags, engine_args, load_bar, main
+from routed_experts.cli import add_engine_flags, add_expert_flags, engine_args, expert_args, load_bar, main
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
 from tiny import write_tiny_checkpoint
@@ -63,6 +63,18 @@ def test_every_field_has_a_flag_that_sets_it(field):
     assert [str(x) for x in (value if isinstance(value, tuple) else [value])] == (said or ["True"])
 
 
+def test_every_number_and_name_of_experts_on_the_host_has_a_flag():
+    said = {field.name: "f32" if field.name == "kt_method" else "auto" if field.name == "host_backend" else "1"
+            for field in dataclasses.fields(ExpertsConfig) if field.name != "residency"}  # fmt: skip
+    said["kt_max_deferred_experts_per_token"] = "0"
+    parser = argparse.ArgumentParser()
+    add_expert_flags(parser)
+    assert expert_args(parser.parse_args([])) == ExpertsConfig()
+    argv = [word for name, value in said.items() for word in (f"--{name.replace('_', '-')}", value)]
+    given = dataclasses.asdict(expert_args(parser.parse_args(argv)))
+    assert {name: str(given[name]) for name in said} == said
+
+
 def test_spellings_of_vllm_and_sglang_are_known():
     said = "--tokenizer t --max-model-len 8 --max-num-seqs 4 --block-size 8 --gpu-memory-utilization 0.5 --no-enable-prefix-caching"
     wanted = {"tokenizer_path": "t", "context_length": 8, "max_running_requests": 4, "page_size": 8, "mem_fraction_static": 0.5}
@@ -81,6 +93,7 @@ def test_spellings_of_vllm_and_sglang_are_known():
         (("generate", "model", "--prompt", "a", "--dtype", "float4"), "float4"),
         (("generate", "model", "--prompt", "a", "--trust-remote-code"), "never run"),
         (("generate", "model", "--prompt", "a", "--page-size", "0"), "page_size=0"),
+        (("generate", "model", "--prompt", "a", "--kt-num-gpu-experts", "4", "--kt-method", "AMXINT4"), "auto, bf16, f32"),
         (("generate", "model", "--prompt", "a", "--max-running-requests", "99"), "max_running_requests=99"),
     ],
 )

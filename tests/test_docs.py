@@ -48,6 +48,6 @@ def test_links_and_named_source_files_exist(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", text):
         assert (page.parent / target).exists(), target
-    rooms = "core|capture|layers|memory|models|scheduling|execution|replay|engine|analysis|demo|server|cli"
+    rooms = "core|capture|layers|memory|models|scheduling|execution|replay|placement|engine|analysis|demo|server|cli"
     for name in re.findall(rf"`((?:{rooms})/[\w/]*(?:\.py)?)`", text):
         assert (ROOT / "src" / "routed_experts" / name).exists(), name

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ConfigError,
         EngineDeadError,
         InvalidRequestError,
+        PlacementError,
         PromptTooLongError,
         QueueFullError,
         RoutedExpertsError,
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
         RoutingReplayError,
         WeightsMismatchError,
     )
+    from routed_experts.core.experts_config import ExpertsConfig
+    from routed_experts.core.placement import Placement, ResidencyMap
     from routed_experts.core.routed_experts import RoutedExperts
+    from routed_experts.core.routing_stats import RoutingStats
     from routed_experts.core.sampling_params import SamplingParams
     from routed_experts.core.server_args import ServerArgs
     from routed_experts.engine.engine import Engine
@@ -38,18 +42,22 @@ if TYPE_CHECKING:
     from routed_experts.engine.score import ScoreOutput
 
 _ERRORS = (
-    "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError PromptTooLongError "
-    "QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError RoutingReplayError "
-    "WeightsMismatchError"
+    "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError PlacementError "
+    "PromptTooLongError QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError "
+    "RoutingReplayError WeightsMismatchError"
 )
 _HOMES = MappingProxyType(
     {
         "CompletionOutput": "engine.outputs",
         "Engine": "engine.engine",
+        "ExpertsConfig": "core.experts_config",
         "LLM": "engine.llm",
+        "Placement": "core.placement",
         "RequestOutput": "engine.outputs",
+        "ResidencyMap": "core.placement",
         "RoutedExperts": "core.routed_experts",
         "RoutedExpertsCapturer": "capture.routed_experts_capturer",
+        "RoutingStats": "core.routing_stats",
         "ScoreOutput": "engine.score",
         "SamplingParams": "core.sampling_params",
         "ServerArgs": "core.server_args",
@@ -69,10 +77,14 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineDeadError",
+    "ExpertsConfig",
     "InvalidRequestError",
+    "Placement",
+    "PlacementError",
     "PromptTooLongError",
     "QueueFullError",
     "RequestOutput",
+    "ResidencyMap",
     "RoutedExperts",
     "RoutedExpertsCapturer",
     "RoutedExpertsError",
@@ -80,6 +92,7 @@ __all__ = [
     "RoutingFormatError",
     "RoutingIncompleteError",
     "RoutingReplayError",
+    "RoutingStats",
     "SamplingParams",
     "ScoreOutput",
     "ServerArgs",

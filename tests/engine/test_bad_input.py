@@ -439,19 +439,19 @@ def assert_a_full_queue_takes_nothing(engine):
     next(stream)
 
     def crowd(core):
-        before, seen = core.ledger.accepted, []
+        before, seen = core.ledger.num_live, []
         for count in (4, 3, 1):
             reqs = [Req(engine._door.admit(GenerateReqInput(text="a"))[0]) for _ in range(count)]
             try:
                 core.add(reqs)
             except QueueFullError as error:
                 assert_readable(error)
-                seen.append((count, core.ledger.accepted - before, len(core.scheduler.waiting)))
+                seen.append((count, core.ledger.num_live - before, len(core.scheduler.waiting), core.ledger.finished["rejected"]))
         for rid in core.ledger.live()[1:]:
             core.abort(rid)
         return seen
 
-    assert on_engine_thread(engine, crowd) == [(4, 0, 0), (1, 3, 3)], "a call is taken whole or not at all"
+    assert on_engine_thread(engine, crowd) == [(4, 0, 0, 4), (1, 3, 3, 5)], "a call is taken whole or not at all"
     refused(engine, QueueFullError, prompt=["a"] * 4)
     refused(engine, QueueFullError, prompt="a", sampling_params={"n": 4})
     assert len(list(stream)[-1]["output_ids"]) == 8

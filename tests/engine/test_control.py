@@ -11,7 +11,7 @@ from flax import nnx
 
 from oracles.full_sequence import FullSequence
 from oracles.worlds import model_of
-from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequestError, WeightsMismatchError
+from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequestError, RoutingStats, WeightsMismatchError
 from routed_experts.capture.meta_info import record_from_meta_info
 from routed_experts.models.checkpoint import save
 from serving import SMALL, Begun, assert_idle, on_engine_thread
@@ -271,3 +271,19 @@ def test_scores_while_paused_are_those_of_the_weights_that_are_served(engine):
     assert out.weight_version == next_version(engine) - 1
     said = oracle.run(tokens, out.routed_experts.ids).logprobs[np.arange(len(tokens) - 1), tokens[1:]]
     np.testing.assert_allclose(out.logprobs, said, atol=1e-4)
+
+
+def test_counts_are_the_bincount_of_all_rows_when_nothing_is_cached(engine):
+    """Prompts of several chunks beside decoding requests, and requests that ask for no rows."""
+    engine.flush_cache()
+    engine.reset_routing_stats()
+    prompts = [np.random.default_rng(seed).integers(3, 313, length).tolist() for seed, length in ((7, 90), (8, 3), (9, 1), (10, 41))]
+    answers = engine.generate(input_ids=prompts, sampling_params=GREEDY | {"max_tokens": 9}, return_routed_experts=True)
+    stats = engine.routing_stats()
+    wanted = RoutingStats.from_records([record_from_meta_info(answer) for answer in answers])
+    assert (stats.counts == wanted.counts).all() and stats.num_tokens.tolist() == wanted.num_tokens.tolist() == [135, 32]
+    stats.check_model(wanted.layer_ids, wanted.num_experts)
+    engine.generate(input_ids=prompts[0], sampling_params=GREEDY | {"max_tokens": 9})
+    again = engine.reset_routing_stats().num_tokens - stats.num_tokens  # its prefix is known by now: fewer tokens of it are fed
+    assert 0 < again[0] < 90 and again[1] == 8
+    assert not engine.routing_stats().num_tokens.any()

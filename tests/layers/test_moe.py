@@ -185,7 +185,7 @@ def test_a_tile_plan_gives_every_valid_slot_one_row_of_its_expert(seed):
     assert len(set(rows)) == len(rows)
 
 
-@pytest.mark.parametrize("name", ["grouped", "reference"])
+@pytest.mark.parametrize("name", ["grouped", "reference", "permuted"])
 @pytest.mark.parametrize("shape", [(9, 2, 4, 6, 3), (21, 3, 5, 7, 4), (4, 1, 1, 5, 3)])
 def test_gradients_are_finite_differences_of_the_loop(name, shape):
     call = random_call(11, shape)
@@ -194,7 +194,7 @@ def test_gradients_are_finite_differences_of_the_loop(name, shape):
 
     def loss(x, weights, gate_up, down):
         moved = dataclasses.replace(call, x=x, weights=weights, gate_up=gate_up, down=down)
-        return jnp.sum(MOE_BACKENDS[name].run(moved) * mix.astype(np.float32))
+        return jnp.sum(MOE[name].run(moved) * mix.astype(np.float32))
 
     point = [np.asarray(vars(call)[field]) for field in ("x", "weights", "gate_up", "down")]
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*point)
@@ -214,12 +214,12 @@ def test_gradients_are_finite_differences_of_the_loop(name, shape):
             assert np.sum(np.asarray(gradient, np.float64) * direction) == pytest.approx(wanted, rel=1e-4, abs=2e-4)
 
 
-@pytest.mark.parametrize("name", ["grouped", "reference"])
+@pytest.mark.parametrize("name", ["grouped", "reference", "permuted"])
 def test_experts_that_ran_no_token_and_padding_rows_have_gradient_zero(name):
     call = random_call(13, (18, 2, 8, 6, 3), ids=np.tile([1, 6], (18, 1)), valid=np.arange(18) < 11)
 
     def loss(x, gate_up, down):
-        return jnp.sum(MOE_BACKENDS[name].run(dataclasses.replace(call, x=x, gate_up=gate_up, down=down)) ** 2)
+        return jnp.sum(MOE[name].run(dataclasses.replace(call, x=x, gate_up=gate_up, down=down)) ** 2)
 
     of_x, of_gate_up, of_down = (np.asarray(g) for g in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(call.x, call.gate_up, call.down))
     assert not np.any(of_x[11:]) and np.all(np.any(of_x[:11], axis=1))
@@ -257,12 +257,12 @@ def biased_loop(call):
     return y
 
 
-@pytest.mark.parametrize("name", sorted(MOE_BACKENDS))
+@pytest.mark.parametrize("name", [*sorted(MOE_BACKENDS), "permuted"])
 def test_biased_experts_with_a_clamped_swiglu_equal_the_loop(name):
-    layers, layer = (1, 0) if name == "grouped" else (3, 1)
+    layers, layer = (1, 0) if not MOE[name].layered else (3, 1)
     call = random_call(7, (19, 3, 6, 10, 8), layers=layers, layer=layer)
     rng = np.random.default_rng(8)
     biases = [jnp.asarray(rng.standard_normal((layers * 6, size)), jnp.float32) for size in (16, 10)]
     call = dataclasses.replace(call, x=call.x * 6, gate_up_bias=biases[0], down_bias=biases[1], activation="clamped swiglu")
-    assert call.needs <= MOE_BACKENDS[name].features
+    assert call.needs <= MOE[name].features
     np.testing.assert_allclose(RUN[name](call), biased_loop(call), atol=2e-4)

@@ -6,22 +6,24 @@ which request first, and for a token that the request never fed, which forward w
 Dims: N padded tokens, R rows, M MoE layers, K experts per token."""
 
 import dataclasses
+from types import MappingProxyType
 
 import numpy as np
 
-from oracles.tapped import Tap
+from oracles.tapped import PLAIN, Tap
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import assemble
+from routed_experts.engine.backends import Offer
 from routed_experts.engine.core import EngineCore
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.scheduling.scheduler import Scheduler
 
 
 def request(
-    rid, ids, max_tokens=8, *, choice=0, group=None, stream=False, asks=True, start=0, stop_token_ids=(),
+    rid, ids, max_tokens=8, *, choice=0, group=None, stream=False, asks=True, start=0, include_last=False, stop_token_ids=(),
     prompt_logprobs_from=-1, extra_key=None, **sampling,
 ):  # fmt: skip
     """A request as the door would pass it on; greedy unless `sampling` says otherwise."""
@@ -31,19 +33,23 @@ def request(
             rid=rid, group=rid if group is None else group, choice=choice, input_ids=np.asarray(ids, np.int32),
             sampling=params.resolve(), stop_token_ids=frozenset(stop_token_ids), extra_key=extra_key, stream=stream,
             return_logprob=True, logprob_start_len=prompt_logprobs_from, top_logprobs_num=0,
-            routed_experts=RoutedExpertsRequest(asked=asks, start=start if asks else 0),
+            routed_experts=RoutedExpertsRequest(asked=asks, start=start if asks else 0, include_last=include_last),
         )
     )  # fmt: skip
 
 
 class Bench:
-    """One model, compiled once, with capture on. `args` are fields of ServerArgs; moe_backend "tapped" has a tap."""
+    """One model, compiled once, with capture on. `args` are fields of ServerArgs; moe_backend "tapped" has a tap before `kernels`."""
 
-    def __init__(self, model, **args):
+    def __init__(self, model, kernels=PLAIN, attention=None, **args):
         self.args = ServerArgs(enable_return_routed_experts=True, **args)
         self.spec = model.config.capture_spec
-        self.tap = Tap(self.spec.num_moe_layers)
-        self.assembly = assemble(self.args, model=model, registry=self.tap.registry)
+        self.tap = Tap(self.spec.num_moe_layers, kernels)
+        registry = self.tap.registry
+        if attention is not None:
+            offers = {**registry.attention, attention.name: Offer(load=lambda: attention)}
+            registry = dataclasses.replace(registry, attention=MappingProxyType(offers))
+        self.assembly = assemble(self.args, model=model, registry=registry)
         self.runner = self.assembly.core.runner
         self._weights, self._version = self.runner.state, self.runner.weight_version
 
@@ -199,7 +205,8 @@ def expected_ids(drive, rid, start, end):
 
 
 def assert_faithful(drive, rid):
-    """The record of an ended request is what the tap saw, row by row, version by version, and keeps the row law."""
+    """The record of an ended request is what the tap saw, row by row, version by version, and keeps the row law: S - 1 rows, or S
+    where the last token was wanted too and the request was not aborted."""
     req, told = drive.reqs[rid], drive.told[rid]
     assert told.end is not None and told.end.error is None, (rid, told.end)
     assert told.tokens == req.output_ids.tolist()
@@ -207,12 +214,14 @@ def assert_faithful(drive, rid):
         assert told.end.routed_experts is None
         return
     record, start = told.end.routed_experts, req.source.routed_experts.start
+    includes_last = req.source.routed_experts.include_last and told.end.finish_reason.type != "abort"
+    end = req.num_known - (not includes_last)
     record.validate()
     assert record.valid is None
     assert (record.start, record.num_tokens, record.num_prompt_tokens) == (start, req.num_known, req.prompt_len)
-    assert record.ids.shape == (req.num_known - 1 - start, drive.bench.spec.num_moe_layers, drive.bench.spec.top_k)
-    np.testing.assert_array_equal(record.ids, expected_ids(drive, rid, start, req.num_known - 1), err_msg=rid)
-    passes = [drive.log.rows[rid][position] for position in range(start, req.num_known - 1)]
+    assert record.ids.shape == (end - start, drive.bench.spec.num_moe_layers, drive.bench.spec.top_k)
+    np.testing.assert_array_equal(record.ids, expected_ids(drive, rid, start, end), err_msg=rid)
+    passes = [drive.log.rows[rid][position] for position in range(start, end)]
     versions = [drive.log.forwards[forward][1] for forward, _ in passes]
     told_versions = [version for low, high, version in record.version_spans for _ in range(low, high)]
     assert told_versions == versions, rid

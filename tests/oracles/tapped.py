@@ -4,26 +4,41 @@ The ids pass through the host on their way into the experts, so what was noted i
 one call each. Dims: N padded tokens, M MoE layers, K experts per token."""
 
 import dataclasses
+from types import MappingProxyType
 
 import jax
 import numpy as np
 from jax.experimental import io_callback
 
-from routed_experts.engine.backends import BackendRegistry
+from routed_experts.engine.backends import BackendRegistry, Offer
+from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import ALL_EXPERTS, MoeBackend, reference_experts
+
+PLAIN = Kernels(moe=MoeBackend(name="reference", run=reference_experts, features=ALL_EXPERTS))
 
 
 class Tap:
-    """Every call of the backend since the last `clear`."""
+    """Every call of the experts since the last `clear`. `kernels` are those that stand behind the tap."""
 
-    def __init__(self, num_moe_layers):
-        self._num_layers = num_moe_layers
+    def __init__(self, num_moe_layers, kernels=PLAIN):
+        self._num_layers, self._kernels = num_moe_layers, kernels
         self._calls = []
 
     @property
+    def kernels(self):
+        """The kernels, tapped where ids enter experts."""
+        assert self._kernels.whole is None, "a kernel of a whole run cannot be tapped"
+        moe = dataclasses.replace(self._kernels.moe, name="tapped", run=self._tapped(self._kernels.moe.run))
+        fused = self._kernels.fused
+        fused = None if fused is None else dataclasses.replace(fused, slots=self._tapped(fused.slots))
+        return dataclasses.replace(self._kernels, moe=moe, fused=fused)
+
+    @property
     def registry(self):
-        """The engine's backends, and "tapped"."""
-        return BackendRegistry().with_moe(MoeBackend(name="tapped", run=self._run, features=ALL_EXPERTS))
+        """The engine's backends, and "tapped"; "untapped" is what stands behind the tap."""
+        registry = BackendRegistry()
+        more = {"tapped": Offer(load=lambda: self.kernels), "untapped": Offer(load=lambda: self._kernels)}
+        return dataclasses.replace(registry, moe=MappingProxyType({**registry.moe, **more}))
 
     def clear(self):
         """Forget the steps so far; none may be in flight."""
@@ -35,10 +50,13 @@ class Tap:
         assert len(calls) == self._num_layers, f"forward {index} has {len(calls)} of {self._num_layers} layers: is it still in flight?"
         return np.stack(calls, axis=1)
 
-    def _run(self, call):
-        def note(ids):
-            self._calls.append(np.array(ids))
-            return self._calls[-1]
+    def _tapped(self, run):
+        def tapped(call):
+            ids = io_callback(self._note, jax.ShapeDtypeStruct(call.ids.shape, call.ids.dtype), call.ids, ordered=True)
+            return run(dataclasses.replace(call, ids=ids))
 
-        ids = io_callback(note, jax.ShapeDtypeStruct(call.ids.shape, call.ids.dtype), call.ids, ordered=True)
-        return reference_experts(dataclasses.replace(call, ids=ids))
+        return tapped
+
+    def _note(self, ids):
+        self._calls.append(np.array(ids))
+        return self._calls[-1]

@@ -20,7 +20,9 @@ from routed_experts.server.limits import HEADER_TIMEOUT_S, MAX_HEADER_BYTES, MAX
 
 KEY, ADMIN = "key-of-users-1", "key-of-admins-1"
 PATHS = sorted({re.sub(r"\{.*?\}", "x", entry.path) for entry in TABLE} | {"/openapi.json", "/version", "/nowhere", "/v1"})
-ADMIN_PATHS = {"/flush_cache", "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk"}
+ADMIN_PATHS = {
+    "/flush_cache", "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version",
+}  # fmt: skip
 PROBES = {"/health", "/health/live", "/ready", "/ping", "/health_generate"}
 
 

@@ -238,13 +238,17 @@ def test_a_list_of_wishes_is_for_generate_alone(server, path, body, asked):
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("routed_experts_include_last", "unsupported_parameter"), ("routed_experts_weights", "weights_disabled")]
+    ("name", "code"), [("routed_experts_include_last", None), ("routed_experts_weights", "weights_disabled")]
 )
 def test_a_wish_among_sampling_parameters_is_met_or_refused_as_beside_them(server, name, code):
     body = {"text": "a", "return_routed_experts": True}
     for fields in ({name: True}, {"sampling_params": {name: True}}, {name: True, "sampling_params": {name: True}}):
-        error = error_of(server.post("/generate", {**body, **fields}), 400)
-        assert (error["code"], error["param"]) == (code, name)
+        response = server.post("/generate", {**body, **fields})
+        if code is None:
+            assert response.json()["meta_info"]["routed_experts_info"]["include_last"] is True
+        else:
+            error = error_of(response, 400)
+            assert (error["code"], error["param"]) == (code, name)
     quiet = {"sampling_params": {name: False, "max_new_tokens": 1}}
     assert server.post("/generate", {**body, **quiet}).status_code == 200
     assert error_of(server.post("/generate", {**body, name: True, **quiet}), 400)["code"] == "conflicting_parameters"

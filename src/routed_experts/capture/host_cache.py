@@ -4,17 +4,21 @@ A row has the life of its slot: written by the pass that wrote the slot's keys a
 forgotten when the page is handed out again. What stands in a row that is not valid is never to be returned. Validity is kept in the
 slot's weight version, below 0 where there is no row: filing a step is two writes. What steps bring is written down in their order and
 filed some steps at a time, at the latest when somebody reads: between two steps the store and the code that files are cold in cache,
-and filing one step then costs as much as filing ten. Token-major: one token's row is one contiguous run of M*K bytes. Engine thread only.
+and filing one step then costs as much as filing ten; experts are counted there too (`expert_counts.py`). Token-major: one token's row is
+one contiguous run of M*K bytes. Engine thread only.
 Dims: Z slots, P pages, R rows, M MoE layers, K experts per token."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt
 
+from routed_experts.capture.expert_counts import ExpertCounts
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.integrity import Violation
+from routed_experts.core.routing_stats import RoutingStats
 
 _NUM_SHOWN = 8
 _NO_ROW = -1  # a weight version that no weights have
@@ -22,9 +26,10 @@ _MOST_NOTES = 24  # that wait to be filed: at a batch of 8 about 16 steps, and t
 _MOST_ROWS = 512
 
 
-# What waits to be filed: slots, rows, version and which of them live; or pages to be forgotten, and their size. Plain tuples: making
-# one is all that a step waits for.
-_Step = tuple[Int[np.ndarray, " R"], Any, int, Bool[np.ndarray, " R"] | None]
+# What waits to be filed: slots, rows, version, which of them live, and who tells which are of generated tokens; or pages to be
+# forgotten, and their size. Plain tuples: making one is all that a step waits for.
+AskGenerated = Callable[[], Bool[np.ndarray, " R"]]
+_Step = tuple[Int[np.ndarray, " R"], Any, int, Bool[np.ndarray, " R"] | None, AskGenerated | None]
 _Forgotten = tuple[Int[np.ndarray, " P"], int]
 
 
@@ -45,6 +50,7 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         self._spec = spec
         self._store: UInt[np.ndarray, "Z M*K"] = np.zeros((num_slots, spec.num_moe_layers * spec.top_k), spec.dtype)
         self._versions: Int32[np.ndarray, " Z"] = np.full(num_slots, _NO_ROW, np.int32)
+        self._counts = ExpertCounts(spec)
         self._notes: list[_Step | _Forgotten] = []
         self._noted_rows = 0
 
@@ -53,12 +59,16 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         """Host memory of the store, in bytes."""
         return self._store.nbytes + self._versions.nbytes
 
-    def put(self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None) -> None:
+    def put(
+        self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None,
+        generated: AskGenerated | None = None,
+    ) -> None:  # fmt: skip
         """Take the rows of one step under the slots of its real tokens. `version`: of the weights that ran. `rows`: anything that
-        np.asarray reads as [N, M*K] of the spec's dtype, real tokens first; `live` says which of them to keep, None keeps all. The
-        arrays are the store's from now on; what is wrong with them is found when they are filed."""
+        np.asarray reads as [N, M*K] of the spec's dtype, real tokens first; `live` says which of them to keep, None keeps all.
+        `generated` is asked, when the rows are filed, which are of generated tokens; None counts all as prompts. The arrays are
+        the store's from now on; what is wrong with them is found when they are filed."""
         self._noted_rows += slots.size
-        self._note((slots, rows, version, live))
+        self._note((slots, rows, version, live, generated))
 
     def clear(self, slots: Int[np.ndarray, " R"]) -> None:
         """Forget the rows of these slots."""
@@ -87,23 +97,33 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
                 together.append(note)
         self._write(together)
 
+    def routing_stats(self, *, reset: bool) -> RoutingStats:
+        """Counts of the rows that were filed since the last reset; `reset` begins anew afterwards."""
+        self.file()
+        stats = self._counts.stats()
+        if reset:
+            self._counts.reset()
+        return stats
+
     def _write(self, steps: list[_Step]) -> None:
         if not steps:
             return
         version, read = steps[0][2], [self._read(step) for step in steps]
         assert version > _NO_ROW, version
-        slots, ids = read[0] if len(read) == 1 else map(np.concatenate, zip(*read, strict=True))
+        slots, ids, generated = read[0] if len(read) == 1 else map(np.concatenate, zip(*read, strict=True))
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
         self._store[slots] = ids
         self._versions[slots] = version
+        self._counts.add(ids, generated)
 
-    def _read(self, step: _Step) -> tuple[Int[np.ndarray, " R"], UInt[np.ndarray, "R M*K"]]:
-        slots, rows, _, live = step
+    def _read(self, step: _Step) -> tuple[Int[np.ndarray, " R"], UInt[np.ndarray, "R M*K"], Bool[np.ndarray, " R"]]:
+        """Slots and rows of the step that are kept, and which of them are of generated tokens."""
+        slots, rows, _, live, ask = step
         ids: UInt[np.ndarray, "N M*K"] = np.asarray(rows)
         assert ids.dtype == self._store.dtype, (ids.dtype, self._store.dtype)
         assert ids.shape[0] >= slots.size and ids.shape[1] == self._store.shape[1], (ids.shape, slots.shape, self._store.shape)
-        ids = ids[: slots.size]
-        return (slots, ids) if live is None else (slots[live], ids[live])
+        ids, generated = ids[: slots.size], np.zeros(slots.size, np.bool_) if ask is None else ask()
+        return (slots, ids, generated) if live is None else (slots[live], ids[live], generated[live])
 
     def _note(self, note: _Step | _Forgotten) -> None:
         self._notes.append(note)

@@ -14,12 +14,13 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache, create_device_cache
-from routed_experts.capture.host_cache import SavedRows, _RoutedExpertsHostCache
+from routed_experts.capture.host_cache import AskGenerated, SavedRows, _RoutedExpertsHostCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, CaptureUnsupportedError, RoutingIncompleteError
 from routed_experts.core.integrity import Violation
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_rows import version_spans_of
+from routed_experts.core.routing_stats import RoutingStats
 
 GatheredRows = tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np.ndarray, " R"]]
 
@@ -50,9 +51,13 @@ class RoutedExpertsCapturer(ABC):
         """Forget what these pages held: they are handed out again."""
 
     @abstractmethod
-    def on_forward_end(self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None) -> None:
+    def on_forward_end(
+        self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None,
+        generated: AskGenerated | None = None,
+    ) -> None:  # fmt: skip
         """File a step's rows under the slots its tokens were written to; `version` of the weights that ran. `rows`: anything that
-        np.asarray reads as [N, M*K] of the spec's dtype, the R real tokens first. `live`: which of them to file; None files all."""
+        np.asarray reads as [N, M*K] of the spec's dtype, the R real tokens first. `live`: which of them to file; None files all.
+        `generated` is asked, when they are filed, which are of generated tokens; None counts all as prompts."""
 
     @abstractmethod
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
@@ -71,6 +76,10 @@ class RoutedExpertsCapturer(ABC):
 
         `include_last`: the last token was fed too (score, max_tokens 0, include_last). Slots past the last row are not read, nor are
         those whose row was saved. A row that neither knows raises RoutingIncompleteError naming its token."""
+
+    @abstractmethod
+    def routing_stats(self, *, reset: bool = False) -> RoutingStats:
+        """How often each expert was chosen by the rows filed since the last reset; `reset` begins anew afterwards."""
 
     @abstractmethod
     def host_bytes(self) -> int:
@@ -104,8 +113,11 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
     def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:
         self.host_cache.clear_pages(pages, self._page_size)
 
-    def on_forward_end(self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None) -> None:
-        self.host_cache.put(slots, rows, version, live)
+    def on_forward_end(
+        self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None,
+        generated: AskGenerated | None = None,
+    ) -> None:  # fmt: skip
+        self.host_cache.put(slots, rows, version, live, generated)
 
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
         return self.host_cache.gather(slots)
@@ -132,6 +144,9 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
             num_hidden_layers=self.spec.num_hidden_layers, num_experts=self.spec.num_experts,
             version_spans=version_spans_of(start, versions), router=self.spec.router,
         )  # fmt: skip
+
+    def routing_stats(self, *, reset: bool = False) -> RoutingStats:
+        return self.host_cache.routing_stats(reset=reset)
 
     def host_bytes(self) -> int:
         return self.host_cache.nbytes
@@ -171,7 +186,10 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
     def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:
         return
 
-    def on_forward_end(self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None) -> None:
+    def on_forward_end(
+        self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None,
+        generated: AskGenerated | None = None,
+    ) -> None:  # fmt: skip
         return
 
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
@@ -184,6 +202,9 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
         self, slots: Int[np.ndarray, " R"], *, start: int, num_tokens: int, num_prompt_tokens: int,
         saved: SavedRows | None = None, include_last: bool = False,
     ) -> RoutedExperts:  # fmt: skip
+        _refuse()
+
+    def routing_stats(self, *, reset: bool = False) -> RoutingStats:
         _refuse()
 
     def host_bytes(self) -> int:

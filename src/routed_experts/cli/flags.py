@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
+from routed_experts.core.experts_config import ExpertsConfig
 from routed_experts.core.server_args import ServerArgs
 
 # Other spellings that users of vLLM and SGLang know.
@@ -61,6 +62,22 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
     if "enable_expert_parallel" in given:
         fields.setdefault("ep_size", fields.get("tp_size", 1))
     return {name: tuple(cast("list[int]", value)) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def add_expert_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag a field of ExpertsConfig but `residency`, whose plans have no place on a command line."""
+    group = parser.add_argument_group("experts on the host")
+    for field in dataclasses.fields(ExpertsConfig):
+        if field.name != "residency":
+            told = "none" if field.default is None else field.default
+            flag = f"--{field.name.replace('_', '-')}"
+            group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taking(field.type))
+
+
+def expert_args(options: argparse.Namespace) -> ExpertsConfig:
+    """How experts are to be shared out; without any of those flags, not at all. Raises ConfigError."""
+    given = vars(options)
+    return ExpertsConfig(**{field.name: given[field.name] for field in dataclasses.fields(ExpertsConfig) if field.name in given})
 
 
 def taking(kind: object) -> dict[str, Any]:

@@ -30,6 +30,12 @@ class CaptureUnsupportedError(ConfigError):
     code = "capture_unsupported"
 
 
+class PlacementError(ConfigError, ValueError):
+    """A placement, a residency map, or what they are planned from cannot be used; raised before anything is allocated or moved."""
+
+    code = "placement_error"
+
+
 class InvalidRequestError(RoutedExpertsError, ValueError):
     """A request holds a value that cannot be served; `param` names the field."""
 

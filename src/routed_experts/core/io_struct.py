@@ -23,6 +23,7 @@ class RoutedExpertsRequest:
     format: str = "int32"
     layers: str = "all"
     stream: bool = False  # rows as they come
+    include_last: bool = False  # feed the last token too, for its row
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class GenerateReqInput:
     routed_experts_format: str | None = None
     routed_experts_layers: str | None = None
     routed_experts_stream: bool | None = None
+    routed_experts_include_last: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ class TokenizedGenerateReqInput:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FinishReason:
-    """Why a request ended: stop (with what matched), length, abort or error (with a message)."""
+    """Why a request ended: stop (with what matched), length, abort, timeout or error (with a message)."""
 
     type: str
     matched: int | str | None = None
@@ -108,6 +110,7 @@ class TokenIDOut:
     return_routed_experts: bool
     routed_experts: RoutedExperts | None
     error: Exception | None = None
+    queue_s: float | None = None  # from acceptance to the first step; None for one that never ran
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import enum
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, UInt
+from jaxtyping import Bool, Float, Int, UInt
 
 FROM_DEVICE = -1  # a token id that the host does not know yet: the last one sampled in the request's slot
 MAX_BIAS = 1088  # logit_bias entries (1,024) and stop ids masked by min_tokens (64)
@@ -71,6 +71,11 @@ class ModelWorkerBatch:
     samples: tuple[bool, ...]  # by real row: does it sample a token, or is it a chunk before the last
     prompt_targets: Int[np.ndarray, " N"] | None  # next prompt token of each token, when a row asks for prompt logprobs
     return_routed_experts: tuple[bool, ...]
+
+    def generated_tokens(self) -> Bool[np.ndarray, " num_tokens"]:
+        """Which real tokens were generated; the others are of prompts."""
+        rows = slice(self.num_tokens) if self.mode is ForwardMode.DECODE else self.token_rows[: self.num_tokens]
+        return self.positions[: self.num_tokens] >= self.sampling.prompt_len[rows]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,6 +111,7 @@ class SamplingParams:
     routed_experts_start_len: int | None = None
     routed_experts_format: str | None = None
     routed_experts_layers: str | None = None
+    routed_experts_include_last: bool | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_CHOICES)
@@ -135,6 +136,7 @@ class SamplingParams:
         _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         _check_bool("detokenize", self.detokenize)
         _check_bool("return_routed_experts", self.return_routed_experts)
+        _check_bool("routed_experts_include_last", self.routed_experts_include_last)
         _check_int("routed_experts_start_len", self.routed_experts_start_len, 0, MAX_INT32, fix="0 gives every row")
         _check_word("routed_experts_format", self.routed_experts_format, ROUTED_EXPERTS_FORMATS)
         _check_word("routed_experts_layers", self.routed_experts_layers, ROUTED_EXPERTS_LAYERS)

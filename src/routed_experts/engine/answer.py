@@ -115,7 +115,8 @@ class Answer:
 
     def rows_of_prompt(self) -> RoutedExperts:
         """The rows without the generated tokens: the last token of the prompt was fed, and has one."""
-        return self.rows if self.record is None else dataclasses.replace(self.rows, num_tokens=self.rows.num_prompt_tokens)
+        prompt_len = self.rows.num_prompt_tokens
+        return self.rows if self.record is None else dataclasses.replace(self.rows[:prompt_len], num_tokens=prompt_len)
 
     def _encoded_rows(self, rows: RoutedExperts) -> dict[str, object]:
         """The wire form of the rows; of a ref, which is for the server that keeps them, only their start."""

@@ -17,19 +17,23 @@ from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
+from routed_experts.core.experts_config import ExpertsConfig
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.core import EngineCore
 from routed_experts.engine.self_check import check_determinism
-from routed_experts.engine.served_model import ServedModel, load_model, shards_of
+from routed_experts.engine.served_model import ServedModel, load_model, shapes_of, shards_of
+from routed_experts.engine.sharing import Sharing
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.on_mesh import OnMesh
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.memory.kv_pool import KVPoolSpec, row_width
+from routed_experts.models.expert_store import SplitModel
 from routed_experts.models.interface import Decoder, DecoderConfig
 from routed_experts.models.registry import ModelFolder
+from routed_experts.models.shards import Shards
 from routed_experts.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -84,18 +88,21 @@ def assemble(
     clock: PhaseClock | None = None,
     load_format: str = "auto",
     on_load: Callable[[int, int], None] | None = None,
+    experts: ExpertsConfig | None = None,
 ) -> Assembly:
-    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded, bytes in all).
-    Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded, bytes in all);
+    `experts` may share them out to the host. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
-    source, config = _open(args, model, load_format)
+    shares = experts is not None and experts.num_resident is not None
+    source, config = _open(args, model, load_format, in_parts=shares)
+    sharing = Sharing.check(experts, args, config, registry) if experts is not None and shares else None
     shards = shards_of(args, config)
     args = _without_prefixes(args, config)
     devices = "" if shards is None else f", on {shards.mesh.size} devices"
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
     kernels, attention = registry.choose(args, config.needs)
     clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
-    served, state = load_model(source, config, shards, dtype=args.dtype, progress=on_load)
+    served, state, parted = _load(source, config, args.dtype, sharing, shards, on_load)
     jax.block_until_ready(state)
     clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
     context_length = context_length_of(args, config.context_length)
@@ -113,7 +120,8 @@ def assemble(
         raw_logprobs=args.logprobs_mode == "raw",
         on=None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool),
     )
-    runner = ModelRunner(state, spec, _runner_config(args, buckets, plan, config.vocab_size))
+    sizes = _runner_config(args, buckets, plan, config.vocab_size)
+    runner = ModelRunner(state, spec, sizes) if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
     new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec)
     core = new_core()
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
@@ -123,16 +131,11 @@ def assemble(
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
         compared = check_determinism(new_core, vocab_size=config.vocab_size, context_length=context_length, backends=names)
         clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
+    caches = not args.disable_radix_cache
     return Assembly(
-        core=core,
-        plan=plan,
-        buckets=buckets,
-        context_length=context_length,
-        capture=capture,
-        vocab_size=config.vocab_size,
-        prefix_cache=not args.disable_radix_cache,
-        served=served,
-    )
+        core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size,
+        prefix_cache=caches, served=served,
+    )  # fmt: skip
 
 
 def _new_core(args: ServerArgs, buckets: Buckets, runner: ModelRunner, capture: CaptureSpec | None) -> EngineCore:
@@ -143,17 +146,35 @@ def _new_core(args: ServerArgs, buckets: Buckets, runner: ModelRunner, capture: 
     return EngineCore(scheduler, runner, capturer)
 
 
-def _open(args: ServerArgs, model: Decoder | None, load_format: str) -> tuple[ModelFolder | Decoder, DecoderConfig]:
+def _open(
+    args: ServerArgs, model: Decoder | None, load_format: str, *, in_parts: bool = False
+) -> tuple[ModelFolder | Decoder, DecoderConfig]:
     """What is served, and the model's config, checked against what is asked of it."""
     if model is None and args.model_path is None:
         raise ConfigError("model_path=None and no model was given; pass the folder of a checkpoint, or model=")
-    source = model or ModelFolder.open(str(args.model_path), load_format=load_format)
+    source = model or ModelFolder.open(str(args.model_path), load_format=load_format, in_parts=in_parts)
     config: DecoderConfig = source.config
     if args.enable_return_routed_experts and config.capture_spec is None:
         raise CaptureUnsupportedError(
             f"enable_return_routed_experts=True, but {args.model_path or 'this model'} has no MoE layer; serve it without the flag"
         )
     return source, config
+
+
+def _load(
+    source: ModelFolder | Decoder,
+    config: DecoderConfig,
+    dtype: str,
+    sharing: Sharing | None,
+    shards: Shards | None,
+    on_load: Callable[[int, int], None] | None,
+) -> tuple[ServedModel, nnx.State[Any, Any], SplitModel | None]:
+    """The model and its arrays where they are served; with `sharing` its graph is that of the rim, and beside it stands the parted
+    model."""
+    if sharing is None:
+        return *load_model(source, config, shards, dtype=dtype, progress=on_load), None
+    parted = sharing.load(source, dtype, progress=on_load)
+    return ServedModel.of(config, parted.rim[0], shapes_of(parted.state), None), parted.state, parted
 
 
 def _without_prefixes(args: ServerArgs, config: DecoderConfig) -> ServerArgs:

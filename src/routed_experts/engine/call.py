@@ -8,8 +8,9 @@ import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.io_struct import BatchStrOut, TokenIDOut, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import BatchStrOut, FinishReason, TokenIDOut, TokenizedGenerateReqInput
 from routed_experts.engine.answer import Answer, detokenizer_of
+from routed_experts.engine.core import ABORTED
 from routed_experts.engine.ledger import StopCheck
 from routed_experts.engine.loop import EngineLoop, Sink
 from routed_experts.engine.tokenizer import Tokenizer
@@ -117,9 +118,9 @@ class Call:
             self._open.discard(out.rid)
         return self._index[out.rid], self._answers[out.rid].add(out)
 
-    def abort_open(self, loop: EngineLoop, sink: Sink) -> None:
+    def abort_open(self, loop: EngineLoop, sink: Sink, reason: FinishReason = ABORTED) -> None:
         """Abort what has not ended; `sink` is the one that was submitted."""
-        loop.abort(sorted(self._open), sink)
+        loop.abort(sorted(self._open), sink, reason)
 
     def _said(self, index: int, news: BatchStrOut) -> dict[str, object]:
         answer = self._answers[news.out.rid]

@@ -8,20 +8,23 @@ from typing import Any, overload
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Int32
+from jaxtyping import Float64, Int32
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError, PromptTooLongError, RoutingAlignmentError
+from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import shown
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine import pausing
 from routed_experts.engine.assembly import Assembly
-from routed_experts.engine.core import Hold
+from routed_experts.engine.core import EngineCore, Hold
 from routed_experts.engine.door import is_nested
 from routed_experts.engine.loop import EngineLoop
 from routed_experts.engine.score import ScoreOutput, Scorer
 from routed_experts.engine.weights import Weights, state_of, state_of_folder
+from routed_experts.execution.split_runner import SplitRunner
 from routed_experts.replay.check import check_record
 
 
@@ -39,20 +42,22 @@ class EngineControl:
         donate them afterwards. `version` must rise. Running requests prefill again with `cache="flush"` and keep their pages with
         "keep"; rows that were written stay, and their `version_spans` tell which weights made them. No new request matches old
         pages. Raises WeightsMismatchError naming the first arrays that differ; then nothing has changed."""
+        _refuse_split(self._assembly.core, "update_weights")
         served = self._assembly.served
-        self._exchange(lambda: served.placed(state_of(state, served.arrays)), version=version, cache=cache)
+        _exchange(self._loop, self._assembly.core, lambda: served.placed(state_of(state, served.arrays)), version=version, cache=cache)
 
     def update_weights_from_disk(self, path: str | Path, *, version: int, cache: str = "flush") -> None:
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests go on.
         Raises WeightsMismatchError where config.json is of another model, CheckpointError where the folder is damaged."""
-        self._exchange(lambda: state_of_folder(path, self._assembly.served), version=version, cache=cache)
+        _refuse_split(self._assembly.core, "update_weights_from_disk")
+        served, core = self._assembly.served, self._assembly.core
+        _exchange(self._loop, core, lambda: state_of_folder(path, served), version=version, cache=cache)
 
-    def _exchange(self, load: Callable[[], nnx.State[Any, Any]], *, version: int, cache: str) -> None:
-        """Go on with the arrays that `load` gives, which lie where they are served."""
-        if cache not in ("flush", "keep"):
-            raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
-        core, state = self._assembly.core, load()
-        self._loop.drained(lambda: core.update_weights(state, version=version, cache=cache))
+    def update_weight_version(self, version: int) -> None:
+        """Name the served weights anew: `version` must rise. Rows written from now on bear it; running requests keep their pages, and
+        no new request matches pages of the old one. Raises WeightsMismatchError."""
+        core = self._assembly.core
+        self._loop.drained(lambda: core.update_weights(core.runner.state, version=version, cache="keep"))
 
     def pause(self, *, mode: str) -> None:
         """Hold still until `resume`; requests that come in meanwhile queue. `mode` says what becomes of those there are: "wait"
@@ -75,6 +80,30 @@ class EngineControl:
         hold = self._assembly.core.hold
         return None if hold is None else hold.value
 
+    def routing_stats(self) -> RoutingStats:
+        """How often each expert was chosen since the engine started or `reset_routing_stats`: of every token that a step fed for
+        a request, prompts and generated tokens apart. A token that came from the prefix cache was not fed and does not count.
+        Raises CaptureDisabledError where nothing is recorded."""
+        return self._loop.call(self._assembly.core.capturer.routing_stats)
+
+    def reset_routing_stats(self) -> RoutingStats:
+        """Begin to count anew; returns what was counted so far. Raises CaptureDisabledError where nothing is recorded."""
+        return self._loop.call(lambda: self._assembly.core.capturer.routing_stats(reset=True))
+
+    def apply_residency(self, residency: ResidencyMap) -> int:
+        """Make other experts resident on the accelerator, between two steps, and return how many were copied there. Ids and outputs
+        stay what they are, up to the order of sums, and nothing is compiled. Raises PlacementError for a map of another model or
+        another number of residents, and InvalidRequestError on an engine without experts=ExpertsConfig(...)."""
+        runner = _split_runner(self._assembly.core)
+        return self._loop.call(lambda: runner.apply_residency(residency))
+
+    def residency(self) -> tuple[ResidencyMap, Float64[np.ndarray, " M"]]:
+        """Which experts are resident, and of each MoE layer the share of all slots so far that residents ran (resident_hit_ratio; NaN
+        before the first step). Raises InvalidRequestError on an engine without experts=ExpertsConfig(...)."""
+        runner = _split_runner(self._assembly.core)
+        held, counts = self._loop.call(lambda: (runner.residency, runner.slot_counts()))
+        return held, 1.0 - counts[:, 0] / np.where(counts[:, 1] == 0, np.nan, counts[:, 1])
+
     @overload
     def score(
         self, token_ids: Sequence[int], *, routed: RoutedExperts | None = None, return_routed_experts: bool | None = None
@@ -94,6 +123,7 @@ class EngineControl:
         step's tokens); a program is made when a shape is first met. Rows are given where the engine records them; asking for
         them (True) elsewhere raises CaptureDisabledError, as replay there does. Raises InvalidRequestError for ids that are
         none, PromptTooLongError, and RoutingAlignmentError for rows that do not fit, naming sample, row and layer."""
+        _refuse_split(self._assembly.core, "score")
         several = is_nested(token_ids)
         sequences = [_checked(ids, self._assembly) for ids in (token_ids if several else [token_ids])]
         records: Sequence[RoutedExperts | None] | None = None
@@ -135,3 +165,24 @@ def _checked(ids: Any, assembly: Assembly) -> Int32[np.ndarray, " S"]:
     if len(ids) > context:
         raise PromptTooLongError(f"token_ids has {len(ids)} tokens, above the context of {context}; cut it", param="token_ids")
     return np.asarray(ids, np.int32)
+
+
+def _split_runner(core: EngineCore) -> SplitRunner:
+    if not isinstance(core.runner, SplitRunner):
+        text = "this engine has all experts on the accelerator; build it with Engine(..., experts=ExpertsConfig(...))"
+        raise InvalidRequestError(text, param="residency")
+    return core.runner
+
+
+def _exchange(loop: EngineLoop, core: EngineCore, load: Callable[[], nnx.State[Any, Any]], *, version: int, cache: str) -> None:
+    """Go on with the arrays that `load` gives, which lie where they are served."""
+    if cache not in ("flush", "keep"):
+        raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
+    state = load()
+    loop.drained(lambda: core.update_weights(state, version=version, cache=cache))
+
+
+def _refuse_split(core: EngineCore, what: str) -> None:
+    if isinstance(core.runner, SplitRunner):
+        text = f"{what} is not supported by this release on an engine with experts=; build one without it"
+        raise InvalidRequestError(text, param="experts")

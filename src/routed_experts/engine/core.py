@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
-from routed_experts.core.errors import RoutedExpertsError
+from routed_experts.core.errors import QueueFullError, RoutedExpertsError, RoutingIncompleteError
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import BatchTokenIDOut, FinishReason, TokenIDOut
 from routed_experts.core.model_worker_batch import ModelWorkerBatch
@@ -23,6 +23,7 @@ from routed_experts.execution.model_runner import ModelRunner, PendingStep
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
 
+ABORTED = FinishReason(type="abort", message="aborted by the caller")
 NO_STOPS: Mapping[str, StopCheck] = MappingProxyType({})
 
 
@@ -41,7 +42,7 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, capturer: RoutedExpertsCapturer) -> None:
         self.scheduler, self.runner, self.capturer = scheduler, runner, capturer
         self.ledger = Ledger()
-        self.num_steps = 0
+        self.num_steps = self.num_rows = self.num_missing_rows = 0  # rows filed; requests that lacked one
         self.last_progress = time.monotonic()  # when a step ended, or work came to an idle core
         self.hold: Hold | None = None  # set by engine/pausing.py
         self._pending: PendingStep | None = None
@@ -54,18 +55,22 @@ class EngineCore:
 
     def add(self, reqs: Sequence[Req], stops: Mapping[str, StopCheck] = NO_STOPS) -> None:
         """Accept the requests of one call, all or none; QueueFullError if they do not fit."""
-        self.scheduler.add(reqs)
+        try:
+            self.scheduler.add(reqs)
+        except QueueFullError:
+            self.ledger.reject(len(reqs))
+            raise
         if self.ledger.num_live == 0:
             self.last_progress = time.monotonic()
         for req in reqs:
             self.ledger.enter(req, stops.get(req.rid))
 
-    def abort(self, rid: str, message: str = "aborted by the caller") -> bool:
+    def abort(self, rid: str, reason: FinishReason = ABORTED) -> bool:
         """End a live request with what it has; its news leaves with the next step. False if there is no such request."""
         req = self.ledger.find(rid)
         if req is None:
             return False
-        req.finish(FinishReason(type="abort", message=message))
+        req.finish(reason)
         self._ended.append(self._news(req))
         _forget_changed_pages(self.scheduler, self.capturer)
         return True
@@ -113,10 +118,10 @@ class EngineCore:
         """The next batch; when pages have run out and nothing is in flight, requests go back to the queue until one can run."""
         if self.hold not in (None, Hold.WAIT):
             return None
-        batch = self.scheduler.schedule()
+        batch = _next_batch(self.scheduler, self.ledger)
         while batch is None and self._pending is None and (victim := self.scheduler.victim()) is not None:
             self.retract(victim)
-            batch = self.scheduler.schedule()
+            batch = _next_batch(self.scheduler, self.ledger)
         stuck = batch is None and self._pending is None and (self.ledger.num_live > 0 if self.hold is None else self.scheduler.has_started)
         assert not stuck, f"{self.ledger.num_live} requests live, and none can run"
         _forget_changed_pages(self.scheduler, self.capturer)
@@ -130,12 +135,13 @@ class EngineCore:
             batch, result = finished.batch, self.runner.read(finished)
             if result.rows is not None:
                 live = self.scheduler.live_tokens(batch)
-                self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live)
+                self.num_rows += batch.kv_slots.size if live is None else int(np.count_nonzero(live))
+                self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live, batch.generated_tokens)
             for req in self.scheduler.commit(batch, result):
-                matched = self.ledger.stop_string(req)
+                matched = None if req.has_fed_last else self.ledger.stop_string(req)
                 if matched is not None:
                     req.stop_at(matched)
-                if req.state is ReqState.FINISHED or req.source.stream:
+                if req.state is ReqState.FINISHED or (req.source.stream and req.ending is None):  # its last token comes with its end
                     outs.append(self._news(req))
             self.num_steps += 1
             self.last_progress = time.monotonic()
@@ -153,9 +159,18 @@ class EngineCore:
                 record = _record(self.scheduler, self.capturer, req, start=self.ledger.first_untold_row(req))
             except RoutedExpertsError as cause:
                 error = cause
+                self.num_missing_rows += isinstance(cause, RoutingIncompleteError)
         if ended:
             self.scheduler.release(req)
         return self.ledger.news(req, record=record, error=error, weight_version=self.runner.weight_version)
+
+
+def _next_batch(scheduler: Scheduler, ledger: Ledger) -> ModelWorkerBatch | None:
+    """Schedule, and note who left the queue."""
+    held = len(scheduler.running)
+    batch = scheduler.schedule()
+    ledger.begin(scheduler.running[held:])
+    return batch
 
 
 def has_work(core: EngineCore) -> bool:
@@ -169,9 +184,11 @@ def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req, *, 
     """The rows of a request from token `start` on, from the slots of its pages and from those it took along when it was retracted."""
     if not req.source.routed_experts.asked or req.num_output == 0:
         return None
-    end = min(req.num_read, req.num_known - 1)
+    end = min(req.num_read, req.num_known - (0 if req.has_fed_last else 1))
     slots = scheduler.pages.kv_slots(req, start, end) if end > start else np.zeros(0, np.int64)
-    return capturer.collect(slots, start=start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved)
+    return capturer.collect(
+        slots, start=start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved, include_last=req.has_fed_last
+    )
 
 
 def _forget_changed_pages(scheduler: Scheduler, capturer: RoutedExpertsCapturer) -> None:

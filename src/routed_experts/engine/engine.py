@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from routed_experts.core.errors import ConfigError, InvalidRequestError
+from routed_experts.core.experts_config import ExpertsConfig
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams, shown
@@ -22,6 +23,7 @@ from routed_experts.engine.call import Call
 from routed_experts.engine.control import EngineControl
 from routed_experts.engine.door import Door, Limits, is_nested
 from routed_experts.engine.tokenizer import Tokenizer
+from routed_experts.execution.compile_count import CompileCount
 from routed_experts.execution.program_cache import keep_programs
 from routed_experts.models.config_reader import eos_token_ids_of
 from routed_experts.models.interface import Decoder
@@ -33,9 +35,9 @@ class Engine(EngineControl):
     """Serves one model. Every method may be called from any thread; leaving the `with` shuts it down.
 
     Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from tokenizer_path);
-    `load_format="dummy"` gives a folder's config random weights; `on_phase` is told of each phase of start-up,
-    `on_load` of (bytes loaded, bytes in all).
-    Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    `load_format="dummy"` gives a folder's config random weights; `experts` keeps some experts on the host (ExpertsConfig);
+    `on_phase` is told of each phase of start-up, `on_load` of (bytes loaded, bytes in all).
+    Raises ConfigError, CheckpointError, PlacementError or CaptureUnsupportedError."""
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class Engine(EngineControl):
         on_phase: Callable[[Phase], None] | None = None,
         on_load: Callable[[int, int], None] | None = None,
         load_format: str = "auto",
+        experts: ExpertsConfig | None = None,
         **server_args: Any,
     ) -> None:
         self.server_args = _args_of(model_path, server_args)
@@ -53,7 +56,14 @@ class Engine(EngineControl):
         self._tokenizer = _tokenizer_of(args)
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         keep_programs()
-        super().__init__(args, assemble(args, model=model, registry=registry, clock=clock, load_format=load_format, on_load=on_load))
+        how: dict[str, Any] = {"registry": registry, "clock": clock, "load_format": load_format, "on_load": on_load, "experts": experts}
+        self.compiles = CompileCount()
+        try:
+            assembly = assemble(args, model=model, **how)
+        except BaseException:
+            self.compiles.close()
+            raise
+        super().__init__(args, assembly)
         self.phases = tuple(clock.phases)
         limits = Limits(
             context_length=self._assembly.context_length,
@@ -64,6 +74,7 @@ class Engine(EngineControl):
             max_requests=args.max_queued_requests,
         )
         self._door = Door(limits, self._tokenizer, random_seed=args.random_seed)
+        self.compiles.start_serving()
 
     def generate(
         self,
@@ -146,6 +157,7 @@ class Engine(EngineControl):
     def shutdown(self) -> None:
         """Abort what runs, tell its callers, end the engine thread. Idempotent."""
         self._loop.stop()
+        self.compiles.close()
 
     def __enter__(self) -> "Engine":
         """Give the engine itself."""

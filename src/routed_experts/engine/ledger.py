@@ -3,7 +3,8 @@
 Every accepted request has exactly one outcome: accepted == finished + live, at any time between steps."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from routed_experts.core.integrity import Violation
@@ -19,6 +20,8 @@ class _Entry:
     req: Req
     stop: StopCheck | None
     num_told: int = 0  # generated tokens that the caller has been told of
+    since: float = dataclasses.field(default_factory=time.monotonic)
+    queue_s: float | None = None  # until its first step
     rows_told: int | None = None  # token after the last row that the caller has been told; None: none yet
 
 
@@ -32,7 +35,7 @@ class Ledger:
 
     @property
     def finished(self) -> Mapping[str, int]:
-        """Ended requests by outcome: stop, length, abort, error."""
+        """Ended requests by outcome: stop, length, abort, timeout, error, and rejected: those that found the queue full."""
         return MappingProxyType(self._finished)
 
     @property
@@ -45,6 +48,17 @@ class Ledger:
         assert req.rid not in self._live, req.rid
         self._live[req.rid] = _Entry(req=req, stop=stop)
         self.accepted += 1
+
+    def reject(self, count: int) -> None:
+        """Note requests that found the queue full: taken in and ended at once."""
+        self.accepted += count
+        _count(self._finished, "rejected", count)
+
+    def begin(self, reqs: Iterable[Req]) -> None:
+        """Note that these are in a step; the first one ends their time in the queue."""
+        for entry in (self._live[req.rid] for req in reqs):
+            if entry.queue_s is None:
+                entry.queue_s = time.monotonic() - entry.since
 
     def find(self, rid: str) -> Req | None:
         """The live request of this id."""
@@ -78,8 +92,7 @@ class Ledger:
         ended = req.state is ReqState.FINISHED
         if ended:
             assert req.finish_reason is not None, req.rid
-            outcome = "error" if error is not None else req.finish_reason.type
-            self._finished[outcome] = self._finished.get(outcome, 0) + 1
+            _count(self._finished, "error" if error is not None else req.finish_reason.type)
             del self._live[req.rid]
         return TokenIDOut(
             rid=req.rid,
@@ -94,6 +107,7 @@ class Ledger:
             return_routed_experts=req.source.return_routed_experts,
             routed_experts=record,
             error=error,
+            queue_s=entry.queue_s,
         )
 
     def check_integrity(self) -> list[Violation]:
@@ -103,6 +117,10 @@ class Ledger:
             return []
         detail = f"accepted {self.accepted}, ended {ended}, live {len(self._live)}; wanted accepted == ended + live"
         return [Violation(name="outcomes", detail=detail)]
+
+
+def _count(finished: dict[str, int], outcome: str, count: int = 1) -> None:
+    finished[outcome] = finished.get(outcome, 0) + count
 
 
 def _input_logprobs(req: Req) -> Logprobs | None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from routed_experts.core.errors import EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
-from routed_experts.engine.core import EngineCore, has_work
+from routed_experts.engine.core import ABORTED, EngineCore, has_work
 from routed_experts.engine.ledger import StopCheck
 from routed_experts.scheduling.schedule_batch import Req
 
@@ -92,10 +92,10 @@ class EngineLoop:
         self._send(Command(lambda: self._settling.append(future), fail=lambda: future.set_exception(_death(self._cause))))
         future.result()
 
-    def abort(self, rids: Sequence[str], sink: Sink) -> None:
+    def abort(self, rids: Sequence[str], sink: Sink, reason: FinishReason = ABORTED) -> None:
         """End those of these requests whose news goes to `sink`, with what they have; the others (ended, refused, of another
         call) are left alone. Returns at once."""
-        self._send(Command(lambda: self._abort([rid for rid in rids if self._sinks.get(rid) is sink]), fail=lambda: None))
+        self._send(Command(lambda: self._abort([rid for rid in rids if self._sinks.get(rid) is sink], reason), fail=lambda: None))
 
     def drained(self, function: Callable[[], _T]) -> _T:
         """Run a function on the engine thread while no step is in flight."""
@@ -110,7 +110,7 @@ class EngineLoop:
         """Abort what runs, tell its callers, and end the thread. Idempotent."""
 
         def end() -> None:
-            self._abort(self._core.ledger.live(), "the engine was shut down")
+            self._abort(self._core.ledger.live(), FinishReason(type="abort", message="the engine was shut down"))
             self._stopping = True
 
         self._send(Command(end, fail=lambda: None))
@@ -168,11 +168,11 @@ class EngineLoop:
                 gone.append(out.rid)
             if out.finish_reason is not None:
                 del self._sinks[out.rid]
-        self._abort(gone, "the caller is gone")
+        self._abort(gone, FinishReason(type="abort", message="the caller is gone"))
 
-    def _abort(self, rids: Sequence[str], message: str = "aborted by the caller") -> None:
+    def _abort(self, rids: Sequence[str], reason: FinishReason) -> None:
         for rid in rids:
-            self._core.abort(rid, message)
+            self._core.abort(rid, reason)
 
 
 def _finish_step_in_flight(loop: EngineLoop) -> None:

@@ -6,9 +6,10 @@ aborts what is still running. A reader that falls behind is aborted: news never 
 import asyncio
 from collections.abc import AsyncIterator
 
-from routed_experts.core.io_struct import BatchStrOut, TokenIDOut
+from routed_experts.core.io_struct import BatchStrOut, FinishReason, TokenIDOut
 from routed_experts.engine.answer import Answer
 from routed_experts.engine.call import Call
+from routed_experts.engine.core import ABORTED
 from routed_experts.engine.loop import EngineLoop
 
 
@@ -37,11 +38,11 @@ class OpenCall:
             out = await self._inbox.get()
             yield self._call.take(out)
 
-    def close(self) -> None:
-        """Abort what has not ended. Idempotent."""
+    def close(self, reason: FinishReason = ABORTED) -> None:
+        """End what has not ended. Idempotent: the first reason counts."""
         if not self._is_closed:
             self._is_closed = True
-            self._call.abort_open(self._loop, self._sink)
+            self._call.abort_open(self._loop, self._sink, reason)
 
     def _take(self, out: TokenIDOut) -> bool:
         try:

@@ -3,6 +3,7 @@
 New requests queue until the pause ends, whatever its mode."""
 
 from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.io_struct import FinishReason
 from routed_experts.core.sampling_params import shown
 from routed_experts.engine.core import EngineCore, Hold
 
@@ -24,7 +25,7 @@ def pause(core: EngineCore, hold: Hold) -> None:
             core.retract(req)
     elif hold is Hold.ABORT:
         for rid in core.ledger.live():
-            core.abort(rid, "aborted by a pause")
+            core.abort(rid, FinishReason(type="abort", message="aborted by a pause"))
 
 
 def resume(core: EngineCore) -> None:

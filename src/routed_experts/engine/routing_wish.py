@@ -8,7 +8,9 @@ from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, RoutedExpertsRequest
 from routed_experts.core.sampling_params import ROUTED_EXPERTS_FORMATS, ROUTED_EXPERTS_LAYERS, SamplingParams, shown
 
-_DEFAULTS: Mapping[str, object] = MappingProxyType({"start_len": 0, "format": "int32", "layers": "all", "stream": False})
+_DEFAULTS: Mapping[str, object] = MappingProxyType(
+    {"start_len": 0, "format": "int32", "layers": "all", "stream": False, "include_last": False}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +34,14 @@ def routing_wish(
     start = _one_of("routed_experts_start_len", said.routed_experts_start_len, params.routed_experts_start_len)
     form = _one_of("routed_experts_format", said.routed_experts_format, params.routed_experts_format)
     layers = _one_of("routed_experts_layers", said.routed_experts_layers, params.routed_experts_layers)
+    last = _one_of("routed_experts_include_last", said.routed_experts_include_last, params.routed_experts_include_last)
     stream = said.routed_experts_stream
     if asked is not None and not isinstance(asked, bool):
         raise InvalidRequestError(f"return_routed_experts={shown(asked)} must be true or false", param="return_routed_experts")
     if asked is None:
         asked = defaults.asked and capture
     if not asked:
-        _check_nothing_is_said({"start_len": start, "format": form, "layers": layers, "stream": stream})
+        _check_nothing_is_said({"start_len": start, "format": form, "layers": layers, "stream": stream, "include_last": last})
         return RoutedExpertsRequest()
     if not capture:
         raise CaptureDisabledError(
@@ -56,7 +59,10 @@ def routing_wish(
         raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
     usual = {"int32": "all", "npy": defaults.npy_layers}.get(form, "moe")
     layers = usual if layers is None else _word("routed_experts_layers", layers, ROUTED_EXPERTS_LAYERS, "unknown_layers")
-    return RoutedExpertsRequest(asked=True, start=start, format=form, layers=layers, stream=_checked_stream(said, form))
+    if last is not None and not isinstance(last, bool):
+        raise InvalidRequestError(f"routed_experts_include_last={shown(last)} must be true or false", param="routed_experts_include_last")
+    stream = _checked_stream(said, form)
+    return RoutedExpertsRequest(asked=True, start=start, format=form, layers=layers, stream=stream, include_last=last is True)
 
 
 def _checked_stream(said: GenerateReqInput, form: str) -> bool:

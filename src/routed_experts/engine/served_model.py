@@ -59,13 +59,14 @@ def load_model(
     `ModelFolder.load` raises."""
     if not isinstance(source, ModelFolder):
         graphdef, state = nnx.split(source)
-        served = ServedModel.of(config, graphdef, _shapes(state), shards)
+        served = ServedModel.of(config, graphdef, shapes_of(state), shards)
         return served, served.placed(state)
     computed = source.dtype(dtype)
     graphdef, state = nnx.split(source.load(computed, progress=progress, shards=shards))
-    arrays = _shapes(state) if shards is None else source.shapes(computed)
+    arrays = shapes_of(state) if shards is None else source.shapes(computed)
     return ServedModel.of(config, graphdef, arrays, shards), state
 
 
-def _shapes(state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+def shapes_of(state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+    """Names, shapes and dtypes of arrays."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)

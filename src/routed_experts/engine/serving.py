@@ -31,6 +31,8 @@ class EngineSnapshot:
     total_pages: int
     preemptions: int
     capture_host_bytes: int
+    capture_rows: int
+    capture_missing_rows: int
     weight_version: int
 
 
@@ -93,6 +95,8 @@ class EngineDoor:
             total_pages=allocator.num_total,
             preemptions=core.scheduler.num_retracted,
             capture_host_bytes=core.capturer.host_bytes(),
+            capture_rows=core.num_rows,
+            capture_missing_rows=core.num_missing_rows,
             weight_version=core.runner.weight_version,
         )
 

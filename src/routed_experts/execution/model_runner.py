@@ -19,7 +19,7 @@ from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, ModelWorkerBatch, SamplerForm, StepResult
 from routed_experts.execution.forward_batch import BatchShape, pack, shape_of
 from routed_experts.execution.on_mesh import EVERYWHERE, POOL, WEIGHTS, jit_on_all, whole, zeros
-from routed_experts.execution.programs import FullInputs, ProgramSpec, SpokenTokens, forward, sample_tokens, score_prompt
+from routed_experts.execution.programs import ForwardOut, FullInputs, ProgramSpec, SpokenTokens, forward, sample_tokens, score_prompt
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.kv_pool import KVPoolSpec
 
@@ -68,7 +68,7 @@ class ModelRunner:
 
     def compile(self, *, progress: Callable[[int, int], None] | None = None, threads: int = 2) -> int:
         """Compile every program of the table; returns how many there are."""
-        jobs = program_jobs(self.state, self.spec, self.config)
+        jobs = self._jobs()
         with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
             futures = {key: pool.submit(lambda job=job: job().compile()) for key, job in jobs.items()}
             for done, (key, future) in enumerate(futures.items(), start=1):
@@ -80,7 +80,7 @@ class ModelRunner:
     def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
         """Start a step's programs; returns at once. The first call carries the metadata over, a host array among its arguments."""
         shape = shape_of(batch)
-        self._pool, out = self._programs["forward", shape](self._weights, self._pool, self._last_tokens, pack(batch))
+        out = self._forward(batch, shape)
         full = None
         if batch.form is SamplerForm.FULL:
             bias = jax.device_put((batch.sampling.bias_ids, batch.sampling.bias_values), self._everywhere)
@@ -99,6 +99,15 @@ class ModelRunner:
                 if array is not None:
                     array.copy_to_host_async()
         return PendingStep(batch=batch, sampled=sampled, scored=scored, rows=out.rows, weight_version=self.weight_version)
+
+    def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
+        """What `compile` compiles."""
+        return program_jobs(self.state, self.spec, self.config)
+
+    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape) -> ForwardOut:
+        """Start all layers of a step."""
+        self._pool, out = self._programs["forward", shape](self._weights, self._pool, self._last_tokens, pack(batch))
+        return out
 
     def read(self, pending: PendingStep) -> StepResult:
         """Wait for a step's outputs and give them as host arrays."""
@@ -150,18 +159,29 @@ def program_jobs(
         run = jit_on_all(program, on, takes=(WEIGHTS, POOL, *same * 2), gives=(POOL, *same), donate_argnums=(1,))
         out = jax.eval_shape(run, *args)[1]
         jobs["forward", shape] = functools.partial(run.lower, *args)
-        for form in SamplerForm:
-            full = spoken = None
-            if form is SamplerForm.FULL:
-                bias = (shape.num_requests, MAX_BIAS)
-                full = FullInputs(out.tokens, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
-                spoken = abstract_spoken(config)
-            program = _on_leaves(functools.partial(sample_tokens, spec=spec, shape=shape, form=form), tree)
-            run = jit_on_all(program, on, takes=(WEIGHTS, *same * 5), gives=same * 3, donate_argnums=(2, 4))
-            jobs["sample", shape, form] = functools.partial(run.lower, args[0], out.last_hidden, args[2], args[3], spoken, full)
-        if ("score", shape.num_tokens) not in jobs and shape.mode is ForwardMode.EXTEND:
-            run = jit_on_all(_on_leaves(functools.partial(score_prompt, spec=spec), tree), on, takes=(WEIGHTS, *same * 2), gives=EVERYWHERE)
-            jobs["score", shape.num_tokens] = functools.partial(run.lower, args[0], out.hidden, out.tokens)
+        jobs |= sampling_jobs(state, spec, config, shape, out)
+    return jobs
+
+
+def sampling_jobs(
+    state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, out: ForwardOut
+) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
+    """The programs that follow the layers of a step, whose outputs have the shapes of `out`."""
+    jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
+    tree, args, on = jax.tree.structure(state), abstract_inputs(state, spec, config, shape), spec.on
+    leaves, same = jax.tree.leaves(args[0]), (EVERYWHERE,)
+    for form in SamplerForm:
+        full = spoken = None
+        if form is SamplerForm.FULL:
+            bias = (shape.num_requests, MAX_BIAS)
+            full = FullInputs(out.tokens, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
+            spoken = abstract_spoken(config)
+        program = _on_leaves(functools.partial(sample_tokens, spec=spec, shape=shape, form=form), tree)
+        run = jit_on_all(program, on, takes=(WEIGHTS, *same * 5), gives=same * 3, donate_argnums=(2, 4))
+        jobs["sample", shape, form] = functools.partial(run.lower, leaves, out.last_hidden, args[2], args[3], spoken, full)
+    if shape.mode is ForwardMode.EXTEND:
+        run = jit_on_all(_on_leaves(functools.partial(score_prompt, spec=spec), tree), on, takes=(WEIGHTS, *same * 2), gives=EVERYWHERE)
+        jobs["score", shape.num_tokens] = functools.partial(run.lower, leaves, out.hidden, out.tokens)
     return jobs
 
 

@@ -16,6 +16,7 @@ from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.norm import layer_norm, rms_norm
+from routed_experts.layers.peers import ALONE, Peers
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.delta_attention import DeltaAttention
 from routed_experts.models.family_config import FamilyConfig, Run
@@ -73,8 +74,7 @@ class FamilyDecoder(nnx.Module):
         config = self.config
         ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
         step = Step(positions, valid, ops.attend, ops.recur, kernels, {spec: spec.angles(positions) for spec in config.rotary})
-        x = kernels.peers.join(jnp.take(self.embed[...], tokens, axis=0))
-        x = x * config.embed_scale if config.embed_scale != 1.0 else x
+        x = embed(config, self.embed[...], tokens, kernels.peers)
         first_moe = first_attending = first_recurrent = 0
         for run, arrays in zip(config.runs, self.runs, strict=True):
             num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
@@ -87,15 +87,15 @@ class FamilyDecoder(nnx.Module):
             first_moe += run.repeats * num_moe
             first_attending += run.repeats * run.num_attending
             first_recurrent += run.repeats * (len(run.pattern) - run.num_attending)
-        x = self._normed(x, self.norm[...], None if self.norm_bias is None else self.norm_bias[...])
-        return x * config.logit_scale if config.logit_scale != 1.0 else x, cache, capture
+        bias = None if self.norm_bias is None else self.norm_bias[...]
+        return finish(config, x, self.norm[...], bias), cache, capture
 
     def _pattern(
         self, run: Run, arrays: Any, step: Step, first: tuple[int, int, int], replayed: Bool[Array, " N"] | None
     ) -> Callable[[Any, Any], tuple[Any, None]]:
         """The body of a run's scan: the layers of its pattern, one after another."""
         num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
-        residual_scale = self.config.residual_scale
+        config, residual_scale = self.config, self.config.residual_scale
 
         def body(carry: Any, scanned: Any) -> tuple[Any, None]:
             x, cache, capture = carry
@@ -106,27 +106,45 @@ class FamilyDecoder(nnx.Module):
                 kind = int(isinstance(layer.mixer, DeltaAttention))  # layers that attend and those that keep a state count apart
                 alike = [isinstance(other.mixer, DeltaAttention) == bool(kind) for other in run.pattern]
                 ordinal = first[1 + kind] + place * sum(alike) + sum(alike[:index])
-                mixed, cache = layer.mixer.run(self._norm_of(x, "input_norm", view), view, step, cache, ordinal)
+                mixed, cache = layer.mixer.run(norm_of(config, x, "input_norm", view), view, step, cache, ordinal)
                 x = x + (mixed * residual_scale if residual_scale != 1.0 else mixed)
                 replay = None
                 if isinstance(layer.feed, Sparse):
                     routed = None if ids is None or replayed is None else _layer_routing(ids, moe, replayed)
                     replay = Replay(first[0] + place * num_moe + moe, routed)
                     moe += 1
-                y, capture = layer.feed.run(self._norm_of(x, "post_norm", view), view, step, replay, capture)
+                y, capture = layer.feed.run(norm_of(config, x, "post_norm", view), view, step, replay, capture)
                 x = x + (y * residual_scale if residual_scale != 1.0 else y)
             return (x, cache, capture), None
 
         return body
 
-    def _norm_of(self, x: Float[Array, "N D"], name: str, view: LayerView) -> Float[Array, "N D"]:
-        bias = view.plain(f"{name}_bias") if self.config.layer_norms else None
-        return self._normed(x, view.plain(name), bias)
 
-    def _normed(self, x: Float[Array, "N D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None) -> Float[Array, "N D"]:
-        if bias is not None:
-            return layer_norm(x, scale, bias, eps=self.config.norm_eps)
-        return rms_norm(x, scale, eps=self.config.norm_eps, offset=self.config.norm_offset)
+def embed(config: FamilyConfig, table: Float[Array, "V D"], tokens: Int[Array, " N"], peers: Peers = ALONE) -> Float[Array, "N D"]:
+    """What enters the first layer."""
+    x = peers.join(jnp.take(table, tokens, axis=0))
+    return x * config.embed_scale if config.embed_scale != 1.0 else x
+
+
+def norm_of(config: FamilyConfig, x: Float[Array, "N D"], name: str, view: LayerView) -> Float[Array, "N D"]:
+    """A norm of a layer, by name."""
+    return _normed(config, x, view.plain(name), view.plain(f"{name}_bias") if config.layer_norms else None)
+
+
+def finish(
+    config: FamilyConfig, x: Float[Array, "N D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None
+) -> Float[Array, "N D"]:
+    """What leaves the last layer, as the head takes it."""
+    x = _normed(config, x, scale, bias)
+    return x * config.logit_scale if config.logit_scale != 1.0 else x
+
+
+def _normed(
+    config: FamilyConfig, x: Float[Array, "N D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None
+) -> Float[Array, "N D"]:
+    if bias is not None:
+        return layer_norm(x, scale, bias, eps=config.norm_eps)
+    return rms_norm(x, scale, eps=config.norm_eps, offset=config.norm_offset)
 
 
 def _layer_routing(rows: tuple[Array, Array | None], place: int, valid: Bool[Array, " N"]) -> LayerRouting:

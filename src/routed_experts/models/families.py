@@ -14,7 +14,7 @@ from routed_experts.models.decoder import FamilyDecoder
 from routed_experts.models.deepseek import read_deepseek_v2, read_deepseek_v3
 from routed_experts.models.dense import read_llama, read_qwen2, read_qwen3
 from routed_experts.models.ernie4_5_moe import read_ernie4_5_moe
-from routed_experts.models.family_config import weight_sources
+from routed_experts.models.family_config import FamilyConfig, weight_sources
 from routed_experts.models.glm4_moe import read_glm4_moe
 from routed_experts.models.gpt_oss import open_gpt_oss, read_gpt_oss
 from routed_experts.models.granite_moe import read_granite_moe
@@ -24,6 +24,7 @@ from routed_experts.models.minimax_m2 import read_minimax_m2
 from routed_experts.models.mixtral import read_mixtral, read_phimoe
 from routed_experts.models.olmoe import read_olmoe
 from routed_experts.models.qwen2_moe import read_qwen2_moe
+from routed_experts.models.qwen3_moe_parts import read_qwen3_moe_parts
 from routed_experts.models.qwen3_next import read_qwen3_5_moe, read_qwen3_5_moe_text, read_qwen3_next
 
 
@@ -36,11 +37,18 @@ class Family:
     weight_sources: Callable[[Any], Iterable[WeightSource]] = weight_sources
     open: Callable[[Path | str], Checkpoint] = Checkpoint
     tolerated: Tolerated = NOTHING
+    read_parts: Callable[[ConfigReader], FamilyConfig] | None = None  # of a module of its own: the same as a FamilyDecoder
     title: str
     checkpoints: str
     law: str
     refused: str = ""
     proof: str  # the test that compares it with its oracle
+
+    def in_parts(self) -> "Family":
+        """The family as a FamilyDecoder, if it is not one already."""
+        if self.read_parts is None:
+            return self
+        return dataclasses.replace(self, read_config=self.read_parts, build=FamilyDecoder, weight_sources=weight_sources, read_parts=None)
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -49,6 +57,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             read_config=qwen3_moe.Qwen3MoeConfig.from_reader,
             build=qwen3_moe.Qwen3Moe,
             weight_sources=qwen3_moe.Qwen3Moe.weight_sources,
+            read_parts=read_qwen3_moe_parts,
             title="Qwen3-MoE",
             checkpoints="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
             law="top-k of softmax(z); renormalised if `norm_topk_prob`",

@@ -112,21 +112,32 @@ class Sparse:
         self, x: Float[Array, "N D"], view: LayerView, step: Step, replay: Replay | None, capture: _RoutedExpertsDeviceCache | None
     ) -> tuple[Float[Array, "N D"], _RoutedExpertsDeviceCache | None]:
         """Route, record, run; experts that are shared come on top."""
+        fed, routing, capture = self.choose(x, view, step, replay, capture)
+        experts = view.experts(self.router.num_experts)
+        y = run_experts(fed, routing, step.valid, experts, spec=self.router, kernels=step.kernels, activation=self.activation)
+        shared = self.run_shared(x, view)
+        return step.kernels.peers.add(y if shared is None else y + shared), capture
+
+    def choose(
+        self, x: Float[Array, "N D"], view: LayerView, step: Step, replay: Replay | None, capture: _RoutedExpertsDeviceCache | None
+    ) -> tuple[Float[Array, "N D"], Routing, _RoutedExpertsDeviceCache | None]:
+        """Route and record; gives what the experts are fed besides."""
         assert replay is not None, "a sparse layer has a column"
         bias = view.plain("selection_bias") if self.router.biased else None
         logits = self._logits(x, view)
         routing, capture = route(logits, replay.routed, replay.column, capture, spec=self.router, kernels=step.kernels, bias=bias)
-        fed = x
-        if self.weigh_inputs:
-            fed, routing = x * routing.weights.astype(x.dtype), _unweighed(routing)
-        experts = view.experts(self.router.num_experts)
-        y = run_experts(fed, routing, step.valid, experts, spec=self.router, kernels=step.kernels, activation=self.activation)
+        if not self.weigh_inputs:
+            return x, routing, capture
+        return x * routing.weights.astype(x.dtype), _unweighed(routing), capture
+
+    def run_shared(self, x: Float[Array, "N D"], view: LayerView) -> Float[Array, "N D"] | None:
+        """What the experts give that every token runs; None where there are none."""
         if not self.shared_width:
-            return step.kernels.peers.add(y), capture
+            return None
         shared = view.project(gated(view.project(x, "shared_gate_up")), "shared_down")
         if self.shared_gated:
             shared = jax.nn.sigmoid(jnp.dot(x, view.plain("shared_gate"))) * shared
-        return step.kernels.peers.add(y + shared), capture
+        return shared
 
     def _logits(self, x: Float[Array, "N D"], view: LayerView) -> Float[Array, "N E"]:
         router = view.plain("router")

@@ -88,7 +88,7 @@ class LayerView:
     """The weights of one layer inside a scan: slices, and for kernels that read in place the run's arrays."""
 
     sliced: Mapping[str, Array]
-    whole: Mapping[str, nnx.Param[Array]]
+    whole: Mapping[str, nnx.Param[Array]] | Mapping[str, Array]
     place: Int[Array, ""]
     kernels: Kernels
 

@@ -4,6 +4,7 @@ An architecture that is not listed there is refused with the list of those that 
 
 import dataclasses
 import fnmatch
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.models.checkpoint import Checkpoint, WeightSource, check
@@ -43,15 +45,17 @@ class ModelFolder:
     config: Any
     checkpoint: Checkpoint | None
     sources: tuple[WeightSource, ...]
+    others: tuple[Checkpoint, tuple[WeightSource, ...]] | None = None  # another folder, and what is read from there
 
     @staticmethod
-    def open(path: str | Path, *, load_format: str = "auto") -> "ModelFolder":
-        """Read config.json and, unless `load_format` is "dummy", the tensors' headers. Raises CheckpointError naming everything that
-        does not fit, and ConfigError for another format."""
+    def open(path: str | Path, *, load_format: str = "auto", in_parts: bool = False) -> "ModelFolder":
+        """Read config.json and, unless `load_format` is "dummy", the tensors' headers. `in_parts`: as a FamilyDecoder, whatever the
+        family. Raises CheckpointError naming everything that does not fit, and ConfigError for another format."""
         if load_format not in LOAD_FORMATS:
             raise ConfigError(f"load_format={load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}")
         values = read_config(path, architectures={name: family.tolerated for name, family in FAMILIES.items()})
         family = FAMILIES[architecture_of(values)]
+        family = family.in_parts() if in_parts else family
         config = family.read_config(ConfigReader(values, Path(path) / "config.json"))
         if load_format == "dummy":
             return ModelFolder(path=Path(path), family=family, config=config, checkpoint=None, sources=())
@@ -75,18 +79,39 @@ class ModelFolder:
             sizes[dtype] += math.prod(shape) * jnp.dtype(dtype).itemsize
         return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype]))
 
-    def load(
-        self, dtype: jnp.dtype, *, progress: Callable[[int, int], None] | None = None, shards: Shards | None = None
-    ) -> Decoder:
-        """Load every tensor to the device and give the model; `progress(bytes done, bytes in all)`. With `shards` each device reads and
-        gets its own part, and the model's arrays are the global ones: it runs only in parts."""
+    def with_experts_of(self, path: str | Path, targets: Callable[[str], bool]) -> "ModelFolder":
+        """The same model, with the tensors whose target `targets` picks read from another folder. Raises CheckpointError naming those
+        that it lacks or has in another shape."""
         if self.checkpoint is None:
-            place = None if shards is None else shards.place_array
-            return dummy_model(lambda: self.family.build(self.config, rngs=nnx.Rngs(0), dtype=dtype), place=place)
+            raise ConfigError(f"kt_weight_path={str(path)!r} with load_format='dummy', which reads no weight; leave one of them out")
+        other = self.family.open(path)
+        wanted = tuple(fuse_experts(filter(lambda source: targets(source.target), self.family.weight_sources(self.config)), other.names()))
+        check(wanted, other, ignore=("*",))
+        kept = tuple(source for source in self.sources if not targets(source.target))
+        return dataclasses.replace(self, sources=kept, others=(other, wanted))
+
+    def load(
+        self,
+        dtype: jnp.dtype,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        place: Callable[[str], Any] = lambda target: None,
+        shards: Shards | None = None,
+    ) -> Decoder:
+        """Load every tensor and give the model; `progress(bytes done, bytes in all)`. `place` says on which device the array of a
+        dotted name is to be; None: the default one. With `shards` each device reads and gets its own part instead, and the model's
+        arrays are the global ones: it runs only in parts."""
+        if self.checkpoint is None:
+            deal_out = None if shards is None else shards.place_array
+            build = functools.partial(self.family.build, self.config, dtype=dtype)
+            return dummy_model(lambda: build(rngs=nnx.Rngs(0)), place=place, deal_out=deal_out)
         graphdef, state = self._split(dtype)
         flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-        targets = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in flat.items()}
+        placed = {name: None if (device := place(name)) is None else SingleDeviceSharding(device) for name in flat}
+        targets = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in flat.items()}
         arrays = load(self.checkpoint, self.sources, targets, progress=progress, shards=shards)
+        if self.others is not None:
+            arrays |= load(*self.others, targets, progress=progress)
         filled = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
         return nnx.merge(graphdef, nnx.from_flat_state(filled))
 

@@ -7,7 +7,6 @@ Dims: B sequences, S tokens, M MoE layers, K experts per token."""
 import dataclasses
 import logging
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -42,7 +41,7 @@ class MismatchReport:
     pearson: float
     slot_miss: tuple[float, ...] | None = None
     fallback_frac: float | None = None
-    by_lag: Mapping[int, "MismatchReport"] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    by_lag: Mapping[int, "MismatchReport"] = dataclasses.field(default_factory=dict[int, "MismatchReport"])
 
 
 def mismatch_report(
@@ -77,7 +76,7 @@ def mismatch_report(
             text = f"versions is {lags.dtype}{list(lags.shape)}; wanted integers {list(chosen.shape)}: the lag of each token"
             raise InvalidRequestError(text, param="versions")
         found = {int(lag): _report(rollout[chosen & (lags == lag)], train[chosen & (lags == lag)]) for lag in np.unique(lags[chosen])}
-        report = dataclasses.replace(report, by_lag=MappingProxyType(found))
+        report = dataclasses.replace(report, by_lag=found)
     return report
 
 

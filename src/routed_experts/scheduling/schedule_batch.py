@@ -40,6 +40,7 @@ class Req:
         self.form = form_of(source)
         self.state = ReqState.WAITING
         self.finish_reason: FinishReason | None = None
+        self.ending: FinishReason | None = None  # why it ends once its last token has been fed, which is wanted for its row
         self.num_known, self.num_pending, self.num_fed, self.num_read = self.prompt_len, 0, 0, 0
         self.slot, self.num_pages, self.num_shared = 0, 0, 0
         self.node: PrefixNode | None = None
@@ -62,9 +63,12 @@ class Req:
 
     @property
     def wants_decode(self) -> bool:
-        """Is the next thing to feed the token sampled last, and is there room for one more."""
+        """Is the next thing to feed the token sampled last, and is there room for one more (or a row to gain by it)."""
         length = self.num_known + self.num_pending
-        return self.num_fed == length - 1 and self.num_fed >= self.prompt_len and length < self.max_len
+        is_wanted = length < self.max_len + self.source.routed_experts.include_last
+        if self.ending is not None:
+            is_wanted = self.num_fed < self.num_known
+        return is_wanted and self.num_fed == length - 1 and self.num_fed >= self.prompt_len
 
     @property
     def num_unfed(self) -> int:
@@ -92,9 +96,22 @@ class Req:
         assert self.state is not ReqState.FINISHED, (self.rid, self.finish_reason, reason)
         self.state, self.finish_reason = ReqState.FINISHED, reason
 
+    def end(self, reason: FinishReason) -> None:
+        """End this request with the token that came last: now, or once that has been fed for its row."""
+        if self.source.routed_experts.include_last:
+            self.ending = reason
+        else:
+            self.finish(reason)
+
     def stop_at(self, matched: str) -> None:
         """End this request at a stop string; it outranks a length that the same token reached."""
-        self.state, self.finish_reason = ReqState.FINISHED, FinishReason(type="stop", matched=matched)
+        self.state = ReqState.RUNNING
+        self.end(FinishReason(type="stop", matched=matched))
+
+    @property
+    def has_fed_last(self) -> bool:
+        """Has the last token been fed and read back, for its row."""
+        return self.ending is not None and self.num_read == self.num_known
 
 
 def form_of(source: TokenizedGenerateReqInput) -> SamplerForm:

@@ -102,8 +102,11 @@ class Scheduler:
                 req.is_prefilled = True
                 self.pages.share(req, self.namespace(req))
             req.num_pending -= 1
-            _append(req, index, result)
             advanced.append(req)
+            if req.ending is not None:
+                req.finish(req.ending)  # what was sampled after the last token is nobody's
+            else:
+                _append(req, index, result)
         return advanced
 
     def live_tokens(self, batch: ModelWorkerBatch) -> Bool[np.ndarray, " num_tokens"] | None:
@@ -193,9 +196,9 @@ def _append(req: Req, index: int, result: StepResult) -> None:
         req.output_logprobs.append(float(result.logprobs[index]))
         req.output_top.append(_top(result.top_logprobs, result.top_ids, index, req.source.top_logprobs_num))
     if token in req.source.stop_token_ids and req.num_output >= req.source.sampling.min_tokens:
-        req.finish(FinishReason(type="stop", matched=token))
+        req.end(FinishReason(type="stop", matched=token))
     elif req.num_known == req.max_len:
-        req.finish(FinishReason(type="length", length=req.num_output))
+        req.end(FinishReason(type="length", length=req.num_output))
 
 
 def _note_prompt_logprobs(req: Req, row: Row, first: int, result: StepResult) -> None:

@@ -8,9 +8,16 @@ from starlette.responses import Response
 
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.sampling_params import shown
+from routed_experts.execution.model_runner import MAX_WEIGHT_VERSION
 from routed_experts.server.body import read_struct
 from routed_experts.server.errors import ApiError
-from routed_experts.server.protocol import AbortRequest, ContinueRequest, PauseRequest, UpdateWeightsRequest
+from routed_experts.server.protocol import (
+    AbortRequest,
+    ContinueRequest,
+    PauseRequest,
+    UpdateWeightsRequest,
+    UpdateWeightVersionRequest,
+)
 from routed_experts.server.reply import json_reply
 from routed_experts.server.service import Service
 
@@ -69,6 +76,18 @@ async def update_weights_from_disk(request: Request, service: Service) -> Respon
     return json_reply({"success": True, "message": "updated", "weight_version": str(version)})
 
 
+async def update_weight_version(request: Request, service: Service) -> Response:
+    """Name the served weights anew."""
+    settings = service.settings
+    body = await read_struct(request, UpdateWeightVersionRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
+    said, door = body.value, service.open_door
+    version = _version(said.new_version, served=door.snapshot().weight_version, param="new_version")
+    if said.abort_all_requests is not False:
+        await asyncio.to_thread(door.engine.abort, abort_all=True)
+    await asyncio.to_thread(door.engine.update_weight_version, version)
+    return json_reply({"success": True, "message": "updated", "new_version": str(version), "weight_version": str(version)})
+
+
 def _under_root(root: str | None, said: str) -> Path:
     """The folder that a request names, which must lie under the root once every link is followed."""
     if root is None:
@@ -87,11 +106,11 @@ def _under_root(root: str | None, said: str) -> Path:
     return folder
 
 
-def _version(said: int | str | None, *, served: int) -> int:
+def _version(said: int | str | None, *, served: int, param: str = "weight_version") -> int:
     if said is None:
         return served + 1
-    number = int(said) if isinstance(said, int) or (said.isascii() and said.isdecimal() and len(said) < 10) else None
-    if number is None:
-        text = f"weight_version={shown(said)} must be a number above the served version {served}"
-        raise InvalidRequestError(text, param="weight_version")
+    number = int(said) if isinstance(said, int) or (said.isascii() and said.isdecimal() and len(said) <= 10) else None
+    if number is None or not served < number <= MAX_WEIGHT_VERSION:
+        text = f"{param}={shown(said)} must be a number above the served version {served} and at most {MAX_WEIGHT_VERSION}; count updates"
+        raise InvalidRequestError(text, param=param)
     return number

@@ -25,10 +25,13 @@ from routed_experts.server.protocol import (
     DetokenizeRequest,
     GenerateRequest,
     PauseRequest,
+    ScoreRequest,
     TokenizeRequest,
     UpdateWeightsRequest,
+    UpdateWeightVersionRequest,
 )
 from routed_experts.server.reply import json_reply
+from routed_experts.server.score import score
 from routed_experts.server.service import Service
 
 Handler = Callable[[Request, Service], Awaitable[Response]]
@@ -43,18 +46,20 @@ class Entry:
     handler: Handler
     body: type[Struct] | None = None
     admin: bool = False
+    query: tuple[str, ...] = ()
 
 
 TABLE = (
     Entry("/v1/completions", ("POST",), completions, CompletionRequest),
     Entry("/v1/chat/completions", ("POST",), chat_completions, ChatRequest),
     Entry("/generate", ("POST", "PUT"), generate, GenerateRequest),
+    Entry("/v1/score", ("POST",), score, ScoreRequest),
     Entry("/tokenize", ("POST",), text_routes.tokenize, TokenizeRequest),
     Entry("/detokenize", ("POST",), text_routes.detokenize, DetokenizeRequest),
     Entry("/tokenizer_info", ("GET",), text_routes.tokenizer_info),
     Entry("/v1/models", ("GET",), info_routes.models),
     Entry("/v1/models/{name:path}", ("GET",), info_routes.model),
-    Entry("/v1/routing/{name}", ("GET",), routing_routes.fetch),
+    Entry("/v1/routing/{name}", ("GET",), routing_routes.fetch, query=("format", "choice")),
     Entry("/v1/routing/{name}", ("DELETE",), routing_routes.delete),
     Entry("/get_model_info", ("GET",), info_routes.model_info),
     Entry("/model_info", ("GET",), info_routes.model_info),
@@ -72,12 +77,14 @@ TABLE = (
     Entry("/pause_generation", ("POST",), admin_routes.pause_generation, PauseRequest, admin=True),
     Entry("/continue_generation", ("POST",), admin_routes.continue_generation, ContinueRequest, admin=True),
     Entry("/update_weights_from_disk", ("POST",), admin_routes.update_weights_from_disk, UpdateWeightsRequest, admin=True),
+    Entry("/update_weight_version", ("POST",), admin_routes.update_weight_version, UpdateWeightVersionRequest, admin=True),
 )
 
 
 def make_app(service: Service, *, version: str) -> tuple[ASGIApp, Gate]:
     """The whole app, and the gate that counts its open requests."""
-    document = openapi_document([Operation(one.path, one.methods, one.handler.__doc__ or "", one.body) for one in TABLE], version=version)
+    described = [Operation(one.path, one.methods, one.handler.__doc__ or "", one.body, one.query) for one in TABLE]
+    document = openapi_document(described, version=version)
 
     async def openapi(request: Request) -> Response:
         return json_reply(document)
@@ -96,9 +103,9 @@ def make_app(service: Service, *, version: str) -> tuple[ASGIApp, Gate]:
     origin = service.settings.cors_origin
     if origin is None:
         return gate, gate
-    exposed = ["X-Request-Id", "X-Ignored-Params", "X-Routed-Experts-Info", "ETag"]
+    exposed = ["X-Request-Id", "X-Ignored-Params", "X-Routed-Experts-Info", "ETag", "Content-Range"]
     methods = ["GET", "POST", "PUT", "DELETE"]
-    headers = ["Authorization", "Content-Type", "X-Request-Id"]
+    headers = ["Authorization", "Content-Type", "X-Request-Id", "Range", "If-Range"]
     app = CORSMiddleware(gate, allow_origins=[origin], allow_methods=methods, allow_headers=headers, expose_headers=exposed)
     return app, gate
 

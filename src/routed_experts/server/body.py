@@ -15,6 +15,7 @@ from routed_experts.server.threads import off_loop
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)  # possessive: a string that never ends is read once
+_MISSING = re.compile(r"missing required field `(\w+)`")
 _JSON_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`")
 
 
@@ -89,7 +90,8 @@ def _convert(kept: dict[str, object], kind: type[_Struct]) -> _Struct:
         found = _JSON_PATH.search(str(error))
         path = found[1] if found else ""
         text = f"{path or 'the body'}: {_JSON_PATH.sub('', str(error))}; correct the value"
-        param = re.split(r"[.\[]", path, maxsplit=1)[0] or None
+        missing = _MISSING.search(str(error))
+        param = re.split(r"[.\[]", path, maxsplit=1)[0] or (missing[1] if missing else None)
         raise ApiError(text, status=400, code="invalid_request", param=param) from error
     except (OverflowError, RecursionError) as error:
         raise ApiError(f"the body holds a number that is too large ({error})", status=400, code="invalid_request") from error

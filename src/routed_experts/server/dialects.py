@@ -26,7 +26,6 @@ from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerat
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.answer import Answer
 from routed_experts.engine.routing_wish import RoutingDefaults
-from routed_experts.server.errors import ApiError
 from routed_experts.server.limits import MAX_EVENT_PAYLOAD, MAX_LISTED_IDS, ServerSettings
 from routed_experts.server.protocol import RoutingFields
 from routed_experts.server.routing_store import KeptRows
@@ -59,9 +58,6 @@ def routing_keywords(body: RoutingFields, *, asked: bool | None) -> dict[str, ob
     if body.routed_experts_weights:
         text = "routed_experts_weights=True, but this engine records no weights; drop it"
         raise CaptureDisabledError(text, param="routed_experts_weights", code="weights_disabled")
-    if body.routed_experts_include_last:
-        text = "routed_experts_include_last=True is not supported by this server; read S - 1 rows, or score the sequence"
-        raise ApiError(text, status=400, code="unsupported_parameter", param="routed_experts_include_last")
     return {
         "return_routed_experts": asked,
         "routed_experts_start_len": body.routed_experts_start_len,
@@ -69,18 +65,24 @@ def routing_keywords(body: RoutingFields, *, asked: bool | None) -> dict[str, ob
         "routed_experts_format": body.routed_experts_format,
         "routed_experts_layers": body.routed_experts_layers,
         "routed_experts_stream": body.routed_experts_stream,
+        "routed_experts_include_last": body.routed_experts_include_last,
     }
 
 
 def check_list(requests: Sequence[TokenizedGenerateReqInput], capture: CaptureSpec | None) -> None:
     """Refuse format list where it cannot serve: several prompts, or more ids than JSON should carry."""
     first = next((request for request in requests if request.routed_experts.asked), None)
-    if first is None or first.routed_experts.format != "list" or capture is None:
+    if first is None:
         return
-    wanted = first.routed_experts
-    prompts = sum(request.choice == 0 for request in requests)
+    rows = first.input_ids.size - first.routed_experts.start + len(requests) * first.sampling.max_tokens
+    check_listed(first.routed_experts, capture, prompts=sum(request.choice == 0 for request in requests), rows=rows)
+
+
+def check_listed(wanted: RoutedExpertsRequest, capture: CaptureSpec | None, *, prompts: int, rows: int) -> None:
+    """Refuse format list for several prompts, or for too many ids of `rows` rows."""
+    if not wanted.asked or wanted.format != "list" or capture is None:
+        return
     columns = capture.num_hidden_layers if wanted.layers == "all" else capture.num_moe_layers
-    rows = first.input_ids.size - wanted.start + len(requests) * first.sampling.max_tokens
     worst = math.prod((rows, columns, capture.top_k))
     if prompts > 1 or worst > MAX_LISTED_IDS:
         why = f"{prompts} prompts in one call" if prompts > 1 else f"up to {worst} ids, above {MAX_LISTED_IDS}"

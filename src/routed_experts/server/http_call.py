@@ -9,14 +9,14 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from routed_experts.core.io_struct import BatchStrOut, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import BatchStrOut, FinishReason, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.server.dialects import check_list, kept_rows, payload_bytes
 from routed_experts.server.limits import MAX_BACKLOG
 from routed_experts.server.metrics import EndedRequest
 from routed_experts.server.routing_store import StoreEntry
 from routed_experts.server.service import Service
-from routed_experts.server.sse import EventStream, watched
+from routed_experts.server.sse import EventStream, OutOfTime, watched
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,6 +51,9 @@ class HttpCall(ABC):
         """Wait for all of the answer."""
         try:
             return await watched(request, self._whole(), timeout_s=self._service.settings.request_timeout)
+        except OutOfTime:
+            self.expire()
+            raise
         finally:
             self.close()
 
@@ -59,10 +62,13 @@ class HttpCall(ABC):
         timeout = self._service.settings.request_timeout
         try:
             await watched(request, self.accepted(), timeout_s=timeout)
+        except OutOfTime:
+            self.expire()
+            raise
         except BaseException:
             self.close()
             raise
-        return EventStream(self._chunks(), close=self.close, timeout_s=timeout, headers=self._name.headers)
+        return EventStream(self._chunks(), close=self.close, expire=self.expire, timeout_s=timeout, headers=self._name.headers)
 
     async def accepted(self) -> None:
         """Wait until the engine has taken the call in; from then on the store expects its rows, if they are to be fetched."""
@@ -71,6 +77,11 @@ class HttpCall(ABC):
         choices = [index for index, wish in enumerate(wishes) if wish.asked and wish.format == "ref"]
         if choices:  # only now: a call that is refused may bear the id of one that runs
             self._kept = self._service.store.expect(self._name.request_id, owner=self._name.owner, choices=choices)
+
+    def expire(self) -> None:
+        """Time is up: what has not ended ends as `timeout`."""
+        self._call.close(FinishReason(type="timeout", message="above --request-timeout"))
+        self.close()
 
     def close(self) -> None:
         """The call is over, whatever its end; twice is once."""
@@ -100,5 +111,6 @@ class HttpCall(ABC):
             completion_tokens=completion_tokens,
             first_token_s=self._first.get(index) if request.stream else None,
             whole_s=now,
+            queue_s=news.out.queue_s,
         )
         self._service.metrics.ended(ended)

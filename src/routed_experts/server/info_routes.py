@@ -85,6 +85,7 @@ async def weight_version(request: Request, service: Service) -> Response:
 async def metrics(request: Request, service: Service) -> Response:
     """Prometheus text."""
     service.store.expire()
+    service.health()  # notices a stall
     text = await asyncio.to_thread(service.metrics.text)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -19,7 +19,7 @@ from routed_experts.server.routing_store import RoutingStore
 logger = logging.getLogger("routed_experts.server")
 _PREFIX = "routed_experts"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-_OUTCOMES = ("stop", "length", "abort", "error")
+_OUTCOMES = ("stop", "length", "abort", "timeout", "rejected", "error")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class EndedRequest:
     completion_tokens: int
     first_token_s: float | None
     whole_s: float
+    queue_s: float | None  # until its first step
 
 
 class Metrics:
@@ -49,10 +50,13 @@ class Metrics:
 
         self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests")
         self._generated = counter("generation_tokens", "Generated tokens of ended requests")
+        self._lookups = counter("prefix_cache_query_tokens", "Prompt tokens that were looked up in the prefix cache")
         self._hits = counter("prefix_cache_hit_tokens", "Prompt tokens that the prefix cache knew")
         self._payload = counter("capture_payload_bytes", "Bytes of routed experts sent or kept for fetching", "format")
         self._ignored = counter("ignored_parameters", "Parameters of requests that had no effect")
         self._violations = counter("invariant_violations", "Broken invariants, as they were found", "name")
+        self._stalls = counter("watchdog_trips", "Times that requests ran and no step ended for --stall-timeout, as it was noticed")
+        self._queue = seconds("request_queue_time_seconds", "From the engine taking a request in to its first step")
         self._first = seconds("time_to_first_token_seconds", "From a request's arrival to its first token")
         self._whole = seconds("e2e_request_latency_seconds", "From a request's arrival to its end")
         self._between = seconds("inter_token_latency_seconds", "Mean time between the tokens of one request")
@@ -64,6 +68,9 @@ class Metrics:
     def ended(self, request: EndedRequest) -> None:
         """A sequence has ended."""
         self._prompt.inc(request.prompt_tokens)
+        if request.queue_s is not None:
+            self._lookups.inc(request.prompt_tokens)
+            self._queue.observe(request.queue_s)
         self._hits.inc(request.cached_tokens)
         self._generated.inc(request.completion_tokens)
         self._whole.observe(request.whole_s)
@@ -75,6 +82,10 @@ class Metrics:
     def sent_rows(self, payload_format: str, num_bytes: int) -> None:
         """Rows have left in an answer."""
         self._payload.labels(payload_format).inc(num_bytes)
+
+    def stalled(self) -> None:
+        """A stall has been noticed."""
+        self._stalls.inc()
 
     def violation(self, violation: Violation) -> None:
         """An invariant is broken."""
@@ -115,7 +126,16 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(f"{_PREFIX}_requests_accepted", "Sequences accepted", value=float(seen.accepted))
         finished = {outcome: seen.finished.get(outcome, 0) for outcome in _OUTCOMES}
         yield _labelled(CounterMetricFamily(f"{_PREFIX}_requests_finished", "Sequences ended", labels=["outcome"]), finished)
-        yield CounterMetricFamily(f"{_PREFIX}_preemptions", "Requests sent back to the queue", value=float(seen.preemptions))
+        compiles = self._door.engine.compiles
+        for name, told, count in (
+            ("preemptions", "Requests sent back to the queue", seen.preemptions),
+            ("capture_rows", "Rows filed", seen.capture_rows),
+            ("capture_missing_rows", "Requests that failed for a row that was not known", seen.capture_missing_rows),
+            ("compile_cache_hits", "Programs that were read from the compilation cache, of this process", compiles.cache_hits),
+        ):
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", told, value=float(count))
+        programs = {"startup": compiles.startup, "serving": compiles.serving}
+        yield _labelled(CounterMetricFamily(f"{_PREFIX}_compilations", "Programs made by this process", labels=["phase"]), programs)
         phases = {phase.name: phase.seconds for phase in self._door.engine.phases}
         yield _labelled(GaugeMetricFamily(f"{_PREFIX}_startup_seconds", "Start-up by phase", labels=["phase"]), phases)
         version = {str(seen.weight_version): 1}

@@ -29,7 +29,7 @@ from routed_experts.server.sse import event
 DEFAULT_MAX_TOKENS = 128
 # Of SGLang's sampling parameters those that its clients send as a matter of course and that change nothing here.
 _SAMPLING_WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens", "stream_interval", "custom_params"})
-_ROUTING_OF_SAMPLING = ("routed_experts_stream", "routed_experts_include_last", "routed_experts_weights")
+_ROUTING_OF_SAMPLING = ("routed_experts_stream", "routed_experts_weights")
 _PROMPT_ONLY = ("max_new_tokens", "max_tokens")
 
 

@@ -20,6 +20,7 @@ class Operation:
     methods: tuple[str, ...]
     told: str
     body: type[msgspec.Struct] | None
+    query: tuple[str, ...] = ()
 
 
 def openapi_document(operations: Sequence[Operation], *, version: str) -> dict[str, Any]:
@@ -52,9 +53,11 @@ def _described(one: Operation, method: str, by_struct: dict[type[msgspec.Struct]
     }
     if method == "DELETE":
         described["responses"]["204"] = {"description": "freed"}
+    if one.query:  # what can be fetched can be fetched in parts, and need not be when it is there already
+        described["responses"] |= {"206": {"description": "a part"}, "304": {"description": "as you have it"}, "416": error}
     names = re.findall(r"\{(\w+)(?::\w+)?\}", one.path)
-    if names:
-        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    described["parameters"] += [{"name": name, "in": "query", "schema": {"type": "string"}} for name in one.query]
     if one.body is not None:
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": by_struct[one.body]}}}
     return described

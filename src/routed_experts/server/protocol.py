@@ -149,6 +149,25 @@ class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     flush_cache: bool | None = None
 
 
+class UpdateWeightVersionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /update_weight_version. `new_version` is a number above the served one; running requests are aborted first unless
+    `abort_all_requests` is false."""
+
+    new_version: int | str
+    abort_all_requests: bool | None = None
+
+
+class ScoreRequest(RoutingFields, kw_only=True):
+    """POST /v1/score. `token_ids`: one sequence or several. `routed_experts`: rows to execute, each as the meta_info (or the choice)
+    of an answer has them, the sidecar among them; one for one sequence, else a list with null for a sequence that is routed live."""
+
+    token_ids: list[int | list[int]]
+    routed_experts: dict[str, Any] | list[dict[str, Any] | None] | None = None
+    return_routed_experts: bool | None = None
+    model: str | None = None
+    request_id: str | None = None
+
+
 class ErrorDetail(msgspec.Struct, kw_only=True):
     """What went wrong, and with which field."""
 

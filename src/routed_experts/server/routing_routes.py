@@ -10,6 +10,7 @@ from routed_experts.capture.wire import npy_bytes
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.routed_experts import sidecar_of
 from routed_experts.core.sampling_params import shown
+from routed_experts.server.ranges import partial
 from routed_experts.server.routing_store import KeptRows, Told
 from routed_experts.server.service import Service
 from routed_experts.server.threads import off_loop
@@ -18,7 +19,7 @@ FORMATS = ("npy", "safetensors")
 
 
 async def fetch(request: Request, service: Service) -> Response:
-    """The rows of one choice: a .npy of the canonical ids, or ?format=safetensors with the token ids beside them."""
+    """The rows of one choice: a .npy of the canonical ids, or ?format=safetensors with the token ids beside them. Parts by Range."""
     form, choice = request.query_params.get("format", "npy"), request.query_params.get("choice", "0")
     if form not in FORMATS:
         text = f"format={shown(form)} is unknown; choose one of {', '.join(FORMATS)}"
@@ -36,7 +37,7 @@ async def fetch(request: Request, service: Service) -> Response:
         return Response(headers={**told.headers, "Content-Length": str(told.num_bytes)}, media_type="application/octet-stream")
     if body is None:
         body = await off_loop(kept.nbytes, lambda: _body(kept, form))
-    return Response(body, headers=told.headers, media_type="application/octet-stream")
+    return partial(request, body, Response(body, headers=told.headers, media_type="application/octet-stream"))
 
 
 async def delete(request: Request, service: Service) -> Response:
@@ -57,6 +58,7 @@ def _encoded(kept: KeptRows, form: str) -> tuple[bytes, Told]:
         "ETag": f'"{hashlib.sha256(body).hexdigest()}.{form}"',
         "X-Routed-Experts-Info": msgspec.json.encode(info).decode("ascii"),
         "Cache-Control": "private, no-store",
+        "Accept-Ranges": "bytes",
     }
     return body, Told(headers, len(body))
 

@@ -18,7 +18,7 @@ from routed_experts.engine.serving import EngineDoor
 from routed_experts.engine.tokenizer import Tokenizer
 from routed_experts.server.errors import ApiError, busy
 from routed_experts.server.integrity import IntegrityWatch
-from routed_experts.server.limits import MAX_WAITING_PAUSES, ServerSettings
+from routed_experts.server.limits import MAX_SCORING_CALLS, MAX_WAITING_PAUSES, ServerSettings
 from routed_experts.server.metrics import Metrics
 from routed_experts.server.routing_store import RoutingStore
 from routed_experts.server.threads import WaitingRoom, off_loop
@@ -53,12 +53,13 @@ class Service:
             clock=clock,
             later=lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
-        self.waiting_room = WaitingRoom(MAX_WAITING_PAUSES)
+        self.waiting_room, self.scoring_room = WaitingRoom(MAX_WAITING_PAUSES), WaitingRoom(MAX_SCORING_CALLS)
         self.integrity = IntegrityWatch(clock, self.metrics.violation)
         self._door: EngineDoor | None = None
         self._phase, self._is_draining = "config", False
         self._death: BaseException | None = None
         self._probe: asyncio.Task[None] | None = None
+        self._was_stalled = False
 
     def phase(self, name: str) -> None:
         """Note which phase of start-up runs."""
@@ -118,6 +119,9 @@ class Service:
         state = "paused" if self._door.engine.paused else "serving"
         if state == "serving" and seen.last_step_age_s > self.settings.stall_timeout:
             state = "stalled"
+        if state == "stalled" and not self._was_stalled:
+            self.metrics.stalled()
+        self._was_stalled = state == "stalled"
         state = "degraded" if self.integrity.broken else state
         state = "dead" if self._death is not None else "draining" if self._is_draining else state
         return Health(

@@ -25,16 +25,30 @@ def event(body: object) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
+class OutOfTime(ApiError):
+    """The request took longer than the server allows."""
+
+    def __init__(self, timeout_s: float) -> None:
+        text = f"the request was not done within {timeout_s:g} s; ask for fewer tokens, or raise --request-timeout"
+        super().__init__(text, status=408, code="request_timeout")
+
+
 class EventStream(Response):
-    """Sends what `events` yields; an error becomes one error event, and [DONE] comes last. `close` runs at the end, whatever it was. A
-    reader that has not taken the last words some seconds after `timeout_s` is cut off."""
+    """Sends what `events` yields; an error becomes one error event, and [DONE] comes last. `close` runs at the end, whatever it was, and
+    `expire` before it when time is up. A reader that has not taken the last words some seconds after `timeout_s` is cut off."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], *, close: Callable[[], None], timeout_s: float, headers: Mapping[str, str]
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        close: Callable[[], None],
+        expire: Callable[[], None],
+        timeout_s: float,
+        headers: Mapping[str, str],
     ) -> None:
-        self._events, self._close, self._timeout_s = events, close, timeout_s
+        self._events, self._close, self._expire, self._timeout_s = events, close, expire, timeout_s
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
 
@@ -61,7 +75,8 @@ class EventStream(Response):
             async with asyncio.timeout(self._timeout_s):
                 await self._send_events(send)
         except TimeoutError:
-            await _send(send, event(answer_of(timed_out(self._timeout_s)).body))
+            self._expire()
+            await _send(send, event(answer_of(OutOfTime(self._timeout_s)).body))
         except Exception as error:
             if not isinstance(error, RoutedExpertsError):
                 logger.exception("a stream failed")
@@ -86,23 +101,17 @@ class EventStream(Response):
 
 
 async def watched(request: Request, work: Awaitable[_T], *, timeout_s: float) -> _T:
-    """Do `work` for a client that waits for it; when the client leaves (ClientGone) or time is up (ApiError 408) it is cancelled."""
+    """Do `work` for a client that waits for it; when the client leaves (ClientGone) or time is up (OutOfTime) it is cancelled."""
     task, gone = asyncio.ensure_future(work), asyncio.create_task(_until_gone(request.receive))
     try:
         done, _ = await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if task in done:
             return task.result()
-        raise ClientGone if gone in done else timed_out(timeout_s)
+        raise ClientGone if gone in done else OutOfTime(timeout_s)
     finally:
         for one in (task, gone):
             one.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-def timed_out(timeout_s: float) -> ApiError:
-    """The request took longer than the server allows."""
-    text = f"the request was not done within {timeout_s:g} s; ask for fewer tokens, or raise --request-timeout"
-    return ApiError(text, status=408, code="request_timeout")
 
 
 def _cut_off(scope: Scope) -> None:

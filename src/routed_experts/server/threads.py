@@ -24,12 +24,14 @@ class WaitingRoom:
         self._threads = ThreadPoolExecutor(num_seats, thread_name_prefix="waiting")
         self._num_seats, self.num_taken = num_seats, 0
 
-    async def wait(self, work: Callable[[], None]) -> None:
-        """Do `work`. Raises ApiError (503) when every seat is taken."""
+    async def wait(self, work: Callable[[], _T]) -> _T:
+        """Do `work`, to its end even if nobody waits for it any more. Raises ApiError (503) when every seat is taken."""
         if self.num_taken >= self._num_seats:
-            raise busy(f"{self._num_seats} calls wait for running requests to end; try again later", code="too_many_requests")
+            raise busy(f"{self._num_seats} calls of this kind are under way; try again later", code="too_many_requests")
         self.num_taken += 1
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            self.num_taken -= 1
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        future.add_done_callback(self._left)
+        return await asyncio.shield(future)
+
+    def _left(self, future: asyncio.Future[_T]) -> None:
+        self.num_taken -= 1

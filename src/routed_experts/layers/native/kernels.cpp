@@ -7,6 +7,7 @@
 #include "prepare.h"
 #include "router.h"
 #include "run_handler.h"
+#include "select.h"
 
 namespace rex {
 
@@ -138,6 +139,26 @@ ffi::Error run_choose(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::R
   return ffi::Error::Success();
 }
 
+ffi::Error run_select(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> scores, ffi::Buffer<ffi::S32> order, ffi::Buffer<ffi::S32> capacity,
+                      ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::PRED> valid, ffi::Result<ffi::Buffer<ffi::S32>> ids,
+                      ffi::Result<ffi::Buffer<ffi::S32>> instances, ffi::Result<ffi::Buffer<ffi::S32>> rerouted,
+                      ffi::Result<ffi::Buffer<ffi::S32>> overflowed, bool overflows) {
+  const auto rows = scores.dimensions(), table = order.dimensions();
+  const int64_t count = capacity.element_count(), chosen = ids->dimensions()[1];
+  const SelectShape shape{rows[0], rows[1], chosen, table[0], table[2], count, overflows};
+  const int32_t *first = order.typed_data(), *last = first + order.element_count(), *from = source.typed_data();
+  if (table[1] != shape.experts || int64_t(source.element_count()) != shape.tokens || int64_t(valid.element_count()) != shape.tokens)
+    return differ("scores are [N, E], replica_order [V, E, J], source and valid [N]");
+  if (std::any_of(first, last, [&](int32_t i) { return i < -1 || i >= count; }))
+    return ffi::Error::InvalidArgument("replica_order names an instance that has no capacity");
+  if (std::any_of(from, from + shape.tokens, [&](int32_t v) { return v < 0 || v >= shape.sources; }))
+    return ffi::Error::InvalidArgument("source names a row that replica_order has not");
+  Team team(pool);
+  const SelectInput input{scores.typed_data(), first, capacity.typed_data(), from, valid.typed_data()};
+  select(team, shape, input, {ids->typed_data(), instances->typed_data(), rerouted->typed_data(), overflowed->typed_data()});
+  return ffi::Error::Success();
+}
+
 }  // namespace rex
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(RexExperts, rex::run_experts,
@@ -228,3 +249,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexChoose, rex::run_choose,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexSelect, rex::run_select,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Attr<bool>("overflows"));

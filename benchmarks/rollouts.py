@@ -1,0 +1,85 @@
+"""A rollout by an engine core against a training forward, live and replayed: k3 and shares beyond a ratio, by sequence.
+
+Intervals are 95 % percentile bootstraps over sequences; live and replayed are resampled together, so their ratio has its own.
+Dims: B sequences, S tokens of a sequence, G tokens of an answer."""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from oracles.driver import request
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.engine.core import EngineCore
+from routed_experts.layers.moe import MoeBackend
+from routed_experts.replay import RoutedBatch, Sample, align, canary, forward
+
+BEYOND = {"F(1.1)": np.log(1.1), "F(2)": np.log(2.0)}
+
+
+def roll_out(core: EngineCore, prompts: np.ndarray, new: int) -> tuple[np.ndarray, np.ndarray, list[RoutedExperts], float]:
+    """Tokens [B S], logprobs [B G], records, and seconds of answers at temperature 1."""
+    reqs = [request(f"r{i}", prompt, new, temperature=1.0, seed=i) for i, prompt in enumerate(prompts)]
+    start = time.perf_counter()
+    core.add(reqs)
+    told = {}
+    while not core.is_idle:
+        told |= {out.rid: out for out in core.step().outs}
+    spent = time.perf_counter() - start
+    ends = [told[req.rid] for req in reqs]  # without streaming, an end tells all
+    tokens = np.stack([np.concatenate([prompt, out.new_token_ids]) for prompt, out in zip(prompts, ends, strict=True)]).astype(np.int32)
+    logprobs = np.array([out.output_logprobs.values for out in ends])
+    return tokens, logprobs, [out.routed_experts for out in ends if out.routed_experts is not None], spent
+
+
+def by_sequence(d: np.ndarray) -> dict[str, np.ndarray]:
+    """Means of each sequence: k3 terms and shares beyond a ratio, of d [B G]."""
+    return {"k3": (np.exp(d) - 1 - d).mean(axis=1)} | {name: (np.abs(d) > limit).mean(axis=1) for name, limit in BEYOND.items()}
+
+
+def interval(values: np.ndarray) -> list[float]:
+    """2.5 % and 97.5 % of what resampling gave."""
+    return np.percentile(values, [2.5, 97.5]).tolist()
+
+
+def compared(live: np.ndarray, replayed: np.ndarray) -> list[dict[str, object]]:
+    """Live against replayed, both d [B G]; sequences are resampled together, so the ratio has its own interval."""
+    picks = np.random.default_rng(0).integers(0, len(live), (2000, len(live)))
+    one, other, lines = by_sequence(live), by_sequence(replayed), list[dict[str, object]]()
+    for name in one:
+        drawn = [side[name][picks].mean(axis=1) for side in (one, other)]
+        line: dict[str, object] = {"what": name, "live": one[name].mean(), "live, 95 %": interval(drawn[0])}
+        line |= {"replayed": other[name].mean(), "replayed, 95 %": interval(drawn[1])}
+        if np.all(drawn[1] > 0):
+            line |= {"ratio": one[name].mean() / other[name].mean(), "ratio, 95 %": interval(drawn[0] / drawn[1])}
+        lines.append(line)
+    return lines
+
+
+def judged(
+    model: Any, tokens: np.ndarray, records: list[RoutedExperts], prompt: int, backend: MoeBackend
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Logprobs [B G] of the answers by the training forward, live and replayed, and the canary of either."""
+    graphdef, state = nnx.split(model)
+    length = tokens.shape[1]
+
+    @jax.jit
+    def run(state: Any, tokens: Any, routed: RoutedBatch | None) -> Any:
+        out = forward(nnx.merge(graphdef, state), tokens, routed=routed, backend=backend)
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(out.logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
+        return logprobs[:, prompt - 1 :], None if routed is None else canary(out.slot_miss, routed)
+
+    told: dict[str, list[np.ndarray]] = {"live": [], "replayed": []}
+    shares: list[float] = []
+    for first in range(0, len(tokens), 128):
+        part = slice(first, first + 128)
+        samples = [Sample(record, length) for record in records[part]]
+        routed = align(samples, layout="pad_right", seq_len=length, spec=model.config.capture_spec)
+        for name, batch in (("live", None), ("replayed", routed)):
+            logprobs, share = run(state, jnp.asarray(tokens[part]), batch)
+            told[name].append(np.asarray(logprobs, np.float64))
+            shares += [] if share is None else [float(share)]
+    return {name: np.concatenate(parts) for name, parts in told.items()}, {"live": 0.0, "replayed": float(np.mean(shares))}

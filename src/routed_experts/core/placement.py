@@ -1,0 +1,232 @@
+"""Where experts live: the instances of a layer's experts on devices, or the experts that stay on the accelerator. Knows no plan,
+no weight and no device.
+
+Both are per MoE layer, by logical expert id, frozen, and checked when they are made; a change is a new value with a higher epoch.
+Dims: M MoE layers, E experts, I expert instances, J replica positions of an expert, V devices, N resident experts of a layer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+from routed_experts.core.errors import PlacementError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placement:
+    """Which instance holds which expert; instance i lives on device i // (I / V).
+
+    The two maps are inverses of each other: `logical_to_physical_map` lists the instances of each expert and then -1. Raises
+    PlacementError for maps with gaps, an expert without an instance, an instance of two experts or of none, or uneven devices."""
+
+    physical_to_logical_map: Int32[np.ndarray, "M I"]
+    logical_to_physical_map: Int32[np.ndarray, "M E J"]
+    logical_replica_count: Int32[np.ndarray, "M E"]
+    num_devices: int
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        _check_shapes(self)
+        _check_replicas(self)
+        for array in (self.physical_to_logical_map, self.logical_to_physical_map, self.logical_replica_count):
+            array.setflags(write=False)
+
+    @staticmethod
+    def of(
+        physical_to_logical_map: Int[np.ndarray, "M I"], *, num_experts: int, num_devices: int, max_replicas: int | None = None,
+        epoch: int = 0,
+    ) -> "Placement":  # fmt: skip
+        """Make the placement of these instances; an expert's instances are listed in ascending order. J is `max_replicas`, or else
+        min(16, I - E + 1), or more if an expert has more; keep it from plan to plan, and the shapes stay. Raises PlacementError."""
+        held = np.array(physical_to_logical_map, np.int32)
+        if held.ndim != 2 or held.size == 0:
+            raise PlacementError(f"physical_to_logical_map has shape {list(held.shape)}; wanted [M, I], a row of instances a MoE layer")
+        if held.min() < 0 or held.max() >= num_experts:
+            wrong = held[(held < 0) | (held >= num_experts)][0]
+            raise PlacementError(f"physical_to_logical_map holds expert {wrong}; wanted 0 to {num_experts - 1} in every instance")
+        num_layers, num_instances = held.shape
+        layers = np.arange(num_layers)[:, None]
+        counts = np.bincount((layers * num_experts + held).ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
+        most = int(counts.max())
+        width = max(default_max_replicas(num_instances, num_experts), most) if max_replicas is None else max_replicas
+        if width < most:
+            raise PlacementError(f"an expert has {most} instances, above max_replicas={width}; raise it to {most}")
+        order = np.argsort(held, axis=1, kind="stable")  # instances by expert, then by instance
+        experts = np.take_along_axis(held, order, axis=1)
+        rank = np.arange(num_instances) - np.take_along_axis(np.cumsum(counts, axis=1) - counts, experts, axis=1)
+        listed = np.full((num_layers, num_experts, width), -1, np.int32)
+        listed[layers, experts, rank] = order
+        return Placement(
+            physical_to_logical_map=held, logical_to_physical_map=listed, logical_replica_count=counts.astype(np.int32),
+            num_devices=num_devices, epoch=epoch,
+        )  # fmt: skip
+
+    @staticmethod
+    def identity(num_layers: int, num_experts: int, num_devices: int) -> "Placement":
+        """One instance an expert, in order of the ids: what a model has before it is placed."""
+        held = np.broadcast_to(np.arange(num_experts, dtype=np.int32), (num_layers, num_experts))
+        return Placement.of(held, num_experts=num_experts, num_devices=num_devices)
+
+    @property
+    def num_layers(self) -> int:
+        """M."""
+        return self.physical_to_logical_map.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.logical_replica_count.shape[1]
+
+    @property
+    def num_instances(self) -> int:
+        """I."""
+        return self.physical_to_logical_map.shape[1]
+
+    @property
+    def instances_per_device(self) -> int:
+        """I / V."""
+        return self.num_instances // self.num_devices
+
+    def check_model(self, num_layers: int, num_experts: int) -> None:
+        """Raise PlacementError unless this is a placement for a model of so many MoE layers and experts."""
+        _check_model("placement", (self.num_layers, self.num_experts), (num_layers, num_experts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ResidencyMap:
+    """Which N experts of each layer are on the accelerator, and in which slot of its table; the others are on the host.
+
+    `slot_of` is -1 for an expert on the host. Raises PlacementError unless each layer fills the slots 0..N-1, each once."""
+
+    slot_of: Int32[np.ndarray, "M E"]
+    num_resident: int
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        slot_of = self.slot_of
+        if slot_of.ndim != 2 or slot_of.size == 0 or slot_of.dtype != np.int32:
+            raise PlacementError(f"slot_of is {slot_of.dtype}{list(slot_of.shape)}; wanted int32[M, E], a row of experts a MoE layer")
+        _check_resident(self.num_resident, slot_of.shape[1])
+        _check_epoch(self.epoch)
+        ordered = np.sort(slot_of, axis=1)[:, ::-1][:, : self.num_resident + 1]  # the used slots, downwards, and one more
+        wanted = np.arange(self.num_resident - 1, -2, -1)[: ordered.shape[1]]
+        wrong = np.flatnonzero((ordered != wanted).any(axis=1))
+        if wrong.size:
+            layer = int(wrong[0])
+            used = np.sort(slot_of[layer][slot_of[layer] != -1]).tolist()
+            raise PlacementError(
+                f"slot_of of MoE layer {layer} uses the slots {used}; wanted each of 0 to {self.num_resident - 1} once and -1 elsewhere"
+            )
+        slot_of.setflags(write=False)
+
+    @staticmethod
+    def of(experts: Int[np.ndarray, "M N"], *, num_experts: int, epoch: int = 0) -> "ResidencyMap":
+        """Make the map in which expert `experts[m, s]` is in slot s of MoE layer m. Raises PlacementError."""
+        experts = np.asarray(experts)
+        if experts.ndim != 2 or experts.shape[0] == 0:
+            raise PlacementError(f"experts has shape {list(experts.shape)}; wanted [M, N], the resident experts of each MoE layer")
+        num_resident = experts.shape[1]
+        _check_resident(num_resident, num_experts)
+        if experts.size and (experts.min() < 0 or experts.max() >= num_experts):
+            wrong = experts[(experts < 0) | (experts >= num_experts)][0]
+            raise PlacementError(f"experts holds {wrong}; wanted ids of 0 to {num_experts - 1}")
+        slot_of = np.full((experts.shape[0], num_experts), -1, np.int32)
+        np.put_along_axis(slot_of, experts.astype(np.intp), np.arange(num_resident, dtype=np.int32)[None], axis=1)
+        return ResidencyMap(slot_of=slot_of, num_resident=num_resident, epoch=epoch)
+
+    @staticmethod
+    def first(num_layers: int, num_experts: int, num_resident: int) -> "ResidencyMap":
+        """Experts 0..N-1 of every layer, each in the slot of its id."""
+        _check_resident(num_resident, num_experts)
+        return ResidencyMap.of(np.tile(np.arange(num_resident), (num_layers, 1)), num_experts=num_experts)
+
+    @property
+    def num_layers(self) -> int:
+        """M."""
+        return self.slot_of.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.slot_of.shape[1]
+
+    @property
+    def experts(self) -> Int32[np.ndarray, "M N"]:
+        """The expert in each slot of each layer: the inverse of `slot_of`."""
+        return np.argsort(self.slot_of, axis=1, kind="stable")[:, self.num_experts - self.num_resident :].astype(np.int32)
+
+    def check_model(self, num_layers: int, num_experts: int) -> None:
+        """Raise PlacementError unless this is a map for a model of so many MoE layers and experts."""
+        _check_model("residency map", (self.num_layers, self.num_experts), (num_layers, num_experts))
+
+
+def default_max_replicas(num_instances: int, num_experts: int) -> int:
+    """J where nothing else is said: what the spare instances allow one expert, at most 16."""
+    return min(16, num_instances - num_experts + 1)
+
+
+def _check_shapes(placement: Placement) -> None:
+    held, listed, counts = placement.physical_to_logical_map, placement.logical_to_physical_map, placement.logical_replica_count
+    shapes = [array.shape for array in (held, listed, counts)]
+    told = f"maps of shapes {', '.join(str(list(shape)) for shape in shapes)} and dtypes {held.dtype}, {listed.dtype}, {counts.dtype}"
+    fits = (held.ndim, listed.ndim) == (2, 3) and listed.shape[:2] == counts.shape and held.shape[:1] == counts.shape[:1]
+    if not fits or min(held.size, listed.size) == 0 or any(array.dtype != np.int32 for array in (held, listed, counts)):
+        raise PlacementError(f"{told}; wanted int32 physical_to_logical_map [M, I], logical_to_physical_map [M, E, J], count [M, E]")
+    num_instances, num_experts = held.shape[1], counts.shape[1]
+    if num_instances < num_experts:
+        raise PlacementError(f"{num_instances} instances for {num_experts} experts; wanted at least one each, {num_experts} or more")
+    if placement.num_devices < 1 or num_instances % placement.num_devices:
+        raise PlacementError(f"num_devices={placement.num_devices} does not divide {num_instances} instances; every device has as many")
+    _check_epoch(placement.epoch)
+
+
+def _check_replicas(placement: Placement) -> None:
+    """The counts say where the lists end, and the lists name every instance once, under the expert it holds."""
+    held, listed, counts = placement.physical_to_logical_map, placement.logical_to_physical_map, placement.logical_replica_count
+    num_layers, num_instances = held.shape
+    wrong = np.argwhere((counts < 1) | (counts > listed.shape[2]))
+    if wrong.size:
+        layer, expert = wrong[0]
+        raise PlacementError(
+            f"MoE layer {layer}: expert {expert} has {counts[layer, expert]} instances; wanted 1 to {listed.shape[2]}, the listed positions"
+        )
+    real = np.arange(listed.shape[2]) < counts[:, :, None]  # [M, E, J]
+    wrong = np.argwhere(np.where(real, (listed < 0) | (listed >= num_instances), listed != -1))
+    if wrong.size:
+        layer, expert, _ = wrong[0]
+        raise PlacementError(
+            f"MoE layer {layer}: expert {expert} has {counts[layer, expert]} instances and the list {listed[layer, expert].tolist()}; "
+            f"wanted that many of 0 to {num_instances - 1} without a gap, and -1 after them"
+        )
+    layers, experts, positions = np.nonzero(real)
+    instances = listed[layers, experts, positions]
+    wrong = np.flatnonzero(held[layers, instances] != experts)
+    if wrong.size:
+        layer, expert, instance = layers[wrong[0]], experts[wrong[0]], instances[wrong[0]]
+        raise PlacementError(
+            f"MoE layer {layer}: instance {instance} is listed for expert {expert}, but holds {held[layer, instance]}; "
+            "wanted maps that are inverses of each other"
+        )
+    named = np.bincount(layers * num_instances + instances, minlength=num_layers * num_instances).reshape(num_layers, num_instances)
+    wrong = np.argwhere(named != 1)
+    if wrong.size:
+        layer, instance = wrong[0]
+        raise PlacementError(f"MoE layer {layer}: instance {instance} is listed {named[layer, instance]} times; wanted once")
+
+
+def _check_resident(num_resident: int, num_experts: int) -> None:
+    if not 0 <= num_resident <= num_experts:
+        raise PlacementError(f"num_resident={num_resident} experts of a layer; wanted 0 to {num_experts}, all there are")
+
+
+def _check_epoch(epoch: int) -> None:
+    if epoch < 0:
+        raise PlacementError(f"epoch={epoch}; wanted 0 or more, rising with every change")
+
+
+def _check_model(name: str, ours: tuple[int, int], model: tuple[int, int]) -> None:
+    if ours != model:
+        raise PlacementError(
+            f"a {name} of {ours[0]} MoE layers x {ours[1]} experts came for a model of {model[0]} x {model[1]}; "
+            "plan it from this model's routing"
+        )

@@ -1,0 +1,134 @@
+"""RoutingStats: how often each expert was chosen, prompts and generated tokens apart, in all and of late. Knows no placement.
+
+Counts are of logical ids, one a token, layer and slot. A window is the counts of a run of tokens, so that what changes with time can
+be seen; the last one may be short. What was counted before the oldest window that is kept is in `counts` alone.
+Dims: F phases (prompt, generated), M MoE layers, E experts, K experts per token, W windows, T tokens."""
+
+import os
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64, Int, Int32, Int64
+
+from routed_experts.core.errors import PlacementError, RoutingFormatError
+from routed_experts.core.routed_experts import RoutedExperts
+
+PHASES = ("prompt", "generated")
+WINDOW_TOKENS = 1024
+_FAST, _SLOW = 4.0, 32.0  # half-lives in windows
+_ARRAYS = {"counts": (np.int64, 3), "num_tokens": (np.int64, 1), "windows": (np.int32, 4), "layer_ids": (np.int64, 1)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoutingStats:
+    """Counts of one model's routing. Raises PlacementError where the arrays do not fit each other."""
+
+    counts: Int64[np.ndarray, "F M E"]
+    num_tokens: Int64[np.ndarray, " F"]
+    windows: Int32[np.ndarray, "W F M E"]  # oldest first
+    layer_ids: tuple[int, ...]
+    top_k: int
+
+    def __post_init__(self) -> None:
+        shape = (len(PHASES), len(self.layer_ids))
+        fits = self.counts.ndim == 3 and self.counts.shape[:2] == shape and self.windows.shape[1:] == self.counts.shape
+        if not fits or self.num_tokens.shape != shape[:1] or self.top_k < 1:
+            raise PlacementError(
+                f"counts {list(self.counts.shape)}, num_tokens {list(self.num_tokens.shape)}, windows {list(self.windows.shape)}, top_k "
+                f"{self.top_k}; wanted [2, {shape[1]}, E], [2] and [W, 2, {shape[1]}, E] for the {shape[1]} layer_ids"
+            )
+        slots = self.counts.sum(axis=2)
+        if (slots != self.num_tokens[:, None] * self.top_k).any() or self.counts.min(initial=0) < 0:
+            told = f"of {self.num_tokens.tolist()} prompt and generated tokens"
+            raise PlacementError(f"counts add up to {slots.tolist()}; wanted {self.top_k} a token and layer, {told}")
+        for array in (self.counts, self.num_tokens, self.windows):
+            array.setflags(write=False)
+
+    @staticmethod
+    def from_records(records: Iterable[RoutedExperts], *, window_tokens: int = WINDOW_TOKENS) -> "RoutingStats":
+        """Count the known rows of records of one model, one record after the other. Raises PlacementError when they differ in shape,
+        or when there is none."""
+        records = list(records)
+        if not records or window_tokens < 1:
+            raise PlacementError(f"{len(records)} records, window_tokens={window_tokens}; wanted at least one of each")
+        first = records[0]
+        shape = (len(PHASES), len(first.layer_ids), first.num_experts)
+        keys = np.concatenate([_keys(record, first) for record in records])  # [T, M * K]
+        windows = [_count(keys[low : low + window_tokens], shape) for low in range(0, len(keys), window_tokens)]
+        kept = np.array(windows, np.int32).reshape(-1, *shape)
+        counts = kept.sum(axis=0, dtype=np.int64)
+        return RoutingStats(
+            counts=counts, num_tokens=counts[:, 0].sum(axis=1) // first.top_k, windows=kept, layer_ids=first.layer_ids, top_k=first.top_k
+        )  # fmt: skip
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.counts.shape[2]
+
+    @property
+    def load(self) -> Int64[np.ndarray, "M E"]:
+        """How often each expert was chosen, in all."""
+        return self.counts.sum(axis=0)
+
+    @property
+    def recent_load(self) -> Float64[np.ndarray, "M E"]:
+        """Slots a token of each expert, of late: the larger of two moving averages, with half-lives of 4 and 32 windows."""
+        return np.maximum(self.average(_FAST), self.average(_SLOW)).sum(axis=0)
+
+    def average(self, half_life: float) -> Float64[np.ndarray, "F M E"]:
+        """Exponential moving average of slots a token (of any phase): a window counts half as much as one `half_life` windows later."""
+        weights = 0.5 ** (np.arange(len(self.windows))[::-1] / half_life)
+        tokens = self.windows[:, :, 0].sum(axis=(1, 2)) / self.top_k
+        return np.tensordot(weights, self.windows, axes=1) / max(float(weights @ tokens), 1.0)
+
+    def check_model(self, layer_ids: tuple[int, ...], num_experts: int) -> None:
+        """Raise PlacementError unless these are counts of a model with these MoE layers and so many experts."""
+        if (self.layer_ids, self.num_experts) != (layer_ids, num_experts):
+            raise PlacementError(
+                f"routing of MoE layers {self.layer_ids} with {self.num_experts} experts came for a model with {layer_ids} and "
+                f"{num_experts}; take what this model recorded"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write an .npz that `read` reads."""
+        np.savez(
+            path, counts=self.counts, num_tokens=self.num_tokens, windows=self.windows, layer_ids=np.array(self.layer_ids, np.int64),
+            top_k=np.int64(self.top_k), allow_pickle=False,
+        )  # fmt: skip
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> "RoutingStats":
+        """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for arrays that do not fit."""
+        try:
+            with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in (*_ARRAYS, "top_k")}
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+            raise RoutingFormatError(f"{path} holds no routing statistics ({error}); give what RoutingStats.save wrote") from error
+        for name, (dtype, ndim) in _ARRAYS.items():
+            if arrays[name].dtype != dtype or arrays[name].ndim != ndim:
+                came = f"{arrays[name].dtype} of {arrays[name].ndim} dims"
+                raise RoutingFormatError(f"{path}: {name} is {came}; wanted {np.dtype(dtype)} of {ndim}, as RoutingStats.save writes")
+        return RoutingStats(
+            counts=arrays["counts"], num_tokens=arrays["num_tokens"], windows=arrays["windows"],
+            layer_ids=tuple(arrays["layer_ids"].tolist()), top_k=int(arrays["top_k"]),
+        )  # fmt: skip
+
+
+def _keys(record: RoutedExperts, first: RoutedExperts) -> Int[np.ndarray, "T M*K"]:
+    """Number every slot of a record's known rows by phase, layer and expert."""
+    ours, theirs = ((one.layer_ids, one.num_experts, one.top_k) for one in (record, first))
+    if ours != theirs:
+        told = [f"MoE layers {layers}, {experts} experts, top-{top_k}" for layers, experts, top_k in (ours, theirs)]
+        raise PlacementError(f"a record of {told[0]} came with one of {told[1]}; wanted records of one model")
+    known = np.ones(record.num_rows, np.bool_) if record.valid is None else record.valid
+    generated = np.arange(record.start, record.start + record.num_rows) >= record.num_prompt_tokens
+    num_layers, num_experts = len(record.layer_ids), record.num_experts
+    rows = (generated * num_layers)[:, None] + np.arange(num_layers)  # [R, M]
+    return (rows[:, :, None] * num_experts + record.ids)[known].reshape(-1, num_layers * record.top_k)
+
+
+def _count(keys: Int[np.ndarray, "T M*K"], shape: tuple[int, int, int]) -> Int64[np.ndarray, "F M E"]:
+    return np.bincount(keys.ravel(), minlength=shape[0] * shape[1] * shape[2]).reshape(shape)

@@ -1,0 +1,108 @@
+"""How an engine shares its experts out between accelerator and host: what is refused, where things go, which runner runs them.
+Knows nothing of requests. This is where a residency (core/placement.py) and the programs that obey it (execution/) meet."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.experts_config import ExpertsConfig
+from routed_experts.core.placement import ResidencyMap
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.backends import BackendRegistry
+from routed_experts.execution.model_runner import RunnerConfig
+from routed_experts.execution.programs import ProgramSpec
+from routed_experts.execution.split_jobs import Sides
+from routed_experts.execution.split_programs import SplitSpec
+from routed_experts.execution.split_runner import SplitRunner
+from routed_experts.layers.moe import MoeBackend
+from routed_experts.models.decoder import FamilyDecoder
+from routed_experts.models.expert_store import SplitModel, is_expert, split_model
+from routed_experts.models.family_config import FamilyConfig
+from routed_experts.models.interface import Decoder, DecoderConfig
+from routed_experts.models.registry import ModelFolder
+
+_DTYPES: Mapping[str, jnp.dtype | None] = MappingProxyType({"auto": None, "bf16": jnp.dtype("bfloat16"), "f32": jnp.dtype("float32")})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """An ExpertsConfig that fits a model and a machine."""
+
+    experts: ExpertsConfig
+    config: FamilyConfig
+    residency: ResidencyMap
+    sides: Sides
+    host_experts: MoeBackend
+
+    @staticmethod
+    def check(experts: ExpertsConfig, args: ServerArgs, config: DecoderConfig, registry: BackendRegistry) -> "Sharing":
+        """Raise ConfigError or PlacementError for what cannot be shared out so, before anything is allocated."""
+        if not isinstance(config, FamilyConfig):
+            kind = type(config).__name__.removesuffix("Config")
+            raise ConfigError(f"model= is a {kind}, whose layers cannot be cut at the experts; give the folder, or a FamilyDecoder")
+        spec = config.capture_spec
+        residency = experts.residents_of(0, 0) if spec is None else experts.residents_of(spec.num_moe_layers, spec.num_experts)
+        if words := sorted(config.needs.experts):
+            raise ConfigError(f"experts= shares out SiLU-gated experts without biases, and this model has {', '.join(words)}; leave it out")
+        if args.deterministic:
+            raise ConfigError("deterministic=True with experts=: sums of two tables depend on who is resident; leave one of them out")
+        for name, size in (("tp_size", args.tp_size), ("ep_size", args.ep_size), ("dp_size", args.dp_size)):
+            if size != 1:
+                raise ConfigError(f"{name}={size} with experts=: one accelerator shares with its host in this release; leave it at 1")
+        threads = len(os.sched_getaffinity(0))
+        if experts.kt_cpuinfer not in (None, threads):
+            raise ConfigError(
+                f"kt_cpuinfer={experts.kt_cpuinfer}, but XLA's CPU client has {threads} threads, one a core that this process may run "
+                "on, fixed at start; leave it out, or start the process on that many cores (taskset)"
+            )
+        auto = dataclasses.replace(args, moe_backend="auto", attention_backend="auto")
+        host_experts = registry.choose(auto, platform="cpu")[0].moe
+        return Sharing(experts=experts, config=config, residency=residency, sides=_sides(), host_experts=host_experts)
+
+    def load(self, source: ModelFolder | Decoder | None, dtype: str, *, progress: Callable[[int, int], None] | None) -> SplitModel:
+        """Load a folder, or take a module's arrays, to where they belong. Raises CheckpointError for a kt_weight_path that lacks experts
+        or has them in another shape, before any is read."""
+        model, path = source, self.experts.kt_weight_path
+        if path is not None and not isinstance(source, ModelFolder):
+            raise ConfigError(f"kt_weight_path={path!r} with model=, which brings its experts along; leave one of them out")
+        if isinstance(source, ModelFolder):
+            source = source if path is None else source.with_experts_of(path, is_expert)
+            model = source.load(source.dtype(dtype), progress=progress, place=self._place)
+        assert isinstance(model, FamilyDecoder), type(model)
+        host_dtype = _DTYPES[self.experts.kt_method]
+        return split_model(model, self.residency, device=self.sides.device, host=self.sides.host, host_dtype=host_dtype)
+
+    def runner(self, model: SplitModel, spec: ProgramSpec, config: RunnerConfig) -> SplitRunner:
+        """What runs it."""
+        split = SplitSpec(
+            config=self.config,
+            capture=spec.capture,
+            kernels=spec.kernels,
+            attention=spec.attention,
+            host_experts=self.host_experts,
+            num_pages=spec.num_pages,
+            num_moe_layers=self.residency.num_layers,
+            num_experts=self.residency.num_experts,
+            num_resident=self.residency.num_resident,
+        )
+        return SplitRunner(model, split, spec, config, sides=self.sides, streams_from=self.experts.streams_from)
+
+    def _place(self, target: str) -> Any:
+        return self.sides.host if is_expert(target) else self.sides.device
+
+
+def _sides() -> Sides:
+    """The default device, and this machine's CPU; where the default device is a CPU, the second one if JAX shows two."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return Sides(device=device, host=jax.local_devices()[-1 if len(jax.local_devices()) == 1 else 1])
+    try:
+        return Sides(device=device, host=jax.local_devices(backend="cpu")[0])
+    except RuntimeError as error:
+        raise ConfigError(f"experts= needs the host's CPU beside the {device.platform} ({error}); add cpu to JAX_PLATFORMS") from error

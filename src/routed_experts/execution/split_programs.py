@@ -1,0 +1,150 @@
+"""The jitted programs of a step that is cut at its experts, as pure functions of arrays. Knows nothing of their order or of devices:
+split_runner.py runs `open_step`, then `layer_step` for each layer with `home_step` and `host_step` between them, then `close_step`.
+Dims: N padded tokens, B padded requests, R request slots, D hidden, M MoE layers, E experts, K experts per token, C experts on the host."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from routed_experts.capture.device_cache import create_device_cache
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.execution.forward_batch import BatchShape, unpack
+from routed_experts.execution.hybrid_ops import hybrid_ops
+from routed_experts.execution.programs import ForwardOut
+from routed_experts.layers.attention import AttentionBackend
+from routed_experts.layers.expert_slots import ExpertTable, run_slots
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.moe import MoeBackend
+from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.memory.kv_pool import HybridPool
+from routed_experts.models.decoder import embed, finish
+from routed_experts.models.family_config import FamilyConfig
+from routed_experts.models.feed_forward import Sparse
+from routed_experts.models.interface import SequenceOps
+from routed_experts.models.layer_parts import Step
+from routed_experts.models.split_layers import Errand, LayerKind, LayerNumbers, Stream, add_experts, run_at_home, run_to_experts
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SplitSpec:
+    """What all programs of a split model share; static. `num_resident`: experts of a layer in the accelerator's tables;
+    `host_experts`: the kernel that runs the others."""
+
+    config: FamilyConfig
+    capture: CaptureSpec | None  # None: off
+    kernels: Kernels
+    attention: AttentionBackend
+    host_experts: MoeBackend
+    num_pages: int
+    num_moe_layers: int
+    num_experts: int
+    num_resident: int
+
+    @property
+    def has_host(self) -> bool:
+        """Whether any expert may be on the host."""
+        return self.num_resident < self.num_experts
+
+    def has_home(self, kind: LayerKind) -> bool:
+        """Whether the accelerator has anything to do for the experts of such a layer."""
+        feed = kind.of(self.config).feed
+        return isinstance(feed, Sparse) and (self.num_resident > 0 or feed.shared_width > 0)
+
+    def sides(self, kind: LayerKind) -> int:
+        """How many sums the experts of such a layer give."""
+        return self.has_home(kind) + self.has_host if isinstance(kind.of(self.config).feed, Sparse) else 0
+
+
+def open_step(
+    table: Float[Array, "V D"], last_tokens: Int[Array, " R"], packed: Int32[Array, " words"], *, spec: SplitSpec, shape: BatchShape
+) -> tuple[Stream, Int[Array, " N"], Int32[Array, " words"]]:
+    """The stream before the first layer, the step's tokens, and its metadata, now on the accelerator."""
+    tokens = unpack(packed, shape).resolve_tokens(last_tokens)
+    capture = create_device_cache(spec.capture, shape.num_tokens)
+    tally = jnp.zeros((spec.num_moe_layers, 2), jnp.int32)
+    return Stream(embed(spec.config, table, tokens), capture, tally), tokens, packed
+
+
+def layer_step(
+    stream: Stream,
+    pool: Any,  # as KVPoolSpec.abstract says
+    arrays: Mapping[str, Array],
+    numbers: LayerNumbers,
+    packed: Int32[Array, " words"],
+    given: Sequence[Float32[Array, "N D"]],
+    slot_of: Int32[Array, "M E"],
+    *,
+    spec: SplitSpec,
+    shape: BatchShape,
+    kind: LayerKind,
+) -> tuple[Stream, Errand | None, Any]:
+    """One layer up to its experts. Stream and pool are donated."""
+    step = _step_of(spec, packed, shape, recurrent=isinstance(pool, HybridPool))
+    return run_to_experts(spec.config, kind, arrays, numbers, stream, given, step, pool, slot_of)
+
+
+def home_step(
+    table: ExpertTable,
+    arrays: Mapping[str, Array],
+    numbers: LayerNumbers,
+    packed: Int32[Array, " words"],
+    errand: Errand,
+    *,
+    spec: SplitSpec,
+    shape: BatchShape,
+    kind: LayerKind,
+) -> Float32[Array, "N D"]:
+    """The residents, and the experts that every token runs, on the accelerator."""
+    step = _step_of(spec, packed, shape, recurrent=False)
+    return run_at_home(spec.config, kind, table, arrays, numbers, errand, step, size=spec.num_resident)
+
+
+def host_step(
+    stored: ExpertTable,
+    place: Int32[Array, ""],
+    fed: Float[Array, "N D"],
+    away: Int32[Array, "N K"],
+    weights: Float[Array, "N K"],
+    *,
+    spec: SplitSpec,
+) -> Float32[Array, "N D"]:
+    """The experts that are not resident, on the host."""
+    return run_slots(fed, away, weights, stored, place, size=spec.num_experts, backend=spec.host_experts)
+
+
+def stream_step(block: ExpertTable, block_slots: Int32[Array, " E"], errand: Errand, *, spec: SplitSpec) -> Float32[Array, "N D"]:
+    """The same experts on the accelerator, from a block [C ...] that was copied there for this step; `block_slots` are their rows in it,
+    by expert."""
+    slots = jnp.where(errand.away >= 0, block_slots[jnp.maximum(errand.away, 0)], -1)
+    layer, size = jnp.zeros((), jnp.int32), spec.num_experts - spec.num_resident
+    return run_slots(errand.fed, slots, errand.weights, block, layer, size=size, backend=spec.kernels.moe)
+
+
+def close_step(
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"] | None,
+    stream: Stream,
+    given: Sequence[Float32[Array, "N D"]],
+    tokens: Int[Array, " N"],
+    packed: Int32[Array, " words"],
+    *,
+    spec: SplitSpec,
+    shape: BatchShape,
+) -> ForwardOut:
+    """Add what the last experts gave, and norm: the outputs of `programs.forward`."""
+    hidden = finish(spec.config, add_experts(spec.config, stream.x, given), scale, bias)
+    rows = None if stream.capture is None else stream.capture.rows()
+    return ForwardOut(hidden, jnp.take(hidden, unpack(packed, shape).last_token_of_row, axis=0), tokens, packed, rows)
+
+
+def _step_of(spec: SplitSpec, packed: Int32[Array, " words"], shape: BatchShape, *, recurrent: bool) -> Step:
+    """What the layers of a step share."""
+    batch = unpack(packed, shape)
+    attend = PagedAttend(backend=spec.attention, batch=batch.paged, num_pages=spec.num_pages)
+    ops = hybrid_ops(attend, batch) if recurrent else SequenceOps(attend)
+    positions = batch.paged.positions
+    angles = {rotary: rotary.angles(positions) for rotary in spec.config.rotary}
+    return Step(positions, batch.paged.valid, ops.attend, ops.recur, spec.kernels, angles)

@@ -1,0 +1,139 @@
+"""SplitRunner: a ModelRunner whose model's experts are partly on the host. Runs a step layer by layer, and both sides of a layer's
+experts at once. Knows nothing of queues, nor of why an expert is where it is.
+
+    accelerator   layer 0 | residents of 0         | layer 1 | residents of 1         | ...
+    host                  | the others of 0        |         | the others of 1        |
+                     x, ids v                  sum ^    x, ids v                  sum ^
+Programs are started in that order, and none is waited for here. Only where accelerator and host are different platforms do the copies
+between them wait for what they copy; by then the residents have been started."""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float32, Int64
+
+from routed_experts.core.errors import PlacementError
+from routed_experts.core.model_worker_batch import ModelWorkerBatch
+from routed_experts.core.placement import ResidencyMap
+from routed_experts.execution.forward_batch import BatchShape, pack
+from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
+from routed_experts.execution.programs import ForwardOut, ProgramSpec
+from routed_experts.execution.split_jobs import Sides, SplitJobs, numbers_of
+from routed_experts.execution.split_programs import SplitSpec
+from routed_experts.models.expert_store import SplitModel, host_rows, layers_of_kind
+from routed_experts.models.split_layers import Errand, LayerAt, layers_at
+
+_KEPT_TALLIES = 8  # counts of so many steps stay on the accelerator: they are read when they have long been there
+
+
+class SplitRunner(ModelRunner):
+    """Weights, pools and compiled programs of one model on an accelerator and its host."""
+
+    def __init__(
+        self, model: SplitModel, split: SplitSpec, spec: ProgramSpec, config: RunnerConfig, *, sides: Sides, streams_from: int | None
+    ) -> None:
+        super().__init__(model.rim[1], spec, config)
+        self.residency, self.num_swapped = model.residency, 0
+        self._model, self._split, self._sides, self._streams_from = model, split, sides, streams_from
+        self._tables = dict(model.tables)
+        self._layers = layers_at(model.config)
+        self._numbers = {layer: jax.device_put(numbers_of(layer), sides.device) for layer in self._layers}
+        self._places = {layer: jax.device_put(np.int32(layer.place), sides.host) for layer in self._layers}
+        self._tallies: collections.deque[Array] = collections.deque()
+        self._counted = np.zeros((split.num_moe_layers, 2), np.int64)
+        self._nothing: dict[int, Array] = {}  # by N: what a host without work gives
+        self._bind(model.residency)
+
+    def apply_residency(self, residency: ResidencyMap) -> int:
+        """Run all later steps with other residents, and return how many experts were copied to the accelerator. Nothing is compiled,
+        and a step in flight ends with the residents that it began with. Raises PlacementError for a map of another model or size."""
+        residency.check_model(self.residency.num_layers, self.residency.num_experts)
+        size, copied = self._split.num_resident, 0
+        if residency.num_resident != size:
+            raise PlacementError(f"the map has num_resident={residency.num_resident}; this engine's tables have {size} slots a layer")
+        old, new = self.residency.experts, residency.experts
+        for kind, table in self._tables.items():
+            for layer in layers_of_kind(self._model.config, kind):
+                for slot in np.flatnonzero(old[layer.column] != new[layer.column]):
+                    row = np.array([layer.place * residency.num_experts + new[layer.column, slot]])
+                    block = host_rows(self._model.host[kind], row, table.gate_up.dtype)
+                    table = self._programs["write", kind](table, block, np.int32(layer.place * size + slot))
+                    copied += 1
+            self._tables[kind] = table
+        self._bind(residency)
+        self.num_swapped += copied
+        return copied
+
+    def slot_counts(self) -> Int64[np.ndarray, "M 2"]:
+        """Slots of each MoE layer since the start: those that ran on the host, and all. Waits for the step in flight."""
+        self._count(keep=0)
+        return self._counted.copy()
+
+    def _bind(self, residency: ResidencyMap) -> None:
+        """Make the maps that the programs take."""
+        self.residency = residency
+        self._slot_of = jax.device_put(residency.slot_of, self._sides.device)
+        if self._streams_from is None:
+            return
+        away = residency.slot_of < 0
+        self._away = [np.flatnonzero(row) for row in away]
+        places = np.where(away, np.cumsum(away, axis=1) - 1, -1).astype(np.int32)
+        self._block_slots = [jax.device_put(row, self._sides.device) for row in places]
+
+    def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
+        jobs = SplitJobs(
+            model=self._model, split=self._split, state=self.state, spec=self.spec, config=self.config, sides=self._sides,
+            streams_from=self._streams_from,
+        )  # fmt: skip
+        return jobs.collect()
+
+    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape) -> ForwardOut:
+        """Start all layers of a step."""
+        programs, rim = self._programs, self._model.rim_arrays
+        stream, tokens, packed = programs["open", shape](rim.embed, self._last_tokens, pack(batch))
+        streams = self._streams_from is not None and batch.num_tokens >= self._streams_from
+        given: tuple[Any, ...] = ()
+        for layer in self._layers:
+            program, arrays = programs["layer", shape, layer.kind, len(given)], self._model.layers[layer.kind]
+            stream, errand, self._pool = program(stream, self._pool, arrays, self._numbers[layer], packed, given, self._slot_of)
+            given = () if errand is None else tuple(self._run_experts(shape, layer, packed, errand, streams=streams))
+        out = programs["close", shape, len(given)](rim.norm, rim.norm_bias, stream, given, tokens, packed)
+        self._tallies.append(stream.tally)
+        self._count(keep=_KEPT_TALLIES)
+        return out
+
+    def _run_experts(self, shape: BatchShape, layer: LayerAt, packed: Array, errand: Errand, *, streams: bool) -> Sequence[Any]:
+        """Start both sides of a layer's experts; what each gives is on the accelerator, or on its way."""
+        programs, kind, given = self._programs, layer.kind, list[Any]()
+        at_host = self._split.has_host and not streams
+        sent = self._sides.send((errand.fed, errand.away, errand.weights)) if at_host else ()
+        if self._split.has_home(kind):
+            arrays, numbers = self._model.layers[kind], self._numbers[layer]
+            given.append(programs["home", shape, kind](self._tables[kind], arrays, numbers, packed, errand))
+        if at_host:
+            given.append(self._at_host(shape, layer, sent))
+        elif self._split.has_host:
+            rows = layer.place * self.residency.num_experts + self._away[layer.column]
+            block = jax.device_put(host_rows(self._model.host[kind], rows, errand.fed.dtype), self._sides.device)
+            given.append(programs["stream", shape.num_tokens, kind](block, self._block_slots[layer.column], errand))
+        return given
+
+    def _at_host(self, shape: BatchShape, layer: LayerAt, sent: tuple[Any, ...]) -> Float32[Array, "N D"]:
+        fed, away, weights = self._sides.arrived(sent)
+        if isinstance(away, np.ndarray) and (away < 0).all():  # it had to be waited for: then no work is not done at all
+            return self._nothing_of(shape.num_tokens, fed.shape[1])
+        program, stored = self._programs["host", shape.num_tokens, layer.kind], self._model.host[layer.kind]
+        return self._sides.bring(program(stored, self._places[layer], fed, away, weights))
+
+    def _nothing_of(self, rows: int, width: int) -> Array:
+        if rows not in self._nothing:
+            self._nothing[rows] = jax.device_put(np.zeros((rows, width), np.float32), self._sides.device)
+        return self._nothing[rows]
+
+    def _count(self, *, keep: int) -> None:
+        """Add up the tallies of all steps but the last `keep`, which may be in flight."""
+        while len(self._tallies) > keep:
+            self._counted += np.asarray(self._tallies.popleft())

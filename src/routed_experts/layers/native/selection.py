@@ -1,0 +1,19 @@
+"""Balanced expert selection by the native kernel: the sequence itself, in C++.
+Knows nothing of platforms. Dims as in layers/selection_steps.py."""
+
+import jax
+import jax.numpy as jnp
+
+from routed_experts.layers.native.handlers import registered
+from routed_experts.layers.selection_steps import Assigned, Slate
+
+
+def native_selection(slate: Slate, top_k: int, *, overflows: bool) -> Assigned:
+    """Select one slot after another; there are no rounds. The kernel refuses a table or a source that points outside."""
+    assert registered()
+    slots, count = jax.ShapeDtypeStruct((slate.scores.shape[0], top_k), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    run = jax.ffi.ffi_call("RexSelect", [slots, slots, count, count])
+    parts = (slate.scores, slate.replica_order, slate.capacity, slate.source, slate.valid)
+    ids, instances, rerouted, overflowed = run(*parts, overflows=overflows)
+    zero = jnp.int32(0)
+    return Assigned(ids, instances, rerouted, overflowed, zero, zero)

@@ -1,0 +1,95 @@
+"""What a replica table and capacities must hold before they enter a program: values, checked on the host, once a placement.
+Knows nothing of devices: NumPy in, NumPy out. Dims: E experts, J replica positions, I instances, V sources."""
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+from numpy import ndarray
+
+from routed_experts.core.errors import ConfigError
+
+INT32_MAX = np.iinfo(np.int32).max
+
+
+def check_replica_order(replica_order: Any, num_instances: int) -> Int[ndarray, "*V E J"]:
+    """Give the table as int32 if it is sound, [E, J] or [V, E, J]: each expert's instances first, -1 behind them; every instance
+    0 .. I-1 in exactly one place of a source's table; the same instances per expert for every source. Raises ConfigError."""
+    table = np.asarray(replica_order)
+    if table.ndim not in (2, 3) or 0 in table.shape or not np.issubdtype(table.dtype, np.integer):
+        raise ConfigError(f"replica_order is {table.dtype}{list(table.shape)}; give integers [E, J], or [V, E, J] for an order per source")
+    for source, order in enumerate(table.reshape(-1, *table.shape[-2:])):
+        where = f"replica_order[{source}]" if table.ndim == 3 else "replica_order"
+        _check_one_source(order, num_instances, where)
+        if source > 0 and not np.array_equal(np.sort(order, axis=1), np.sort(table[0], axis=1)):
+            expert = int(np.flatnonzero(np.any(np.sort(order, axis=1) != np.sort(table[0], axis=1), axis=1))[0])
+            raise ConfigError(
+                f"{where}: expert {expert} has instances {_listed(order[expert])}, source 0 has {_listed(table[0, expert])}; "
+                "every source lists the same instances of an expert, in an order of its own"
+            )
+    return table.astype(np.int32)
+
+
+def _check_one_source(order: Int[ndarray, "E J"], num_instances: int, where: str) -> None:
+    outside = np.argwhere((order < -1) | (order >= num_instances))
+    if len(outside):
+        expert, position = map(int, outside[0])
+        raise ConfigError(
+            f"{where}[{expert}, {position}] = {int(order[expert, position])}; instances are 0 .. {num_instances - 1}, -1 fills the tail"
+        )
+    gaps = np.argwhere((order[:, :-1] < 0) & (order[:, 1:] >= 0))
+    if len(gaps):
+        expert, position = map(int, gaps[0])
+        raise ConfigError(f"{where}[{expert}] has a gap at position {position}: {order[expert].tolist()}; instances come first, -1 behind")
+    without = np.flatnonzero(order[:, 0] < 0)
+    if len(without):
+        raise ConfigError(f"{where}: expert {int(without[0])} has no instance ({len(without)} such experts); every expert needs one")
+    places = np.bincount(order[order >= 0], minlength=num_instances)
+    if np.any(places != 1):
+        instance = int(np.flatnonzero(places != 1)[0])
+        experts = np.flatnonzero(np.any(order == instance, axis=1)).tolist()
+        raise ConfigError(
+            f"{where}: instance {instance} of num_instances={num_instances} stands in {int(places[instance])} places (experts {experts}); "
+            "every instance belongs to exactly one place of one expert"
+        )
+
+
+def _listed(row: Int[ndarray, " J"]) -> list[int]:
+    return row[row >= 0].tolist()
+
+
+def check_capacity(capacity: Any, num_instances: int) -> Int[ndarray, " I"]:
+    """Give the capacities, in slots per instance, as int32 [I] if one is above 0 and none below. Raises ConfigError."""
+    slots = np.asarray(capacity)
+    if slots.shape != (num_instances,) or not np.issubdtype(slots.dtype, np.integer):
+        raise ConfigError(f"capacity is {slots.dtype}{list(slots.shape)}; give {num_instances} integers, one per instance")
+    wrong = np.flatnonzero((slots < 0) | (slots > INT32_MAX))
+    if len(wrong):
+        instance = int(wrong[0])
+        raise ConfigError(f"capacity[{instance}] = {int(slots[instance])}; slots per instance are 0 .. {INT32_MAX}: 0 takes it out of use")
+    if not np.any(slots):
+        raise ConfigError(f"capacity is 0 for all {num_instances} instances: no slot would find room; raise the capacity factor")
+    return slots.astype(np.int32)
+
+
+def expert_capacity(
+    num_valid: int, k: int, num_instances: int, factor: Fraction | float | str, rounding: str = "ceil"
+) -> Int[ndarray, " I"]:
+    """Give each instance max(1, ceil(factor * num_valid * k / num_instances)) slots, int32 [I], in exact rational arithmetic.
+
+    `num_valid` counts the tokens of the whole expert-parallel group. A float factor is read as its decimal digits (1.1 is 11/10).
+    `rounding="floor"` is the published formula without the lower bound, for comparison: it is 0 for small batches. Raises ConfigError."""
+    if num_valid < 0 or k < 1 or num_instances < 1:
+        raise ConfigError(f"num_valid={num_valid}, k={k}, num_instances={num_instances}; wanted are at least 0, 1 and 1")
+    if rounding not in ("ceil", "floor"):
+        raise ConfigError(f"rounding={rounding!r}; it is 'ceil' or 'floor'")
+    try:
+        exact = Fraction(str(factor))
+    except ValueError as error:
+        raise ConfigError(f"factor={factor!r} is no finite number; give one above 0, such as 1.25 or '5/4'") from error
+    if exact <= 0:
+        raise ConfigError(f"factor={factor!r}; the capacity factor is above 0, such as 1.25")
+    numerator, denominator = exact.numerator * num_valid * k, exact.denominator * num_instances
+    slots = numerator // denominator if rounding == "floor" else max(1, -(-numerator // denominator))
+    return np.full(num_instances, min(slots, INT32_MAX), np.int32)

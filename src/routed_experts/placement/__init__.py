@@ -1,0 +1,36 @@
+"""Where experts should live: plans from captured routing, and what a plan would do, before a server is touched. Knows no engine.
+
+    stats = RoutingStats.from_records(records)                       # or engine.routing_stats()
+    plan = placement.eplb(stats, num_instances=288, num_devices=32)  # or placement.resident(stats, per_layer=32)
+    report = placement.replay(records, plan)"""
+
+from routed_experts.placement.balance import device_load, eplb_balancedness, eplb_balancedness_weighted, num_copies
+from routed_experts.placement.coverage import concentration, lru_coverage, static_coverage
+from routed_experts.placement.eplb import rebalance
+from routed_experts.placement.gate import Verdict, judge
+from routed_experts.placement.plan import eplb, resident
+from routed_experts.placement.relabel import relabel
+from routed_experts.placement.replay import PlacementReport, ResidencyReport, replay
+from routed_experts.placement.residency import AdaptiveResidency, ExpertCosts, num_promoted
+
+__all__ = [
+    "AdaptiveResidency",
+    "ExpertCosts",
+    "PlacementReport",
+    "ResidencyReport",
+    "Verdict",
+    "concentration",
+    "device_load",
+    "eplb",
+    "eplb_balancedness",
+    "eplb_balancedness_weighted",
+    "judge",
+    "lru_coverage",
+    "num_copies",
+    "num_promoted",
+    "rebalance",
+    "relabel",
+    "replay",
+    "resident",
+    "static_coverage",
+]

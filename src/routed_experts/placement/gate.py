@@ -1,0 +1,49 @@
+"""Is a new placement worth its copies. Knows no plan: a load, two placements and what a copy costs."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from routed_experts.core.errors import PlacementError
+from routed_experts.core.placement import Placement
+from routed_experts.placement.balance import device_load, eplb_balancedness_weighted, num_copies
+
+MIN_STEP = 0.05  # of balancedness: less is not worth the disturbance, whatever it costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a change of placement would bring and cost, in seconds of the window. Apply it where `worth` is true."""
+
+    balancedness_now: float
+    balancedness_new: float
+    copies: int
+    gain_s: float
+    cost_s: float
+
+    @property
+    def worth(self) -> bool:
+        """The gain is above the cost, and the balance rises by 0.05 or more."""
+        return self.gain_s > self.cost_s and self.balancedness_new - self.balancedness_now >= MIN_STEP
+
+
+def judge(
+    load: Float[np.ndarray, "M E"], now: Placement, new: Placement, *, expert_time_s: float, expert_bytes: int, link_bytes_per_s: float
+) -> Verdict:
+    """Weigh the time that better balance saves of `expert_time_s`, the seconds that experts take in a window of this load, against
+    sending `expert_bytes` a copy over a link of `link_bytes_per_s`: gain = T (1 - b_now / b_new), cost = copies * bytes / rate.
+
+    Balancedness is the weighted one, which is the share of time that devices do not wait. Raises PlacementError."""
+    for name, value in {"expert_time_s": expert_time_s, "expert_bytes": expert_bytes, "link_bytes_per_s": link_bytes_per_s}.items():
+        if not (np.isfinite(value) and value >= 0) or (name == "link_bytes_per_s" and value == 0):
+            raise PlacementError(f"{name}={value}; wanted a finite number above 0")
+    b_now, b_new = (eplb_balancedness_weighted(device_load(load, placement)) for placement in (now, new))
+    copies = int(num_copies(now, new).sum())
+    return Verdict(
+        balancedness_now=b_now,
+        balancedness_new=b_new,
+        copies=copies,
+        gain_s=expert_time_s * (1 - b_now / b_new),
+        cost_s=copies * expert_bytes / link_bytes_per_s,
+    )

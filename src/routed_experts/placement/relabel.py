@@ -1,0 +1,84 @@
+"""Name the devices of a new placement so that the fewest experts move. Knows no load: balance is as it was.
+
+Which device of a node carries which set of instances changes no balance, so the sets are matched to the devices that hold most of
+them already (an assignment problem, SciPy), and what stays on a device stays in its slot.
+Dims: M MoE layers, E experts, I instances, V devices, s = I / V slots, R = M * V."""
+
+import importlib
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from routed_experts.core.errors import ConfigError, PlacementError
+from routed_experts.core.placement import Placement
+from routed_experts.placement.balance import check_alike
+
+
+def relabel(new: Placement, old: Placement, *, num_nodes: int = 1) -> Placement:
+    """Return `new` with devices renamed within their nodes and slots within their devices, as near to `old` as can be; its epoch is
+    the one after old's. Raises PlacementError where the sizes differ, ConfigError without SciPy (routed-experts[placement])."""
+    check_alike(old, new)
+    if num_nodes < 1 or new.num_devices % num_nodes:
+        raise PlacementError(f"num_nodes={num_nodes} does not divide num_devices={new.num_devices}; choose one that does")
+    shape = (new.num_layers, new.num_devices, new.instances_per_device)
+    before = old.physical_to_logical_map.reshape(shape).astype(np.int64)
+    after = new.physical_to_logical_map.reshape(shape).astype(np.int64)
+    order = _match_devices(_holds(after, new.num_experts), _holds(before, new.num_experts), num_nodes)
+    after = np.take_along_axis(after, order[:, :, None], axis=1)
+    kept = _keep_slots(after.reshape(-1, shape[2]), before.reshape(-1, shape[2]), new.num_experts)
+    return Placement.of(
+        kept.reshape(new.num_layers, new.num_instances), num_experts=new.num_experts, num_devices=new.num_devices,
+        max_replicas=new.logical_to_physical_map.shape[2], epoch=old.epoch + 1,
+    )  # fmt: skip
+
+
+def _holds(experts: Int64[np.ndarray, "M V s"], num_experts: int) -> np.ndarray:
+    """Which device holds which expert, as float32 0 and 1 [M, V, E]."""
+    holds = np.zeros((*experts.shape[:2], num_experts), np.float32)
+    np.put_along_axis(holds, experts, np.float32(1), axis=2)
+    return holds
+
+
+def _match_devices(after: np.ndarray, before: np.ndarray, num_nodes: int) -> Int64[np.ndarray, "M V"]:
+    """For each old device, the device of the new placement that takes its name."""
+    assign = _assignment()
+    num_layers, num_devices = before.shape[:2]
+    width = num_devices // num_nodes
+    order = np.empty((num_layers, num_devices), np.int64)
+    for layer in range(num_layers):
+        for low in range(0, num_devices, width):
+            node = slice(low, low + width)
+            common = before[layer, node] @ after[layer, node].T  # [old, new], experts that both hold
+            order[layer, node] = low + assign(common, maximize=True)[1]
+    return order
+
+
+def _keep_slots(after: Int64[np.ndarray, "R s"], before: Int64[np.ndarray, "R s"], num_experts: int) -> Int64[np.ndarray, "R s"]:
+    """Order each device's new instances so that one that was there before keeps its slot; the others fill the rest in order."""
+    same = _numbered(after, num_experts)[:, :, None] == _numbered(before, num_experts)[:, None, :]  # [R, new, old], one to one
+    stays, stayed = same.any(axis=2), same.any(axis=1)
+    kept = np.empty_like(after)
+    comers = np.take_along_axis(after, np.argsort(stays, axis=1, kind="stable"), axis=1)  # those that come first
+    np.put_along_axis(kept, np.argsort(stayed, axis=1, kind="stable"), comers, axis=1)
+    rows, places = np.nonzero(stayed)
+    kept[rows, places] = before[rows, places]
+    return kept
+
+
+def _numbered(experts: Int64[np.ndarray, "R s"], num_experts: int) -> Int64[np.ndarray, "R s"]:
+    """Tell instances of one expert on one device apart: expert + E times the number of those before it."""
+    order = np.argsort(experts, axis=1, kind="stable")
+    ordered = np.take_along_axis(experts, order, axis=1)
+    places = np.arange(experts.shape[1])
+    first = np.maximum.accumulate(np.where(np.diff(ordered, axis=1, prepend=-1) != 0, places, 0), axis=1)
+    numbered = np.empty_like(experts)
+    np.put_along_axis(numbered, order, ordered + num_experts * (places - first), axis=1)
+    return numbered
+
+
+def _assignment() -> Any:
+    try:
+        return importlib.import_module("scipy.optimize").linear_sum_assignment
+    except ImportError as error:
+        raise ConfigError("matching devices needs scipy, which is not installed; install routed-experts[placement]") from error

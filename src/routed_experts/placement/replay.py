@@ -1,0 +1,121 @@
+"""What a plan would have done for tokens that were recorded: balance, hits and copies, before a server is touched. Knows no engine.
+
+Records are cut into steps of `step_tokens`, one record after the other; a step is what devices share and wait for each other in.
+Dims: T tokens, N tokens of a step, M MoE layers, E experts, K experts per token, V devices."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from jaxtyping import Float64, Int64, UInt
+
+from routed_experts.analysis import known_rows
+from routed_experts.core.errors import PlacementError
+from routed_experts.core.placement import Placement, ResidencyMap
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.placement.balance import num_copies
+from routed_experts.placement.dispatch import Dispatch, count_experts, dispatcher
+from routed_experts.placement.residency import AdaptiveResidency, num_promoted
+
+STEP_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacementReport:
+    """A placement on a trace. `balancedness` of a layer: sum over steps of the mean device load / sum of the largest, the share of
+    the layer's time that devices do not wait for each other."""
+
+    num_tokens: int
+    num_steps: int
+    device_load: Float64[np.ndarray, "M V"]  # slots
+    balancedness: Float64[np.ndarray, " M"]
+    copies: Int64[np.ndarray, " M"]  # from the placement before; 0 without one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ResidencyReport:
+    """A residency on a trace. `hit_ratio`: share of a layer's slots whose expert was on the accelerator; `copies`: experts promoted."""
+
+    num_tokens: int
+    num_steps: int
+    hit_ratio: Float64[np.ndarray, " M"]
+    copies: Int64[np.ndarray, " M"]
+
+
+@overload
+def replay(
+    records: Iterable[RoutedExperts], plan: Placement, *, dispatch: Dispatch = "even", step_tokens: int = STEP_TOKENS,
+    previous: Placement | None = None,
+) -> PlacementReport: ...  # fmt: skip
+@overload
+def replay(
+    records: Iterable[RoutedExperts], plan: ResidencyMap | AdaptiveResidency, *, step_tokens: int = STEP_TOKENS,
+    previous: ResidencyMap | None = None,
+) -> ResidencyReport: ...  # fmt: skip
+def replay(
+    records: Iterable[RoutedExperts], plan: Placement | ResidencyMap | AdaptiveResidency, *, dispatch: Dispatch = "even",
+    step_tokens: int = STEP_TOKENS, previous: Placement | ResidencyMap | None = None,
+) -> PlacementReport | ResidencyReport:  # fmt: skip
+    """Run a plan, or a policy that adapts, over the known rows of records. `dispatch` says how a placement's slots choose among the
+    instances of their expert. `previous`: what the plan replaces; going from there to it is counted as copies.
+
+    Raises PlacementError for records of another model than the plan's, RoutingAlignmentError for records of two models or none."""
+    rows, num_experts = _rows_of(records, step_tokens)
+    residency = plan.residency if isinstance(plan, AdaptiveResidency) else plan
+    residency.check_model(rows.shape[1], num_experts)
+    if isinstance(plan, Placement):
+        if isinstance(previous, ResidencyMap):
+            raise PlacementError("previous is a ResidencyMap and plan a Placement; give the placement that is replaced")
+        return _replay_placement(rows, plan, dispatch, step_tokens, previous)
+    if isinstance(previous, Placement):
+        raise PlacementError("previous is a Placement and plan a residency; give the ResidencyMap that is replaced")
+    return _replay_residency(rows, plan, step_tokens, previous)
+
+
+def _replay_placement(
+    rows: UInt[np.ndarray, "T M K"], plan: Placement, dispatch: Dispatch, step_tokens: int, previous: Placement | None
+) -> PlacementReport:
+    total = np.zeros((plan.num_layers, plan.num_devices))
+    largest = np.zeros(plan.num_layers)
+    send = dispatcher(plan, dispatch)
+    for step in _steps(rows, step_tokens):
+        load = send(step)
+        total += load
+        largest += load.max(axis=1)
+    return PlacementReport(
+        num_tokens=len(rows),
+        num_steps=-(-len(rows) // step_tokens),
+        device_load=total,
+        balancedness=np.divide(total.mean(axis=1), largest, out=np.ones(plan.num_layers), where=largest > 0),
+        copies=np.zeros(plan.num_layers, np.int64) if previous is None else num_copies(previous, plan),
+    )
+
+
+def _replay_residency(
+    rows: UInt[np.ndarray, "T M K"], plan: ResidencyMap | AdaptiveResidency, step_tokens: int, previous: ResidencyMap | None
+) -> ResidencyReport:
+    now = plan.residency if isinstance(plan, AdaptiveResidency) else plan
+    hits = np.zeros(now.num_layers, np.int64)
+    copies = np.zeros(now.num_layers, np.int64) if previous is None else num_promoted(previous, now)
+    for step in _steps(rows, step_tokens):
+        counts = count_experts(step, now.num_experts)
+        hits += np.where(now.slot_of >= 0, counts, 0).sum(axis=1)
+        if isinstance(plan, AdaptiveResidency):
+            plan = plan.observe(counts, len(step))
+            copies = copies + num_promoted(now, plan.residency)
+            now = plan.residency
+    slots = len(rows) * rows.shape[2]
+    return ResidencyReport(num_tokens=len(rows), num_steps=-(-len(rows) // step_tokens), hit_ratio=hits / max(slots, 1), copies=copies)
+
+
+def _steps(rows: UInt[np.ndarray, "T M K"], step_tokens: int) -> Iterator[UInt[np.ndarray, "N M K"]]:
+    return (rows[low : low + step_tokens] for low in range(0, len(rows), step_tokens))
+
+
+def _rows_of(records: Iterable[RoutedExperts], step_tokens: int) -> tuple[UInt[np.ndarray, "T M K"], int]:
+    listed = list(records)
+    if step_tokens < 1:
+        raise PlacementError(f"step_tokens={step_tokens}; wanted at least 1, the tokens that devices share at a time")
+    rows = known_rows(*listed)
+    return rows, listed[0].num_experts

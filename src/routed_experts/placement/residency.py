@@ -1,0 +1,119 @@
+"""Which experts stay on the accelerator: the most used of a trace, or those of late, exchanged while the model serves.
+Knows no weights and moves none: it says what to move.
+
+A miss never waits for a copy (the host computes it), so a policy only has to be right on average. Rates are slots a token.
+Dims: M MoE layers, E experts, N resident experts of a layer."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Bool, Float, Float64, Int, Int64
+
+from routed_experts.core.errors import PlacementError
+from routed_experts.core.placement import ResidencyMap
+from routed_experts.placement.eplb import checked_load
+
+_FAST, _SLOW = 256.0, 4096.0  # half-lives of the two averages, in tokens
+_HORIZON = 4096.0  # tokens over which a promoted expert is expected to stay as busy as it is
+_HYSTERESIS = 1.2  # how much busier than its victim an expert must be
+_MOST_SWAPS, _EVERY = 8, 8  # swaps of a layer at once, and steps between two looks
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCosts:
+    """Seconds that one token takes in one expert on the host and on the accelerator, and that a copy of the expert's weights takes.
+
+    As computed for experts of Qwen3-30B-A3B in bfloat16, PCIe 4 and two channels of memory, unless said otherwise."""
+
+    host_s: float = 118e-6
+    device_s: float = 6e-6
+    copy_s: float = 377e-6
+
+    def __post_init__(self) -> None:
+        for name, seconds in dataclasses.asdict(self).items():
+            if not (np.isfinite(seconds) and seconds >= 0):
+                raise PlacementError(f"{name}={seconds}; wanted a finite number of seconds, 0 or more")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AdaptiveResidency:
+    """A residency map that follows the load. A value: `observe` returns the next one, whose map has a higher epoch if it changed.
+
+    An expert is promoted over a victim if it is busier by 20 % and the time that it saves over the next 4,096 tokens is above that of
+    the copy; at most 8 of a layer, every 8 steps. Busy is the mean of two moving averages, with half-lives of 256 and 4,096 tokens."""
+
+    residency: ResidencyMap
+    costs: ExpertCosts
+    fast: Float64[np.ndarray, "M E"]  # slots, decayed
+    slow: Float64[np.ndarray, "M E"]
+    fast_tokens: float = 0.0  # tokens, decayed alike
+    slow_tokens: float = 0.0
+    step: int = 0
+
+    @staticmethod
+    def start(residency: ResidencyMap, *, costs: ExpertCosts | None = None) -> "AdaptiveResidency":
+        """Begin with this map and nothing observed."""
+        nothing = np.zeros((residency.num_layers, residency.num_experts))
+        return AdaptiveResidency(residency=residency, costs=costs or ExpertCosts(), fast=nothing, slow=nothing)
+
+    @property
+    def rate(self) -> Float64[np.ndarray, "M E"]:
+        """How busy each expert is, slots a token."""
+        return (self.fast / max(self.fast_tokens, 1.0) + self.slow / max(self.slow_tokens, 1.0)) / 2
+
+    def observe(self, counts: Int[np.ndarray, "M E"], num_tokens: int) -> "AdaptiveResidency":
+        """Take in the slots of one step of `num_tokens` tokens, and at every eighth exchange experts."""
+        self.residency.check_model(*counts.shape)
+        fast, slow = 0.5 ** (num_tokens / _FAST), 0.5 ** (num_tokens / _SLOW)
+        seen = dataclasses.replace(
+            self, fast=self.fast * fast + counts, slow=self.slow * slow + counts, fast_tokens=self.fast_tokens * fast + num_tokens,
+            slow_tokens=self.slow_tokens * slow + num_tokens, step=self.step + 1,
+        )  # fmt: skip
+        if seen.step % _EVERY:
+            return seen
+        return dataclasses.replace(seen, residency=_exchanged(seen.residency, seen.rate, self.costs))
+
+
+def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: ResidencyMap | None = None) -> ResidencyMap:
+    """Keep the `per_layer` experts of the largest load of each layer, ties to the lower id. An expert that was resident in `previous`
+    keeps its slot, and the epoch is the next. Raises PlacementError."""
+    load = checked_load(load)
+    if not 0 <= per_layer <= load.shape[1]:
+        raise PlacementError(f"per_layer={per_layer} resident experts; wanted 0 to {load.shape[1]}, all there are")
+    chosen = np.sort(np.argsort(-load, axis=1, kind="stable")[:, :per_layer], axis=1)
+    if previous is None:
+        return ResidencyMap.of(chosen, num_experts=load.shape[1])
+    previous.check_model(*load.shape)
+    if previous.num_resident != per_layer:
+        raise PlacementError(f"per_layer={per_layer}, but previous has {previous.num_resident} slots a layer; plan with as many")
+    wanted = np.zeros(load.shape, np.bool_)
+    np.put_along_axis(wanted, chosen, values=True, axis=1)
+    experts = previous.experts
+    stays = np.take_along_axis(wanted, experts.astype(np.intp), axis=1)
+    for layer in range(len(load)):
+        comers = np.setdiff1d(chosen[layer], experts[layer], assume_unique=True)
+        experts[layer, ~stays[layer]] = comers
+    return ResidencyMap.of(experts, num_experts=load.shape[1], epoch=previous.epoch + 1)
+
+
+def num_promoted(old: ResidencyMap, new: ResidencyMap) -> Int64[np.ndarray, " M"]:
+    """Experts of each layer that `new` has on the accelerator and `old` had on the host: copies to be made."""
+    old.check_model(new.num_layers, new.num_experts)
+    return np.count_nonzero((new.slot_of >= 0) & (old.slot_of < 0), axis=1)
+
+
+def _exchanged(residency: ResidencyMap, rate: Float64[np.ndarray, "M E"], costs: ExpertCosts) -> ResidencyMap:
+    """Put the busiest experts of the host into the slots of the idlest residents, pair by pair, where it pays."""
+    experts = residency.experts.astype(np.int64)
+    most = min(_MOST_SWAPS, residency.num_resident, residency.num_experts - residency.num_resident)
+    here: Bool[np.ndarray, "M E"] = residency.slot_of >= 0
+    comers = np.argsort(np.where(here, np.inf, -rate), axis=1, kind="stable")[:, :most]
+    slots = np.argsort(np.take_along_axis(rate, experts, axis=1), axis=1, kind="stable")[:, :most]
+    victims = np.take_along_axis(experts, slots, axis=1)
+    new, old = np.take_along_axis(rate, comers, axis=1), np.take_along_axis(rate, victims, axis=1)
+    pays = (new - old) * _HORIZON * (costs.host_s - costs.device_s) > costs.copy_s
+    swaps = pays & (new > _HYSTERESIS * old)
+    if not swaps.any():
+        return residency
+    np.put_along_axis(experts, slots, np.where(swaps, comers, victims), axis=1)
+    return ResidencyMap.of(experts, num_experts=residency.num_experts, epoch=residency.epoch + 1)

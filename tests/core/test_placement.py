@@ -1,0 +1,132 @@
+"""Placement and ResidencyMap: what they accept is consistent, and what is not is refused by name."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from routed_experts.core.errors import ConfigError, PlacementError
+from routed_experts.core.placement import Placement, ResidencyMap
+
+
+@st.composite
+def instance_maps(draw):
+    num_layers, num_experts, num_devices = draw(st.integers(1, 3)), draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    num_instances = num_devices * draw(st.integers(-(-num_experts // num_devices), 6))
+    spare = draw(st.lists(st.integers(0, num_experts - 1), min_size=num_instances - num_experts, max_size=num_instances - num_experts))
+    rows = [draw(st.permutations([*range(num_experts), *spare])) for _ in range(num_layers)]
+    return np.array(rows), num_experts, num_devices
+
+
+@given(instance_maps())
+def test_a_placement_lists_every_instance_under_the_expert_it_holds(case):
+    held, num_experts, num_devices = case
+    placement = Placement.of(held, num_experts=num_experts, num_devices=num_devices)
+    for layer, row in enumerate(held.tolist()):
+        for expert in range(num_experts):
+            instances = [i for i, one in enumerate(row) if one == expert]
+            listed = placement.logical_to_physical_map[layer, expert].tolist()
+            assert listed == instances + [-1] * (len(listed) - len(instances))
+            assert placement.logical_replica_count[layer, expert] == len(instances)
+    assert placement.instances_per_device * num_devices == held.shape[1] == placement.num_instances
+    assert not placement.physical_to_logical_map.flags.writeable and held.flags.writeable
+
+
+def test_the_identity_holds_each_expert_once_in_order():
+    placement = Placement.identity(2, 6, 3)
+    assert placement.physical_to_logical_map.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+    assert placement.logical_to_physical_map.tolist() == [[[0], [1], [2], [3], [4], [5]]] * 2
+    assert (placement.num_layers, placement.num_experts, placement.instances_per_device, placement.epoch) == (2, 6, 2, 0)
+
+
+def changed(name, *at, value):
+    """A sound placement of 3 experts on 4 instances with one number changed."""
+    sound = Placement.of(np.array([[0, 1, 2, 1]]), num_experts=3, num_devices=2)
+    array = getattr(sound, name).copy()
+    array[at] = value
+    return lambda: dataclasses.replace(sound, **{name: array})
+
+
+WRONG_PLACEMENTS = {
+    "expert without an instance": (lambda: Placement.of(np.array([[0, 0]]), num_experts=2, num_devices=1), "expert 1 has 0 instances"),
+    "id that is no expert": (lambda: Placement.of(np.array([[0, 2]]), num_experts=2, num_devices=1), "holds expert 2; wanted 0 to 1"),
+    "hole in the instances": (lambda: Placement.of(np.array([[0, -1]]), num_experts=1, num_devices=1), "holds expert -1"),
+    "too few instances": (lambda: Placement.of(np.array([[0]]), num_experts=2, num_devices=1), "1 instances for 2 experts"),
+    "uneven devices": (lambda: Placement.of(np.array([[0, 1, 1]]), num_experts=2, num_devices=2), "num_devices=2 does not divide 3"),
+    "no device": (lambda: Placement.identity(1, 2, 0), "num_devices=0"),
+    "more replicas than positions": (
+        lambda: Placement.of(np.array([[0, 0, 0]]), num_experts=1, num_devices=1, max_replicas=2),
+        "3 instances, above max_replicas=2",
+    ),
+    "one dimension": (lambda: Placement.of(np.array([0, 1]), num_experts=2, num_devices=1), "shape [2]; wanted [M, I]"),
+    "gap in a list": (changed("logical_to_physical_map", 0, 1, 0, value=-1), "list [-1, 3]"),
+    "instance out of range": (changed("logical_to_physical_map", 0, 1, 1, value=4), "wanted that many of 0 to 3"),
+    "list that ends too late": (changed("logical_to_physical_map", 0, 0, 1, value=0), "list [0, 0]"),
+    "count that is too small": (changed("logical_replica_count", 0, 1, value=1), "expert 1 has 1 instances and the list [1, 3]"),
+    "maps that disagree": (changed("physical_to_logical_map", 0, 3, value=0), "instance 3 is listed for expert 1, but holds 0"),
+    "instance listed twice": (changed("logical_to_physical_map", 0, 1, 1, value=1), "instance 1 is listed 2 times"),
+    "epoch": (lambda: dataclasses.replace(Placement.identity(1, 2, 1), epoch=-1), "epoch=-1"),
+    "dtype": (
+        lambda: dataclasses.replace(Placement.identity(1, 2, 1), logical_replica_count=np.ones((1, 2), np.int64)),
+        "dtypes int32, int32, int64",
+    ),
+    "another model": (lambda: Placement.identity(2, 4, 1).check_model(3, 4), "2 MoE layers x 4 experts came for a model of 3 x 4"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PLACEMENTS)
+def test_a_wrong_placement_is_refused_by_name(name):
+    make, words = WRONG_PLACEMENTS[name]
+    with pytest.raises(PlacementError, match=re.escape(words)) as refused:
+        make()
+    assert isinstance(refused.value, ConfigError)
+
+
+@given(st.data())
+def test_a_residency_map_and_its_list_of_experts_are_inverses(data):
+    num_layers, num_experts = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 7))
+    num_resident = data.draw(st.integers(0, num_experts))
+    rows = [data.draw(st.permutations(range(num_experts)))[:num_resident] for _ in range(num_layers)]
+    residency = ResidencyMap.of(np.array(rows, np.int64).reshape(num_layers, num_resident), num_experts=num_experts)
+    assert residency.experts.tolist() == [list(row) for row in rows]
+    assert residency.num_resident == num_resident
+    for row, slots in zip(rows, residency.slot_of.tolist(), strict=True):
+        assert slots == [row.index(expert) if expert in row else -1 for expert in range(num_experts)]
+
+
+def test_the_first_experts_sit_in_the_slots_of_their_ids():
+    assert ResidencyMap.first(2, 4, 3).slot_of.tolist() == [[0, 1, 2, -1]] * 2
+    assert ResidencyMap.first(1, 2, 0).slot_of.tolist() == [[-1, -1]]
+
+
+def slots(*rows, num_resident=2, epoch=0):
+    return lambda: ResidencyMap(slot_of=np.array(rows, np.int32), num_resident=num_resident, epoch=epoch)
+
+
+WRONG_MAPS = {
+    "slot used twice": (slots([0, 1, -1], [1, 1, -1]), "MoE layer 1 uses the slots [1, 1]; wanted each of 0 to 1 once"),
+    "slot left empty": (slots([0, -1, -1]), "uses the slots [0]"),
+    "slot past the last": (slots([0, 2, -1]), "uses the slots [0, 2]"),
+    "three in two slots": (slots([0, 1, 1]), "uses the slots [0, 1, 1]"),
+    "negative slot": (slots([0, 1, -2]), "uses the slots [-2, 0, 1]"),
+    "one resident too many": (slots([0, 1, 2]), "uses the slots [0, 1, 2]"),
+    "more than there are": (slots([0, 1], num_resident=3), "num_resident=3 experts of a layer; wanted 0 to 2"),
+    "fewer than none": (lambda: ResidencyMap.first(1, 4, -1), "num_resident=-1"),
+    "first, more than there are": (lambda: ResidencyMap.first(1, 4, 5), "num_resident=5 experts of a layer; wanted 0 to 4"),
+    "expert out of range": (lambda: ResidencyMap.of(np.array([[4]]), num_experts=4), "experts holds 4; wanted ids of 0 to 3"),
+    "expert named twice": (lambda: ResidencyMap.of(np.array([[1, 1]]), num_experts=4), "uses the slots [1]"),
+    "shape": (lambda: ResidencyMap.of(np.array([1, 2]), num_experts=4), "shape [2]; wanted [M, N]"),
+    "dtype": (lambda: ResidencyMap(slot_of=np.array([[0, -1]]), num_resident=1), "slot_of is int64[1, 2]; wanted int32[M, E]"),
+    "epoch": (slots([0, 1], epoch=-1), "epoch=-1"),
+    "another model": (lambda: ResidencyMap.first(2, 4, 1).check_model(2, 8), "2 MoE layers x 4 experts came for a model of 2 x 8"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_MAPS)
+def test_a_wrong_residency_map_is_refused_by_name(name):
+    make, words = WRONG_MAPS[name]
+    with pytest.raises(PlacementError, match=re.escape(words)):
+        make()

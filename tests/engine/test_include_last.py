@@ -1,0 +1,145 @@
+"""routed_experts_include_last: the last token is fed too, for its row. Its row is what the experts ran, and nothing else changes.
+
+Judged by the tap, as test_fidelity is; the stores are poisoned before every run and after every step."""
+
+import numpy as np
+import pytest
+
+from oracles.driver import assert_all_faithful, request
+from oracles.worlds import random_prompt, tiny_world
+from routed_experts import InvalidRequestError, SamplingParams
+from routed_experts.capture import record_from_response
+from serving import borrow
+
+LENGTHS = (1, 4, 9, 30, 45, 61)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return tiny_world(moe_backend="tapped")
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with borrow(enable_return_routed_experts=True) as engine:
+        yield engine
+
+
+def requests(seed=0, max_tokens=12, **options):
+    said = {"include_last": True, **options}
+    rng = np.random.default_rng(seed)
+    return [
+        request(f"r{index}", random_prompt(rng, length), max_tokens, temperature=float(index % 2), seed=seed + index, **said)
+        for index, length in enumerate(LENGTHS)
+    ]  # fmt: skip
+
+
+def num_rows(reqs):
+    return sum(req.num_known for req in reqs)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_token_has_a_row_and_the_tokens_are_the_same(world, chunk, stream):
+    plain = world.drive()
+    plain.run(*requests(include_last=False))
+    told = {rid: one.tokens for rid, one in plain.told.items()}
+    drive = world.drive(chunked_prefill_size=chunk)
+    reqs = requests(stream=stream)
+    drive.run(*reqs)
+    assert assert_all_faithful(drive) == num_rows(reqs)
+    assert {rid: one.tokens for rid, one in drive.told.items()} == told
+    assert all(one.end.queue_s is not None and one.end.completion_tokens == 12 for one in drive.told.values())
+
+
+def test_a_stop_token_has_its_row(world):
+    first = world.drive()
+    first.run(*requests(1, include_last=False))
+    stops = {rid: one.tokens[5] for rid, one in first.told.items()}
+    drive, rng = world.drive(), np.random.default_rng(1)
+    reqs = [
+        request(f"r{index}", random_prompt(rng, length), 12, include_last=True, temperature=float(index % 2), seed=1 + index,
+                stop_token_ids=[stops[f"r{index}"]], stream=index % 3 == 0)
+        for index, length in enumerate(LENGTHS)
+    ]  # fmt: skip
+    drive.run(*reqs)
+    assert assert_all_faithful(drive) == num_rows(reqs)
+    assert all(one.end.finish_reason.matched == one.tokens[-1] == stops[rid] for rid, one in drive.told.items())
+
+
+def test_retraction_every_third_step_changes_no_row(world):
+    drive, reqs = world.drive(), requests(2)
+    drive.run(*reqs, before_step=lambda step: step % 3 == 2 and drive.retract_victim())
+    assert drive.core.scheduler.num_retracted >= 5
+    assert assert_all_faithful(drive) == num_rows(reqs)
+
+
+def test_retraction_while_the_last_token_is_fed_changes_no_row(world):
+    """Before each step, where one request only waits for the row of its last token."""
+    drive, reqs = world.drive(), requests(3, stop_token_ids=range(0, 313, 5))
+    retracted = []
+
+    def meddle(step):
+        ending = [req for req in drive.core.scheduler.running if req.ending is not None]
+        if ending and len(retracted) < 4:
+            retracted.append(drive.retract_victim())
+
+    drive.run(*reqs, before_step=meddle)
+    assert any(retracted)
+    assert assert_all_faithful(drive) == num_rows(reqs)
+
+
+def test_an_abort_gives_the_rows_of_what_was_fed(world):
+    drive, reqs = world.drive(), requests(4, max_tokens=20)
+    drive.run(*reqs, before_step=lambda step: step == 11 and [drive.core.abort(rid) for rid in ("r1", "r5")])
+    assert drive.told["r1"].end.finish_reason.type == "abort" and 0 < len(drive.told["r5"].tokens) < 20
+    assert assert_all_faithful(drive) == num_rows(reqs) - sum(one.end.finish_reason.type == "abort" for one in drive.told.values())
+
+
+def test_choices_and_others_beside_them(world):
+    drive, prompt = world.drive(), random_prompt(np.random.default_rng(5), 30)
+    reqs = [request(f"c{j}", prompt, 12, choice=j, group="one", temperature=1.0, seed=5, include_last=j % 2 == 0) for j in range(4)]
+    drive.run(*reqs)
+    assert assert_all_faithful(drive) == sum(req.num_known - index % 2 for index, req in enumerate(reqs))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_up_to_the_end_of_the_context_and_over_every_door(engine, stream):
+    prompt = [7, 8, 9] * 100
+    asked = {"return_routed_experts": True, "routed_experts_include_last": True, "routed_experts_format": "npy"}
+    said = engine.generate(input_ids=prompt, sampling_params={"ignore_eos": True}, max_new_tokens=212, stream=stream, **asked)
+    said = list(said)[-1] if stream else said
+    assert len(said["output_ids"]) == 212, "S is the whole context of 512 tokens"
+    record = record_from_response(said)
+    scored = engine.score(prompt + said["output_ids"]).routed_experts
+    assert record.num_rows == record.num_tokens == 512
+    assert said["meta_info"]["routed_experts_info"]["include_last"] is True
+    assert np.mean(record.ids == scored.ids) > 0.99, "another pass over the same tokens, up to ties"
+
+
+def test_a_stop_string_ends_the_text_and_has_its_row(engine):
+    params = SamplingParams(temperature=0.0, max_tokens=40, return_routed_experts=True, routed_experts_include_last=True)
+    whole = engine.generate("the router", params)
+    stop = whole["text"][10:12]
+    plain = engine.generate("the router", {"temperature": 0.0, "stop": stop}, max_new_tokens=40, return_routed_experts=True)
+    for stream in (False, True):
+        said = engine.generate(
+            "the router", {"temperature": 0.0, "stop": stop, "routed_experts_include_last": True}, max_new_tokens=40, stream=stream,
+            return_routed_experts=True, routed_experts_stream=stream,
+        )  # fmt: skip
+        events = list(said) if stream else [said]
+        assert (events[-1]["text"], events[-1]["output_ids"]) == (plain["text"], plain["output_ids"])
+        assert events[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+        records = [record_from_response(event) for event in events]
+        ids = np.concatenate([record.ids for record in records if record is not None])
+        wanted = record_from_response(plain)
+        assert ids.shape[0] == wanted.num_rows + 1 == records[-1].num_tokens
+        assert np.array_equal(ids[:-1], wanted.ids)
+
+
+def test_it_says_nothing_without_rows(engine):
+    wrong = {"return_routed_experts": True, "routed_experts_include_last": 1}
+    for said, code in (({}, "routing_not_requested"), (wrong, "invalid_request")):
+        with pytest.raises(InvalidRequestError) as told:
+            engine.generate("a", **{"routed_experts_include_last": True, **said})
+        assert (told.value.code, told.value.param) == (code, "routed_experts_include_last")

@@ -1,0 +1,293 @@
+"""Engines whose experts are shared out between two devices of the CPU: 0 plays the accelerator, 1 the host. Run by
+test_experts_shared_out.py in a process of its own, for JAX shows two devices only if it was told so before it started."""
+
+import collections
+import contextlib
+import threading
+from types import MappingProxyType
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+
+from routed_experts import (
+    CheckpointError,
+    ConfigError,
+    Engine,
+    ExpertsConfig,
+    InvalidRequestError,
+    PlacementError,
+    ResidencyMap,
+    extract_routed_experts_from_meta_info,
+)
+from routed_experts.execution.model_runner import ModelRunner
+from routed_experts.execution.split_jobs import Sides
+from serving import assert_idle
+from tiny import write_tiny_checkpoint
+
+EXPERTS, TOP_K, MOE_LAYERS = 6, 2, 2
+MODEL = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "num_hidden_layers": 3}  # the first one is dense
+SIZES = dict(
+    precompile_bs_paddings=(4,), precompile_token_paddings=(16,), context_length=96, max_total_tokens=512, skip_tokenizer_init=True,
+    enable_return_routed_experts=True,
+)  # fmt: skip
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11] * 5, [100, 3, 200, 17, 9], [4]]
+ASKED = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 5, "return_routed_experts": True, "max_new_tokens": 7}
+COMPILING = "/jax/core/compile/"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), seed=2, tokenizer=False, **MODEL)
+
+
+@pytest.fixture(scope="module")
+def undivided(folder):
+    """What the engine says that has all experts on the accelerator."""
+    with Engine(str(folder), experts=ExpertsConfig(), **SIZES) as engine:
+        assert type(engine._assembly.core.runner) is ModelRunner  # off: as if there were no such config
+        with pytest.raises(InvalidRequestError, match="all experts on the accelerator"):
+            engine.apply_residency(any_residents(0, 3))
+        return ask(engine)
+
+
+@pytest.fixture(scope="module")
+def most_bytes():
+    """On the accelerator while the weights of `engine` were loaded, beyond what was there before."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def engine(folder, most_bytes):
+    """Two of six experts on the accelerator."""
+    before = bytes_there()
+    how = {"on_load": lambda done, total: most_bytes.append(bytes_there() - before)}
+    with shared_out(folder, how, kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=9) as engine:
+        yield engine
+
+
+def bytes_there():
+    """Of the accelerator's arrays, each buffer once, however many arrays share it."""
+    return sum({a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays() if jax.devices()[0] in a.devices()}.values())
+
+
+@contextlib.contextmanager
+def shared_out(folder, how=MappingProxyType({}), **experts):
+    with Engine(str(folder), experts=ExpertsConfig(**experts), **SIZES, **how) as engine:
+        yield engine
+        assert_idle(engine)
+
+
+def ask(engine):
+    return [engine.generate(input_ids=ids, sampling_params={"temperature": 0.0}, **ASKED) for ids in PROMPTS]
+
+
+def logprobs_of(answer):
+    """All of them by (place, token), those of the best five included."""
+    meta = answer["meta_info"]
+    told = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
+    best = [entry for place in (*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]) for entry in place]
+    return np.array([value for value, *_ in (*told, *best)])
+
+
+def assert_same(answers, wanted):
+    for ours, theirs in zip(answers, wanted, strict=True):
+        assert ours["output_ids"] == theirs["output_ids"]
+        rows = [extract_routed_experts_from_meta_info(answer) for answer in (ours, theirs)]
+        np.testing.assert_array_equal(*rows)
+        np.testing.assert_allclose(logprobs_of(ours), logprobs_of(theirs), atol=1e-5, rtol=0)
+
+
+def any_residents(seed, num_resident, *, epoch=0):
+    noise = np.random.default_rng(seed)
+    held = np.stack([noise.permutation(EXPERTS)[:num_resident] for _ in range(MOE_LAYERS)])
+    return ResidencyMap.of(held, num_experts=EXPERTS, epoch=epoch)
+
+
+@contextlib.contextmanager
+def compile_events():
+    """What JAX traces, lowers and compiles meanwhile."""
+    seen = []
+
+    def note(event, duration, **_):
+        if event.startswith(COMPILING):
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+@contextlib.contextmanager
+def recorded_starts(engine):
+    """The programs that the runner starts, in order, with their arguments."""
+    programs, started = engine._assembly.core.runner._programs, []
+
+    def noted(key, program):
+        def start(*args):
+            started.append((key, args))
+            return program(*args)
+
+        return start
+
+    kept = dict(programs)
+    programs.update({key: noted(key, program) for key, program in kept.items()})
+    try:
+        yield started
+    finally:
+        programs.update(kept)
+
+
+def test_there_are_two_devices():
+    assert len(jax.devices()) == 2
+
+
+@pytest.mark.parametrize("num_resident", range(EXPERTS + 1))
+def test_any_number_of_residents_says_the_same(folder, undivided, num_resident):
+    how = {"residency": any_residents(num_resident, num_resident)} if num_resident % 2 else {"kt_num_gpu_experts": num_resident}
+    with shared_out(folder, **how) as engine:
+        assert_same(ask(engine), undivided)
+        held, hits = engine.residency()
+    rows = [extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided]
+    rows = np.concatenate(rows)  # the last token of each was not fed
+    resident = held.slot_of[np.arange(MOE_LAYERS)[None, :, None], rows] >= 0
+    np.testing.assert_allclose(hits, resident.mean(axis=(0, 2)), atol=1e-12)
+
+
+def test_host_experts_are_never_on_the_accelerator(engine, most_bytes):
+    runner, expert = engine._assembly.core.runner, 3 * 64 * 32 * 4  # bytes of gate, up and down
+    tables, stores = (jax.tree.leaves([*parts.values()]) for parts in (runner._tables, runner._model.host))
+    assert sum(leaf.nbytes for leaf in tables) == MOE_LAYERS * 2 * expert
+    assert sum(leaf.nbytes for leaf in stores) == MOE_LAYERS * EXPERTS * expert
+    assert {device.id for leaf in stores for device in leaf.devices()} == {1}
+    assert {device.id for leaf in tables for device in leaf.devices()} == {0}
+    rest = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._model.state)) - MOE_LAYERS * 2 * expert
+    assert 0 < max(most_bytes) <= rest  # while experts were loaded, only other arrays were there
+
+
+def test_swaps_under_load_change_nothing_and_compile_nothing(engine, undivided):
+    ended, swapped = threading.Event(), []
+
+    def swap():
+        while not ended.is_set():
+            swapped.append(engine.apply_residency(any_residents(len(swapped), 2, epoch=len(swapped) + 1)))
+
+    with compile_events() as seen:
+        thread = threading.Thread(target=swap)
+        thread.start()
+        answers = [ask(engine) for _ in range(4)]
+        ended.set()
+        thread.join()
+    for answer in answers:
+        assert_same(answer, undivided)
+    assert len(swapped) > 3 and sum(swapped) > 8
+    assert seen == []
+    assert engine._assembly.core.runner.num_swapped == sum(swapped)
+
+
+def test_copies_between_platforms_say_the_same(engine, undivided, monkeypatch):
+    """Between two platforms arrays go through NumPy, and a host that has nothing to do is not started."""
+    monkeypatch.setattr(Sides, "alike", property(lambda sides: False))
+    busiest = np.concatenate([extract_routed_experts_from_meta_info(a).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for a in undivided])
+    held = np.stack([np.argsort(-np.bincount(busiest[:, m].ravel(), minlength=EXPERTS))[:2] for m in range(MOE_LAYERS)])
+    engine.apply_residency(ResidencyMap.of(held, num_experts=EXPERTS))
+    engine.generate(input_ids=[3], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=24)
+    with recorded_starts(engine) as started, compile_events() as seen:
+        assert_same(ask(engine), undivided)
+    assert seen == []
+    starts = collections.Counter(key[0] for key, _ in started)
+    assert all((np.asarray(args[3]) >= 0).any() for key, args in started if key[0] == "host")
+    assert 0 < starts["host"] + starts["stream"] < starts["home"]
+
+
+def test_both_sides_are_started_before_either_is_needed(engine):
+    """Of each layer that goes to the host: residents first, the host beside them, and only then what adds both."""
+    engine.flush_cache()
+    with recorded_starts(engine) as started:
+        engine.generate(input_ids=[1, 2, 3], sampling_params={"temperature": 0.0}, max_new_tokens=2)
+    names = [key[0] for key, _ in started]
+    assert names == ["open", "layer", *["layer", "home", "host"] * MOE_LAYERS, "close", "sample"] * 2
+
+
+def test_the_host_is_sent_what_the_rows_say_and_no_padding(engine):
+    engine.flush_cache()
+    engine.apply_residency(any_residents(9, 2, epoch=10**6))
+    slot_of = engine.residency()[0].slot_of
+    with recorded_starts(engine) as started:
+        answer = engine.generate(input_ids=[1, 2, 3], sampling_params={"temperature": 0.0}, max_new_tokens=5, return_routed_experts=True)
+    rows = extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:]
+    wanted = np.where(slot_of[np.arange(MOE_LAYERS)[None, :, None], rows] < 0, rows, -1)
+    sent = collections.defaultdict(list)
+    for index, (key, args) in enumerate(entry for entry in started if entry[0][0] == "host"):
+        assert key[1] in (4, 16)  # padded
+        sent[index % MOE_LAYERS].append(np.asarray(args[3]))
+    for column, padded in sent.items():
+        real = np.concatenate([ids[: 3 if step == 0 else 1] for step, ids in enumerate(padded)])
+        np.testing.assert_array_equal(real, wanted[:, column])
+        assert all((ids[3 if step == 0 else 1 :] == -1).all() for step, ids in enumerate(padded))
+
+
+def test_a_long_step_runs_on_the_accelerator_alone(engine, undivided):
+    engine.flush_cache()
+    with recorded_starts(engine) as started, compile_events() as seen:
+        assert_same(ask(engine), undivided)
+    assert seen == []
+    tokens = {"stream": [], "host": []}
+    for key, args in started:
+        if key[0] in tokens:
+            ids = np.asarray(args[2].away if key[0] == "stream" else args[3])
+            tokens[key[0]].append(key[1] if key[0] == "stream" else int((ids >= 0).any(axis=1).sum()))
+    assert tokens["stream"] == [16] * 2 * MOE_LAYERS  # of 35 tokens: 16, 16, and 3 that are below the threshold of 9
+    assert tokens["host"] and max(tokens["host"]) < 9
+
+
+def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path):
+    def build(experts, **args):
+        before = len(jax.live_arrays())
+        try:
+            Engine(str(folder), experts=ExpertsConfig(**experts), **(SIZES | args))
+        finally:
+            assert len(jax.live_arrays()) == before
+
+    with pytest.raises(ConfigError, match="kt_num_gpu_experts=7 is above the 6 experts"):
+        build({"kt_num_gpu_experts": 7})
+    with pytest.raises(PlacementError, match="3 MoE layers x 6 experts came for a model of 2 x 6"):
+        build({"residency": ResidencyMap.first(3, 6, 2)})
+    with pytest.raises(ConfigError, match="deterministic=True with experts="):
+        build({"kt_num_gpu_experts": 2}, deterministic=True)
+    with pytest.raises(ConfigError, match="kt_cpuinfer=12345, but XLA's CPU client has"):
+        build({"kt_num_gpu_experts": 2, "kt_cpuinfer": 12345})
+    fewer = write_tiny_checkpoint(tmp_path / "fewer", tokenizer=False, **(MODEL | {"num_experts": 5}))
+    with pytest.raises(CheckpointError, match=r"missing \(model.layers.1.mlp.experts.5.gate_proj.weight"):
+        build({"kt_num_gpu_experts": 2, "kt_weight_path": str(fewer)})
+    assert ExpertsConfig().num_resident is None
+
+
+def test_experts_come_from_the_weight_path(folder, undivided, tmp_path):
+    other = write_tiny_checkpoint(tmp_path / "other", seed=3, tokenizer=False, **MODEL)
+    with shared_out(folder, kt_num_gpu_experts=2, kt_weight_path=str(folder), kt_method="f32") as engine:
+        assert_same(ask(engine), undivided)
+        mine = np.asarray(next(iter(engine._assembly.core.runner._model.host.values())).down)
+    with shared_out(folder, kt_num_gpu_experts=2, kt_weight_path=str(other)) as engine:
+        runner = engine._assembly.core.runner
+        assert not np.array_equal(np.asarray(next(iter(runner._model.host.values())).down), mine)
+        np.testing.assert_array_equal(runner._model.layers[runner._layers[1].kind]["router"], engine_router(folder))
+
+
+def engine_router(folder):
+    from safetensors.numpy import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    return np.stack([tensors[f"model.layers.{layer}.mlp.gate.weight"].T for layer in (1, 2)])
+
+
+def test_what_is_not_built_is_refused_by_name(engine):
+    with pytest.raises(InvalidRequestError, match="score is not supported"):
+        engine.score([1, 2, 3])
+    with pytest.raises(InvalidRequestError, match="update_weights is not supported"):
+        engine.update_weights({}, version=1)
+    with pytest.raises(PlacementError, match="num_resident=3; this engine's tables have 2"):
+        engine.apply_residency(any_residents(0, 3))

@@ -1,0 +1,95 @@
+"""EPLB against the published example, a serial oracle, and the best placement there is."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.cases import GOLDEN_LOAD, GOLDEN_MAP, GOLDEN_SIZES, greedy_row, least_peak
+from routed_experts.core.errors import PlacementError
+from routed_experts.placement.balance import device_load
+from routed_experts.placement.eplb import rebalance
+
+
+@st.composite
+def placement_cases(draw):
+    """Loads with ties and zeros, and sizes that fit each other."""
+    num_nodes, num_groups, group_size = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    num_experts = num_groups * group_size
+    num_devices = num_nodes * draw(st.integers(1, 3))
+    least = -(-num_experts // num_devices)
+    num_instances = num_devices * draw(st.integers(least, least + 2))
+    loads = draw(st.lists(st.lists(st.integers(0, 12), min_size=num_experts, max_size=num_experts), min_size=1, max_size=3))
+    sizes = {"num_instances": num_instances, "num_groups": num_groups, "num_nodes": num_nodes, "num_devices": num_devices}
+    return np.array(loads), sizes | {"max_replicas": draw(st.integers(-(-num_instances // num_experts), num_instances))}
+
+
+@pytest.mark.parametrize("refined", [True, False])
+def test_the_published_example_comes_out_exactly(refined):
+    placement = rebalance(GOLDEN_LOAD, **GOLDEN_SIZES, refined=refined)
+    assert placement.physical_to_logical_map.tolist() == GOLDEN_MAP
+    assert placement.logical_to_physical_map.shape == (2, 12, 5)  # J = min(16, I - E + 1)
+
+
+@given(placement_cases())
+def test_the_placement_is_that_of_the_serial_algorithm(case):
+    loads, sizes = case
+    placed = rebalance(loads, **sizes, refined=False).physical_to_logical_map
+    for load, row in zip(loads, placed.tolist(), strict=True):
+        assert row == greedy_row(load.tolist(), **sizes)
+
+
+@settings(max_examples=30)
+@given(placement_cases())
+def test_a_refined_placement_is_whole_within_its_limits_and_no_worse(case):
+    loads, sizes = case
+    placement, plain = rebalance(loads, **sizes, epoch=3), rebalance(loads, **sizes, refined=False)
+    counts = placement.logical_replica_count
+    assert counts.min() >= 1 and counts.max() <= sizes["max_replicas"] and placement.epoch == 3
+    assert (counts.sum(axis=1) == sizes["num_instances"]).all()  # and the maps are inverses, or Placement had refused them
+    assert (device_load(loads, placement).max(axis=1) <= device_load(loads, plain).max(axis=1) * (1 + 1e-9)).all()
+    if sizes["num_groups"] % sizes["num_nodes"] == 0:  # an expert's instances stay on the node of its group
+        node = placement.physical_to_logical_map.reshape(len(loads), sizes["num_nodes"], -1)
+        published = plain.physical_to_logical_map.reshape(node.shape)
+        assert [[set(one) for one in layer] for layer in node.tolist()] == [[set(one) for one in layer] for layer in published.tolist()]
+
+
+def test_balancedness_is_within_one_percent_of_the_best_placement():
+    rng = np.random.default_rng(0)
+    missed_by_greedy = 0
+    for num_experts, num_instances, num_devices in ((4, 6, 3), (5, 8, 2), (5, 8, 4), (6, 9, 3), (8, 9, 3), (7, 10, 2), (8, 10, 5)):
+        loads = rng.gamma(0.7, size=(12, num_experts))
+        sizes = {"num_instances": num_instances, "num_devices": num_devices, "max_replicas": num_instances - num_experts + 1}
+        best = np.array([least_peak(load, **sizes) for load in loads])
+        peak, greedy = (device_load(loads, rebalance(loads, **sizes, refined=refined)).max(axis=1) for refined in (True, False))
+        assert (best <= peak * (1 + 1e-9)).all()  # the oracle is no weaker than what it judges
+        assert (best >= 0.99 * peak).all(), (num_experts, num_instances, num_devices, (best / peak).min())
+        missed_by_greedy += np.count_nonzero(best < 0.99 * greedy)
+    assert missed_by_greedy > 20  # the cases are hard enough to tell
+
+
+def test_a_layer_without_load_is_placed_as_if_all_experts_had_the_same():
+    silent = rebalance(np.zeros((1, 4)), num_instances=8, num_devices=4)
+    assert silent.logical_replica_count.tolist() == [[2, 2, 2, 2]]
+
+
+WRONG = {
+    "shape": (np.ones(4), {}, "load has shape [4]; wanted [M, E]"),
+    "negative": (np.array([[1, -1, 0, 0]]), {}, "load of MoE layer 0, expert 1 is -1.0"),
+    "no number": (np.array([[1, 0, np.nan, 0]]), {}, "load of MoE layer 0, expert 2 is nan"),
+    "too few instances": (np.ones((1, 4)), {"num_instances": 3}, "num_instances=3 for 4 experts"),
+    "too many for the cap": (np.ones((1, 4)), {"max_replicas": 1}, "num_instances=6 is above 4 experts x max_replicas=1"),
+    "devices": (np.ones((1, 4)), {"num_devices": 4}, "num_devices=4 does not divide num_instances=6"),
+    "nodes": (np.ones((1, 4)), {"num_nodes": 3}, "num_nodes=3 does not divide num_devices=2"),
+    "groups": (np.ones((1, 4)), {"num_groups": 3}, "num_groups=3 does not divide the number of experts=4"),
+    "none": (np.ones((1, 4)), {"num_nodes": 0}, "num_nodes=0; wanted at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_refused_by_name(name):
+    load, sizes, words = WRONG[name]
+    with pytest.raises(PlacementError, match=re.escape(words)):
+        rebalance(load, **{"num_instances": 6, "num_devices": 2} | sizes)

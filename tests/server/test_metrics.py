@@ -1,0 +1,122 @@
+"""What /metrics counts: every name that API promises, each outcome once, and nothing compiled once the server is ready."""
+
+import threading
+
+import httpx
+
+from http_server import error_of, running, stream
+from serving import on_engine_thread
+
+NAMES = """requests_running requests_waiting requests_accepted_total requests_finished_total prompt_tokens_total generation_tokens_total
+kv_pages kv_usage_ratio prefix_cache_query_tokens_total prefix_cache_hit_tokens_total time_to_first_token_seconds_count
+inter_token_latency_seconds_count e2e_request_latency_seconds_count request_queue_time_seconds_count preemptions_total startup_seconds
+compilations_total compile_cache_hits_total last_step_age_seconds watchdog_trips_total capture_rows_total capture_missing_rows_total
+capture_payload_bytes_total capture_host_bytes weight_version_info""".split()
+
+
+def metrics(server):
+    """Samples of /metrics by name (without our prefix) and labels."""
+    lines = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith("routed_experts_")]
+    return {name.removeprefix("routed_experts_"): float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def outcomes(found):
+    head = 'requests_finished_total{outcome="'
+    return {name.removeprefix(head).removesuffix('"}'): value for name, value in found.items() if name.startswith(head)}
+
+
+def test_every_name_is_there_and_counts(server):
+    body = {"input_ids": [5, 6, 7] * 8, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}, "return_routed_experts": True}
+    before = metrics(server)
+    for _ in range(2):
+        assert stream(server, "/generate", body)
+    after = metrics(server)
+    assert not [name for name in NAMES if not any(sample.split("{")[0] == name for sample in after)]
+    for name, grown in (("prefix_cache_query_tokens_total", 48), ("prompt_tokens_total", 48), ("request_queue_time_seconds_count", 2)):
+        assert after[name] == before[name] + grown, name
+    hits = after["prefix_cache_hit_tokens_total"] - before["prefix_cache_hit_tokens_total"]
+    rows = after["capture_rows_total"] - before["capture_rows_total"]
+    assert hits >= 16, "the second call's prompt is known"
+    assert 2 * 27 - hits <= rows <= 2 * 28 - hits, "a row for each token that was fed: S - 1, and one more where a step was in flight"
+    assert after["capture_missing_rows_total"] == 0 and after["watchdog_trips_total"] == before["watchdog_trips_total"]
+    assert after["request_queue_time_seconds_sum"] <= after["e2e_request_latency_seconds_sum"]
+
+
+def test_nothing_is_compiled_for_requests(server):
+    before = metrics(server)
+    assert before['compilations_total{phase="startup"}'] > 0
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "temperature": 0.7}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+    after = metrics(server)
+    assert after['compilations_total{phase="serving"}'] == before['compilations_total{phase="serving"}']
+
+
+def test_what_takes_too_long_ends_as_timeout(engine):
+    with running(engine, request_timeout=0.2) as server:
+        before = metrics(server)
+        engine.pause(mode="in_place")
+        try:
+            assert error_of(server.post("/generate", {"text": "a"}), 408)["code"] == "request_timeout"
+            with server.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as response:
+                lines = [line for line in response.iter_lines() if line]
+            assert "request_timeout" in lines[-2] and lines[-1] == "data: [DONE]"
+        finally:
+            engine.resume()
+        server.wait_idle()
+        on_engine_thread(engine, lambda core: None)  # the abort came before it
+        after = metrics(server)
+        told = {name: value - outcomes(before)[name] for name, value in outcomes(after).items()}
+        assert told == {"stop": 0, "length": 0, "abort": 0, "timeout": 2, "rejected": 0, "error": 0}
+        assert after["requests_accepted_total"] == sum(outcomes(after).values())
+
+
+def test_what_finds_the_queue_full_ends_as_rejected(engine):
+    with running(engine) as server:
+        before = metrics(server)
+        engine.pause(mode="in_place")
+        full = {"input_ids": [[5]] * 256, "sampling_params": {"max_new_tokens": 1, "n": 4}, "rid": "full"}
+        answers = []
+        waiting = threading.Thread(target=lambda: answers.append(httpx.post(server.url + "/generate", json=full, trust_env=False)))
+        waiting.start()
+        try:
+            while on_engine_thread(engine, lambda core: core.ledger.num_live) < 1024:
+                continue
+            response = server.post("/v1/completions", {"prompt": ["a", "b"]})
+            assert error_of(response, 429)["code"] == "queue_full" and response.headers["retry-after"]
+            assert engine.abort(rid="full") == 1024
+        finally:
+            engine.resume()
+            waiting.join(30)
+        server.wait_idle()
+        after = metrics(server)
+        told = {name: value - outcomes(before)[name] for name, value in outcomes(after).items()}
+        assert told["rejected"] == 2 and told["abort"] == 1024
+        assert after["requests_accepted_total"] == sum(outcomes(after).values())
+        assert answers[0].status_code == 200 and len(answers[0].json()) == 1024
+
+
+def test_a_stall_is_counted_once(engine):
+    release, stuck = threading.Event(), threading.Event()
+
+    def block(core):
+        stuck.set()
+        release.wait(30)
+
+    with running(engine, stall_timeout=0.1) as server:
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}, "stream": True}
+        with server.client.stream("POST", "/generate", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            blocker = threading.Thread(target=on_engine_thread, args=(engine, block))
+            blocker.start()
+            try:
+                assert stuck.wait(10)
+                with httpx.Client(base_url=server.url, trust_env=False) as other:
+                    while other.get("/health").status_code == 200:
+                        continue
+                    assert {other.get("/health").json()["state"] for _ in range(3)} == {"stalled"}
+            finally:
+                release.set()
+                blocker.join()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert metrics(server)["watchdog_trips_total"] == 1

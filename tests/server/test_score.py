@@ -1,0 +1,131 @@
+"""/v1/score is Engine.score over HTTP: the same numbers, rows where the dialects have them, and rows of an answer played back."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from http_server import error_of, running
+from routed_experts.capture import record_from_npy, record_from_response
+from routed_experts.capture.wire import encode_routed_experts
+from routed_experts.server.limits import MAX_SCORING_CALLS
+from serving import borrow, serve
+from tiny import write_tiny_checkpoint
+
+TOKENS, OTHERS = [5, 9, 200, 17, 3, 88, 41, 7], [11, 12, 13]
+
+
+def score(server, **body):
+    response = server.post("/v1/score", body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_scores_are_the_engines(engine, server):
+    said = score(server, token_ids=[TOKENS, OTHERS, [4]])
+    wanted = engine.score([TOKENS, OTHERS, [4]])
+    assert [one["index"] for one in said["data"]] == [0, 1, 2] and said["usage"]["total_tokens"] == 12
+    for one, output in zip(said["data"], wanted, strict=True):
+        assert np.array_equal(np.asarray(one["logprobs"], np.float32), output.logprobs)
+        assert one["meta_info"] == {"prompt_tokens": output.token_ids.size, "weight_version": str(output.weight_version)}
+    assert score(server, token_ids=TOKENS)["data"][0]["logprobs"] == said["data"][0]["logprobs"], "one sequence needs no list"
+
+
+@pytest.mark.parametrize("form", ["int32", "npy", "list", "ref"])
+def test_a_row_of_every_token_comes_in_every_format(engine, server, form):
+    fields = {"return_routed_experts": True, "routed_experts_format": form, "routed_experts_start_len": 3, "request_id": "scored"}
+    (said,) = score(server, token_ids=TOKENS, **fields)["data"]
+    wanted = engine.score(TOKENS).routed_experts[3:]
+    if form == "ref":
+        answer = server.client.get(said["meta_info"]["routed_experts_ref"])
+        record = record_from_npy(answer.content, json.loads(answer.headers["x-routed-experts-info"]))
+        server.client.delete("/v1/routing/scored")
+    else:
+        record = record_from_response({"choices": [said], "prompt_routed_experts": said.get("prompt_routed_experts")})
+    assert record == wanted and record.num_rows == len(TOKENS) - 3
+    info = said.get("routed_experts_info") or said["meta_info"]["routed_experts_info"]
+    assert info["include_last"] is True
+
+
+def test_rows_of_an_answer_played_back_give_its_logprobs(server):
+    """Capture, then teacher forcing on the captured routes, both over HTTP."""
+    body = {"input_ids": TOKENS, "sampling_params": {"max_new_tokens": 12, "seed": 3}, "return_logprob": True}
+    said = server.post("/generate", {**body, "return_routed_experts": True}).json()
+    sequence = TOKENS + said["output_ids"]
+    (replayed,) = score(server, token_ids=sequence, routed_experts=said["meta_info"])["data"]
+    told = [entry[0] for entry in said["meta_info"]["output_token_logprobs"]]
+    np.testing.assert_allclose(replayed["logprobs"][len(TOKENS) - 1 :], told, atol=1e-5)
+
+
+def test_routes_that_no_router_takes_are_executed(engine, server):
+    record = engine.score(TOKENS).routed_experts
+    drifted = dataclasses.replace(record, ids=((record.ids + 5) % 16).astype(np.uint8))
+    given = encode_routed_experts(drifted, payload_format="npy", layers="moe")
+    said = score(server, token_ids=[TOKENS, OTHERS], routed_experts=[given, None], return_routed_experts=True)
+    wanted = engine.score([TOKENS, OTHERS], routed=[drifted, None])
+    for one, output in zip(said["data"], wanted, strict=True):
+        assert np.array_equal(np.asarray(one["logprobs"], np.float32), output.logprobs)
+    assert np.array_equal(record_from_response({"choices": said["data"]}, 0).ids, drifted.ids), "what ran is what was given"
+    assert score(server, token_ids=TOKENS)["data"][0]["logprobs"] != said["data"][0]["logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "token_ids"), ({"token_ids": []}, "token_ids"), ({"token_ids": [[]]}, "token_ids"), ({"token_ids": [1, [2]]}, "token_ids"),
+        ({"token_ids": [313]}, "token_ids"), ({"token_ids": [-1]}, "token_ids"), ({"token_ids": [5] * 513}, "token_ids"),
+        ({"token_ids": [[1]] * 257}, "token_ids"), ({"token_ids": TOKENS, "routed_experts": {}}, "routed_experts"),
+        ({"token_ids": TOKENS, "routed_experts": [None, None]}, "routed_experts"),
+        ({"token_ids": TOKENS, "routed_experts": {"routed_experts": "AAAA"}}, "routed_experts"),
+        ({"token_ids": TOKENS, "routed_experts_start_len": 1}, "routed_experts_start_len"),
+        ({"token_ids": TOKENS, "return_routed_experts": True, "routed_experts_start_len": 9}, "routed_experts_start_len"),
+        ({"token_ids": [TOKENS] * 2, "return_routed_experts": True, "routed_experts_format": "list"}, "routed_experts_format"),
+        ({"token_ids": TOKENS, "request_id": "../x"}, "request_id"),
+    ],
+)  # fmt: skip
+def test_a_wrong_score_is_a_400_that_names_the_field(server, body, param):
+    assert error_of(server.post("/v1/score", body), 400)["param"] == param
+
+
+def test_rows_of_another_sequence_are_refused(engine, server):
+    said = score(server, token_ids=OTHERS, return_routed_experts=True)["data"][0]
+    error = error_of(server.post("/v1/score", {"token_ids": TOKENS, "routed_experts": said}), 400)
+    assert error["code"] == "routing_alignment" and error["param"] == "routed_experts"
+
+
+def test_where_nothing_is_recorded_nothing_is_replayed(server):
+    rows = score(server, token_ids=TOKENS, return_routed_experts=True)["data"][0]["meta_info"]
+    with borrow() as plain, running(plain) as other:
+        assert score(other, token_ids=TOKENS)["data"][0]["logprobs"]
+        for fields in ({"return_routed_experts": True}, {"routed_experts": rows}):
+            error = error_of(other.post("/v1/score", {"token_ids": TOKENS, **fields}), 400)
+            assert error["code"] == "capture_disabled" and error["param"] == next(iter(fields))
+
+
+def test_a_score_too_many_is_told_to_come_back(server):
+    room = server.service.scoring_room
+    room.num_taken += MAX_SCORING_CALLS
+    try:
+        assert error_of(server.post("/v1/score", {"token_ids": TOKENS}), 503)["code"] == "too_many_requests"
+    finally:
+        room.num_taken -= MAX_SCORING_CALLS
+    assert room.num_taken == 0 and score(server, token_ids=TOKENS)
+
+
+def test_a_version_is_named_anew_and_old_prefixes_are_not_matched(tmp_path):
+    with serve(write_tiny_checkpoint(tmp_path), enable_return_routed_experts=True) as engine, running(engine) as server:
+        body = {"input_ids": TOKENS * 4, "sampling_params": {"max_new_tokens": 2}, "return_routed_experts": True}
+        for _ in range(2):
+            old = server.post("/generate", body).json()["meta_info"]
+        assert old["cached_tokens"] and old["weight_version"] == "0"
+        said = server.post("/update_weight_version", {"new_version": "12"}).json()
+        assert said["success"] is True and server.client.get("/get_weight_version").json() == {"weight_version": "12"}
+        new = server.post("/generate", body).json()["meta_info"]
+        assert new["cached_tokens"] == 0 and new["weight_version"] == "12"
+        assert [span[2] for span in new["routed_experts_info"]["version_spans"]] == [12]
+        assert new["routed_experts"][:40] == old["routed_experts"][:40], "the weights are the same"
+        for wrong in ("step-3", "12", 11, -1, 2**31, 10**400, True, None, [13]):
+            error = error_of(server.post("/update_weight_version", {"new_version": wrong}), 400)
+            assert error["param"] in ("new_version", None), wrong
+        assert server.post("/update_weight_version", {"new_version": 13, "abort_all_requests": False}).status_code == 200
