@@ -129,14 +129,14 @@ def _assign(impl: str, slate: Slate, top_k: int, *, overflows: bool) -> Assigned
     def pallas(slate: Slate) -> Assigned:
         return assign(slate, choose_by_kernel, top_k, overflows=overflows)
 
-    if impl == "pallas" and not fits(*slate.scores.shape):
+    if impl == "pallas" and not fits(*slate.scores.shape, top_k):
         raise ConfigError(f"impl='pallas' holds a batch in VMEM, and {list(slate.scores.shape)} scores are too many; use impl='auto'")
     if impl == "native" and (reason := why_not()) is not None:
         raise ConfigError(f"impl='native' cannot run: {reason}; or use impl='auto'")
     if impl != "auto":
         return {"rounds": rounds, "native": native, "pallas": pallas}[impl](slate)
     has_native = jax.default_backend() == "cpu" and why_not() is None  # no compiler is asked for where another device is meant
-    tpu = pallas if fits(*slate.scores.shape) else rounds
+    tpu = pallas if fits(*slate.scores.shape, top_k) else rounds
     return lax.platform_dependent(slate, cpu=native if has_native else rounds, tpu=tpu, default=rounds)
 
 
