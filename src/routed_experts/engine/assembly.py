@@ -120,7 +120,7 @@ def assemble(
             config.capture_spec, num_slots=plan.pool.num_slots, page_size=args.page_size, enable=capture is not None
         )
         scheduler = Scheduler(args, buckets, num_pages=plan.pool.num_pages, vocab_size=config.vocab_size)
-        return EngineCore(scheduler, runner, capturer)
+        return EngineCore(scheduler, runner, capturer, after_step=None if sharing is None else sharing.follower(capturer, runner))
 
     core = new_core()
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")

@@ -51,6 +51,7 @@ class ModelRunner:
 
     def __init__(self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, weight_version: int = 0) -> None:
         self.spec, self.config, self.weight_version = spec, config, weight_version
+        self.exact = True  # the model's own numbers; False where some of them come late
         self._weights, self._tree = jax.tree.flatten(state)  # leaves: a call costs time by the leaf, and more by the node
         self._pool = config.pool.allocate()
         self._last_tokens = jnp.zeros(config.num_request_slots, jnp.int32)

@@ -22,18 +22,16 @@ from routed_experts.models.interface import Decoder
 _STREAM_ABOVE = 1 << 30  # elements; smaller arrays are drawn at once
 
 
-def dummy_model(
-    build: Callable[[], Decoder], *, seed: int = 0, place: Callable[[str], Any] = lambda target: None
-) -> Decoder:
+def dummy_model(build: Callable[[], Decoder], *, seed: int = 0, place: Callable[[str], Any] = lambda target: None) -> Decoder:
     """The module that `build` describes, with random weights; nothing of what `build` itself would draw is drawn. `place`: the device
     of the array of a dotted name, None for the default one."""
     graphdef, state = nnx.split(nnx.eval_shape(build))
     filled = []
     for index, (path, leaf) in enumerate(nnx.to_flat_state(state)):
-        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
         name = ".".join(map(str, path))
         device = place(name)
         with contextlib.nullcontext() if device is None else jax.default_device(device):
+            key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
             filled.append((path, leaf.replace(_fill(key, name, leaf.shape, leaf.dtype))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
