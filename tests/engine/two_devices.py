@@ -253,7 +253,7 @@ def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
     metrics.watch(EngineDoor(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
     ask(engine)
     engine.residency()  # the counts of the last steps
-    told = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines() if not line.startswith("#"))
+    told = dict(line.rsplit(" ", 1) for line in metrics.text(None).decode().splitlines() if not line.startswith("#"))
     hits = [float(told[f'routed_experts_resident_hit_ratio{{layer="{layer}"}}']) for layer in (1, 2)]
     np.testing.assert_allclose(hits, engine.residency()[1], atol=1e-9)
     assert float(told["routed_experts_resident_swaps_total"]) == engine._assembly.core.runner.num_swapped
