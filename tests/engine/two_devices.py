@@ -102,6 +102,11 @@ def assert_same(answers, wanted):
         np.testing.assert_allclose(logprobs_of(ours), logprobs_of(theirs), atol=1e-5, rtol=0)
 
 
+def hits_of(residency, rows):
+    """Of each layer, the share of the rows' slots whose experts are resident."""
+    return (residency.slot_of[np.arange(MOE_LAYERS)[None, :, None], rows] >= 0).mean(axis=(0, 2))
+
+
 def any_residents(seed, num_resident, *, epoch=0):
     noise = np.random.default_rng(seed)
     held = np.stack([noise.permutation(EXPERTS)[:num_resident] for _ in range(MOE_LAYERS)])
@@ -157,8 +162,7 @@ def test_any_number_of_residents_says_the_same(folder, undivided, num_resident):
         held, hits = engine.residency()
     rows = [extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided]
     rows = np.concatenate(rows)  # the last token of each was not fed
-    resident = held.slot_of[np.arange(MOE_LAYERS)[None, :, None], rows] >= 0
-    np.testing.assert_allclose(hits, resident.mean(axis=(0, 2)), atol=1e-12)
+    np.testing.assert_allclose(hits, hits_of(held, rows), atol=1e-12)
 
 
 def test_host_experts_are_never_on_the_accelerator(engine, most_bytes):
@@ -205,6 +209,18 @@ def test_copies_between_platforms_say_the_same(engine, undivided, monkeypatch):
     starts = collections.Counter(key[0] for key, *_ in started)
     assert all((np.asarray(args[3]) >= 0).any() for key, args, _ in started if key[0] == "host")
     assert 0 < starts["host"] + starts["stream"] < starts["home"]
+
+
+def test_residents_that_follow_the_load_change_nothing_but_the_hits(folder, undivided):
+    with shared_out(folder, kt_num_gpu_experts=2, residency="adaptive") as engine:
+        with compile_events() as seen:
+            for _ in range(3):
+                assert_same(ask(engine), undivided)
+        held, _ = engine.residency()
+    assert seen == [] and held.epoch > 0
+    rows = [extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided]
+    first, now = (hits_of(residency, np.concatenate(rows)) for residency in (ResidencyMap.first(MOE_LAYERS, EXPERTS, 2), held))
+    assert now.mean() > first.mean()
 
 
 def test_both_sides_are_started_before_either_is_needed(engine):
@@ -317,6 +333,8 @@ def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path
         build({"residency": ResidencyMap.first(3, 6, 2)})
     with pytest.raises(ConfigError, match="deterministic=True with experts="):
         build({"kt_num_gpu_experts": 2}, deterministic=True)
+    with pytest.raises(ConfigError, match="residency='adaptive' follows recorded routes"):
+        build({"kt_num_gpu_experts": 2, "residency": "adaptive"}, enable_return_routed_experts=False)
     with pytest.raises(ConfigError, match="kt_cpuinfer=12345, but XLA's CPU client has"):
         build({"kt_num_gpu_experts": 2, "kt_cpuinfer": 12345})
     fewer = write_tiny_checkpoint(tmp_path / "fewer", tokenizer=False, **(MODEL | {"num_experts": 5}))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
-from routed_experts.core.experts_config import ExpertsConfig
+from routed_experts.core.experts_config import RESIDENCIES, ExpertsConfig
 from routed_experts.core.server_args import ServerArgs
 
 # Other spellings that users of vLLM and SGLang know.
@@ -62,13 +62,13 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_expert_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one flag a field of ExpertsConfig but `residency`, whose plans have no place on a command line."""
+    """Add one flag a field of ExpertsConfig; of `residency` only names, for a plan has no place on a command line."""
     group = parser.add_argument_group("experts on the host")
     for field in dataclasses.fields(ExpertsConfig):
-        if field.name != "residency":
-            told = "none" if field.default is None else field.default
-            flag = f"--{field.name.replace('_', '-')}"
-            group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taking(field.type))
+        told = "none" if field.default is None else field.default
+        kind: dict[str, Any] = {"choices": RESIDENCIES} if field.name == "residency" else taking(field.type)
+        flag = f"--{field.name.replace('_', '-')}"
+        group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **kind)
 
 
 def expert_args(options: argparse.Namespace) -> ExpertsConfig:

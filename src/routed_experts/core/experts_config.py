@@ -10,6 +10,7 @@ from routed_experts.core.placement import ResidencyMap
 
 KT_METHODS = ("auto", "bf16", "f32")
 HOST_BACKENDS = ("auto", "dispatch")
+RESIDENCIES = ("first", "adaptive")
 _COUNTS = (
     "kt_num_gpu_experts", "num_device_experts", "kt_cpuinfer", "kt_threadpool_count", "kt_gpu_prefill_token_threshold",
     "kt_max_deferred_experts_per_token",
@@ -31,7 +32,7 @@ class ExpertsConfig:
     kt_max_deferred_experts_per_token: int = 0  # d: of a token's d lightest experts those on the host are added a MoE layer later
     kt_gpu_prefill_token_threshold: int | None = None  # a step of at least that many tokens runs on the accelerator alone; 0, None: never
     host_backend: str = "auto"
-    residency: str | ResidencyMap = "first"  # the residents at the start: "first" N by id, or those of a plan
+    residency: str | ResidencyMap = "first"  # at the start the first N by id, or those of a plan; "adaptive" goes on from the first N
 
     def __post_init__(self) -> None:
         """Check every field once."""
@@ -51,10 +52,10 @@ class ExpertsConfig:
                 f"kt_num_gpu_experts={self.kt_num_gpu_experts} and num_device_experts={self.num_device_experts} are two names of one "
                 "number; give one of them"
             )
-        if not isinstance(self.residency, ResidencyMap) and self.residency != "first":
+        if not isinstance(self.residency, ResidencyMap) and self.residency not in RESIDENCIES:
             raise ConfigError(
-                f"residency={self.residency!r} is not among what exists here: 'first', or a ResidencyMap; for residents by captured "
-                "frequency plan one from RoutingStats, and give it here or to Engine.apply_residency"
+                f"residency={self.residency!r} is not among what exists here: {', '.join(RESIDENCIES)}, or a ResidencyMap; for residents "
+                "by captured frequency plan one from RoutingStats, and give it here or to Engine.apply_residency"
             )
         planned = self.residency.num_resident if isinstance(self.residency, ResidencyMap) else None
         given = self.num_device_experts if self.kt_num_gpu_experts is None else self.kt_num_gpu_experts
