@@ -13,7 +13,7 @@ REFUSED = {
     "two names": ({"kt_num_gpu_experts": 1, "num_device_experts": 2}, "kt_num_gpu_experts=1 and num_device_experts=2"),
     "method": ({"kt_method": "AMXINT4"}, "kt_method='AMXINT4' .* auto, bf16, f32"),
     "backend": ({"host_backend": "ffi"}, "host_backend='ffi' .* auto, dispatch"),
-    "policy": ({"residency": "lru"}, "residency='lru' .* first, adaptive, or a ResidencyMap"),
+    "policy": ({"residency": "lru"}, "residency='lru' .* 'first', 'adaptive', or a ResidencyMap"),
     "pools": ({"kt_threadpool_count": 2}, "kt_threadpool_count=2"),
     "deferral": ({"kt_max_deferred_experts_per_token": None}, "kt_max_deferred_experts_per_token=None must be"),
     "path": ({"kt_weight_path": 3}, "kt_weight_path=3 must be text"),

@@ -160,6 +160,9 @@ def test_any_number_of_residents_says_the_same(folder, undivided, num_resident):
     with shared_out(folder, **how) as engine:
         assert_same(ask(engine), undivided)
         held, hits = engine.residency()
+        if num_resident == EXPERTS:  # nobody is on the host, and slots may be exchanged all the same
+            assert engine.apply_residency(any_residents(1, EXPERTS, epoch=1)) > 0
+            assert_same(ask(engine), undivided)
     rows = [extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided]
     rows = np.concatenate(rows)  # the last token of each was not fed
     np.testing.assert_allclose(hits, hits_of(held, rows), atol=1e-12)
@@ -211,18 +214,6 @@ def test_copies_between_platforms_say_the_same(engine, undivided, monkeypatch):
     assert 0 < starts["host"] + starts["stream"] < starts["home"]
 
 
-def test_residents_that_follow_the_load_change_nothing_but_the_hits(folder, undivided):
-    with shared_out(folder, kt_num_gpu_experts=2, residency="adaptive") as engine:
-        with compile_events() as seen:
-            for _ in range(3):
-                assert_same(ask(engine), undivided)
-        held, _ = engine.residency()
-    assert seen == [] and held.epoch > 0
-    rows = [extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided]
-    first, now = (hits_of(residency, np.concatenate(rows)) for residency in (ResidencyMap.first(MOE_LAYERS, EXPERTS, 2), held))
-    assert now.mean() > first.mean()
-
-
 def test_both_sides_are_started_before_either_is_needed(engine):
     """Of each layer that goes to the host: residents first, the host beside them, and only then what adds both."""
     engine.flush_cache()
@@ -269,7 +260,7 @@ def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
     metrics.watch(EngineDoor(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
     ask(engine)
     engine.residency()  # the counts of the last steps
-    told = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines() if not line.startswith("#"))
+    told = dict(line.rsplit(" ", 1) for line in metrics.text(None).decode().splitlines() if not line.startswith("#"))
     hits = [float(told[f'routed_experts_resident_hit_ratio{{layer="{layer}"}}']) for layer in (1, 2)]
     np.testing.assert_allclose(hits, engine.residency()[1], atol=1e-9)
     assert float(told["routed_experts_resident_swaps_total"]) == engine._assembly.core.runner.num_swapped
@@ -333,8 +324,6 @@ def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path
         build({"residency": ResidencyMap.first(3, 6, 2)})
     with pytest.raises(ConfigError, match="deterministic=True with experts="):
         build({"kt_num_gpu_experts": 2}, deterministic=True)
-    with pytest.raises(ConfigError, match="residency='adaptive' follows recorded routes"):
-        build({"kt_num_gpu_experts": 2, "residency": "adaptive"}, enable_return_routed_experts=False)
     with pytest.raises(ConfigError, match="kt_cpuinfer=12345, but XLA's CPU client has"):
         build({"kt_num_gpu_experts": 2, "kt_cpuinfer": 12345})
     fewer = write_tiny_checkpoint(tmp_path / "fewer", tokenizer=False, **(MODEL | {"num_experts": 5}))

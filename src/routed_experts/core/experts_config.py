@@ -32,7 +32,7 @@ class ExpertsConfig:
     kt_max_deferred_experts_per_token: int = 0  # d: of a token's d lightest experts those on the host are added a MoE layer later
     kt_gpu_prefill_token_threshold: int | None = None  # a step of at least that many tokens runs on the accelerator alone; 0, None: never
     host_backend: str = "auto"
-    residency: str | ResidencyMap = "first"  # at the start the first N by id, or those of a plan; "adaptive" goes on from the first N
+    residency: str | ResidencyMap = "first"  # "first" N by id; "adaptive": these at first, then they follow the load; or those of a plan
 
     def __post_init__(self) -> None:
         """Check every field once."""
@@ -54,8 +54,8 @@ class ExpertsConfig:
             )
         if not isinstance(self.residency, ResidencyMap) and self.residency not in RESIDENCIES:
             raise ConfigError(
-                f"residency={self.residency!r} is not among what exists here: {', '.join(RESIDENCIES)}, or a ResidencyMap; for residents "
-                "by captured frequency plan one from RoutingStats, and give it here or to Engine.apply_residency"
+                f"residency={self.residency!r} is not among what exists here: 'first', 'adaptive', or a ResidencyMap; for residents by "
+                "captured frequency plan one from RoutingStats, and give it here or to Engine.apply_residency"
             )
         planned = self.residency.num_resident if isinstance(self.residency, ResidencyMap) else None
         given = self.num_device_experts if self.kt_num_gpu_experts is None else self.kt_num_gpu_experts

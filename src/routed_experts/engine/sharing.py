@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import UInt
 
+from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.experts_config import ExpertsConfig
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import BackendRegistry
-from routed_experts.execution.model_runner import RunnerConfig
+from routed_experts.engine.residency_follower import ResidencyFollower
+from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.split_jobs import Sides
 from routed_experts.execution.split_programs import SplitSpec
@@ -28,7 +28,6 @@ from routed_experts.models.expert_store import SplitModel, is_expert, split_mode
 from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.interface import Decoder, DecoderConfig
 from routed_experts.models.registry import ModelFolder
-from routed_experts.placement.residency import AdaptiveResidency
 
 _DTYPES: Mapping[str, jnp.dtype | None] = MappingProxyType({"auto": None, "bf16": jnp.dtype("bfloat16"), "f32": jnp.dtype("float32")})
 
@@ -53,13 +52,13 @@ class Sharing:
         residency = experts.residents_of(0, 0) if spec is None else experts.residents_of(spec.num_moe_layers, spec.num_experts)
         if words := sorted(config.needs.experts):
             raise ConfigError(f"experts= shares out SiLU-gated experts without biases, and this model has {', '.join(words)}; leave it out")
-        if experts.residency == "adaptive" and not args.enable_return_routed_experts:
-            raise ConfigError("residency='adaptive' follows recorded routes; add enable_return_routed_experts=True, or choose 'first'")
         if args.deterministic:
             raise ConfigError("deterministic=True with experts=: sums of two tables depend on who is resident; leave one of them out")
         for name, size in (("tp_size", args.tp_size), ("ep_size", args.ep_size), ("dp_size", args.dp_size)):
             if size != 1:
                 raise ConfigError(f"{name}={size} with experts=: one accelerator shares with its host in this release; leave it at 1")
+        if experts.residency == "adaptive" and not args.enable_return_routed_experts:
+            raise ConfigError("residency='adaptive' follows captured routing; give enable_return_routed_experts=True too, or take 'first'")
         threads = len(os.sched_getaffinity(0))
         if experts.kt_cpuinfer not in (None, threads):
             raise ConfigError(
@@ -97,29 +96,17 @@ class Sharing:
             num_resident=self.residency.num_resident,
             deferred=self.experts.kt_max_deferred_experts_per_token,
         )
-        follows = self.experts.residency == "adaptive" and split.num_resident > 0 and split.has_host
-        follow = Follower(self.residency) if follows else None
-        return SplitRunner(model, split, spec, config, sides=self.sides, streams_from=self.experts.streams_from, follow=follow)
+        return SplitRunner(model, split, spec, config, sides=self.sides, streams_from=self.experts.streams_from)
+
+    def follower(self, capturer: RoutedExpertsCapturer, runner: ModelRunner) -> Callable[[], None] | None:
+        """What exchanges residents after a step; None where they stay until somebody else does."""
+        if self.experts.residency != "adaptive":
+            return None
+        assert isinstance(runner, SplitRunner), type(runner)
+        return ResidencyFollower(capturer, runner).after_step
 
     def _place(self, target: str) -> Any:
         return self.sides.host if is_expert(target) else self.sides.device
-
-
-class Follower:
-    """Lets residents follow what was routed, by placement/residency.py. Engine thread only."""
-
-    def __init__(self, residency: ResidencyMap) -> None:
-        self._policy = AdaptiveResidency.start(residency)
-
-    def __call__(self, rows: UInt[np.ndarray, "N MK"], residency: ResidencyMap) -> ResidencyMap:
-        """Take in a step's ids; the residents from now on. Where others were applied meanwhile, it goes on from those."""
-        if residency is not self._policy.residency:
-            self._policy = dataclasses.replace(self._policy, residency=residency)
-        shape = residency.slot_of.shape
-        keys = rows.reshape(rows.shape[0], shape[0], -1) + np.arange(shape[0])[:, None] * shape[1]
-        counts = np.bincount(keys.ravel(), minlength=shape[0] * shape[1]).reshape(shape)
-        self._policy = self._policy.observe(counts, rows.shape[0])
-        return self._policy.residency
 
 
 def _sides() -> Sides:

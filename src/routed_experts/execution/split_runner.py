@@ -16,18 +16,16 @@ import numpy as np
 from jaxtyping import Array, Int64
 
 from routed_experts.core.errors import PlacementError
-from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
+from routed_experts.core.model_worker_batch import ModelWorkerBatch
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.execution.forward_batch import BatchShape, pack
-from routed_experts.execution.model_runner import ModelRunner, PendingStep, RunnerConfig
+from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
 from routed_experts.execution.split_jobs import Sides, SplitJobs, numbers_of
 from routed_experts.execution.split_programs import SplitSpec
 from routed_experts.models.expert_store import SplitModel, host_rows, layers_of_kind
 from routed_experts.models.split_layers import Errand, LayerAt, layers_at
 
-# (ids of a step's real tokens [N, M*K], the residents) -> the residents from now on: the same, or a map of a higher epoch
-Follow = Callable[[np.ndarray, ResidencyMap], ResidencyMap]
 _KEPT_TALLIES = 8  # counts of so many steps stay on the accelerator: they are read when they have long been there
 
 
@@ -35,11 +33,9 @@ class SplitRunner(ModelRunner):
     """Weights, pools and compiled programs of one model on an accelerator and its host."""
 
     def __init__(
-        self, model: SplitModel, split: SplitSpec, spec: ProgramSpec, config: RunnerConfig, *, sides: Sides, streams_from: int | None,
-        follow: Follow | None = None,
-    ) -> None:  # fmt: skip
+        self, model: SplitModel, split: SplitSpec, spec: ProgramSpec, config: RunnerConfig, *, sides: Sides, streams_from: int | None
+    ) -> None:
         super().__init__(model.rim[1], spec, config)
-        self._follow = follow
         self.residency, self.num_swapped = model.residency, 0
         self.exact = not (split.deferred and split.has_host)
         self._model, self._split, self._sides, self._streams_from = model, split, sides, streams_from
@@ -52,15 +48,6 @@ class SplitRunner(ModelRunner):
         self._counted = np.zeros((split.num_moe_layers, 2), np.int64)
         self._nothing: dict[int, Array] = {}  # by N: what a host without work gives
         self._bind(model.residency)
-
-    def read(self, pending: PendingStep) -> StepResult:
-        """Wait for a step's outputs; where residents follow what was routed, exchange them for the steps to come."""
-        result = super().read(pending)
-        if self._follow is not None and result.rows is not None:
-            wanted = self._follow(np.asarray(result.rows)[: pending.batch.num_tokens], self.residency)
-            if wanted is not self.residency:
-                self.apply_residency(wanted)
-        return result
 
     def apply_residency(self, residency: ResidencyMap) -> int:
         """Run all later steps with other residents, and return how many experts were copied to the accelerator. Nothing is compiled,
