@@ -51,6 +51,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Sequence[str
             flags = (f"--{field.name.replace('_', '-')}", *_ALIASES.get(field.name, ()))
             told = "chosen by the engine" if field.default is None else field.default
             group.add_argument(*flags, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taking(field.type))
+    group.add_argument("--enable-expert-parallel", action="store_true", default=argparse.SUPPRESS, help="ep_size = tp_size")
     why = "code that a checkpoint brings along is never run; use a model of a supported architecture without it"
     group.add_argument("--trust-remote-code", action=Refused, nargs=0, const=why, help=argparse.SUPPRESS)
 
@@ -59,6 +60,8 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of ServerArgs that were given on the command line."""
     given = vars(options)
     fields = {field.name: given[field.name] for field in dataclasses.fields(ServerArgs) if field.name in given}
+    if "enable_expert_parallel" in given:
+        fields.setdefault("ep_size", fields.get("tp_size", 1))
     return {name: tuple(cast("list[int]", value)) if isinstance(value, list) else value for name, value in fields.items()}
 
 
