@@ -106,16 +106,17 @@ def _candidates(
     load: Float64[np.ndarray, "R E"], held: Int64[np.ndarray, "R I"], num_devices: int, max_replicas: int, rng: np.random.Generator
 ) -> Int64[np.ndarray, "R I"]:
     """One placement a row: of what `held` has with a few replicas given to other experts, or, for a quarter of the rows, of what greedy
-    replication gives for loads with noise. Both are packed by the noisy loads, so that equal replicas are packed in other ways."""
+    replication gives for loads with noise. Both are packed by loads with noise, so that equal replicas are packed in other ways."""
     num_rows, num_experts = load.shape
-    noise = np.resize(_NOISE, num_rows)[:, None] * rng.standard_normal(load.shape)
-    noisy = load * np.exp(noise)
+    size = np.resize(_NOISE, num_rows)[:, None]
     counts = count_instances(held, num_experts)
     _transfer(counts, max_replicas, rng.integers(0, _TRANSFERS + 1, num_rows), rng)
     anew = rng.random(num_rows) < 0.25
-    counts[anew] = replicate(noisy[anew], held.shape[1], max_replicas)[1]
+    noisy = load[anew] * np.exp(size[anew] * rng.standard_normal(load[anew].shape))
+    counts[anew] = replicate(noisy, held.shape[1], max_replicas)[1]
     made = np.repeat(np.tile(np.arange(num_experts), num_rows), counts.ravel()).reshape(held.shape)
-    return np.take_along_axis(made, pack(instance_load(noisy, made), num_devices), axis=1)
+    weight = instance_load(load, made) * np.exp(size * rng.standard_normal(made.shape))
+    return np.take_along_axis(made, pack(weight, num_devices), axis=1)
 
 
 def _transfer(counts: Int64[np.ndarray, "R E"], max_replicas: int, times: Int64[np.ndarray, " R"], rng: np.random.Generator) -> None:
