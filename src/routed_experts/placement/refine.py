@@ -12,11 +12,11 @@ from routed_experts.placement.greedy import pack, replicate
 
 _CLOSE = 1.008
 _STRICTLY = 1 - 1e-12  # less than this share of what was is an improvement; what is nearer is rounding
-_ROUNDS, _MOST_CANDIDATES = 16, 256
+_ROUNDS, _MOST_CANDIDATES = 16, 512
 _ROUND_INSTANCES, _ALL_INSTANCES = 100_000, 400_000  # of all candidates: what bounds the time, about 1 us each
 _PAIRS = 4_000_000  # of instances that may change places, looked at together: what bounds the memory, 8 bytes each in a few arrays
-_NOISE = (0.0, 0.05, 0.1, 0.2, 0.4)  # by how much (standard deviation of the logarithm) loads are taken for others
-_TRANSFERS = 3
+_NOISE = (0.0, 0.05, 0.1, 0.2, 0.4, 1.0)  # by how much (standard deviation of the logarithm) loads are taken for others
+_TRANSFERS = 5
 
 
 def refine(
