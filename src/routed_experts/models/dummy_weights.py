@@ -22,9 +22,15 @@ from routed_experts.models.interface import Decoder
 _STREAM_ABOVE = 1 << 30  # elements; smaller arrays are drawn at once
 
 
-def dummy_model(build: Callable[[], Decoder], *, seed: int = 0, place: Callable[[str], Any] = lambda target: None) -> Decoder:
+def dummy_model(
+    build: Callable[[], Decoder],
+    *,
+    seed: int = 0,
+    place: Callable[[str], Any] = lambda target: None,
+    deal_out: Callable[[str, Array], Array] | None = None,
+) -> Decoder:
     """The module that `build` describes, with random weights; nothing of what `build` itself would draw is drawn. `place`: the device
-    of the array of a dotted name, None for the default one."""
+    of the array of a dotted name, None for the default one; `deal_out` puts an array where it is served before the next is drawn."""
     graphdef, state = nnx.split(nnx.eval_shape(build))
     filled = []
     for index, (path, leaf) in enumerate(nnx.to_flat_state(state)):
@@ -32,7 +38,8 @@ def dummy_model(build: Callable[[], Decoder], *, seed: int = 0, place: Callable[
         device = place(name)
         with contextlib.nullcontext() if device is None else jax.default_device(device):
             key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
-            filled.append((path, leaf.replace(_fill(key, name, leaf.shape, leaf.dtype))))
+            drawn = _fill(key, name, leaf.shape, leaf.dtype)
+        filled.append((path, leaf.replace(drawn if deal_out is None else deal_out(name, drawn))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
