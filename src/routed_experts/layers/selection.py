@@ -86,21 +86,15 @@ def balanced_expert_selection(
         valid = jnp.ones(select_scores.shape[0], bool)
     if mode == "replicas":
         _check_replicas_mode(replica_order, capacity, source, num_devices, num_instances, select_scores.shape[1])
-        _, best = lax.top_k(select_scores, k)
-        ids = jnp.where(valid[:, None], best, -1)
         assert num_devices is not None and num_instances is not None  # checked
+        ids = jnp.where(valid[:, None], lax.top_k(select_scores, k)[1], -1)
         instances = waterfill_replicas(ids, replica_order, num_devices=num_devices, num_instances=num_instances, axis_name=axis_name)
-        zero = jnp.int32(0)
-        done = Assigned(ids, instances, zero, zero, zero, zero)
+        done = Assigned(ids, instances, *[jnp.int32(0)] * 4)
     else:
-        if num_devices is not None or num_instances is not None:
-            raise ConfigError(
-                "num_devices and num_instances are of mode='replicas'; 'reroute' takes an instance for each entry of capacity"
-            )
+        _refuse_sizes(num_devices, num_instances)
         slate = _slate(select_scores, replica_order, capacity, source, valid, k, axis_name)
         num_instances = slate.capacity.shape[0]
-        done = _assign(impl, slate, k, overflows=on_exhausted == "overflow")
-        done = _own_rows(done, valid.shape[0], axis_name)
+        done = _own_rows(_assign(impl, slate, k, overflows=on_exhausted == "overflow"), valid.shape[0], axis_name)
     weights = weights_at(weight_scores, done.ids, renormalize=renormalize)
     counts = count_takers(jnp.where(done.instances < 0, num_instances, done.instances).reshape(-1), num_instances)
     dropped = jnp.sum(valid[:, None] & (done.ids < 0), dtype=jnp.int32)
@@ -216,6 +210,11 @@ def _check_replicas_mode(
     if num_devices is None or num_instances is None:
         raise ConfigError("mode='replicas' needs num_devices and num_instances: instance i lives on device i // (instances / devices)")
     _check_int32("replica_order", replica_order, (num_experts, *replica_order.shape[-1:]))
+
+
+def _refuse_sizes(num_devices: int | None, num_instances: int | None) -> None:
+    if num_devices is not None or num_instances is not None:
+        raise ConfigError("num_devices and num_instances are of mode='replicas'; 'reroute' has an instance for each entry of capacity")
 
 
 def _check_int32(name: str, array: Int[Array, "..."], shape: tuple[int | str, ...]) -> None:
