@@ -18,20 +18,20 @@ from routed_experts.models.registry import ModelFolder
 from routed_experts.replay import CanaryGate, RoutedBatch, Sample, align, canary, forward, mismatch_report
 from tiny import write_tiny_checkpoint
 
-PROMPT_LEN, NEW_TOKENS, NUM_SAMPLES = 32, 96, 24
+PROMPT_LEN, NEW_TOKENS, NUM_SAMPLES, MANY_SAMPLES = 32, 96, 24, 384
 LENGTH = PROMPT_LEN + NEW_TOKENS
-SIZES = dict(precompile_bs_paddings=(24,), precompile_token_paddings=(768,), context_length=256, max_total_tokens=4096)
 TEXT = "Once upon a time there was a sea captain who counted the stars. What is the capital of France? def add(a, b): return a + b "
 
 
 class World:
     """A rollout in bfloat16 by the engine, and its judge: the forward pass of training, in float32, with the same weights."""
 
-    def __init__(self, folder, prompts_of):
+    def __init__(self, folder, prompts_of, samples=NUM_SAMPLES):
         opened = ModelFolder.open(folder)
         self.spec = opened.config.capture_spec
         self._graphdef, self._state = nnx.split(opened.load(jnp.dtype("float32")))
-        with Engine(str(folder), dtype="bfloat16", enable_return_routed_experts=True, **SIZES) as engine:
+        sizes = dict(precompile_bs_paddings=(samples,), precompile_token_paddings=(768,), max_total_tokens=samples * 160)
+        with Engine(str(folder), dtype="bfloat16", enable_return_routed_experts=True, context_length=256, **sizes) as engine:
             prompts = prompts_of(engine)
             sampling = {"temperature": 1.0, "seed": 1, "max_tokens": NEW_TOKENS, "ignore_eos": True}
             results = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True, return_routed_experts=True)
@@ -67,13 +67,17 @@ class World:
         return dataclasses.replace(report, fallback_frac=misses.fallback_frac), float(value)
 
 
+def demo_world(samples):
+    def prompts(engine):
+        ids = engine.tokenizer.encode(TEXT * 150)
+        return [ids[7 * index : 7 * index + PROMPT_LEN] for index in range(samples)]
+
+    return World(demo_model_path(), prompts, samples)
+
+
 @pytest.fixture(scope="module")
 def demo():
-    def prompts(engine):
-        ids = engine.tokenizer.encode(TEXT * 30)
-        return [ids[7 * index : 7 * index + PROMPT_LEN] for index in range(NUM_SAMPLES)]
-
-    return World(demo_model_path(), prompts)
+    return demo_world(NUM_SAMPLES)
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +110,14 @@ def test_replay_takes_at_least_half_of_the_mismatch_away(wide):
     assert CanaryGate()(value) < 0.03
 
 
-def test_on_the_demo_model_replay_leaves_the_noise_of_the_dtype_alone(demo, replayed):
-    """Its routers are seldom near a tie: what bfloat16 rounds elsewhere is most of the mismatch, and no replay takes that away."""
-    live, (report, value) = demo.judge(None)[0], replayed
+def test_on_the_demo_model_replay_takes_half_of_the_mismatch_away():
+    """Its routers are seldom near a tie, so it takes many sequences to see how much they matter."""
+    many = demo_world(MANY_SAMPLES)
+    live, (report, value) = many.judge(None)[0], many.judge(many.records)
     shown(live, report, value)
-    assert live.k3 > 1.2 * report.k3
+    assert live.num_tokens == MANY_SAMPLES * NEW_TOKENS
+    assert live.k3 >= 2 * report.k3
+    assert report.k3_high < live.k3_low
     assert live.max_abs > 1.3 * report.max_abs
     assert report.f_1_1 < live.f_1_1
     assert CanaryGate()(value) < 0.03

@@ -136,9 +136,13 @@ class _EngineCollector(Collector):
             ("preemptions", "Requests sent back to the queue", seen.preemptions),
             ("capture_rows", "Rows filed", seen.capture_rows),
             ("capture_missing_rows", "Requests that failed for a row that was not known", seen.capture_missing_rows),
+            ("resident_swaps", "Experts copied to the accelerator while it served", seen.resident_swaps),
             ("compile_cache_hits", "Programs that were read from the compilation cache, of this process", compiles.cache_hits),
         ):
             yield CounterMetricFamily(f"{_PREFIX}_{name}", told, value=float(count))
+        hits = {str(layer): ratio for layer, ratio in seen.resident_hits.items()}
+        told = "Share of a MoE layer's slots that ran on the accelerator, where experts are on the host too"
+        yield _labelled(GaugeMetricFamily(f"{_PREFIX}_resident_hit_ratio", told, labels=["layer"]), hits)
         programs = {"startup": compiles.startup, "serving": compiles.serving}
         yield _labelled(CounterMetricFamily(f"{_PREFIX}_compilations", "Programs made by this process", labels=["phase"]), programs)
         phases = {phase.name: phase.seconds for phase in self._door.engine.phases}
