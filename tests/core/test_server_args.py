@@ -77,7 +77,21 @@ def test_an_unknown_word_is_refused_with_those_that_are_known(field, value):
         ServerArgs(**{field: value})
 
 
-@pytest.mark.parametrize("field", ["tp_size", "ep_size", "dp_size"])
+@pytest.mark.parametrize("field", ["tp_size", "ep_size"])
+@pytest.mark.parametrize("value", [0, -1, True, "1", 2.0, None])
+def test_devices_are_counted_from_one(field, value):
+    with pytest.raises(ConfigError, match=f"{field}={value!r} must be an integer of at least 1"):
+        ServerArgs(**{field: value})
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 2), (4, 2), (2, 4)])
+def test_experts_are_dealt_out_to_all_devices_or_their_width_is(tp, ep):
+    assert ServerArgs(tp_size=tp, ep_size=tp).ep_size == tp
+    with pytest.raises(ConfigError, match=rf"ep_size={ep} must be 1 \(.*\) or tp_size={tp}"):
+        ServerArgs(tp_size=tp, ep_size=ep)
+
+
+@pytest.mark.parametrize("field", ["dp_size"])
 @pytest.mark.parametrize("value", [0, 2, -1, True, "1", None])
 def test_what_is_not_supported_is_said_so(field, value):
     with pytest.raises(ConfigError, match=f"{field}=.* is not supported"):

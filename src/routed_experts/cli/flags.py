@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
-from routed_experts.core.experts_config import ExpertsConfig
+from routed_experts.core.experts_config import RESIDENCIES, ExpertsConfig
 from routed_experts.core.server_args import ServerArgs
 
 # Other spellings that users of vLLM and SGLang know.
@@ -50,6 +50,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Sequence[str
             flags = (f"--{field.name.replace('_', '-')}", *_ALIASES.get(field.name, ()))
             told = "chosen by the engine" if field.default is None else field.default
             group.add_argument(*flags, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taking(field.type))
+    group.add_argument("--enable-expert-parallel", action="store_true", default=argparse.SUPPRESS, help="ep_size = tp_size")
     why = "code that a checkpoint brings along is never run; use a model of a supported architecture without it"
     group.add_argument("--trust-remote-code", action=Refused, nargs=0, const=why, help=argparse.SUPPRESS)
 
@@ -58,17 +59,19 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of ServerArgs that were given on the command line."""
     given = vars(options)
     fields = {field.name: given[field.name] for field in dataclasses.fields(ServerArgs) if field.name in given}
+    if "enable_expert_parallel" in given:
+        fields.setdefault("ep_size", fields.get("tp_size", 1))
     return {name: tuple(cast("list[int]", value)) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def add_expert_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one flag a field of ExpertsConfig but `residency`, whose plans have no place on a command line."""
+    """Add one flag a field of ExpertsConfig; of `residency`, the names: a plan has no place on a command line."""
     group = parser.add_argument_group("experts on the host")
     for field in dataclasses.fields(ExpertsConfig):
-        if field.name != "residency":
-            told = "none" if field.default is None else field.default
-            flag = f"--{field.name.replace('_', '-')}"
-            group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taking(field.type))
+        told = "none" if field.default is None else field.default
+        taken: dict[str, Any] = {"choices": RESIDENCIES} if field.name == "residency" else taking(field.type)
+        flag = f"--{field.name.replace('_', '-')}"
+        group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taken)
 
 
 def expert_args(options: argparse.Namespace) -> ExpertsConfig:

@@ -50,6 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--routing-store-bytes", type=_size, metavar="BYTES", told="for format ref; default: 1GiB")
     add("--routing-store-ttl", type=float, metavar="S", told="default: 600")
     add("--metrics-compat", choices=("vllm", "sglang"), told="adds gauges under the other server's names")
+    add("--expert-metrics", action="store_true", told="a series for every expert of every layer in /metrics")
     add("--cors-origin", metavar="URL", told="one origin that browsers may call from; default: none")
     add("--request-timeout", type=float, metavar="S", told="default: 600")
     add("--max-body-bytes", type=_size, metavar="BYTES", told="default: 16MiB")

@@ -96,7 +96,7 @@ class Logprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenIDOut:
-    """News of one request after a step; `routed_experts` only with the last."""
+    """News of one request after a step; `routed_experts` only with the last. `exact` False: experts were added a layer late."""
 
     rid: str
     new_token_ids: tuple[int, ...]
@@ -110,6 +110,7 @@ class TokenIDOut:
     return_routed_experts: bool
     routed_experts: RoutedExperts | None
     error: Exception | None = None
+    exact: bool = True
     queue_s: float | None = None  # from acceptance to the first step; None for one that never ran
 
 

@@ -25,6 +25,7 @@ _SWITCHES = (
 class ServerArgs:
     """Configuration of an engine. Lengths are in tokens; None means that the engine chooses (see each line).
 
+    `tp_size` devices share one model; with `ep_size` equal to it each holds whole experts, else a share of the width of every expert.
     `deterministic` promises bitwise equal ids, logprobs and rows whatever the neighbours: one padded shape, reference backends.
     Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
 
@@ -57,9 +58,13 @@ class ServerArgs:
     def __post_init__(self) -> None:
         """Check every field once."""
         values = dataclasses.asdict(self)
-        for name in ("tp_size", "ep_size", "dp_size"):
-            if values[name] != 1 or isinstance(values[name], bool):
-                raise ConfigError(f"{name}={values[name]!r} is not supported by this release; leave it at 1")
+        _at_least("tp_size", self.tp_size, 1)
+        _at_least("ep_size", self.ep_size, 1)
+        if self.ep_size not in (1, self.tp_size):
+            wanted = f"1 (a share of every expert's width on each device) or tp_size={self.tp_size} (whole experts)"
+            raise ConfigError(f"ep_size={self.ep_size} must be {wanted}; choose one of them")
+        if self.dp_size != 1 or isinstance(self.dp_size, bool):
+            raise ConfigError(f"dp_size={self.dp_size!r} is not supported by this release; leave it at 1")
         for name in _TEXTS:
             if not isinstance(values[name], str) and not (values[name] is None and name.endswith("_path")):
                 raise ConfigError(f"{name}={values[name]!r} must be text")

@@ -3,6 +3,7 @@
 Everything that cannot work is refused here, before weights are loaded where that is possible."""
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -21,15 +22,18 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.core import EngineCore
 from routed_experts.engine.self_check import check_determinism
+from routed_experts.engine.served_model import ServedModel, load_model, shapes_of, shards_of
 from routed_experts.engine.sharing import Sharing
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
+from routed_experts.execution.on_mesh import OnMesh
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.memory.kv_pool import KVPoolSpec, row_width
 from routed_experts.models.expert_store import SplitModel
 from routed_experts.models.interface import Decoder, DecoderConfig
 from routed_experts.models.registry import ModelFolder
+from routed_experts.models.shards import Shards
 from routed_experts.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -73,6 +77,7 @@ class Assembly:
     capture: CaptureSpec | None
     vocab_size: int
     prefix_cache: bool
+    served: ServedModel
 
 
 def assemble(
@@ -89,39 +94,35 @@ def assemble(
     `experts` may share them out to the host. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     shares = experts is not None and experts.num_resident is not None
-    folder, config = _open(args, model, load_format, in_parts=shares)
+    source, config = _open(args, model, load_format, in_parts=shares)
     sharing = Sharing.check(experts, args, config, registry) if experts is not None and shares else None
+    shards = shards_of(args, config)
     args = _without_prefixes(args, config)
-    clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens")
+    devices = "" if shards is None else f", on {shards.mesh.size} devices"
+    clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
     kernels, attention = registry.choose(args, config.needs)
     clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
-    graphdef, state, parted = _load(folder or model, args.dtype, sharing, on_load)
+    served, state, parted = _load(source, config, args.dtype, sharing, shards, on_load)
     jax.block_until_ready(state)
     clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
     context_length = context_length_of(args, config.context_length)
     buckets = Buckets.of(args, context_length=context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
-    shapes = kv_shapes(args, config, state)
-    plan = plan_memory(args, buckets, shapes, state, capture, context_length=context_length, vocab_size=config.vocab_size)
+    shapes = kv_shapes(args, served.part, state)
+    plan = plan_memory(args, buckets, shapes, served.held, capture, context_length=context_length, vocab_size=config.vocab_size)
     clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())
     spec = ProgramSpec(
-        graphdef=graphdef,
+        graphdef=served.graphdef,
         capture=capture,
         kernels=kernels,
         attention=attention,
         num_pages=plan.pool.num_pages,
         raw_logprobs=args.logprobs_mode == "raw",
+        on=None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool),
     )
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     runner = ModelRunner(state, spec, sizes) if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
-
-    def new_core() -> EngineCore:
-        capturer = RoutedExpertsCapturer.create(
-            config.capture_spec, num_slots=plan.pool.num_slots, page_size=args.page_size, enable=capture is not None
-        )
-        scheduler = Scheduler(args, buckets, num_pages=plan.pool.num_pages, vocab_size=config.vocab_size)
-        return EngineCore(scheduler, runner, capturer)
-
+    new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, sharing)
     core = new_core()
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
     count = runner.compile()
@@ -133,38 +134,49 @@ def assemble(
     caches = not args.disable_radix_cache
     return Assembly(
         core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size,
-        prefix_cache=caches,
+        prefix_cache=caches, served=served,
     )  # fmt: skip
+
+
+def _new_core(
+    args: ServerArgs, buckets: Buckets, runner: ModelRunner, capture: CaptureSpec | None, sharing: Sharing | None
+) -> EngineCore:
+    """A core with queues, pages and rows of its own."""
+    pool, enable = runner.config.pool, runner.spec.capture is not None
+    capturer = RoutedExpertsCapturer.create(capture, num_slots=pool.num_slots, page_size=args.page_size, enable=enable)
+    scheduler = Scheduler(args, buckets, num_pages=pool.num_pages, vocab_size=runner.config.vocab_size)
+    return EngineCore(scheduler, runner, capturer, after_step=None if sharing is None else sharing.follower(capturer, runner))
 
 
 def _open(
     args: ServerArgs, model: Decoder | None, load_format: str, *, in_parts: bool = False
-) -> tuple[ModelFolder | None, DecoderConfig]:
-    """The checkpoint, if it is one that is served, and the model's config, checked against what is asked of it."""
-    folder = None
-    if model is None:
-        if args.model_path is None:
-            raise ConfigError("model_path=None and no model was given; pass the folder of a checkpoint, or model=")
-        folder = ModelFolder.open(args.model_path, load_format=load_format, in_parts=in_parts)
-        config: DecoderConfig = folder.config
-    else:
-        config = model.config
+) -> tuple[ModelFolder | Decoder, DecoderConfig]:
+    """What is served, and the model's config, checked against what is asked of it."""
+    if model is None and args.model_path is None:
+        raise ConfigError("model_path=None and no model was given; pass the folder of a checkpoint, or model=")
+    source = model or ModelFolder.open(str(args.model_path), load_format=load_format, in_parts=in_parts)
+    config: DecoderConfig = source.config
     if args.enable_return_routed_experts and config.capture_spec is None:
         raise CaptureUnsupportedError(
             f"enable_return_routed_experts=True, but {args.model_path or 'this model'} has no MoE layer; serve it without the flag"
         )
-    return folder, config
+    return source, config
 
 
 def _load(
-    source: ModelFolder | Decoder | None, dtype: str, sharing: Sharing | None, on_load: Callable[[int, int], None] | None
-) -> tuple[nnx.GraphDef[Any], nnx.State[Any, Any], SplitModel | None]:
-    """The model's graph, and what is on the accelerator: with `sharing`, that of the rim, and beside it the parted model."""
-    if sharing is not None:
-        parted = sharing.load(source, dtype, progress=on_load)
-        return parted.rim[0], parted.state, parted
-    model = source.load(source.dtype(dtype), progress=on_load) if isinstance(source, ModelFolder) else source
-    return *nnx.split(model), None
+    source: ModelFolder | Decoder,
+    config: DecoderConfig,
+    dtype: str,
+    sharing: Sharing | None,
+    shards: Shards | None,
+    on_load: Callable[[int, int], None] | None,
+) -> tuple[ServedModel, nnx.State[Any, Any], SplitModel | None]:
+    """The model and its arrays where they are served; with `sharing` its graph is that of the rim, and beside it stands the parted
+    model."""
+    if sharing is None:
+        return *load_model(source, config, shards, dtype=dtype, progress=on_load), None
+    parted = sharing.load(source, dtype, progress=on_load)
+    return ServedModel.of(config, parted.rim[0], shapes_of(parted.state), None), parted.state, parted
 
 
 def _without_prefixes(args: ServerArgs, config: DecoderConfig) -> ServerArgs:

@@ -15,7 +15,9 @@ from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
+from routed_experts.layers.peers import Peers
 from routed_experts.models.interface import PLAIN, Needs
+from routed_experts.models.shards import AXIS
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -27,16 +29,20 @@ def _nothing() -> str | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Offer(Generic[T]):
-    """A backend by name: how to get it, the platform that it runs on (None: any), and why this machine cannot run it, if so."""
+    """A backend by name: how to get it, the platform that it runs on (None: any), and why this machine cannot run it, if so. `alone`: it
+    runs on one device only."""
 
     load: Callable[[], T]
     platform: str | None = None
     why_not: Callable[[], str | None] = _nothing
+    alone: bool = False
 
-    def refusal(self, platform: str) -> str | None:
+    def refusal(self, platform: str, devices: int = 1) -> str | None:
         """None where it runs; else the reason, with its remedy."""
         if self.platform not in (None, platform):
             return f"it runs on {self.platform}, and this machine's default device is a {platform}"
+        if self.alone and devices > 1:
+            return f"its kernels share out one CPU, and tp_size={devices} makes {devices} devices of it"
         return self.why_not()
 
 
@@ -88,12 +94,12 @@ def _given(value: T) -> Offer[T]:
 
 KERNELS: Mapping[str, Offer[Kernels]] = MappingProxyType(
     {name: _given(Kernels(moe=backend)) for name, backend in MOE_BACKENDS.items()}
-    | {"native": Offer(load=_native_kernels, platform="cpu", why_not=_why_not_native)}
+    | {"native": Offer(load=_native_kernels, platform="cpu", why_not=_why_not_native, alone=True)}
     | {"gpu": Offer(load=_gpu_kernels, platform="gpu"), "tpu": Offer(load=_tpu_kernels, platform="tpu")}
 )
 ATTENTION: Mapping[str, Offer[AttentionBackend]] = MappingProxyType(
     {name: _given(backend) for name, backend in ATTENTION_BACKENDS.items()}
-    | {"native": Offer(load=_native_attention, platform="cpu", why_not=_why_not_native)}
+    | {"native": Offer(load=_native_attention, platform="cpu", why_not=_why_not_native, alone=True)}
     | {"gpu": Offer(load=_gpu_attention, platform="gpu"), "tpu": Offer(load=_tpu_attention, platform="tpu")}
 )
 # What `auto` takes: the platform's own kernels where this machine can run them and they can do what the model needs; else plain ones.
@@ -115,7 +121,8 @@ class BackendRegistry:
         return dataclasses.replace(self, moe=MappingProxyType({**self.moe, backend.name: _given(Kernels(moe=backend))}))
 
     def choose(self, args: ServerArgs, needs: Needs = PLAIN, *, platform: str | None = None) -> tuple[Kernels, AttentionBackend]:
-        """The backends that `args` name, for a model that `needs` some things and for `platform` (the default device's).
+        """The backends that `args` name, for a model that `needs` some things and for `platform` (the default device's); with several
+        devices, each on its share.
         Deterministic mode runs on `reference` alone; a backend that hides the ids it runs is refused with capture on. Raises
         ConfigError, CaptureUnsupportedError."""
         where = platform or jax.default_backend()
@@ -130,14 +137,16 @@ class BackendRegistry:
         def attention_lacking(attention: AttentionBackend) -> frozenset[str]:
             return needs.attention if attention.special is None else frozenset()
 
-        kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, where, experts_lacking)
-        attention = _pick("attention_backend", args.attention_backend, self.attention, attention_auto, where, attention_lacking)
+        here = (where, args.tp_size)
+        kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, here, experts_lacking)
+        attention = _pick("attention_backend", args.attention_backend, self.attention, attention_auto, here, attention_lacking)
         if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
             raise CaptureUnsupportedError(
                 f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded; choose "
                 "another backend or enable_return_routed_experts=False"
             )
-        return kernels, attention
+        peers = Peers(axis=AXIS, count=args.tp_size, whole_experts=args.ep_size > 1)
+        return kernels.among(peers), attention
 
 
 def refuse_dependent(args: ServerArgs) -> None:
@@ -148,12 +157,18 @@ def refuse_dependent(args: ServerArgs) -> None:
 
 
 def _pick(
-    field: str, name: str, offers: Mapping[str, Offer[T]], auto: tuple[str, ...], platform: str, lacking: Callable[[T], frozenset[str]]
+    field: str,
+    name: str,
+    offers: Mapping[str, Offer[T]],
+    auto: tuple[str, ...],
+    here: tuple[str, int],
+    lacking: Callable[[T], frozenset[str]],
 ) -> T:
-    """The backend of that name, or the first of `auto` that this machine can run and that lacks nothing of what the model needs."""
+    """The backend of that name, or the first of `auto` that this machine can run and that lacks nothing of what the model needs; `here`:
+    the platform, and how many of its devices."""
     if name == "auto":
         for choice in auto[:-1]:
-            refusal = offers[choice].refusal(platform)
+            refusal = offers[choice].refusal(*here)
             if refusal is not None:
                 logger.warning("%s: %r is passed over: %s", field, choice, refusal)
             elif not lacking(backend := offers[choice].load()):
@@ -161,7 +176,7 @@ def _pick(
         return offers[auto[-1]].load()
     if name not in offers:
         raise ConfigError(f"{field}={name!r} is unknown; choose auto or one of {', '.join(sorted(offers))}")
-    refusal = offers[name].refusal(platform)
+    refusal = offers[name].refusal(*here)
     if refusal is not None:
         raise ConfigError(f"{field}={name!r} cannot run here: {refusal}; or choose auto")
     backend = offers[name].load()

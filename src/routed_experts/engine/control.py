@@ -2,11 +2,12 @@
 
 Every method may be called from any thread and acts between two steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
+from flax import nnx
 from jaxtyping import Float64, Int32
 
 from routed_experts.core.capture_spec import CaptureSpec
@@ -20,6 +21,7 @@ from routed_experts.engine import pausing
 from routed_experts.engine.assembly import Assembly
 from routed_experts.engine.core import EngineCore, Hold
 from routed_experts.engine.door import is_nested
+from routed_experts.engine.loop import EngineLoop
 from routed_experts.engine.occupation import EngineOccupation, refuse_released, refuse_split
 from routed_experts.engine.score import ScoreOutput, Scorer
 from routed_experts.engine.weights import Weights, state_of, state_of_folder
@@ -41,18 +43,15 @@ class EngineControl(EngineOccupation):
         "keep"; rows that were written stay, and their `version_spans` tell which weights made them. No new request matches old
         pages. Raises WeightsMismatchError naming the first arrays that differ; then nothing has changed."""
         refuse_split(self._assembly.core, "update_weights")
-        if cache not in ("flush", "keep"):
-            raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
-        core = self._assembly.core
-        served = state_of(state, core.runner.state)
-        self._loop.drained(lambda: core.update_weights(served, version=version, cache=cache))
+        served = self._assembly.served
+        _exchange(self._loop, self._assembly.core, lambda: served.placed(state_of(state, served.arrays)), version=version, cache=cache)
 
     def update_weights_from_disk(self, path: str | Path, *, version: int, cache: str = "flush") -> None:
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests go on.
         Raises WeightsMismatchError where config.json is of another model, CheckpointError where the folder is damaged."""
         refuse_split(self._assembly.core, "update_weights_from_disk")
-        runner = self._assembly.core.runner
-        self.update_weights(state_of_folder(path, runner.spec, runner.state), version=version, cache=cache)
+        served, core = self._assembly.served, self._assembly.core
+        _exchange(self._loop, core, lambda: state_of_folder(path, served), version=version, cache=cache)
 
     def update_weight_version(self, version: int) -> None:
         """Name the served weights anew: `version` must rise. Rows written from now on bear it; running requests keep their pages, and
@@ -175,3 +174,11 @@ def _split_runner(core: EngineCore) -> SplitRunner:
         text = "this engine has all experts on the accelerator; build it with Engine(..., experts=ExpertsConfig(...))"
         raise InvalidRequestError(text, param="residency")
     return core.runner
+
+
+def _exchange(loop: EngineLoop, core: EngineCore, load: Callable[[], nnx.State[Any, Any]], *, version: int, cache: str) -> None:
+    """Go on with the arrays that `load` gives, which lie where they are served."""
+    if cache not in ("flush", "keep"):
+        raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
+    state = load()
+    loop.drained(lambda: core.update_weights(state, version=version, cache=cache))

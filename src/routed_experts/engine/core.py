@@ -5,7 +5,7 @@ so that all host work of step n happens while the device runs step n+1. Engine t
 
 import enum
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -39,8 +39,10 @@ class Hold(enum.Enum):
 class EngineCore:
     """The loop's state: the live requests and the step in flight."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, capturer: RoutedExpertsCapturer) -> None:
-        self.scheduler, self.runner, self.capturer = scheduler, runner, capturer
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, capturer: RoutedExpertsCapturer, *, after_step: Callable[[], None] | None = None
+    ) -> None:
+        self.scheduler, self.runner, self.capturer, self._after_step = scheduler, runner, capturer, after_step
         self.ledger = Ledger()
         self.num_steps = self.num_rows = self.num_missing_rows = 0  # rows filed; requests that lacked one
         self.last_progress = time.monotonic()  # when a step ended, or work came to an idle core
@@ -147,6 +149,8 @@ class EngineCore:
                     outs.append(self._news(req))
             self.num_steps += 1
             self.last_progress = time.monotonic()
+            if self._after_step is not None:
+                self._after_step()
         _forget_changed_pages(self.scheduler, self.capturer)
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
 
@@ -164,7 +168,8 @@ class EngineCore:
                 self.num_missing_rows += isinstance(cause, RoutingIncompleteError)
         if ended:
             self.scheduler.release(req)
-        return self.ledger.news(req, record=record, error=error, weight_version=self.runner.weight_version)
+        runner = self.runner
+        return self.ledger.news(req, record=record, error=error, weight_version=runner.weight_version, exact=runner.exact)
 
 
 def _next_batch(scheduler: Scheduler, ledger: Ledger) -> ModelWorkerBatch | None:

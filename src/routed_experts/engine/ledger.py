@@ -83,7 +83,9 @@ class Ledger:
         told = self._live[req.rid].rows_told
         return req.source.routed_experts.start if told is None else told
 
-    def news(self, req: Req, *, record: RoutedExperts | None, error: Exception | None, weight_version: int) -> TokenIDOut:
+    def news(
+        self, req: Req, *, record: RoutedExperts | None, error: Exception | None, weight_version: int, exact: bool = True
+    ) -> TokenIDOut:
         """What a request has to tell since it was last asked; an ended one leaves the ledger."""
         entry = self._live[req.rid]
         told, entry.num_told = entry.num_told, req.num_output
@@ -107,6 +109,7 @@ class Ledger:
             return_routed_experts=req.source.return_routed_experts,
             routed_experts=record,
             error=error,
+            exact=exact,
             queue_s=entry.queue_s,
         )
 

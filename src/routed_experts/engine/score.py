@@ -21,8 +21,9 @@ from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.execution.forward_batch import pack, shape_of
+from routed_experts.execution.forward_batch import BatchShape, pack, shape_of
 from routed_experts.execution.model_runner import ModelRunner
+from routed_experts.execution.on_mesh import EVERYWHERE, POOL, WEIGHTS, on_all, zeros
 from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
 from routed_experts.models.interface import TokenRouting
 from routed_experts.scheduling.request_pages import pages_for
@@ -47,8 +48,8 @@ class Scorer:
     def __init__(self, args: ServerArgs, buckets: Buckets, runner: ModelRunner) -> None:
         self._args = dataclasses.replace(args, disable_radix_cache=True, max_queued_requests=1 << 30)
         self._buckets, self._runner, self._turn = buckets, runner, threading.Lock()
-        self._forward = jax.jit(forward, static_argnames=("spec", "shape"), donate_argnames="pool")
-        self._score = jax.jit(score_prompt, static_argnames="spec")
+        self._forward = jax.jit(_forward_on_all, static_argnames=("spec", "shape"), donate_argnames="pool")
+        self._score = jax.jit(_score_on_all, static_argnames="spec")
 
     def run(
         self,
@@ -90,8 +91,10 @@ class _Steps:
         self._scheduler = Scheduler(args, scorer._buckets, num_pages=num_pages, vocab_size=runner.config.vocab_size)
         self._scheduler.add([job.req for job in jobs])
         self._spec = dataclasses.replace(runner.spec, num_pages=num_pages)
-        self._pool = dataclasses.replace(runner.config.pool, num_pages=num_pages).allocate()
-        self._last_tokens = jnp.zeros(runner.config.num_request_slots, jnp.int32)
+        on = self._spec.on
+        pool = dataclasses.replace(runner.config.pool, num_pages=num_pages)
+        self._pool = zeros(pool.abstract, on, EVERYWHERE if on is None else on.pool)
+        self._last_tokens = zeros(jax.ShapeDtypeStruct((runner.config.num_request_slots,), jnp.int32), on)
 
     def step(self) -> bool:
         """Run the next step; False when all is done."""
@@ -118,9 +121,39 @@ class _Steps:
         shape = shape_of(batch)
         routed = _routes(batch, parts, self._spec) if self._replays else None
         self._pool, out = self._scorer._forward(
-            self._state, self._pool, self._last_tokens, jnp.asarray(pack(batch)), spec=self._spec, shape=shape, routed=routed
+            self._state, self._pool, self._last_tokens, jnp.asarray(pack(batch)), routed, spec=self._spec, shape=shape
         )
         return out
+
+
+def _forward_on_all(
+    state: nnx.State[Any, Any],
+    pool: Any,
+    last_tokens: Any,
+    packed: Any,
+    routed: TokenRouting | None,
+    *,
+    spec: ProgramSpec,
+    shape: BatchShape,
+) -> tuple[Any, ForwardOut]:
+    """`forward` on one device, or on all of the spec's mesh."""
+    leaves, tree = jax.tree.flatten(state)
+
+    def run(leaves: Any, pool: Any, last_tokens: Any, packed: Any, routed: TokenRouting | None) -> tuple[Any, ForwardOut]:
+        return forward(jax.tree.unflatten(tree, leaves), pool, last_tokens, packed, spec=spec, shape=shape, routed=routed)
+
+    takes = (WEIGHTS, POOL, EVERYWHERE, EVERYWHERE, EVERYWHERE)
+    return on_all(run, spec.on, takes=takes, gives=(POOL, EVERYWHERE))(leaves, pool, last_tokens, packed, routed)
+
+
+def _score_on_all(state: nnx.State[Any, Any], hidden: Any, targets: Any, *, spec: ProgramSpec) -> Any:
+    """`score_prompt` in the same way."""
+    leaves, tree = jax.tree.flatten(state)
+
+    def run(leaves: Any, hidden: Any, targets: Any) -> Any:
+        return score_prompt(jax.tree.unflatten(tree, leaves), hidden, targets, spec=spec)
+
+    return on_all(run, spec.on, takes=(WEIGHTS, EVERYWHERE, EVERYWHERE), gives=EVERYWHERE)(leaves, hidden, targets)
 
 
 def _request(index: int, ids: Int32[np.ndarray, " S"]) -> Req:

@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.sampling_params import shown
-from routed_experts.execution.programs import ProgramSpec
+from routed_experts.engine.served_model import ServedModel
 from routed_experts.models.registry import ModelFolder
 
 Weights = nnx.State[Any, Any] | nnx.Module | Mapping[str, Any]
@@ -39,19 +39,20 @@ def state_of(new: Weights, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
     return nnx.from_flat_state([(path, leaf.replace(_held(given[name]))) for name, (path, leaf) in wanted.items()])
 
 
-def state_of_folder(path: str | Path, spec: ProgramSpec, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
-    """Load a checkpoint of the served architecture, in the served dtype. Raises WeightsMismatchError where its config.json says
-    another model, and what ModelFolder.open raises where there is none that can be read."""
+def state_of_folder(path: str | Path, served: ServedModel) -> nnx.State[Any, Any]:
+    """Load a checkpoint of the served architecture, in the served dtype, to where it is served. Raises WeightsMismatchError where its
+    config.json says another model, and what ModelFolder.open raises where there is none that can be read."""
     if not isinstance(path, str | Path):
         raise WeightsMismatchError(f"model_path={shown(path)} must be the path of a checkpoint folder", param="model_path")
     folder = ModelFolder.open(path)
-    config: Any = nnx.merge(spec.graphdef, served).config
+    config: Any = served.config
     if folder.config != config:
         there, here = dataclasses.asdict(folder.config), dataclasses.asdict(config)
         names = [name for name in here if name not in there or there[name] != here[name]]
         text = f"model_path={shown(str(path))} is another model: its config differs in {', '.join(names[:_SHOWN]) or 'architecture'}"
         raise WeightsMismatchError(f"{text}; build an Engine of its own for it", param="model_path")
-    state = nnx.split(folder.load(jnp.result_type(jax.tree.leaves(served)[0])))[1]
+    dtype = jnp.result_type(jax.tree.leaves(served.arrays)[0])
+    state = nnx.split(folder.load(dtype, shards=served.shards))[1]
     _refuse_broken(dict(_leaves(state)), param="model_path")
     return state
 
@@ -108,7 +109,7 @@ def _said(leaf: object) -> str:
     array = _held(leaf)
     if array is None:
         return "nothing"
-    if not _is_array(array):
+    if not _is_array(array) and not isinstance(array, jax.ShapeDtypeStruct):
         return f"no array but {shown(array)}"
     donated = "a donated " if isinstance(array, jax.Array) and array.is_deleted() else ""
     return f"{donated}{array.dtype}{list(array.shape)}"

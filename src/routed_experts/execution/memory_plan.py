@@ -25,7 +25,8 @@ _LISTED = 4  # names of each dtype in an error
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by purpose, and the pool that fits. `capture_device` is two steps' rows, `capture_host` the store by slot."""
+    """Bytes by purpose, and the pool that fits, on each of `num_devices`. `capture_device` is two steps' rows, `capture_host` the store
+    by slot."""
 
     pool: KVPoolSpec
     weights: int
@@ -34,6 +35,7 @@ class MemoryPlan:
     capture_host: int
     row_bytes: int
     limit: int
+    num_devices: int = 1
 
     @property
     def kv(self) -> int:
@@ -43,13 +45,14 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """The plan as it is printed, one purpose a line."""
         tokens = (self.pool.num_pages - 1) * self.pool.page_size
+        each = f"each of {self.num_devices} devices, as is all of this but the host's part"
         return [
             f"weights         {_size(self.weights)}",
             f"penalties       {_size(self.penalties)}  what each request slot has said: five bytes a token of the vocabulary",
             f"KV pages        {_size(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes",
             f"capture, device {_size(self.capture_device)}  rows of two steps",
             f"capture, host   {_size(self.capture_host)}  {self.pool.num_slots:,} slots of {self.row_bytes:,} bytes, one or two an id",
-            f"limit           {_size(self.limit)}  mem_fraction_static of the device",
+            f"limit           {_size(self.limit)}  mem_fraction_static of {'the device' if self.num_devices == 1 else each}",
         ]
 
 
@@ -63,11 +66,11 @@ def plan_memory(
     context_length: int,
     vocab_size: int,
 ) -> MemoryPlan:
-    """Size the pool. `model` carries the model's shapes; its num_pages is not read. ConfigError if it does not fit, or if weights are
-    of several dtypes."""
+    """Size the pool. `model` carries the model's shapes; its num_pages is not read. Of several devices, `model` and `state` are what one
+    holds. ConfigError if it does not fit, or if weights are of several dtypes."""
     require_one_dtype(state)
     weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    limit = int(device_bytes() * args.mem_fraction_static)
+    limit = int(device_bytes(args.tp_size) * args.mem_fraction_static)
     row_bytes = 0 if capture is None else capture.row_bytes
     widest = max(tokens for _, tokens, _ in buckets.all_shapes())
     penalties = (args.running_limit + 1) * vocab_size * (np.dtype(np.int32).itemsize + np.dtype(np.bool_).itemsize)
@@ -99,6 +102,7 @@ def plan_memory(
         capture_host=pool.num_slots * row_bytes,
         row_bytes=row_bytes,
         limit=limit,
+        num_devices=args.tp_size,
     )
 
 
@@ -118,12 +122,12 @@ def require_one_dtype(state: nnx.State[Any, Any]) -> None:
         )
 
 
-def device_bytes() -> int:
-    """Memory of the default device: what its runtime says, or the machine's own on CPU."""
+def device_bytes(devices: int = 1) -> int:
+    """Memory of one device: what its runtime says, or its share of the machine's own on CPU."""
     stats = jax.local_devices()[0].memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
 
 
 def _size(count: int) -> str:

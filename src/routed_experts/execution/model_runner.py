@@ -18,6 +18,7 @@ from jaxtyping import Array, Int32, UInt
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, ModelWorkerBatch, SamplerForm, StepResult
 from routed_experts.execution.forward_batch import BatchShape, pack, shape_of
+from routed_experts.execution.on_mesh import EVERYWHERE, POOL, WEIGHTS, jit_on_all, whole, zeros
 from routed_experts.execution.programs import ForwardOut, FullInputs, ProgramSpec, SpokenTokens, forward, sample_tokens, score_prompt
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.kv_pool import KVPoolSpec
@@ -27,7 +28,7 @@ MAX_WEIGHT_VERSION = 2**31 - 1  # rows keep theirs as int32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
-    """Static sizes of a runner. `shapes` are the padded steps it compiles for."""
+    """Static sizes of a runner, of one device where it runs on several. `shapes` are the padded steps it compiles for."""
 
     pool: KVPoolSpec
     num_request_slots: int  # slot 0 is padding
@@ -47,14 +48,17 @@ class PendingStep:
 
 
 class ModelRunner:
-    """Weights, pools and compiled programs of one model on one device."""
+    """Weights, pools and compiled programs of one model, on one device or on those of a mesh (ProgramSpec.on)."""
 
     def __init__(self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, weight_version: int = 0) -> None:
         self.spec, self.config, self.weight_version = spec, config, weight_version
+        self.exact = True  # the model's own numbers; False where some of them come late
         self._weights, self._tree = jax.tree.flatten(state)  # leaves: a call costs time by the leaf, and more by the node
-        self._pool = config.pool.allocate()
-        self._last_tokens = jnp.zeros(config.num_request_slots, jnp.int32)
-        self._spoken = _zeros(abstract_spoken(config))  # now: the first penalty must not find the device full, nor compile
+        on = spec.on
+        self.allocate_pool()
+        self._last_tokens = zeros(_shape((config.num_request_slots,), jnp.int32), on)
+        self._spoken = zeros(abstract_spoken(config), on)  # now: the first penalty must not find the device full, nor compile
+        self._everywhere = None if on is None else on.everywhere
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
         self._copies = next(iter(self._last_tokens.devices())).platform != "cpu"  # there the host reads an output where it lies
 
@@ -80,7 +84,7 @@ class ModelRunner:
         out = self._forward(batch, shape)
         full = None
         if batch.form is SamplerForm.FULL:
-            bias = jax.device_put((batch.sampling.bias_ids, batch.sampling.bias_values))
+            bias = jax.device_put((batch.sampling.bias_ids, batch.sampling.bias_values), self._everywhere)
             full = FullInputs(out.tokens, *bias)
         program = self._programs["sample", shape, batch.form]
         spoken = self._spoken if full is not None else None
@@ -89,7 +93,8 @@ class ModelRunner:
             self._spoken = spoken
         scored = None
         if batch.prompt_targets is not None:
-            scored = self._programs["score", shape.num_tokens](self._weights, out.hidden, jax.device_put(batch.prompt_targets))
+            targets = jax.device_put(batch.prompt_targets, self._everywhere)
+            scored = self._programs["score", shape.num_tokens](self._weights, out.hidden, targets)
         if self._copies:
             for array in (sampled, scored, out.rows):
                 if array is not None:
@@ -146,12 +151,13 @@ class ModelRunner:
             self._weights = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._weights]
 
     def allocate_pool(self) -> None:
-        """Make the pool anew, empty; no step may be in flight."""
-        self._pool = self.config.pool.allocate()
+        """Make the pool, empty; no step may be in flight."""
+        on = self.spec.on
+        self._pool = zeros(self.config.pool.abstract, on, EVERYWHERE if on is None else on.pool)
 
     def poison(self) -> None:
         """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""
-        self._pool = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 3e4, leaf.dtype), self._pool)
+        self._pool = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 3e4, leaf.dtype, device=leaf.sharding), self._pool)
 
 
 def program_jobs(
@@ -159,12 +165,14 @@ def program_jobs(
 ) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
     """The table of programs: key to a call that lowers it. `state` may be arrays or their shapes; programs take its leaves."""
     jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
-    tree = jax.tree.structure(state)
+    tree, on = jax.tree.structure(state), spec.on
+    same = (EVERYWHERE,)
     for shape in config.shapes:
         args = abstract_inputs(state, spec, config, shape)
-        out = jax.eval_shape(functools.partial(forward, spec=spec, shape=shape), *args)[1]
         args = (jax.tree.leaves(args[0]), *args[1:])
-        run = jax.jit(_on_leaves(functools.partial(forward, spec=spec, shape=shape), tree), donate_argnums=1)
+        program = _on_leaves(functools.partial(forward, spec=spec, shape=shape), tree)
+        run = jit_on_all(program, on, takes=(WEIGHTS, POOL, *same * 2), gives=(POOL, *same), donate_argnums=(1,))
+        out = jax.eval_shape(run, *args)[1]
         jobs["forward", shape] = functools.partial(run.lower, *args)
         jobs |= sampling_jobs(state, spec, config, shape, out)
     return jobs
@@ -175,18 +183,19 @@ def sampling_jobs(
 ) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
     """The programs that follow the layers of a step, whose outputs have the shapes of `out`."""
     jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
-    tree, args = jax.tree.structure(state), abstract_inputs(state, spec, config, shape)
-    leaves = jax.tree.leaves(args[0])
+    tree, args, on = jax.tree.structure(state), abstract_inputs(state, spec, config, shape), spec.on
+    leaves, same = jax.tree.leaves(args[0]), (EVERYWHERE,)
     for form in SamplerForm:
         full = spoken = None
         if form is SamplerForm.FULL:
             bias = (shape.num_requests, MAX_BIAS)
             full = FullInputs(out.tokens, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
             spoken = abstract_spoken(config)
-        run = jax.jit(_on_leaves(functools.partial(sample_tokens, spec=spec, shape=shape, form=form), tree), donate_argnums=(2, 4))
+        program = _on_leaves(functools.partial(sample_tokens, spec=spec, shape=shape, form=form), tree)
+        run = jit_on_all(program, on, takes=(WEIGHTS, *same * 5), gives=same * 3, donate_argnums=(2, 4))
         jobs["sample", shape, form] = functools.partial(run.lower, leaves, out.last_hidden, args[2], args[3], spoken, full)
     if shape.mode is ForwardMode.EXTEND:
-        run = jax.jit(_on_leaves(functools.partial(score_prompt, spec=spec), tree))
+        run = jit_on_all(_on_leaves(functools.partial(score_prompt, spec=spec), tree), on, takes=(WEIGHTS, *same * 2), gives=EVERYWHERE)
         jobs["score", shape.num_tokens] = functools.partial(run.lower, leaves, out.hidden, out.tokens)
     return jobs
 
@@ -203,7 +212,8 @@ def _on_leaves(program: Callable[..., Any], tree: Any) -> Callable[..., Any]:
 def abstract_inputs(state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape) -> tuple[Any, ...]:
     """Shapes and dtypes of the arguments of `forward`. Weights keep their sharding: it names the devices that are compiled for."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    return shapes, config.pool.abstract, jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), shape.packed
+    pool = whole(config.pool.abstract, spec.on, EVERYWHERE if spec.on is None else spec.on.pool)
+    return shapes, pool, jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), shape.packed
 
 
 def abstract_spoken(config: RunnerConfig) -> SpokenTokens:
@@ -220,10 +230,6 @@ def _shape(size: tuple[int, ...], dtype: Any) -> Any:
 def _placed_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStruct) -> Array:
     owned = leaf if isinstance(leaf, jax.Array) else np.array(leaf)  # the CPU device may keep a host array as it is, and so see its changes
     return jax.device_put(owned, served.sharding)
-
-
-def _zeros(shapes: SpokenTokens) -> SpokenTokens:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def _floats(bits: Int32[np.ndarray, "..."]) -> Any:

@@ -19,6 +19,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.execution.forward_batch import BatchShape, ForwardBatch, unpack
 from routed_experts.execution.hybrid_ops import hybrid_ops
+from routed_experts.execution.on_mesh import OnMesh
 from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, prompt_logprobs, token_logprobs, top_logprobs
@@ -37,7 +38,8 @@ _MODES = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSpec:
-    """What all programs of an engine share; static."""
+    """What all programs of an engine share; static. `on`: the mesh that they run on, None for one device; on a mesh `graphdef` is one
+    device's share of the model."""
 
     graphdef: nnx.GraphDef[Any]
     capture: CaptureSpec | None  # None: off
@@ -45,6 +47,7 @@ class ProgramSpec:
     attention: AttentionBackend
     num_pages: int
     raw_logprobs: bool
+    on: OnMesh | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -117,7 +120,7 @@ def sample_tokens(
     """Choose the next token of every row. Returns the slots' last tokens, and one int32 array a row: token, logprob bits, and
     in the FULL form T top ids and the bits of T top logprobs."""
     batch = unpack(packed, shape)
-    raw = nnx.merge(spec.graphdef, state).logits(last_hidden, linear=spec.kernels.linear)
+    raw = nnx.merge(spec.graphdef, state).logits(last_hidden, linear=spec.kernels.head)
     logits = raw
     if spoken is not None and full is not None:
         spoken, penalties = count_spoken(spoken, full.tokens, batch)
@@ -143,7 +146,8 @@ def score_prompt(
     """Logprobs of each token's successor in the prompt: logprob bits, T top ids, bits of T top logprobs."""
     model = nnx.merge(spec.graphdef, state)
     head, bias = model.unembedding(), None if model.head_bias is None else model.head_bias[...]
-    scored = prompt_logprobs(hidden, head, targets, top=min(MAX_TOP_LOGPROBS, head.shape[1]), bias=bias)
+    top = min(MAX_TOP_LOGPROBS, head.shape[1])
+    scored = prompt_logprobs(hidden, head, targets, top=top, bias=bias, peers=spec.kernels.peers)
     return jnp.concatenate([_bits(scored.target)[:, None], scored.top_ids, _bits(scored.top)], axis=1)
 
 

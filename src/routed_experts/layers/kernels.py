@@ -9,7 +9,9 @@ from jaxtyping import Array, Float, Int
 from routed_experts.layers.layer_run import LayerRun
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.moe import ExpertCall, MoeBackend
+from routed_experts.layers.peers import ALONE, Peers, split_inputs
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
+from routed_experts.layers.split_experts import split_experts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class FusedSteps:
 class Kernels:
     """One way to run each part of a layer. `router` None: plain array code, and a write of the ids of its own. `fused` None: no
     shorter way for steps of few tokens. `whole` None: no kernel that runs all layers of a run at once. `choose` gives the best token
-    of each row of logits, as `best_token` does, and its logprob; None: plain array code."""
+    of each row of logits, as `best_token` does, and its logprob; None: plain array code. `peers`: who shares the layers' work."""
 
     moe: MoeBackend
     linear: LinearBackend = REFERENCE_LINEAR
@@ -55,3 +57,16 @@ class Kernels:
     fused: FusedSteps | None = None
     whole: LayerRun | None = None
     choose: Callable[[Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]] | None = None
+    peers: Peers = ALONE
+
+    @property
+    def head(self) -> LinearBackend:
+        """What multiplies by the matrix of the vocabulary, whose rows are dealt out."""
+        return split_inputs(self.linear, self.peers)
+
+    def among(self, peers: Peers) -> "Kernels":
+        """The same kernels on one device's share of the weights. Those that run past the place where partial sums are added up are
+        left out."""
+        if peers.count == 1:
+            return self
+        return dataclasses.replace(self, moe=split_experts(self.moe, peers), fused=None, whole=None, peers=peers)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from routed_experts.layers.peers import ALONE, Peers
+
 MAX_TOP_LOGPROBS = 20
 _BLOCK_ROWS = 64
 
@@ -44,10 +46,12 @@ def prompt_logprobs(
     *,
     top: int,
     bias: Float[Array, " V"] | None = None,
+    peers: Peers = ALONE,
 ) -> PromptLogprobs:
     """Project hidden states and return the log probability of each target and of the `top` best tokens.
 
-    Works in blocks of 64 rows, so no [N, V] array exists, and a row is computed at one matmul shape whatever N is."""
+    Works in blocks of 64 rows, so no [N, V] array exists, and a row is computed at one matmul shape whatever N is. With `peers`,
+    `head` is one device's rows [D/V, V]."""
     num_tokens, width = hidden.shape
     padding = -num_tokens % _BLOCK_ROWS
     hidden_blocks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, _BLOCK_ROWS, width)  # [N, D] -> [N/64, 64, D]
@@ -55,7 +59,8 @@ def prompt_logprobs(
 
     def of_block(block: tuple[Float[Array, "R D"], Int[Array, " R"]]) -> PromptLogprobs:
         block_hidden, block_targets = block
-        logits = jnp.matmul(block_hidden, head, preferred_element_type=jnp.float32)
+        own = peers.own_columns(block_hidden, head.shape[0])
+        logits = peers.add(jnp.matmul(own, head, preferred_element_type=jnp.float32))
         logits = logits if bias is None else logits + bias.astype(jnp.float32)
         best, best_ids = top_logprobs(logits, top)
         return PromptLogprobs(target=token_logprobs(logits, block_targets), top=best, top_ids=best_ids)

@@ -16,6 +16,7 @@ from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.norm import layer_norm, rms_norm
+from routed_experts.layers.peers import ALONE, Peers
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.delta_attention import DeltaAttention
 from routed_experts.models.family_config import FamilyConfig, Run
@@ -73,7 +74,7 @@ class FamilyDecoder(nnx.Module):
         config = self.config
         ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
         step = Step(positions, valid, ops.attend, ops.recur, kernels, {spec: spec.angles(positions) for spec in config.rotary})
-        x = embed(config, self.embed[...], tokens)
+        x = embed(config, self.embed[...], tokens, kernels.peers)
         first_moe = first_attending = first_recurrent = 0
         for run, arrays in zip(config.runs, self.runs, strict=True):
             num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
@@ -119,9 +120,9 @@ class FamilyDecoder(nnx.Module):
         return body
 
 
-def embed(config: FamilyConfig, table: Float[Array, "V D"], tokens: Int[Array, " N"]) -> Float[Array, "N D"]:
+def embed(config: FamilyConfig, table: Float[Array, "V D"], tokens: Int[Array, " N"], peers: Peers = ALONE) -> Float[Array, "N D"]:
     """What enters the first layer."""
-    x = jnp.take(table, tokens, axis=0)
+    x = peers.join(jnp.take(table, tokens, axis=0))
     return x * config.embed_scale if config.embed_scale != 1.0 else x
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from routed_experts.layers.delta_rule import DeltaInputs, DeltaShape
 from routed_experts.layers.norm import rms_norm
 from routed_experts.models.checkpoint import WeightSource
+from routed_experts.models.cuts import Split
 from routed_experts.models.layer_parts import Place, Step
 from routed_experts.models.layer_weights import Kind, LayerView, Weight
 
@@ -32,6 +33,10 @@ class DeltaAttention:
     def needs(self) -> frozenset[str]:
         """Plain array code: nothing of a backend."""
         return frozenset()
+
+    def part(self, split: Split) -> "DeltaAttention":
+        """All of it on every device, whose states are alike."""
+        return self
 
     @property
     def value_width(self) -> int:

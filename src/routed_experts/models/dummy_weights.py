@@ -23,18 +23,23 @@ _STREAM_ABOVE = 1 << 30  # elements; smaller arrays are drawn at once
 
 
 def dummy_model(
-    build: Callable[[], Decoder], *, seed: int = 0, place: Callable[[str], Any] = lambda target: None
+    build: Callable[[], Decoder],
+    *,
+    seed: int = 0,
+    place: Callable[[str], Any] = lambda target: None,
+    deal_out: Callable[[str, Array], Array] | None = None,
 ) -> Decoder:
     """The module that `build` describes, with random weights; nothing of what `build` itself would draw is drawn. `place`: the device
-    of the array of a dotted name, None for the default one."""
+    of the array of a dotted name, None for the default one; `deal_out` puts an array where it is served before the next is drawn."""
     graphdef, state = nnx.split(nnx.eval_shape(build))
     filled = []
     for index, (path, leaf) in enumerate(nnx.to_flat_state(state)):
-        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
         name = ".".join(map(str, path))
         device = place(name)
         with contextlib.nullcontext() if device is None else jax.default_device(device):
-            filled.append((path, leaf.replace(_fill(key, name, leaf.shape, leaf.dtype))))
+            key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
+            drawn = _fill(key, name, leaf.shape, leaf.dtype)
+        filled.append((path, leaf.replace(drawn if deal_out is None else deal_out(name, drawn))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.rotary import RotarySpec
-from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.checkpoint import WeightSource
+from routed_experts.models.cuts import Cut, Split, stream_cuts
 from routed_experts.models.delta_attention import DeltaAttention
 from routed_experts.models.feed_forward import Dense, Sparse
 from routed_experts.models.grouped_attention import GroupedAttention
@@ -32,6 +32,10 @@ class LayerSpec:
 
     mixer: Mixing
     feed: Feeding
+
+    def part(self, split: Split) -> "LayerSpec":
+        """What one device does of it."""
+        return LayerSpec(mixer=self.mixer.part(split), feed=self.feed.part(split))
 
     def weights(self, config: "FamilyConfig") -> tuple[Weight, ...]:
         """All arrays of the layer."""
@@ -94,7 +98,7 @@ class FamilyConfig:
     @property
     def num_heads(self) -> int:
         """Query heads of the first layer that attends."""
-        return self._attending[0].num_heads
+        return _attending(self.layers)[0].num_heads
 
     @property
     def num_kv_heads(self) -> int:
@@ -109,7 +113,7 @@ class FamilyConfig:
     @property
     def cache(self) -> CacheLayout:
         """What the layers keep: all of one shape."""
-        layouts = {mixer.cache(len(self._attending)) for mixer in self._attending}
+        layouts = {mixer.cache(len(_attending(self.layers))) for mixer in _attending(self.layers)}
         shapes = [layer.mixer.shape for layer in self.layers if isinstance(layer.mixer, DeltaAttention)]
         assert len(layouts) == 1 and len(set(shapes)) <= 1, (layouts, shapes)
         return dataclasses.replace(layouts.pop(), num_recurrent=len(shapes), recurrent=shapes[0] if shapes else None)
@@ -117,7 +121,7 @@ class FamilyConfig:
     @property
     def rotary(self) -> frozenset[RotarySpec]:
         """All kinds of rotary positions."""
-        return frozenset(mixer.rotary for mixer in self._attending if mixer.rotary is not None)
+        return frozenset(mixer.rotary for mixer in _attending(self.layers) if mixer.rotary is not None)
 
     @property
     def needs(self) -> Needs:
@@ -127,19 +131,15 @@ class FamilyConfig:
         return Needs(experts=frozenset[str]().union(*experts), attention=frozenset[str]().union(*attention))
 
     @property
-    def routers(self) -> dict[int, RouterSpec]:
-        """The router of each MoE layer."""
-        return {index: layer.feed.router for index, layer in enumerate(self.layers) if isinstance(layer.feed, Sparse)}
-
-    @property
     def capture_spec(self) -> CaptureSpec | None:
         """What the routed experts of this model look like; None for a model without MoE layers."""
-        sizes = {(router.num_experts, router.top_k) for router in self.routers.values()}
+        routers = {index: layer.feed.router for index, layer in enumerate(self.layers) if isinstance(layer.feed, Sparse)}
+        sizes = {(router.num_experts, router.top_k) for router in routers.values()}
         if not sizes:
             return None
         assert len(sizes) == 1, sizes
         experts, top_k = sizes.pop()
-        return CaptureSpec(num_hidden_layers=self.num_layers, layer_ids=tuple(self.routers), num_experts=experts, top_k=top_k)
+        return CaptureSpec(num_hidden_layers=self.num_layers, layer_ids=tuple(routers), num_experts=experts, top_k=top_k)
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -155,15 +155,26 @@ class FamilyConfig:
             first += covered[size]
         return tuple(runs)
 
+    def part(self, split: Split) -> "FamilyConfig":
+        """The decoder as one of several devices runs it; the stream between layers is as wide as ever."""
+        return dataclasses.replace(self, layers=tuple(layer.part(split) for layer in self.layers))
+
+    def cuts(self, *, by_expert: bool) -> dict[str, Cut]:
+        """How arrays are dealt out to devices, by dotted path; those that are not named are on all."""
+        found = stream_cuts(self.hidden_size, tied=self.tie_embeddings)
+        for number, run in enumerate(self.runs):
+            for kind, layer in enumerate(run.pattern):
+                for weight in layer.weights(self):
+                    cut = weight.cut_in(run.repeats, by_expert=by_expert)
+                    if cut is not None:
+                        found[f"runs.{number}.{kind}.{weight.name}"] = cut
+        return found
+
     def unused(self, names: Collection[str]) -> tuple[str, ...]:
         """Shell patterns of the tensors among `names` that are not read. A layer behind the last one is let be only if it is one that
         predicts: those project an embedding beside a hidden state (`eh_proj`). Another one says that the config counts too few."""
         behind = (f"{self.stem}layers.{self.num_layers + index}." for index in range(self.num_predicting))
         return (*self.surplus, *(f"{at}*" for at in behind if f"{at}eh_proj.weight" in names))
-
-    @property
-    def _attending(self) -> tuple[GroupedAttention | LatentAttention, ...]:
-        return tuple(layer.mixer for layer in self.layers if not isinstance(layer.mixer, DeltaAttention))
 
 
 def weight_sources(config: FamilyConfig) -> Iterator[WeightSource]:
@@ -187,6 +198,11 @@ def weight_sources(config: FamilyConfig) -> Iterator[WeightSource]:
                     yield place.source(f"{name}.bias", (dim,), f"{to}_bias")
             yield from run.pattern[kind].mixer.sources(dim, place)
             yield from run.pattern[kind].feed.sources(dim, place)
+
+
+def _attending(layers: tuple[LayerSpec, ...]) -> tuple[GroupedAttention | LatentAttention, ...]:
+    """The mixers that attend."""
+    return tuple(layer.mixer for layer in layers if not isinstance(layer.mixer, DeltaAttention))
 
 
 def _repeats(layers: tuple[LayerSpec, ...], size: int) -> int:

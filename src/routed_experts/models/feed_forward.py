@@ -14,6 +14,7 @@ from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.moe import gated
 from routed_experts.layers.routing import RouterSpec, Routing
 from routed_experts.models.checkpoint import WeightSource
+from routed_experts.models.cuts import Cut, Segment, Split, columns, rows
 from routed_experts.models.expert_names import USUAL_NAMES, ExpertNames
 from routed_experts.models.layer_parts import Place, Replay, Step
 from routed_experts.models.layer_weights import Kind, LayerView, Weight
@@ -27,12 +28,13 @@ class Dense:
     width: int
     at: str = "mlp"
 
+    def part(self, split: Split) -> "Dense":
+        """One device's share of the width."""
+        return dataclasses.replace(self, width=self.width // split.devices)
+
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """gate|up side by side, and down."""
-        return (
-            Weight(name="dense_gate_up", shape=(hidden, 2 * self.width), kind=Kind.MATRIX),
-            Weight(name="dense_down", shape=(self.width, hidden), kind=Kind.MATRIX),
-        )
+        return _gated_weights("dense", hidden, self.width, "columns of a dense layer")
 
     def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]:
         """The three matrices."""
@@ -42,13 +44,14 @@ class Dense:
         self, x: Float[Array, "N D"], view: LayerView, step: Step, replay: Replay | None, capture: _RoutedExpertsDeviceCache | None
     ) -> tuple[Float[Array, "N D"], _RoutedExpertsDeviceCache | None]:
         """Nothing is routed."""
-        return view.project(gated(view.project(x, "dense_gate_up")), "dense_down"), capture
+        return view.project(gated(view.project(x, "dense_gate_up")), "dense_down", summed=True), capture
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
     """K of E experts a token. `shared_width`: of the experts that every token runs, 0 for none; `shared_gated`: times the sigmoid of
-    a projection. `wide_router`: its matrix stays float32. `weigh_inputs`: the weight multiplies what enters the expert (K = 1)."""
+    a projection. `wide_router`: its matrix stays float32. `weigh_inputs`: the weight multiplies what enters the expert (K = 1).
+    `expert_parts`: devices that have some of the experts each."""
 
     router: RouterSpec
     width: int
@@ -60,6 +63,7 @@ class Sparse:
     biased: bool = False
     activation: str = "silu"
     weigh_inputs: bool = False
+    expert_parts: int = 1
 
     @property
     def needs(self) -> frozenset[str]:
@@ -67,24 +71,29 @@ class Sparse:
         words = {"biased experts": self.biased, f"{self.activation} experts": self.activation != "silu"}
         return frozenset(word for word, needed in words.items() if needed)
 
+    def part(self, split: Split) -> "Sparse":
+        """One device's share of the experts or of their width, and of the shared ones' width."""
+        share = {"expert_parts": split.devices} if split.whole_experts else {"width": self.width // split.devices}
+        return dataclasses.replace(self, shared_width=self.shared_width // split.devices, **share)
+
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Router, experts, and what a family adds."""
-        experts, width = self.router.num_experts, self.width
+        experts, held, width = self.router.num_experts, self.router.num_experts // self.expert_parts, self.width
+        by_width = _halves(width, "columns of an expert")
         found = [
             Weight(name="router", shape=(hidden, experts), wide=self.wide_router),
-            Weight(name="gate_up", shape=(experts, hidden, 2 * width), kind=Kind.EXPERTS),
-            Weight(name="down", shape=(experts, width, hidden), kind=Kind.EXPERTS),
+            Weight(name="gate_up", shape=(held, hidden, 2 * width), kind=Kind.EXPERTS, cut=by_width),
+            Weight(name="down", shape=(held, width, hidden), kind=Kind.EXPERTS, cut=rows(width, width, "columns of an expert")),
         ]
         if self.router_bias:
             found.append(Weight(name="router_bias", shape=(experts,), fill=0.0))
         if self.router.biased:
             found.append(Weight(name="selection_bias", shape=(experts,), wide=True, fill=0.0))
         if self.biased:
-            found.append(Weight(name="gate_up_bias", shape=(experts, 2 * width), kind=Kind.EXPERTS, fill=0.0))
-            found.append(Weight(name="down_bias", shape=(experts, hidden), kind=Kind.EXPERTS, fill=0.0))
+            found.append(Weight(name="gate_up_bias", shape=(held, 2 * width), kind=Kind.EXPERTS, fill=0.0, cut=by_width))
+            found.append(Weight(name="down_bias", shape=(held, hidden), kind=Kind.EXPERTS, fill=0.0))
         if self.shared_width:
-            found.append(Weight(name="shared_gate_up", shape=(hidden, 2 * self.shared_width), kind=Kind.MATRIX))
-            found.append(Weight(name="shared_down", shape=(self.shared_width, hidden), kind=Kind.MATRIX))
+            found += _gated_weights("shared", hidden, self.shared_width, "columns of the shared experts")
         if self.shared_gated:
             found.append(Weight(name="shared_gate", shape=(hidden, 1)))
         return tuple(found)
@@ -107,7 +116,7 @@ class Sparse:
         experts = view.experts(self.router.num_experts)
         y = run_experts(fed, routing, step.valid, experts, spec=self.router, kernels=step.kernels, activation=self.activation)
         shared = self.run_shared(x, view)
-        return y if shared is None else y + shared, capture
+        return step.kernels.peers.add(y if shared is None else y + shared), capture
 
     def choose(
         self, x: Float[Array, "N D"], view: LayerView, step: Step, replay: Replay | None, capture: _RoutedExpertsDeviceCache | None
@@ -140,6 +149,18 @@ def _unweighed(routing: Routing) -> Routing:
     """The same experts, their outputs as they are."""
     assert routing.weights.shape[1] == 1, "inputs of more than one expert cannot be weighed at once"
     return dataclasses.replace(routing, weights=jnp.ones_like(routing.weights))
+
+
+def _halves(width: int, what: str) -> Cut:
+    """gate|up, each cut by itself."""
+    return columns(*(Segment(width, width, what),) * 2)
+
+
+def _gated_weights(name: str, hidden: int, width: int, what: str) -> tuple[Weight, Weight]:
+    return (
+        Weight(name=f"{name}_gate_up", shape=(hidden, 2 * width), kind=Kind.MATRIX, cut=_halves(width, what)),
+        Weight(name=f"{name}_down", shape=(width, hidden), kind=Kind.MATRIX, cut=rows(width, width, what)),
+    )
 
 
 def _gated_sources(place: Place, at: str, hidden: int, width: int, to: str) -> Iterator[WeightSource]:

@@ -14,8 +14,11 @@ from jaxtyping import Array, Float, Int
 from routed_experts.layers.attention_traits import AttentionTraits
 from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.peers import ALONE
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.models.checkpoint import WeightSource
+from routed_experts.models.cuts import Segment, Split, columns
+from routed_experts.models.cuts import rows as input_rows
 from routed_experts.models.layer_parts import Place, Step
 from routed_experts.models.layer_weights import Kind, LayerView, Weight
 
@@ -80,25 +83,41 @@ class GroupedAttention:
         """Keys and values by head."""
         return CacheLayout(num_layers=num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
+    def part(self, split: Split) -> "GroupedAttention":
+        """One device's heads; a kv head that several devices need is on each of them."""
+        return dataclasses.replace(
+            self, num_heads=self.num_heads // split.devices, num_kv_heads=max(1, self.num_kv_heads // split.devices)
+        )
+
+    def _segments(self) -> tuple[Segment, Segment, Segment]:
+        """Queries, keys and values, cut between heads."""
+        names = {"q": ("query heads", self.num_heads), "k": ("kv heads", self.num_kv_heads)}
+        query, key = (Segment(self.widths[part], units, what, part == "k") for part, (what, units) in names.items())
+        return query, key, key
+
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Queries, keys and values stand side by side in one matrix."""
         mixed, total = self.num_heads * self.head_dim, sum(self.widths.values())
+        query, key, value = self._segments()
+        heads = input_rows(mixed, self.num_heads, query.what)
         found = [
-            Weight(name="qkv", shape=(hidden, total), kind=Kind.MATRIX),
-            Weight(name="out", shape=(mixed, hidden), kind=Kind.MATRIX),
+            Weight(name="qkv", shape=(hidden, total), kind=Kind.MATRIX, cut=columns(query, key, value)),
+            Weight(name="out", shape=(mixed, hidden), kind=Kind.MATRIX, cut=heads),
         ]
         if self.bias_in:
-            found.append(Weight(name="qkv_bias", shape=(total,), fill=0.0))
+            found.append(Weight(name="qkv_bias", shape=(total,), fill=0.0, cut=columns(query, key, value)))
         if self.bias_out:
             found.append(Weight(name="out_bias", shape=(hidden,), fill=0.0))
         if self.qk_norm:
             sizes = {"head": (self.head_dim, self.head_dim), "whole": (mixed, self.widths["k"])}[self.qk_norm]
+            cuts = (columns(dataclasses.replace(query, size=mixed)), columns(key)) if self.qk_norm == "whole" else (None, None)
             found += [
-                Weight(name=name, shape=(size,), fill=1.0 - self.norm_offset)
-                for name, size in zip(("q_norm", "k_norm"), sizes, strict=True)
+                Weight(name=name, shape=(size,), fill=1.0 - self.norm_offset, cut=cut)
+                for name, size, cut in zip(("q_norm", "k_norm"), sizes, cuts, strict=True)
             ]
         if self.sinks:
-            found.append(Weight(name="sinks", shape=(self.num_heads,), fill=0.0))
+            own = columns(dataclasses.replace(query, size=self.num_heads))
+            found.append(Weight(name="sinks", shape=(self.num_heads,), fill=0.0, cut=own))
         return tuple(found)
 
     def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]:
@@ -143,7 +162,7 @@ class GroupedAttention:
             attended, cache = step.attend(queries, keys, values, cache, layer)
         if gates is not None:
             attended = attended * jax.nn.sigmoid(gates)
-        return view.project(attended.reshape(x.shape[0], -1), "out"), cache
+        return view.project(attended.reshape(x.shape[0], -1), "out", summed=True), cache
 
     def _parts(
         self, mixed: Float[Array, "N O"]
@@ -160,4 +179,5 @@ class GroupedAttention:
         if not self.qk_norm:
             return x
         flat = x if self.qk_norm == "head" else x.reshape(x.shape[0], -1)
-        return rms_norm(flat, view.plain(name), eps=self.eps, offset=self.norm_offset).reshape(x.shape)
+        peers = view.kernels.peers if self.qk_norm == "whole" else ALONE
+        return rms_norm(flat, view.plain(name), eps=self.eps, offset=self.norm_offset, peers=peers).reshape(x.shape)

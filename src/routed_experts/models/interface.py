@@ -17,6 +17,7 @@ from routed_experts.layers.delta_rule import DeltaInputs
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.routing import ROUTED_IDS
+from routed_experts.models.cuts import Cut, Split
 
 # (queries [N H C], keys [N G C], values [N G C], cache, layer) -> (mixed values [N H C], cache); the cache is the caller's own pytree.
 # A layer that is not plain adds AttentionTraits; a latent one gives rows [N 1 C] as keys, and None as values. `layer` counts
@@ -80,6 +81,8 @@ class DecoderConfig(Protocol):
     def cache(self) -> CacheLayout: ...
     @property
     def needs(self) -> Needs: ...
+    def part(self, split: Split) -> "DecoderConfig": ...  # as one of several devices runs it
+    def cuts(self, *, by_expert: bool) -> dict[str, Cut]: ...  # how arrays are dealt out, by dotted path
 
 
 class Decoder(Protocol):

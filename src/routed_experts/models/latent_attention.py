@@ -17,6 +17,7 @@ from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.models.checkpoint import WeightSource
+from routed_experts.models.cuts import Segment, Split, columns, rows
 from routed_experts.models.layer_parts import Place, Step
 from routed_experts.models.layer_weights import Kind, LayerView, Weight
 
@@ -45,15 +46,24 @@ class LatentAttention:
         """One row a token."""
         return CacheLayout(num_layers=num_layers, num_kv_heads=1, head_dim=self.rank + self.rotary_dim, latent=True)
 
+    def part(self, split: Split) -> "LatentAttention":
+        """One device's heads; the compressed rows are on all."""
+        return dataclasses.replace(self, num_heads=self.num_heads // split.devices)
+
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Down to rows, up to heads, out."""
-        queries = self.num_heads * (self.key_dim + self.rotary_dim)
+        heads, what = self.num_heads, "query heads"
+        queries, expanded = heads * (self.key_dim + self.rotary_dim), heads * (self.key_dim + self.value_dim)
+        by_head = columns(Segment(expanded, heads, what))
+        out = rows(heads * self.value_dim, heads, what)
         found = [
-            Weight(name="q", shape=(self.query_rank or hidden, queries), kind=Kind.MATRIX),
+            Weight(
+                name="q", shape=(self.query_rank or hidden, queries), kind=Kind.MATRIX, cut=columns(Segment(queries, heads, what))
+            ),
             Weight(name="kv_down", shape=(hidden, self.rank + self.rotary_dim), kind=Kind.MATRIX),
             Weight(name="kv_norm", shape=(self.rank,), fill=1.0),
-            Weight(name="kv_up", shape=(self.rank, self.num_heads * (self.key_dim + self.value_dim))),
-            Weight(name="out", shape=(self.num_heads * self.value_dim, hidden), kind=Kind.MATRIX),
+            Weight(name="kv_up", shape=(self.rank, expanded), cut=by_head),
+            Weight(name="out", shape=(heads * self.value_dim, hidden), kind=Kind.MATRIX, cut=out),
         ]
         if self.query_rank:
             found.append(Weight(name="q_down", shape=(hidden, self.query_rank), kind=Kind.MATRIX))
@@ -90,4 +100,4 @@ class LatentAttention:
         rows = jnp.concatenate([row[:, None], turned], axis=-1)
         mixed, cache = step.attend(queries, rows, None, cache, layer, AttentionTraits(latent=self.rank, scale=self.scale))
         values = jnp.einsum("nhr,rhv->nhv", mixed, up[..., self.key_dim :])
-        return view.project(values.reshape(x.shape[0], -1), "out"), cache
+        return view.project(values.reshape(x.shape[0], -1), "out", summed=True), cache

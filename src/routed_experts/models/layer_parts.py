@@ -15,6 +15,7 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.checkpoint import WeightSource
+from routed_experts.models.cuts import Split
 from routed_experts.models.interface import Attend, Recur
 from routed_experts.models.layer_weights import LayerView, Weight
 
@@ -68,7 +69,9 @@ class Place:
 
 
 class Mixer(Protocol):
-    """Mixes tokens: attention of some kind."""
+    """Mixes tokens: attention of some kind. `part`: what one of several devices does of it."""
+
+    def part(self, split: Split) -> "Mixer": ...
 
     def weights(self, hidden: int) -> tuple[Weight, ...]: ...
 
@@ -80,7 +83,9 @@ class Mixer(Protocol):
 
 
 class FeedForward(Protocol):
-    """Works on each token: one network, or a choice of experts."""
+    """Works on each token: one network, or a choice of experts. `part`: what one of several devices does of it."""
+
+    def part(self, split: Split) -> "FeedForward": ...
 
     def weights(self, hidden: int) -> tuple[Weight, ...]: ...
 

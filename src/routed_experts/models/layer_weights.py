@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.kernels import Kernels
+from routed_experts.models.cuts import Cut, whole_experts
 from routed_experts.models.sparse_block import ExpertWeights
 
 _EXPERT_ARRAYS = ("gate_up", "down", "gate_up_bias", "down_bias")
@@ -32,13 +33,19 @@ class Kind(enum.Enum):
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
     """One array of a part: its shape in one layer, with the experts first. `wide`: float32 whatever the model's dtype is, for
-    numbers that choose experts; its variable says so too (metadata "wide"). `fill`: the initial value, None for small random numbers."""
+    numbers that choose experts; its variable says so too (metadata "wide"). `fill`: the initial value, None for small random numbers.
+    `cut`: how several devices share it, None: each has all of it."""
 
     name: str
     shape: tuple[int, ...]
     kind: Kind = Kind.PLAIN
     wide: bool = False
     fill: float | None = None
+    cut: Cut | None = None
+
+    def cut_in(self, num_layers: int, *, by_expert: bool) -> Cut | None:
+        """How the array of a run is dealt out; `by_expert`: whole experts."""
+        return whole_experts(self.shape[0], num_layers) if by_expert and self.kind is Kind.EXPERTS else self.cut
 
     def stacked(self, num_layers: int) -> tuple[int, ...]:
         """Shape in a run."""
@@ -89,12 +96,14 @@ class LayerView:
         """An array that is no kernel's."""
         return self.sliced[name]
 
-    def project(self, x: Float[Array, "N D"], name: str) -> Float[Array, "N O"]:
-        """Multiply by a matrix, and add its bias `<name>_bias` where there is one."""
+    def project(self, x: Float[Array, "N D"], name: str, *, summed: bool = False) -> Float[Array, "N O"]:
+        """Multiply by a matrix, and add its bias `<name>_bias` where there is one. `summed`: devices hold rows of the matrix, and their
+        products are added up."""
         if name in self.sliced:
             y = self.kernels.linear.run(x, self.sliced[name][None], 0, x.dtype)
         else:
             y = self.kernels.linear.run(x, self.whole[name][...], self.place, x.dtype)
+        y = self.kernels.peers.add(y) if summed else y
         return y + self.sliced[f"{name}_bias"] if f"{name}_bias" in self.sliced else y
 
     def experts(self, num_experts: int) -> ExpertWeights:

@@ -5,7 +5,6 @@ Layers stand in homogeneous runs, each scanned: a dense-first model has two. A r
 [R*E, ...] (layers/moe.py). Dims: N tokens, L layers, R layers of a run, D hidden, H query heads, G kv heads, C head dim,
 E experts, K experts per token, F expert width, I dense width, V vocabulary."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,98 +15,22 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
-from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.layer_run import RunArrays, RunPlaces, StepArrays
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.moe import gated
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.paged_attend import PagedAttend
-from routed_experts.layers.rotary import RotarySpec, rotary_angles
-from routed_experts.layers.routing import LayerRouting, RouterSpec
+from routed_experts.layers.rotary import rotary_angles
+from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.attention_block import HeadNorms, mix_values
 from routed_experts.models.checkpoint import WeightSource
-from routed_experts.models.common_config import check_routing, read_sizes, refuse
-from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.fused_run import run_together, runs_together
-from routed_experts.models.interface import PLAIN, Attend, Needs, TokenRouting, layers_of, rematerialised
-from routed_experts.models.rotary_reader import read_rotary
+from routed_experts.models.interface import Attend, TokenRouting, layers_of, rematerialised
+from routed_experts.models.qwen3_moe_config import Qwen3MoeConfig
 from routed_experts.models.sparse_block import ExpertWeights, route, router_logits, routes_in_place, run_experts
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3MoeConfig:
-    """Shapes and constants of config.json; hashable, so that it can be static under jit."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dense_width: int
-    expert_width: int
-    router: RouterSpec
-    moe_layers: tuple[int, ...]
-    rope_theta: float
-    norm_eps: float
-    tie_embeddings: bool
-    context_length: int
-    scaled_rotary: RotarySpec | None = None  # in place of rope_theta
-    needs: Needs = PLAIN
-
-    @property
-    def capture_spec(self) -> CaptureSpec | None:
-        """What the routed experts of this model look like; None for a model without MoE layers."""
-        if not self.moe_layers:
-            return None
-        experts, top_k = self.router.num_experts, self.router.top_k
-        return CaptureSpec(num_hidden_layers=self.num_layers, layer_ids=self.moe_layers, num_experts=experts, top_k=top_k)
-
-    @property
-    def cache(self) -> CacheLayout:
-        return CacheLayout(num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
-
-    @property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """Maximal runs [first, end) of layers that are all dense or all MoE."""
-        moe = [layer in self.moe_layers for layer in range(self.num_layers)]
-        starts = [layer for layer in range(self.num_layers) if layer == 0 or moe[layer] != moe[layer - 1]]
-        return tuple(zip(starts, [*starts[1:], self.num_layers], strict=True))
-
-    @staticmethod
-    def from_reader(reader: ConfigReader) -> "Qwen3MoeConfig":
-        """Read config.json; every key that is missing or cannot be is named in a ConfigError."""
-        sizes, experts = read_sizes(reader), reader.int("num_experts", minimum=0)
-        rotary = read_rotary(reader, sizes.head_dim)
-        reader.require(2 * len(rotary.spec.inverse) == sizes.head_dim, "partial_rotary_factor", "1.0")
-        step, only = reader.int("decoder_sparse_step", minimum=1, default=1), reader.ints("mlp_only_layers", default=())
-        moe_layers = tuple(i for i in range(sizes.num_layers) if i not in only and experts > 0 and (i + 1) % step == 0)
-        top_k = reader.int("num_experts_per_tok", minimum=1)
-        reader.require(not moe_layers or top_k <= experts, "num_experts_per_tok", f"at most num_experts={experts}")
-        check_routing(reader)
-        refuse(reader, "attention_bias")
-        refuse(reader, "use_sliding_window")
-        return Qwen3MoeConfig(
-            vocab_size=sizes.vocab_size,
-            hidden_size=sizes.hidden_size,
-            num_layers=sizes.num_layers,
-            num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            dense_width=reader.int("intermediate_size", minimum=1),
-            expert_width=reader.int("moe_intermediate_size", minimum=1),
-            router=RouterSpec(num_experts=experts, top_k=top_k, renormalize=reader.bool("norm_topk_prob", default=False)),
-            moe_layers=moe_layers,
-            rope_theta=rotary.theta,
-            norm_eps=sizes.norm_eps,
-            tie_embeddings=sizes.tie_embeddings,
-            context_length=sizes.within(rotary).context_length,
-            scaled_rotary=None if rotary.kind == "default" else rotary.spec,
-        )
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param[Array]:
@@ -189,7 +112,7 @@ class Qwen3Moe(nnx.Module):
         config = self.config
         cos, sin = rotary_angles(positions, head_dim=config.head_dim, theta=config.rope_theta, scaled=config.scaled_rotary)
         shared = StepArrays(cos=cos, sin=sin, valid=valid)
-        x = jnp.take(self.embed[...], tokens, axis=0)
+        x = kernels.peers.join(jnp.take(self.embed[...], tokens, axis=0))
         first_moe, normed = 0, None
         together = runs_together(kernels, attend, routed, tokens.shape[0], config.router)
         for run in self.runs:
@@ -235,13 +158,13 @@ class Qwen3Moe(nnx.Module):
             )
             sizes = {"heads": config.num_heads, "groups": config.num_kv_heads}
             mixed, cache = mix_values(linear(normed, qkv, place), norms, (shared.cos, shared.sin), attend, cache, index, **sizes)
-            x = x + linear(mixed, out, place)
+            x = x + kernels.peers.add(linear(mixed, out, place))
             normed = rms_norm(x, post_norm, eps=config.norm_eps)
             if run.router is None:
                 gate_up, down = (run.gate_up[...], run.down[...]) if experts is None else experts
                 hidden = gated(linear(normed, gate_up, place, jnp.float32)).astype(x.dtype)  # rounded once, and the stream once
-                x = (x.astype(jnp.float32) + linear(hidden, down, place, jnp.float32)).astype(x.dtype)
-                return (x, cache, capture), None
+                y = kernels.peers.add(linear(hidden, down, place, jnp.float32))
+                return ((x.astype(jnp.float32) + y).astype(x.dtype), cache, capture), None
             logits = router_logits(normed, run.router[...], router, place, kernels)
             replayed = None if routed is None or ids is None else LayerRouting(ids[0], routed.valid, ids[1])
             routing, capture = route(logits, replayed, column, capture, spec=config.router, kernels=kernels)
@@ -250,7 +173,7 @@ class Qwen3Moe(nnx.Module):
             else:
                 chosen = ExpertWeights(experts[0], experts[1], jnp.zeros((), jnp.int32))
             y = run_experts(normed, routing, shared.valid, chosen, spec=config.router, kernels=kernels)
-            return (x + y, cache, capture), None
+            return (x + kernels.peers.add(y), cache, capture), None
 
         return layer
 

@@ -4,6 +4,7 @@ An architecture that is not listed there is refused with the list of those that 
 
 import dataclasses
 import fnmatch
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from routed_experts.models.families import FAMILIES, Family
 from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.fused_experts import fuse_experts
 from routed_experts.models.interface import Decoder
+from routed_experts.models.shards import Shards
 from routed_experts.models.weight_loader import load
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -94,20 +96,31 @@ class ModelFolder:
         *,
         progress: Callable[[int, int], None] | None = None,
         place: Callable[[str], Any] = lambda target: None,
+        shards: Shards | None = None,
     ) -> Decoder:
         """Load every tensor and give the model; `progress(bytes done, bytes in all)`. `place` says on which device the array of a
-        dotted name is to be; None: the default one."""
+        dotted name is to be; None: the default one. With `shards` each device reads and gets its own part instead, and the model's
+        arrays are the global ones: it runs only in parts."""
         if self.checkpoint is None:
-            return dummy_model(lambda: self.family.build(self.config, rngs=nnx.Rngs(0), dtype=dtype), place=place)
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: self.family.build(self.config, rngs=nnx.Rngs(0), dtype=dtype)))
+            deal_out = None if shards is None else shards.place_array
+            build = functools.partial(self.family.build, self.config, dtype=dtype)
+            return dummy_model(lambda: build(rngs=nnx.Rngs(0)), place=place, deal_out=deal_out)
+        graphdef, state = self._split(dtype)
         flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
         placed = {name: None if (device := place(name)) is None else SingleDeviceSharding(device) for name in flat}
         targets = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in flat.items()}
-        arrays = load(self.checkpoint, self.sources, targets, progress=progress)
+        arrays = load(self.checkpoint, self.sources, targets, progress=progress, shards=shards)
         if self.others is not None:
             arrays |= load(*self.others, targets, progress=progress)
         filled = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
         return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+    def shapes(self, dtype: jnp.dtype) -> nnx.State[Any, Any]:
+        """Names, shapes and dtypes of the model's arrays; nothing is loaded."""
+        return self._split(dtype)[1]
+
+    def _split(self, dtype: jnp.dtype) -> tuple[nnx.GraphDef[Any], nnx.State[Any, Any]]:
+        return nnx.split(nnx.eval_shape(lambda: self.family.build(self.config, rngs=nnx.Rngs(0), dtype=dtype)))
 
 
 def _check_tied(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None:

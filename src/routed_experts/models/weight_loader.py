@@ -11,7 +11,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,8 +21,9 @@ from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, Int, Shaped
 
-from routed_experts.core.errors import CheckpointError
 from routed_experts.models.checkpoint import Checkpoint, WeightSource
+from routed_experts.models.load_plan import Part, Piece, boxes_of, plan_parts
+from routed_experts.models.shards import Shards
 
 
 def load(
@@ -31,14 +32,16 @@ def load(
     targets: Mapping[str, jax.ShapeDtypeStruct],
     *,
     sharding: Sharding | None = None,
+    shards: Shards | None = None,
     progress: Callable[[int, int], None] | None = None,
     host_bytes: int | None = None,
 ) -> dict[str, jax.Array]:
     """Fill every target from its sources, cast to the target's dtype; `check` comes first.
 
-    A target stands where its own `sharding` says, else where the argument says, else on the first device. Targets whose
-    sources are all optional and absent are left out. `progress(done, total)` counts bytes read. `host_bytes` in flight: by default 64
-    MiB, but 4 on CPU, where they stand beside the weights themselves."""
+    A target stands where its own `sharding` says, else where the argument says, else on the first device; with `shards` it is dealt
+    out, and what is given is the global array. Targets whose sources are all optional and absent are left out.
+    `progress(done, total)` counts bytes read. `host_bytes` in flight: by default 64 MiB, but 4 on CPU, where they stand beside the
+    weights themselves."""
     headers = checkpoint.names()
     grouped: dict[str, list[WeightSource]] = defaultdict(list)
     for source in sources:
@@ -46,104 +49,22 @@ def load(
             grouped[source.target].append(source)
     default = sharding or SingleDeviceSharding(jax.local_devices()[0])
     places = {target: targets[target].sharding or default for target in grouped}
-    plans = {target: _plan(group, headers, targets[target], places[target]) for target, group in grouped.items()}
+    if shards is not None:
+        places = {target: shards.sharding(target, len(targets[target].shape)) for target in grouped}
+    plans = {
+        target: plan_parts(group, headers, targets[target], boxes_of(target, targets[target], places[target], shards))
+        for target, group in grouped.items()
+    }
     total = sum(piece.num_bytes for parts in plans.values() for part in parts for piece in part.pieces)
     if host_bytes is None:
         host_bytes = (4 if jax.default_backend() == "cpu" else 64) << 20
     loader = _Loader(checkpoint, host_bytes, total, progress)
     loaded: dict[str, jax.Array] = {}
     for target, parts in plans.items():
-        shards = [shard for part in parts for shard in loader.fill(part, targets[target].dtype)]
-        loaded[target] = jax.make_array_from_single_device_arrays(targets[target].shape, places[target], shards)
+        filled = [shard for part in parts for shard in loader.fill(part, targets[target].dtype)]
+        shape = targets[target].shape if shards is None else shards.global_shape(target, targets[target].shape)
+        loaded[target] = jax.make_array_from_single_device_arrays(shape, places[target], filled)
     return loaded
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The part of one tensor that falls into one part of a target."""
-
-    name: str
-    dtype: str
-    box: tuple[slice, ...]  # of the tensor, as in the checkpoint
-    start: tuple[int, ...]  # in the part
-    shape: tuple[int, ...]  # there
-    transpose: bool
-
-    @property
-    def read_shape(self) -> tuple[int, ...]:
-        return tuple(side.stop - side.start for side in self.box)
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-    def slabs(self, most_bytes: int) -> "list[_Piece]":
-        """The piece, or if it is larger than `most_bytes`, blocks of the rows of its tensor's first axis."""
-        first, rows = self.box[0].start, self.box[0].stop - self.box[0].start
-        depth = max(1, rows * most_bytes // max(1, self.num_bytes))
-        if depth >= rows:
-            return [self]
-        axis = len(self.shape) - (1 if self.transpose and len(self.box) == 2 else len(self.box))  # where that axis stands in the part
-        slabs: list[_Piece] = []
-        for low in range(0, rows, depth):
-            high = min(low + depth, rows)
-            start, shape = list(self.start), list(self.shape)
-            start[axis], shape[axis] = start[axis] + low, high - low
-            box = (slice(first + low, first + high), *self.box[1:])
-            slabs.append(replace(self, box=box, start=tuple(start), shape=tuple(shape)))
-        return slabs
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What the given devices hold of one target: all of it, or one shard."""
-
-    shape: tuple[int, ...]
-    devices: tuple[Any, ...]
-    pieces: tuple[_Piece, ...]
-
-
-def _plan(
-    sources: Sequence[WeightSource],
-    headers: Mapping[str, tuple[tuple[int, ...], str]],
-    struct: jax.ShapeDtypeStruct,
-    sharding: Sharding,
-) -> list[_Part]:
-    """Cut the sources of one target along the parts that this host's devices hold of it."""
-    covered = sum(math.prod(source.shape) for source in sources)
-    if covered != math.prod(struct.shape):
-        raise CheckpointError(f"{len(sources)} tensors hold {covered} of the {math.prod(struct.shape)} values of {sources[0].target}; "
-                              "wanted all of them or, where they are optional, none; copy the checkpoint again")  # fmt: skip
-    holders: dict[tuple[tuple[int, int], ...], list[Any]] = defaultdict(list)
-    for device, index in sharding.addressable_devices_indices_map(struct.shape).items():
-        sides = zip(index or (), struct.shape, strict=True)
-        holders[tuple(side.indices(size)[:2] for side, size in sides)].append(device)
-    parts: list[_Part] = []
-    for bounds, devices in holders.items():
-        pieces = (_cut(source, headers[source.name][1], bounds) for source in sources)
-        parts.append(_Part(tuple(stop - first for first, stop in bounds), tuple(devices), tuple(piece for piece in pieces if piece)))
-    return parts
-
-
-def _cut(source: WeightSource, dtype: str, bounds: Sequence[tuple[int, int]]) -> _Piece | None:
-    placed = source.placed_shape
-    assert len(placed) == len(bounds), (source, bounds)
-    start = [*source.index, *[0] * len(source.shape)]
-    if source.offset:
-        start[-1] += source.offset
-    if source.first:
-        assert not source.index, source
-        start[0] += source.first
-    low = [max(first, begin) for first, (begin, _) in zip(start, bounds, strict=True)]
-    high = [min(first + size, end) for first, size, (_, end) in zip(start, placed, bounds, strict=True)]
-    if any(first >= stop for first, stop in zip(low, high, strict=True)):
-        return None
-    box = [slice(first - begin, stop - begin) for first, stop, begin in zip(low, high, start, strict=True)][len(source.index) :]
-    if source.transpose:
-        box[-2:] = box[-1], box[-2]
-    begins = tuple(first - begin for first, (begin, _) in zip(low, bounds, strict=True))
-    shape = tuple(stop - first for first, stop in zip(low, high, strict=True))
-    return _Piece(source.name, dtype, tuple(box), begins, shape, source.transpose)
 
 
 @dataclass(slots=True)
@@ -158,7 +79,7 @@ class _Loader:
     in_flight: int = 0
     receipts: list[jax.Array] = field(default_factory=list)
 
-    def fill(self, part: _Part, dtype: np.dtype) -> list[jax.Array]:
+    def fill(self, part: Part, dtype: np.dtype) -> list[jax.Array]:
         """Fill the part on each of its devices."""
         size = math.prod(part.shape) * dtype.itemsize
         if size <= self.host_bytes:
@@ -171,7 +92,7 @@ class _Loader:
                     whole[window] = (np.swapaxes(tensor, -1, -2) if piece.transpose else tensor).reshape(piece.shape)
             return [jax.device_put(whole, device) for device in part.devices]
         shards = [jnp.zeros(part.shape, _carrier(dtype, device), device=device) for device in part.devices]
-        alike: dict[tuple[object, ...], list[_Piece]] = defaultdict(list)
+        alike: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
         for piece in [slab for whole in part.pieces for slab in whole.slabs(self.host_bytes // 2)]:
             alike[piece.shape, piece.read_shape, piece.transpose, piece.dtype].append(piece)
         for pieces in alike.values():
@@ -180,7 +101,7 @@ class _Loader:
                 shards = self._write(shards, pieces[first : first + depth], depth, dtype)
         return [_carried(shard, dtype, device) for shard, device in zip(shards, part.devices, strict=True)]
 
-    def _write(self, shards: list[jax.Array], pieces: Sequence[_Piece], depth: int, dtype: np.dtype) -> list[jax.Array]:
+    def _write(self, shards: list[jax.Array], pieces: Sequence[Piece], depth: int, dtype: np.dtype) -> list[jax.Array]:
         """Send one stack, always of `depth` rows so that it compiles once; rows past the last piece are not looked at."""
         self._reserve(depth * pieces[0].num_bytes)
         stack = np.empty((depth, *pieces[0].read_shape), pieces[0].dtype)
@@ -195,7 +116,7 @@ class _Loader:
             self.receipts.append(receipt)
         return written
 
-    def _read(self, piece: _Piece) -> np.ndarray:
+    def _read(self, piece: Piece) -> np.ndarray:
         tensor = self.checkpoint.read(piece.name, piece.box)
         self.read_bytes += tensor.nbytes
         if self.progress is not None:

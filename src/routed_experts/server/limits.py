@@ -45,6 +45,7 @@ class ServerSettings:
     routing_store_bytes: int = 1 << 30
     routing_store_ttl: float = 600.0
     metrics_compat: Literal["vllm", "sglang"] | None = None
+    expert_metrics: bool = False  # a series for every expert of every layer
     cors_origin: str | None = None
     request_timeout: float = 600.0
     max_body_bytes: int = 16 << 20

@@ -6,8 +6,10 @@ import jax
 
 from routed_experts.layers.native import toolchain
 
-HANDLERS = ("RexExperts", "RexLinear", "RexAttention", "RexPrepare", "RexRouter", "RexRecordingRouter", "RexLayerRun", "RexChoose")
-HANDLERS += ("RexSelect",)
+HANDLERS = (
+    *("RexExperts", "RexLinear", "RexAttention", "RexPrepare", "RexRouter", "RexRecordingRouter", "RexLayerRun", "RexChoose"),
+    "RexSelect",
+)
 
 
 @functools.cache

@@ -53,7 +53,13 @@ void turn(const PrepareShape& s, const X* head, const T* scale, const float* cos
   for (int64_t c = 0; c < s.dim; c++) line[c] *= spare[c];
   round_to<X>(line, s.dim);
   const int64_t half = s.dim / 2;
-  for (int64_t c = 0; c < half; c++) {
+  int64_t c = 0;
+  for (; c + kLanes <= half; c += kLanes) {
+    const vf low = load(line + c), high = load(line + c + half);
+    store(line + c, low * load(cos + c) - high * load(sin + c));
+    store(line + c + half, high * load(cos + c + half) + low * load(sin + c + half));
+  }
+  for (; c < half; c++) {
     const float low = line[c], high = line[c + half];
     line[c] = low * cos[c] - high * sin[c];
     line[c + half] = high * cos[c + half] + low * sin[c + half];

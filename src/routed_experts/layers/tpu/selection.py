@@ -1,5 +1,5 @@
 """Sequential expert selection under capacity as one TPU kernel: all experts by all tokens in VMEM, no sort, gather or scatter.
-Knows nothing of instances; decides as layers.selection_lists does.
+Knows nothing of instances; decides as layers.selection_rounds does.
 
 The cutoff iteration over all ranks at once. In a round every token walks its experts with the experts' cutoffs: K masked minima. Each
 expert with more takers than room then lowers its cutoff to behind its last admitted taker, found by a prefix count, which is a product
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.layers.selection_lists import Chosen
+from routed_experts.layers.selection_rounds import Chosen, order_keys
 
 LANES, SUBLANES = 128, 8
 MAX_CELLS = 1 << 17  # E * N, as [256, 512]
@@ -33,12 +33,10 @@ def fits(num_tokens: int, num_experts: int) -> bool:
 def choose_by_kernel(
     scores: Float[Array, "N E"], room: Int[Array, " E"], valid: Bool[Array, " N"], top_k: int, *, interpret: Any = False
 ) -> Chosen:
-    """Choose as the sequential algorithm does. `scores` holds no NaN; -inf is never chosen."""
+    """Choose as the sequential algorithm does. `scores` is float32 without NaN; -inf is never chosen."""
     num_tokens, num_experts = scores.shape
     rows, lanes = _padded(num_experts, SUBLANES), _padded(num_tokens, LANES)
-    bits = lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.int32)
-    costs = ~jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    costs = jnp.where(valid[:, None] & (scores > -jnp.inf), costs, NEVER).T
+    costs = jnp.where(valid[:, None], ~order_keys(scores), NEVER).T
     costs = jnp.pad(costs, ((0, rows - num_experts), (0, lanes - num_tokens)), constant_values=NEVER)
     ids, beyond, rounds = pl.pallas_call(
         _kernel,

@@ -1,0 +1,114 @@
+"""A model's weights dealt out over a mesh of one axis: which part of an array each device holds, and how arrays get there.
+Knows no architecture: the cuts say it all.
+
+Parts of one array stand side by side along the axis of its cut, in the order of the devices, as one global array; where segments are
+cut each for itself, its columns are in another order than in the model's own array. Dims: V devices."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
+
+from routed_experts.core.errors import ConfigError
+from routed_experts.models.cuts import Cut, Split
+from routed_experts.models.interface import DecoderConfig
+
+AXIS = "tensor"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """`split.devices` devices and how each array of a model is dealt out to them; arrays without a cut are whole on each."""
+
+    split: Split
+    cuts: Mapping[str, Cut]  # by dotted path
+    devices: tuple[Any, ...] = ()  # empty: the first ones of this process
+
+    @staticmethod
+    def of(config: DecoderConfig, split: Split, *, devices: tuple[Any, ...] = ()) -> "Shards | None":
+        """For one model; None for one device. Raises ConfigError where the model cannot be shared by so many; whether there are so many
+        is looked at when `mesh` is asked for."""
+        if split.devices == 1:
+            return None
+        cuts = config.cuts(by_expert=split.whole_experts)
+        split.check(cuts, most=max(split.devices, jax.device_count()))
+        return Shards(split, cuts, devices)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The first V devices on one axis. Raises ConfigError where there are fewer."""
+        devices = self.devices or jax.devices()
+        if len(devices) < self.split.devices:
+            kind = devices[0].platform
+            remedy = ", or set XLA_FLAGS=--xla_force_host_platform_device_count, which makes several of one CPU" if kind == "cpu" else ""
+            raise ConfigError(f"tp_size={self.split.devices} is above the {len(devices)} {kind} devices here; lower it{remedy}")
+        return Mesh(np.array(devices[: self.split.devices]), (AXIS,))
+
+    def spec(self, name: str, ndim: int) -> PartitionSpec:
+        """Along which axis the global array of that name is cut."""
+        cut = self.cuts.get(name)
+        if cut is None:
+            return PartitionSpec()
+        axis = cut.axis % ndim
+        return PartitionSpec(*[AXIS if index == axis else None for index in range(axis + 1)])
+
+    def sharding(self, name: str, ndim: int) -> NamedSharding:
+        """The same on the mesh."""
+        return NamedSharding(self.mesh, self.spec(name, ndim))
+
+    def part_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of what one device holds of the model's array."""
+        cut = self.cuts.get(name)
+        return shape if cut is None else cut.part(shape, self.split.devices)
+
+    def global_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the parts of all devices side by side."""
+        cut = self.cuts.get(name)
+        if cut is None:
+            return shape
+        part, axis = self.part_shape(name, shape), cut.axis % len(shape)
+        return (*part[:axis], part[axis] * self.split.devices, *part[axis + 1 :])
+
+    def part_of(self, state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+        """Shapes of what one device holds of a model's arrays or shapes."""
+        flat = [(path, leaf.replace(self._part_struct(_dotted(path), leaf))) for path, leaf in nnx.to_flat_state(state)]
+        return nnx.from_flat_state(flat)
+
+    def place(self, state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+        """Copy a model's whole arrays to the devices, to each its part."""
+        return nnx.from_flat_state(
+            [(path, leaf.replace(self.place_array(_dotted(path), leaf.get_raw_value()))) for path, leaf in nnx.to_flat_state(state)]
+        )
+
+    def place_array(self, name: str, array: Array | np.ndarray) -> Array:
+        """Copy one whole array to the devices."""
+        cut, sharding = self.cuts.get(name), self.sharding(name, array.ndim)
+        if cut is None:
+            return jax.device_put(np.array(array) if isinstance(array, np.ndarray) else array, sharding)
+        parts = [
+            jax.device_put(_take(array, cut, number, self.split.devices), device)
+            for number, device in enumerate(self.mesh.devices.flat)
+            if device.process_index == jax.process_index()
+        ]
+        return jax.make_array_from_single_device_arrays(self.global_shape(name, array.shape), sharding, parts)
+
+    def _part_struct(self, name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.part_shape(name, leaf.shape), leaf.dtype)
+
+
+def _take(array: Array | np.ndarray, cut: Cut, device: int, devices: int) -> Shaped[Array, "..."] | np.ndarray:
+    """A device's part of a whole array, where that array lies."""
+    axis, pieces = cut.axis % array.ndim, cut.pieces(device, devices)
+    places = np.concatenate([np.arange(first, end) for first, end in pieces])
+    return np.take(array, places, axis=axis) if isinstance(array, np.ndarray) else jnp.take(array, places, axis=axis)
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))

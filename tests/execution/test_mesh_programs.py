@@ -1,0 +1,95 @@
+"""The programs of four chips, through the real TPU compiler: pages and weights are in place on each, temporaries are bounded, and the
+devices meet where they must and nowhere else. Proves no value (tests/engine/test_devices.py) and no time."""
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.backends import DEFAULT_BACKENDS
+from routed_experts.execution.model_runner import program_jobs
+from routed_experts.execution.on_mesh import OnMesh
+from routed_experts.execution.programs import ProgramSpec
+from routed_experts.models.cuts import Split
+from routed_experts.models.qwen3_moe import Qwen3Moe
+from routed_experts.models.shards import AXIS, Shards
+from tpu_aot import assert_in_place, tpu_devices, tpu_mesh, without_compilation_cache
+from tpu_programs import SMALL, name_of, whole_pool_operations
+
+pytestmark = pytest.mark.tpu_aot
+
+CHIPS, MIB = ["v5e", "v6e"], 1 << 20
+KINDS = {"width": False, "experts": True}  # what of the experts is dealt out
+# One kv head a chip: two rows a token. Pages of 150 MiB on each, more than its VMEM.
+POOL = dataclasses.replace(SMALL.runner.pool, num_kv_heads=1, num_pages=1200)
+RUNNER = dataclasses.replace(SMALL.runner, pool=POOL, num_request_slots=33)
+MAX_TEMP_BYTES = 6 * MIB
+
+
+@functools.cache
+def jobs(chip, kind):
+    """The runner's table for a mesh of four chips."""
+    split = Split(4, whole_experts=KINDS[kind])
+    shards = Shards.of(SMALL.config, split, devices=tuple(tpu_devices(chip)))
+    assert shards.mesh == Mesh(tpu_mesh(chip, (4,)).devices, (AXIS,))
+    state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(SMALL.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[1]
+    part = SMALL.config.part(split)
+    graphdef = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(part, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[0]
+    weights = nnx.from_flat_state([(path, leaf.replace(global_array(shards, path, leaf))) for path, leaf in nnx.to_flat_state(state)])
+    args = ServerArgs(enable_return_routed_experts=True, tp_size=4, ep_size=4 if KINDS[kind] else 1)
+    kernels, attention = DEFAULT_BACKENDS.choose(args, platform="tpu")
+    assert (kernels.moe.name, kernels.linear.name, attention.name) == ("tpu",) * 3
+    spec = ProgramSpec(
+        graphdef=graphdef, capture=SMALL.config.capture_spec, kernels=kernels, attention=attention, num_pages=POOL.num_pages,
+        raw_logprobs=False, on=OnMesh.of(shards.mesh, jax.tree.leaves(weights), POOL),
+    )  # fmt: skip
+    return program_jobs(weights, spec, RUNNER)
+
+
+def global_array(shards, path, leaf):
+    name = ".".join(map(str, path))
+    return jax.ShapeDtypeStruct(shards.global_shape(name, leaf.shape), leaf.dtype, sharding=shards.sharding(name, len(leaf.shape)))
+
+
+@functools.cache
+def compiled(chip, kind, name):
+    [job] = [job for key, job in jobs(chip, kind).items() if name_of(key) == name]
+    with jax.sharding.use_abstract_mesh(Mesh(tpu_mesh(chip, (4,)).devices, (AXIS,)).abstract_mesh), without_compilation_cache():
+        return job().compile()
+
+
+def meetings(program):
+    """Collectives in the text, each counted once; the body of a loop over layers is one layer's."""
+    return Counter(re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", program.as_text() or ""))
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["forward decode", "forward extend"])
+def test_pages_are_in_place_on_every_chip_and_two_sums_are_made_in_a_layer(chip, kind, name):
+    program = compiled(chip, kind, name)
+    assert_in_place(program, POOL.abstract, max_temp_bytes=MAX_TEMP_BYTES)
+    assert whole_pool_operations(program, POOL.abstract) == []
+    runs = len(SMALL.config.runs)
+    assert meetings(program) == {"all-gather": 1, "all-reduce": 2 * runs}, "after attention and after the experts; embeddings are joined"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chip_holds_a_quarter_of_what_the_layers_need(kind):
+    memory = compiled("v5e", kind, "forward decode").memory_analysis()
+    state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(SMALL.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[1]
+    weights = sum(leaf.size * 2 for path, leaf in nnx.to_flat_state(state) if path != ("head",))  # the sampler's alone
+    pages = POOL.abstract.size * 2
+    assert weights / 4 <= memory.argument_size_in_bytes - pages <= 1.05 * weights / 4
+
+
+@pytest.mark.parametrize("name", ["sample decode greedy", "sample extend full", "score"])
+def test_scores_of_the_vocabulary_are_summed_once(name):
+    assert meetings(compiled("v5e", "width", name)) == {"all-reduce": 1}
