@@ -43,11 +43,12 @@ class EngineOccupation:
         core = self._assembly.core
         if (state is None) != (version is None):
             raise InvalidRequestError("state and version come together: weights, and the number that they are known by", param="version")
-        served = None if state is None else state_of(state, core.runner.state)
+        served = self._assembly.served
+        placed = None if state is None else served.placed(state_of(state, served.arrays))
 
         def resume() -> None:
-            if served is not None and version is not None:
-                core.update_weights(served, version=version, cache="flush")
+            if placed is not None and version is not None:
+                core.update_weights(placed, version=version, cache="flush")
             if "weights" in core.released:
                 text = "the weights were released; give state= and version=, or call update_weights first"
                 raise InvalidRequestError(text, param="state")
