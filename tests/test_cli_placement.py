@@ -11,6 +11,7 @@ from routed_experts import placement
 from routed_experts.capture import encode_meta_info
 from routed_experts.cli import main, make_parser
 from routed_experts.cli.flags import expert_args
+from routed_experts.core.errors import ConfigError, RoutingFormatError
 from routed_experts.core.experts_config import ExpertsConfig
 from routed_experts.core.placement import Placement, ResidencyMap
 from routed_experts.core.routing_stats import RoutingStats
@@ -122,5 +123,22 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
 def test_residents_may_be_told_to_follow_the_load():
     said = make_parser().parse_args(["serve", "model", "--kt-num-gpu-experts", "4", "--residency", "adaptive"])
     assert expert_args(said) == ExpertsConfig(kt_num_gpu_experts=4, residency="adaptive")
-    with pytest.raises(SystemExit):
-        make_parser().parse_args(["serve", "model", "--residency", "lru"])
+    with pytest.raises(ConfigError, match="residency='lru' is not among what exists here"):
+        expert_args(make_parser().parse_args(["serve", "model", "--residency", "lru"]))
+
+
+def test_a_saved_plan_is_what_the_engine_is_told(files, capsys, tmp_path):
+    assert run(capsys, files / "out.jsonl", "--residents", 5, "--save", tmp_path / "plan.npz")[0] == 0
+    told = expert_args(make_parser().parse_args(["serve", "model", "--residency", str(tmp_path / "plan.npz")]))
+    assert told.num_resident == 5
+    wanted = placement.resident(RoutingStats.from_records(records_of(2)), per_layer=5)
+    assert (told.residents_of(3, 16).slot_of == wanted.slot_of).all()
+    assert run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4, "--save", tmp_path / "plan.npz")[0] == 0
+    planned = placement.eplb(RoutingStats.from_records(records_of(2)), num_instances=20, num_devices=4)
+    assert (Placement.read(tmp_path / "plan.npz").logical_to_physical_map == planned.logical_to_physical_map).all()
+    code, _, err = run(capsys, files / "out.jsonl", "--residents", 5, "--save", tmp_path / "plan.txt")
+    assert code == 2 and "writes one plan as .npz" in err
+    both = ["--instances", 20, "--devices", 4, "--residents", 5, "--save", tmp_path / "plan.npz"]
+    assert run(capsys, files / "out.jsonl", *both)[0] == 2
+    with pytest.raises(RoutingFormatError, match="holds no residency map"):
+        expert_args(make_parser().parse_args(["serve", "model", "--residency", str(tmp_path / "plan.npz")]))

@@ -266,6 +266,14 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
     refused("on_exhausted='wait'", on_exhausted="wait")
     refused("impl='fast'", impl="fast")
     refused(r"k=7.*1 to E=6", k=7)
+    wide = np.zeros((2048, 256), np.float32)
+    refused(
+        r"holds 131072 scores .*not \[2048, 256\] with k=3",
+        select_scores=wide,
+        weight_scores=wide,
+        impl="pallas",
+        replica_order=np.zeros((256, 3), np.int32),
+    )
     refused(r"k=0", k=0)
     refused(r"select_scores is int32\[8, 6\]", select_scores=case.scores.astype(np.int32))
     refused(r"weight_scores is float32\[8, 5\]", weight_scores=case.weights[:, :5])

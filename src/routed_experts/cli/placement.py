@@ -37,6 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--residents", type=int, default=None, metavar="N", help="experts of a layer on the accelerator, the rest on host")
     told = f"tokens of one step; default: {STEP_TOKENS} for instances, {_RESIDENCY_STEP} for residents"
     parser.add_argument("--step-tokens", type=int, default=None, metavar="T", help=told)
+    parser.add_argument("--save", type=Path, default=None, metavar="FILE.npz", help="write the plan, which serve --residency reads")
     parser.add_argument("--plot", type=Path, default=None, metavar="PNG", help="draw it, too (.png, .svg, .pdf)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -49,6 +50,8 @@ def run(options: argparse.Namespace, began: float) -> int:
         raise ConfigError("there is nothing to plan; give --instances and --devices, or --residents, or all three")
     if options.dispatch != "even":
         start_jax(default_platform="cpu")
+    if options.save is not None and (options.save.suffix != ".npz" or None not in (options.instances, options.residents)):
+        raise ConfigError(f"--save {options.save} writes one plan as .npz; name such a file, and give --instances or --residents, not both")
     records = read_records(options.files)
     learned = RoutingStats.from_records(records) if options.plan_from is None else _read_stats(options.plan_from)
     learned.check_model(records[0].layer_ids, records[0].num_experts)
@@ -88,6 +91,8 @@ def _instances(
     plan = placement.eplb(
         learned, num_instances=options.instances, num_devices=options.devices, num_groups=options.groups, num_nodes=options.nodes
     )  # fmt: skip
+    if options.save is not None:
+        plan.save(options.save)
     step_tokens = options.step_tokens or STEP_TOKENS
     columns: Columns = {}
     devices: dict[str, Float64[np.ndarray, "M V"]] = {}
@@ -107,6 +112,8 @@ def _residents(records: list[RoutedExperts], learned: RoutingStats, options: arg
     """Hits of each policy by layer, and copies a token of those that copy."""
     per_layer, step_tokens = options.residents, options.step_tokens or _RESIDENCY_STEP
     static = placement.resident(learned, per_layer=per_layer)
+    if options.save is not None:
+        static.save(options.save)
     first = ResidencyMap.first(len(learned.layer_ids), learned.num_experts, per_layer)
     prefix = placement.replay(records, first, step_tokens=step_tokens)
     fixed = placement.replay(records, static, step_tokens=step_tokens)

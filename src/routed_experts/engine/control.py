@@ -22,18 +22,18 @@ from routed_experts.engine.assembly import Assembly
 from routed_experts.engine.core import EngineCore, Hold
 from routed_experts.engine.door import is_nested
 from routed_experts.engine.loop import EngineLoop
+from routed_experts.engine.occupation import EngineOccupation, refuse_released, refuse_split
 from routed_experts.engine.score import ScoreOutput, Scorer
 from routed_experts.engine.weights import Weights, state_of, state_of_folder
 from routed_experts.execution.split_runner import SplitRunner
 from routed_experts.replay.check import check_record
 
 
-class EngineControl:
+class EngineControl(EngineOccupation):
     """A core in its loop, and what can be done with it beside generating."""
 
     def __init__(self, args: ServerArgs, assembly: Assembly) -> None:
-        self._assembly = assembly
-        self._loop = EngineLoop(assembly.core)
+        super().__init__(assembly)
         self._scorer = Scorer(args, assembly.buckets, assembly.core.runner)
 
     def update_weights(self, state: Weights, *, version: int, cache: str = "flush") -> None:
@@ -42,14 +42,14 @@ class EngineControl:
         donate them afterwards. `version` must rise. Running requests prefill again with `cache="flush"` and keep their pages with
         "keep"; rows that were written stay, and their `version_spans` tell which weights made them. No new request matches old
         pages. Raises WeightsMismatchError naming the first arrays that differ; then nothing has changed."""
-        _refuse_split(self._assembly.core, "update_weights")
+        refuse_split(self._assembly.core, "update_weights")
         served = self._assembly.served
         _exchange(self._loop, self._assembly.core, lambda: served.placed(state_of(state, served.arrays)), version=version, cache=cache)
 
     def update_weights_from_disk(self, path: str | Path, *, version: int, cache: str = "flush") -> None:
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests go on.
         Raises WeightsMismatchError where config.json is of another model, CheckpointError where the folder is damaged."""
-        _refuse_split(self._assembly.core, "update_weights_from_disk")
+        refuse_split(self._assembly.core, "update_weights_from_disk")
         served, core = self._assembly.served, self._assembly.core
         _exchange(self._loop, core, lambda: state_of_folder(path, served), version=version, cache=cache)
 
@@ -57,6 +57,7 @@ class EngineControl:
         """Name the served weights anew: `version` must rise. Rows written from now on bear it; running requests keep their pages, and
         no new request matches pages of the old one. Raises WeightsMismatchError."""
         core = self._assembly.core
+        refuse_released(core, "update_weight_version")
         self._loop.drained(lambda: core.update_weights(core.runner.state, version=version, cache="keep"))
 
     def pause(self, *, mode: str) -> None:
@@ -123,7 +124,8 @@ class EngineControl:
         step's tokens); a program is made when a shape is first met. Rows are given where the engine records them; asking for
         them (True) elsewhere raises CaptureDisabledError, as replay there does. Raises InvalidRequestError for ids that are
         none, PromptTooLongError, and RoutingAlignmentError for rows that do not fit, naming sample, row and layer."""
-        _refuse_split(self._assembly.core, "score")
+        refuse_split(self._assembly.core, "score")
+        refuse_released(self._assembly.core, "score")
         several = is_nested(token_ids)
         sequences = [_checked(ids, self._assembly) for ids in (token_ids if several else [token_ids])]
         records: Sequence[RoutedExperts | None] | None = None
@@ -180,9 +182,3 @@ def _exchange(loop: EngineLoop, core: EngineCore, load: Callable[[], nnx.State[A
         raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
     state = load()
     loop.drained(lambda: core.update_weights(state, version=version, cache=cache))
-
-
-def _refuse_split(core: EngineCore, what: str) -> None:
-    if isinstance(core.runner, SplitRunner):
-        text = f"{what} is not supported by this release on an engine with experts=; build one without it"
-        raise InvalidRequestError(text, param="experts")

@@ -75,8 +75,11 @@ class EngineDoor:
         """Check and tokenise a call, from any thread. Raises InvalidRequestError and its kin."""
         return self.engine._door.admit(said, default_max_tokens=default_max_tokens, routing=routing)
 
-    def open(self, requests: Sequence[TokenizedGenerateReqInput], *, max_backlog: int) -> OpenCall:
-        """Make a call of the running event loop; nothing is handed over yet. `max_backlog`: news a request that may wait."""
+    def open(self, requests: Sequence[TokenizedGenerateReqInput], *, max_backlog: int, interval_s: float = 0.0) -> OpenCall:
+        """Make a call of the running event loop; nothing is handed over yet. `max_backlog`: news a request that may wait;
+        `interval_s`: between two news of a stream at least. A small model makes a token a millisecond for every stream, and news of
+        each would take from the steps the cores that they run on."""
+        requests = [dataclasses.replace(request, stream_interval_s=interval_s) for request in requests]
         mode = self.engine.server_args.logprobs_mode
         call = Call(requests, self.tokenizer, single=False, logprobs_mode=mode, capture=self.capture)
         return OpenCall(call, self.engine._loop, max_backlog=max_backlog)

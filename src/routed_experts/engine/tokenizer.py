@@ -37,7 +37,7 @@ class SpecialTokens:
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint. Immutable, safe to use from many threads."""
+    """The tokenizer of one checkpoint. Immutable but for what it remembers, safe to use from many threads."""
 
     def __init__(self, backend: Any, special: SpecialTokens, decoders: Sequence[str], template: "ChatTemplate | None" = None) -> None:
         self._backend = backend
@@ -48,6 +48,7 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.byte_level = tuple(decoders) == ("ByteLevel",)
         self._byte_fallback = "ByteFallback" in decoders
+        self._bytes: dict[int, bytes] = {}  # of tokens that were met: each is asked for whenever it is generated
 
     @staticmethod
     def from_directory(path: Path | str) -> "Tokenizer":
@@ -112,7 +113,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token adds to running text; joined, those of a byte-level tokenizer are the text in UTF-8."""
-        token = self.token_string(token_id) or ""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._bytes_of(self.token_string(token_id) or "")
+        return found
+
+    def _bytes_of(self, token: str) -> bytes:
         if self.byte_level:
             known = [_BYTE_OF_CHARACTER.get(character) for character in token]
             return token.encode() if None in known else bytes(byte for byte in known if byte is not None)

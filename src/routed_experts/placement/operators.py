@@ -38,7 +38,7 @@ def choose_with_room(placement: Placement) -> Choose:
         unknown: Float[Array, "N E"] = jnp.full((len(ids), order.shape[0]), -jnp.inf, jnp.float32)
         scores = unknown.at[tokens, jnp.maximum(ids, 0)].set(ranks)
         picked = balanced_expert_selection(
-            scores, scores, order, capacity, k=ids.shape[1], valid=ids[:, 0] >= 0, mode="reroute", on_exhausted="drop", impl="lists"
+            scores, scores, order, capacity, k=ids.shape[1], valid=ids[:, 0] >= 0, mode="reroute", on_exhausted="drop", impl="rounds"
         )  # fmt: skip
         return picked.instance_ids
 
