@@ -176,6 +176,9 @@ def test_host_experts_are_never_on_the_accelerator(engine, most_bytes):
     assert {device.id for leaf in stores for device in leaf.devices()} == {1}
     assert {device.id for leaf in tables for device in leaf.devices()} == {0}
     rest = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._model.state)) - MOE_LAYERS * 2 * expert
+    plan = engine._assembly.plan
+    assert (plan.weights, plan.experts_host) == (rest + MOE_LAYERS * 2 * expert, MOE_LAYERS * EXPERTS * expert)
+    assert any(line.startswith("experts, host") for line in engine.memory_plan)
     assert 0 < max(most_bytes) <= rest  # while experts were loaded, only other arrays were there
 
 
