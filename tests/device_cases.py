@@ -248,10 +248,13 @@ class Served:
         before = self._ask(shared)
         opened = ModelFolder.open(self.qwen3.other)
         held = opened.load(opened.dtype("auto"))
-        for version in (1, 2):
+        for version in (1, 2, 3):
             for engine in self.engines:
                 if version == 1:
                     engine.update_weights(held, version=1)
+                elif version == 3:
+                    engine.release_memory_occupation()
+                    engine.resume_memory_occupation(held, version=3)
                 else:
                     engine.update_weights_from_disk(self.qwen3.folder, version=2)
             after = self._ask(shared)

@@ -40,8 +40,8 @@ class Running:
 
 @contextlib.contextmanager
 def running(engine, **settings):
-    """Serve `engine` until the block ends; with engine None the server stays in its start-up."""
-    service = Service(ServerSettings(port=0, **settings), model_path="tiny")
+    """Serve `engine` until the block ends; with engine None the server stays in its start-up. Every token is an event of its own."""
+    service = Service(ServerSettings(port=0, **{"stream_interval": 0.0, **settings}), model_path="tiny")
     if engine is not None:
         service.serve(EngineDoor(engine))
     listener = bind(service.settings)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routed_experts.core.errors import ConfigError, PlacementError
+from routed_experts.core.errors import ConfigError, PlacementError, RoutingFormatError
 from routed_experts.core.placement import Placement, ResidencyMap
 
 
@@ -130,3 +130,30 @@ def test_a_wrong_residency_map_is_refused_by_name(name):
     make, words = WRONG_MAPS[name]
     with pytest.raises(PlacementError, match=re.escape(words)):
         make()
+
+
+def test_plans_come_back_from_files(tmp_path):
+    placement = Placement.of(np.array([[0, 1, 2, 1], [2, 2, 1, 0]]), num_experts=3, num_devices=2, max_replicas=3, epoch=7)
+    residency = ResidencyMap.of(np.array([[2, 0], [1, 2]]), num_experts=3, epoch=5)
+    for plan in (placement, residency):
+        plan.save(tmp_path / "plan.npz")
+        read = type(plan).read(tmp_path / "plan.npz")
+        for field in dataclasses.fields(plan):
+            assert np.array_equal(getattr(read, field.name), getattr(plan, field.name)), field.name
+            assert type(getattr(read, field.name)) is type(getattr(plan, field.name))
+
+
+def test_a_file_without_a_plan_is_refused(tmp_path):
+    file = tmp_path / "plan.npz"
+    ResidencyMap.first(1, 3, 2).save(file)
+    with pytest.raises(RoutingFormatError, match=r"plan\.npz holds no placement"):
+        Placement.read(file)
+    file.write_bytes(b"nothing")
+    with pytest.raises(RoutingFormatError, match=r"plan\.npz holds no residency map"):
+        ResidencyMap.read(file)
+    np.savez(file, slot_of=np.zeros((1, 3), np.int64), num_resident=2, epoch=0)
+    with pytest.raises(RoutingFormatError, match="slot_of is int64 of 2 dims; wanted int32 of 2"):
+        ResidencyMap.read(file)
+    np.savez(file, slot_of=np.zeros((1, 3), np.int32), num_resident=2, epoch=0)
+    with pytest.raises(PlacementError, match="uses the slots"):
+        ResidencyMap.read(file)

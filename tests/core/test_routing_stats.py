@@ -106,7 +106,7 @@ def test_statistics_come_back_from_a_file(tmp_path):
 def written(folder, **changed):
     stats = RoutingStats.from_records(some_records())
     arrays = {name: getattr(stats, name) for name in ("counts", "num_tokens", "windows", "top_k")}
-    np.savez(folder / "stats.npz", **arrays | {"layer_ids": np.arange(3)} | changed)
+    np.savez(folder / "stats.npz", **arrays | {"layer_ids": np.arange(3), "top_k": np.int64(4)} | changed)
     return folder / "stats.npz"
 
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, processors
 
-from routed_experts.core.errors import CheckpointError, ConfigError, InvalidRequestError, RoutedExpertsError
+from routed_experts.core.errors import CheckpointError, ConfigError, InvalidRequestError, PromptTooLongError, RoutedExpertsError
 from routed_experts.engine.tokenizer import ChatTemplate, Tokenizer
 from tiny import CHAT_TEMPLATE, EOS_ID, SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer, write_tiny_checkpoint, write_tiny_tokenizer
 
@@ -263,3 +263,12 @@ def test_template_injection_executes_nothing(tmp_path, monkeypatch, source):
     assert "template" in str(caught.value)
     assert messages == [{"role": "user", "content": "x"}]
     assert not list(tmp_path.iterdir())
+
+
+def test_megabytes_that_cannot_fit_are_refused_before_they_are_tokenised(tiny, monkeypatch):
+    long = "the router " * 100_000
+    assert tiny.encode(long, most_tokens=len(long)) == tiny.encode(long), "what may fit is tokenised"
+    monkeypatch.setattr(tiny, "_backend", None)  # nothing can be tokenised any more
+    with pytest.raises(PromptTooLongError) as told:
+        tiny.encode(long, most_tokens=512)
+    assert told.value.param == "prompt" and str(len(long)) in str(told.value)

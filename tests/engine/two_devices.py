@@ -21,8 +21,11 @@ from routed_experts import (
     ResidencyMap,
     extract_routed_experts_from_meta_info,
 )
+from routed_experts.engine.serving import EngineDoor
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.split_jobs import Sides
+from routed_experts.server.metrics import Metrics
+from routed_experts.server.routing_store import RoutingStore
 from serving import assert_idle
 from tiny import write_tiny_checkpoint
 
@@ -99,6 +102,11 @@ def assert_same(answers, wanted):
         np.testing.assert_allclose(logprobs_of(ours), logprobs_of(theirs), atol=1e-5, rtol=0)
 
 
+def hits_of(residency, rows):
+    """Of each layer, the share of the rows' slots whose experts are resident."""
+    return (residency.slot_of[np.arange(MOE_LAYERS)[None, :, None], rows] >= 0).mean(axis=(0, 2))
+
+
 def any_residents(seed, num_resident, *, epoch=0):
     noise = np.random.default_rng(seed)
     held = np.stack([noise.permutation(EXPERTS)[:num_resident] for _ in range(MOE_LAYERS)])
@@ -123,13 +131,14 @@ def compile_events():
 
 @contextlib.contextmanager
 def recorded_starts(engine):
-    """The programs that the runner starts, in order, with their arguments."""
+    """The programs that the runner starts, in order, with what they take and give; arrays that were donated cannot be read."""
     programs, started = engine._assembly.core.runner._programs, []
 
     def noted(key, program):
         def start(*args):
-            started.append((key, args))
-            return program(*args)
+            out = program(*args)
+            started.append((key, args, out))
+            return out
 
         return start
 
@@ -151,10 +160,12 @@ def test_any_number_of_residents_says_the_same(folder, undivided, num_resident):
     with shared_out(folder, **how) as engine:
         assert_same(ask(engine), undivided)
         held, hits = engine.residency()
+        if num_resident == EXPERTS:  # nobody is on the host, and slots may be exchanged all the same
+            assert engine.apply_residency(any_residents(1, EXPERTS, epoch=1)) > 0
+            assert_same(ask(engine), undivided)
     rows = [extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided]
     rows = np.concatenate(rows)  # the last token of each was not fed
-    resident = held.slot_of[np.arange(MOE_LAYERS)[None, :, None], rows] >= 0
-    np.testing.assert_allclose(hits, resident.mean(axis=(0, 2)), atol=1e-12)
+    np.testing.assert_allclose(hits, hits_of(held, rows), atol=1e-12)
 
 
 def test_host_experts_are_never_on_the_accelerator(engine, most_bytes):
@@ -198,8 +209,8 @@ def test_copies_between_platforms_say_the_same(engine, undivided, monkeypatch):
     with recorded_starts(engine) as started, compile_events() as seen:
         assert_same(ask(engine), undivided)
     assert seen == []
-    starts = collections.Counter(key[0] for key, _ in started)
-    assert all((np.asarray(args[3]) >= 0).any() for key, args in started if key[0] == "host")
+    starts = collections.Counter(key[0] for key, *_ in started)
+    assert all((np.asarray(args[3]) >= 0).any() for key, args, _ in started if key[0] == "host")
     assert 0 < starts["host"] + starts["stream"] < starts["home"]
 
 
@@ -208,7 +219,7 @@ def test_both_sides_are_started_before_either_is_needed(engine):
     engine.flush_cache()
     with recorded_starts(engine) as started:
         engine.generate(input_ids=[1, 2, 3], sampling_params={"temperature": 0.0}, max_new_tokens=2)
-    names = [key[0] for key, _ in started]
+    names = [key[0] for key, *_ in started]
     assert names == ["open", "layer", *["layer", "home", "host"] * MOE_LAYERS, "close", "sample"] * 2
 
 
@@ -221,7 +232,7 @@ def test_the_host_is_sent_what_the_rows_say_and_no_padding(engine):
     rows = extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:]
     wanted = np.where(slot_of[np.arange(MOE_LAYERS)[None, :, None], rows] < 0, rows, -1)
     sent = collections.defaultdict(list)
-    for index, (key, args) in enumerate(entry for entry in started if entry[0][0] == "host"):
+    for index, (key, args, _) in enumerate(entry for entry in started if entry[0][0] == "host"):
         assert key[1] in (4, 16)  # padded
         sent[index % MOE_LAYERS].append(np.asarray(args[3]))
     for column, padded in sent.items():
@@ -236,12 +247,67 @@ def test_a_long_step_runs_on_the_accelerator_alone(engine, undivided):
         assert_same(ask(engine), undivided)
     assert seen == []
     tokens = {"stream": [], "host": []}
-    for key, args in started:
+    for key, args, _ in started:
         if key[0] in tokens:
             ids = np.asarray(args[2].away if key[0] == "stream" else args[3])
             tokens[key[0]].append(key[1] if key[0] == "stream" else int((ids >= 0).any(axis=1).sum()))
     assert tokens["stream"] == [16] * 2 * MOE_LAYERS  # of 35 tokens: 16, 16, and 3 that are below the threshold of 9
     assert tokens["host"] and max(tokens["host"]) < 9
+
+
+def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
+    metrics = Metrics(compat=None)
+    metrics.watch(EngineDoor(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
+    ask(engine)
+    engine.residency()  # the counts of the last steps
+    told = dict(line.rsplit(" ", 1) for line in metrics.text(None).decode().splitlines() if not line.startswith("#"))
+    hits = [float(told[f'routed_experts_resident_hit_ratio{{layer="{layer}"}}']) for layer in (1, 2)]
+    np.testing.assert_allclose(hits, engine.residency()[1], atol=1e-9)
+    assert float(told["routed_experts_resident_swaps_total"]) == engine._assembly.core.runner.num_swapped
+
+
+def test_deferred_experts_are_added_one_layer_later(folder, undivided):
+    """In decode steps alone; of each token's lightest `deferred` those on the host, but none of the last layer's."""
+    with shared_out(folder, kt_num_gpu_experts=2, kt_max_deferred_experts_per_token=1) as engine:
+        with compile_events() as seen:
+            answers = ask(engine)
+        with recorded_starts(engine) as started:
+            engine.generate(input_ids=[5, 6], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=6)
+        slot_of = engine.residency()[0].slot_of
+    assert seen == []
+    for ours, theirs in zip(answers, undivided, strict=True):
+        assert ours["meta_info"]["exact"] is False and "exact" not in theirs["meta_info"]
+        prompts = [[value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]] for answer in (ours, theirs)]
+        np.testing.assert_allclose(*prompts, atol=1e-5, rtol=0)  # prefill waits for everybody
+    steps, waited = cut_into_steps(started), 0
+    both, ending = ["layer", "home", "host"], ["close", "sample"]
+    assert [key[0] for key, *_ in steps[0]] == ["open", "layer", *both, *both, *ending]
+    for step in steps[1:]:
+        assert [key[0] for key, *_ in step] == ["open", "layer", *both, "host", *both, *ending]
+        _, _, first, home, now, late, second, last_home, last_now, close, _ = step
+        assert_given(second[1][5], home, now)
+        assert_given(close[1][3], last_home, last_now, late)
+        ids, later, weights = (np.asarray(part)[0] for part in (now[1][3], late[1][3], now[1][4]))
+        executed = np.where(ids >= 0, ids, later)
+        light = int(np.argmin(weights))
+        assert (later >= 0).tolist() == [slot == light and executed[slot] >= 0 for slot in range(TOP_K)]
+        assert all(slot_of[0, expert] < 0 for expert in executed if expert >= 0)
+        waited += int((later >= 0).sum())
+        assert (np.asarray(last_now[1][3])[1:] == -1).all() and first[2][1].later is not None
+    assert waited > 0
+
+
+def cut_into_steps(started):
+    """What was started, step by step."""
+    starts = [index for index, (key, *_) in enumerate(started) if key[0] == "open"]
+    return [started[first:end] for first, end in zip(starts, [*starts[1:], len(started)], strict=True)]
+
+
+def assert_given(given, *programs):
+    """What a program added is what those programs gave."""
+    assert len(given) == len(programs)
+    for array, (_, _, out) in zip(given, programs, strict=True):
+        np.testing.assert_array_equal(array, out)
 
 
 def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path):

@@ -32,7 +32,7 @@ from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.decoder import FamilyDecoder
 from routed_experts.models.expert_store import split_model
 from routed_experts.models.registry import FAMILIES
-from routed_experts.models.split_layers import layers_at
+from routed_experts.models.split_layers import layers_at, lightest
 
 COMMON = dict(
     vocab_size=50, hidden_size=32, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -147,3 +147,12 @@ def test_a_step_that_is_cut_is_the_step(name):
     sent = np.moveaxis(np.asarray(sent), 0, 1)  # [N, M, K]
     np.testing.assert_array_equal(sent[:REAL], np.where(on_host, rows, -1))
     assert (sent[REAL:] == -1).all()  # padding is no work
+
+
+def test_the_lightest_slots_are_those_that_a_sort_finds():
+    weights = np.random.default_rng(2).integers(0, 4, size=(200, 5)).astype(np.float32)  # many ties: then the last of them
+    for count in range(6):
+        wanted = np.zeros(weights.shape, bool)
+        for row, light in zip(weights, wanted, strict=True):
+            light[sorted(range(5), key=lambda slot, row=row: (row[slot], -slot))[:count]] = True
+        np.testing.assert_array_equal(lightest(jnp.asarray(weights), count), wanted)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from oracles.selection import replica_table, shuffled
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import ConfigError, PlacementError
+from routed_experts.core.placement import Placement
 from routed_experts.layers.selection_checks import check_capacity, check_replica_order, expert_capacity
 
 TABLE = [[0, 3, -1], [1, -1, -1], [2, 4, 5]]
@@ -19,6 +20,15 @@ def test_sound_tables_pass_as_int32():
         for order in (table, shuffled(rng, table, 3)):
             checked = check_replica_order(order.astype(np.int64), 20)
             assert checked.dtype == np.int32 and np.array_equal(checked, order)
+
+
+def test_a_layer_of_a_placement_is_a_sound_table():
+    rng = np.random.default_rng(1)
+    held = np.stack([rng.permutation(np.concatenate([np.arange(12), rng.integers(0, 12, 8)])) for _ in range(3)])
+    placement = Placement.of(held, num_experts=12, num_devices=5)
+    for table, owners in zip(placement.logical_to_physical_map, held, strict=True):
+        checked = check_replica_order(table, 20)
+        assert all(owners[i] == e for e, row in enumerate(checked) for i in row if i >= 0)
 
 
 @pytest.mark.parametrize(
@@ -36,19 +46,19 @@ def test_sound_tables_pass_as_int32():
 def test_unsound_tables_are_refused_with_their_place(place, value, match):
     table = np.array(TABLE)
     table[place] = value
-    with pytest.raises(ConfigError, match=match):
+    with pytest.raises(PlacementError, match=match):
         check_replica_order(table, 6)
 
 
 def test_sources_must_list_the_same_instances():
     other = np.array([[3, 0, -1], [2, -1, -1], [1, 4, 5]])
-    with pytest.raises(ConfigError, match=r"replica_order\[1\]: expert 1 has instances \[2\], source 0 has \[1\]"):
+    with pytest.raises(PlacementError, match=r"replica_order\[1\]: expert 1 has instances \[2\], source 0 has \[1\]"):
         check_replica_order(np.stack([TABLE, other]), 6)
 
 
 @pytest.mark.parametrize("table", [[0, 1], np.zeros((2, 2, 2, 2), int), np.zeros((0, 3), int), np.zeros((2, 2)), [["a"]]])
 def test_tables_of_another_form_are_refused(table):
-    with pytest.raises(ConfigError, match="replica_order is"):
+    with pytest.raises(PlacementError, match="replica_order is"):
         check_replica_order(table, 2)
 
 

@@ -1,4 +1,4 @@
-"""Balanced selection one slot at a time, with dictionaries and sets, and random tables to select from. Shares no code with the package.
+"""Balanced selection one slot at a time, with dictionaries and sets, and cases to select from. Shares no code with the package.
 
 It looks at every expert anew for each slot, keeps no list and no pointer: the best of those that the token does not hold and that have an
 instance with room. Dims: N tokens, E experts, K experts per token, J replica positions, I instances, V sources."""
@@ -91,3 +91,22 @@ def num_filled(case, ids):
     table = case.order if case.sources is None else case.order[0]
     room = [sum(int(case.capacity[i]) for i in row if i >= 0) for row in table]
     return sum(0 < room[e] == int(np.sum(ids == e)) for e in range(len(room)))
+
+
+def popular(seed, spread, num_instances, num_devices, *, num_tokens=512, num_experts=256, width=16):
+    """Scores of tokens with a taste of their own for experts of lognormal popularity, and a table that is placed by that popularity:
+    an instance more where an instance has most to do, and each to the device that has least to do so far. Float32 [N, E], int32 [E, J]."""
+    rng = np.random.default_rng(seed)
+    popularity = np.exp(spread * rng.standard_normal(num_experts))
+    scores = np.log(popularity) + rng.gumbel(size=(num_tokens, num_experts))
+    copies, per_device = np.ones(num_experts, int), num_instances // num_devices
+    for _ in range(num_instances - num_experts):
+        copies[np.argmax(np.where(copies < width, popularity / copies, 0))] += 1
+    share = popularity / copies
+    table, held = np.full((num_experts, width), -1, np.int32), np.zeros(num_experts, int)
+    filled, load = np.zeros(num_devices, int), np.zeros(num_devices)
+    for expert in sorted(np.repeat(np.arange(num_experts), copies), key=lambda e: -share[e]):
+        device = np.argmin(np.where(filled < per_device, load, np.inf))
+        table[expert, held[expert]] = device * per_device + filled[device]
+        held[expert], filled[device], load[device] = held[expert] + 1, filled[device] + 1, load[device] + share[expert]
+    return scores.astype(np.float32), table

@@ -1,7 +1,10 @@
 """Plans on recorded routing: what replay reports is what a loop over steps and slots finds."""
 
+import functools
+import itertools
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +13,9 @@ from routed_experts import placement
 from routed_experts.core.errors import PlacementError, RoutingAlignmentError
 from routed_experts.core.placement import Placement, ResidencyMap
 from routed_experts.core.routing_stats import RoutingStats
+from routed_experts.layers.selection_checks import expert_capacity
+from routed_experts.layers.selection_reference import sequential_selection
+from routed_experts.layers.waterfill import waterfill_replicas
 from routed_experts.placement import AdaptiveResidency
 
 LOGITS = np.random.default_rng(5).normal(0, 1.2, (3, 16))
@@ -45,6 +51,32 @@ def test_a_plan_balances_the_trace_that_it_was_made_from(records):
     after = placement.replay(records, placement.eplb(stats, num_instances=20, num_devices=4), step_tokens=10**6)
     assert (after.balancedness > before.balancedness).all() and (after.balancedness > 0.99).all()
     assert placement.eplb_balancedness(after.device_load) == pytest.approx(after.balancedness.mean(), abs=1e-6)
+
+
+@pytest.mark.parametrize("dispatch", ["waterfill", "reroute"])
+def test_a_recorded_step_is_sent_as_the_serving_operators_send_it(records, dispatch):
+    """The operators' own references, layer by layer and step by step."""
+    plan = placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4)
+    report = placement.replay(records, plan, dispatch=dispatch, step_tokens=64)
+    rows = np.concatenate([record.ids for record in records]).astype(np.int32)
+    fill = jax.jit(functools.partial(waterfill_replicas, num_devices=4, num_instances=20))
+    total, largest, unsent = np.zeros((3, 4)), np.zeros(3), np.zeros(3)
+    for low, layer in itertools.product(range(0, 265, 64), range(3)):
+        ids, order = rows[low : low + 64, layer], plan.logical_to_physical_map[layer]
+        if dispatch == "waterfill":
+            instances = np.asarray(fill(ids, order))
+        else:
+            capacity, scores = expert_capacity(len(ids), 4, 20, 1.25), np.full((len(ids), 16), -np.inf, np.float32)
+            np.put_along_axis(scores, ids, np.float32([4, 3, 2, 1])[None], axis=1)
+            instances = sequential_selection(scores, scores, order, capacity, k=4, on_exhausted="drop").instance_ids
+        device = np.bincount(instances[instances >= 0] // 5, minlength=4)
+        total[layer] += device
+        largest[layer] += device.max()
+        unsent[layer] += np.count_nonzero(instances < 0)
+    assert (report.device_load == total).all() and np.allclose(report.balancedness, total.mean(axis=1) / largest)
+    assert (report.rerouted_slots == unsent).all() and unsent.any() == (dispatch == "reroute")
+    even = placement.replay(records, plan, step_tokens=64)
+    assert (report.balancedness > even.balancedness).all() or dispatch == "reroute"
 
 
 def test_a_plan_that_follows_another_counts_its_copies(records):
@@ -95,7 +127,7 @@ def test_a_trace_of_another_model_is_refused(records):
 
 def test_wrong_words_are_refused(records):
     plan = Placement.identity(3, 16, 4)
-    with pytest.raises(PlacementError, match="dispatch='odd'; choose one of even"):
+    with pytest.raises(PlacementError, match="dispatch='odd'; choose one of even, waterfill, reroute"):
         placement.replay(records, plan, dispatch="odd")
     with pytest.raises(PlacementError, match="step_tokens=0; wanted at least 1"):
         placement.replay(records, plan, step_tokens=0)

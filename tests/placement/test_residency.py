@@ -64,7 +64,8 @@ def test_an_expert_is_promoted_where_it_pays(counts, costs, promoted):
 
 def test_adaptive_residency_finds_what_a_fixed_set_of_another_text_misses():
     rng = np.random.default_rng(0)
-    learned, other = (skewed_record(rng, rng.normal(0, 1.5, (3, 32)), 3000) for _ in range(2))
+    first, second = rng.normal(0, 1.5, (2, 3, 32))
+    learned, other = skewed_record(rng, first, 3000), skewed_record(rng, second, 3000)
     fixed = resident(RoutingStats.from_records([learned]), per_layer=8)
     best = resident(RoutingStats.from_records([other]), per_layer=8)
     hits = {
@@ -73,6 +74,9 @@ def test_adaptive_residency_finds_what_a_fixed_set_of_another_text_misses():
     }
     assert (hits["fixed"].hit_ratio < 0.8 * hits["best"].hit_ratio).all()
     assert (hits["adaptive"].hit_ratio > 0.95 * hits["best"].hit_ratio).all()
+    begun = AdaptiveResidency.start(fixed, learned=RoutingStats.from_records([learned]))
+    stable = placement.replay([skewed_record(rng, first, 3000)], begun, step_tokens=8)
+    assert (stable.hit_ratio > 0.97 * placement.replay([learned], fixed).hit_ratio).all()
     assert not hits["fixed"].copies.any() and (hits["adaptive"].copies < 0.02 * 3000).all()
 
 

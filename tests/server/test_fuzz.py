@@ -10,7 +10,7 @@ import pytest
 
 from serving import assert_idle
 
-NUM_RAW, NUM_BODIES = 200, 3_000
+NUM_RAW, NUM_BODIES, LOOK_EVERY = 200, 10_000, 500
 BODIES = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2, "n": 1, "temperature": 0.5, "stop": ["x"], "logit_bias": {"5": 1}, "echo": True,
                         "logprobs": 1, "stream": False, "seed": 1, "stream_options": None, "return_routed_experts": True},
@@ -18,6 +18,7 @@ BODIES = {
                              "top_logprobs": 1, "chat_template_kwargs": {"a": 1}, "return_routed_experts": True},
     "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2, "temperature": 0, "stop": "x"}, "return_logprob": True,
                   "return_routed_experts": True, "routed_experts_start_len": 0, "rid": None},
+    "/v1/score": {"token_ids": [1, 2, 3], "return_routed_experts": True, "routed_experts": None, "routed_experts_start_len": 1},
     "/tokenize": {"prompt": "a", "messages": None, "add_special_tokens": True},
     "/detokenize": {"tokens": [1, 2, 3]},
     "/abort_request": {"rid": "x", "abort_all": False},
@@ -29,6 +30,7 @@ VALUES = [
     "[" + "1," * 2000 + "1]",
     '["a",1,[2]]', '[{"role":"user"}]', '"\\ufeff"', '"<|im_end|>"', "[-1]", "[99999999999]", '[["a"]]', '{"5":"x"}', '"ref"', '"stats"',
 ]  # fmt: skip
+HUGE = ['"' + "x" * 4_000_000 + '"', "[" + "1," * 1_000_000 + "1]", "[" * 1_000 + "]" * 1_000, "9" * 1_000_000]  # now and then
 
 
 def mutated(rng, body):
@@ -39,7 +41,7 @@ def mutated(rng, body):
         if rng.random() < 0.15 and len(parts) > 1:
             parts.pop(key, None)
         else:
-            parts[key] = rng.choice(VALUES)
+            parts[key] = rng.choice(HUGE if rng.random() < 0.01 else VALUES)
     text = "{" + ",".join(f"{json.dumps(key)}:{value}" for key, value in parts.items()) + "}"
     if rng.random() < 0.1:
         place = rng.randrange(len(text))
@@ -51,15 +53,18 @@ def mutated(rng, body):
 def test_no_body_makes_a_server_error(server, engine, path):
     rng = random.Random(path)
     statuses = set()
-    for _ in range(NUM_BODIES // len(BODIES)):
+    for count in range(-(-NUM_BODIES // len(BODIES))):
         body = mutated(rng, BODIES[path])
         began = time.monotonic()
         response = server.client.post(path, content=body, headers={"content-type": "application/json"})
         assert response.status_code < 500, (body, response.text[:500])
-        assert time.monotonic() - began < 5, body[:300]
+        assert time.monotonic() - began < (8 if path == "/tokenize" and len(body) > 1e6 else 2), body[:300]  # megabytes are its work
         statuses.add(response.status_code)
         if response.status_code >= 400:
             assert response.json()["error"].keys() == {"message", "type", "param", "code"} and len(response.content) < 1400
+        if count % LOOK_EVERY == 0:
+            server.wait_idle()
+            assert_idle(engine)
     assert {200, 400} <= statuses <= {200, 400, 404, 409, 429}, "the bodies must be both good and bad for this to say anything"
     server.wait_idle()
     assert_idle(engine)

@@ -213,11 +213,13 @@ def test_strict_fields_refuse_every_unknown_name(engine):
         assert error_of(server.post("/v1/completions", {"prompt": "a", "user": "me"}), 400)["param"] == "user"
 
 
-def test_a_name_without_effect_is_logged_once(server, caplog):
+def test_a_name_without_effect_is_logged_once(engine, caplog):
     caplog.set_level(logging.INFO, logger="routed_experts.server")
-    for _ in range(3):
-        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "seldom_seen_field": 1}).status_code == 200
-        assert server.post("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}, "seldom_seen_field": 1}).status_code == 200
+    with running(engine) as server:
+        for _ in range(3):
+            assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "seldom_seen_field": 1}).status_code == 200
+            said = {"text": "a", "sampling_params": {"max_new_tokens": 1}, "seldom_seen_field": 1}
+            assert server.post("/generate", said).status_code == 200
     assert len([record for record in caplog.records if "seldom_seen_field" in record.getMessage()]) == 1
 
 

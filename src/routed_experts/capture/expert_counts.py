@@ -45,11 +45,13 @@ class ExpertCounts:
             self._windows.append(self._filling.astype(np.int32))
             self._filling, self._filling_rows = np.zeros(self._shape, np.int64), 0
 
-    def stats(self) -> RoutingStats:
-        """A copy of what was counted."""
+    def stats(self, *, windows: bool = True) -> RoutingStats:
+        """A copy of what was counted; `windows` may be left out, which are most of it."""
         counts = self._before + self._filling
-        windows = [*self._windows, self._filling.astype(np.int32)] if self._filling_rows else list(self._windows)
+        kept = list(self._windows) if windows else []
+        if windows and self._filling_rows:
+            kept.append(self._filling.astype(np.int32))
         return RoutingStats(
             counts=counts, num_tokens=counts[:, 0].sum(axis=1) // self._spec.top_k,
-            windows=np.array(windows, np.int32).reshape(-1, *self._shape), layer_ids=self._spec.layer_ids, top_k=self._spec.top_k,
+            windows=np.array(kept, np.int32).reshape(-1, *self._shape), layer_ids=self._spec.layer_ids, top_k=self._spec.top_k,
         )  # fmt: skip

@@ -97,10 +97,10 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
                 together.append(note)
         self._write(together)
 
-    def routing_stats(self, *, reset: bool) -> RoutingStats:
-        """Counts of the rows that were filed since the last reset; `reset` begins anew afterwards."""
+    def routing_stats(self, *, reset: bool, windows: bool) -> RoutingStats:
+        """Counts of the rows that were filed since the last reset, with or without windows; `reset` begins anew afterwards."""
         self.file()
-        stats = self._counts.stats()
+        stats = self._counts.stats(windows=windows)
         if reset:
             self._counts.reset()
         return stats

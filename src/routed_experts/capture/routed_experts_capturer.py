@@ -78,8 +78,9 @@ class RoutedExpertsCapturer(ABC):
         those whose row was saved. A row that neither knows raises RoutingIncompleteError naming its token."""
 
     @abstractmethod
-    def routing_stats(self, *, reset: bool = False) -> RoutingStats:
-        """How often each expert was chosen by the rows filed since the last reset; `reset` begins anew afterwards."""
+    def routing_stats(self, *, reset: bool = False, windows: bool = True) -> RoutingStats:
+        """How often each expert was chosen by the rows filed since the last reset; `reset` begins anew afterwards. Without `windows`
+        it costs little."""
 
     @abstractmethod
     def host_bytes(self) -> int:
@@ -145,8 +146,8 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
             version_spans=version_spans_of(start, versions), router=self.spec.router,
         )  # fmt: skip
 
-    def routing_stats(self, *, reset: bool = False) -> RoutingStats:
-        return self.host_cache.routing_stats(reset=reset)
+    def routing_stats(self, *, reset: bool = False, windows: bool = True) -> RoutingStats:
+        return self.host_cache.routing_stats(reset=reset, windows=windows)
 
     def host_bytes(self) -> int:
         return self.host_cache.nbytes
@@ -204,7 +205,7 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
     ) -> RoutedExperts:  # fmt: skip
         _refuse()
 
-    def routing_stats(self, *, reset: bool = False) -> RoutingStats:
+    def routing_stats(self, *, reset: bool = False, windows: bool = True) -> RoutingStats:
         _refuse()
 
     def host_bytes(self) -> int:

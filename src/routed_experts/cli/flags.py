@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
-from routed_experts.core.experts_config import ExpertsConfig
+from routed_experts.core.experts_config import RESIDENCIES, ExpertsConfig
+from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.server_args import ServerArgs
 
 # Other spellings that users of vLLM and SGLang know.
@@ -65,19 +66,23 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_expert_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one flag a field of ExpertsConfig but `residency`, whose plans have no place on a command line."""
+    """Add one flag a field of ExpertsConfig; `residency` takes a name or the file of a plan."""
     group = parser.add_argument_group("experts on the host")
     for field in dataclasses.fields(ExpertsConfig):
-        if field.name != "residency":
-            told = "none" if field.default is None else field.default
-            flag = f"--{field.name.replace('_', '-')}"
-            group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taking(field.type))
+        told = "none" if field.default is None else field.default
+        of_plan = {"metavar": "|".join((*RESIDENCIES, "FILE.npz"))}
+        taken: dict[str, Any] = of_plan if field.name == "residency" else taking(field.type)
+        flag = f"--{field.name.replace('_', '-')}"
+        group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taken)
 
 
 def expert_args(options: argparse.Namespace) -> ExpertsConfig:
-    """How experts are to be shared out; without any of those flags, not at all. Raises ConfigError."""
+    """How experts are to be shared out; without any of those flags, not at all. Raises ConfigError, and what reading a plan raises."""
     given = vars(options)
-    return ExpertsConfig(**{field.name: given[field.name] for field in dataclasses.fields(ExpertsConfig) if field.name in given})
+    fields = {field.name: given[field.name] for field in dataclasses.fields(ExpertsConfig) if field.name in given}
+    if str(fields.get("residency", "")).endswith(".npz"):
+        fields["residency"] = ResidencyMap.read(fields["residency"])
+    return ExpertsConfig(**fields)
 
 
 def taking(kind: object) -> dict[str, Any]:

@@ -10,7 +10,11 @@ from routed_experts.core.placement import ResidencyMap
 
 KT_METHODS = ("auto", "bf16", "f32")
 HOST_BACKENDS = ("auto", "dispatch")
-_COUNTS = ("kt_num_gpu_experts", "num_device_experts", "kt_cpuinfer", "kt_threadpool_count", "kt_gpu_prefill_token_threshold")
+RESIDENCIES = ("first", "adaptive")
+_COUNTS = (
+    "kt_num_gpu_experts", "num_device_experts", "kt_cpuinfer", "kt_threadpool_count", "kt_gpu_prefill_token_threshold",
+    "kt_max_deferred_experts_per_token",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,18 +29,19 @@ class ExpertsConfig:
     kt_method: str = "auto"  # number format of experts on the host: auto is the model's
     kt_cpuinfer: int | None = None  # threads of the host's experts: XLA's CPU client has them all, fixed at start
     kt_threadpool_count: int | None = None  # pools of those threads: 1
-    kt_max_deferred_experts_per_token: int = 0
+    kt_max_deferred_experts_per_token: int = 0  # d: of a token's d lightest experts those on the host are added a MoE layer later
     kt_gpu_prefill_token_threshold: int | None = None  # a step of at least that many tokens runs on the accelerator alone; 0, None: never
     host_backend: str = "auto"
-    residency: str | ResidencyMap = "first"  # the residents at the start: "first" N by id, or those of a plan
+    residency: str | ResidencyMap = "first"  # "first" N by id; "adaptive": these at first, then they follow the load; or those of a plan
 
     def __post_init__(self) -> None:
         """Check every field once."""
         values = dataclasses.asdict(self)
         for name in _COUNTS:
             value = values[name]
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ConfigError(f"{name}={value!r} must be an integer of at least 0, or None")
+            left_out = value is None and name != "kt_max_deferred_experts_per_token"
+            if not left_out and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ConfigError(f"{name}={value!r} must be an integer of at least 0; leave it out if in doubt")
         for name, allowed in (("kt_method", KT_METHODS), ("host_backend", HOST_BACKENDS)):
             if values[name] not in allowed:
                 raise ConfigError(f"{name}={values[name]!r} is not among what exists here: {', '.join(allowed)}; choose one of them")
@@ -47,10 +52,10 @@ class ExpertsConfig:
                 f"kt_num_gpu_experts={self.kt_num_gpu_experts} and num_device_experts={self.num_device_experts} are two names of one "
                 "number; give one of them"
             )
-        if not isinstance(self.residency, ResidencyMap) and self.residency != "first":
+        if not isinstance(self.residency, ResidencyMap) and self.residency not in RESIDENCIES:
             raise ConfigError(
-                f"residency={self.residency!r} is not among what exists here: 'first', or a ResidencyMap; for residents by captured "
-                "frequency plan one from RoutingStats, and give it here or to Engine.apply_residency"
+                f"residency={self.residency!r} is not among what exists here: 'first', 'adaptive', or a ResidencyMap; for residents by "
+                "captured frequency plan one from RoutingStats, and give it here or to Engine.apply_residency"
             )
         planned = self.residency.num_resident if isinstance(self.residency, ResidencyMap) else None
         given = self.num_device_experts if self.kt_num_gpu_experts is None else self.kt_num_gpu_experts
@@ -58,9 +63,6 @@ class ExpertsConfig:
             raise ConfigError(f"kt_num_gpu_experts={given} and the plan's num_resident={planned} differ; leave the number out")
         if self.kt_threadpool_count not in (None, 1):
             raise ConfigError(f"kt_threadpool_count={self.kt_threadpool_count}, but XLA's CPU client has 1 pool; leave it out or give 1")
-        deferred = self.kt_max_deferred_experts_per_token
-        if isinstance(deferred, bool) or not isinstance(deferred, int) or deferred != 0:
-            raise ConfigError(f"kt_max_deferred_experts_per_token={deferred!r} is not supported by this release; leave it at 0")
         told = sorted(field.name for field in dataclasses.fields(self) if values[field.name] != field.default)
         if self.num_resident is None and told:
             raise ConfigError(f"{', '.join(told)} without kt_num_gpu_experts, which shares nothing out; give the number too, or none")

@@ -64,6 +64,7 @@ class TokenizedGenerateReqInput:
     logprob_start_len: int
     top_logprobs_num: int
     routed_experts: RoutedExpertsRequest
+    stream_interval_s: float = 0.0  # between two news at least; the first token and the end wait for nothing
 
     @property
     def return_routed_experts(self) -> bool:
@@ -96,7 +97,7 @@ class Logprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenIDOut:
-    """News of one request after a step; `routed_experts` only with the last."""
+    """News of one request after a step; `routed_experts` only with the last. `exact` False: experts were added a layer late."""
 
     rid: str
     new_token_ids: tuple[int, ...]
@@ -110,6 +111,7 @@ class TokenIDOut:
     return_routed_experts: bool
     routed_experts: RoutedExperts | None
     error: Exception | None = None
+    exact: bool = True
     queue_s: float | None = None  # from acceptance to the first step; None for one that never ran
 
 

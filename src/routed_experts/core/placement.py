@@ -4,12 +4,23 @@ no weight and no device.
 Both are per MoE layer, by logical expert id, frozen, and checked when they are made; a change is a new value with a higher epoch.
 Dims: M MoE layers, E experts, I expert instances, J replica positions of an expert, V devices, N resident experts of a layer."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 
 import numpy as np
 from jaxtyping import Int, Int32
 
+from routed_experts.core.array_files import read_arrays
 from routed_experts.core.errors import PlacementError
+
+_PLACEMENT_FORMS = MappingProxyType(
+    {
+        "physical_to_logical_map": (np.int32, 2), "logical_to_physical_map": (np.int32, 3), "logical_replica_count": (np.int32, 2),
+        "num_devices": (np.int64, 0), "epoch": (np.int64, 0),
+    }
+)  # fmt: skip
+_RESIDENCY_FORMS = MappingProxyType({"slot_of": (np.int32, 2), "num_resident": (np.int64, 0), "epoch": (np.int64, 0)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,6 +98,19 @@ class Placement:
         """I / V."""
         return self.num_instances // self.num_devices
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write an .npz that `read` reads."""
+        _save(self, path)
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> "Placement":
+        """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for maps that do not fit each other."""
+        arrays = read_arrays(path, _PLACEMENT_FORMS, what="placement")
+        return Placement(
+            physical_to_logical_map=arrays["physical_to_logical_map"], logical_to_physical_map=arrays["logical_to_physical_map"],
+            logical_replica_count=arrays["logical_replica_count"], num_devices=int(arrays["num_devices"]), epoch=int(arrays["epoch"]),
+        )  # fmt: skip
+
     def check_model(self, num_layers: int, num_experts: int) -> None:
         """Raise PlacementError unless this is a placement for a model of so many MoE layers and experts."""
         _check_model("placement", (self.num_layers, self.num_experts), (num_layers, num_experts))
@@ -155,9 +179,24 @@ class ResidencyMap:
         """The expert in each slot of each layer: the inverse of `slot_of`."""
         return np.argsort(self.slot_of, axis=1, kind="stable")[:, self.num_experts - self.num_resident :].astype(np.int32)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write an .npz that `read` reads."""
+        _save(self, path)
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> "ResidencyMap":
+        """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for a map that cannot be."""
+        arrays = read_arrays(path, _RESIDENCY_FORMS, what="residency map")
+        return ResidencyMap(slot_of=arrays["slot_of"], num_resident=int(arrays["num_resident"]), epoch=int(arrays["epoch"]))
+
     def check_model(self, num_layers: int, num_experts: int) -> None:
         """Raise PlacementError unless this is a map for a model of so many MoE layers and experts."""
         _check_model("residency map", (self.num_layers, self.num_experts), (num_layers, num_experts))
+
+
+def _save(plan: Placement | ResidencyMap, path: str | os.PathLike[str]) -> None:
+    arrays = {field.name: np.asarray(getattr(plan, field.name)) for field in fields(plan)}
+    np.savez(path, allow_pickle=False, **arrays)
 
 
 def default_max_replicas(num_instances: int, num_experts: int) -> int:

@@ -5,20 +5,23 @@ be seen; the last one may be short. What was counted before the oldest window th
 Dims: F phases (prompt, generated), M MoE layers, E experts, K experts per token, W windows, T tokens."""
 
 import os
-import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from jaxtyping import Float64, Int, Int32, Int64
 
-from routed_experts.core.errors import PlacementError, RoutingFormatError
+from routed_experts.core.array_files import read_arrays
+from routed_experts.core.errors import PlacementError
 from routed_experts.core.routed_experts import RoutedExperts
 
 PHASES = ("prompt", "generated")
 WINDOW_TOKENS = 1024
 _FAST, _SLOW = 4.0, 32.0  # half-lives in windows
-_ARRAYS = {"counts": (np.int64, 3), "num_tokens": (np.int64, 1), "windows": (np.int32, 4), "layer_ids": (np.int64, 1)}
+_FORMS = MappingProxyType(
+    {"counts": (np.int64, 3), "num_tokens": (np.int64, 1), "windows": (np.int32, 4), "layer_ids": (np.int64, 1), "top_k": (np.int64, 0)}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,15 +105,7 @@ class RoutingStats:
     @staticmethod
     def read(path: str | os.PathLike[str]) -> "RoutingStats":
         """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for arrays that do not fit."""
-        try:
-            with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in (*_ARRAYS, "top_k")}
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
-            raise RoutingFormatError(f"{path} holds no routing statistics ({error}); give what RoutingStats.save wrote") from error
-        for name, (dtype, ndim) in _ARRAYS.items():
-            if arrays[name].dtype != dtype or arrays[name].ndim != ndim:
-                came = f"{arrays[name].dtype} of {arrays[name].ndim} dims"
-                raise RoutingFormatError(f"{path}: {name} is {came}; wanted {np.dtype(dtype)} of {ndim}, as RoutingStats.save writes")
+        arrays = read_arrays(path, _FORMS, what="routing statistics")
         return RoutingStats(
             counts=arrays["counts"], num_tokens=arrays["num_tokens"], windows=arrays["windows"],
             layer_ids=tuple(arrays["layer_ids"].tolist()), top_k=int(arrays["top_k"]),

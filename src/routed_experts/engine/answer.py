@@ -85,6 +85,8 @@ class Answer:
             "weight_version": str(out.weight_version),
             "logprobs_mode": self._mode,
         }
+        if not out.exact:
+            meta["exact"] = False
         if self.request.return_logprob:
             meta |= self._told_logprobs()
         if out.return_routed_experts and (out.finish_reason is not None or self.record is not None):

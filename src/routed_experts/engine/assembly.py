@@ -128,7 +128,7 @@ def assemble(
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     split = None if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
     runner = split or _runner(state, spec, sizes, config, placement)
-    new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec)
+    new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, sharing)
     core = new_core()
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
     count = runner.compile()
@@ -153,12 +153,14 @@ def _runner(
     return PlacedRunner(state, spec, sizes, placement=placement, places=sparse_places(config))
 
 
-def _new_core(args: ServerArgs, buckets: Buckets, runner: ModelRunner, capture: CaptureSpec | None) -> EngineCore:
+def _new_core(
+    args: ServerArgs, buckets: Buckets, runner: ModelRunner, capture: CaptureSpec | None, sharing: Sharing | None
+) -> EngineCore:
     """A core with queues, pages and rows of its own."""
     pool, enable = runner.config.pool, runner.spec.capture is not None
     capturer = RoutedExpertsCapturer.create(capture, num_slots=pool.num_slots, page_size=args.page_size, enable=enable)
     scheduler = Scheduler(args, buckets, num_pages=pool.num_pages, vocab_size=runner.config.vocab_size)
-    return EngineCore(scheduler, runner, capturer)
+    return EngineCore(scheduler, runner, capturer, after_step=None if sharing is None else sharing.follower(capturer, runner))
 
 
 def _open(

@@ -3,7 +3,6 @@
 Every method may be called from any thread and acts between two steps."""
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -24,21 +23,19 @@ from routed_experts.engine.assembly import Assembly
 from routed_experts.engine.core import EngineCore, Hold
 from routed_experts.engine.door import is_nested
 from routed_experts.engine.loop import EngineLoop
+from routed_experts.engine.occupation import EngineOccupation, refuse_released, refuse_split, served_now
 from routed_experts.engine.score import ScoreOutput, Scorer
-from routed_experts.engine.served_model import ServedModel
 from routed_experts.engine.weights import Weights, state_of, state_of_folder
 from routed_experts.execution.placed_runner import PlacedRunner
 from routed_experts.execution.split_runner import SplitRunner
 from routed_experts.replay.check import check_record
 
 
-class EngineControl:
+class EngineControl(EngineOccupation):
     """A core in its loop, and what can be done with it beside generating."""
 
     def __init__(self, args: ServerArgs, assembly: Assembly) -> None:
-        self._assembly = assembly
-        self._loop = EngineLoop(assembly.core)
-        self._placing = threading.Lock()  # weights are exchanged or moved, one after another
+        super().__init__(assembly)
         self._scorer = Scorer(args, assembly.buckets, assembly.core.runner)
 
     def update_weights(self, state: Weights, *, version: int, cache: str = "flush") -> None:
@@ -47,23 +44,24 @@ class EngineControl:
         donate them afterwards. `version` must rise. Running requests prefill again with `cache="flush"` and keep their pages with
         "keep"; rows that were written stay, and their `version_spans` tell which weights made them. No new request matches old
         pages. Raises WeightsMismatchError naming the first arrays that differ; then nothing has changed."""
-        _refuse_split(self._assembly.core, "update_weights")
+        refuse_split(self._assembly.core, "update_weights")
         with self._placing:
-            served, core = _served_now(self._assembly), self._assembly.core
+            served, core = served_now(self._assembly), self._assembly.core
             _exchange(self._loop, core, lambda: served.placed(state_of(state, served.arrays)), version=version, cache=cache)
 
     def update_weights_from_disk(self, path: str | Path, *, version: int, cache: str = "flush") -> None:
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests go on.
         Raises WeightsMismatchError where config.json is of another model, CheckpointError where the folder is damaged."""
-        _refuse_split(self._assembly.core, "update_weights_from_disk")
+        refuse_split(self._assembly.core, "update_weights_from_disk")
         with self._placing:
-            served, core = _served_now(self._assembly), self._assembly.core
+            served, core = served_now(self._assembly), self._assembly.core
             _exchange(self._loop, core, lambda: state_of_folder(path, served), version=version, cache=cache)
 
     def update_weight_version(self, version: int) -> None:
         """Name the served weights anew: `version` must rise. Rows written from now on bear it; running requests keep their pages, and
         no new request matches pages of the old one. Raises WeightsMismatchError."""
         core = self._assembly.core
+        refuse_released(core, "update_weight_version")
         self._loop.drained(lambda: core.update_weights(core.runner.state, version=version, cache="keep"))
 
     def pause(self, *, mode: str) -> None:
@@ -103,6 +101,7 @@ class EngineControl:
         Raises PlacementError for a placement of another model or other sizes, and InvalidRequestError on an engine that was built
         without placement=."""
         runner = _placed_runner(self._assembly.core)
+        refuse_released(self._assembly.core, "apply_placement")
         runner.check(placement)
         with self._placing, self._scorer.turn:
             moved = [self._loop.drained(functools.partial(runner.move_layer, *layer, placement)) for layer in runner.layers()]
@@ -142,7 +141,8 @@ class EngineControl:
         step's tokens); a program is made when a shape is first met. Rows are given where the engine records them; asking for
         them (True) elsewhere raises CaptureDisabledError, as replay there does. Raises InvalidRequestError for ids that are
         none, PromptTooLongError, and RoutingAlignmentError for rows that do not fit, naming sample, row and layer."""
-        _refuse_split(self._assembly.core, "score")
+        refuse_split(self._assembly.core, "score")
+        refuse_released(self._assembly.core, "score")
         several = is_nested(token_ids)
         sequences = [_checked(ids, self._assembly) for ids in (token_ids if several else [token_ids])]
         records: Sequence[RoutedExperts | None] | None = None
@@ -202,21 +202,9 @@ def _placed_runner(core: EngineCore) -> PlacedRunner:
     return core.runner
 
 
-def _served_now(assembly: Assembly) -> ServedModel:
-    """The served model, its experts where they are now."""
-    runner = assembly.core.runner
-    return assembly.served.under(runner.placement if isinstance(runner, PlacedRunner) else None)
-
-
 def _exchange(loop: EngineLoop, core: EngineCore, load: Callable[[], nnx.State[Any, Any]], *, version: int, cache: str) -> None:
     """Go on with the arrays that `load` gives, which lie where they are served."""
     if cache not in ("flush", "keep"):
         raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
     state = load()
     loop.drained(lambda: core.update_weights(state, version=version, cache=cache))
-
-
-def _refuse_split(core: EngineCore, what: str) -> None:
-    if isinstance(core.runner, SplitRunner):
-        text = f"{what} is not supported by this release on an engine with experts=; build one without it"
-        raise InvalidRequestError(text, param="experts")

@@ -5,7 +5,7 @@ so that all host work of step n happens while the device runs step n+1. Engine t
 
 import enum
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +18,7 @@ from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import BatchTokenIDOut, FinishReason, TokenIDOut
 from routed_experts.core.model_worker_batch import ModelWorkerBatch
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.engine.ledger import Ledger, StopCheck
+from routed_experts.engine.ledger import Ledger, StopCheck, check_outcomes
 from routed_experts.execution.model_runner import ModelRunner, PendingStep
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
@@ -39,12 +39,15 @@ class Hold(enum.Enum):
 class EngineCore:
     """The loop's state: the live requests and the step in flight."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, capturer: RoutedExpertsCapturer) -> None:
-        self.scheduler, self.runner, self.capturer = scheduler, runner, capturer
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, capturer: RoutedExpertsCapturer, *, after_step: Callable[[], None] | None = None
+    ) -> None:
+        self.scheduler, self.runner, self.capturer, self._after_step = scheduler, runner, capturer, after_step
         self.ledger = Ledger()
         self.num_steps = self.num_rows = self.num_missing_rows = 0  # rows filed; requests that lacked one
         self.last_progress = time.monotonic()  # when a step ended, or work came to an idle core
         self.hold: Hold | None = None  # set by engine/pausing.py
+        self.released = frozenset[str]()  # memory that was given up: engine/occupation.py
         self._pending: PendingStep | None = None
         self._ended: list[TokenIDOut] = []  # news of requests that ended between steps
 
@@ -105,6 +108,7 @@ class EngineCore:
         to prefill anew, "keep" leaves them their pages. Rows that were written stay. Drain first."""
         self.runner.update_weights(state, version=version)
         self.scheduler.weight_version = version
+        self.released -= {"weights"}
         for req in tuple(reversed(self.scheduler.running)) if cache == "flush" else ():
             self.retract(req)
         self.flush_cache()
@@ -112,11 +116,11 @@ class EngineCore:
     def check_integrity(self) -> list[Violation]:
         """I1, I3, I4 and I5 of the live state; empty when all hold. Call between steps."""
         slots = self.scheduler.pages.owned_slots(self.scheduler.running)
-        return [*self.scheduler.check_integrity(), *self.capturer.check_integrity(slots), *self.ledger.check_integrity()]
+        return [*self.scheduler.check_integrity(), *self.capturer.check_integrity(slots), *check_outcomes(self.ledger)]
 
     def _schedule(self) -> ModelWorkerBatch | None:
         """The next batch; when pages have run out and nothing is in flight, requests go back to the queue until one can run."""
-        if self.hold not in (None, Hold.WAIT):
+        if self.released or self.hold not in (None, Hold.WAIT):
             return None
         batch = _next_batch(self.scheduler, self.ledger)
         while batch is None and self._pending is None and (victim := self.scheduler.victim()) is not None:
@@ -137,14 +141,18 @@ class EngineCore:
                 live = self.scheduler.live_tokens(batch)
                 self.num_rows += batch.kv_slots.size if live is None else int(np.count_nonzero(live))
                 self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live, batch.generated_tokens)
+            now = time.monotonic()
             for req in self.scheduler.commit(batch, result):
                 matched = None if req.has_fed_last else self.ledger.stop_string(req)
                 if matched is not None:
                     req.stop_at(matched)
-                if req.state is ReqState.FINISHED or (req.source.stream and req.ending is None):  # its last token comes with its end
+                tells = req.source.stream and req.ending is None  # its last token comes with its end
+                if req.state is ReqState.FINISHED or (tells and self.ledger.is_due(req, now)):
                     outs.append(self._news(req))
             self.num_steps += 1
             self.last_progress = time.monotonic()
+            if self._after_step is not None:
+                self._after_step()
         _forget_changed_pages(self.scheduler, self.capturer)
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
 
@@ -162,7 +170,8 @@ class EngineCore:
                 self.num_missing_rows += isinstance(cause, RoutingIncompleteError)
         if ended:
             self.scheduler.release(req)
-        return self.ledger.news(req, record=record, error=error, weight_version=self.runner.weight_version)
+        runner = self.runner
+        return self.ledger.news(req, record=record, error=error, weight_version=runner.weight_version, exact=runner.exact)
 
 
 def _next_batch(scheduler: Scheduler, ledger: Ledger) -> ModelWorkerBatch | None:
@@ -177,6 +186,8 @@ def has_work(core: EngineCore) -> bool:
     """Would a step do anything now. Requests that a pause holds back do not count."""
     if core._pending is not None or core._ended:
         return True
+    if core.released:
+        return False
     return core.ledger.num_live > 0 if core.hold is None else core.hold is Hold.WAIT and core.scheduler.has_started
 
 

@@ -85,7 +85,8 @@ class Door:
             for text in texts:
                 if not isinstance(text, str) or text == "":
                     raise InvalidRequestError(f"prompt={shown(text)} must be text of at least one character", param="prompt")
-                yield self._checked(np.asarray(self._text_tokenizer("prompt").encode(text)), "prompt")
+                ids = self._text_tokenizer("prompt").encode(text, most_tokens=self._limits.context_length)
+                yield self._checked(np.asarray(ids), "prompt")
             return
         listed: Any = said.input_ids
         nested = is_nested(listed)

@@ -22,6 +22,7 @@ class _Entry:
     num_told: int = 0  # generated tokens that the caller has been told of
     since: float = dataclasses.field(default_factory=time.monotonic)
     queue_s: float | None = None  # until its first step
+    next_news: float = 0.0  # on the clock, not before: of a stream
     rows_told: int | None = None  # token after the last row that the caller has been told; None: none yet
 
 
@@ -60,6 +61,10 @@ class Ledger:
             if entry.queue_s is None:
                 entry.queue_s = time.monotonic() - entry.since
 
+    def is_due(self, req: Req, now: float) -> bool:
+        """Is it time to tell what a stream has. `now` on the monotonic clock."""
+        return now >= self._live[req.rid].next_news
+
     def find(self, rid: str) -> Req | None:
         """The live request of this id."""
         entry = self._live.get(rid)
@@ -83,10 +88,14 @@ class Ledger:
         told = self._live[req.rid].rows_told
         return req.source.routed_experts.start if told is None else told
 
-    def news(self, req: Req, *, record: RoutedExperts | None, error: Exception | None, weight_version: int) -> TokenIDOut:
+    def news(
+        self, req: Req, *, record: RoutedExperts | None, error: Exception | None, weight_version: int, exact: bool = True
+    ) -> TokenIDOut:
         """What a request has to tell since it was last asked; an ended one leaves the ledger."""
         entry = self._live[req.rid]
         told, entry.num_told = entry.num_told, req.num_output
+        interval = req.source.stream_interval_s
+        entry.next_news = time.monotonic() + interval if interval else 0.0
         if record is not None:
             entry.rows_told = record.start + record.num_rows
         ended = req.state is ReqState.FINISHED
@@ -107,16 +116,18 @@ class Ledger:
             return_routed_experts=req.source.return_routed_experts,
             routed_experts=record,
             error=error,
+            exact=exact,
             queue_s=entry.queue_s,
         )
 
-    def check_integrity(self) -> list[Violation]:
-        """I1: every accepted request is live or has ended once."""
-        ended = sum(self._finished.values())
-        if self.accepted == ended + len(self._live):
-            return []
-        detail = f"accepted {self.accepted}, ended {ended}, live {len(self._live)}; wanted accepted == ended + live"
-        return [Violation(name="outcomes", detail=detail)]
+
+def check_outcomes(ledger: Ledger) -> list[Violation]:
+    """I1: every accepted request is live or has ended once."""
+    ended = sum(ledger.finished.values())
+    if ledger.accepted == ended + ledger.num_live:
+        return []
+    detail = f"accepted {ledger.accepted}, ended {ended}, live {ledger.num_live}; wanted accepted == ended + live"
+    return [Violation(name="outcomes", detail=detail)]
 
 
 def _count(finished: dict[str, int], outcome: str, count: int = 1) -> None:

@@ -14,6 +14,7 @@ from routed_experts.engine.engine import Engine
 from routed_experts.engine.open_call import OpenCall
 from routed_experts.engine.routing_wish import RoutingDefaults
 from routed_experts.engine.tokenizer import Tokenizer
+from routed_experts.execution.split_runner import SplitRunner
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class EngineSnapshot:
     capture_rows: int
     capture_missing_rows: int
     weight_version: int
+    resident_hits: Mapping[int, float]  # by MoE layer, where experts are shared out with the host
+    resident_swaps: int
 
 
 class EngineDoor:
@@ -72,8 +75,11 @@ class EngineDoor:
         """Check and tokenise a call, from any thread. Raises InvalidRequestError and its kin."""
         return self.engine._door.admit(said, default_max_tokens=default_max_tokens, routing=routing)
 
-    def open(self, requests: Sequence[TokenizedGenerateReqInput], *, max_backlog: int) -> OpenCall:
-        """Make a call of the running event loop; nothing is handed over yet. `max_backlog`: news a request that may wait."""
+    def open(self, requests: Sequence[TokenizedGenerateReqInput], *, max_backlog: int, interval_s: float = 0.0) -> OpenCall:
+        """Make a call of the running event loop; nothing is handed over yet. `max_backlog`: news a request that may wait;
+        `interval_s`: between two news of a stream at least. A small model makes a token a millisecond for every stream, and news of
+        each would take from the steps the cores that they run on."""
+        requests = [dataclasses.replace(request, stream_interval_s=interval_s) for request in requests]
         mode = self.engine.server_args.logprobs_mode
         call = Call(requests, self.tokenizer, single=False, logprobs_mode=mode, capture=self.capture)
         return OpenCall(call, self.engine._loop, max_backlog=max_backlog)
@@ -83,6 +89,7 @@ class EngineDoor:
         core = self._assembly.core
         allocator, running = core.scheduler.pages.allocator, len(core.scheduler.running)
         idle = core.ledger.num_live == 0
+        split = core.runner if isinstance(core.runner, SplitRunner) else None
         return EngineSnapshot(
             running=running,
             waiting=len(core.scheduler.waiting),
@@ -98,6 +105,8 @@ class EngineDoor:
             capture_rows=core.num_rows,
             capture_missing_rows=core.num_missing_rows,
             weight_version=core.runner.weight_version,
+            resident_hits=MappingProxyType({} if split is None else split.hit_ratios()),
+            resident_swaps=0 if split is None else split.num_swapped,
         )
 
     def wait(self) -> BaseException | None:

@@ -3,6 +3,7 @@
 Only tokenizer.json is read: code that a checkpoint brings along is never imported, and chat templates come from the checkpoint
 alone and run in a sandbox that can call nothing but what is given here. Needs routed-experts[text], imported when first used."""
 
+import functools
 import importlib
 import json
 import re
@@ -13,11 +14,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from routed_experts.core.errors import CheckpointError, ConfigError, InvalidRequestError
+from routed_experts.core.errors import CheckpointError, ConfigError, InvalidRequestError, PromptTooLongError
 from routed_experts.models.config_reader import eos_token_ids_of, read_json_object
 
 Scalar = str | int | float | bool | None
 
+_LONG_CHARS = 1 << 20  # a text up to it is tokenised before its length is judged
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", *_NAMED_TOKENS})
@@ -35,7 +37,7 @@ class SpecialTokens:
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint. Immutable, safe to use from many threads."""
+    """The tokenizer of one checkpoint. Immutable but for what it remembers, safe to use from many threads."""
 
     def __init__(self, backend: Any, special: SpecialTokens, decoders: Sequence[str], template: "ChatTemplate | None" = None) -> None:
         self._backend = backend
@@ -46,6 +48,7 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.byte_level = tuple(decoders) == ("ByteLevel",)
         self._byte_fallback = "ByteFallback" in decoders
+        self._bytes: dict[int, bytes] = {}  # of tokens that were met: each is asked for whenever it is generated
 
     @staticmethod
     def from_directory(path: Path | str) -> "Tokenizer":
@@ -72,13 +75,22 @@ class Tokenizer:
         """Source of the chat template."""
         return None if self._template is None else self._template.source
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Turn text into ids; special tokens that are spelled out in the text become their ids, as everywhere with this format."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
+        """Turn text into ids; special tokens that are spelled out in the text become their ids, as everywhere with this format.
+        Raises PromptTooLongError at once for megabytes that `most_tokens` of the longest token, and as much again, cannot hold."""
+        if most_tokens is not None and len(text) > max(_LONG_CHARS, 2 * most_tokens * self._longest_token):
+            told = f"prompt has {len(text)} characters, which cannot be {most_tokens} tokens, the most that are taken; shorten it"
+            raise PromptTooLongError(told, param="prompt")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"text has a lone surrogate at character {error.start}; wanted valid Unicode", param="text") from None
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token as the vocabulary writes it; those of a byte-level one are bytes."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Turn ids into text; ids beyond the vocabulary (a padded embedding) have no text."""
@@ -101,7 +113,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token adds to running text; joined, those of a byte-level tokenizer are the text in UTF-8."""
-        token = self.token_string(token_id) or ""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._bytes_of(self.token_string(token_id) or "")
+        return found
+
+    def _bytes_of(self, token: str) -> bytes:
         if self.byte_level:
             known = [_BYTE_OF_CHARACTER.get(character) for character in token]
             return token.encode() if None in known else bytes(byte for byte in known if byte is not None)

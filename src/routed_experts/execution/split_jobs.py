@@ -57,7 +57,7 @@ class Sides:
 
     def bring(self, array: Array) -> Any:
         """An array of the host, as a program of the accelerator takes it."""
-        if self.device == self.host:
+        if self.device in array.devices():
             return array
         return jax.device_put(array, self.device) if self.alike else np.asarray(array)
 
@@ -89,7 +89,7 @@ class SplitJobs:
         """All of them."""
         for shape in self.config.shapes:
             self._of_shape(shape)
-        if self.split.has_host and self.split.num_resident:
+        if self.split.num_resident:
             for kind, table in self.model.tables.items():
                 args = (_shapes(table), _rows(table, 1), jax.ShapeDtypeStruct((), jnp.int32))
                 self.found["write", kind] = functools.partial(write_rows.lower, *args)
@@ -115,7 +115,7 @@ class SplitJobs:
                 errand = self._job(key, program, stream, self.config.pool.abstract, *args, donate=(0, 1))[1]
                 if errand is not None:
                     self._of_experts(shape, layer, packed, errand)
-            given = (jax.ShapeDtypeStruct(stream.x.shape, jnp.float32),) * split.sides(kind)
+            given = (jax.ShapeDtypeStruct(stream.x.shape, jnp.float32),) * split.num_given(layer, shape)
         closing, norms = functools.partial(close_step, **static), (_shapes(rim.norm), _shapes(rim.norm_bias))
         out = self._job(("close", shape, len(given)), closing, *norms, stream, given, tokens, packed)
         self.found.update(sampling_jobs(self.state, self.spec, self.config, shape, out))
@@ -133,7 +133,7 @@ class SplitJobs:
         place = jax.ShapeDtypeStruct((), jnp.int32)
         args = _at((_shapes(stored), place, errand.fed, errand.away, errand.weights), self.sides.host)
         self._job(("host", num_tokens, kind), functools.partial(host_step, spec=split), *args)
-        if self.streams_from is not None and num_tokens >= self.streams_from:
+        if self.streams_from is not None and num_tokens >= self.streams_from and not split.deferred_in(shape):
             block, row = _rows(table, split.num_experts - split.num_resident), jax.ShapeDtypeStruct((split.num_experts,), jnp.int32)
             self._job(("stream", num_tokens, kind), functools.partial(stream_step, spec=split), block, row, errand)
 

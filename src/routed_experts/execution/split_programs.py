@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from routed_experts.capture.device_cache import create_device_cache
 from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.execution.forward_batch import BatchShape, unpack
 from routed_experts.execution.hybrid_ops import hybrid_ops
 from routed_experts.execution.programs import ForwardOut
@@ -25,13 +26,13 @@ from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.feed_forward import Sparse
 from routed_experts.models.interface import SequenceOps
 from routed_experts.models.layer_parts import Step
-from routed_experts.models.split_layers import Errand, LayerKind, LayerNumbers, Stream, add_experts, run_at_home, run_to_experts
+from routed_experts.models.split_layers import Errand, LayerAt, LayerKind, LayerNumbers, Stream, add_experts, run_at_home, run_to_experts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SplitSpec:
     """What all programs of a split model share; static. `num_resident`: experts of a layer in the accelerator's tables;
-    `host_experts`: the kernel that runs the others."""
+    `host_experts`: the kernel that runs the others; `deferred` slots of a token may wait for them in decode steps."""
 
     config: FamilyConfig
     capture: CaptureSpec | None  # None: off
@@ -42,6 +43,7 @@ class SplitSpec:
     num_moe_layers: int
     num_experts: int
     num_resident: int
+    deferred: int = 0
 
     @property
     def has_host(self) -> bool:
@@ -53,9 +55,15 @@ class SplitSpec:
         feed = kind.of(self.config).feed
         return isinstance(feed, Sparse) and (self.num_resident > 0 or feed.shared_width > 0)
 
-    def sides(self, kind: LayerKind) -> int:
-        """How many sums the experts of such a layer give."""
-        return self.has_home(kind) + self.has_host if isinstance(kind.of(self.config).feed, Sparse) else 0
+    def deferred_in(self, shape: BatchShape) -> int:
+        """How many slots of a token may wait in a step of this shape."""
+        return self.deferred if self.has_host and shape.mode is ForwardMode.DECODE else 0
+
+    def num_given(self, layer: LayerAt, shape: BatchShape) -> int:
+        """How many sums are added behind a layer: of each side that there is, and of what waited in the MoE layer before."""
+        if layer.column < 0:
+            return 0
+        return self.has_home(layer.kind) + self.has_host + (layer.column > 0 and self.deferred_in(shape) > 0)
 
 
 def open_step(
@@ -83,7 +91,7 @@ def layer_step(
 ) -> tuple[Stream, Errand | None, Any]:
     """One layer up to its experts. Stream and pool are donated."""
     step = _step_of(spec, packed, shape, recurrent=isinstance(pool, HybridPool))
-    return run_to_experts(spec.config, kind, arrays, numbers, stream, given, step, pool, slot_of)
+    return run_to_experts(spec.config, kind, arrays, numbers, stream, given, step, pool, slot_of, deferred=spec.deferred_in(shape))
 
 
 def home_step(

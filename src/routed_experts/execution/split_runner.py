@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Int64
+from jaxtyping import Array, Int64
 
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.model_worker_batch import ModelWorkerBatch
@@ -37,9 +37,11 @@ class SplitRunner(ModelRunner):
     ) -> None:
         super().__init__(model.rim[1], spec, config)
         self.residency, self.num_swapped = model.residency, 0
+        self.exact = not (split.deferred and split.has_host)
         self._model, self._split, self._sides, self._streams_from = model, split, sides, streams_from
         self._tables = dict(model.tables)
         self._layers = layers_at(model.config)
+        self._homes = frozenset(kind for kind in model.tables if split.has_home(kind))
         self._numbers = {layer: jax.device_put(numbers_of(layer), sides.device) for layer in self._layers}
         self._places = {layer: jax.device_put(np.int32(layer.place), sides.host) for layer in self._layers}
         self._tallies: collections.deque[Array] = collections.deque()
@@ -72,6 +74,12 @@ class SplitRunner(ModelRunner):
         self._count(keep=0)
         return self._counted.copy()
 
+    def hit_ratios(self) -> dict[int, float]:
+        """By hidden layer, the share of slots that residents ran, of steps that ended some steps ago; waits for nothing, any thread."""
+        spec, counted = self._model.config.capture_spec, self._counted.copy()
+        assert spec is not None
+        return {layer: 1.0 - away / all_ for layer, (away, all_) in zip(spec.layer_ids, counted.tolist(), strict=True) if all_}
+
     def _bind(self, residency: ResidencyMap) -> None:
         """Make the maps that the programs take."""
         self.residency = residency
@@ -94,39 +102,45 @@ class SplitRunner(ModelRunner):
         """Start all layers of a step."""
         programs, rim = self._programs, self._model.rim_arrays
         stream, tokens, packed = programs["open", shape](rim.embed, self._last_tokens, pack(batch))
-        streams = self._streams_from is not None and batch.num_tokens >= self._streams_from
-        given: tuple[Any, ...] = ()
+        streams = self._streams_from is not None and batch.num_tokens >= self._streams_from and not self._split.deferred_in(shape)
+        given, waiting = tuple[Any, ...](), list[Any]()
         for layer in self._layers:
             program, arrays = programs["layer", shape, layer.kind, len(given)], self._model.layers[layer.kind]
             stream, errand, self._pool = program(stream, self._pool, arrays, self._numbers[layer], packed, given, self._slot_of)
-            given = () if errand is None else tuple(self._run_experts(shape, layer, packed, errand, streams=streams))
+            given = () if errand is None else tuple(self._run_experts(shape, layer, packed, errand, waiting, streams=streams))
         out = programs["close", shape, len(given)](rim.norm, rim.norm_bias, stream, given, tokens, packed)
         self._tallies.append(stream.tally)
         self._count(keep=_KEPT_TALLIES)
         return out
 
-    def _run_experts(self, shape: BatchShape, layer: LayerAt, packed: Array, errand: Errand, *, streams: bool) -> Sequence[Any]:
-        """Start both sides of a layer's experts; what each gives is on the accelerator, or on its way."""
+    def _run_experts(
+        self, shape: BatchShape, layer: LayerAt, packed: Array, errand: Errand, waiting: list[Any], *, streams: bool
+    ) -> Sequence[Any]:
+        """Start both sides of a layer's experts; what each gives is on the accelerator, or on its way. `waiting`: what the host still
+        owes from the layer before, and then from this one."""
         programs, kind, given = self._programs, layer.kind, list[Any]()
         at_host = self._split.has_host and not streams
-        sent = self._sides.send((errand.fed, errand.away, errand.weights)) if at_host else ()
-        if self._split.has_home(kind):
+        later = () if errand.later is None or layer.column == self._split.num_moe_layers - 1 else (errand.later,)
+        sent = self._sides.send((errand.fed, errand.away, errand.weights, *later)) if at_host else ()
+        if kind in self._homes:
             arrays, numbers = self._model.layers[kind], self._numbers[layer]
             given.append(programs["home", shape, kind](self._tables[kind], arrays, numbers, packed, errand))
         if at_host:
-            given.append(self._at_host(shape, layer, sent))
+            fed, away, weights, *later = self._sides.arrived(sent)
+            given.append(self._sides.bring(self._at_host(shape, layer, fed, away, weights)))
+            owed, waiting[:] = list(waiting), [self._at_host(shape, layer, fed, ids, weights) for ids in later]
+            given += map(self._sides.bring, owed)
         elif self._split.has_host:
             rows = layer.place * self.residency.num_experts + self._away[layer.column]
             block = jax.device_put(host_rows(self._model.host[kind], rows, errand.fed.dtype), self._sides.device)
             given.append(programs["stream", shape.num_tokens, kind](block, self._block_slots[layer.column], errand))
         return given
 
-    def _at_host(self, shape: BatchShape, layer: LayerAt, sent: tuple[Any, ...]) -> Float32[Array, "N D"]:
-        fed, away, weights = self._sides.arrived(sent)
-        if isinstance(away, np.ndarray) and (away < 0).all():  # it had to be waited for: then no work is not done at all
+    def _at_host(self, shape: BatchShape, layer: LayerAt, fed: Any, ids: Any, weights: Any) -> Any:
+        if isinstance(ids, np.ndarray) and (ids < 0).all():  # it had to be waited for: then no work is not done at all
             return self._nothing_of(shape.num_tokens, fed.shape[1])
         program, stored = self._programs["host", shape.num_tokens, layer.kind], self._model.host[layer.kind]
-        return self._sides.bring(program(stored, self._places[layer], fed, away, weights))
+        return program(stored, self._places[layer], fed, ids, weights)
 
     def _nothing_of(self, rows: int, width: int) -> Array:
         if rows not in self._nothing:

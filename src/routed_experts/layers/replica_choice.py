@@ -3,7 +3,7 @@ Knows nothing of scores: slots come with their expert, in order of priority.
 
 The slots of one expert never number more than its instances' capacities together, so each finds a place. With one order for all, the
 o-th slot of an expert takes the first replica that o fits into. With an order per source it is the cutoff iteration of
-layers.selection_lists with instances for experts: at most J + 1 rounds.
+layers.selection_rounds with instances for experts: at most J + 1 rounds.
 Dims: A slots in order of priority, E experts, J replica positions, I instances, V sources."""
 
 import dataclasses

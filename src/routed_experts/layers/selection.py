@@ -19,12 +19,12 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.layers.cutoffs import count_takers
 from routed_experts.layers.native.selection import native_selection
 from routed_experts.layers.native.toolchain import why_not
-from routed_experts.layers.selection_lists import choose_by_lists
+from routed_experts.layers.selection_rounds import choose_by_rounds
 from routed_experts.layers.selection_steps import Assigned, Slate, assign
-from routed_experts.layers.tpu.selection import choose_by_kernel, fits
+from routed_experts.layers.tpu.selection import LANES, MAX_CELLS, choose_by_kernel, fits
 from routed_experts.layers.waterfill import waterfill_replicas
 
-MODES, ON_EXHAUSTED, IMPLS = ("replicas", "reroute"), ("overflow", "drop"), ("auto", "lists", "native", "pallas")
+MODES, ON_EXHAUSTED, IMPLS = ("replicas", "reroute"), ("overflow", "drop"), ("auto", "rounds", "native", "pallas")
 
 
 @jax.tree_util.register_dataclass
@@ -120,8 +120,8 @@ def weights_at(weight_scores: Float[Array, "N E"], ids: Int[Array, "N K"], *, re
 def _assign(impl: str, slate: Slate, top_k: int, *, overflows: bool) -> Assigned:
     """Run the form that fits the platform, or the one that was asked for."""
 
-    def lists(slate: Slate) -> Assigned:
-        return assign(slate, choose_by_lists, top_k, overflows=overflows)
+    def rounds(slate: Slate) -> Assigned:
+        return assign(slate, choose_by_rounds, top_k, overflows=overflows)
 
     def native(slate: Slate) -> Assigned:
         return native_selection(slate, top_k, overflows=overflows)
@@ -129,13 +129,19 @@ def _assign(impl: str, slate: Slate, top_k: int, *, overflows: bool) -> Assigned
     def pallas(slate: Slate) -> Assigned:
         return assign(slate, choose_by_kernel, top_k, overflows=overflows)
 
-    if impl == "pallas" and not fits(*slate.scores.shape):
-        raise ConfigError(f"impl='pallas' holds a batch in VMEM, and {list(slate.scores.shape)} scores are too many; use impl='auto'")
+    num_tokens, num_experts = slate.scores.shape
+    in_vmem = fits(num_tokens, num_experts, top_k)
+    if impl == "pallas" and not in_vmem:
+        raise ConfigError(
+            f"impl='pallas' holds {MAX_CELLS} scores and k up to {LANES}, not {list(slate.scores.shape)} with k={top_k}: use impl='auto'"
+        )
+    if impl == "native" and (reason := why_not()) is not None:
+        raise ConfigError(f"impl='native' cannot run: {reason}; or use impl='auto'")
     if impl != "auto":
-        return {"lists": lists, "native": native, "pallas": pallas}[impl](slate)
+        return {"rounds": rounds, "native": native, "pallas": pallas}[impl](slate)
     has_native = jax.default_backend() == "cpu" and why_not() is None  # no compiler is asked for where another device is meant
-    tpu = pallas if fits(*slate.scores.shape) else lists
-    return lax.platform_dependent(slate, cpu=native if has_native else lists, tpu=tpu, default=lists)
+    tpu = pallas if in_vmem else rounds
+    return lax.platform_dependent(slate, cpu=native if has_native else rounds, tpu=tpu, default=rounds)
 
 
 def _slate(

@@ -8,23 +8,26 @@ import numpy as np
 from jaxtyping import Int
 from numpy import ndarray
 
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import ConfigError, PlacementError
 
 INT32_MAX = np.iinfo(np.int32).max
 
 
 def check_replica_order(replica_order: Any, num_instances: int) -> Int[ndarray, "*V E J"]:
     """Give the table as int32 if it is sound, [E, J] or [V, E, J]: each expert's instances first, -1 behind them; every instance
-    0 .. I-1 in exactly one place of a source's table; the same instances per expert for every source. Raises ConfigError."""
+    0 .. I-1 in exactly one place of a source's table; the same instances per expert for every source. A layer of
+    `Placement.logical_to_physical_map` is such a table. Raises PlacementError."""
     table = np.asarray(replica_order)
     if table.ndim not in (2, 3) or 0 in table.shape or not np.issubdtype(table.dtype, np.integer):
-        raise ConfigError(f"replica_order is {table.dtype}{list(table.shape)}; give integers [E, J], or [V, E, J] for an order per source")
+        raise PlacementError(
+            f"replica_order is {table.dtype}{list(table.shape)}; give integers [E, J], or [V, E, J] for an order per source"
+        )
     for source, order in enumerate(table.reshape(-1, *table.shape[-2:])):
         where = f"replica_order[{source}]" if table.ndim == 3 else "replica_order"
         _check_one_source(order, num_instances, where)
         if source > 0 and not np.array_equal(np.sort(order, axis=1), np.sort(table[0], axis=1)):
             expert = int(np.flatnonzero(np.any(np.sort(order, axis=1) != np.sort(table[0], axis=1), axis=1))[0])
-            raise ConfigError(
+            raise PlacementError(
                 f"{where}: expert {expert} has instances {_listed(order[expert])}, source 0 has {_listed(table[0, expert])}; "
                 "every source lists the same instances of an expert, in an order of its own"
             )
@@ -35,21 +38,23 @@ def _check_one_source(order: Int[ndarray, "E J"], num_instances: int, where: str
     outside = np.argwhere((order < -1) | (order >= num_instances))
     if len(outside):
         expert, position = map(int, outside[0])
-        raise ConfigError(
+        raise PlacementError(
             f"{where}[{expert}, {position}] = {int(order[expert, position])}; instances are 0 .. {num_instances - 1}, -1 fills the tail"
         )
     gaps = np.argwhere((order[:, :-1] < 0) & (order[:, 1:] >= 0))
     if len(gaps):
         expert, position = map(int, gaps[0])
-        raise ConfigError(f"{where}[{expert}] has a gap at position {position}: {order[expert].tolist()}; instances come first, -1 behind")
+        raise PlacementError(
+            f"{where}[{expert}] has a gap at position {position}: {order[expert].tolist()}; instances come first, -1 behind"
+        )
     without = np.flatnonzero(order[:, 0] < 0)
     if len(without):
-        raise ConfigError(f"{where}: expert {int(without[0])} has no instance ({len(without)} such experts); every expert needs one")
+        raise PlacementError(f"{where}: expert {int(without[0])} has no instance ({len(without)} such experts); every expert needs one")
     places = np.bincount(order[order >= 0], minlength=num_instances)
     if np.any(places != 1):
         instance = int(np.flatnonzero(places != 1)[0])
         experts = np.flatnonzero(np.any(order == instance, axis=1)).tolist()
-        raise ConfigError(
+        raise PlacementError(
             f"{where}: instance {instance} of num_instances={num_instances} stands in {int(places[instance])} places (experts {experts}); "
             "every instance belongs to exactly one place of one expert"
         )

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.replica_choice import in_shared_order, in_source_order, room_of
-from routed_experts.layers.selection_lists import Chosen
+from routed_experts.layers.selection_rounds import Chosen
 
 ChooseExperts = Callable[[Float[Array, "N E"], Int[Array, " E"], Bool[Array, " N"], int], Chosen]
 

@@ -34,10 +34,10 @@ def dummy_model(
     graphdef, state = nnx.split(nnx.eval_shape(build))
     filled = []
     for index, (path, leaf) in enumerate(nnx.to_flat_state(state)):
-        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
         name = ".".join(map(str, path))
         device = place(name)
         with contextlib.nullcontext() if device is None else jax.default_device(device):
+            key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
             drawn = _fill(key, name, leaf.shape, leaf.dtype)
         filled.append((path, leaf.replace(drawn if deal_out is None else deal_out(name, drawn))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))

@@ -144,8 +144,8 @@ class Qwen3Moe(nnx.Module):
         """The body of a run's scan: one decoder layer."""
         config = self.config
 
-        def linear(x: Float[Array, "N D"], weights: Float[Array, "R D O"], place: Int[Array, ""]) -> Float[Array, "N O"]:
-            return kernels.linear.run(x, weights, place if kernels.linear.layered else 0, x.dtype)
+        def linear(x: Float[Array, "N D"], weights: Float[Array, "R D O"], place: Int[Array, ""], dtype: Any = None) -> Float[Array, "N O"]:
+            return kernels.linear.run(x, weights, place if kernels.linear.layered else 0, dtype or x.dtype)
 
         def layer(carry: Any, scanned: Any) -> tuple[Any, None]:
             x, cache, capture = carry
@@ -162,8 +162,9 @@ class Qwen3Moe(nnx.Module):
             normed = rms_norm(x, post_norm, eps=config.norm_eps)
             if run.router is None:
                 gate_up, down = (run.gate_up[...], run.down[...]) if experts is None else experts
-                hidden = gated(linear(normed, gate_up, place))
-                return (x + kernels.peers.add(linear(hidden, down, place)), cache, capture), None
+                hidden = gated(linear(normed, gate_up, place, jnp.float32)).astype(x.dtype)  # rounded once, and the stream once
+                y = kernels.peers.add(linear(hidden, down, place, jnp.float32))
+                return ((x.astype(jnp.float32) + y).astype(x.dtype), cache, capture), None
             logits = router_logits(normed, run.router[...], router, place, kernels)
             replayed = None if routed is None or ids is None else LayerRouting(ids[0], routed.valid, ids[1])
             routing, capture = route(logits, replayed, column, capture, spec=config.router, kernels=kernels)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.expert_slots import ExpertTable, run_slots
@@ -86,12 +86,14 @@ class Stream:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Errand:
-    """What the experts of a layer are sent. Of the executed ids, `slots` are those in the table and `away` the others, by expert;
-    -1 stands for what is not theirs, padding included. `normed`: what shared experts are fed, where that is another."""
+    """What the experts of a layer are sent. Of the executed ids, `slots` are those in the table and `away` the others, by expert; those
+    among them that may wait for the next MoE layer are `later`, where any may. -1 stands for what is not theirs, padding included.
+    `normed`: what shared experts are fed, where that is another."""
 
     fed: Float[Array, "N D"]
     slots: Int32[Array, "N K"]
     away: Int32[Array, "N K"]
+    later: Int32[Array, "N K"] | None
     weights: Float[Array, "N K"]
     normed: Float[Array, "N D"] | None
 
@@ -106,8 +108,11 @@ def run_to_experts(
     step: Step,
     cache: Any,
     slot_of: Int32[Array, "M E"],
+    *,
+    deferred: int = 0,
 ) -> tuple[Stream, Errand | None, Any]:
-    """Add what the experts of the layer before gave, attend, and route; a layer without experts runs to its end, and sends nothing."""
+    """Add what the experts of the layer before gave, attend, and route; a layer without experts runs to its end, and sends nothing.
+    Of a token's `deferred` lightest experts those that are away may wait, but in the last MoE layer."""
     layer, scale = kind.of(config), config.residual_scale
     view = _view(config, layer, arrays, numbers.place, step.kernels)
     x = add_experts(config, stream.x, given)
@@ -120,16 +125,28 @@ def run_to_experts(
     fed, routing, capture = layer.feed.choose(normed, view, step, Replay(numbers.column, None), stream.capture)
     slots = lax.dynamic_index_in_dim(slot_of, numbers.column, keepdims=False)[routing.ids]
     valid = step.valid[:, None]
-    away = jnp.where(valid & (slots < 0), routing.ids.astype(jnp.int32), -1)
+    away, later = jnp.where(valid & (slots < 0), routing.ids.astype(jnp.int32), -1), None
+    counts = jnp.stack([jnp.sum(away >= 0, dtype=jnp.int32), jnp.sum(step.valid, dtype=jnp.int32) * routing.ids.shape[1]])
+    if deferred:
+        waits = lightest(routing.weights, deferred) & (numbers.column < slot_of.shape[0] - 1)
+        away, later = jnp.where(waits, -1, away), jnp.where(waits, away, -1)
     errand = Errand(
         fed=fed,
         slots=jnp.where(valid, slots, -1),
         away=away,
+        later=later,
         weights=routing.weights,
         normed=normed if layer.feed.weigh_inputs and layer.feed.shared_width else None,
     )
-    counts = jnp.stack([jnp.sum(away >= 0, dtype=jnp.int32), jnp.sum(step.valid, dtype=jnp.int32) * routing.ids.shape[1]])
     return Stream(x, capture, stream.tally.at[numbers.column].add(counts)), errand, cache
+
+
+def lightest(weights: Float[Array, "N K"], count: int) -> Bool[Array, "N K"]:
+    """The `count` slots of the smallest weights of each token; of equal ones those that stand last."""
+    own, other = weights[:, :, None], weights[:, None, :]
+    places = jnp.arange(weights.shape[1])
+    before = (other < own) | ((other == own) & (places[None, :] > places[:, None]))
+    return jnp.sum(before, axis=-1) < count
 
 
 def run_at_home(

@@ -1,31 +1,52 @@
 """How the slots of a recorded step choose among the instances of their expert. Knows no trace.
 
-"even": every instance takes the same share of its expert's slots, as over many steps.
-Dims: N tokens of a step, M MoE layers, K experts per token, V devices."""
+"even": every instance takes the same share of its expert's slots, as over many steps. "waterfill": by the load that this step brings to
+the devices, with the serving operator; no token's experts change. "reroute": each instance has room for 1.25 times its mean share, and
+a slot that finds no instance of its expert with room goes to another expert, which changes the model. A record does not say which
+expert was next: such slots are counted, and sent nowhere.
+Dims: N tokens of a step, M MoE layers, E experts, J replica positions, K experts per token, I instances, V devices."""
 
 from collections.abc import Callable
 from typing import Literal, get_args
 
 import numpy as np
-from jaxtyping import Float64, UInt
+from jaxtyping import Float64, Int, Int64, UInt
 
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.placement import Placement
 from routed_experts.placement.balance import device_load
 
-Dispatch = Literal["even"]
-Send = Callable[[UInt[np.ndarray, "N M K"]], Float64[np.ndarray, "M V"]]
+Dispatch = Literal["even", "waterfill", "reroute"]
+DISPATCHES: tuple[str, ...] = get_args(Dispatch)
+Sent = tuple[Float64[np.ndarray, "M V"], Int64[np.ndarray, " M"]]
+Send = Callable[[UInt[np.ndarray, "N M K"]], Sent]
 
 
-def dispatcher(placement: Placement, dispatch: Dispatch) -> Send:
-    """The function that gives the slots on each device of one step. Raises PlacementError for a way that there is not."""
-    if dispatch not in get_args(Dispatch):
-        raise PlacementError(f"dispatch={dispatch!r}; choose one of {', '.join(get_args(Dispatch))}")
-    return lambda rows: device_load(count_experts(rows, placement.num_experts), placement)
+def dispatcher(placement: Placement, dispatch: Dispatch, *, step_tokens: int) -> Send:
+    """The function that gives, for a step of at most `step_tokens` tokens, the slots on each device and how many of each layer found
+    no room. Raises PlacementError for a way that there is not."""
+    if dispatch not in DISPATCHES:
+        raise PlacementError(f"dispatch={dispatch!r}; choose one of {', '.join(DISPATCHES)}")
+    none = np.zeros(placement.num_layers, np.int64)
+    if dispatch == "even":
+        return lambda rows: (device_load(count_experts(rows, placement.num_experts), placement), none)
+    from routed_experts.placement.operators import choose_by_load, choose_with_room  # JAX, which a plan does not need
+
+    choose = choose_by_load(placement) if dispatch == "waterfill" else choose_with_room(placement)
+
+    def send(rows: UInt[np.ndarray, "N M K"]) -> Sent:
+        padded = np.full((step_tokens, *rows.shape[1:]), -1, np.int32)  # one shape, so one program
+        padded[: len(rows)] = rows
+        instances = choose(padded.transpose(1, 0, 2), len(rows))[:, : len(rows)].reshape(placement.num_layers, -1)  # [M, N * K]
+        counts = count_experts(instances[:, :, None].transpose(1, 0, 2) + 1, placement.num_instances + 1)  # the first: not sent
+        devices = counts[:, 1:].reshape(placement.num_layers, placement.num_devices, -1).sum(axis=2)
+        return devices.astype(np.float64), counts[:, 0]
+
+    return send
 
 
-def count_experts(rows: UInt[np.ndarray, "N M K"], num_experts: int) -> np.ndarray:
-    """How often each layer's rows name each expert, int64 [M, E]."""
+def count_experts(rows: Int[np.ndarray, "N M K"], num_experts: int) -> Int64[np.ndarray, "M E"]:
+    """How often each layer's rows name each expert."""
     num_layers = rows.shape[1]
     keys = rows + (np.arange(num_layers) * num_experts)[:, None]
     return np.bincount(keys.ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)

@@ -2,7 +2,7 @@
 
 Which device of a node carries which set of instances changes no balance, so the sets are matched to the devices that hold most of
 them already (an assignment problem, SciPy), and what stays on a device stays in its slot.
-Dims: M MoE layers, E experts, I instances, V devices, s = I / V slots, R = M * V."""
+Dims: M MoE layers, E experts, I instances, J replica positions, V devices, s = I / V slots, R = M * V."""
 
 import importlib
 from typing import Any
@@ -24,7 +24,7 @@ def relabel(new: Placement, old: Placement, *, num_nodes: int = 1) -> Placement:
     shape = (new.num_layers, new.num_devices, new.instances_per_device)
     before = old.physical_to_logical_map.reshape(shape).astype(np.int64)
     after = new.physical_to_logical_map.reshape(shape).astype(np.int64)
-    order = _match_devices(_holds(after, new.num_experts), _holds(before, new.num_experts), num_nodes)
+    order = _match_devices(new, old, num_nodes)
     after = np.take_along_axis(after, order[:, :, None], axis=1)
     kept = _keep_slots(after.reshape(-1, shape[2]), before.reshape(-1, shape[2]), new.num_experts)
     return Placement.of(
@@ -33,25 +33,35 @@ def relabel(new: Placement, old: Placement, *, num_nodes: int = 1) -> Placement:
     )  # fmt: skip
 
 
-def _holds(experts: Int64[np.ndarray, "M V s"], num_experts: int) -> np.ndarray:
-    """Which device holds which expert, as float32 0 and 1 [M, V, E]."""
-    holds = np.zeros((*experts.shape[:2], num_experts), np.float32)
-    np.put_along_axis(holds, experts, np.float32(1), axis=2)
-    return holds
-
-
-def _match_devices(after: np.ndarray, before: np.ndarray, num_nodes: int) -> Int64[np.ndarray, "M V"]:
+def _match_devices(new: Placement, old: Placement, num_nodes: int) -> Int64[np.ndarray, "M V"]:
     """For each old device, the device of the new placement that takes its name."""
     assign = _assignment()
-    num_layers, num_devices = before.shape[:2]
+    common = _common(new, old)
+    num_layers, num_devices = common.shape[:2]
     width = num_devices // num_nodes
     order = np.empty((num_layers, num_devices), np.int64)
     for layer in range(num_layers):
         for low in range(0, num_devices, width):
             node = slice(low, low + width)
-            common = before[layer, node] @ after[layer, node].T  # [old, new], experts that both hold
-            order[layer, node] = low + assign(common, maximize=True)[1]
+            order[layer, node] = low + assign(common[layer, node, node], maximize=True)[1]
     return order
+
+
+def _common(new: Placement, old: Placement) -> Int64[np.ndarray, "M V V"]:
+    """How many experts an old device (rows) and a new one both hold: over each expert, the pairs of devices that have it."""
+    before, after = _devices(old)[:, :, :, None], _devices(new)[:, :, None, :]  # [M, E, J, J], once they meet
+    held = (before >= 0) & (after >= 0)
+    num_layers, num_devices = new.num_layers, new.num_devices
+    keys = (np.arange(num_layers)[:, None, None, None] * num_devices + before) * num_devices + after
+    return np.bincount(keys[held], minlength=num_layers * num_devices**2).reshape(num_layers, num_devices, num_devices)
+
+
+def _devices(placement: Placement) -> Int64[np.ndarray, "M E J"]:
+    """The devices that hold each expert, each once, and -1."""
+    listed = placement.logical_to_physical_map
+    devices = np.sort(np.where(listed >= 0, listed // placement.instances_per_device, -1), axis=2).astype(np.int64)
+    devices[:, :, 1:][devices[:, :, 1:] == devices[:, :, :-1]] = -1
+    return devices
 
 
 def _keep_slots(after: Int64[np.ndarray, "R s"], before: Int64[np.ndarray, "R s"], num_experts: int) -> Int64[np.ndarray, "R s"]:

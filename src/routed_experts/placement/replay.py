@@ -30,6 +30,7 @@ class PlacementReport:
     num_steps: int
     device_load: Float64[np.ndarray, "M V"]  # slots
     balancedness: Float64[np.ndarray, " M"]
+    rerouted_slots: Int64[np.ndarray, " M"]  # found no room, with dispatch "reroute": other experts than the record's would run
     copies: Int64[np.ndarray, " M"]  # from the placement before; 0 without one
 
 
@@ -78,16 +79,19 @@ def _replay_placement(
 ) -> PlacementReport:
     total = np.zeros((plan.num_layers, plan.num_devices))
     largest = np.zeros(plan.num_layers)
-    send = dispatcher(plan, dispatch)
+    rerouted = np.zeros(plan.num_layers, np.int64)
+    send = dispatcher(plan, dispatch, step_tokens=min(step_tokens, len(rows)))
     for step in _steps(rows, step_tokens):
-        load = send(step)
+        load, without_room = send(step)
         total += load
         largest += load.max(axis=1)
+        rerouted += without_room
     return PlacementReport(
         num_tokens=len(rows),
         num_steps=-(-len(rows) // step_tokens),
         device_load=total,
         balancedness=np.divide(total.mean(axis=1), largest, out=np.ones(plan.num_layers), where=largest > 0),
+        rerouted_slots=rerouted,
         copies=np.zeros(plan.num_layers, np.int64) if previous is None else num_copies(previous, plan),
     )
 

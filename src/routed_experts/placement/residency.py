@@ -11,12 +11,14 @@ from jaxtyping import Bool, Float, Float64, Int, Int64
 
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.placement import ResidencyMap
+from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.placement.eplb import checked_load
 
 _FAST, _SLOW = 256.0, 4096.0  # half-lives of the two averages, in tokens
 _HORIZON = 4096.0  # tokens over which a promoted expert is expected to stay as busy as it is
 _HYSTERESIS = 1.2  # how much busier than its victim an expert must be
-_MOST_SWAPS, _EVERY = 8, 8  # swaps of a layer at once, and steps between two looks
+_MOST_SWAPS = 8  # of a layer at once
+EVERY = 8  # steps between two exchanges
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,25 +53,32 @@ class AdaptiveResidency:
     step: int = 0
 
     @staticmethod
-    def start(residency: ResidencyMap, *, costs: ExpertCosts | None = None) -> "AdaptiveResidency":
-        """Begin with this map and nothing observed."""
-        nothing = np.zeros((residency.num_layers, residency.num_experts))
-        return AdaptiveResidency(residency=residency, costs=costs or ExpertCosts(), fast=nothing, slow=nothing)
+    def start(residency: ResidencyMap, *, learned: RoutingStats | None = None, costs: ExpertCosts | None = None) -> "AdaptiveResidency":
+        """Begin with this map. Both averages begin with the rates of `learned`, at the weight of one half-life, or else with nothing."""
+        shape = (residency.num_layers, residency.num_experts)
+        rate, known = np.zeros(shape), 0.0
+        if learned is not None and learned.num_tokens.any():
+            residency.check_model(*learned.load.shape)
+            rate, known = learned.load / learned.num_tokens.sum(), 1.0
+        return AdaptiveResidency(
+            residency=residency, costs=costs or ExpertCosts(), fast=rate * _FAST, slow=rate * _SLOW, fast_tokens=known * _FAST,
+            slow_tokens=known * _SLOW,
+        )  # fmt: skip
 
     @property
     def rate(self) -> Float64[np.ndarray, "M E"]:
         """How busy each expert is, slots a token."""
         return (self.fast / max(self.fast_tokens, 1.0) + self.slow / max(self.slow_tokens, 1.0)) / 2
 
-    def observe(self, counts: Int[np.ndarray, "M E"], num_tokens: int) -> "AdaptiveResidency":
-        """Take in the slots of one step of `num_tokens` tokens, and at every eighth exchange experts."""
+    def observe(self, counts: Int[np.ndarray, "M E"], num_tokens: int, *, num_steps: int = 1) -> "AdaptiveResidency":
+        """Take in the slots of `num_steps` steps of `num_tokens` tokens in all; with every eighth step, exchange experts."""
         self.residency.check_model(*counts.shape)
         fast, slow = 0.5 ** (num_tokens / _FAST), 0.5 ** (num_tokens / _SLOW)
         seen = dataclasses.replace(
             self, fast=self.fast * fast + counts, slow=self.slow * slow + counts, fast_tokens=self.fast_tokens * fast + num_tokens,
-            slow_tokens=self.slow_tokens * slow + num_tokens, step=self.step + 1,
+            slow_tokens=self.slow_tokens * slow + num_tokens, step=self.step + num_steps,
         )  # fmt: skip
-        if seen.step % _EVERY:
+        if seen.step // EVERY == self.step // EVERY:
             return seen
         return dataclasses.replace(seen, residency=_exchanged(seen.residency, seen.rate, self.costs))
 

@@ -59,6 +59,8 @@ TABLE = (
     Entry("/tokenizer_info", ("GET",), text_routes.tokenizer_info),
     Entry("/v1/models", ("GET",), info_routes.models),
     Entry("/v1/models/{name:path}", ("GET",), info_routes.model),
+    Entry("/v1/routing/stats", ("GET",), routing_routes.stats),
+    Entry("/v1/routing/reset", ("POST",), routing_routes.reset),
     Entry("/v1/routing/{name}", ("GET",), routing_routes.fetch, query=("format", "choice")),
     Entry("/v1/routing/{name}", ("DELETE",), routing_routes.delete),
     Entry("/get_model_info", ("GET",), info_routes.model_info),

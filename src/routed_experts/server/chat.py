@@ -90,7 +90,7 @@ async def _prompt_ids(service: Service, said: ChatRequest, num_bytes: int) -> li
     def ids() -> list[int]:
         wants_prompt = said.add_generation_prompt is not False
         text = render(tokenizer, said.messages, add_generation_prompt=wants_prompt, scalars=said.chat_template_kwargs)
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode(text, add_special_tokens=False, most_tokens=service.door.context_length)
 
     return ids() if num_bytes <= INLINE_BYTES else await asyncio.to_thread(ids)
 

@@ -117,7 +117,8 @@ def _prompt_of(service: Service, said: CompletionRequest) -> dict[str, object]:
             raise InvalidRequestError(f"prompt has {len(texts)} prompts, above the limit of {MAX_PROMPTS}; send fewer", param="prompt")
         tokenizer = service.tokenizer("prompt")
         if said.add_special_tokens is False:
-            return {"input_ids": [tokenizer.encode(text, add_special_tokens=False) for text in texts]}
+            most = service.door.context_length
+            return {"input_ids": [tokenizer.encode(text, add_special_tokens=False, most_tokens=most) for text in texts]}
         return {"text": texts}
     if all(isinstance(part, int) for part in listed) or all(isinstance(part, list) for part in listed):
         return {"input_ids": listed}

@@ -34,7 +34,7 @@ class HttpCall(ABC):
     def __init__(self, service: Service, requests: Sequence[TokenizedGenerateReqInput], name: CallName) -> None:
         check_list(requests, service.door.capture)
         self._service, self._requests, self._name = service, requests, name
-        self._call = service.open_door.open(requests, max_backlog=MAX_BACKLOG)
+        self._call = service.open_door.open(requests, max_backlog=MAX_BACKLOG, interval_s=service.settings.stream_interval)
         self._began = time.monotonic()
         self._first: dict[int, float] = {}
         self._kept: StoreEntry | None = None

@@ -86,7 +86,8 @@ async def metrics(request: Request, service: Service) -> Response:
     """Prometheus text."""
     service.store.expire()
     service.health()  # notices a stall
-    text = await asyncio.to_thread(service.metrics.text)
+    routing = await service.stats.soon()
+    text = await asyncio.to_thread(lambda: service.metrics.text(routing))
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

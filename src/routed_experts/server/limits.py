@@ -45,8 +45,10 @@ class ServerSettings:
     routing_store_bytes: int = 1 << 30
     routing_store_ttl: float = 600.0
     metrics_compat: Literal["vllm", "sglang"] | None = None
+    expert_metrics: bool = False  # a series for every expert of every layer
     cors_origin: str | None = None
     request_timeout: float = 600.0
+    stream_interval: float = 0.02  # between two events of a stream at least; tokens that come sooner share the next
     max_body_bytes: int = 16 << 20
     shutdown_timeout: float = 30.0
     stall_timeout: float = 30.0
@@ -63,6 +65,8 @@ class ServerSettings:
         for name in ("request_timeout", "routing_store_ttl", "stall_timeout"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and at most 86400 seconds")
+        if not 0 <= self.stream_interval <= 1:
+            raise ConfigError(f"stream_interval={self.stream_interval} must be in 0..1 seconds")
         if not 0 <= self.shutdown_timeout <= 86_400:
             raise ConfigError(f"shutdown_timeout={self.shutdown_timeout} must be in 0..86400 seconds")
         if not 1024 <= self.max_body_bytes <= 1 << 30:

@@ -11,9 +11,11 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from routed_experts.core.integrity import Violation
+from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import shown
 from routed_experts.engine.serving import EngineDoor, EngineSnapshot
 from routed_experts.server.limits import MAX_LOGGED_NAMES
+from routed_experts.server.routing_stats import load_entropy, load_imbalance
 from routed_experts.server.routing_store import RoutingStore
 
 logger = logging.getLogger("routed_experts.server")
@@ -37,8 +39,10 @@ class EndedRequest:
 class Metrics:
     """The registry of one server, and the doors through which routes report."""
 
-    def __init__(self, *, compat: Literal["vllm", "sglang"] | None) -> None:
+    def __init__(self, *, compat: Literal["vllm", "sglang"] | None, each_expert: bool = False) -> None:
         self._registry = CollectorRegistry()
+        self._routing = _RoutingCollector(each_expert=each_expert)
+        self._registry.register(self._routing)
         self._compat: Literal["vllm", "sglang"] | None = compat
         self._logged: set[str] = set()
 
@@ -99,8 +103,9 @@ class Metrics:
                 self._logged.add(name)
                 logger.info("the parameter %s of requests has no effect here", shown(name))
 
-    def text(self) -> bytes:
-        """All of it in the text format of Prometheus."""
+    def text(self, routing: RoutingStats | None) -> bytes:
+        """All of it in the text format of Prometheus; `routing`: the counts of now, where any are kept."""
+        self._routing.latest = routing
         return generate_latest(self._registry)
 
 
@@ -131,9 +136,13 @@ class _EngineCollector(Collector):
             ("preemptions", "Requests sent back to the queue", seen.preemptions),
             ("capture_rows", "Rows filed", seen.capture_rows),
             ("capture_missing_rows", "Requests that failed for a row that was not known", seen.capture_missing_rows),
+            ("resident_swaps", "Experts copied to the accelerator while it served", seen.resident_swaps),
             ("compile_cache_hits", "Programs that were read from the compilation cache, of this process", compiles.cache_hits),
         ):
             yield CounterMetricFamily(f"{_PREFIX}_{name}", told, value=float(count))
+        hits = {str(layer): ratio for layer, ratio in seen.resident_hits.items()}
+        told = "Share of a MoE layer's slots that ran on the accelerator, where experts are on the host too"
+        yield _labelled(GaugeMetricFamily(f"{_PREFIX}_resident_hit_ratio", told, labels=["layer"]), hits)
         programs = {"startup": compiles.startup, "serving": compiles.serving}
         yield _labelled(CounterMetricFamily(f"{_PREFIX}_compilations", "Programs made by this process", labels=["phase"]), programs)
         phases = {phase.name: phase.seconds for phase in self._door.engine.phases}
@@ -142,6 +151,33 @@ class _EngineCollector(Collector):
         yield _labelled(GaugeMetricFamily(f"{_PREFIX}_weight_version_info", "Weights served", labels=["weight_version"]), version)
         for name, value in _renamed(self._compat, seen, usage).items():
             yield GaugeMetricFamily(name, "As the other server names it", value=float(value))
+
+
+class _RoutingCollector(Collector):
+    """How evenly experts were chosen, by hidden layer. `each_expert`: a series for every expert of every layer."""
+
+    def __init__(self, *, each_expert: bool) -> None:
+        self._each_expert = each_expert
+        self.latest: RoutingStats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.latest
+        if stats is None:
+            return
+        load, layers = stats.load, [str(layer) for layer in stats.layer_ids]
+        for name, told, values in (
+            ("expert_load_imbalance", "Largest over mean count of a layer's experts", load_imbalance(load)),
+            ("expert_entropy", "Entropy of a layer's counts, 1 is even", load_entropy(load)),
+            ("dead_experts", "Experts of a layer that were never chosen", (load == 0).sum(axis=1)),
+        ):
+            by_layer: dict[str, float] = dict(zip(layers, values.tolist(), strict=True))
+            yield _labelled(GaugeMetricFamily(f"{_PREFIX}_{name}", told, labels=["layer"]), by_layer)
+        if self._each_expert:
+            each = CounterMetricFamily(f"{_PREFIX}_expert_tokens", "Slots of each expert", labels=["layer", "expert"])
+            for layer, counts in zip(layers, load.tolist(), strict=True):
+                for expert, count in enumerate(counts):
+                    each.add_metric([layer, str(expert)], count)
+            yield each
 
 
 def _pages(seen: EngineSnapshot) -> dict[str, int]:

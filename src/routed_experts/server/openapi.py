@@ -53,6 +53,8 @@ def _described(one: Operation, method: str, by_struct: dict[type[msgspec.Struct]
     }
     if method == "DELETE":
         described["responses"]["204"] = {"description": "freed"}
+    if one.told.startswith("How often"):
+        described["responses"]["304"] = {"description": "as you have it"}
     if one.query:  # what can be fetched can be fetched in parts, and need not be when it is there already
         described["responses"] |= {"206": {"description": "a part"}, "304": {"description": "as you have it"}, "416": error}
     names = re.findall(r"\{(\w+)(?::\w+)?\}", one.path)

@@ -1,5 +1,6 @@
-"""/v1/routing/{id}: rows of a request that asked for format ref, fetched once it has ended. Knows the store, not the engine."""
+"""/v1/routing: rows of a request that asked for format ref, fetched once it has ended, and counts of all routing. Knows no generation."""
 
+import asyncio
 import hashlib
 
 import msgspec
@@ -11,6 +12,8 @@ from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.routed_experts import sidecar_of
 from routed_experts.core.sampling_params import shown
 from routed_experts.server.ranges import partial
+from routed_experts.server.reply import json_reply
+from routed_experts.server.routing_stats import patiently, stats_reply
 from routed_experts.server.routing_store import KeptRows, Told
 from routed_experts.server.service import Service
 from routed_experts.server.threads import off_loop
@@ -38,6 +41,17 @@ async def fetch(request: Request, service: Service) -> Response:
     if body is None:
         body = await off_loop(kept.nbytes, lambda: _body(kept, form))
     return partial(request, body, Response(body, headers=told.headers, media_type="application/octet-stream"))
+
+
+async def stats(request: Request, service: Service) -> Response:
+    """How often each expert was chosen since the start or the last reset, prompts and generated tokens apart, and how evenly."""
+    return stats_reply(request, await patiently(service.stats, service.settings.stall_timeout))
+
+
+async def reset(request: Request, service: Service) -> Response:
+    """Begin to count anew."""
+    await asyncio.to_thread(service.door.engine.reset_routing_stats)
+    return json_reply({"success": True})
 
 
 async def delete(request: Request, service: Service) -> Response:

@@ -20,6 +20,7 @@ from routed_experts.server.errors import ApiError, busy
 from routed_experts.server.integrity import IntegrityWatch
 from routed_experts.server.limits import MAX_SCORING_CALLS, MAX_WAITING_PAUSES, ServerSettings
 from routed_experts.server.metrics import Metrics
+from routed_experts.server.routing_stats import StatsReader
 from routed_experts.server.routing_store import RoutingStore
 from routed_experts.server.threads import WaitingRoom, off_loop
 
@@ -46,7 +47,7 @@ class Service:
         self.settings = settings
         self.model_name = settings.served_model_name or Path(model_path).resolve().name
         self.created = int(time.time())
-        self.metrics = Metrics(compat=settings.metrics_compat)
+        self.metrics = Metrics(compat=settings.metrics_compat, each_expert=settings.expert_metrics)
         self.store = RoutingStore(
             max_bytes=settings.routing_store_bytes,
             ttl_s=settings.routing_store_ttl,
@@ -54,6 +55,7 @@ class Service:
             later=lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
         self.waiting_room, self.scoring_room = WaitingRoom(MAX_WAITING_PAUSES), WaitingRoom(MAX_SCORING_CALLS)
+        self.stats = StatsReader(lambda: self.door.engine.routing_stats())
         self.integrity = IntegrityWatch(clock, self.metrics.violation)
         self._door: EngineDoor | None = None
         self._phase, self._is_draining = "config", False

@@ -50,7 +50,7 @@ def test_the_kernel_is_the_law_bit_for_bit(shape, num_sources, on_exhausted):
     holds()
 
 
-@pytest.mark.parametrize(("spread", "factor"), [(0.5, 2), (1, 1.25), (2, 0.9)])
+@pytest.mark.parametrize(("spread", "factor"), [(0.5, 1.25), (1, 1.25), (2, 0.9)])
 def test_512_tokens_of_256_experts_are_the_law(spread, factor):
     case = full_case(0, spread, factor, 0)
     rounds, law = assert_is_law(case, FULL[2])
@@ -58,13 +58,13 @@ def test_512_tokens_of_256_experts_are_the_law(spread, factor):
 
 
 def test_sizes_that_fill_no_tile_and_tokens_of_several_blocks_are_the_law():
-    for seed, shape in enumerate([(1, 3, 3, 5, 3), (130, 11, 2, 20, 4), (300, 9, 3, 12, 2)]):
+    for seed, shape in enumerate([(1, 3, 3, 5, 3), (130, 11, 2, 20, 4)]):
         for trial in range(4):
             assert_is_law(random_case(10 * seed + trial, shape), shape[2])
 
 
-def test_a_batch_beyond_vmem_is_left_to_the_lists():
-    assert fits(512, 256) and fits(400, 255) and not fits(513, 256) and not fits(512, 257)
+def test_a_batch_beyond_vmem_is_left_to_other_code():
+    assert fits(512, 256, 8) and fits(400, 255, 8) and not fits(513, 256, 8) and not fits(512, 257, 8) and not fits(1, 256, 129)
 
 
 def abstract(*shape, dtype=jnp.int32):

@@ -11,7 +11,7 @@
 namespace rex {
 
 constexpr int64_t kKeys = 64;       // keys of a block
-constexpr int64_t kQueries = 32;    // query tokens of a piece of work
+constexpr int64_t kQueries = 64;    // query tokens of a piece of work
 constexpr int64_t kFewRows = 16;    // up to this many, keys are used as they lie; more of them pay for turning the block around
 constexpr float kNever = -1e30f;    // a score that no softmax sees
 
@@ -58,8 +58,14 @@ struct Mix {
   // Turn the scores of `keys` keys, of which the row sees the first `seen`, into weights.
   void weigh(int64_t row, int64_t keys, int64_t seen, int64_t dim) {
     float* line = scores + row * kKeys;
-    float highest = top[row];
-    for (int64_t t = 0; t < seen; t++) highest = std::max(highest, line[t]);
+    vf most = vf{} + top[row];
+    for (int64_t t = 0; t < seen; t += kLanes) {
+      vf part = load(line + t);
+      for (int64_t i = seen - t; i < kLanes; i++) part[i] = kNever;
+      most = part > most ? part : most;
+    }
+    float highest = most[0];
+    for (int i = 1; i < kLanes; i++) highest = std::max(highest, most[i]);
     vf sums = {};
     for (int64_t t = 0; t < keys; t += kLanes) {
       const int64_t count = std::clamp<int64_t>(seen - t, 0, kLanes);
@@ -99,16 +105,19 @@ void score_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, 
 template <class T>
 void score_many(const AttentionShape& s, Mix& mix, int64_t group, int64_t rows, int64_t keys, const T* const* slots) {
   const int64_t padded = (keys + kLanes - 1) / kLanes * kLanes;
-  float key[kLanes];
-  for (int64_t t = 0; t < padded; t++)
+  for (int64_t t = 0; t < padded; t += kLanes)
     for (int64_t c = 0; c < s.dim; c += kLanes) {
       const int count = std::min<int64_t>(kLanes, s.dim - c);
-      store(key, t < keys ? load(slots[t] + 2 * group * s.row + c, count) : vf{});
-      for (int i = 0; i < count; i++) mix.turned[(c + i) * kKeys + t] = key[i];
+      vf square[kLanes];
+      for (int i = 0; i < kLanes; i++) {
+        const T* key = t + i < keys ? slots[t + i] + 2 * group * s.row + c : nullptr;
+        square[i] = key == nullptr ? vf{} : count == kLanes ? load(key) : load(key, count);
+      }
+      transpose(square);
+      for (int i = 0; i < count; i++) store(mix.turned + (c + i) * kKeys + t, square[i]);
     }
   float* scores = mix.scores + group * rows * kKeys;
-  std::fill(scores, scores + rows * kKeys, 0.0f);
-  product(rows, mix.queries + group * rows * s.dim, s.dim, mix.turned, kKeys, s.dim, padded, scores, kKeys);
+  product(rows, mix.queries + group * rows * s.dim, s.dim, mix.turned, kKeys, s.dim, padded, scores, kKeys, true);
 }
 
 template <class Q, class T>

@@ -8,7 +8,7 @@
 
 namespace rex {
 
-constexpr int64_t kExpertRows = 128;  // rows of a piece of work: they and their hidden values stay in cache beside the weights
+constexpr int64_t kExpertRows = 192;  // rows of a piece of work: they and their hidden values stay in cache beside the weights
 constexpr int64_t kCombineRows = 64;
 constexpr int64_t kPartColumns = 128;  // a part of an expert reads runs of at least so many weights
 
@@ -34,8 +34,9 @@ inline bool plan(const ExpertShape& s, const int32_t* ids, const bool* valid, st
   }
   for (int64_t e = 0; e < s.experts; e++) {
     starts[e + 1] += starts[e];
-    for (int64_t begin = starts[e]; begin < starts[e + 1]; begin += kExpertRows)
-      pieces.push_back({e, begin, std::min(begin + kExpertRows, starts[e + 1])});
+    const int64_t count = starts[e + 1] - starts[e], parts = (count + kExpertRows - 1) / kExpertRows;
+    for (int64_t part = 0; part < parts; part++)
+      pieces.push_back({e, starts[e] + count * part / parts, starts[e] + count * (part + 1) / parts});
   }
   order.resize(starts[s.experts]);
   for (int64_t n = 0; n < s.tokens; n++)
@@ -51,10 +52,11 @@ inline void gate(const float* both, int64_t width, float* hidden) {  // [2F] -> 
   if (const int rest = width - f) store(hidden + f, gated(load(both + f, rest), load(both + width + f, rest)), rest);
 }
 
-template <class T>
+template <class X, class T>
 struct ExpertRun {
   const ExpertShape& s;
-  const T *x, *gate_up, *down;
+  const X* x;
+  const T *gate_up, *down;
   const int32_t* order;
   float* outputs;  // [slots, out_step]
   float* hidden;   // [slots, F]; where experts are run in parts
@@ -70,8 +72,8 @@ struct ExpertRun {
   void whole(const Piece& piece) const {
     thread_local Scratch both_scratch, hidden_scratch;
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, step = wide + kPad;
-    float *inner = hidden_scratch.floats(count * s.width), *both = both_scratch.zeros(count * step);
-    product(count, rows(piece), s.hidden, gate_up + (s.first + piece.expert) * s.hidden * wide, wide, s.hidden, wide, both, step);
+    float *inner = hidden_scratch.floats(count * s.width), *both = both_scratch.floats(count * step);
+    product(count, rows(piece), s.hidden, gate_up + (s.first + piece.expert) * s.hidden * wide, wide, s.hidden, wide, both, step, true);
     for (int64_t i = 0; i < count; i++) gate(both + i * step, s.width, inner + i * s.width);
     finish(piece, inner, 0, s.hidden);
   }
@@ -80,11 +82,11 @@ struct ExpertRun {
   void begin(const Piece& piece, int64_t begin, int64_t end) const {
     thread_local Scratch scratch;
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, part = end - begin, step = 2 * part + kPad;
-    float* both = scratch.zeros(count * step);
+    float* both = scratch.floats(count * step);
     const float* from = rows(piece);
     const T* weights = gate_up + (s.first + piece.expert) * s.hidden * wide + begin;
-    product(count, from, s.hidden, weights, wide, s.hidden, part, both, step);
-    product(count, from, s.hidden, weights + s.width, wide, s.hidden, part, both + part, step);
+    product(count, from, s.hidden, weights, wide, s.hidden, part, both, step, true);
+    product(count, from, s.hidden, weights + s.width, wide, s.hidden, part, both + part, step, true);
     for (int64_t i = 0; i < count; i++) gate(both + i * step, part, hidden + (piece.begin + i) * s.width + begin);
   }
 
@@ -92,9 +94,8 @@ struct ExpertRun {
   void finish(const Piece& piece, const float* inner, int64_t begin, int64_t end) const {
     const int64_t count = piece.end - piece.begin;
     float* out = outputs + piece.begin * s.out_step() + begin;
-    for (int64_t i = 0; i < count; i++) std::fill(out + i * s.out_step(), out + i * s.out_step() + end - begin, 0.0f);
     const T* weights = down + (s.first + piece.expert) * s.width * s.hidden + begin;
-    product(count, inner, s.width, weights, s.hidden, s.width, end - begin, out, s.out_step());
+    product(count, inner, s.width, weights, s.hidden, s.width, end - begin, out, s.out_step(), true);
   }
 };
 
@@ -124,9 +125,9 @@ void combine(const ExpertShape& s, int64_t n, const int32_t* place, const float*
   }
 }
 
-template <class T>
-bool experts(Team& team, const ExpertShape& s, const T* x, const int32_t* ids, const float* weights, const bool* valid,
-             const T* gate_up, const T* down, T* y) {
+template <class X, class T>
+bool experts(Team& team, const ExpertShape& s, const X* x, const int32_t* ids, const float* weights, const bool* valid,
+             const T* gate_up, const T* down, X* y) {
   std::vector<int32_t> order;
   std::vector<Piece> pieces;
   if (!plan(s, ids, valid, order, pieces)) return false;
@@ -136,7 +137,7 @@ bool experts(Team& team, const ExpertShape& s, const T* x, const int32_t* ids, c
   float* outputs = out_scratch.floats(order.size() * s.out_step());
   const int64_t parts = expert_parts(s, order.size(), pieces.size(), team.size());
   float* hidden = parts == 1 ? nullptr : hidden_scratch.floats(order.size() * s.width);
-  const ExpertRun<T> run{s, x, gate_up, down, order.data(), outputs, hidden};
+  const ExpertRun<X, T> run{s, x, gate_up, down, order.data(), outputs, hidden};
   if (parts == 1) {
     team.each(pieces.size(), [&](int64_t i) { run.whole(pieces[i]); });
   } else {

@@ -96,7 +96,7 @@ ffi::Error run_prepare(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer 
   Team team(pool);
   return of_dtype(qkv.element_type(), [&](auto type) {
     using T = decltype(type);
-    const PrepareInputs<T> inputs{at<T>(qkv), at<T>(q_norm), at<T>(k_norm), cos.typed_data(), sin.typed_data(),
+    const PrepareInputs<T, T> inputs{at<T>(qkv), at<T>(q_norm), at<T>(k_norm), cos.typed_data(), sin.typed_data(),
                                   positions.typed_data(), token_rows.typed_data(), page_table.typed_data(), valid.typed_data()};
     return of_dtype(cache.element_type(), [&](auto stored) {
       prepare(team, shape, inputs, at<T>(queries), at<decltype(stored)>(written));

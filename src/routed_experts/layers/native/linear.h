@@ -8,7 +8,7 @@
 
 namespace rex {
 
-constexpr int64_t kLinearRows = 192;
+constexpr int64_t kLinearRows = 352;  // of a piece at most: they and what they give stay in the second cache
 
 // Columns of a piece: long runs of a row where memory is the limit, but enough pieces for all cores.
 inline int64_t piece_columns(int64_t rows, int64_t cols, int64_t threads) {
@@ -31,27 +31,24 @@ template <class T, class Out>
 void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, const float* x, const T* weights, Out* y) {
   thread_local Scratch scratch;
   if constexpr (std::is_same_v<Out, float>) {
-    if (height > kStreamRows) {
-      for (int64_t i = 0; i < height; i++) std::fill(y + i * cols, y + i * cols + width, 0.0f);
-      return product(height, x, depth, weights, cols, depth, width, y, cols);
-    }
+    if (height > kStreamRows) return product(height, x, depth, weights, cols, depth, width, y, cols, true);
   }
   const int64_t step = width + kPad;
-  float* out = scratch.zeros(height * step);
-  product(height, x, depth, weights, cols, depth, width, out, step);
+  float* out = scratch.floats(height * step);
+  product(height, x, depth, weights, cols, depth, width, out, step, true);
   for (int64_t i = 0; i < height; i++) convert(out + i * step, y + i * cols, width);
 }
 
-template <class T, class Out>
-void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const T* x, const T* weights, Out* y) {
+template <class X, class T, class Out>
+void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, const T* weights, Out* y) {
   thread_local Scratch scratch;
   const float* from = as_floats(scratch, x, rows * depth);
   const int64_t most = piece_columns(rows, cols, team.size());
   const int64_t across = (cols + most - 1) / most, down = (rows + kLinearRows - 1) / kLinearRows;
   team.each(across * down, [&](int64_t item) {
-    const int64_t c = item % across * most, r = item / across * kLinearRows;
-    const int64_t width = std::min(most, cols - c), height = std::min(kLinearRows, rows - r);
-    linear_piece(height, width, depth, cols, from + r * depth, weights + c, y + r * cols + c);
+    const int64_t c = item % across * most, r = rows * (item / across) / down, end = rows * (item / across + 1) / down;
+    const int64_t width = std::min(most, cols - c);
+    linear_piece(end - r, width, depth, cols, from + r * depth, weights + c, y + r * cols + c);
   });
 }
 

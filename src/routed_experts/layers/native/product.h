@@ -1,4 +1,5 @@
-// out[rows, cols] += x[rows, depth] * w[depth, cols] in float32, for weights of any dtype that lie where they were loaded.
+// out[rows, cols] += x[rows, depth] * w[depth, cols] in float32, or = where `fresh`, for weights of any dtype that lie where they were
+// loaded.
 // Few rows are bound by memory: w is walked along its rows, eight at a time, as prefetchers like it. Many rows are bound by
 // arithmetic: tiles of 6 rows by 4 vectors stay in registers, over a panel of w that stays in cache.
 // A row's result does not depend on the other rows of the call where `rows` takes the same path.
@@ -18,10 +19,10 @@ constexpr int64_t kPanelDepth = 128;  // rows of a panel: 32 KiB, which stay in 
 constexpr int kPad = kLanes;     // between rows of scratch: rows a power of two apart would share a few lines of the cache
 
 template <int Rows, int Vectors, class W>
-inline void tile(const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, float* out, int64_t ldo) {
+inline void tile(bool fresh, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, float* out, int64_t ldo) {
   vf sums[Rows][Vectors];
   for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < Vectors; v++) sums[r][v] = load(out + r * ldo + v * kLanes);
+    for (int v = 0; v < Vectors; v++) sums[r][v] = fresh ? vf{} : load(out + r * ldo + v * kLanes);
   for (int64_t d = 0; d < depth; d++) {
     vf column[Vectors];
     for (int v = 0; v < Vectors; v++) column[v] = load(w + d * ldw + v * kLanes);
@@ -33,14 +34,14 @@ inline void tile(const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t d
 }
 
 template <int Vectors, class W>
-inline void tile_rows(int rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, float* out, int64_t ldo) {
+inline void tile_rows(int rows, bool fresh, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, float* out, int64_t ldo) {
   switch (rows) {
-    case 1: return tile<1, Vectors>(x, ldx, w, ldw, depth, out, ldo);
-    case 2: return tile<2, Vectors>(x, ldx, w, ldw, depth, out, ldo);
-    case 3: return tile<3, Vectors>(x, ldx, w, ldw, depth, out, ldo);
-    case 4: return tile<4, Vectors>(x, ldx, w, ldw, depth, out, ldo);
-    case 5: return tile<5, Vectors>(x, ldx, w, ldw, depth, out, ldo);
-    default: return tile<6, Vectors>(x, ldx, w, ldw, depth, out, ldo);
+    case 1: return tile<1, Vectors>(fresh, x, ldx, w, ldw, depth, out, ldo);
+    case 2: return tile<2, Vectors>(fresh, x, ldx, w, ldw, depth, out, ldo);
+    case 3: return tile<3, Vectors>(fresh, x, ldx, w, ldw, depth, out, ldo);
+    case 4: return tile<4, Vectors>(fresh, x, ldx, w, ldw, depth, out, ldo);
+    case 5: return tile<5, Vectors>(fresh, x, ldx, w, ldw, depth, out, ldo);
+    default: return tile<6, Vectors>(fresh, x, ldx, w, ldw, depth, out, ldo);
   }
 }
 
@@ -83,8 +84,13 @@ inline const float* pack(const W* w, int64_t ldw, int64_t depth, int64_t width) 
 }
 
 template <class W>
-void product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
+void product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
+             bool fresh = false) {
   const int64_t whole = cols - cols % kLanes, tiles = (rows + kTileRows - 1) / kTileRows;
+  if (fresh) {
+    const int64_t first = rows <= kStreamRows ? 0 : whole;  // tiles begin at 0 by themselves
+    for (int64_t r = 0; r < rows; r++) std::fill(out + r * ldo + first, out + r * ldo + cols, 0.0f);
+  }
   if (rows <= kStreamRows) {
     int64_t d = 0;
     for (; d + kStreamDepth <= depth; d += kStreamDepth) stream<kStreamDepth>(rows, x + d, ldx, w + d * ldw, ldw, cols, out, ldo);
@@ -98,9 +104,9 @@ void product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw,
         for (int64_t t = 0, r = 0, end = 0; t < tiles; t++, r = end) {  // tiles differ by one row at most
           end = rows * (t + 1) / tiles;
           if (width > kLanes) {
-            tile_rows<kTileVectors>(end - r, x + r * ldx + d, ldx, panel, width, deep, out + r * ldo + c, ldo);
+            tile_rows<kTileVectors>(end - r, fresh && d == 0, x + r * ldx + d, ldx, panel, width, deep, out + r * ldo + c, ldo);
           } else {
-            tile_rows<1>(end - r, x + r * ldx + d, ldx, panel, width, deep, out + r * ldo + c, ldo);
+            tile_rows<1>(end - r, fresh && d == 0, x + r * ldx + d, ldx, panel, width, deep, out + r * ldo + c, ldo);
           }
         }
       }

@@ -1,5 +1,6 @@
 // A run of pre-norm layers, attention and experts, as one kernel: the same loops as the handlers of their parts, one after another, by
-// one team. Padding tokens, which stand last, are left out. Values are rounded where the plain layers round.
+// one team. Padding tokens, which stand last, are left out. All that is between the weights is float32, whatever their dtype is: half
+// precision would cost conversions and gain no room. The stream is rounded where it leaves the run, keys and values as the pool is.
 #pragma once
 #include <cmath>
 
@@ -50,47 +51,39 @@ class Shelf {
   uintptr_t at_, end_;
 };
 
-template <class T>
 struct RunScratch {
-  T *qkv, *queries, *mixed, *y;
-  float *logits, *weights;
+  float *stream, *normed, *qkv, *queries, *mixed, *y, *logits, *weights;
   int32_t* ids;
   RunScratch(Shelf& shelf, const RunShape& s, int64_t tokens)
-      : qkv(shelf.take<T>(tokens * s.projected())),
-        queries(shelf.take<T>(tokens * s.heads * s.dim)),
-        mixed(shelf.take<T>(tokens * s.heads * s.dim)),
-        y(shelf.take<T>(tokens * s.hidden)),
+      : stream(shelf.take<float>(tokens * s.hidden)),
+        normed(shelf.take<float>(tokens * s.hidden)),
+        qkv(shelf.take<float>(tokens * s.projected())),
+        queries(shelf.take<float>(tokens * s.heads * s.dim)),
+        mixed(shelf.take<float>(tokens * s.heads * s.dim)),
+        y(shelf.take<float>(tokens * s.hidden)),
         logits(shelf.take<float>(tokens * s.experts)),
         weights(shelf.take<float>(tokens * s.top_k)),
         ids(shelf.take<int32_t>(tokens * s.top_k)) {}
 };
 
 // x += y, where there is one; normed = x / rms(x) * scale.
-template <class T>
-void add_and_norm_row(int64_t width, float eps, T* x, const T* y, const T* scale, T* normed) {
+template <class T, class Out>
+void add_and_norm_row(int64_t width, float eps, float* x, const float* y, const T* scale, Out* normed) {
   thread_local Scratch scratch;
-  float *line = scratch.floats(2 * width), *spare = line + width;
-  convert(x, line, width);
-  if (y != nullptr) {
-    convert(y, spare, width);
-    for (int64_t d = 0; d < width; d++) line[d] += spare[d];
-    convert(line, x, width);
-    round_to<T>(line, width);
-  }
+  float* line = scratch.floats(width);
+  for (int64_t d = 0; y != nullptr && d < width; d++) x[d] += y[d];
   vf squares = {};
   int64_t d = 0;
-  for (; d + kLanes <= width; d += kLanes) squares += load(line + d) * load(line + d);
-  if (const int left = width - d) squares += load(line + d, left) * load(line + d, left);
+  for (; d + kLanes <= width; d += kLanes) squares += load(x + d) * load(x + d);
+  if (const int left = width - d) squares += load(x + d, left) * load(x + d, left);
   const float inverse = 1.0f / std::sqrt(sum(squares) / width + eps);
-  for (d = 0; d < width; d++) line[d] *= inverse;
-  round_to<T>(line, width);
-  convert(scale, spare, width);
-  for (d = 0; d < width; d++) line[d] *= spare[d];
+  convert(scale, line, width);
+  for (d = 0; d < width; d++) line[d] *= x[d] * inverse;
   convert(line, normed, width);
 }
 
-template <class T>
-void add_and_norm(Team& team, const RunShape& s, T* x, const T* y, const T* scale, T* normed) {
+template <class T, class Out>
+void add_and_norm(Team& team, const RunShape& s, float* x, const float* y, const T* scale, Out* normed) {
   each_block(team, s.tokens, kNormRows, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n++)
       add_and_norm_row(s.hidden, s.eps, x + n * s.hidden, y == nullptr ? nullptr : y + n * s.hidden, scale, normed + n * s.hidden);
@@ -100,26 +93,29 @@ void add_and_norm(Team& team, const RunShape& s, T* x, const T* y, const T* scal
 // `x` [N, D] is the stream, updated where it stands; `normed` becomes the stream under `next_norm`; `cache` is the pool of all layers;
 // `block` [M*K, stride] takes the ids of each layer, or is null.
 template <class T, class P>
-void run_layers(Team& team, const RunShape& s, const RunWeights<T>& w, const RunStep& in, const RunScratch<T>& a, T* x, T* normed,
-                P* cache, int32_t* block, int64_t stride) {
+void run_layers(Team& team, const RunShape& s, const RunWeights<T>& w, const RunStep& in, const RunScratch& a, T* x, T* normed, P* cache,
+                int32_t* block, int64_t stride) {
   const AttentionShape attention_shape{s.tokens, s.heads, s.groups, s.dim, s.requests, s.pages, s.page, s.dim};
   const RouterShape router_shape{s.tokens, s.experts, s.top_k, s.renormalize, stride};
-  const PrepareInputs<T> prepared{a.qkv, w.q_norm, w.k_norm, in.cos, in.sin, in.positions, in.token_rows, in.page_table, in.valid};
-  add_and_norm<T>(team, s, x, nullptr, w.input_norm, normed);
+  const PrepareInputs<float, T> prepared{a.qkv, w.q_norm, w.k_norm, in.cos, in.sin, in.positions, in.token_rows, in.page_table, in.valid};
+  convert(x, a.stream, s.tokens * s.hidden);
+  add_and_norm(team, s, a.stream, nullptr, w.input_norm, a.normed);
   for (int64_t layer = 0; layer < s.layers; layer++) {
     const int64_t first_page = (s.first_layer + layer) * s.layer_pages;
-    linear(team, s.tokens, s.hidden, s.projected(), normed, w.qkv + layer * s.hidden * s.projected(), a.qkv);
+    linear(team, s.tokens, s.hidden, s.projected(), a.normed, w.qkv + layer * s.hidden * s.projected(), a.qkv);
     prepare(team, PrepareShape{s.tokens, s.heads, s.groups, s.dim, s.pages, s.page, first_page, layer, s.eps}, prepared, a.queries, cache);
     attention(team, attention_shape, PagedStep{in.positions, in.query_starts, in.page_table, first_page}, a.queries, cache, a.mixed);
     linear(team, s.tokens, s.heads * s.dim, s.hidden, a.mixed, w.out + layer * s.heads * s.dim * s.hidden, a.y);
-    add_and_norm<T>(team, s, x, a.y, w.post_norm + layer * s.hidden, normed);
-    linear(team, s.tokens, s.hidden, s.experts, normed, w.router + layer * s.hidden * s.experts, a.logits);
+    add_and_norm(team, s, a.stream, a.y, w.post_norm + layer * s.hidden, a.normed);
+    linear(team, s.tokens, s.hidden, s.experts, a.normed, w.router + layer * s.hidden * s.experts, a.logits);
     int32_t* column = block == nullptr ? nullptr : block + (s.first_column + layer) * s.top_k * stride;
     route(team, router_shape, a.logits, a.ids, a.weights, column);
     const ExpertShape expert_shape{s.tokens, s.top_k, s.hidden, s.width, s.experts, layer * s.experts};
-    experts(team, expert_shape, normed, a.ids, a.weights, in.valid, w.gate_up, w.down, a.y);  // ids of `route` are in range
-    add_and_norm<T>(team, s, x, a.y, layer + 1 < s.layers ? w.input_norm + (layer + 1) * s.hidden : w.next_norm, normed);
+    experts(team, expert_shape, a.normed, a.ids, a.weights, in.valid, w.gate_up, w.down, a.y);  // ids of `route` are in range
+    if (layer + 1 < s.layers) add_and_norm(team, s, a.stream, a.y, w.input_norm + (layer + 1) * s.hidden, a.normed);
   }
+  add_and_norm(team, s, a.stream, a.y, w.next_norm, normed);
+  convert(a.stream, x, s.tokens * s.hidden);
 }
 
 }  // namespace rex

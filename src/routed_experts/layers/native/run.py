@@ -46,13 +46,12 @@ def native_run(
 
 
 def scratch_bytes(x: Float[Array, "N D"], arrays: RunArrays, spec: RouterSpec) -> int:
-    """What a run keeps between its loops: projections, queries, mixed values, what is added to the stream, scores, ids and weights."""
+    """What a run keeps between its loops, in words: the stream and its norm, projections, queries, mixed values, what is added to the
+    stream, scores, ids and weights."""
     tokens, hidden = x.shape
     mixed = arrays.out.shape[1]
-    of_dtype = (arrays.qkv.shape[2], mixed, mixed, hidden)
-    of_words = (spec.num_experts, spec.top_k, spec.top_k)
-    sizes = [tokens * width * x.dtype.itemsize for width in of_dtype] + [tokens * width * 4 for width in of_words]
-    return sum(-(-size // _LINE) * _LINE for size in sizes) + _LINE
+    widths = (hidden, hidden, arrays.qkv.shape[2], mixed, mixed, hidden, spec.num_experts, spec.top_k, spec.top_k)
+    return sum(-(-tokens * width * 4 // _LINE) * _LINE for width in widths) + _LINE
 
 
 NATIVE_RUN = LayerRun(name="native", attention="native", run=native_run)

@@ -85,7 +85,7 @@ ffi::Error run_layer_run(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Re
   return of_dtype(b.args[kX].element_type(), [&](auto type) {
     using T = decltype(type);
     Shelf shelf(b.out<void>(kScratch), b.rets[kScratch].size_bytes());
-    const RunScratch<T> scratch(shelf, s, padded);
+    const RunScratch scratch(shelf, s, padded);
     if (shelf.overran()) return ffi::Error::InvalidArgument("the scratch of a run is too small");
     const RunWeights<T> weights{b.in<T>(kInputNorm), b.in<T>(kPostNorm), b.in<T>(kNextNorm), b.in<T>(kQNorm), b.in<T>(kKNorm),
                                 b.in<T>(kQkv), b.in<T>(kOut), b.in<T>(kRouter), b.in<T>(kGateUp), b.in<T>(kDown)};

@@ -76,6 +76,38 @@ inline float sum(vf v) {
   return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
+// Exchange the lanes of a that have bit S with those of b that have it not.
+template <int S>
+inline void exchange(vf& a, vf& b) {
+  const vf x = a, y = b;
+  if constexpr (S == 8) {
+    a = __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    b = __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+  if constexpr (S == 4) {
+    a = __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    b = __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  }
+  if constexpr (S == 2) {
+    a = __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    b = __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  }
+  if constexpr (S == 1) {
+    a = __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    b = __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  }
+}
+template <int S>
+inline void exchange_all(vf (&rows)[kLanes]) {
+  for (int i = 0; i < kLanes; i++)
+    if ((i & S) == 0) exchange<S>(rows[i], rows[i + S]);
+}
+
+// A square of lanes, turned: row i becomes column i.
+inline void transpose(vf (&rows)[kLanes]) {
+  exchange_all<8>(rows), exchange_all<4>(rows), exchange_all<2>(rows), exchange_all<1>(rows);
+}
+
 // Floats of a thread, grown when more are wanted and never given back; a line of the cache begins at the first.
 class Scratch {
  public:

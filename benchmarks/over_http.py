@@ -1,0 +1,162 @@
+"""What HTTP adds: tokens a second through /generate streams beside the same engine in process, time to the first byte, and what
+returning routes costs. The demo model, on CPU; the client is a process of its own that reads bytes and parses none.
+
+    python benchmarks/over_http.py [--batch 32] [--new 256] [--rounds 5]
+
+Rounds are interleaved, each with prompts that no cache knows. On a machine of two cores the client takes some of one from the engine:
+its CPU seconds are given. The routes are a synthetic record of 4,096 tokens, 48 layers, top-8, 128 experts."""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import uvicorn
+from common import print_table, write_result
+
+from routed_experts import Engine
+from routed_experts.capture.wire import encode_meta_info
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.demo import demo_model_path
+from routed_experts.engine.serving import EngineDoor
+from routed_experts.server.app import make_app
+from routed_experts.server.limits import ServerSettings
+from routed_experts.server.run import bind, server_config, url_of
+from routed_experts.server.service import Service
+
+PROMPT = 16
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--client", metavar="PORT", type=int, help="be the client: bodies come on standard input, one a line")
+    args = parser.parse_args()
+    if args.client:
+        print(json.dumps(asyncio.run(read_all(args.client, sys.stdin.read().splitlines()))))
+        return
+    sizes = {"precompile_bs_paddings": (args.batch,), "precompile_token_paddings": (512,), "max_running_requests": args.batch}
+    with Engine(str(demo_model_path()), enable_return_routed_experts=True, max_total_tokens=32_768, **sizes) as engine:
+        port = serve(engine)
+        noise = np.random.default_rng(0)
+        rounds = [one_round(engine, port, args, noise) for _ in range(args.rounds + 1)][1:]  # the first warms up
+    names = ("at once", "streamed in process", "rows too, in process", "HTTP", "HTTP with rows")
+    base = [found["at once"]["tokens/s"] for found in rounds]
+    rows: list[dict[str, object]] = []
+    for name in names:
+        speed = [found[name]["tokens/s"] for found in rounds]
+        ratio = [one / other for one, other in zip(speed, base, strict=True)]
+        first = [seconds for found in rounds for seconds in found[name].get("first", ())]
+        rows.append(
+            {
+                "how": name,
+                "tokens/s": statistics.median(speed),
+                "of at once": statistics.median(ratio),
+                "first byte p50 ms": 1e3 * float(np.percentile(first, 50)) if first else "-",
+                "first byte p99 ms": 1e3 * float(np.percentile(first, 99)) if first else "-",
+                "client CPU s": statistics.median(found[name].get("cpu", 0.0) for found in rounds),
+            }
+        )
+    print_table(rows)
+    costs = encoding_costs()
+    print_table(costs)
+    print(write_result("http_cpu", rows, encoding=costs, batch=args.batch, new_tokens=args.new, prompt_tokens=PROMPT))
+
+
+def serve(engine: Engine) -> int:
+    """A server over this engine, in a thread; its port."""
+    service = Service(ServerSettings(port=0), model_path="demo")
+    service.serve(EngineDoor(engine))
+    listener = bind(service.settings)
+    server = uvicorn.Server(server_config(make_app(service, version="0")[0]))
+    threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True).start()
+    return int(url_of(listener).rsplit(":", 1)[1])
+
+
+def one_round(engine: Engine, port: int, args: argparse.Namespace, noise: np.random.Generator) -> dict[str, dict]:
+    """Every way once, in turn."""
+
+    def prompts() -> list[list[int]]:
+        return noise.integers(0, 2000, size=(args.batch, PROMPT)).tolist()
+
+    sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": args.new}
+
+    def in_process(**said: object) -> dict[str, object]:
+        began = time.perf_counter()
+        result = engine.generate(input_ids=prompts(), sampling_params=sampling, **said)
+        if said.get("stream"):
+            for _ in result:
+                continue
+        return {"tokens/s": args.batch * args.new / (time.perf_counter() - began)}
+
+    def over_http(**said: object) -> dict[str, object]:
+        bodies = [json.dumps({"input_ids": ids, "sampling_params": sampling, "stream": True, **said}) for ids in prompts()]
+        command = [sys.executable, __file__, "--client", str(port)]
+        done = subprocess.run(command, input="\n".join(bodies), capture_output=True, text=True, check=True)
+        told = json.loads(done.stdout)
+        return {"tokens/s": args.batch * args.new / told["seconds"], "first": told["first"], "cpu": told["cpu"]}
+
+    ways: dict[str, Callable[[], dict[str, object]]] = {
+        "at once": in_process,
+        "streamed in process": lambda: in_process(stream=True),
+        "rows too, in process": lambda: in_process(return_routed_experts=True),
+        "HTTP": over_http,
+        "HTTP with rows": lambda: over_http(return_routed_experts=True),
+    }
+    found: dict[str, dict[str, object]] = {}
+    for name, way in ways.items():
+        engine.flush_cache()
+        found[name] = way()
+    return found
+
+
+async def read_all(port: int, bodies: list[str]) -> dict[str, object]:
+    """Send every body on a connection of its own, at once, and read to the ends."""
+    wires = [await asyncio.open_connection("127.0.0.1", port, limit=1 << 22) for _ in bodies]
+    began, cpu = time.perf_counter(), time.process_time()
+
+    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: str) -> float:
+        head = "POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json"
+        writer.write(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        await reader.readuntil(b"data: ")
+        first, last = time.perf_counter() - began, b""
+        while chunk := await reader.read(1 << 18):
+            last = (last + chunk)[-32:]
+        assert b"data: [DONE]" in last, last
+        return first
+
+    first = await asyncio.gather(*(one(*wire, body) for wire, body in zip(wires, bodies, strict=True)))
+    return {"seconds": time.perf_counter() - began, "first": sorted(first), "cpu": time.process_time() - cpu}
+
+
+def encoding_costs() -> list[dict[str, object]]:
+    """CPU milliseconds to make the fields of an answer from a record."""
+    rng = np.random.default_rng(0)
+    ids = np.argsort(rng.random((4095, 48, 128), np.float32), axis=2)[:, :, :8].astype(np.uint8)
+    record = RoutedExperts(
+        ids=ids, start=0, num_tokens=4096, num_prompt_tokens=3072, layer_ids=tuple(range(48)), num_hidden_layers=48, num_experts=128,
+        version_spans=((0, 4095, 0),),
+    )  # fmt: skip
+    rows: list[dict[str, object]] = []
+    for form in ("npy", "int32"):
+        taken = []
+        for _ in range(20):
+            began = time.thread_time()
+            encode_meta_info(record, payload_format=form, layers="all" if form == "int32" else "moe")
+            taken.append(1e3 * (time.thread_time() - began))
+        limit = 5 if form == "npy" else 25
+        rows.append({"format": form, "median ms": statistics.median(taken), "p90 ms": sorted(taken)[17], "at most ms": limit})
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""aiperf: chat streams of synthetic prompts, and the server's metrics scraped meanwhile."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
+SAID = (
+    "--endpoint-type chat --streaming --request-count 8 --concurrency 2 "
+    "--synthetic-input-tokens-mean 32 --output-tokens-mean 8 --ui none"
+)
+
+
+def main():
+    with tempfile.TemporaryDirectory() as name:
+        command = [Path(sys.executable).parent / "aiperf", "profile", "--model", model, "--url", url, "--artifact-dir", name]
+        subprocess.run([*command, "--tokenizer", os.environ["COMPAT_TOKENIZER"], *SAID.split()], check=True)
+        told = json.loads((Path(name) / "profile_export_aiperf.json").read_text())
+        assert told["completed_request_count"]["avg"] == 8 and told["request_error_rate"]["avg"] == 0, told["error_summary"]
+        scraped = (Path(name) / "server_metrics_export.json").read_text()
+        assert "routed_experts_requests_accepted" in scraped
+        print(f"8 chat streams, none failed; {scraped.count('routed_experts_')} of our metrics scraped")
+
+
+main()

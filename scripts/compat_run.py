@@ -1,0 +1,200 @@
+"""Install real clients, run each against a server of the demo model, and write docs/compatibility.md. Called by scripts/compat.
+
+A client that fails, or cannot be installed, is told so in the table and makes the exit code 1. Each has a folder of its own."""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from routed_experts.demo import demo_model_path
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = ROOT / "scripts" / "compat_clients"
+INSTALL_S, RUN_S = 1200, 300
+TORCH = "torch==2.13.0"  # for those that want one: the build that the tests use
+
+
+@dataclasses.dataclass(frozen=True)
+class Client:
+    """A program of ours that drives a client, and what it needs. The first requirement is the client itself."""
+
+    name: str
+    program: str
+    requirements: tuple[str, ...]
+
+    @property
+    def is_node(self) -> bool:
+        """Is it installed by npm."""
+        return self.program.endswith(".mjs")
+
+
+CLIENTS = (
+    Client("openai-python", "openai_python.py", ("openai==3.52.0",)),
+    Client("openai-npm", "openai_npm.mjs", ("openai@7.55.0",)),
+    Client("ai-npm", "ai_npm.mjs", ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92")),
+    Client("litellm", "litellm_client.py", ("litellm==1.106.2",)),  # 1.107.0 was withdrawn: keep the pin
+    Client("langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",)),
+    Client("locust", "locust_client.py", ("locust==2.47.0",)),
+    Client("lm-eval", "lm_eval_client.py", ("lm-eval[api]==0.4.13", TORCH)),
+    Client("inspect-ai", "inspect_client.py", ("inspect-ai==0.3.285", "openai")),
+    Client("guidellm", "guidellm_client.py", ("guidellm==0.8.1", TORCH)),
+    Client("aiperf", "aiperf_client.py", ("aiperf==0.13.0",)),
+    Client("evalscope", "evalscope_client.py", ("evalscope[perf]==1.14.1", TORCH)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a client fared: pass, fail or not installed, and a line on it."""
+
+    client: Client
+    verdict: str
+    told: str
+    seconds: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [one.name for one in CLIENTS]
+    parser.add_argument("--only", action="append", metavar="NAME", choices=names, help="and leave the page as it is")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where clients are installed, and stay (default: a temporary folder)")
+    options = parser.parse_args()
+    chosen = [one for one in CLIENTS if options.only is None or one.name in options.only]
+    with contextlib.ExitStack() as stack:
+        kept = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        logs = kept.absolute() / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        url = stack.enter_context(serving(logs / "server.log"))
+        results = [try_client(one, kept.absolute() / one.name, logs, url) for one in chosen]
+    if options.only is None:
+        (ROOT / "docs" / "compatibility.md").write_text(page(results), encoding="utf-8")
+    return 0 if all(one.verdict == "pass" for one in results) else 1
+
+
+@contextlib.contextmanager
+def serving(log: Path) -> Iterator[str]:
+    """A server process of the demo model; its address once it is ready."""
+    command = [sys.executable, "-m", "routed_experts", "serve", str(demo_model_path()), "--port", "0", "--served-model-name", "demo"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    with log.open("w") as told, subprocess.Popen([*command, "--enable-return-routed-experts"], stdout=subprocess.PIPE, stderr=told,
+                                                 text=True, env=env) as process:  # fmt: skip
+        try:
+            line = process.stdout.readline() if process.stdout else ""
+            if "ready in" not in line:
+                raise SystemExit(f"the server did not start; see {log}")
+            yield line.rsplit(" ", 1)[1].strip()
+        finally:
+            process.terminate()
+
+
+def try_client(client: Client, folder: Path, logs: Path, url: str) -> Result:
+    """Install a client and run its program."""
+    began = time.monotonic()
+    print(f"{client.name:<18}", end="", flush=True)
+    log = logs / f"{client.name}.log"
+    verdict, told = "not installed", installed(client, folder, log)
+    if not told:
+        began = time.monotonic()
+        verdict, told = ran(client, folder, log, url)
+    result = Result(client, verdict, told, time.monotonic() - began)
+    print(f"{result.verdict}: {result.told}", flush=True)
+    return result
+
+
+def installed(client: Client, folder: Path, log: Path) -> str:
+    """Install a client's packages unless they are there; why that cannot be, or nothing."""
+    stamp, wanted = folder / "installed", " ".join(client.requirements)
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return ""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if client.is_node:
+        if shutil.which("npm") is None:
+            return "there is no node on this machine"
+        (folder / "package.json").write_text("{}")
+        commands = [["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", *client.requirements]]
+    else:
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+        commands = [[sys.executable, "-m", "venv", str(folder)], [*pip, *client.requirements]]
+    for command in commands:
+        status, output = run(command, folder, log, limit_s=INSTALL_S)
+        if status:
+            return last_line(output, folder)
+    stamp.write_text(wanted)
+    return ""
+
+
+def ran(client: Client, folder: Path, log: Path, url: str) -> tuple[str, str]:
+    """Run a client's program; the verdict and its last line."""
+    program = PROGRAMS / client.program
+    if client.is_node:  # node looks for packages beside the program
+        program = Path(shutil.copy(program, folder))
+    command = ["node", str(program)] if client.is_node else [str(folder / "bin" / "python"), str(program)]
+    env = {"COMPAT_URL": url, "COMPAT_MODEL": "demo", "COMPAT_TOKENIZER": str(demo_model_path()), "TMPDIR": str(log.parent)}
+    status, output = run(command, folder, log, limit_s=RUN_S, **env)
+    return ("pass" if status == 0 else "fail"), last_line(output, folder)
+
+
+def run(command: Sequence[str], folder: Path, log: Path, *, limit_s: float, **env: str) -> tuple[int, str]:
+    """Run a command; its exit code and what it printed, which also goes to the log. Beyond the limit it ends with 124."""
+    try:
+        done = subprocess.run(command, cwd=folder, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              timeout=limit_s, check=False)  # fmt: skip
+        status, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired:
+        status, output = 124, f"it took longer than {limit_s:g} s"
+    with log.open("a", encoding="utf-8") as told:
+        told.write(f"$ {' '.join(command)}\n{output}\n[{status}]\n")
+    return status, output
+
+
+def last_line(output: str, folder: Path) -> str:
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in output.splitlines()]
+    said = [line for line in lines if line]
+    return (said[-1] if said else "it said nothing").replace(str(folder), "FOLDER")[:300]
+
+
+def page(results: Sequence[Result]) -> str:
+    """docs/compatibility.md."""
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    rows = [
+        f"| {one.client.requirements[0].replace('==', ' ')} | {one.verdict} | {one.told.replace('|', '/')} | {one.seconds:.0f} |"
+        for one in results
+    ]
+    passed = sum(one.verdict == "pass" for one in results)
+    return "\n".join(
+        [
+            "# Clients that work",
+            "",
+            "`scripts/compat` installs each client by itself, runs a short program of `scripts/compat_clients/` with it against",
+            "`routed-experts serve` on the demo model, and writes this page. A program asserts what it says, in its last line.",
+            "",
+            f"{passed} of {len(results)} pass. {date}, Python {platform.python_version()}, {platform.system()}, CPU.",
+            "",
+            "| client | result | what was done | s |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            "OpenAI's Python client and raw HTTP are also in the test suite (`tests/server/test_serve_command.py`), as are the checks of",
+            "slime and verl on an answer (`tests/server/test_native.py`).",
+            "",
+            "Not tried: sglang-jax's `bench_serving.py`, which no package index has. The fields it reads (`text` cumulative in streams,",
+            "`meta_info.completion_tokens`, `cached_tokens`, `routed_experts`, `/get_server_info`) are those of the tests of `/generate`.",
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""`routed-experts placement FILE...`: plans from recorded routing, and what they would have done. Reads no model, starts no engine."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
+
+from routed_experts import placement
+from routed_experts.cli.record_files import SUFFIXES, read_records
+from routed_experts.cli.start import start_jax
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.placement import Placement, ResidencyMap
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.routing_stats import RoutingStats
+from routed_experts.placement.dispatch import DISPATCHES
+from routed_experts.placement.replay import STEP_TOKENS
+
+Columns = dict[str, Float64[np.ndarray, " M"]]
+_RESIDENCY_STEP = 8  # tokens of a decode step, unless --step-tokens says otherwise
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `placement`."""
+    told = f"recorded routing that plans are judged on: {', '.join(SUFFIXES)}"
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=told)
+    told = "recorded routing, or RoutingStats (.npz), that plans are made from (default: FILE, so judged on what they know)"
+    parser.add_argument("--plan-from", type=Path, nargs="+", default=None, metavar="FILE", help=told)
+    parser.add_argument("--instances", type=int, default=None, metavar="I", help="expert instances of a layer, to be placed on --devices")
+    parser.add_argument("--devices", type=int, default=None, metavar="V", help="devices that share the instances")
+    parser.add_argument("--groups", type=int, default=1, metavar="G", help="expert groups that stay on one node; default: 1")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes that the devices are on; default: 1")
+    parser.add_argument("--dispatch", choices=DISPATCHES, default="even", help="how slots choose among instances; default: even")
+    parser.add_argument("--residents", type=int, default=None, metavar="N", help="experts of a layer on the accelerator, the rest on host")
+    told = f"tokens of one step; default: {STEP_TOKENS} for instances, {_RESIDENCY_STEP} for residents"
+    parser.add_argument("--step-tokens", type=int, default=None, metavar="T", help=told)
+    parser.add_argument("--save", type=Path, default=None, metavar="FILE.npz", help="write the plan, which serve --residency reads")
+    parser.add_argument("--plot", type=Path, default=None, metavar="PNG", help="draw it, too (.png, .svg, .pdf)")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(options: argparse.Namespace, began: float) -> int:
+    """Plan, replay and print."""
+    if (options.instances is None) != (options.devices is None):
+        raise ConfigError("--instances and --devices belong together; give both")
+    if options.instances is None and options.residents is None:
+        raise ConfigError("there is nothing to plan; give --instances and --devices, or --residents, or all three")
+    if options.dispatch != "even":
+        start_jax(default_platform="cpu")
+    if options.save is not None and (options.save.suffix != ".npz" or None not in (options.instances, options.residents)):
+        raise ConfigError(f"--save {options.save} writes one plan as .npz; name such a file, and give --instances or --residents, not both")
+    records = read_records(options.files)
+    learned = RoutingStats.from_records(records) if options.plan_from is None else _read_stats(options.plan_from)
+    learned.check_model(records[0].layer_ids, records[0].num_experts)
+    told: dict[str, Any] = {"layers": list(learned.layer_ids), "experts": learned.num_experts, "top_k": learned.top_k}
+    told |= {"tokens": sum(record.num_rows for record in records), "plan_tokens": int(learned.num_tokens.sum())}
+    tables: dict[str, Columns] = {}
+    devices: dict[str, Float64[np.ndarray, "M V"]] = {}
+    if options.instances is not None:
+        tables["instances"], devices = _instances(records, learned, options)
+    if options.residents is not None:
+        tables["residents"] = _residents(records, learned, options)
+    if options.plot is not None:
+        from routed_experts.placement.figures import draw_plans
+
+        draw_plans(options.plot, records, learned.load, devices=devices, residents=options.residents)
+    if options.json:
+        listed = {name: {column: values.tolist() for column, values in columns.items()} for name, columns in tables.items()}
+        print(json.dumps({**told, **listed}))
+        return 0
+    print(f"{told['tokens']:,} tokens, {len(told['layers'])} MoE layers x {told['experts']} experts, top-{told['top_k']}")
+    for name, columns in tables.items():
+        _print_table(_title(name, options), learned.layer_ids, columns)
+    return 0
+
+
+def _read_stats(files: list[Path]) -> RoutingStats:
+    if len(files) == 1 and files[0].suffix == ".npz":
+        return RoutingStats.read(files[0])
+    return RoutingStats.from_records(read_records(files))
+
+
+def _instances(
+    records: list[RoutedExperts], learned: RoutingStats, options: argparse.Namespace
+) -> tuple[Columns, dict[str, Float64[np.ndarray, "M V"]]]:
+    """Balance of each layer with the plan, and before it where the devices divide the experts; and the load of each device."""
+    num_layers, num_experts = learned.load.shape
+    plan = placement.eplb(
+        learned, num_instances=options.instances, num_devices=options.devices, num_groups=options.groups, num_nodes=options.nodes
+    )  # fmt: skip
+    if options.save is not None:
+        plan.save(options.save)
+    step_tokens = options.step_tokens or STEP_TOKENS
+    columns: Columns = {}
+    devices: dict[str, Float64[np.ndarray, "M V"]] = {}
+    if num_experts % options.devices == 0:
+        before = placement.replay(records, Placement.identity(num_layers, num_experts, options.devices), step_tokens=step_tokens)
+        columns["balance before"], devices["before"] = before.balancedness, before.device_load
+    after = placement.replay(records, plan, dispatch=options.dispatch, step_tokens=step_tokens)
+    columns["balance planned"], devices["planned"] = after.balancedness, after.device_load
+    columns["max / mean device load"] = after.device_load.max(axis=1) / after.device_load.mean(axis=1)
+    columns["most replicas"] = plan.logical_replica_count.max(axis=1).astype(np.float64)
+    if options.dispatch == "reroute":
+        columns["rerouted share"] = after.rerouted_slots / max(after.num_tokens * learned.top_k, 1)
+    return columns, devices
+
+
+def _residents(records: list[RoutedExperts], learned: RoutingStats, options: argparse.Namespace) -> Columns:
+    """Hits of each policy by layer, and copies a token of those that copy."""
+    per_layer, step_tokens = options.residents, options.step_tokens or _RESIDENCY_STEP
+    static = placement.resident(learned, per_layer=per_layer)
+    if options.save is not None:
+        static.save(options.save)
+    first = ResidencyMap.first(len(learned.layer_ids), learned.num_experts, per_layer)
+    prefix = placement.replay(records, first, step_tokens=step_tokens)
+    fixed = placement.replay(records, static, step_tokens=step_tokens)
+    adaptive = placement.replay(records, placement.AdaptiveResidency.start(static, learned=learned), step_tokens=step_tokens)
+    lru = placement.lru_coverage(*records)
+    return {
+        "first": prefix.hit_ratio,
+        "static": fixed.hit_ratio,
+        "adaptive": adaptive.hit_ratio,
+        "copies a token, adaptive": adaptive.copies / max(adaptive.num_tokens, 1),
+        "LRU": lru.hits[:, per_layer],
+        "copies a token, LRU": lru.copies_per_token[:, per_layer],
+        "concentration": placement.concentration(learned.load),
+    }
+
+
+def _title(name: str, options: argparse.Namespace) -> str:
+    if name == "instances":
+        return f"{options.instances} instances on {options.devices} devices, dispatch {options.dispatch}"
+    return f"{options.residents} resident experts a layer: share of slots on the accelerator"
+
+
+def _print_table(title: str, layer_ids: tuple[int, ...], columns: Columns) -> None:
+    """One row a layer, and their mean."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("layer", justify="right")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row, layer in enumerate(layer_ids):
+        table.add_row(str(layer), *(f"{values[row]:.3f}" for values in columns.values()))
+    table.add_row("mean", *(f"{values.mean():.3f}" for values in columns.values()))
+    console = Console(file=sys.stdout, highlight=False)
+    print()
+    (console if console.is_terminal else Console(file=sys.stdout, highlight=False, width=120)).print(table)

@@ -1,0 +1,54 @@
+"""Records out of the files that commands and servers write, all that a file holds. Knows no plan and no model."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+from routed_experts.capture.meta_info import record_from_response
+from routed_experts.core.errors import ConfigError, RoutingFormatError
+from routed_experts.core.routed_experts import RoutedExperts
+
+SUFFIXES = (".jsonl", ".json", ".safetensors")
+
+
+def read_records(files: Iterable[Path]) -> list[RoutedExperts]:
+    """Every record of .jsonl (`generate --output`: an answer a line), .json (an answer, or a list) and .safetensors files, in order.
+
+    Raises ConfigError for another suffix, RoutingFormatError naming the file and what in it holds no routed experts."""
+    return [record for file in files for record in _records_of(file)]
+
+
+def _records_of(file: Path) -> Iterator[RoutedExperts]:
+    if file.suffix not in SUFFIXES:
+        raise ConfigError(f"{file} ends in {file.suffix!r}; name files that end in {', '.join(SUFFIXES)}")
+    if file.suffix == ".safetensors":
+        yield RoutedExperts.from_bytes(file.read_bytes())
+        return
+    text = file.read_text(encoding="utf-8")
+    for number, said in enumerate(text.splitlines() if file.suffix == ".jsonl" else [text], start=1):
+        if said.strip():
+            where = f"{file}, line {number}" if file.suffix == ".jsonl" else str(file)
+            for answer in _answers(said, where):
+                yield from _choices(answer, where)
+
+
+def _answers(said: str, where: str) -> list[object]:
+    try:
+        read: object = json.loads(said)
+    except ValueError as error:
+        raise RoutingFormatError(f"{where} is no JSON ({error}); give what generate --output or a server wrote") from error
+    return cast("list[object]", read) if isinstance(read, list) else [read]
+
+
+def _choices(answer: object, where: str) -> Iterator[RoutedExperts]:
+    """The records of all choices of an answer."""
+    if not isinstance(answer, Mapping):
+        raise RoutingFormatError(f"{where} holds no answer but a {type(answer).__name__}; wanted the answer of a server as an object")
+    said = cast("Mapping[str, object]", answer)
+    choices = said.get("choices")
+    for choice in range(len(cast("list[object]", choices)) if isinstance(choices, list) else 1):
+        record = record_from_response(said, choice)
+        if record is None:
+            raise RoutingFormatError(f"{where} holds no routed experts; generate with --enable-return-routed-experts")
+        yield record

@@ -1,0 +1,40 @@
+"""Follows the load with the resident experts while the engine serves: where captured routing, a policy and the runner meet.
+Knows no request and no weight. Engine thread only."""
+
+import dataclasses
+
+import numpy as np
+
+from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
+from routed_experts.execution.split_runner import SplitRunner
+from routed_experts.placement.residency import EVERY, AdaptiveResidency
+
+
+class ResidencyFollower:
+    """Every eighth step it looks at what was routed since, and exchanges residents where the policy says that it pays.
+
+    A map that somebody else applied is where it goes on from. Rows that a step brought just before its counts were reset are missed."""
+
+    def __init__(self, capturer: RoutedExpertsCapturer, runner: SplitRunner) -> None:
+        self._capturer, self._runner = capturer, runner
+        self._state = AdaptiveResidency.start(runner.residency)
+        self._num_steps = 0
+        self._counted = np.zeros((runner.residency.num_layers, runner.residency.num_experts), np.int64)
+        self._num_tokens = 0
+
+    def after_step(self) -> None:
+        """Count the step; with every eighth, look."""
+        self._num_steps += 1
+        if self._num_steps % EVERY == 0:
+            self._look()
+
+    def _look(self) -> None:
+        stats = self._capturer.routing_stats(windows=False)
+        load, num_tokens = stats.load, int(stats.num_tokens.sum())
+        if num_tokens < self._num_tokens:  # reset since the last look
+            self._counted, self._num_tokens = np.zeros_like(load), 0
+        before = dataclasses.replace(self._state, residency=self._runner.residency)
+        self._state = before.observe(load - self._counted, num_tokens - self._num_tokens, num_steps=EVERY)
+        self._counted, self._num_tokens = load, num_tokens
+        if self._state.residency is not before.residency:
+            self._runner.apply_residency(self._state.residency)

@@ -1,0 +1,79 @@
+"""News of a stream come an interval apart at least: tokens share them, and nothing is lost, late at the end, or slow at the start."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from oracles.driver import assert_all_faithful, request
+from oracles.worlds import random_prompt, tiny_world
+from routed_experts.engine import core, ledger
+
+
+class Clock:
+    """Stands in for the module `time`: a step takes a second."""
+
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for module in (core, ledger):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def run(clock, interval, *, rows=False, **options):
+    """What a stream was told at which time: (seconds since the first token, tokens)."""
+    drive = tiny_world(moe_backend="tapped").drive()
+    req = request("a", random_prompt(np.random.default_rng(0), 9), 20, stream=True, **options)
+    routed = dataclasses.replace(req.source.routed_experts, stream=rows)
+    req.source = dataclasses.replace(req.source, stream_interval_s=interval, routed_experts=routed)
+    told = []
+    take = drive._take
+
+    def noted(batch):
+        told.extend((clock.now, out) for out in batch.outs)
+        take(batch)
+
+    drive._take = noted
+
+    def tick(step):
+        clock.now += 1
+
+    drive.run(req, before_step=tick)
+    first = told[0][0]
+    return drive, [(when - first, out) for when, out in told]
+
+
+def test_without_an_interval_each_token_is_news(clock):
+    _, told = run(clock, 0.0)
+    assert [(when, len(out.new_token_ids)) for when, out in told] == [(float(index), 1) for index in range(20)]
+
+
+def test_tokens_of_an_interval_share_news_and_the_first_and_the_end_wait_for_nothing(clock):
+    _, alone = run(clock, 0.0)
+    drive, told = run(clock, 6.0)
+    assert [when for when, _ in told] == [0.0, 6.0, 12.0, 18.0, 19.0]
+    assert [len(out.new_token_ids) for _, out in told] == [1, 6, 6, 6, 1]
+    tokens = [token for _, out in told for token in out.new_token_ids]
+    assert tokens == [token for _, out in alone for token in out.new_token_ids]
+    values = [value for _, out in told for value in out.output_logprobs.values]
+    assert values == [value for _, out in alone for value in out.output_logprobs.values]
+    assert_all_faithful(drive)
+
+
+def test_rows_that_are_streamed_come_with_their_tokens(clock):
+    _, told = run(clock, 6.0, rows=True)
+    records = [out.routed_experts for _, out in told]
+    assert [record.num_rows for record in records] == [9, 6, 6, 6, 1] and records[-1].num_tokens == 29
+    assert [record.start for record in records] == [0, 9, 15, 21, 27]
+
+
+def test_slower_steps_tell_each_token(clock):
+    _, told = run(clock, 0.9)
+    assert [len(out.new_token_ids) for _, out in told] == [1] * 20

@@ -1,0 +1,79 @@
+"""schemathesis on our own OpenAPI document: bodies that fit it and bodies that do not. No 5xx, and only what the document declares.
+
+Which of them must be refused is not asked here: names that we do not know are accepted without effect, and values are checked beyond
+what a schema says; test_refusals and the 400s of each surface have that."""
+
+import time
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+
+from http_server import running
+from routed_experts.server.app import TABLE
+from serving import assert_idle, serve
+from tiny import write_tiny_checkpoint
+
+NUM_CASES = 60  # of each operation and kind
+CHECKS = [schemathesis.checks.not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+OPERATIONS = {  # of those without a body every path is as declared
+    GenerationMode.POSITIVE: [(method, entry.path.replace(":path", "")) for entry in TABLE for method in entry.methods],
+    GenerationMode.NEGATIVE: [(method, entry.path) for entry in TABLE for method in entry.methods if entry.body],
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """One of its own: weight versions rise in here."""
+    with serve(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny")), enable_return_routed_experts=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with running(engine, request_timeout=20) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def session():
+    with requests.Session() as session:
+        session.trust_env = False
+        yield session
+
+
+def answered(server, engine, session, operation, mode):
+    """The statuses of the cases of one operation."""
+    seen = []
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(max_examples=NUM_CASES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    def check(case):
+        began = time.monotonic()
+        response = case.call(session=session, timeout=30)
+        case.validate_response(response, checks=CHECKS)
+        assert response.status_code < 500, (case.as_curl_command()[:1000], response.text[:500])
+        assert time.monotonic() - began < 5, case.as_curl_command()[:1000]
+        if response.status_code >= 400:
+            assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+        seen.append(response.status_code)
+        engine.resume()  # should this have been a pause
+
+    check()
+    server.wait_idle()
+    assert_idle(engine)
+    return seen
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_only_what_the_document_declares_is_answered(server, engine, session, mode):
+    schema = schemathesis.openapi.from_url(server.url + "/openapi.json")
+    told = {(method, path): answered(server, engine, session, schema[path][method], mode) for method, path in OPERATIONS[mode]}
+    assert len(told) >= 12 and sum(len(seen) for seen in told.values()) >= 600, "1,200 in both modes"
+    assert not [operation for operation, seen in told.items() if not seen]
+    if mode.is_positive:
+        good = {path for (_, path), seen in told.items() if 200 in seen}
+        assert good >= {"/generate", "/v1/completions", "/tokenize", "/detokenize", "/pause_generation", "/update_weight_version"}, good

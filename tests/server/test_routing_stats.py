@@ -1,0 +1,105 @@
+"""/v1/routing/stats: what was counted is what the records say, and metrics say the same of it."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from http_server import error_of, running
+from routed_experts.capture import record_from_response
+from routed_experts.server.routing_stats import load_entropy, load_imbalance
+from serving import borrow, on_engine_thread
+
+BODY = {"input_ids": list(range(3, 40)), "sampling_params": {"max_new_tokens": 9, "ignore_eos": True}, "return_routed_experts": True}
+
+
+def counted(record, tokens):
+    """[M, E] by a loop."""
+    counts = np.zeros((3, 16), np.int64)
+    for token in tokens:
+        for layer in range(3):
+            for expert in record.ids[token - record.start, layer]:
+                counts[layer, expert] += 1
+    return counts
+
+
+@pytest.fixture
+def record(server, engine):
+    """Rows of one request after a reset, every token fed once, the last among them."""
+    engine.flush_cache()
+    assert server.client.post("/v1/routing/reset").json() == {"success": True}
+    return record_from_response(server.post("/generate", {**BODY, "routed_experts_include_last": True}).json())
+
+
+def test_counts_are_those_of_the_rows(server, record):
+    said = server.client.get("/v1/routing/stats").json()
+    assert (said["layer_ids"], said["num_experts"], said["top_k"]) == ([1, 2, 3], 16, 4)
+    assert said["num_tokens"] == {"prompt": 37, "generated": 9}
+    prompt, generated = counted(record, range(37)), counted(record, range(37, 46))
+    assert np.array_equal(said["counts"]["prompt"], prompt) and np.array_equal(said["counts"]["generated"], generated)
+    assert said["window"] == {"num_tokens": 46, "counts": said["counts"]}
+    load = prompt + generated
+    for layer in range(3):
+        share = [count / load[layer].sum() for count in load[layer] if count]
+        assert said["imbalance"][layer] == pytest.approx(max(load[layer]) * 16 / sum(load[layer]))
+        assert said["entropy"][layer] == pytest.approx(-sum(p * np.log(p) for p in share) / np.log(16))
+        assert said["dead_experts"][layer] == sum(count == 0 for count in load[layer])
+
+
+def test_metrics_say_the_same(server, record, engine):
+    said = server.client.get("/v1/routing/stats").json()
+    lines = server.client.get("/metrics").text.splitlines()
+    told = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith("routed_experts_"))}
+    for name, key in (("expert_load_imbalance", "imbalance"), ("expert_entropy", "entropy"), ("dead_experts", "dead_experts")):
+        assert [told[f'routed_experts_{name}{{layer="{layer}"}}'] for layer in (1, 2, 3)] == pytest.approx(said[key])
+    assert not [name for name in told if "expert_tokens" in name], "many series come only when they are wanted"
+    with running(engine, expert_metrics=True) as other:
+        text = other.client.get("/metrics").text
+    each = [line for line in text.splitlines() if line.startswith("routed_experts_expert_tokens_total{")]
+    assert len(each) == 48 and sum(float(line.rsplit(" ", 1)[1]) for line in each) == 46 * 3 * 4
+
+
+def test_a_reader_learns_that_nothing_has_changed(server, record):
+    first = server.client.get("/v1/routing/stats")
+    seen = {"if-none-match": first.headers["etag"]}
+    same = server.client.get("/v1/routing/stats", headers=seen)
+    assert (same.status_code, same.content, same.headers["etag"]) == (304, b"", first.headers["etag"])
+    assert server.post("/generate", BODY).status_code == 200
+    assert server.client.get("/v1/routing/stats", headers=seen).status_code == 200
+    assert server.client.post("/v1/routing/reset").status_code == 200
+    nothing = server.client.get("/v1/routing/stats").json()
+    assert nothing["num_tokens"] == {"prompt": 0, "generated": 0} and nothing["imbalance"] == [None] * 3 == nothing["entropy"]
+
+
+def test_where_nothing_is_recorded_there_is_nothing_to_tell():
+    with borrow() as plain, running(plain) as server:
+        assert error_of(server.client.get("/v1/routing/stats"), 400)["code"] == "capture_disabled"
+        assert error_of(server.client.post("/v1/routing/reset"), 400)["code"] == "capture_disabled"
+        assert "expert_entropy" not in server.client.get("/metrics").text
+
+
+def test_a_stuck_engine_keeps_no_scrape_waiting(engine):
+    release, stuck = threading.Event(), threading.Event()
+
+    def block(core):
+        stuck.set()
+        release.wait(30)
+
+    with running(engine, stall_timeout=0.2) as server:
+        blocker = threading.Thread(target=on_engine_thread, args=(engine, block))
+        blocker.start()
+        try:
+            assert stuck.wait(10)
+            assert error_of(server.client.get("/v1/routing/stats"), 503)["code"] == "stalled"
+            assert server.client.get("/metrics", timeout=5).status_code == 200
+            assert server.client.get("/metrics", timeout=5).status_code == 200
+        finally:
+            release.set()
+            blocker.join()
+        assert server.client.get("/v1/routing/stats").status_code == 200
+
+
+def test_even_and_lopsided_loads():
+    load = np.array([[3, 3, 3, 3], [12, 0, 0, 0], [6, 6, 0, 0]])
+    assert load_imbalance(load).tolist() == [1, 4, 2]
+    np.testing.assert_allclose(load_entropy(load), [1, 0, 0.5], atol=1e-12)

@@ -1,0 +1,144 @@
+"""`routed-experts placement`: every kind of file, and numbers that are the library's."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from placement.cases import skewed_record
+from routed_experts import placement
+from routed_experts.capture import encode_meta_info
+from routed_experts.cli import main, make_parser
+from routed_experts.cli.flags import expert_args
+from routed_experts.core.errors import ConfigError, RoutingFormatError
+from routed_experts.core.experts_config import ExpertsConfig
+from routed_experts.core.placement import Placement, ResidencyMap
+from routed_experts.core.routing_stats import RoutingStats
+
+LOGITS = np.random.default_rng(1).normal(0, 1.2, (3, 16))
+
+
+def records_of(seed, num_tokens=200):
+    """Records as generate gives them: the last token has no row."""
+    rng = np.random.default_rng(seed)
+    made = [skewed_record(rng, LOGITS, num_tokens, prompt_len=5) for _ in range(2)]
+    return [dataclasses.replace(record, num_tokens=num_tokens + 1) for record in made]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two records in each kind of file, and statistics of two others."""
+    folder, records = tmp_path_factory.mktemp("records"), records_of(2)
+    answers = [{"text": "", "meta_info": encode_meta_info(record, payload_format="npy", layers="moe")} for record in records]
+    (folder / "out.jsonl").write_text("".join(json.dumps(answer) + "\n\n" for answer in answers))
+    (folder / "list.json").write_text(json.dumps(answers))
+    (folder / "one.json").write_text(json.dumps({"choices": [answer["meta_info"] | {"index": i} for i, answer in enumerate(answers)]}))
+    (folder / "a.safetensors").write_bytes(records[0].to_bytes())
+    (folder / "b.safetensors").write_bytes(records[1].to_bytes())
+    RoutingStats.from_records(records_of(3)).save(folder / "stats.npz")
+    return folder
+
+
+def run(capsys, *argv):
+    code = main(["placement", *(str(word) for word in argv)])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("names", [["out.jsonl"], ["list.json"], ["one.json"], ["a.safetensors", "b.safetensors"]])
+def test_numbers_are_those_of_the_library_from_every_kind_of_file(files, capsys, names):
+    flags = ["--plan-from", files / "stats.npz", "--instances", 20, "--devices", 4, "--residents", 4, "--json"]
+    code, out, _ = run(capsys, *(files / name for name in names), *flags)
+    told, records, learned = json.loads(out), records_of(2), RoutingStats.read(files / "stats.npz")
+    assert code == 0
+    assert [told[name] for name in ("tokens", "plan_tokens", "layers", "experts", "top_k")] == [400, 400, [0, 1, 2], 16, 4]
+    before = placement.replay(records, Placement.identity(3, 16, 4))
+    after = placement.replay(records, placement.eplb(learned, num_instances=20, num_devices=4))
+    assert told["instances"]["balance before"] == before.balancedness.tolist()
+    assert told["instances"]["balance planned"] == after.balancedness.tolist()
+    static = placement.resident(learned, per_layer=4)
+    adaptive = placement.replay(records, placement.AdaptiveResidency.start(static, learned=learned), step_tokens=8)
+    assert told["residents"]["first"] == placement.replay(records, ResidencyMap.first(3, 16, 4)).hit_ratio.tolist()
+    assert told["residents"]["static"] == placement.replay(records, static).hit_ratio.tolist()
+    assert told["residents"]["adaptive"] == adaptive.hit_ratio.tolist()
+    assert told["residents"]["LRU"] == placement.lru_coverage(*records).hits[:, 4].tolist()
+
+
+def test_a_table_has_a_row_a_layer_and_their_mean(files, capsys):
+    code, out, _ = run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4)
+    records = records_of(2)
+    after = placement.replay(records, placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4))
+    assert code == 0 and "400 tokens, 3 MoE layers x 16 experts, top-4" in out
+    rows = [line.split() for line in out.splitlines()]
+    for layer in range(3):
+        assert next(row for row in rows if row[:1] == [str(layer)])[2] == f"{after.balancedness[layer]:.3f}"
+    assert next(row for row in rows if row[:1] == ["mean"])[2] == f"{after.balancedness.mean():.3f}"
+    code, out, _ = run(capsys, files / "out.jsonl", "--instances", 18, "--devices", 3, "--step-tokens", 64)
+    assert code == 0 and "balance before" not in out  # 3 devices do not divide 16 experts
+
+
+@pytest.mark.parametrize("dispatch", ["waterfill", "reroute"])
+def test_steps_may_be_sent_by_the_serving_operators(files, capsys, dispatch):
+    flags = ["--instances", 20, "--devices", 4, "--dispatch", dispatch, "--step-tokens", 100, "--json"]
+    code, out, _ = run(capsys, files / "out.jsonl", *flags)
+    told, records = json.loads(out)["instances"], records_of(2)
+    plan = placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4)
+    after = placement.replay(records, plan, dispatch=dispatch, step_tokens=100)
+    assert code == 0 and told["balance planned"] == after.balancedness.tolist()
+    share = (after.rerouted_slots / (400 * 4)).tolist()
+    assert told.get("rerouted share") == (share if dispatch == "reroute" else None) and max(share) < 0.5
+
+
+def test_a_picture_is_written(files, capsys, tmp_path):
+    flags = ["--instances", 20, "--devices", 4, "--residents", 4, "--plot", tmp_path / "plan.png"]
+    assert run(capsys, files / "out.jsonl", *flags)[0] == 0
+    assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert run(capsys, files / "out.jsonl", "--residents", 0, "--plot", tmp_path / "plan.svg")[0] == 0
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+
+
+def test_what_is_wrong_is_said(files, capsys, tmp_path):
+    out = files / "out.jsonl"
+    (tmp_path / "bare.jsonl").write_text('{"text": "no rows"}\n')
+    (tmp_path / "cut.jsonl").write_text((out.read_text())[:50])
+    (tmp_path / "number.json").write_text("3")
+    other = skewed_record(np.random.default_rng(0), LOGITS[:, :8], 50)
+    (tmp_path / "other.safetensors").write_bytes(other.to_bytes())
+    for argv, words in (
+        ([out], "there is nothing to plan; give --instances"),
+        ([out, "--instances", 20], "--instances and --devices belong together"),
+        ([out, "--instances", 20, "--devices", 3], "num_devices=3 does not divide num_instances=20"),
+        ([out, "--residents", 17], "per_layer=17 resident experts; wanted 0 to 16"),
+        ([tmp_path / "bare.jsonl", "--residents", 1], "bare.jsonl, line 1 holds no routed experts"),
+        ([tmp_path / "cut.jsonl", "--residents", 1], "cut.jsonl, line 1 is no JSON"),
+        ([tmp_path / "number.json", "--residents", 1], "number.json holds no answer but a int"),
+        ([files / "stats.npz", "--residents", 1], "name files that end in .jsonl, .json, .safetensors"),
+        ([out, "--plan-from", tmp_path / "other.safetensors", "--residents", 1], "with 8 experts came for a model with (0, 1, 2) and 16"),
+        ([out, tmp_path / "other.safetensors", "--residents", 1], "wanted records of one model"),
+    ):
+        code, _, err = run(capsys, *argv)
+        assert code == 2 and words in err and len(err.splitlines()) <= 3, (argv, err)
+
+
+def test_residents_may_be_told_to_follow_the_load():
+    said = make_parser().parse_args(["serve", "model", "--kt-num-gpu-experts", "4", "--residency", "adaptive"])
+    assert expert_args(said) == ExpertsConfig(kt_num_gpu_experts=4, residency="adaptive")
+    with pytest.raises(ConfigError, match="residency='lru' is not among what exists here"):
+        expert_args(make_parser().parse_args(["serve", "model", "--residency", "lru"]))
+
+
+def test_a_saved_plan_is_what_the_engine_is_told(files, capsys, tmp_path):
+    assert run(capsys, files / "out.jsonl", "--residents", 5, "--save", tmp_path / "plan.npz")[0] == 0
+    told = expert_args(make_parser().parse_args(["serve", "model", "--residency", str(tmp_path / "plan.npz")]))
+    assert told.num_resident == 5
+    wanted = placement.resident(RoutingStats.from_records(records_of(2)), per_layer=5)
+    assert (told.residents_of(3, 16).slot_of == wanted.slot_of).all()
+    assert run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4, "--save", tmp_path / "plan.npz")[0] == 0
+    planned = placement.eplb(RoutingStats.from_records(records_of(2)), num_instances=20, num_devices=4)
+    assert (Placement.read(tmp_path / "plan.npz").logical_to_physical_map == planned.logical_to_physical_map).all()
+    code, _, err = run(capsys, files / "out.jsonl", "--residents", 5, "--save", tmp_path / "plan.txt")
+    assert code == 2 and "writes one plan as .npz" in err
+    both = ["--instances", 20, "--devices", 4, "--residents", 5, "--save", tmp_path / "plan.npz"]
+    assert run(capsys, files / "out.jsonl", *both)[0] == 2
+    with pytest.raises(RoutingFormatError, match="holds no residency map"):
+        expert_args(make_parser().parse_args(["serve", "model", "--residency", str(tmp_path / "plan.npz")]))
