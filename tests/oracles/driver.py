@@ -87,6 +87,10 @@ class FedLog:
     def weight_version(self):
         return self._runner.weight_version
 
+    @property
+    def exact(self):
+        return self._runner.exact
+
     def dispatch(self, batch):
         rids = {req.slot: req.rid for req in self._scheduler.running}
         forward = len(self.forwards)
