@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--residents", type=int, default=None, metavar="N", help="experts of a layer on the accelerator, the rest on host")
     told = f"tokens of one step; default: {STEP_TOKENS} for instances, {_RESIDENCY_STEP} for residents"
     parser.add_argument("--step-tokens", type=int, default=None, metavar="T", help=told)
-    parser.add_argument("--save", type=Path, default=None, metavar="FILE.npz", help="write the plan; serve --residency reads one of residents")
+    parser.add_argument("--save", type=Path, default=None, metavar="FILE.npz", help="write the plan; serve --residency reads residents")
     parser.add_argument("--plot", type=Path, default=None, metavar="PNG", help="draw it, too (.png, .svg, .pdf)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
