@@ -4,14 +4,20 @@ Knows nothing of requests but that they wait.
 What runs goes back to the queue with its tokens and rows, then the KV pool is freed, and with it every cached prefix: nothing that
 was filed under a page is kept. Compiled programs stay, so taking memory back compiles nothing."""
 
+import threading
 from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
 
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.sampling_params import shown
 from routed_experts.engine.assembly import Assembly
 from routed_experts.engine.core import EngineCore
 from routed_experts.engine.loop import EngineLoop
+from routed_experts.engine.served_model import ServedModel
 from routed_experts.engine.weights import Weights, state_of
+from routed_experts.execution.placed_runner import PlacedRunner
 from routed_experts.execution.split_runner import SplitRunner
 
 TAGS = ("kv_cache", "weights")
@@ -23,6 +29,7 @@ class EngineOccupation:
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._loop = EngineLoop(assembly.core)
+        self._placing = threading.Lock()  # weights are exchanged or moved, one after another
 
     def release_memory_occupation(self, tags: Sequence[str] = TAGS) -> None:
         """Free the KV pool ("kv_cache"), the engine's hold on its weights ("weights"), or both, between two steps. Requests that run go
@@ -43,17 +50,19 @@ class EngineOccupation:
         core = self._assembly.core
         if (state is None) != (version is None):
             raise InvalidRequestError("state and version come together: weights, and the number that they are known by", param="version")
-        served = None if state is None else state_of(state, core.runner.state)
 
-        def resume() -> None:
-            if served is not None and version is not None:
-                core.update_weights(served, version=version, cache="flush")
+        def resume(arrays: nnx.State[Any, Any] | None) -> None:
+            if arrays is not None and version is not None:
+                core.update_weights(arrays, version=version, cache="flush")
             if "weights" in core.released:
                 text = "the weights were released; give state= and version=, or call update_weights first"
                 raise InvalidRequestError(text, param="state")
             take_back(core)
 
-        self._loop.drained(resume)
+        with self._placing:
+            served = served_now(self._assembly)
+            arrays = None if state is None else served.placed(state_of(state, served.arrays))
+            self._loop.drained(lambda: resume(arrays))
 
     @property
     def released(self) -> tuple[str, ...]:
@@ -76,6 +85,12 @@ def take_back(core: EngineCore) -> None:
     if "kv_cache" in core.released:
         core.runner.allocate_pool()
     core.released = frozenset()
+
+
+def served_now(assembly: Assembly) -> ServedModel:
+    """The served model, its experts where they are now."""
+    runner = assembly.core.runner
+    return assembly.served.under(runner.placement if isinstance(runner, PlacedRunner) else None)
 
 
 def refuse_released(core: EngineCore, what: str) -> None:

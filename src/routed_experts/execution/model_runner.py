@@ -55,7 +55,7 @@ class ModelRunner:
         self.exact = True  # the model's own numbers; False where some of them come late
         self._weights, self._tree = jax.tree.flatten(state)  # leaves: a call costs time by the leaf, and more by the node
         on = spec.on
-        self._pool = zeros(config.pool.abstract, on, EVERYWHERE if on is None else on.pool)
+        self.allocate_pool()
         self._last_tokens = zeros(_shape((config.num_request_slots,), jnp.int32), on)
         self._spoken = zeros(abstract_spoken(config), on)  # now: the first penalty must not find the device full, nor compile
         self._everywhere = None if on is None else on.everywhere
@@ -151,8 +151,9 @@ class ModelRunner:
             self._weights = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._weights]
 
     def allocate_pool(self) -> None:
-        """Make the pool anew, empty; no step may be in flight."""
-        self._pool = self.config.pool.allocate()
+        """Make the pool, empty; no step may be in flight."""
+        on = self.spec.on
+        self._pool = zeros(self.config.pool.abstract, on, EVERYWHERE if on is None else on.pool)
 
     def poison(self) -> None:
         """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""
