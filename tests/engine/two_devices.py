@@ -8,8 +8,10 @@ from types import MappingProxyType
 
 import jax
 import jax.monitoring
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from routed_experts import (
     CheckpointError,
@@ -340,22 +342,20 @@ def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path
     assert ExpertsConfig().num_resident is None
 
 
-def test_experts_come_from_the_weight_path(folder, undivided, tmp_path):
+def test_experts_come_from_the_weight_path_and_all_else_from_the_model(folder, tmp_path):
     other = write_tiny_checkpoint(tmp_path / "other", seed=3, tokenizer=False, **MODEL)
-    with shared_out(folder, kt_num_gpu_experts=2, kt_weight_path=str(folder), kt_method="f32") as engine:
-        assert_same(ask(engine), undivided)
-        mine = np.asarray(next(iter(engine._assembly.core.runner._model.host.values())).down)
-    with shared_out(folder, kt_num_gpu_experts=2, kt_weight_path=str(other)) as engine:
+    with shared_out(folder, kt_num_gpu_experts=2, kt_weight_path=str(other), kt_method="bf16") as engine:
         runner = engine._assembly.core.runner
-        assert not np.array_equal(np.asarray(next(iter(runner._model.host.values())).down), mine)
-        np.testing.assert_array_equal(runner._model.layers[runner._layers[1].kind]["router"], engine_router(folder))
-
-
-def engine_router(folder):
-    from safetensors.numpy import load_file
-
-    tensors = load_file(folder / "model.safetensors")
-    return np.stack([tensors[f"model.layers.{layer}.mlp.gate.weight"].T for layer in (1, 2)])
+        (stored,), (table,) = runner._model.host.values(), runner._tables.values()
+        router = runner._model.layers[runner._layers[1].kind]["router"]
+    mine, theirs = (load_file(path / "model.safetensors") for path in (folder, other))
+    at = "model.layers.{}.mlp"
+    np.testing.assert_array_equal(router, np.stack([mine[f"{at}.gate.weight".format(layer)].T for layer in (1, 2)]))
+    experts = [theirs[f"{at}.experts.{expert}.down_proj.weight".format(layer)].T for layer in (1, 2) for expert in range(EXPERTS)]
+    half = np.stack(experts).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(stored.down, half)
+    np.testing.assert_array_equal(table.down, half.reshape(MOE_LAYERS, EXPERTS, *half.shape[1:])[:, :2].reshape(-1, *half.shape[1:]))
+    assert table.down.dtype == np.float32  # residents have the model's dtype, and the numbers of the store
 
 
 def test_what_is_not_built_is_refused_by_name(engine):

@@ -65,9 +65,8 @@ def programs(mode):
     }
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
 @pytest.mark.parametrize("name", ["layer", "home"])
-@pytest.mark.parametrize("mode", [0, 1], ids=["decode", "extend"])
+@pytest.mark.parametrize(("mode", "chip"), [(0, "v5e"), (1, "v6e")], ids=["decode on v5e", "extend on v6e"])
 def test_a_layer_copies_neither_pool_nor_table(name, mode, chip):
     program, args, donated = programs(mode)[name]
     compiled = compile_tpu(program, *args, mesh=tpu_mesh(chip), donate_argnums=donated)
