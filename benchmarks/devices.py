@@ -2,10 +2,11 @@
 
     python benchmarks/devices.py [--tp 2] [--config CONFIG.json] [--layers N] [--dtype float32] [--batch 16] [--prompt 128] [--new 64]
 
-Random weights of a config (Qwen3-30B-A3B's shapes with --layers of its layers, unless named); one device, then --tp of them by width of
-each expert, then by whole experts. The answers of one device are scored by the others: `routes differ` is the share of (token, layer)
-whose live choice is another, `logprob` the largest difference with the same routes forced. In float32 the script ends with 1 where more
-than 0.1 % of routes differ or a logprob by more than 1e-3; in bfloat16 rounding moves both, and they are only told.
+Random weights of a config (Qwen3-30B-A3B's shapes with --layers of its layers, unless named); one device, then --tp of them by width
+of each expert, by whole experts, and by whole experts of which the busiest have two instances (`placed`). The answers of one device
+are scored by the others: `routes differ` is the share of (token, layer) whose live choice is another, `logprob` the largest difference
+with the same routes forced. In float32 the script ends with 1 where more than 0.1 % of routes differ or a logprob by more than 1e-3;
+in bfloat16 rounding moves both, and they are only told.
 On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=2, and a --config that suits it."""
 
 import argparse
@@ -21,8 +22,10 @@ from common import HF_CONFIG, Prompts, print_table, write_result
 from step import QWEN3_30B_A3B
 
 from routed_experts import Engine, SamplingParams
+from routed_experts.core.placement import Placement
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.score import ScoreOutput
+from routed_experts.placement.eplb import rebalance
 
 MOST_ROUTES, MOST_LOGPROB = 1e-3, 1e-3
 
@@ -44,6 +47,14 @@ def compare(mine: list[ScoreOutput], forced: list[ScoreOutput], first: list[Scor
     differ = np.concatenate([np.any(a != b, axis=-1).ravel() for a, b in pairs])
     apart = max(float(np.abs(a.logprobs - b.logprobs).max()) for a, b in zip(forced, first, strict=True))
     return {"routes differ": float(differ.mean()), "logprob": apart}
+
+
+def spare_instances(records: list[RoutedExperts | None], devices: int) -> Placement:
+    """Experts by the load that was recorded, one more instance a device than there are experts."""
+    held = [record for record in records if record is not None]
+    experts, layers = held[0].num_experts, held[0].ids.shape[1]
+    load = np.stack([np.bincount(np.concatenate([one.ids[:, at].ravel() for one in held]), minlength=experts) for at in range(layers)])
+    return rebalance(load.astype(np.float64), num_instances=experts + devices, num_devices=devices)
 
 
 def main() -> int:
@@ -72,9 +83,10 @@ def main() -> int:
     sequences: list[list[int]] = []
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        for tp, ep in ((1, 1), (args.tp, 1), (args.tp, args.tp)):
+        for tp, ep, placed in ((1, 1, False), (args.tp, 1, False), (args.tp, args.tp, False), (args.tp, args.tp, True)):
             shared = dict(load_format="dummy", skip_tokenizer_init=True, enable_return_routed_experts=True, mem_fraction_static=0.6)
-            with Engine(folder, tp_size=tp, ep_size=ep, **shared, **sizes) as engine:
+            placement = spare_instances(records, args.tp) if placed else None
+            with Engine(folder, tp_size=tp, ep_size=ep, placement=placement, **shared, **sizes) as engine:
                 answers, rate = serve(engine, prompts, args.new)
                 if not first:
                     wanted, sequences = answers, [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
@@ -83,7 +95,7 @@ def main() -> int:
                     first, records = live, [score.routed_experts for score in live]
                 same = np.mean([a == b for one, other in zip(answers, wanted, strict=True) for a, b in zip(one, other, strict=True)])
                 far = compare(live, engine.score(sequences, routed=records), first)
-            rows.append({"tp": tp, "ep": ep, "tokens/s": rate, "same tokens": float(same), **far})
+            rows.append({"tp": tp, "ep": ep, "placed": placed, "tokens/s": rate, "same tokens": float(same), **far})
     print_table(rows)
     print(write_result(args.name, rows))
     good = all(row["routes differ"] <= MOST_ROUTES and row["logprob"] <= MOST_LOGPROB for row in rows)

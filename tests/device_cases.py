@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,12 +18,13 @@ import jax
 import jax.monitoring
 import numpy as np
 import pytest
+from flax import nnx
 
 from family_folders import write_family
 from oracles.driver import Bench, request
 from routed_experts import Engine, extract_routed_experts_from_meta_info
 from routed_experts.core.buckets import Buckets
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import ConfigError, InvalidRequestError, PlacementError
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import kv_shapes
@@ -37,6 +39,7 @@ from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.models.registry import ModelFolder
+from routed_experts.placement.eplb import rebalance
 from tiny import VOCAB_SIZE, write_tiny_checkpoint
 
 SIZES = dict(page_size=4, context_length=96, precompile_bs_paddings=(4,), precompile_token_paddings=(32,), max_total_tokens=512)
@@ -245,10 +248,13 @@ class Served:
         before = self._ask(shared)
         opened = ModelFolder.open(self.qwen3.other)
         held = opened.load(opened.dtype("auto"))
-        for version in (1, 2):
+        for version in (1, 2, 3):
             for engine in self.engines:
                 if version == 1:
                     engine.update_weights(held, version=1)
+                elif version == 3:
+                    engine.release_memory_occupation()
+                    engine.resume_memory_occupation(held, version=3)
                 else:
                     engine.update_weights_from_disk(self.qwen3.folder, version=2)
             after = self._ask(shared)
@@ -275,11 +281,66 @@ class Served:
         return told
 
     def _compare(self, alone, shared):
-        for one, other in zip(alone, shared, strict=True):
-            assert one["output_ids"] == other["output_ids"]
-            rows = [extract_routed_experts_from_meta_info(told) for told in (one, other)]
-            np.testing.assert_array_equal(*rows)
-            np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), rtol=0, atol=LOGPROB)
+        alike(alone, shared)
+
+
+def placement(qwen3):
+    """Experts with replicas, placed one way, then another while requests run, then with other weights: tokens and routes are those of one
+    device, ids are logical, and nothing compiles."""
+    rng, sizes = np.random.default_rng(5), dict(num_instances=20, num_devices=4)
+    first, second, third = (rebalance(rng.gamma(0.5, size=(3, 16)), **sizes) for _ in range(3))
+    assert (first.physical_to_logical_map != second.physical_to_logical_map).any(axis=1).all()
+    args = dict(skip_tokenizer_init=True, enable_return_routed_experts=True, **SIZES)
+    ask = dict(input_ids=qwen3.prompts, sampling_params=GREEDY | {"max_tokens": 24}, return_logprob=True, return_routed_experts=True)
+    with Engine(str(qwen3.folder), **args) as alone, Engine(str(qwen3.folder), tp_size=4, ep_size=4, placement=first, **args) as placed:
+        wanted = alone.generate(**ask)
+        alike(wanted, placed.generate(**ask))
+        placed.flush_cache()
+        for next_one in (second, third):
+            with ThreadPoolExecutor(1) as pool, events() as seen:
+                running = pool.submit(placed.generate, **ask)
+                assert placed.apply_placement(next_one) > 0
+                alike(wanted, running.result())
+                assert placed.apply_placement(next_one) == 0
+                placed.flush_cache()
+                alike(wanted, placed.generate(**ask))
+            assert not seen, seen
+            held_is(placed, next_one, qwen3.folder)
+        held_is(placed, third, qwen3.folder)
+        scored = [engine.score(qwen3.prompts[2]) for engine in (alone, placed)]
+        np.testing.assert_array_equal(*(score.routed_experts.ids for score in scored))
+        for engine in (alone, placed):
+            engine.update_weights_from_disk(qwen3.other, version=1)
+        held_is(placed, third, qwen3.other)
+        alike(alone.generate(**ask), placed.generate(**ask))
+        with pytest.raises(PlacementError, match="max_replicas"):
+            placed.apply_placement(rebalance(np.ones((3, 16)), num_instances=24, num_devices=4))
+        with pytest.raises(InvalidRequestError, match="placement="):
+            alone.apply_placement(second)
+    with pytest.raises(PlacementError, match="num_devices=4, but tp_size=2"):
+        Engine(str(qwen3.folder), tp_size=2, ep_size=2, placement=first, **args)
+
+
+def held_is(engine, placement, folder):
+    """Every device holds, layer by layer, the experts that the placement says, whole."""
+    source = ModelFolder.open(folder)
+    whole = nnx.split(source.load(source.dtype("auto")))[1]
+    experts = {path[-1]: np.asarray(leaf.get_raw_value()) for path, leaf in nnx.to_flat_state(whole) if path[:2] == ("runs", 1)}
+    own = placement.instances_per_device
+    for path, leaf in nnx.to_flat_state(_state(engine)):
+        if path[-1] not in ("gate_up", "down") or path[:2] != ("runs", 1):
+            continue
+        for device, shard in enumerate(leaf.get_raw_value().addressable_shards):
+            held = placement.physical_to_logical_map[:, device * own : (device + 1) * own]
+            wanted = experts[path[-1]].reshape(3, 16, *leaf.shape[1:])[np.arange(3)[:, None], held]
+            np.testing.assert_array_equal(np.asarray(shard.data).reshape(wanted.shape), wanted)
+
+
+def alike(alone, shared):
+    for one, other in zip(alone, shared, strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        np.testing.assert_array_equal(*(extract_routed_experts_from_meta_info(told) for told in (one, other)))
+        np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), rtol=0, atol=LOGPROB)
 
 
 def _state(engine):
@@ -311,6 +372,7 @@ def cases(folder):
     qwen3 = functools.cache(lambda: Qwen3(folder / "qwen3"))
     for name in ("answers", "gpu_kernels", "prefix_hits", "retraction", "memory"):
         yield name, lambda name=name: getattr(qwen3(), name)()
+    yield "placement", lambda: placement(qwen3())
     served = functools.cache(lambda: Served(qwen3()))
     for name in ("samplers", "replay", "new_weights"):
         yield name, lambda name=name: getattr(served(), name)()

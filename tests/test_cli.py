@@ -64,8 +64,8 @@ def test_every_field_has_a_flag_that_sets_it(field):
 
 
 def test_every_number_and_name_of_experts_on_the_host_has_a_flag():
-    said = {field.name: "f32" if field.name == "kt_method" else "auto" if field.name == "host_backend" else "1"
-            for field in dataclasses.fields(ExpertsConfig) if field.name != "residency"}  # fmt: skip
+    words = {"kt_method": "f32", "host_backend": "dispatch", "residency": "adaptive"}
+    said = {field.name: words.get(field.name, "1") for field in dataclasses.fields(ExpertsConfig)}
     parser = argparse.ArgumentParser()
     add_expert_flags(parser)
     assert expert_args(parser.parse_args([])) == ExpertsConfig()

@@ -17,7 +17,7 @@ TESTS = Path(__file__).parents[1]
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 CASES = (
     "deepseek", "gpt-oss", "olmoe", "qwen3-next", "dense", "refusals", "answers", "gpu_kernels", "prefix_hits", "retraction", "memory",
-    "samplers", "replay", "new_weights",
+    "placement", "samplers", "replay", "new_weights",
 )  # fmt: skip
 
 

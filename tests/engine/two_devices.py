@@ -102,6 +102,11 @@ def assert_same(answers, wanted):
         np.testing.assert_allclose(logprobs_of(ours), logprobs_of(theirs), atol=1e-5, rtol=0)
 
 
+def hits_of(residency, rows):
+    """Of each layer, the share of the rows' slots whose experts are resident."""
+    return (residency.slot_of[np.arange(MOE_LAYERS)[None, :, None], rows] >= 0).mean(axis=(0, 2))
+
+
 def any_residents(seed, num_resident, *, epoch=0):
     noise = np.random.default_rng(seed)
     held = np.stack([noise.permutation(EXPERTS)[:num_resident] for _ in range(MOE_LAYERS)])
@@ -155,10 +160,12 @@ def test_any_number_of_residents_says_the_same(folder, undivided, num_resident):
     with shared_out(folder, **how) as engine:
         assert_same(ask(engine), undivided)
         held, hits = engine.residency()
+        if num_resident == EXPERTS:  # nobody is on the host, and slots may be exchanged all the same
+            assert engine.apply_residency(any_residents(1, EXPERTS, epoch=1)) > 0
+            assert_same(ask(engine), undivided)
     rows = [extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided]
     rows = np.concatenate(rows)  # the last token of each was not fed
-    resident = held.slot_of[np.arange(MOE_LAYERS)[None, :, None], rows] >= 0
-    np.testing.assert_allclose(hits, resident.mean(axis=(0, 2)), atol=1e-12)
+    np.testing.assert_allclose(hits, hits_of(held, rows), atol=1e-12)
 
 
 def test_host_experts_are_never_on_the_accelerator(engine, most_bytes):
@@ -169,6 +176,9 @@ def test_host_experts_are_never_on_the_accelerator(engine, most_bytes):
     assert {device.id for leaf in stores for device in leaf.devices()} == {1}
     assert {device.id for leaf in tables for device in leaf.devices()} == {0}
     rest = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._model.state)) - MOE_LAYERS * 2 * expert
+    plan = engine._assembly.plan
+    assert (plan.weights, plan.experts_host) == (rest + MOE_LAYERS * 2 * expert, MOE_LAYERS * EXPERTS * expert)
+    assert any(line.startswith("experts, host") for line in engine.memory_plan)
     assert 0 < max(most_bytes) <= rest  # while experts were loaded, only other arrays were there
 
 
@@ -253,13 +263,13 @@ def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
     metrics.watch(EngineDoor(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
     ask(engine)
     engine.residency()  # the counts of the last steps
-    told = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines() if not line.startswith("#"))
+    told = dict(line.rsplit(" ", 1) for line in metrics.text(None).decode().splitlines() if not line.startswith("#"))
     hits = [float(told[f'routed_experts_resident_hit_ratio{{layer="{layer}"}}']) for layer in (1, 2)]
     np.testing.assert_allclose(hits, engine.residency()[1], atol=1e-9)
     assert float(told["routed_experts_resident_swaps_total"]) == engine._assembly.core.runner.num_swapped
 
 
-def test_deferred_experts_are_added_one_layer_later(folder, undivided):
+def test_deferred_experts_are_added_one_layer_later(folder, undivided, monkeypatch):
     """In decode steps alone; of each token's lightest `deferred` those on the host, but none of the last layer's."""
     with shared_out(folder, kt_num_gpu_experts=2, kt_max_deferred_experts_per_token=1) as engine:
         with compile_events() as seen:
@@ -267,6 +277,9 @@ def test_deferred_experts_are_added_one_layer_later(folder, undivided):
         with recorded_starts(engine) as started:
             engine.generate(input_ids=[5, 6], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=6)
         slot_of = engine.residency()[0].slot_of
+        engine.flush_cache()
+        monkeypatch.setattr(Sides, "alike", property(lambda sides: False))
+        assert_same(ask(engine), answers)
     assert seen == []
     for ours, theirs in zip(answers, undivided, strict=True):
         assert ours["meta_info"]["exact"] is False and "exact" not in theirs["meta_info"]
@@ -317,6 +330,8 @@ def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path
         build({"residency": ResidencyMap.first(3, 6, 2)})
     with pytest.raises(ConfigError, match="deterministic=True with experts="):
         build({"kt_num_gpu_experts": 2}, deterministic=True)
+    with pytest.raises(ConfigError, match="tp_size=2 with experts="):
+        build({"kt_num_gpu_experts": 2}, tp_size=2)
     with pytest.raises(ConfigError, match="kt_cpuinfer=12345, but XLA's CPU client has"):
         build({"kt_num_gpu_experts": 2, "kt_cpuinfer": 12345})
     fewer = write_tiny_checkpoint(tmp_path / "fewer", tokenizer=False, **(MODEL | {"num_experts": 5}))

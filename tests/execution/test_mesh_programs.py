@@ -37,7 +37,8 @@ MAX_TEMP_BYTES = 6 * MIB
 def jobs(chip, kind):
     """The runner's table for a mesh of four chips."""
     split = Split(4, whole_experts=KINDS[kind])
-    shards = Shards.of(SMALL.config, split, devices=tuple(tpu_devices(chip)))
+    cuts = SMALL.config.cuts(by_expert=split.whole_experts)
+    shards = Shards.of(cuts, split, devices=tuple(tpu_devices(chip)))
     assert shards.mesh == Mesh(tpu_mesh(chip, (4,)).devices, (AXIS,))
     state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(SMALL.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[1]
     part = SMALL.config.part(split)

@@ -87,6 +87,10 @@ class FedLog:
     def weight_version(self):
         return self._runner.weight_version
 
+    @property
+    def exact(self):
+        return self._runner.exact
+
     def dispatch(self, batch):
         rids = {req.slot: req.rid for req in self._scheduler.running}
         forward = len(self.forwards)
@@ -109,6 +113,14 @@ class FedLog:
 
     def update_weights(self, state, *, version):
         self._runner.update_weights(state, version=version)
+
+    def release(self, *, pool, weights):
+        self._runner.release(pool=pool, weights=weights)
+        if pool:
+            self._writers.clear()
+
+    def allocate_pool(self):
+        self._runner.allocate_pool()
 
     def _slot(self, batch, row, position):
         return int(batch.page_table[row, position // self._page_size]) * self._page_size + position % self._page_size

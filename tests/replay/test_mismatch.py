@@ -18,23 +18,26 @@ from routed_experts.models.registry import ModelFolder
 from routed_experts.replay import CanaryGate, RoutedBatch, Sample, align, canary, forward, mismatch_report
 from tiny import write_tiny_checkpoint
 
-PROMPT_LEN, NEW_TOKENS, NUM_SAMPLES, MANY_SAMPLES = 32, 96, 24, 384
+PROMPT_LEN, NEW_TOKENS, NUM_SAMPLES = 32, 96, 24
 LENGTH = PROMPT_LEN + NEW_TOKENS
+CHOICES = 10  # answers to a prompt, where many are wanted
 TEXT = "Once upon a time there was a sea captain who counted the stars. What is the capital of France? def add(a, b): return a + b "
 
 
 class World:
     """A rollout in bfloat16 by the engine, and its judge: the forward pass of training, in float32, with the same weights."""
 
-    def __init__(self, folder, prompts_of, samples=NUM_SAMPLES):
+    def __init__(self, folder, prompts_of, choices=1):
         opened = ModelFolder.open(folder)
         self.spec = opened.config.capture_spec
         self._graphdef, self._state = nnx.split(opened.load(jnp.dtype("float32")))
-        sizes = dict(precompile_bs_paddings=(samples,), precompile_token_paddings=(768,), max_total_tokens=samples * 160)
+        count = NUM_SAMPLES * choices
+        sizes = dict(precompile_bs_paddings=(count,), precompile_token_paddings=(768,), max_total_tokens=160 * count)
         with Engine(str(folder), dtype="bfloat16", enable_return_routed_experts=True, context_length=256, **sizes) as engine:
             prompts = prompts_of(engine)
-            sampling = {"temperature": 1.0, "seed": 1, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+            sampling = {"temperature": 1.0, "seed": 1, "n": choices, "max_tokens": NEW_TOKENS, "ignore_eos": True}
             results = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True, return_routed_experts=True)
+        prompts = [prompt for prompt in prompts for _ in range(choices)]
         self.records = [record_from_meta_info(result) for result in results]
         self._tokens = jnp.asarray([[*prompt, *result["output_ids"]] for prompt, result in zip(prompts, results, strict=True)], jnp.int32)
         self._said = np.array([[value for value, _, _ in result["meta_info"]["output_token_logprobs"]] for result in results])
@@ -67,17 +70,17 @@ class World:
         return dataclasses.replace(report, fallback_frac=misses.fallback_frac), float(value)
 
 
-def demo_world(samples):
+def demo_world(choices):
     def prompts(engine):
-        ids = engine.tokenizer.encode(TEXT * 150)
-        return [ids[7 * index : 7 * index + PROMPT_LEN] for index in range(samples)]
+        ids = engine.tokenizer.encode(TEXT * 30)
+        return [ids[7 * index : 7 * index + PROMPT_LEN] for index in range(NUM_SAMPLES)]
 
-    return World(demo_model_path(), prompts, samples)
+    return World(demo_model_path(), prompts, choices)
 
 
 @pytest.fixture(scope="module")
 def demo():
-    return demo_world(NUM_SAMPLES)
+    return demo_world(1)
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +115,10 @@ def test_replay_takes_at_least_half_of_the_mismatch_away(wide):
 
 def test_on_the_demo_model_replay_takes_half_of_the_mismatch_away():
     """Its routers are seldom near a tie, so it takes many sequences to see how much they matter."""
-    many = demo_world(MANY_SAMPLES)
+    many = demo_world(CHOICES)
     live, (report, value) = many.judge(None)[0], many.judge(many.records)
     shown(live, report, value)
-    assert live.num_tokens == MANY_SAMPLES * NEW_TOKENS
+    assert live.num_tokens == NUM_SAMPLES * CHOICES * NEW_TOKENS
     assert live.k3 >= 2 * report.k3
     assert report.k3_high < live.k3_low
     assert live.max_abs > 1.3 * report.max_abs

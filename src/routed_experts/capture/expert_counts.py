@@ -1,9 +1,14 @@
-"""ExpertCounts: counts the rows that are filed, some hundreds at a time. Knows nothing of slots, pages or requests. Engine thread only.
+"""ExpertCounts: counts the rows that are filed. Knows nothing of slots, pages or requests. Engine thread only.
 
-It counts where rows are filed, in bulk and off the step path, so that the compiled program is the one without it.
+Filing only hands rows over. They are counted many at a time by one worker, in pieces small enough that the engine's thread never waits
+long for the interpreter, and the compiled program is the one without counts. A worker that lags makes the engine wait, so what is kept
+for it is bounded; whoever reads waits until all is counted.
 Dims: F phases (prompt, generated), R rows, M MoE layers, K experts per token, E experts."""
 
+import itertools
 from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from jaxtyping import Bool, Int64, UInt
@@ -12,7 +17,13 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.routing_stats import PHASES, WINDOW_TOKENS, RoutingStats
 
 _WINDOWS = 32
-_AT_ONCE = 1024  # rows: their keys take 8 bytes an id
+_AT_ONCE = 1 << 15  # ids: a tenth of a millisecond
+_HANDED_OVER = 1 << 18  # ids that go to the worker together
+_MOST_WAITING = 8  # such parcels; one is larger only where a single step is, of a byte or two an id
+
+AskGenerated = Callable[[], Bool[np.ndarray, " N"]]
+# Rows of a step, what tells which of its tokens were generated (None: none), and which of its tokens the rows are of (None: all).
+NotedRows = tuple[UInt[np.ndarray, "R M*K"], AskGenerated | None, Bool[np.ndarray, " N"] | None]
 
 
 class ExpertCounts:
@@ -24,20 +35,32 @@ class ExpertCounts:
         # The first number of each slot of a row, by phase: layers, then phases, lie E apart.
         starts = np.arange(len(PHASES) * spec.num_moe_layers) * spec.num_experts
         self._starts: Int64[np.ndarray, "F M*K"] = np.repeat(starts.reshape(len(PHASES), -1), spec.top_k, axis=1)
-        self.reset()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="expert-counts")  # its thread begins with the first parcel
+        self._handed: deque[Future[None]] = deque()
+        self._noted: list[NotedRows] = []
+        self._noted_ids = 0
+        self._clear()
 
     def reset(self) -> None:
         """Begin anew."""
-        self._before = np.zeros(self._shape, np.int64)  # of windows that are whole
-        self._filling = np.zeros(self._shape, np.int64)
-        self._filling_rows = 0
-        self._windows: deque[np.ndarray] = deque(maxlen=_WINDOWS)
+        self._catch_up()
+        self._clear()
+
+    def note(self, rows: UInt[np.ndarray, "R M*K"], generated: AskGenerated | None, live: Bool[np.ndarray, " N"] | None) -> None:
+        """Count these rows later; nobody may change them from now on. `generated` is asked then which tokens of the step were
+        generated, the others are of prompts; `live` says which of those tokens the rows are of."""
+        self._noted.append((rows, generated, live))
+        self._noted_ids += rows.size
+        if self._noted_ids >= _HANDED_OVER:
+            if len(self._handed) >= _MOST_WAITING:
+                self._handed.popleft().result()
+            noted, self._noted, self._noted_ids = self._noted, [], 0
+            self._handed.append(self._worker.submit(self._count, noted))
 
     def add(self, rows: UInt[np.ndarray, "R M*K"], generated: Bool[np.ndarray, " R"]) -> None:
-        """Count these rows; `generated` says which are of generated tokens, the others are of prompts."""
-        for low in range(0, len(rows), _AT_ONCE):
-            part = slice(low, low + _AT_ONCE)
-            keys = self._starts[generated[part].astype(np.intp)] + rows[part]
+        """Count these rows now; `generated` says which are of generated tokens, the others are of prompts."""
+        for low, high in itertools.pairwise((*range(0, len(rows), max(1, _AT_ONCE // rows.shape[1])), len(rows))):
+            keys = self._starts[generated[low:high].astype(np.intp)] + rows[low:high]
             self._filling += np.bincount(keys.ravel(), minlength=self._before.size).reshape(self._shape)
         self._filling_rows += len(rows)
         if self._filling_rows >= WINDOW_TOKENS:
@@ -45,8 +68,30 @@ class ExpertCounts:
             self._windows.append(self._filling.astype(np.int32))
             self._filling, self._filling_rows = np.zeros(self._shape, np.int64), 0
 
+    def _clear(self) -> None:
+        self._before = np.zeros(self._shape, np.int64)  # of windows that are whole
+        self._filling = np.zeros(self._shape, np.int64)
+        self._filling_rows = 0
+        self._windows: deque[np.ndarray] = deque(maxlen=_WINDOWS)
+
+    def _count(self, noted: Sequence[NotedRows]) -> None:
+        parts: list[np.ndarray] = []
+        for rows, ask, live in noted:
+            told = np.zeros(len(rows) if live is None else live.size, np.bool_) if ask is None else ask()
+            parts.append(told if live is None else told[live])
+        for some in _together(noted):
+            self.add(np.concatenate([noted[i][0] for i in some]), np.concatenate([parts[i] for i in some]))
+
+    def _catch_up(self) -> None:
+        """Wait for the worker, and count what it was not handed."""
+        while self._handed:
+            self._handed.popleft().result()
+        noted, self._noted, self._noted_ids = self._noted, [], 0
+        self._count(noted)
+
     def stats(self, *, windows: bool = True) -> RoutingStats:
         """A copy of what was counted; `windows` may be left out, which are most of it."""
+        self._catch_up()
         counts = self._before + self._filling
         kept = list(self._windows) if windows else []
         if windows and self._filling_rows:
@@ -55,3 +100,16 @@ class ExpertCounts:
             counts=counts, num_tokens=counts[:, 0].sum(axis=1) // self._spec.top_k,
             windows=np.array(kept, np.int32).reshape(-1, *self._shape), layer_ids=self._spec.layer_ids, top_k=self._spec.top_k,
         )  # fmt: skip
+
+
+def _together(noted: Sequence[NotedRows]) -> list[list[int]]:
+    """Neighbours of the list, as many as make a window."""
+    groups: list[list[int]] = []
+    rows = WINDOW_TOKENS
+    for place, (ids, _, _) in enumerate(noted):
+        if rows >= WINDOW_TOKENS:
+            groups.append([])
+            rows = 0
+        groups[-1].append(place)
+        rows += len(ids)
+    return groups

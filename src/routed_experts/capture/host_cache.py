@@ -8,14 +8,13 @@ and filing one step then costs as much as filing ten; experts are counted there 
 one contiguous run of M*K bytes. Engine thread only.
 Dims: Z slots, P pages, R rows, M MoE layers, K experts per token."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt
 
-from routed_experts.capture.expert_counts import ExpertCounts
+from routed_experts.capture.expert_counts import AskGenerated, ExpertCounts
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.integrity import Violation
 from routed_experts.core.routing_stats import RoutingStats
@@ -28,7 +27,6 @@ _MOST_ROWS = 512
 
 # What waits to be filed: slots, rows, version, which of them live, and who tells which are of generated tokens; or pages to be
 # forgotten, and their size. Plain tuples: making one is all that a step waits for.
-AskGenerated = Callable[[], Bool[np.ndarray, " R"]]
 _Step = tuple[Int[np.ndarray, " R"], Any, int, Bool[np.ndarray, " R"] | None, AskGenerated | None]
 _Forgotten = tuple[Int[np.ndarray, " P"], int]
 
@@ -110,20 +108,22 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
             return
         version, read = steps[0][2], [self._read(step) for step in steps]
         assert version > _NO_ROW, version
-        slots, ids, generated = read[0] if len(read) == 1 else map(np.concatenate, zip(*read, strict=True))
+        slots, ids = read[0] if len(read) == 1 else map(np.concatenate, zip(*read, strict=True))
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
         self._store[slots] = ids
         self._versions[slots] = version
-        self._counts.add(ids, generated)
 
-    def _read(self, step: _Step) -> tuple[Int[np.ndarray, " R"], UInt[np.ndarray, "R M*K"], Bool[np.ndarray, " R"]]:
-        """Slots and rows of the step that are kept, and which of them are of generated tokens."""
-        slots, rows, _, live, ask = step
+    def _read(self, step: _Step) -> tuple[Int[np.ndarray, " R"], UInt[np.ndarray, "R M*K"]]:
+        """Slots and rows of the step that are kept; they are counted, too."""
+        slots, rows, _, live, generated = step
         ids: UInt[np.ndarray, "N M*K"] = np.asarray(rows)
         assert ids.dtype == self._store.dtype, (ids.dtype, self._store.dtype)
         assert ids.shape[0] >= slots.size and ids.shape[1] == self._store.shape[1], (ids.shape, slots.shape, self._store.shape)
-        ids, generated = ids[: slots.size], np.zeros(slots.size, np.bool_) if ask is None else ask()
-        return (slots, ids, generated) if live is None else (slots[live], ids[live], generated[live])
+        ids = ids[: slots.size]
+        if live is not None:
+            slots, ids = slots[live], ids[live]
+        self._counts.note(ids, generated, live)
+        return slots, ids
 
     def _note(self, note: _Step | _Forgotten) -> None:
         self._notes.append(note)

@@ -18,6 +18,7 @@ from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
 from routed_experts.core.experts_config import ExpertsConfig
+from routed_experts.core.placement import Placement
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.core import EngineCore
@@ -28,10 +29,13 @@ from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.on_mesh import OnMesh
+from routed_experts.execution.placed_runner import PlacedRunner
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.memory.kv_pool import KVPoolSpec, row_width
 from routed_experts.models.expert_store import SplitModel
+from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.interface import Decoder, DecoderConfig
+from routed_experts.models.placed_experts import sparse_places
 from routed_experts.models.registry import ModelFolder
 from routed_experts.models.shards import Shards
 from routed_experts.scheduling.scheduler import Scheduler
@@ -89,18 +93,19 @@ def assemble(
     load_format: str = "auto",
     on_load: Callable[[int, int], None] | None = None,
     experts: ExpertsConfig | None = None,
+    placement: Placement | None = None,
 ) -> Assembly:
     """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded, bytes in all);
-    `experts` may share them out to the host. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    `experts` may share them out to the host, `placement` to devices. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     shares = experts is not None and experts.num_resident is not None
-    source, config = _open(args, model, load_format, in_parts=shares)
+    source, config = _open(args, model, load_format, in_parts=shares or placement is not None)
     sharing = Sharing.check(experts, args, config, registry) if experts is not None and shares else None
-    shards = shards_of(args, config)
+    shards = shards_of(args, config, placement)
     args = _without_prefixes(args, config)
     devices = "" if shards is None else f", on {shards.mesh.size} devices"
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
-    kernels, attention = registry.choose(args, config.needs)
+    kernels, attention = registry.choose(args, config.needs, instances=0 if placement is None else placement.num_instances)
     clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
     served, state, parted = _load(source, config, args.dtype, sharing, shards, on_load)
     jax.block_until_ready(state)
@@ -110,6 +115,7 @@ def assemble(
     capture = config.capture_spec if args.enable_return_routed_experts else None
     shapes = kv_shapes(args, served.part, state)
     plan = plan_memory(args, buckets, shapes, served.held, capture, context_length=context_length, vocab_size=config.vocab_size)
+    plan = plan if parted is None else dataclasses.replace(plan, experts_host=parted.host_bytes)
     clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())
     spec = ProgramSpec(
         graphdef=served.graphdef,
@@ -121,7 +127,8 @@ def assemble(
         on=None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool),
     )
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
-    runner = ModelRunner(state, spec, sizes) if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
+    split = None if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
+    runner = split or _runner(state, spec, sizes, config, placement)
     new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, sharing)
     core = new_core()
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
@@ -136,6 +143,15 @@ def assemble(
         core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size,
         prefix_cache=caches, served=served,
     )  # fmt: skip
+
+
+def _runner(
+    state: nnx.State[Any, Any], spec: ProgramSpec, sizes: RunnerConfig, config: DecoderConfig, placement: Placement | None
+) -> ModelRunner:
+    """What runs a model whose experts are all on accelerators."""
+    if placement is None or not isinstance(config, FamilyConfig):
+        return ModelRunner(state, spec, sizes)
+    return PlacedRunner(state, spec, sizes, placement=placement, places=sparse_places(config))
 
 
 def _new_core(

@@ -120,7 +120,9 @@ class BackendRegistry:
         """The same registry with one more MoE backend."""
         return dataclasses.replace(self, moe=MappingProxyType({**self.moe, backend.name: _given(Kernels(moe=backend))}))
 
-    def choose(self, args: ServerArgs, needs: Needs = PLAIN, *, platform: str | None = None) -> tuple[Kernels, AttentionBackend]:
+    def choose(
+        self, args: ServerArgs, needs: Needs = PLAIN, *, platform: str | None = None, instances: int = 0
+    ) -> tuple[Kernels, AttentionBackend]:
         """The backends that `args` name, for a model that `needs` some things and for `platform` (the default device's); with several
         devices, each on its share.
         Deterministic mode runs on `reference` alone; a backend that hides the ids it runs is refused with capture on. Raises
@@ -145,7 +147,7 @@ class BackendRegistry:
                 f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded; choose "
                 "another backend or enable_return_routed_experts=False"
             )
-        peers = Peers(axis=AXIS, count=args.tp_size, whole_experts=args.ep_size > 1)
+        peers = Peers(axis=AXIS, count=args.tp_size, whole_experts=args.ep_size > 1, instances=instances)
         return kernels.among(peers), attention
 
 

@@ -2,6 +2,7 @@
 
 Every method may be called from any thread and acts between two steps."""
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -12,7 +13,7 @@ from jaxtyping import Float64, Int32
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError, PromptTooLongError, RoutingAlignmentError
-from routed_experts.core.placement import ResidencyMap
+from routed_experts.core.placement import Placement, ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import shown
@@ -22,18 +23,19 @@ from routed_experts.engine.assembly import Assembly
 from routed_experts.engine.core import EngineCore, Hold
 from routed_experts.engine.door import is_nested
 from routed_experts.engine.loop import EngineLoop
+from routed_experts.engine.occupation import EngineOccupation, refuse_released, refuse_split, served_now
 from routed_experts.engine.score import ScoreOutput, Scorer
 from routed_experts.engine.weights import Weights, state_of, state_of_folder
+from routed_experts.execution.placed_runner import PlacedRunner
 from routed_experts.execution.split_runner import SplitRunner
 from routed_experts.replay.check import check_record
 
 
-class EngineControl:
+class EngineControl(EngineOccupation):
     """A core in its loop, and what can be done with it beside generating."""
 
     def __init__(self, args: ServerArgs, assembly: Assembly) -> None:
-        self._assembly = assembly
-        self._loop = EngineLoop(assembly.core)
+        super().__init__(assembly)
         self._scorer = Scorer(args, assembly.buckets, assembly.core.runner)
 
     def update_weights(self, state: Weights, *, version: int, cache: str = "flush") -> None:
@@ -42,21 +44,24 @@ class EngineControl:
         donate them afterwards. `version` must rise. Running requests prefill again with `cache="flush"` and keep their pages with
         "keep"; rows that were written stay, and their `version_spans` tell which weights made them. No new request matches old
         pages. Raises WeightsMismatchError naming the first arrays that differ; then nothing has changed."""
-        _refuse_split(self._assembly.core, "update_weights")
-        served = self._assembly.served
-        _exchange(self._loop, self._assembly.core, lambda: served.placed(state_of(state, served.arrays)), version=version, cache=cache)
+        refuse_split(self._assembly.core, "update_weights")
+        with self._placing:
+            served, core = served_now(self._assembly), self._assembly.core
+            _exchange(self._loop, core, lambda: served.placed(state_of(state, served.arrays)), version=version, cache=cache)
 
     def update_weights_from_disk(self, path: str | Path, *, version: int, cache: str = "flush") -> None:
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests go on.
         Raises WeightsMismatchError where config.json is of another model, CheckpointError where the folder is damaged."""
-        _refuse_split(self._assembly.core, "update_weights_from_disk")
-        served, core = self._assembly.served, self._assembly.core
-        _exchange(self._loop, core, lambda: state_of_folder(path, served), version=version, cache=cache)
+        refuse_split(self._assembly.core, "update_weights_from_disk")
+        with self._placing:
+            served, core = served_now(self._assembly), self._assembly.core
+            _exchange(self._loop, core, lambda: state_of_folder(path, served), version=version, cache=cache)
 
     def update_weight_version(self, version: int) -> None:
         """Name the served weights anew: `version` must rise. Rows written from now on bear it; running requests keep their pages, and
         no new request matches pages of the old one. Raises WeightsMismatchError."""
         core = self._assembly.core
+        refuse_released(core, "update_weight_version")
         self._loop.drained(lambda: core.update_weights(core.runner.state, version=version, cache="keep"))
 
     def pause(self, *, mode: str) -> None:
@@ -89,6 +94,19 @@ class EngineControl:
     def reset_routing_stats(self) -> RoutingStats:
         """Begin to count anew; returns what was counted so far. Raises CaptureDisabledError where nothing is recorded."""
         return self._loop.call(lambda: self._assembly.core.capturer.routing_stats(reset=True))
+
+    def apply_placement(self, placement: Placement) -> int:
+        """Move the experts to where the placement has them, a MoE layer between two steps, while requests go on; returns how many
+        instances came from another device. Ids and outputs stay what they are, up to the order of sums, and nothing is compiled.
+        Raises PlacementError for a placement of another model or other sizes, and InvalidRequestError on an engine that was built
+        without placement=."""
+        runner = _placed_runner(self._assembly.core)
+        refuse_released(self._assembly.core, "apply_placement")
+        runner.check(placement)
+        with self._placing, self._scorer.turn:
+            moved = [self._loop.drained(functools.partial(runner.move_layer, *layer, placement)) for layer in runner.layers()]
+            runner.placement = placement
+        return sum(moved)
 
     def apply_residency(self, residency: ResidencyMap) -> int:
         """Make other experts resident on the accelerator, between two steps, and return how many were copied there. Ids and outputs
@@ -123,33 +141,36 @@ class EngineControl:
         step's tokens); a program is made when a shape is first met. Rows are given where the engine records them; asking for
         them (True) elsewhere raises CaptureDisabledError, as replay there does. Raises InvalidRequestError for ids that are
         none, PromptTooLongError, and RoutingAlignmentError for rows that do not fit, naming sample, row and layer."""
-        _refuse_split(self._assembly.core, "score")
+        refuse_split(self._assembly.core, "score")
+        refuse_released(self._assembly.core, "score")
         several = is_nested(token_ids)
         sequences = [_checked(ids, self._assembly) for ids in (token_ids if several else [token_ids])]
         records: Sequence[RoutedExperts | None] | None = None
         if routed is not None:
             records = list(routed) if several and isinstance(routed, Sequence) else [routed]
-        self._check_routes(records, sequences, return_routed_experts)
+        _check_routes(self._assembly.capture, records, sequences, return_routed_experts)
         runner = self._assembly.core.runner
-        state, version = self._loop.call(lambda: (runner.state, runner.weight_version))
-        outputs = self._scorer.run(sequences, records, state, version)
+        outputs = self._scorer.run(sequences, records, lambda: self._loop.call(lambda: (runner.state, runner.weight_version)))
         return outputs if several else outputs[0]
 
-    def _check_routes(
-        self, records: Sequence[RoutedExperts | None] | None, sequences: Sequence[Int32[np.ndarray, " S"]], wanted: bool | None
-    ) -> None:
-        spec: CaptureSpec | None = self._assembly.capture
-        param = "routed" if records is not None else "return_routed_experts"
-        if spec is None and (wanted or records is not None):
-            text = f"{param} is given, but this engine records none; build it with Engine(..., enable_return_routed_experts=True)"
-            raise CaptureDisabledError(text, param=param)
-        if records is None or spec is None:
-            return
-        if len(records) != len(sequences):
-            raise RoutingAlignmentError(f"routed holds {len(records)} records for {len(sequences)} sequences; give one each, or None")
-        for sample, (record, ids) in enumerate(zip(records, sequences, strict=True)):
-            if record is not None:
-                check_record(record, spec, sample=sample, num_tokens=ids.size)
+
+def _check_routes(
+    spec: CaptureSpec | None,
+    records: Sequence[RoutedExperts | None] | None,
+    sequences: Sequence[Int32[np.ndarray, " S"]],
+    wanted: bool | None,
+) -> None:
+    param = "routed" if records is not None else "return_routed_experts"
+    if spec is None and (wanted or records is not None):
+        text = f"{param} is given, but this engine records none; build it with Engine(..., enable_return_routed_experts=True)"
+        raise CaptureDisabledError(text, param=param)
+    if records is None or spec is None:
+        return
+    if len(records) != len(sequences):
+        raise RoutingAlignmentError(f"routed holds {len(records)} records for {len(sequences)} sequences; give one each, or None")
+    for sample, (record, ids) in enumerate(zip(records, sequences, strict=True)):
+        if record is not None:
+            check_record(record, spec, sample=sample, num_tokens=ids.size)
 
 
 def _checked(ids: Any, assembly: Assembly) -> Int32[np.ndarray, " S"]:
@@ -174,15 +195,16 @@ def _split_runner(core: EngineCore) -> SplitRunner:
     return core.runner
 
 
+def _placed_runner(core: EngineCore) -> PlacedRunner:
+    if not isinstance(core.runner, PlacedRunner):
+        text = "this engine has one instance of every expert, where it is; build it with Engine(..., ep_size=..., placement=...)"
+        raise InvalidRequestError(text, param="placement")
+    return core.runner
+
+
 def _exchange(loop: EngineLoop, core: EngineCore, load: Callable[[], nnx.State[Any, Any]], *, version: int, cache: str) -> None:
     """Go on with the arrays that `load` gives, which lie where they are served."""
     if cache not in ("flush", "keep"):
         raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
     state = load()
     loop.drained(lambda: core.update_weights(state, version=version, cache=cache))
-
-
-def _refuse_split(core: EngineCore, what: str) -> None:
-    if isinstance(core.runner, SplitRunner):
-        text = f"{what} is not supported by this release on an engine with experts=; build one without it"
-        raise InvalidRequestError(text, param="experts")

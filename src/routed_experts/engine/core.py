@@ -47,6 +47,7 @@ class EngineCore:
         self.num_steps = self.num_rows = self.num_missing_rows = 0  # rows filed; requests that lacked one
         self.last_progress = time.monotonic()  # when a step ended, or work came to an idle core
         self.hold: Hold | None = None  # set by engine/pausing.py
+        self.released = frozenset[str]()  # memory that was given up: engine/occupation.py
         self._pending: PendingStep | None = None
         self._ended: list[TokenIDOut] = []  # news of requests that ended between steps
 
@@ -107,6 +108,7 @@ class EngineCore:
         to prefill anew, "keep" leaves them their pages. Rows that were written stay. Drain first."""
         self.runner.update_weights(state, version=version)
         self.scheduler.weight_version = version
+        self.released -= {"weights"}
         for req in tuple(reversed(self.scheduler.running)) if cache == "flush" else ():
             self.retract(req)
         self.flush_cache()
@@ -118,7 +120,7 @@ class EngineCore:
 
     def _schedule(self) -> ModelWorkerBatch | None:
         """The next batch; when pages have run out and nothing is in flight, requests go back to the queue until one can run."""
-        if self.hold not in (None, Hold.WAIT):
+        if self.released or self.hold not in (None, Hold.WAIT):
             return None
         batch = _next_batch(self.scheduler, self.ledger)
         while batch is None and self._pending is None and (victim := self.scheduler.victim()) is not None:
@@ -184,6 +186,8 @@ def has_work(core: EngineCore) -> bool:
     """Would a step do anything now. Requests that a pause holds back do not count."""
     if core._pending is not None or core._ended:
         return True
+    if core.released:
+        return False
     return core.ledger.num_live > 0 if core.hold is None else core.hold is Hold.WAIT and core.scheduler.has_started
 
 

@@ -16,6 +16,7 @@ from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.experts_config import ExpertsConfig
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import GenerateReqInput
+from routed_experts.core.placement import Placement
 from routed_experts.core.sampling_params import SamplingParams, shown
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import Phase, PhaseClock, assemble
@@ -39,7 +40,8 @@ class Engine(EngineControl):
     """Serves one model. Every method may be called from any thread; leaving the `with` shuts it down.
 
     Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from tokenizer_path);
-    `load_format="dummy"` gives a folder's config random weights; `experts` keeps some experts on the host (ExpertsConfig);
+    `load_format="dummy"` gives a folder's config random weights; `experts` keeps some experts on the host (ExpertsConfig), `placement`
+    says on which of `ep_size` devices their instances are;
     `on_phase` is told of each phase of start-up, `on_load` of (bytes loaded, bytes in all).
     Raises ConfigError, CheckpointError, PlacementError or CaptureUnsupportedError."""
 
@@ -53,6 +55,7 @@ class Engine(EngineControl):
         on_load: Callable[[int, int], None] | None = None,
         load_format: str = "auto",
         experts: ExpertsConfig | None = None,
+        placement: Placement | None = None,
         **server_args: Any,
     ) -> None:
         self.server_args = _args_of(model_path, server_args)
@@ -60,7 +63,8 @@ class Engine(EngineControl):
         self._tokenizer = _tokenizer_of(args)
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         keep_programs()
-        how: dict[str, Any] = {"registry": registry, "clock": clock, "load_format": load_format, "on_load": on_load, "experts": experts}
+        how: dict[str, Any] = {"registry": registry, "clock": clock, "load_format": load_format, "on_load": on_load}
+        how |= {"experts": experts, "placement": placement}
         self.compiles = CompileCount()
         try:
             assembly = assemble(args, model=model, **how)

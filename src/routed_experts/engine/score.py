@@ -6,7 +6,7 @@ Dims: S tokens of a sequence, N padded tokens of a step, M MoE layers, K experts
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,8 @@ class Scorer:
 
     def __init__(self, args: ServerArgs, buckets: Buckets, runner: ModelRunner) -> None:
         self._args = dataclasses.replace(args, disable_radix_cache=True, max_queued_requests=1 << 30)
-        self._buckets, self._runner, self._turn = buckets, runner, threading.Lock()
+        self._buckets, self._runner = buckets, runner
+        self.turn = threading.Lock()  # who holds it may donate the served weights: nobody else looks at them
         self._forward = jax.jit(_forward_on_all, static_argnames=("spec", "shape"), donate_argnames="pool")
         self._score = jax.jit(_score_on_all, static_argnames="spec")
 
@@ -55,11 +56,12 @@ class Scorer:
         self,
         sequences: Sequence[Int32[np.ndarray, " S"]],
         routed: Sequence[RoutedExperts | None] | None,
-        state: nnx.State[Any, Any],
-        version: int,
+        served: Callable[[], tuple[nnx.State[Any, Any], int]],
     ) -> list[ScoreOutput]:
-        """Score checked sequences, in order; rows of `routed` that are valid are executed, others are routed live."""
-        with self._turn:
+        """Score checked sequences, in order, with the weights and version that are served when its turn comes; rows of `routed` that are
+        valid are executed, others are routed live."""
+        with self.turn:
+            state, version = served()
             jobs = [_Job(_request(index, ids), None if routed is None else routed[index]) for index, ids in enumerate(sequences)]
             steps = _Steps(self, jobs, state)
             while steps.step():

@@ -8,9 +8,13 @@ from typing import Any
 import jax
 from flax import nnx
 
+from routed_experts.core.errors import ConfigError, PlacementError
+from routed_experts.core.placement import Placement
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.cuts import Split
+from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.interface import Decoder, DecoderConfig
+from routed_experts.models.placed_experts import placed_cuts, replica_maps, with_maps
 from routed_experts.models.registry import ModelFolder
 from routed_experts.models.shards import Shards
 
@@ -35,21 +39,42 @@ class ServedModel:
             return ServedModel(config=config, arrays=arrays, graphdef=graphdef, part=config, shards=None)
         module: Any = nnx.merge(graphdef, arrays)
         module.config = config.part(shards.split)
+        for name, listed in shards.maps.items():
+            _, run, kind, last = name.split(".")
+            module.runs[int(run)][int(kind)][last] = nnx.Variable(jax.ShapeDtypeStruct(listed.shape, listed.dtype))
         return ServedModel(config=config, arrays=arrays, graphdef=nnx.split(module)[0], part=module.config, shards=shards)
 
     @property
     def held(self) -> nnx.State[Any, Any]:
-        """Shapes of what one device holds."""
+        """Shapes of what one device holds of the model's arrays."""
         return self.arrays if self.shards is None else self.shards.part_of(self.arrays)
 
     def placed(self, state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
         """Whole arrays of this model, to each device its part; on one device as they are."""
-        return state if self.shards is None else self.shards.place(state)
+        return state if self.shards is None else with_maps(self.shards.place(state), self.shards.placed_maps())
+
+    def under(self, placement: Placement | None) -> "ServedModel":
+        """The same with its experts placed otherwise; None: as they are."""
+        if placement is None or self.shards is None:
+            return self
+        return dataclasses.replace(self, shards=_with_placement(self.shards, self.config, placement))
 
 
-def shards_of(args: ServerArgs, config: DecoderConfig) -> Shards | None:
-    """How a model is dealt out, None: not at all. Raises ConfigError where it cannot be shared so."""
-    return Shards.of(config, Split(args.tp_size, whole_experts=args.ep_size > 1))
+def shards_of(args: ServerArgs, config: DecoderConfig, placement: Placement | None = None) -> Shards | None:
+    """How a model is dealt out, None: not at all. Raises ConfigError where it cannot be shared so, PlacementError for a placement of
+    another model or of other devices."""
+    split, cuts = Split(args.tp_size, whole_experts=args.ep_size > 1), config.cuts(by_expert=args.ep_size > 1)
+    if placement is None:
+        return Shards.of(cuts, split)
+    if args.ep_size != placement.num_devices or args.ep_size == 1:
+        text = f"placement has num_devices={placement.num_devices}, but tp_size={args.tp_size} and ep_size={args.ep_size}"
+        raise PlacementError(f"{text}; build the engine with both equal to num_devices, at least 2")
+    if args.deterministic:
+        raise ConfigError("deterministic=True with placement=: which instance runs depends on the batch, and so does the order of sums")
+    spec = config.capture_spec
+    placement.check_model(*((0, 0) if spec is None else (spec.num_moe_layers, spec.num_experts)))
+    split = dataclasses.replace(split, instances=placement.num_instances, replicas=placement.logical_to_physical_map.shape[2])
+    return Shards.of(_placed(config, cuts, placement), split, maps=replica_maps(_family(config), placement))
 
 
 def load_model(
@@ -64,9 +89,26 @@ def load_model(
     computed = source.dtype(dtype)
     graphdef, state = nnx.split(source.load(computed, progress=progress, shards=shards))
     arrays = shapes_of(state) if shards is None else source.shapes(computed)
+    state = state if shards is None else with_maps(state, shards.placed_maps())
     return ServedModel.of(config, graphdef, arrays, shards), state
 
 
 def shapes_of(state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
     """Names, shapes and dtypes of arrays."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+
+
+def _with_placement(shards: Shards, config: DecoderConfig, placement: Placement) -> Shards:
+    cuts = _placed(config, config.cuts(by_expert=True), placement)
+    return dataclasses.replace(shards, cuts=cuts, maps=replica_maps(_family(config), placement))
+
+
+def _placed(config: DecoderConfig, cuts: Any, placement: Placement) -> dict[str, Any]:
+    return placed_cuts(_family(config), cuts, placement)
+
+
+def _family(config: DecoderConfig) -> FamilyConfig:
+    if not isinstance(config, FamilyConfig):
+        kind = type(config).__name__.removesuffix("Config")
+        raise ConfigError(f"model= is a {kind}, whose experts cannot be placed; give the folder, or a FamilyDecoder")
+    return config

@@ -16,6 +16,8 @@ from jax.core import Tracer
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.sampling_params import shown
 from routed_experts.engine.served_model import ServedModel
+from routed_experts.models.family_config import FamilyConfig
+from routed_experts.models.placed_experts import with_maps
 from routed_experts.models.registry import ModelFolder
 
 Weights = nnx.State[Any, Any] | nnx.Module | Mapping[str, Any]
@@ -44,7 +46,7 @@ def state_of_folder(path: str | Path, served: ServedModel) -> nnx.State[Any, Any
     config.json says another model, and what ModelFolder.open raises where there is none that can be read."""
     if not isinstance(path, str | Path):
         raise WeightsMismatchError(f"model_path={shown(path)} must be the path of a checkpoint folder", param="model_path")
-    folder = ModelFolder.open(path)
+    folder = ModelFolder.open(path, in_parts=isinstance(served.config, FamilyConfig))  # as it is served
     config: Any = served.config
     if folder.config != config:
         there, here = dataclasses.asdict(folder.config), dataclasses.asdict(config)
@@ -54,7 +56,7 @@ def state_of_folder(path: str | Path, served: ServedModel) -> nnx.State[Any, Any
     dtype = jnp.result_type(jax.tree.leaves(served.arrays)[0])
     state = nnx.split(folder.load(dtype, shards=served.shards))[1]
     _refuse_broken(dict(_leaves(state)), param="model_path")
-    return state
+    return state if served.shards is None else with_maps(state, served.shards.placed_maps())
 
 
 def _refuse_broken(leaves: Mapping[str, object], *, param: str) -> None:

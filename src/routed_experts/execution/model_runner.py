@@ -55,7 +55,7 @@ class ModelRunner:
         self.exact = True  # the model's own numbers; False where some of them come late
         self._weights, self._tree = jax.tree.flatten(state)  # leaves: a call costs time by the leaf, and more by the node
         on = spec.on
-        self._pool = zeros(config.pool.abstract, on, EVERYWHERE if on is None else on.pool)
+        self.allocate_pool()
         self._last_tokens = zeros(_shape((config.num_request_slots,), jnp.int32), on)
         self._spoken = zeros(abstract_spoken(config), on)  # now: the first penalty must not find the device full, nor compile
         self._everywhere = None if on is None else on.everywhere
@@ -141,6 +141,20 @@ class ModelRunner:
         moved = (_placed_like(*pair) for pair in zip(jax.tree.leaves(state), self._weights, strict=True))
         self._weights, self.weight_version = list(moved), version
 
+    def release(self, *, pool: bool, weights: bool) -> None:
+        """Free the pool, and let go of the weights: of them only shapes and places are kept, for those that come next. No step may
+        be in flight."""
+        if pool:
+            for leaf in jax.tree.leaves(self._pool):
+                leaf.delete()
+        if weights:
+            self._weights = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._weights]
+
+    def allocate_pool(self) -> None:
+        """Make the pool, empty; no step may be in flight."""
+        on = self.spec.on
+        self._pool = zeros(self.config.pool.abstract, on, EVERYWHERE if on is None else on.pool)
+
     def poison(self) -> None:
         """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""
         self._pool = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 3e4, leaf.dtype, device=leaf.sharding), self._pool)
@@ -213,7 +227,7 @@ def _shape(size: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(size, dtype)
 
 
-def _placed_like(leaf: Array | np.ndarray, served: Array) -> Array:
+def _placed_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStruct) -> Array:
     owned = leaf if isinstance(leaf, jax.Array) else np.array(leaf)  # the CPU device may keep a host array as it is, and so see its changes
     return jax.device_put(owned, served.sharding)
 

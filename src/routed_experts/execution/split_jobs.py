@@ -89,7 +89,7 @@ class SplitJobs:
         """All of them."""
         for shape in self.config.shapes:
             self._of_shape(shape)
-        if self.split.has_host and self.split.num_resident:
+        if self.split.num_resident:
             for kind, table in self.model.tables.items():
                 args = (_shapes(table), _rows(table, 1), jax.ShapeDtypeStruct((), jnp.int32))
                 self.found["write", kind] = functools.partial(write_rows.lower, *args)

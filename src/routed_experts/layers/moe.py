@@ -31,6 +31,7 @@ class ExpertCall:
     gate_up_bias: Float[Array, "RE 2F"] | None = None
     down_bias: Float[Array, "RE D"] | None = None
     activation: str = dataclasses.field(default="silu", metadata={"static": True})  # a key of ACTIVATIONS
+    replicas: Int[Array, "E J"] | None = None  # instances of each expert, where experts stand on several devices
 
     @property
     def needs(self) -> frozenset[str]:

@@ -15,11 +15,12 @@ from routed_experts.layers.linear import LinearBackend
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
     """`count` devices on the mesh axis `axis`, inside a `shard_map` over it; 1: nobody else. `whole_experts`: each holds some
-    experts, all of them, and not a share of every expert."""
+    experts, all of them, and not a share of every expert; `instances` of them are on all devices together, 0: one an expert."""
 
     axis: str = ""
     count: int = 1
     whole_experts: bool = False
+    instances: int = 0
 
     @property
     def rank(self) -> Int[Array, ""]:

@@ -2,8 +2,9 @@
 Knows nothing of how ids were chosen; they are logical, and the same on all devices.
 
 A share is either a slice of every expert's width (the partial sums of one expert are split), or whole experts: slots of experts that
-are elsewhere are padding to the backend, so each slot is a row of its own there. Dims: N tokens, K experts per token, E experts of a
-layer, R layers of the run, V devices, D hidden, F expert width."""
+are elsewhere are padding to the backend, so each slot is a row of its own there. Where an expert has several instances, slots are
+spread over them by water-filling; the instances hold the same numbers, so no output depends on which one runs. Dims: N tokens,
+K experts per token, E experts of a layer, R layers of the run, V devices, D hidden, F expert width."""
 
 import dataclasses
 
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float
 
 from routed_experts.layers.moe import ExpertCall, MoeBackend, combine
 from routed_experts.layers.peers import Peers
+from routed_experts.layers.waterfill import waterfill_replicas
 
 
 def split_experts(backend: MoeBackend, peers: Peers) -> MoeBackend:
@@ -34,9 +36,12 @@ def _run_slice(call: ExpertCall, backend: MoeBackend, peers: Peers) -> Float[Arr
 def _run_held(call: ExpertCall, backend: MoeBackend, peers: Peers) -> Float[Array, "N D"]:
     """The slots whose experts are among this device's E / V, each as a row with one expert of weight 1; then weighed and summed as
     on one device."""
-    (num_rows, top_k), share = call.ids.shape, call.num_experts // peers.count
-    ids = call.ids - peers.rank * share
-    held = (ids >= 0) & (ids < share) & call.valid[:, None]
+    (num_rows, top_k), share = call.ids.shape, (peers.instances or call.num_experts) // peers.count
+    ids = jnp.where(call.valid[:, None], call.ids, -1)
+    if call.replicas is not None:
+        ids = waterfill_replicas(ids, call.replicas, num_devices=peers.count, num_instances=peers.instances)
+    held = (ids >= peers.rank * share) & (ids < (peers.rank + 1) * share)
+    ids = ids - peers.rank * share
     outputs = backend.run(
         dataclasses.replace(
             call,
@@ -44,8 +49,9 @@ def _run_held(call: ExpertCall, backend: MoeBackend, peers: Peers) -> Float[Arra
             ids=jnp.where(held, ids, 0).reshape(-1, 1),
             weights=jnp.ones((num_rows * top_k, 1), call.weights.dtype),
             valid=held.reshape(-1),
-            first_expert=call.first_expert // peers.count,  # counted in the E / V experts of each layer that are here
+            first_expert=call.first_expert // call.num_experts * share,  # counted in the experts of each layer that are here
             num_experts=share,
+            replicas=None,
         )
     )
     return combine(outputs.reshape(num_rows, top_k, -1), call.weights, call.valid)

@@ -72,11 +72,25 @@ def stream_cuts(hidden: int, *, tied: bool) -> dict[str, Cut]:
 
 
 @dataclass(frozen=True, slots=True)
+class ListedCut(Cut):
+    """A cut of the first axis in which each device's places are listed, in any order; a place may be on several devices."""
+
+    places: tuple[tuple[int, ...], ...] = ()  # by device
+
+    def pieces(self, device: int, devices: int) -> tuple[tuple[int, int], ...]:
+        """One by one."""
+        return tuple((place, place + 1) for place in self.places[device])
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
-    """Over how many devices a model is dealt out. `whole_experts`: by experts, not by the width of each."""
+    """Over how many devices a model is dealt out. `whole_experts`: by experts, not by the width of each. `instances`: of experts, in
+    each layer, if some have several, `replicas` at most of one; 0: one each."""
 
     devices: int
     whole_experts: bool = False
+    instances: int = 0
+    replicas: int = 0
 
     def check(self, cuts: Mapping[str, Cut], *, most: int) -> None:
         """Raise ConfigError unless the devices can share every array; `most` bounds the values that are proposed."""

@@ -51,7 +51,7 @@ class Dense:
 class Sparse:
     """K of E experts a token. `shared_width`: of the experts that every token runs, 0 for none; `shared_gated`: times the sigmoid of
     a projection. `wide_router`: its matrix stays float32. `weigh_inputs`: the weight multiplies what enters the expert (K = 1).
-    `expert_parts`: devices that have some of the experts each."""
+    `held`: experts that are here, 0 for all; `replicas`: instances that an expert may have, 0 where none has several."""
 
     router: RouterSpec
     width: int
@@ -63,7 +63,8 @@ class Sparse:
     biased: bool = False
     activation: str = "silu"
     weigh_inputs: bool = False
-    expert_parts: int = 1
+    held: int = 0
+    replicas: int = 0
 
     @property
     def needs(self) -> frozenset[str]:
@@ -73,12 +74,13 @@ class Sparse:
 
     def part(self, split: Split) -> "Sparse":
         """One device's share of the experts or of their width, and of the shared ones' width."""
-        share = {"expert_parts": split.devices} if split.whole_experts else {"width": self.width // split.devices}
-        return dataclasses.replace(self, shared_width=self.shared_width // split.devices, **share)
+        held = (split.instances or self.router.num_experts) // split.devices
+        share = {"held": held} if split.whole_experts else {"width": self.width // split.devices}
+        return dataclasses.replace(self, shared_width=self.shared_width // split.devices, replicas=split.replicas, **share)
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Router, experts, and what a family adds."""
-        experts, held, width = self.router.num_experts, self.router.num_experts // self.expert_parts, self.width
+        experts, held, width = self.router.num_experts, self.held or self.router.num_experts, self.width
         by_width = _halves(width, "columns of an expert")
         found = [
             Weight(name="router", shape=(hidden, experts), wide=self.wide_router),
@@ -92,6 +94,8 @@ class Sparse:
         if self.biased:
             found.append(Weight(name="gate_up_bias", shape=(held, 2 * width), kind=Kind.EXPERTS, fill=0.0, cut=by_width))
             found.append(Weight(name="down_bias", shape=(held, hidden), kind=Kind.EXPERTS, fill=0.0))
+        if self.replicas:
+            found.append(Weight(name="replicas", shape=(experts, self.replicas)))
         if self.shared_width:
             found += _gated_weights("shared", hidden, self.shared_width, "columns of the shared experts")
         if self.shared_gated:
@@ -114,7 +118,9 @@ class Sparse:
         """Route, record, run; experts that are shared come on top."""
         fed, routing, capture = self.choose(x, view, step, replay, capture)
         experts = view.experts(self.router.num_experts)
-        y = run_experts(fed, routing, step.valid, experts, spec=self.router, kernels=step.kernels, activation=self.activation)
+        replicas = view.plain("replicas") if self.replicas else None
+        how, activation = (fed, routing, step.valid, experts), self.activation
+        y = run_experts(*how, spec=self.router, kernels=step.kernels, activation=activation, replicas=replicas)
         shared = self.run_shared(x, view)
         return step.kernels.peers.add(y if shared is None else y + shared), capture
 

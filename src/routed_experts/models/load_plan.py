@@ -78,9 +78,10 @@ class Boxes:
     devices: tuple[Any, ...]
 
     def places(self) -> list[tuple[int, _Bounds]]:
-        """Each box, and where in the part it begins."""
+        """Each box, and where in the part it begins; in their order along the target's axis."""
         sizes = (bounds[self.axis][1] - bounds[self.axis][0] for bounds in self.bounds)
-        return list(zip(itertools.accumulate(sizes, initial=0), self.bounds, strict=False))
+        places = zip(itertools.accumulate(sizes, initial=0), self.bounds, strict=False)
+        return sorted(places, key=lambda place: place[1][self.axis])
 
     @property
     def shape(self) -> tuple[int, ...]:

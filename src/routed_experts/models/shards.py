@@ -18,7 +18,6 @@ from jaxtyping import Array, Shaped
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.models.cuts import Cut, Split
-from routed_experts.models.interface import DecoderConfig
 
 AXIS = "tensor"
 
@@ -30,16 +29,18 @@ class Shards:
     split: Split
     cuts: Mapping[str, Cut]  # by dotted path
     devices: tuple[Any, ...] = ()  # empty: the first ones of this process
+    maps: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict[str, np.ndarray])  # of placed experts
 
     @staticmethod
-    def of(config: DecoderConfig, split: Split, *, devices: tuple[Any, ...] = ()) -> "Shards | None":
-        """For one model; None for one device. Raises ConfigError where the model cannot be shared by so many; whether there are so many
-        is looked at when `mesh` is asked for."""
+    def of(
+        cuts: Mapping[str, Cut], split: Split, *, devices: tuple[Any, ...] = (), maps: Mapping[str, np.ndarray] | None = None
+    ) -> "Shards | None":
+        """For a model's cuts; None for one device. Raises ConfigError where the model cannot be shared by so many; whether there are so
+        many is looked at when `mesh` is asked for."""
         if split.devices == 1:
             return None
-        cuts = config.cuts(by_expert=split.whole_experts)
         split.check(cuts, most=max(split.devices, jax.device_count()))
-        return Shards(split, cuts, devices)
+        return Shards(split, cuts, devices, maps or {})
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -98,6 +99,10 @@ class Shards:
             if device.process_index == jax.process_index()
         ]
         return jax.make_array_from_single_device_arrays(self.global_shape(name, array.shape), sharding, parts)
+
+    def placed_maps(self) -> dict[str, Array]:
+        """The maps, the same on every device."""
+        return {name: jax.device_put(listed, self.sharding(name, listed.ndim)) for name, listed in self.maps.items()}
 
     def _part_struct(self, name: str, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.part_shape(name, leaf.shape), leaf.dtype)

@@ -73,10 +73,11 @@ def run_experts(
     spec: RouterSpec,
     kernels: Kernels,
     activation: str = "silu",
+    replicas: Int[Array, "E J"] | None = None,
 ) -> Float[Array, "N D"]:
-    """Run exactly the experts of `routing`."""
+    """Run exactly the experts of `routing`; `replicas` are the instances of each, where there are several."""
     call = ExpertCall(
         x, routing.ids, routing.weights, valid, experts.gate_up, experts.down, experts.first, spec.num_experts,
-        experts.gate_up_bias, experts.down_bias, activation,
+        experts.gate_up_bias, experts.down_bias, activation, replicas,
     )  # fmt: skip
     return kernels.moe.run(call)

@@ -1,0 +1,80 @@
+"""PlacedRunner: a ModelRunner whose experts may have several instances on the devices of a mesh, and may be moved between two steps.
+Knows nothing of queues, nor of why an expert is where it is.
+
+Maps are arguments of the step, and so is what is moved: another placement compiles nothing. Dims: M MoE layers, I instances."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from routed_experts.core.errors import PlacementError
+from routed_experts.core.placement import Placement
+from routed_experts.execution.expert_moves import abstract_moves, move_experts, plan_moves
+from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
+from routed_experts.execution.on_mesh import EVERYWHERE, jit_on_all
+from routed_experts.execution.programs import ProgramSpec
+from routed_experts.models.placed_experts import REPLICAS
+
+Places = tuple[tuple[str, tuple[int, ...], tuple[str, ...]], ...]  # dotted path, columns of its layers, names of its expert arrays
+
+
+class PlacedRunner(ModelRunner):
+    """Weights, pools and compiled programs of one model whose experts are placed."""
+
+    def __init__(
+        self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, placement: Placement, places: Iterable[Any]
+    ) -> None:
+        super().__init__(state, spec, config)
+        self.placement, self._places = placement, tuple(places)
+        self._held = placement.physical_to_logical_map.copy()  # what is where now, also in the middle of a change
+
+    def check(self, placement: Placement) -> None:
+        """Raise PlacementError for a placement of another model or of other sizes."""
+        placement.check_model(self.placement.num_layers, self.placement.num_experts)
+        sizes = {"instances": "num_instances", "devices": "num_devices"}
+        ours, theirs = ({word: getattr(one, name) for word, name in sizes.items()} for one in (self.placement, placement))
+        widths = (self.placement.logical_to_physical_map.shape[2], placement.logical_to_physical_map.shape[2])
+        if ours != theirs or widths[0] != widths[1]:
+            told = f"the placement has {theirs} and max_replicas={widths[1]}"
+            raise PlacementError(f"{told}; this engine was built with {ours} and {widths[0]}: plan with these")
+
+    def layers(self) -> list[tuple[int, int]]:
+        """(place, row) of every MoE layer: what `move_layer` takes, one after another."""
+        return [(place, row) for place, (_, columns, _) in enumerate(self._places) for row in range(len(columns))]
+
+    def move_layer(self, place: int, row: int, placement: Placement) -> int:
+        """Put one layer's experts where the placement has them, and give the step its maps; returns how many came from another device.
+        No step may be in flight: the arrays of experts are donated."""
+        at, columns, names = self._places[place]
+        column, devices = columns[row], placement.num_devices
+        moves = plan_moves(self._held[column], placement.physical_to_logical_map[column], num_devices=devices)
+        flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(self.state)}
+        tables = [flat[f"{at}.{name}"][1].get_raw_value() for name in names]
+        turns = (np.int32(row), np.int32(moves.num_turns), moves.shown, moves.taken, moves.put)
+        moved = dict(zip((f"{at}.{name}" for name in names), self._programs["move", at](tables, *turns), strict=True))
+        maps = np.array(flat[f"{at}.{REPLICAS}"][1].get_raw_value())
+        maps[row] = placement.logical_to_physical_map[column]
+        moved[f"{at}.{REPLICAS}"] = jax.device_put(maps, self._everywhere)
+        filled = [(path, leaf.replace(moved[name]) if name in moved else leaf) for name, (path, leaf) in flat.items()]
+        self._weights = jax.tree.leaves(nnx.from_flat_state(filled))
+        self._held[column] = placement.physical_to_logical_map[column]
+        return moves.num_copied
+
+    def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
+        on, placement = self.spec.on, self.placement
+        assert on is not None, "experts are placed on a mesh"
+        axis, own = str(on.mesh.axis_names[0]), placement.instances_per_device
+        program = functools.partial(move_experts, own=own, axis=axis)
+        flat = {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(self.state)}
+        jobs = super()._jobs()
+        for at, _, names in self._places:
+            tables = [jax.ShapeDtypeStruct(flat[f"{at}.{name}"].shape, flat[f"{at}.{name}"].dtype) for name in names]
+            dealt = [PartitionSpec(axis)] * len(names)
+            run = jit_on_all(program, on, takes=(dealt, *(EVERYWHERE,) * 5), gives=dealt, donate_argnums=(0,))
+            jobs["move", at] = functools.partial(run.lower, tables, *abstract_moves(placement.num_instances, placement.num_devices))
+        return jobs
