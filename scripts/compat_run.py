@@ -43,6 +43,7 @@ CLIENTS = (
     Client("openai-python", "openai_python.py", ("openai==3.52.0",)),
     Client("openai-npm", "openai_npm.mjs", ("openai@7.55.0",)),
     Client("ai-npm", "ai_npm.mjs", ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92")),
+    Client("page", "page_browser.mjs", ("playwright-core@1.65.1", "@sparticuz/chromium@153.0.0")),
     Client("litellm", "litellm_client.py", ("litellm==1.106.2",)),  # 1.107.0 was withdrawn: keep the pin
     Client("langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",)),
     Client("locust", "locust_client.py", ("locust==2.47.0",)),
@@ -186,8 +187,8 @@ def page(results: Sequence[Result]) -> str:
             "|---|---|---|---|",
             *rows,
             "",
-            "OpenAI's Python client and raw HTTP are also in the test suite (`tests/server/test_serve_command.py`), as are the checks of",
-            "slime and verl on an answer (`tests/server/test_native.py`).",
+            "playwright-core drives headless Chromium over the page at `/`. OpenAI's Python client and raw HTTP are also in the test suite",
+            "(`tests/server/test_serve_command.py`), as are the checks of slime and verl on an answer (`tests/server/test_native.py`).",
             "",
             "Not tried: sglang-jax's `bench_serving.py`, which no package index has. The fields it reads (`text` cumulative in streams,",
             "`meta_info.completion_tokens`, `cached_tokens`, `routed_experts`, `/get_server_info`) are those of the tests of `/generate`.",

@@ -80,7 +80,7 @@ def test_what_finds_the_queue_full_ends_as_rejected(engine):
         waiting.start()
         try:
             while on_engine_thread(engine, lambda core: core.ledger.num_live) < 1024:
-                continue
+                assert waiting.is_alive()
             response = server.post("/v1/completions", {"prompt": ["a", "b"]})
             assert error_of(response, 429)["code"] == "queue_full" and response.headers["retry-after"]
             assert engine.abort(rid="full") == 1024
@@ -96,21 +96,22 @@ def test_what_finds_the_queue_full_ends_as_rejected(engine):
 
 
 def test_a_stall_is_counted_once(engine):
-    release, stuck = threading.Event(), threading.Event()
+    release, stuck, live = threading.Event(), threading.Event(), []
 
     def block(core):
+        live.append(core.ledger.num_live)
         stuck.set()
         release.wait(30)
 
     with running(engine, stall_timeout=0.1) as server:
-        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}, "stream": True}
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 480, "ignore_eos": True}, "stream": True}
         with server.client.stream("POST", "/generate", json=body) as response:
             lines = response.iter_lines()
             next(lines)
             blocker = threading.Thread(target=on_engine_thread, args=(engine, block))
             blocker.start()
             try:
-                assert stuck.wait(10)
+                assert stuck.wait(10) and live == [1], "the request has not ended before the thread was stuck"
                 with httpx.Client(base_url=server.url, trust_env=False) as other:
                     while other.get("/health").status_code == 200:
                         continue

@@ -188,6 +188,21 @@ def test_sigterm_lets_the_running_end_with_what_they_have_and_exits_0(process):
     assert not [line for line in told if "Traceback" in line]
 
 
+def test_a_killed_server_leaves_nothing_in_the_way_of_the_next_on_its_port():
+    port = "0"
+    for ending in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM):
+        running = start("--enable-return-routed-experts", "--port", port)
+        ready = READY.fullmatch(running.stdout.readline())
+        assert ready, running.communicate(timeout=20)
+        assert port in ("0", ready[1].rsplit(":", 1)[1])
+        port = ready[1].rsplit(":", 1)[1]
+        with httpx.Client(base_url=ready[1], timeout=30, trust_env=False) as http:
+            assert http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}}).status_code == 200
+        running.send_signal(ending)
+        running.communicate(timeout=20)
+        assert running.returncode == (0 if ending is signal.SIGTERM else -signal.SIGKILL)
+
+
 def test_a_signal_while_the_model_loads_ends_at_once():
     running = start()
     line = running.stderr.readline()  # the first phase: the port is bound, the engine is being built

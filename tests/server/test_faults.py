@@ -1,0 +1,157 @@
+"""Faults under load, in numbers: aborts, pauses, flushes, weight updates, refused requests, a full store. Every accepted request has
+exactly one outcome, no page and no row leaks, and after each kind a request is served. Disconnects are in test_disconnect."""
+
+import concurrent.futures
+import json
+
+import numpy as np
+import pytest
+
+from http_server import error_of, running
+from routed_experts.capture import record_from_npy, record_from_response
+from serving import assert_idle, on_engine_thread, serve
+from tiny import write_tiny_checkpoint
+
+LONG = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 480, "ignore_eos": True}, "return_routed_experts": True}
+SHORT = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}, "return_routed_experts": True}
+ENDS = {"stop", "length", "abort", "timeout", "rejected", "error"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    for seed in (0, 1):
+        write_tiny_checkpoint(folder / f"seed{seed}", seed=seed)
+    broken = write_tiny_checkpoint(folder / "truncated")
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(root):
+    with serve(root / "seed0", enable_return_routed_experts=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine, root):
+    with running(engine, weights_root=str(root), routing_store_bytes=500) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def whole(server, engine):
+    """After each kind: served, idle, nothing leaked, and one outcome for each that was accepted."""
+    before = on_engine_thread(engine, lambda core: core.ledger.accepted)
+    yield before
+    server.client.post("/continue_generation")
+    assert len(server.post("/generate", SHORT).json()["output_ids"]) == 3
+    server.wait_idle()
+    assert_idle(engine)
+    accepted, finished = on_engine_thread(engine, lambda core: (core.ledger.accepted, dict(core.ledger.finished)))
+    assert accepted == sum(finished.values()) and set(finished) <= ENDS and accepted > before
+
+
+def begun(server, engine, bodies):
+    """Calls in threads of their own, all of them taken in before the first step of any; their futures."""
+    engine.pause(mode="in_place")
+    pool = concurrent.futures.ThreadPoolExecutor(len(bodies))
+    futures = [pool.submit(server.post, "/generate", body) for body in bodies]
+    pool.shutdown(wait=False)
+    while on_engine_thread(engine, lambda core: core.ledger.num_live) < len(bodies):  # held: none can end
+        assert not any(future.done() for future in futures), [future.result().text[:300] for future in futures if future.done()]
+    engine.resume()
+    return futures
+
+
+def rows_fit(said):
+    """The row law for what an abort left."""
+    record, tokens = record_from_response(said), said["output_ids"]
+    assert (record is None) == (not tokens) or record.num_rows == 0, said["meta_info"]["finish_reason"]
+    assert not tokens or record.num_rows == 3 + len(tokens) - 1
+
+
+def test_200_aborts_by_id(server, engine):
+    for round_ in range(25):
+        calls = begun(server, engine, [{**LONG, "rid": f"r{round_}-{index}"} for index in range(8)])
+        assert sum(server.post("/abort_request", {"rid": f"r{round_}-{index}"}).json()["aborted"] for index in range(8)) == 8
+        for call in calls:
+            said = call.result(30).json()
+            assert said["meta_info"]["finish_reason"]["type"] == "abort"
+            rows_fit(said)
+
+
+def test_10_aborts_of_all_of_32(server, engine):
+    for _ in range(10):
+        calls = begun(server, engine, [LONG] * 32)
+        assert server.post("/abort_request", {"abort_all": True}).json()["aborted"] == 32
+        for call in calls:
+            said = call.result(30).json()
+            assert said["meta_info"]["finish_reason"]["type"] == "abort"
+            rows_fit(said)
+
+
+def test_200_requests_that_are_too_long_touch_no_page(server, engine):
+    def pages(core):
+        return core.scheduler.pages.allocator.num_free, core.ledger.accepted
+
+    before = on_engine_thread(engine, pages)
+    for trial in range(100):
+        length = 512 + trial
+        assert error_of(server.post("/generate", {"input_ids": [5] * length}), 400)["code"] == "prompt_too_long"
+        body = {"input_ids": [5] * 12, "sampling_params": {"max_new_tokens": 501 + trial}}
+        assert error_of(server.post("/generate", body), 400)["param"] == "max_new_tokens"
+    assert on_engine_thread(engine, pages) == before
+
+
+def test_20_rounds_of_a_full_store_never_give_short_rows(server):
+    kept = []
+    for trial in range(20):
+        body = {**SHORT, "routed_experts_format": "ref", "rid": f"kept{trial}"}
+        url = server.post("/generate", body).json()["meta_info"]["routed_experts_ref"]
+        kept.append(url)
+        for old in kept:
+            answer = server.client.get(old)
+            if answer.status_code == 200:
+                record = record_from_npy(answer.content, json.loads(answer.headers["x-routed-experts-info"]))
+                assert record.num_rows == 5
+            else:
+                assert error_of(answer, 404)["code"] == "routing_not_found" and old != url, "the newest is there"
+    assert server.service.store.nbytes <= 500 and server.client.get(kept[0]).status_code == 404
+
+
+def test_50_flushes_and_50_pauses_under_load(server, engine):
+    greedy = {**LONG, "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}}
+    wanted, modes = server.post("/generate", greedy).json(), ("in_place", "retract")
+    for trial in range(50):
+        calls = begun(server, engine, [greedy] * 4)
+        flushed = server.client.post("/flush_cache")
+        assert flushed.status_code == 200 or error_of(flushed, 400)["code"] == "requests_running"
+        assert server.post("/pause_generation", {"mode": modes[trial % 2]}).status_code == 200
+        assert server.client.get("/health").json()["state"] == "paused", "and not stalled"
+        assert server.client.post("/continue_generation").status_code == 200
+        for call in calls:
+            said = call.result(30).json()
+            assert said["output_ids"] == wanted["output_ids"]
+            assert np.array_equal(record_from_response(said).ids, record_from_response(wanted).ids)
+
+
+def test_20_good_and_10_refused_updates_under_load(server, engine):
+    version = int(server.client.get("/get_weight_version").json()["weight_version"])
+    for trial in range(30):
+        calls = begun(server, engine, [{**LONG, "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}] * 4)
+        if trial % 3 == 2:
+            for path in ("truncated", "empty", "nowhere"):
+                assert error_of(server.post("/update_weights_from_disk", {"model_path": path}), 400)
+        else:
+            said = server.post("/update_weights_from_disk", {"model_path": f"seed{trial % 2}", "flush_cache": trial % 2 == 0}).json()
+            version += 1
+            assert said["weight_version"] == str(version)
+        assert server.client.get("/get_weight_version").json() == {"weight_version": str(version)}
+        for call in calls:
+            record = record_from_response(call.result(30).json())
+            assert record.num_rows == 42 and record.version_spans[0][0] == 0 and record.version_spans[-1][1] == 42
+            versions = [span[2] for span in record.version_spans]
+            assert versions == sorted(versions) and versions[-1] <= version
