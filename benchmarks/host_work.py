@@ -20,7 +20,7 @@ class TimedRunner:
     """A runner whose calls are timed; stands in for it in the core."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner, self.weight_version = runner, runner.weight_version
+        self._runner, self.weight_version, self.exact = runner, runner.weight_version, runner.exact
         self.dispatching = self.reading = 0.0
         self.mode: ForwardMode | None = None
 

@@ -1,16 +1,22 @@
 """What replay costs: a training step with replayed routing over the same step live, and decode + align of a long record.
 
-    python benchmarks/replay.py [--small]
+    python benchmarks/replay.py [--small | --schedules 1000]
 
 Steps are forward and backward of the benchmark model, interleaved pair by pair in one process, medians and the median ratio
 given. The record is 32,768 tokens of 48 layers and top-8 of 128 experts (12.6 MB): read from the bytes of its .npy, checked, and laid
-out as a batch; `base64_ms` is what the text form would add. Dims: B sequences, S tokens of a sequence."""
+out as a batch; `base64_ms` is what the text form would add. --schedules runs so many random schedules of the engine instead (chunks,
+prefix hits, n > 1, retraction, aborts and continuation, flushes, weight updates) and compares each row with a tap before the experts.
+Dims: B sequences, S tokens of a sequence."""
 
 import argparse
 import dataclasses
 import io
 import statistics
+import sys
 import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +25,14 @@ import pybase64
 from common import benchmark_config, benchmark_model, print_table, write_result
 from flax import nnx
 
+from oracles.schedules import Stage, run_schedule
+from oracles.worlds import other_weights, tiny_world
 from routed_experts.capture.wire import npy_bytes, record_from_npy
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.routed_experts import RoutedExperts, sidecar_of
 from routed_experts.models.qwen3_moe import Qwen3Moe
 from routed_experts.replay import RoutedBatch, Sample, align, canary, forward
+from tiny import VOCAB_SIZE
 
 
 def small_model() -> Qwen3Moe:
@@ -104,11 +113,29 @@ def align_times(tokens: int, layers: int, top_k: int, experts: int, repeats: int
     return {"what": f"record of {tokens} x {layers} x {top_k}", **medians, **total}
 
 
+def judge_schedules(count: int) -> dict[str, object]:
+    """Random schedules of the tiny MoE; how many rows were compared and which schedules had a wrong one."""
+    stage = Stage(tiny_world(moe_backend="tapped").bench, VOCAB_SIZE, other_weights)
+    rows, wrong, start = 0, list[str](), time.perf_counter()
+    for seed in range(count):
+        try:
+            rows += run_schedule(stage, seed)
+        except AssertionError as error:
+            wrong.append(f"{seed}: {error}"[:300])
+    return {"what": f"{count} random schedules", "rows compared": rows, "wrong": wrong, "s": time.perf_counter() - start}
+
+
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a few tokens and one pair: does it run; writes nothing")
+    parser.add_argument("--schedules", type=int, default=0, help="random schedules whose rows are judged, and nothing else")
     args = parser.parse_args()
+    if args.schedules:
+        judged = judge_schedules(args.schedules)
+        print_table([judged])
+        print(write_result("replay_schedules_cpu", [judged]))
+        raise SystemExit(1 if judged["wrong"] else 0)
     model = small_model() if args.small else benchmark_model(jnp.dtype("float32"))
     steps = step_times(model, *((2, 16, 1) if args.small else (4, 256, 15)))
     record = align_times(*((64, 3, 8, 128, 1) if args.small else (32_768, 48, 8, 128, 9)))

@@ -176,6 +176,9 @@ def test_host_experts_are_never_on_the_accelerator(engine, most_bytes):
     assert {device.id for leaf in stores for device in leaf.devices()} == {1}
     assert {device.id for leaf in tables for device in leaf.devices()} == {0}
     rest = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._model.state)) - MOE_LAYERS * 2 * expert
+    plan = engine._assembly.plan
+    assert (plan.weights, plan.experts_host) == (rest + MOE_LAYERS * 2 * expert, MOE_LAYERS * EXPERTS * expert)
+    assert any(line.startswith("experts, host") for line in engine.memory_plan)
     assert 0 < max(most_bytes) <= rest  # while experts were loaded, only other arrays were there
 
 
@@ -266,7 +269,7 @@ def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
     assert float(told["routed_experts_resident_swaps_total"]) == engine._assembly.core.runner.num_swapped
 
 
-def test_deferred_experts_are_added_one_layer_later(folder, undivided):
+def test_deferred_experts_are_added_one_layer_later(folder, undivided, monkeypatch):
     """In decode steps alone; of each token's lightest `deferred` those on the host, but none of the last layer's."""
     with shared_out(folder, kt_num_gpu_experts=2, kt_max_deferred_experts_per_token=1) as engine:
         with compile_events() as seen:
@@ -274,6 +277,9 @@ def test_deferred_experts_are_added_one_layer_later(folder, undivided):
         with recorded_starts(engine) as started:
             engine.generate(input_ids=[5, 6], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=6)
         slot_of = engine.residency()[0].slot_of
+        engine.flush_cache()
+        monkeypatch.setattr(Sides, "alike", property(lambda sides: False))
+        assert_same(ask(engine), answers)
     assert seen == []
     for ours, theirs in zip(answers, undivided, strict=True):
         assert ours["meta_info"]["exact"] is False and "exact" not in theirs["meta_info"]
@@ -324,6 +330,8 @@ def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path
         build({"residency": ResidencyMap.first(3, 6, 2)})
     with pytest.raises(ConfigError, match="deterministic=True with experts="):
         build({"kt_num_gpu_experts": 2}, deterministic=True)
+    with pytest.raises(ConfigError, match="tp_size=2 with experts="):
+        build({"kt_num_gpu_experts": 2}, tp_size=2)
     with pytest.raises(ConfigError, match="kt_cpuinfer=12345, but XLA's CPU client has"):
         build({"kt_num_gpu_experts": 2, "kt_cpuinfer": 12345})
     fewer = write_tiny_checkpoint(tmp_path / "fewer", tokenizer=False, **(MODEL | {"num_experts": 5}))

@@ -197,7 +197,7 @@ def test_off_is_the_build_that_never_heard_of_it(moe, attention):
 
 def test_a_build_that_leaves_a_trace_is_told_apart():
     text = without(qwen3_moe, MODEL_NAMES)
-    call = "x + y"
+    call = "x + kernels.peers.add(y)"
     assert text.count(call) == 1
     tracing = build_from(text.replace(call, f"{call} * (routing.ids[:1, :1] >= 0).astype(x.dtype)"), without(programs, PROGRAM_NAMES))
     key = "forward", DECODE

@@ -48,6 +48,14 @@ def test_slots_of_a_table_equal_a_loop(layer, backend):
     np.testing.assert_allclose(run(x, slots, weights, table, 1, backend), by_loop(x, slots, weights, table, 1), atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("tiled", "native")])
+def test_a_table_of_another_format_is_computed_in_its_own(layer, backend):
+    x, ids, weights, table = layer
+    half = jax.tree.map(lambda array: array.astype(jnp.bfloat16), table)
+    found, wanted = run(x, ids, weights, half, 0, backend), by_loop(x.astype(jnp.bfloat16), ids, weights, half, 0)
+    np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_slot_of_nobody_adds_nothing_even_to_a_row_of_nan(layer, backend):
     x, ids, weights, table = layer

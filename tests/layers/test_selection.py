@@ -250,6 +250,15 @@ def test_replicas_mode_leaves_every_id_as_top_k_has_it():
         np.testing.assert_allclose(got.weights, np.divide(weights, total, where=total > 0, out=np.zeros_like(weights)), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("changed", "match"), [("order", "names an instance"), ("sources", "names a row")])
+def test_the_native_kernel_reads_nothing_outside_its_tables(changed, match):
+    case = random_case(0, SHAPES[1], 3)
+    array = getattr(case, changed).copy()
+    array[0] = 99
+    with pytest.raises(jax.errors.JaxRuntimeError, match=match):
+        jax.block_until_ready(select(dataclasses.replace(case, **{changed: array}), 4, impl="native"))
+
+
 def refused(match, **changes):
     case = random_case(0, SHAPES[0])
     arguments = {
@@ -277,6 +286,8 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
     refused(r"k=0", k=0)
     refused(r"select_scores is int32\[8, 6\]", select_scores=case.scores.astype(np.int32))
     refused(r"weight_scores is float32\[8, 5\]", weight_scores=case.weights[:, :5])
+    refused(r"select_scores is float32\[0, 6\]", select_scores=case.scores[:0], weight_scores=case.weights[:0])
+    refused(r"replica_order is int32\[\]", replica_order=np.int32(3))
     refused(r"valid is float32", valid=np.ones(8, np.float32))
     refused(r"valid is bool\[7\]", valid=np.ones(7, bool))
     refused(r"replica_order is int64", replica_order=case.order.astype(np.int64))
@@ -285,6 +296,7 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
     refused(r"replica_order has 2 axes and source is given", source=np.zeros(8, np.int32))
     refused(r"source is int32\[7\]", replica_order=case.order[None], source=np.zeros(7, np.int32))
     refused(r"needs capacity", capacity=None)
+    refused(r"are of mode='replicas'", num_instances=9)
     refused(r"capacity is float32\[9\]", capacity=case.capacity.astype(np.float32))
     refused(r"capacity is int32\[9, 1\]", capacity=case.capacity[:, None])
     refused(r"without capacity and source", mode="replicas")

@@ -60,6 +60,7 @@ def test_no_tokens_one_token_and_one_device():
     [
         ({"num_devices": 4}, "num_instances=6 does not divide into num_devices=4"),
         ({"num_devices": 0}, "num_devices=0"),
+        ({"ids": np.zeros((0, 2), np.int32)}, r"ids are \[0, 2\] of 4 experts"),
         ({"iterations": 0}, "iterations=0; at least 1"),
         ({"ids": np.zeros((5, 2), np.int64)}, r"ids is int64\[5, 2\]"),
         ({"ids": np.zeros(5, np.int32)}, r"ids is int32\[5\]"),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from routed_experts.cli import chat, convert, doctor, generate, inspect_model, placement, serve, tiny
+from routed_experts.cli import bench, chat, convert, doctor, generate, inspect_model, placement, serve, tiny
 from routed_experts.cli.flags import Parser
 from routed_experts.cli.start import PROGRAM, start_jax, version
 from routed_experts.core.errors import RoutedExpertsError
@@ -54,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_flags(add("generate", "generate for prompts, with routed experts if asked", generate.run))
     chat.add_flags(add("chat", "talk to a model in the terminal", chat.run))
     inspect_model.add_flags(add("inspect", "shapes and memory plan of a checkpoint, without loading it", inspect_model.run))
+    bench.add_flags(add("bench", "tokens a second, latencies, time until ready", bench.run))
     doctor.add_flags(add("doctor", "versions, devices, and capture == replay on this machine", doctor.run))
     convert.add_flags(add("convert", "turn routed experts from one file or wire form into another", convert.run))
     placement.add_flags(add("placement", "plan where experts live from recorded routing, and what it would have done", placement.run))

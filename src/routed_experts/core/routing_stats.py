@@ -58,8 +58,17 @@ class RoutingStats:
             raise PlacementError(f"{len(records)} records, window_tokens={window_tokens}; wanted at least one of each")
         first = records[0]
         shape = (len(PHASES), len(first.layer_ids), first.num_experts)
-        keys = np.concatenate([_keys(record, first) for record in records])  # [T, M * K]
-        windows = [_count(keys[low : low + window_tokens], shape) for low in range(0, len(keys), window_tokens)]
+        windows: list[np.ndarray] = []
+        room = 0  # tokens that the last window still takes
+        for record in records:
+            keys = _keys(record, first)  # [T, M * K]
+            while len(keys):
+                if room == 0:
+                    windows.append(np.zeros(shape, np.int32))
+                    room = window_tokens
+                part, keys = keys[:room], keys[room:]
+                windows[-1] += _count(part, shape)
+                room -= len(part)
         kept = np.array(windows, np.int32).reshape(-1, *shape)
         counts = kept.sum(axis=0, dtype=np.int64)
         return RoutingStats(
@@ -125,5 +134,5 @@ def _keys(record: RoutedExperts, first: RoutedExperts) -> Int[np.ndarray, "T M*K
     return (rows[:, :, None] * num_experts + record.ids)[known].reshape(-1, num_layers * record.top_k)
 
 
-def _count(keys: Int[np.ndarray, "T M*K"], shape: tuple[int, int, int]) -> Int64[np.ndarray, "F M E"]:
-    return np.bincount(keys.ravel(), minlength=shape[0] * shape[1] * shape[2]).reshape(shape)
+def _count(keys: Int[np.ndarray, "T M*K"], shape: tuple[int, int, int]) -> Int32[np.ndarray, "F M E"]:
+    return np.bincount(keys.ravel(), minlength=shape[0] * shape[1] * shape[2]).reshape(shape).astype(np.int32)

@@ -115,6 +115,7 @@ def assemble(
     capture = config.capture_spec if args.enable_return_routed_experts else None
     shapes = kv_shapes(args, served.part, state)
     plan = plan_memory(args, buckets, shapes, served.held, capture, context_length=context_length, vocab_size=config.vocab_size)
+    plan = plan if parted is None else dataclasses.replace(plan, experts_host=parted.host_bytes)
     clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())
     spec = ProgramSpec(
         graphdef=served.graphdef,

@@ -5,6 +5,7 @@ with Engine("path/to/model", enable_return_routed_experts=True) as engine:
 
 import dataclasses
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,6 +24,9 @@ from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.call import Call
 from routed_experts.engine.control import EngineControl
 from routed_experts.engine.door import Door, Limits, is_nested
+from routed_experts.engine.open_call import OpenCall
+from routed_experts.engine.outputs import RequestOutput
+from routed_experts.engine.streaming import check_kind, stream_outputs
 from routed_experts.engine.tokenizer import Tokenizer
 from routed_experts.execution.compile_count import CompileCount
 from routed_experts.execution.program_cache import keep_programs
@@ -113,6 +117,27 @@ class Engine(EngineControl):
         """`generate` for an event loop; cancelling the task aborts."""
         call = self._call(prompt, sampling_params, input_ids, stream, said)
         return call.stream_async(self._loop) if stream else await call.run_async(self._loop)
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, output_kind: str = "delta"
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate for one prompt, text or token ids, as RequestOutputs of the running event loop. `output_kind`: "delta" gives what
+        the choice that has news has added, "cumulative" all that it has told, "final" one output of all choices at the end. Rows, if
+        `params` ask for them, come with the end of their choice. Closing the iterator or cancelling its task aborts.
+        Raises InvalidRequestError and its kin at once, others from the iterator."""
+        check_kind(output_kind)
+        if params is not None and params.routed_experts_format is not None:
+            text = f"routed_experts_format={shown(params.routed_experts_format)} is for the wire; here rows are arrays: leave it out"
+            raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
+        text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        said = GenerateReqInput(text=text, input_ids=ids, sampling_params=params, stream=output_kind != "final")
+        requests, mode, capture = self._door.admit(said), self.server_args.logprobs_mode, self._assembly.capture
+
+        def open_call() -> OpenCall:
+            call = Call(requests, self._tokenizer, single=False, logprobs_mode=mode, capture=capture)
+            return OpenCall(call, self._loop, max_backlog=sys.maxsize)
+
+        return stream_outputs(open_call, text, kind=output_kind)
 
     def abort(self, rid: str | None = None, *, abort_all: bool = False) -> int:
         """End requests with what they have: that of `rid` (with all its choices and prompts), or all. Returns how many."""

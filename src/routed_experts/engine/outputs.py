@@ -100,7 +100,7 @@ class RequestOutput:
 
 
 def request_output(answers: Sequence[Answer], prompt: str | None) -> RequestOutput:
-    """Join the ended answers of one prompt's choices."""
+    """Join answers of one prompt's choices: ended ones, or what one that runs has told so far."""
     first = answers[0]
     said = [answer.to_dict() for answer in answers]
     meta = cast("list[dict[str, Any]]", [one["meta_info"] for one in said])
@@ -110,27 +110,26 @@ def request_output(answers: Sequence[Answer], prompt: str | None) -> RequestOutp
         prompt=prompt,
         prompt_token_ids=tuple(first.request.input_ids.tolist()),
         prompt_logprobs=None if told is None else _logprobs(told, meta[0].get("input_top_logprobs")),
-        outputs=tuple(_completion(answer, one, index) for index, (answer, one) in enumerate(zip(answers, said, strict=True))),
-        finished=True,
+        outputs=tuple(_completion(answer, one) for answer, one in zip(answers, said, strict=True)),
+        finished=all(answer.finish_reason is not None for answer in answers),
         num_cached_tokens=first.counts.cached_tokens,
         metrics={"e2e_latency": max(float(one["e2e_latency"]) for one in meta)},
     )
 
 
-def _completion(answer: Answer, said: dict[str, Any], index: int) -> CompletionOutput:
+def _completion(answer: Answer, said: dict[str, Any]) -> CompletionOutput:
     meta, reason = said["meta_info"], answer.finish_reason
-    assert reason is not None, answer.request.rid
     told: list[list[Any]] | None = meta.get("output_token_logprobs")
     logprobs = None if told is None else [one or {} for one in _logprobs(told, meta.get("output_top_logprobs"))]
     return CompletionOutput(
-        index=index,
+        index=answer.request.choice,
         text=said["text"],
         token_ids=answer.token_ids,
         cumulative_logprob=None if told is None else sum(_number(entry[0]) for entry in told),
         logprobs=logprobs,
         record=answer.record,
-        finish_reason=reason.type,
-        stop_reason=reason.matched,
+        finish_reason=None if reason is None else reason.type,
+        stop_reason=None if reason is None else reason.matched,
         weight_versions=_weight_versions(answer),
     )
 

@@ -36,6 +36,7 @@ class MemoryPlan:
     row_bytes: int
     limit: int
     num_devices: int = 1
+    experts_host: int = 0  # of the store, where experts are shared out with the host
 
     @property
     def kv(self) -> int:
@@ -46,12 +47,14 @@ class MemoryPlan:
         """The plan as it is printed, one purpose a line."""
         tokens = (self.pool.num_pages - 1) * self.pool.page_size
         each = f"each of {self.num_devices} devices, as is all of this but the host's part"
+        store = f"experts, host   {_size(self.experts_host)}  all of them; residents are among the weights, too"
         return [
             f"weights         {_size(self.weights)}",
             f"penalties       {_size(self.penalties)}  what each request slot has said: five bytes a token of the vocabulary",
             f"KV pages        {_size(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes",
             f"capture, device {_size(self.capture_device)}  rows of two steps",
             f"capture, host   {_size(self.capture_host)}  {self.pool.num_slots:,} slots of {self.row_bytes:,} bytes, one or two an id",
+            *([store] if self.experts_host else []),
             f"limit           {_size(self.limit)}  mem_fraction_static of {'the device' if self.num_devices == 1 else each}",
         ]
 

@@ -151,7 +151,7 @@ class ModelRunner:
             self._weights = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._weights]
 
     def allocate_pool(self) -> None:
-        """Make the pool anew, empty; no step may be in flight."""
+        """Make the pool, empty; no step may be in flight."""
         on = self.spec.on
         self._pool = zeros(self.config.pool.abstract, on, EVERYWHERE if on is None else on.pool)
 

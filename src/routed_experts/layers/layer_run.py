@@ -50,8 +50,8 @@ class RunPlaces:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRun:
     """A run of layers as one kernel: (stream [N D], arrays, step, attend, pool, block [MK N] or None, places, spec) -> (stream, its
-    norm by `next_norm`, pool, block). It decides and rounds as the layers one by one, up to the order of sums. `can` says which routing
-    laws it knows, `attention` with which backend's pages it works."""
+    norm by `next_norm`, pool, block). It decides as the layers one by one, up to rounding: where they round to a half precision, it may
+    keep float32. `can` says which routing laws it knows, `attention` with which backend's pages it works."""
 
     name: str
     attention: str

@@ -86,17 +86,15 @@ def balanced_expert_selection(
         valid = jnp.ones(select_scores.shape[0], bool)
     if mode == "replicas":
         _check_replicas_mode(replica_order, capacity, source, num_devices, num_instances, select_scores.shape[1])
-        _, best = lax.top_k(select_scores, k)
-        ids = jnp.where(valid[:, None], best, -1)
         assert num_devices is not None and num_instances is not None  # checked
+        ids = jnp.where(valid[:, None], lax.top_k(select_scores, k)[1], -1)
         instances = waterfill_replicas(ids, replica_order, num_devices=num_devices, num_instances=num_instances, axis_name=axis_name)
-        zero = jnp.int32(0)
-        done = Assigned(ids, instances, zero, zero, zero, zero)
+        done = Assigned(ids, instances, *[jnp.int32(0)] * 4)
     else:
+        _refuse_sizes(num_devices, num_instances)
         slate = _slate(select_scores, replica_order, capacity, source, valid, k, axis_name)
         num_instances = slate.capacity.shape[0]
-        done = _assign(impl, slate, k, overflows=on_exhausted == "overflow")
-        done = _own_rows(done, valid.shape[0], axis_name)
+        done = _own_rows(_assign(impl, slate, k, overflows=on_exhausted == "overflow"), valid.shape[0], axis_name)
     weights = weights_at(weight_scores, done.ids, renormalize=renormalize)
     counts = count_takers(jnp.where(done.instances < 0, num_instances, done.instances).reshape(-1), num_instances)
     dropped = jnp.sum(valid[:, None] & (done.ids < 0), dtype=jnp.int32)
@@ -158,7 +156,7 @@ def _slate(
         raise ConfigError("mode='reroute' needs capacity, int32 [I]: make it with expert_capacity(num_valid, k, num_instances, factor)")
     num_experts, num_tokens = scores.shape[1], scores.shape[0] if axis_name is None else scores.shape[0] * lax.axis_size(axis_name)
     _check_int32("capacity", capacity, (capacity.shape[0],) if capacity.ndim == 1 else ("I",))
-    _check_int32("replica_order", replica_order, (*replica_order.shape[:-2], num_experts, replica_order.shape[-1]))
+    _check_int32("replica_order", replica_order, (*replica_order.shape[:-2], num_experts, *replica_order.shape[-1:]))
     if replica_order.ndim not in (2, 3) or (replica_order.ndim == 3) != (source is not None):
         raise ConfigError(
             f"replica_order has {replica_order.ndim} axes and source is {'None' if source is None else 'given'}; [E, J] goes without "
@@ -194,8 +192,10 @@ def _own_rows(done: Assigned, num_tokens: int, axis_name: str | None) -> Assigne
 
 def _check_scores(select_scores: Float[Array, "N E"], weight_scores: Float[Array, "N E"], k: int, valid: Bool[Array, " N"] | None) -> None:
     for name, scores in (("select_scores", select_scores), ("weight_scores", weight_scores)):
-        if scores.ndim != 2 or scores.shape != select_scores.shape or not jnp.issubdtype(scores.dtype, jnp.floating):
-            raise ConfigError(f"{name} is {scores.dtype}{list(scores.shape)}; both scores are floats of one shape [N, E]")
+        if scores.ndim != 2 or scores.size == 0 or scores.shape != select_scores.shape or not jnp.issubdtype(scores.dtype, jnp.floating):
+            raise ConfigError(
+                f"{name} is {scores.dtype}{list(scores.shape)}; both scores are floats of one shape [N, E], N and E at least 1"
+            )
     if not 1 <= k <= select_scores.shape[1]:
         raise ConfigError(f"k={k}; a token selects 1 to E={select_scores.shape[1]} different experts")
     if valid is not None and (valid.dtype != jnp.bool_ or valid.shape != select_scores.shape[:1]):
@@ -209,7 +209,12 @@ def _check_replicas_mode(
         raise ConfigError("mode='replicas' fills replicas by load, without capacity and source; leave them out, or use mode='reroute'")
     if num_devices is None or num_instances is None:
         raise ConfigError("mode='replicas' needs num_devices and num_instances: instance i lives on device i // (instances / devices)")
-    _check_int32("replica_order", replica_order, (num_experts, replica_order.shape[-1]))
+    _check_int32("replica_order", replica_order, (num_experts, *replica_order.shape[-1:]))
+
+
+def _refuse_sizes(num_devices: int | None, num_instances: int | None) -> None:
+    if num_devices is not None or num_instances is not None:
+        raise ConfigError("num_devices and num_instances are of mode='replicas'; 'reroute' has an instance for each entry of capacity")
 
 
 def _check_int32(name: str, array: Int[Array, "..."], shape: tuple[int | str, ...]) -> None:

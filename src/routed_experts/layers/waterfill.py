@@ -93,6 +93,10 @@ def _check(ids: Int[Array, "N K"], replica_order: Int[Array, "E J"], num_devices
     for name, array in (("ids", ids), ("replica_order", replica_order)):
         if array.ndim != 2 or array.dtype != jnp.int32:
             raise ConfigError(f"{name} is {array.dtype}{list(array.shape)}; it must be int32 of two axes: cast it, or drop an axis")
+    if ids.size == 0 or (replica_order.shape[0] + 1) * ids.size > jnp.iinfo(jnp.int32).max:
+        raise ConfigError(
+            f"ids are {list(ids.shape)} of {replica_order.shape[0]} experts; at least one, and counted in int32: use smaller batches"
+        )
     if num_devices < 1 or num_instances < 1 or num_instances % num_devices:
         raise ConfigError(
             f"num_instances={num_instances} does not divide into num_devices={num_devices}: every device holds equally many, at least one"

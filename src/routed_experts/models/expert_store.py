@@ -54,6 +54,11 @@ class SplitModel:
     host: Mapping[LayerKind, ExpertTable]
     residency: ResidencyMap
 
+    @property
+    def host_bytes(self) -> int:
+        """Of the host's store."""
+        return sum(array.nbytes for array in jax.tree.leaves([*self.host.values()]))
+
 
 def split_model(model: FamilyDecoder, residency: ResidencyMap, *, device: Any, host: Any, host_dtype: jnp.dtype | None) -> SplitModel:
     """Part a model whose experts may still be anywhere; those that are on the host in `host_dtype` (None: the model's) are not copied."""

@@ -1,4 +1,4 @@
-"""A run of MoE layers in one kernel, or in few for steps of few tokens: the same values as the plain layers, rounded at the same places.
+"""A run of MoE layers in one kernel, or in few for steps of few tokens: the same values as the plain layers; the few round where those do.
 Knows no architecture: pre-norm layers of attention and experts, whose arrays are handed over.
 
 In few kernels the stream is normalised where it is added to, so the carry of the scan holds it twice: as it is, and under the norm of

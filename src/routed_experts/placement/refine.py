@@ -12,10 +12,11 @@ from routed_experts.placement.greedy import pack, replicate
 
 _CLOSE = 1.008
 _STRICTLY = 1 - 1e-12  # less than this share of what was is an improvement; what is nearer is rounding
-_ROUNDS, _MOST_CANDIDATES = 16, 256
+_ROUNDS, _MOST_CANDIDATES = 16, 512
 _ROUND_INSTANCES, _ALL_INSTANCES = 100_000, 400_000  # of all candidates: what bounds the time, about 1 us each
-_NOISE = (0.0, 0.05, 0.1, 0.2, 0.4)  # by how much (standard deviation of the logarithm) loads are taken for others
-_TRANSFERS = 3
+_PAIRS = 4_000_000  # of instances that may change places, looked at together: what bounds the memory, 8 bytes each in a few arrays
+_NOISE = (0.0, 0.05, 0.1, 0.2, 0.4, 1.0)  # by how much (standard deviation of the logarithm) loads are taken for others
+_TRANSFERS = 5
 
 
 def refine(
@@ -58,6 +59,15 @@ def exchange(
 ) -> Float64[np.ndarray, " R"]:
     """Swap, in place, an instance of the most loaded device for another's, the best pair first, until none helps or the bound is close.
     Returns the load of the most loaded device."""
+    most = max(1, _PAIRS // (held.shape[1] ** 2 // num_devices))
+    parts = [slice(low, low + most) for low in range(0, len(held), most)]
+    return np.concatenate([_exchange(load[part], held[part], bound[part], num_devices) for part in parts])
+
+
+def _exchange(
+    load: Float64[np.ndarray, "R E"], held: Int64[np.ndarray, "R I"], bound: Float64[np.ndarray, " R"], num_devices: int
+) -> Float64[np.ndarray, " R"]:
+    """`exchange` of rows whose pairs fit memory at once; `held` is a view."""
     num_rows, num_instances = held.shape
     slots = num_instances // num_devices
     weight = instance_load(load, held)
@@ -96,16 +106,17 @@ def _candidates(
     load: Float64[np.ndarray, "R E"], held: Int64[np.ndarray, "R I"], num_devices: int, max_replicas: int, rng: np.random.Generator
 ) -> Int64[np.ndarray, "R I"]:
     """One placement a row: of what `held` has with a few replicas given to other experts, or, for a quarter of the rows, of what greedy
-    replication gives for loads with noise. Both are packed by the noisy loads, so that equal replicas are packed in other ways."""
+    replication gives for loads with noise. Both are packed by loads with noise, so that equal replicas are packed in other ways."""
     num_rows, num_experts = load.shape
-    noise = np.resize(_NOISE, num_rows)[:, None] * rng.standard_normal(load.shape)
-    noisy = load * np.exp(noise)
+    size = np.resize(_NOISE, num_rows)[:, None]
     counts = count_instances(held, num_experts)
     _transfer(counts, max_replicas, rng.integers(0, _TRANSFERS + 1, num_rows), rng)
     anew = rng.random(num_rows) < 0.25
-    counts[anew] = replicate(noisy[anew], held.shape[1], max_replicas)[1]
+    noisy = load[anew] * np.exp(size[anew] * rng.standard_normal(load[anew].shape))
+    counts[anew] = replicate(noisy, held.shape[1], max_replicas)[1]
     made = np.repeat(np.tile(np.arange(num_experts), num_rows), counts.ravel()).reshape(held.shape)
-    return np.take_along_axis(made, pack(instance_load(noisy, made), num_devices), axis=1)
+    weight = instance_load(load, made) * np.exp(size * rng.standard_normal(made.shape))
+    return np.take_along_axis(made, pack(weight, num_devices), axis=1)
 
 
 def _transfer(counts: Int64[np.ndarray, "R E"], max_replicas: int, times: Int64[np.ndarray, " R"], rng: np.random.Generator) -> None:

@@ -1,0 +1,211 @@
+"""`routed-experts bench throughput|serve|startup`: what a model does on this machine, as a table and as JSON. Random prompts that no cache
+knows; greedy, to the full length. Figures of one run on one machine: repeat them before they are told.
+
+throughput: capture on, off, and on again, each an engine of its own, so that a drift of the machine shows as a difference of the two.
+serve: a server that runs, over HTTP, with and without rows asked for.  startup: phases of a start with an empty and a full cache."""
+
+import argparse
+import dataclasses
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from routed_experts.cli.flags import add_engine_flags, engine_args
+from routed_experts.cli.start import start_jax
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.server_args import ServerArgs
+
+Row = dict[str, object]
+_PHASE = re.compile(r"(\S+) +([\d.]+) s ")
+_READY = re.compile(r"ready in ([\d.]+) s")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The kinds of `bench` with their flags."""
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+
+    def add(name: str, told: str, run: Callable[[argparse.Namespace], list[Row]], *, loads: bool) -> argparse.ArgumentParser:
+        kind = kinds.add_parser(name, help=told, description=told, allow_abbrev=False)
+        kind.set_defaults(measure=run)
+        kind.add_argument("--output", type=Path, default=None, metavar="FILE", help="JSON of the table and of how it came about")
+        if loads:
+            kind.add_argument("model_path", metavar="MODEL", help="checkpoint folder")
+        return kind
+
+    throughput = add("throughput", "tokens a second of an engine, with capture on, off and on again", run_throughput, loads=True)
+    serve = add("serve", "tokens a second and latencies of a server that runs, with and without rows", run_serve, loads=False)
+    serve.add_argument("--base-url", required=True, metavar="URL", help="such as http://127.0.0.1:30000")
+    serve.add_argument("--api-key", default=None, metavar="KEY")
+    for kind in (throughput, serve):
+        kind.add_argument("--num-prompts", type=int, default=32, metavar="N", help="at once; default: 32")
+        kind.add_argument("--input-len", type=int, default=64, metavar="N", help="tokens; default: 64")
+        kind.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens; default: 64")
+        kind.add_argument("--rounds", type=int, default=3, metavar="N", help="after one that warms up; default: 3")
+    startup = add("startup", "seconds until ready, with an empty cache of programs and with a full one", run_startup, loads=True)
+    startup.add_argument("--rounds", type=int, default=1, metavar="N", help="default: 1")
+    for kind in (throughput, startup):
+        add_engine_flags(kind, leave_out=("model_path", "enable_return_routed_experts"))
+
+
+def run(options: argparse.Namespace, began: float) -> int:
+    """Measure, print, write."""
+    for name in ("num_prompts", "input_len", "output_len", "rounds"):
+        value = getattr(options, name, 1)
+        if not 1 <= value <= 100_000:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be in 1..100000")
+    rows = options.measure(options)
+    print_table(rows)
+    if options.output is not None:
+        said = {name: str(value) for name, value in vars(options).items() if name not in ("run", "measure", "api_key")}
+        options.output.write_text(json.dumps({"command": said, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def run_throughput(options: argparse.Namespace) -> list[Row]:
+    """Tokens a second by capture: on, off, on."""
+    start_jax(default_platform=None)
+    rows: list[Row] = []
+    for capture in (True, False, True):
+        args = ServerArgs(**engine_args(options), enable_return_routed_experts=capture)
+        rows += _engine_rows(args, options)
+    return rows
+
+
+def _engine_rows(args: ServerArgs, options: argparse.Namespace) -> list[Row]:
+    from routed_experts.engine.engine import Engine
+    from routed_experts.engine.serving import EngineDoor
+
+    rows: list[Row] = []
+    with Engine(**dataclasses.asdict(args)) as engine:
+        vocab, noise = EngineDoor(engine).vocab_size, random.Random(0)
+        for asked in (False, True) if args.enable_return_routed_experts else (False,):
+            speeds: list[float] = []
+            for _ in range(options.rounds + 1):
+                engine.flush_cache()
+                prompts = _prompts(noise, vocab, options)
+                began = time.perf_counter()
+                sampling = {"temperature": 0.0, "ignore_eos": True}
+                engine.generate(
+                    input_ids=prompts, sampling_params=sampling, max_new_tokens=options.output_len, return_routed_experts=asked
+                )
+                speeds.append(options.num_prompts * options.output_len / (time.perf_counter() - began))
+            on = "on" if args.enable_return_routed_experts else "off"
+            rows.append({"capture": on, "rows asked": asked, **_spread("output tokens/s", speeds[1:])})
+    return rows
+
+
+def run_serve(options: argparse.Namespace) -> list[Row]:
+    """Latencies and tokens a second over HTTP, by whether rows are asked for."""
+    model = json.loads(_request(options, "GET", "/get_model_info").read())
+    noise, rows = random.Random(0), list[Row]()
+    for asked in (False, True) if model.get("moe") else (False,):
+        prompts = [_prompts(noise, int(model["vocab_size"]), options) for _ in range(options.rounds + 1)]
+        rounds = [_one_round(options, some, asked=asked) for some in prompts][1:]
+        first = sorted(seconds for told in rounds for seconds in told[1])
+        between = [seconds for told in rounds for seconds in told[2]]
+        speed = _spread("output tokens/s", [told[0] for told in rounds])
+        latency = {"first token p50 ms": 1e3 * first[len(first) // 2], "p99 ms": 1e3 * first[len(first) * 99 // 100]}
+        rows.append({"rows asked": asked, **speed, **latency, "between tokens ms": 1e3 * statistics.mean(between)})
+    return rows
+
+
+def _one_round(options: argparse.Namespace, prompts: Sequence[Sequence[int]], *, asked: bool) -> tuple[float, list[float], list[float]]:
+    """Tokens a second, seconds to each first token, and mean seconds between the tokens of each stream."""
+    sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": options.output_len}
+    began = time.perf_counter()
+
+    def one(prompt: Sequence[int]) -> tuple[float, float]:
+        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True, "return_routed_experts": asked or None}
+        answer = _request(options, "POST", "/generate", body)
+        first, last = 0.0, b""
+        while line := answer.readline():
+            if line.startswith(b"data: {"):
+                first, last = first or time.perf_counter() - began, line
+        told = json.loads(last.removeprefix(b"data: "))
+        if told.get("meta_info", {}).get("completion_tokens") != options.output_len:
+            raise ConfigError(f"a stream ended early: {str(told)[:300]}")
+        return first, (time.perf_counter() - began - first) / max(options.output_len - 1, 1)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        told = list(pool.map(one, prompts))
+    speed = len(prompts) * options.output_len / (time.perf_counter() - began)
+    return speed, [first for first, _ in told], [between for _, between in told]
+
+
+def _request(options: argparse.Namespace, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
+    """An answer of the server. Raises ConfigError for one that is no success."""
+    url = urllib.parse.urlsplit(options.base_url)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ConfigError(f"--base-url {options.base_url!r} must be such as http://127.0.0.1:30000")
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    if options.api_key is not None:
+        headers["Authorization"] = f"Bearer {options.api_key}"
+    connection = kind(url.hostname, url.port, timeout=600)
+    connection.request(method, url.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise ConfigError(f"{method} {path}: {answer.status} {answer.read(500).decode(errors='replace')}")
+    return answer
+
+
+def run_startup(options: argparse.Namespace) -> list[Row]:
+    """Seconds of each phase of `serve`, each start a process of its own."""
+    rows: list[Row] = []
+    for number in range(1, options.rounds + 1):
+        with tempfile.TemporaryDirectory() as cache:
+            for told in ("empty", "full"):
+                rows.append({"cache": told, "round": number, **_start(options, cache)})
+    return rows
+
+
+def _start(options: argparse.Namespace, cache: str) -> Row:
+    """Start a server, wait until it is ready, and end it."""
+    command = [sys.executable, "-m", "routed_experts", "serve", options.model_path, "--port", "0", "--enable-return-routed-experts"]
+    for name, value in engine_args(options).items():
+        if name != "model_path":
+            values: Sequence[object] = [] if value is True else value if isinstance(value, tuple) else [value]
+            command += [f"--{name.replace('_', '-')}", *map(str, values)]
+    env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
+        assert process.stdout is not None, "it was asked for"
+        phases, lines = Row(), list[str]()
+        for line in process.stdout:
+            lines.append(line)
+            if (phase := _PHASE.match(line)) is not None:
+                phases[phase[1]] = float(phase[2])
+            if (ready := _READY.match(line)) is not None:
+                process.send_signal(signal.SIGTERM)
+                process.communicate(timeout=60)
+                return {"ready": float(ready[1]), **phases}
+    raise ConfigError(f"the server did not start: {' '.join(lines[-1:]).strip()}")
+
+
+def _prompts(noise: random.Random, vocab: int, options: argparse.Namespace) -> list[list[int]]:
+    return [[noise.randrange(vocab) for _ in range(options.input_len)] for _ in range(options.num_prompts)]
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, Any]:
+    return {name: statistics.median(values), "lowest": min(values), "highest": max(values)}
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """Rows as aligned columns."""
+    shown = [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    table = [list(rows[0]), *shown]
+    widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
+    for line in table:
+        print("  ".join(part.rjust(width) for part, width in zip(line, widths, strict=True)))

@@ -1,0 +1,100 @@
+"""Engine.stream: outputs that come as they are generated join to what `generate` says at once, rows and logprobs among them."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from routed_experts import InvalidRequestError, PromptTooLongError, SamplingParams
+from routed_experts.capture import record_from_response
+from serving import assert_idle, borrow, on_engine_thread
+
+PROMPT = "the router scores"
+PARAMS = SamplingParams(n=2, max_tokens=12, seed=5, ignore_eos=True, logprobs=2, return_routed_experts=True)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with borrow(enable_return_routed_experts=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def whole(engine):
+    said = engine.generate(PROMPT, PARAMS)
+    assert len(said) == 2
+    return said
+
+
+def outputs(engine, prompt=PROMPT, params=PARAMS, **said):
+    async def read():
+        return [output async for output in engine.stream(prompt, params, **said)]
+
+    return asyncio.run(read())
+
+
+def assert_same(choice, wanted):
+    meta = wanted["meta_info"]
+    assert (choice.text, list(choice.token_ids)) == (wanted["text"], wanted["output_ids"])
+    assert choice.cumulative_logprob == pytest.approx(sum(entry[0] for entry in meta["output_token_logprobs"]))
+    assert [one[token].logprob for one, token in zip(choice.logprobs, choice.token_ids, strict=True)] == [
+        entry[0] for entry in meta["output_token_logprobs"]
+    ]
+    assert choice.finish_reason == "length" and choice.record == record_from_response(wanted)
+
+
+def test_the_final_output_is_the_answer(engine, whole):
+    (output,) = outputs(engine, output_kind="final")
+    assert output.finished and output.prompt == PROMPT and [choice.index for choice in output.outputs] == [0, 1]
+    for choice, wanted in zip(output.outputs, whole, strict=True):
+        assert_same(choice, wanted)
+
+
+def test_cumulative_outputs_grow_to_the_answer(engine, whole):
+    told = outputs(engine, output_kind="cumulative")
+    for index, wanted in enumerate(whole):
+        own = [output for output in told if output.outputs[0].index == index]
+        assert [output.finished for output in own] == [False] * (len(own) - 1) + [True] and len(own) == 12
+        assert [len(output.outputs[0].token_ids) for output in own] == list(range(1, 13))
+        assert all(output.outputs[0].record is None and output.outputs[0].finish_reason is None for output in own[:-1])
+        assert_same(own[-1].outputs[0], wanted)
+
+
+def test_deltas_join_to_the_answer(engine, whole):
+    told = outputs(engine)
+    for index, wanted in enumerate(whole):
+        own = [output.outputs[0] for output in told if output.outputs[0].index == index]
+        assert "".join(choice.text for choice in own) == wanted["text"]
+        assert [token for choice in own for token in choice.token_ids] == wanted["output_ids"]
+        assert sum(len(choice.logprobs) for choice in own) == 12
+        assert own[-1].record == record_from_response(wanted) and own[-1].finish_reason == "length"
+
+
+def test_leaving_early_aborts(engine):
+    async def leave():
+        stream = engine.stream([5, 6, 7], SamplingParams(max_tokens=400, ignore_eos=True))
+        async for output in stream:
+            assert len(output.outputs[0].token_ids) == 1
+            break
+        await stream.aclose()
+
+    before = on_engine_thread(engine, lambda core: core.ledger.finished.get("abort", 0))
+    asyncio.run(leave())
+    assert_idle(engine)
+    assert on_engine_thread(engine, lambda core: core.ledger.finished["abort"]) == before + 1
+
+
+def test_what_is_wrong_is_refused_at_once(engine):
+    for prompt, params, kind, error, param in (
+        ("a", None, "deltas", InvalidRequestError, "output_kind"), ("", None, "delta", InvalidRequestError, "prompt"),
+        ([313], None, "delta", InvalidRequestError, "input_ids"), ([5] * 512, None, "delta", PromptTooLongError, "input_ids"),
+        ("a", SamplingParams(routed_experts_format="npy"), "delta", InvalidRequestError, "routed_experts_format"),
+    ):  # fmt: skip
+        with pytest.raises(error) as told:
+            engine.stream(prompt, params, output_kind=kind)
+        assert told.value.param == param
+
+
+def test_an_array_is_a_prompt_too(engine):
+    (output,) = outputs(engine, prompt=np.array([5, 6, 7]), params=SamplingParams(max_tokens=2), output_kind="final")
+    assert output.prompt is None and output.prompt_token_ids == (5, 6, 7) and output.outputs[0].record is None

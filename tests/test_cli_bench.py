@@ -1,0 +1,70 @@
+"""`bench`: what its tables say is there and adds up. No figure is judged: speed lives in no test."""
+
+import json
+
+import jax
+import pytest
+
+from http_server import running
+from routed_experts.cli import main, make_parser
+from routed_experts.cli.bench import _start
+from routed_experts.core.errors import ConfigError
+from serving import borrow
+from tiny import write_tiny_checkpoint
+
+SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "32"]
+SMALL = ["--num-prompts", "3", "--input-len", "5", "--output-len", "6", "--rounds", "2"]
+
+
+def run(capsys, *argv):
+    code = main(["bench", *(str(word) for word in argv)])
+    return code, *capsys.readouterr()
+
+
+def test_throughput_compares_capture_on_off_and_on_again(tmp_path, capsys):
+    model, file = write_tiny_checkpoint(tmp_path / "model"), tmp_path / "told.json"
+    code, out, _ = run(capsys, "throughput", model, *SMALL, *SIZES, "--output", file)
+    told = json.loads(file.read_text())
+    assert code == 0 and told["command"]["kind"] == "throughput" and told["command"]["output_len"] == "6"
+    ways = [(row["capture"], row["rows asked"]) for row in told["rows"]]
+    assert ways == [("on", False), ("on", True), ("off", False), ("on", False), ("on", True)]
+    assert all(0 < row["lowest"] <= row["output tokens/s"] <= row["highest"] for row in told["rows"])
+    assert len(out.splitlines()) == 6 and out.split()[0] == "capture"
+
+
+def test_serve_reads_streams_of_a_server_with_and_without_rows(tmp_path, capsys):
+    file = tmp_path / "told.json"
+    with borrow(enable_return_routed_experts=True) as engine, running(engine, api_key="a-key-for-tests") as server:
+        before = engine.get_server_info()["requests_accepted"]
+        code, _, _ = run(capsys, "serve", "--base-url", server.url, "--api-key", "a-key-for-tests", *SMALL, "--output", file)
+        assert engine.get_server_info()["requests_accepted"] - before == 2 * 3 * 3  # both ways, a warm-up and two rounds of three
+        with pytest.raises(SystemExit):
+            main(["bench", "serve"])
+        capsys.readouterr()
+        code_without_key, _, err = run(capsys, "serve", "--base-url", server.url, *SMALL)
+    rows = json.loads(file.read_text())["rows"]
+    assert code == 0 and [row["rows asked"] for row in rows] == [False, True] and "a-key-for-tests" not in file.read_text()
+    assert all(0 < row["first token p50 ms"] <= row["p99 ms"] and row["between tokens ms"] > 0 for row in rows)
+    assert code_without_key == 2 and "401" in err
+
+
+def test_a_start_tells_its_phases_which_add_up(tmp_path):
+    """One of the two starts of `bench startup`: with the programs that earlier tests have left, where they keep them."""
+    model, cache = write_tiny_checkpoint(tmp_path / "model"), jax.config.jax_compilation_cache_dir or tmp_path
+    row = _start(make_parser().parse_args(["bench", "startup", str(model), *SIZES]), str(cache))
+    phases = sum(row[name] for name in ("import", "config", "kernels", "load", "plan", "allocate", "compile"))
+    assert 0.9 * row["ready"] < phases + 0.1 and phases < row["ready"] + 0.2, row
+    with pytest.raises(ConfigError, match="no folder"):
+        _start(make_parser().parse_args(["bench", "startup", "/no/such/model"]), str(cache))
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["throughput", "/no/such/model"], "/no/such/model"), (["serve", "--base-url", "file:///etc/passwd"], "--base-url"),
+        (["throughput", ".", "--num-prompts", "0"], "--num-prompts 0"), (["serve", "--base-url", "http://127.0.0.1:1"], "refused"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_ends_with_a_sentence(argv, told, capsys):
+    code, out, err = run(capsys, *argv)
+    assert code in (1, 2) and told in err and err.count("\n") <= 3 and "Traceback" not in err and out == ""
