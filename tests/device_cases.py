@@ -30,6 +30,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import kv_shapes
 from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry, Offer
 from routed_experts.engine.inspection import inspect_model
+from routed_experts.engine.score import Scorer
 from routed_experts.engine.served_model import load_model, shards_of
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import plan_memory
@@ -52,7 +53,7 @@ FAMILIES = {"deepseek": ("tp2", "ep4"), "gpt-oss": ("tp4", "ep2"), "olmoe": ("tp
 class Greedy(Bench):
     """A bench of a folder, of which only the programs for greedy tokens are compiled."""
 
-    def __init__(self, folder, tp=1, ep=1, *, registry=DEFAULT_BACKENDS, **backends):
+    def __init__(self, folder, tp=1, ep=1, *, registry=DEFAULT_BACKENDS, compiles=True, **backends):
         devices = dict(tp_size=tp, ep_size=ep)
         self.args = args = ServerArgs(model_path=str(folder), enable_return_routed_experts=True, **devices, **SIZES, **backends)
         source = ModelFolder.open(folder)
@@ -75,7 +76,7 @@ class Greedy(Bench):
         sizes = RunnerConfig(pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=config.vocab_size)
         self.runner = ModelRunner(state, spec, sizes)
         jobs = program_jobs(state, spec, sizes)
-        wanted = [key for key in jobs if key[0] != "sample" or key[2] is SamplerForm.GREEDY]
+        wanted = [key for key in jobs if compiles and (key[0] != "sample" or key[2] is SamplerForm.GREEDY)]
         self.runner._programs = {key: jobs[key]().compile() for key in wanted}
         self.assembly = SimpleNamespace(plan=plan, buckets=buckets, vocab_size=config.vocab_size)
         self.tap, self._weights, self._version = SimpleNamespace(clear=lambda: None), self.runner.state, 0
@@ -131,15 +132,17 @@ def family(folder, name):
 
 
 def dense(folder):
-    """A model without experts, its head tied to its embeddings; nothing is captured."""
+    """A model without experts, its head tied to its embeddings; nothing is captured. Scored, so that two programs do."""
     write_family(folder, "dense")
-    prompts, told = prompts_of(211), []
-    for tp in (1, 4):
-        with Engine(str(folder), tp_size=tp, skip_tokenizer_init=True, **SIZES) as engine:
-            told.append(engine.generate(input_ids=prompts, sampling_params=GREEDY, return_logprob=True))
-    for one, other in zip(*told, strict=True):
-        assert one["output_ids"] == other["output_ids"]
-        np.testing.assert_allclose(*(logprobs_of(answer) for answer in (one, other)), rtol=0, atol=LOGPROB)
+    prompts, told = [np.array(ids, np.int32) for ids in prompts_of(211)[1:]], []
+    for tp in (1, 2, 4):
+        bench = Greedy(folder, tp, compiles=False)
+        runner = bench.runner
+        told.append(Scorer(bench.args, bench.assembly.buckets, runner).run(prompts, None, lambda runner=runner: (runner.state, 0)))
+    for one, *others in zip(*told, strict=True):
+        for other in others:
+            assert other.routed_experts is None
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=LOGPROB)
 
 
 def logprobs_of(answer):
@@ -154,7 +157,7 @@ class Qwen3:
         write_tiny_checkpoint(self.folder)
         write_tiny_checkpoint(self.other, seed=1)
         self.alone = Greedy(self.folder)
-        self.benches = {name: Greedy(self.folder, *sizes) for name, sizes in MESHES.items() if name != "ep2"}
+        self.benches = {name: Greedy(self.folder, *sizes) for name, sizes in MESHES.items() if sizes[0] == 4}
         self.prompts = prompts_of(VOCAB_SIZE)
 
     def answers(self):
@@ -194,13 +197,13 @@ class Qwen3:
             told = told_of(bench, prompts, max_tokens=24, pages=20, retracts=True)
             assert_alike(told, wanted)
 
-    def memory(self):
-        """What a device holds: its share of what is dealt out, and all of the rest."""
+    def memory(self, two):
+        """What a device holds, of four or of the `two`: its share of what is dealt out, and all of the rest."""
         whole, pool = _held(self.alone)
         same = sum(array.nbytes for path, array in _arrays(self.alone) if path.endswith(("norm", "router")))
         repeated = sum(array.nbytes for path, array in _arrays(self.alone) if path.endswith("qkv")) // 2  # keys and values: 4 of 8 heads
         assert same < 0.1 * whole
-        for name, bench in self.benches.items():
+        for name, bench in {**self.benches, "tp2": two}.items():
             devices = MESHES[name][0]
             heads = min(devices, 2)  # a kv head is not cut: four devices hold each of the two twice
             held = same + (whole - same - repeated) // devices + repeated // heads
@@ -248,19 +251,20 @@ class Served:
         before = self._ask(shared)
         opened = ModelFolder.open(self.qwen3.other)
         held = opened.load(opened.dtype("auto"))
-        for version in (1, 2, 3):
+        for how in ("given", "from disk", "after a release"):
             for engine in self.engines:
-                if version == 1:
-                    engine.update_weights(held, version=1)
-                elif version == 3:
-                    engine.release_memory_occupation()
-                    engine.resume_memory_occupation(held, version=3)
+                version = engine._assembly.core.runner.weight_version + 1
+                if how == "given":
+                    engine.update_weights(held, version=version)
+                elif how == "from disk":
+                    engine.update_weights_from_disk(self.qwen3.folder, version=version)
                 else:
-                    engine.update_weights_from_disk(self.qwen3.folder, version=2)
+                    engine.release_memory_occupation()
+                    engine.resume_memory_occupation(held, version=version)
             after = self._ask(shared)
             self._compare(self._ask(alone), after)
             assert [leaf.sharding for leaf in jax.tree.leaves(_state(shared))] == where
-            assert ([one["output_ids"] for one in after] == [one["output_ids"] for one in before]) == (version == 2)
+            assert ([one["output_ids"] for one in after] == [one["output_ids"] for one in before]) == (how == "from disk")
 
     def replay(self):
         """Routes of one device's run, forced on two."""
@@ -284,7 +288,7 @@ class Served:
         alike(alone, shared)
 
 
-def placement(qwen3):
+def placement(qwen3, alone):
     """Experts with replicas, placed one way, then another while requests run, then with other weights: tokens and routes are those of one
     device, ids are logical, and nothing compiles."""
     rng, sizes = np.random.default_rng(5), dict(num_instances=20, num_devices=4)
@@ -292,7 +296,7 @@ def placement(qwen3):
     assert (first.physical_to_logical_map != second.physical_to_logical_map).any(axis=1).all()
     args = dict(skip_tokenizer_init=True, enable_return_routed_experts=True, **SIZES)
     ask = dict(input_ids=qwen3.prompts, sampling_params=GREEDY | {"max_tokens": 24}, return_logprob=True, return_routed_experts=True)
-    with Engine(str(qwen3.folder), **args) as alone, Engine(str(qwen3.folder), tp_size=4, ep_size=4, placement=first, **args) as placed:
+    with Engine(str(qwen3.folder), tp_size=4, ep_size=4, placement=first, **args) as placed:
         wanted = alone.generate(**ask)
         alike(wanted, placed.generate(**ask))
         placed.flush_cache()
@@ -306,13 +310,13 @@ def placement(qwen3):
                 alike(wanted, placed.generate(**ask))
             assert not seen, seen
             held_is(placed, next_one, qwen3.folder)
-        held_is(placed, third, qwen3.folder)
         scored = [engine.score(qwen3.prompts[2]) for engine in (alone, placed)]
         np.testing.assert_array_equal(*(score.routed_experts.ids for score in scored))
         for engine in (alone, placed):
             engine.update_weights_from_disk(qwen3.other, version=1)
         held_is(placed, third, qwen3.other)
         alike(alone.generate(**ask), placed.generate(**ask))
+        alone.update_weights_from_disk(qwen3.folder, version=2)
         with pytest.raises(PlacementError, match="max_replicas"):
             placed.apply_placement(rebalance(np.ones((3, 16)), num_instances=24, num_devices=4))
         with pytest.raises(InvalidRequestError, match="placement="):
@@ -370,10 +374,11 @@ def cases(folder):
     yield "dense", functools.partial(dense, folder / "dense")
     yield "refusals", functools.partial(refusals, folder / "refusals")
     qwen3 = functools.cache(lambda: Qwen3(folder / "qwen3"))
-    for name in ("answers", "gpu_kernels", "prefix_hits", "retraction", "memory"):
+    for name in ("answers", "gpu_kernels", "prefix_hits", "retraction"):
         yield name, lambda name=name: getattr(qwen3(), name)()
-    yield "placement", lambda: placement(qwen3())
     served = functools.cache(lambda: Served(qwen3()))
+    yield "memory", lambda: qwen3().memory(served().engines[1]._assembly.core)
+    yield "placement", lambda: placement(qwen3(), served().engines[0])
     for name in ("samplers", "replay", "new_weights"):
         yield name, lambda name=name: getattr(served(), name)()
 

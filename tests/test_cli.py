@@ -41,6 +41,13 @@ def parse(*argv):
     return engine_args(parser.parse_args(argv))
 
 
+
+def test_expert_parallel_is_as_many_devices_as_the_model_has():
+    for typed, (tp, ep) in {"--tp-size 4 --enable-expert-parallel": (4, 4), "--tensor-parallel-size 2": (2, 1)}.items():
+        args = ServerArgs(**parse(*typed.split()))
+        assert (args.tp_size, args.ep_size) == (tp, ep)
+
+
 def assert_refused(code, err, *, lines=3):
     assert code == 2
     assert 1 <= err.count("\n") <= lines
