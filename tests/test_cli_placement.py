@@ -102,6 +102,11 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
     (tmp_path / "bare.jsonl").write_text('{"text": "no rows"}\n')
     (tmp_path / "cut.jsonl").write_text((out.read_text())[:50])
     (tmp_path / "number.json").write_text("3")
+    (tmp_path / "latin.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "choices.json").write_text('{"choices": [1]}')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "bytes.safetensors").write_bytes(b"no tensors")
     other = skewed_record(np.random.default_rng(0), LOGITS[:, :8], 50)
     (tmp_path / "other.safetensors").write_bytes(other.to_bytes())
     for argv, words in (
@@ -109,9 +114,15 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
         ([out, "--instances", 20], "--instances and --devices belong together"),
         ([out, "--instances", 20, "--devices", 3], "num_devices=3 does not divide num_instances=20"),
         ([out, "--residents", 17], "per_layer=17 resident experts; wanted 0 to 16"),
-        ([tmp_path / "bare.jsonl", "--residents", 1], "bare.jsonl, line 1 holds no routed experts"),
-        ([tmp_path / "cut.jsonl", "--residents", 1], "cut.jsonl, line 1 is no JSON"),
-        ([tmp_path / "number.json", "--residents", 1], "number.json holds no answer but a int"),
+        ([tmp_path / "bare.jsonl", "--residents", 1], "bare.jsonl: line 1 holds no routed experts"),
+        ([tmp_path / "cut.jsonl", "--residents", 1], "cut.jsonl: line 1 is no JSON"),
+        ([tmp_path / "number.json", "--residents", 1], "number.json: the file holds no answer but a int"),
+        ([tmp_path / "latin.json", "--residents", 1], "latin.json: "),
+        ([tmp_path / "deep.json", "--residents", 1], "deep.json: "),
+        ([tmp_path / "choices.json", "--residents", 1], "choices.json: got a int"),
+        ([tmp_path / "empty.jsonl", "--residents", 1], "empty.jsonl holds no answer"),
+        ([tmp_path / "bytes.safetensors", "--residents", 1], "bytes.safetensors: "),
+        ([out, "--residents", 1, "--step-tokens", 0], "step_tokens"),
         ([files / "stats.npz", "--residents", 1], "name files that end in .jsonl, .json, .safetensors"),
         ([out, "--plan-from", tmp_path / "other.safetensors", "--residents", 1], "with 8 experts came for a model with (0, 1, 2) and 16"),
         ([out, tmp_path / "other.safetensors", "--residents", 1], "wanted records of one model"),

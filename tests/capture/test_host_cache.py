@@ -119,3 +119,21 @@ def test_what_waits_to_be_filed_is_bounded():
         assert len(cache._notes) < host_cache._MOST_NOTES
     cache.put(np.arange(600) % NUM_SLOTS, np.zeros((600, 4), np.uint16), 1000)
     assert not cache._notes, "a large step is filed at once"
+
+
+def test_after_a_filing_that_failed_no_row_is_known():
+    cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
+    cache.put(np.arange(4), np.zeros((4, 4), np.uint16), 0)
+    cache.file()
+    cache.put(np.arange(4), np.zeros((4, 3), np.uint16), 0)
+    cache.clear_pages(np.array([0]), PAGE_SIZE)
+    with pytest.raises(AssertionError):
+        cache.file()
+    assert not cache.gather(np.arange(NUM_SLOTS))[1].any(), "page 0 was to be forgotten"
+
+
+def test_few_rows_of_a_wide_step_do_not_keep_its_padding():
+    cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
+    cache.put(np.arange(2), np.zeros((64, 4), np.uint16), 0)
+    cache.file()
+    assert [rows.base is None for rows, _ in cache._counts._noted] == [True]

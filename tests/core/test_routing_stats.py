@@ -146,3 +146,19 @@ def test_wide_ids_are_counted_too():
     counts.add(np.array([[399, 0, 399, 1], [399, 300, 0, 399]], np.uint16), np.array([False, True]))
     stats = counts.stats()
     assert stats.counts[:, 0, 399].tolist() == [1, 1] and stats.counts[:, 1, 399].tolist() == [1, 1] and stats.counts[1, 0, 300] == 1
+
+
+def test_a_worker_counts_what_is_handed_over_and_an_id_too_large_is_found(monkeypatch):
+    monkeypatch.setattr(expert_counts, "_HANDED_OVER", 40)
+    rng, counts = np.random.default_rng(0), ExpertCounts(SPEC)
+    wanted = np.zeros((2, 3, 16), np.int64)
+    for _ in range(50):
+        rows, generated = rng.integers(0, 16, (5, 12)).astype(np.uint8), rng.random(5) < 0.5
+        counts.note(rows, generated)
+        for row, phase in zip(rows.reshape(5, 3, 4), generated.astype(int), strict=True):
+            for layer in range(3):
+                np.add.at(wanted[phase, layer], row[layer], 1)
+    assert counts._handed and (counts.stats().counts == wanted).all() and not counts._handed
+    counts.note(np.full((4, 12), 16, np.uint8), np.zeros(4, np.bool_))
+    with pytest.raises(AssertionError, match="expert 16 of 16"):
+        counts.stats()

@@ -115,7 +115,9 @@ def test_what_cannot_be_is_refused_and_changes_nothing(engine):
     for tags in ((), ("kv",), "kv_cache", None, 3):
         with pytest.raises(InvalidRequestError, match="must be a list of some of kv_cache, weights"):
             engine.release_memory_occupation(tags)
-    engine.resume_memory_occupation()
+    version = version_of(engine)
+    engine.resume_memory_occupation(served_at_first(), version=version + 1)
+    assert version_of(engine) == version, "nothing was released, so nothing happens"
     engine.release_memory_occupation()
     for door in (lambda: engine.score(PROMPT), lambda: engine.update_weight_version(10**6)):
         with pytest.raises(InvalidRequestError, match=r"memory that is released \(kv_cache, weights\); call resume_memory_occupation"):

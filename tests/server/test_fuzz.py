@@ -55,10 +55,14 @@ def test_no_body_makes_a_server_error(server, engine, path):
     statuses = set()
     for count in range(-(-NUM_BODIES // len(BODIES))):
         body = mutated(rng, BODIES[path])
-        began = time.monotonic()
-        response = server.client.post(path, content=body, headers={"content-type": "application/json"})
+        for last_try in (False, True):  # a slow answer must be slow twice: the machine may have stood still
+            began = time.monotonic()
+            response = server.client.post(path, content=body, headers={"content-type": "application/json"})
+            slow = time.monotonic() - began > (8 if path == "/tokenize" and len(body) > 1e6 else 2)  # megabytes are its work
+            if not slow:
+                break
+            assert not last_try, body[:300]
         assert response.status_code < 500, (body, response.text[:500])
-        assert time.monotonic() - began < (8 if path == "/tokenize" and len(body) > 1e6 else 2), body[:300]  # megabytes are its work
         statuses.add(response.status_code)
         if response.status_code >= 400:
             assert response.json()["error"].keys() == {"message", "type", "param", "code"} and len(response.content) < 1400

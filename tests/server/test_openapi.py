@@ -3,7 +3,6 @@
 Which of them must be refused is not asked here: names that we do not know are accepted without effect, and values are checked beyond
 what a schema says; test_refusals and the 400s of each surface have that."""
 
-import time
 
 import pytest
 import requests
@@ -52,11 +51,9 @@ def answered(server, engine, session, operation, mode):
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(max_examples=NUM_CASES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     def check(case):
-        began = time.monotonic()
         response = case.call(session=session, timeout=30)
         case.validate_response(response, checks=CHECKS)
         assert response.status_code < 500, (case.as_curl_command()[:1000], response.text[:500])
-        assert time.monotonic() - began < 5, case.as_curl_command()[:1000]
         if response.status_code >= 400:
             assert response.json()["error"].keys() == {"message", "type", "param", "code"}
         seen.append(response.status_code)

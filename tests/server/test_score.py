@@ -70,6 +70,15 @@ def test_routes_that_no_router_takes_are_executed(engine, server):
     assert score(server, token_ids=TOKENS)["data"][0]["logprobs"] != said["data"][0]["logprobs"]
 
 
+def test_many_tokens_are_scored_some_after_the_others(engine, server, monkeypatch):
+    monkeypatch.setattr("routed_experts.server.score.SCORED_TOGETHER", len(TOKENS))
+    told = score(server, token_ids=[TOKENS, OTHERS, TOKENS])["data"]
+    for one, alone in zip(told, engine.score([TOKENS, OTHERS, TOKENS]), strict=True):
+        np.testing.assert_allclose(one["logprobs"], alone.logprobs, atol=1e-5)
+    monkeypatch.setattr("routed_experts.server.score.MAX_SCORED_TOKENS", 10)
+    assert "at most 10 a call" in error_of(server.post("/v1/score", {"token_ids": [TOKENS] * 11}), 400)["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -81,7 +90,7 @@ def test_routes_that_no_router_takes_are_executed(engine, server):
         ({"token_ids": TOKENS, "routed_experts_start_len": 1}, "routed_experts_start_len"),
         ({"token_ids": TOKENS, "return_routed_experts": True, "routed_experts_start_len": 9}, "routed_experts_start_len"),
         ({"token_ids": [TOKENS] * 2, "return_routed_experts": True, "routed_experts_format": "list"}, "routed_experts_format"),
-        ({"token_ids": TOKENS, "request_id": "../x"}, "request_id"),
+        ({"token_ids": TOKENS, "request_id": "../x"}, "request_id"), ({"token_ids": [[1] * 512] * 256 + [[1]]}, "token_ids"),
     ],
 )  # fmt: skip
 def test_a_wrong_score_is_a_400_that_names_the_field(server, body, param):

@@ -21,9 +21,8 @@ _AT_ONCE = 1 << 15  # ids: a tenth of a millisecond
 _HANDED_OVER = 1 << 18  # ids that go to the worker together
 _MOST_WAITING = 8  # such parcels; one is larger only where a single step is, of a byte or two an id
 
-AskGenerated = Callable[[], Bool[np.ndarray, " N"]]
-# Rows of a step, what tells which of its tokens were generated (None: none), and which of its tokens the rows are of (None: all).
-NotedRows = tuple[UInt[np.ndarray, "R M*K"], AskGenerated | None, Bool[np.ndarray, " N"] | None]
+AskGenerated = Callable[[], Bool[np.ndarray, " N"]]  # which tokens of a step were generated
+NotedRows = tuple[UInt[np.ndarray, "R M*K"], Bool[np.ndarray, " R"]]
 
 
 class ExpertCounts:
@@ -46,20 +45,23 @@ class ExpertCounts:
         self._catch_up()
         self._clear()
 
-    def note(self, rows: UInt[np.ndarray, "R M*K"], generated: AskGenerated | None, live: Bool[np.ndarray, " N"] | None) -> None:
-        """Count these rows later; nobody may change them from now on. `generated` is asked then which tokens of the step were
-        generated, the others are of prompts; `live` says which of those tokens the rows are of."""
-        self._noted.append((rows, generated, live))
+    def note(self, rows: UInt[np.ndarray, "R M*K"], generated: Bool[np.ndarray, " R"]) -> None:
+        """Count these rows later; nobody may change them from now on. `generated`: those of generated tokens, the others are of prompts."""
+        self._noted.append((rows, generated))
         self._noted_ids += rows.size
         if self._noted_ids >= _HANDED_OVER:
             if len(self._handed) >= _MOST_WAITING:
                 self._handed.popleft().result()
             noted, self._noted, self._noted_ids = self._noted, [], 0
-            self._handed.append(self._worker.submit(self._count, noted))
+            try:
+                self._handed.append(self._worker.submit(self._count, noted))
+            except RuntimeError:  # the interpreter is ending, and takes no more work
+                self._count(noted)
 
     def add(self, rows: UInt[np.ndarray, "R M*K"], generated: Bool[np.ndarray, " R"]) -> None:
         """Count these rows now; `generated` says which are of generated tokens, the others are of prompts."""
         for low, high in itertools.pairwise((*range(0, len(rows), max(1, _AT_ONCE // rows.shape[1])), len(rows))):
+            assert rows[low:high].max(initial=0) < self._spec.num_experts, f"expert {rows[low:high].max()} of {self._spec.num_experts}"
             keys = self._starts[generated[low:high].astype(np.intp)] + rows[low:high]
             self._filling += np.bincount(keys.ravel(), minlength=self._before.size).reshape(self._shape)
         self._filling_rows += len(rows)
@@ -75,12 +77,9 @@ class ExpertCounts:
         self._windows: deque[np.ndarray] = deque(maxlen=_WINDOWS)
 
     def _count(self, noted: Sequence[NotedRows]) -> None:
-        parts: list[np.ndarray] = []
-        for rows, ask, live in noted:
-            told = np.zeros(len(rows) if live is None else live.size, np.bool_) if ask is None else ask()
-            parts.append(told if live is None else told[live])
         for some in _together(noted):
-            self.add(np.concatenate([noted[i][0] for i in some]), np.concatenate([parts[i] for i in some]))
+            rows, generated = map(np.concatenate, zip(*some, strict=True))
+            self.add(rows, generated)
 
     def _catch_up(self) -> None:
         """Wait for the worker, and count what it was not handed."""
@@ -102,14 +101,14 @@ class ExpertCounts:
         )  # fmt: skip
 
 
-def _together(noted: Sequence[NotedRows]) -> list[list[int]]:
+def _together(noted: Sequence[NotedRows]) -> list[list[NotedRows]]:
     """Neighbours of the list, as many as make a window."""
-    groups: list[list[int]] = []
+    groups: list[list[NotedRows]] = []
     rows = WINDOW_TOKENS
-    for place, (ids, _, _) in enumerate(noted):
+    for one in noted:
         if rows >= WINDOW_TOKENS:
             groups.append([])
             rows = 0
-        groups[-1].append(place)
-        rows += len(ids)
+        groups[-1].append(one)
+        rows += len(one[0])
     return groups

@@ -8,6 +8,7 @@ and filing one step then costs as much as filing ten; experts are counted there 
 one contiguous run of M*K bytes. Engine thread only.
 Dims: Z slots, P pages, R rows, M MoE layers, K experts per token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ _NUM_SHOWN = 8
 _NO_ROW = -1  # a weight version that no weights have
 _MOST_NOTES = 24  # that wait to be filed: at a batch of 8 about 16 steps, and the pages that changed between them
 _MOST_ROWS = 512
+_FEW_OF = 4
 
 
 # What waits to be filed: slots, rows, version, which of them live, and who tells which are of generated tokens; or pages to be
@@ -81,6 +83,13 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         """Write down in the store what steps brought, in their order; every reader does so first. Steps between two forgettings are
         written at once: of two rows of one slot, the later stays."""
         notes, self._notes, self._noted_rows = self._notes, [], 0
+        try:
+            self._file(notes)
+        except BaseException:  # what was to be forgotten may stand there still: no row is known any more
+            self._versions[:] = _NO_ROW
+            raise
+
+    def _file(self, notes: Sequence[_Step | _Forgotten]) -> None:
         together: list[_Step] = []
         for note in notes:
             if len(note) == 2:
@@ -106,24 +115,14 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
     def _write(self, steps: list[_Step]) -> None:
         if not steps:
             return
-        version, read = steps[0][2], [self._read(step) for step in steps]
+        version, read = steps[0][2], [_read(step, self._store) for step in steps]
         assert version > _NO_ROW, version
-        slots, ids = read[0] if len(read) == 1 else map(np.concatenate, zip(*read, strict=True))
+        slots, ids = (read[0][0], read[0][1]) if len(read) == 1 else (np.concatenate([one[part] for one in read]) for part in (0, 1))
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
         self._store[slots] = ids
         self._versions[slots] = version
-
-    def _read(self, step: _Step) -> tuple[Int[np.ndarray, " R"], UInt[np.ndarray, "R M*K"]]:
-        """Slots and rows of the step that are kept; they are counted, too."""
-        slots, rows, _, live, generated = step
-        ids: UInt[np.ndarray, "N M*K"] = np.asarray(rows)
-        assert ids.dtype == self._store.dtype, (ids.dtype, self._store.dtype)
-        assert ids.shape[0] >= slots.size and ids.shape[1] == self._store.shape[1], (ids.shape, slots.shape, self._store.shape)
-        ids = ids[: slots.size]
-        if live is not None:
-            slots, ids = slots[live], ids[live]
-        self._counts.note(ids, generated, live)
-        return slots, ids
+        for _, rows, generated in read:
+            self._counts.note(rows, generated)
 
     def _note(self, note: _Step | _Forgotten) -> None:
         self._notes.append(note)
@@ -155,3 +154,17 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         shown = np.flatnonzero(orphaned)[:_NUM_SHOWN].tolist()
         detail = f"{num_orphaned} of {np.count_nonzero(valid)} valid rows are in slots whose page nobody owns, the first {shown}"
         return [Violation(name="row_without_page", detail=detail)]
+
+
+def _read(
+    step: _Step, store: UInt[np.ndarray, "Z M*K"]
+) -> tuple[Int[np.ndarray, " R"], UInt[np.ndarray, "R M*K"], Bool[np.ndarray, " R"]]:
+    """Slots and rows of the step that are kept, and which of them are of generated tokens."""
+    slots, rows, _, live, generated = step
+    ids: UInt[np.ndarray, "N M*K"] = np.asarray(rows)
+    assert ids.dtype == store.dtype, (ids.dtype, store.dtype)
+    assert ids.shape[0] >= slots.size and ids.shape[1:] == store.shape[1:], (ids.shape, slots.shape, store.shape)
+    told = np.zeros(slots.size, np.bool_) if generated is None else generated()
+    few = ids.shape[0] > _FEW_OF * slots.size  # a view would keep all the padding until it is counted
+    ids = ids[: slots.size].copy() if few else ids[: slots.size]
+    return (slots, ids, told) if live is None else (slots[live], ids[live], told[live])

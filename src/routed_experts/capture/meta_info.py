@@ -54,6 +54,8 @@ def record_from_response(response: Mapping[str, object], choice: int = 0) -> Rou
     if choices is None and choice == 0:
         return record_from_meta_info(response)
     listed = cast("list[Mapping[str, object]]", choices) if isinstance(choices, list) else []
+    for one in listed:
+        _require_mapping(one)
     chosen = [one for place, one in enumerate(listed) if one.get("index", place) == choice]
     if len(chosen) != 1:
         raise RoutingFormatError(f"response has {len(listed)} choices, {len(chosen)} of index {choice}; wanted exactly one")

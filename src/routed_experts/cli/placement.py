@@ -93,7 +93,7 @@ def _instances(
     )  # fmt: skip
     if options.save is not None:
         plan.save(options.save)
-    step_tokens = options.step_tokens or STEP_TOKENS
+    step_tokens = STEP_TOKENS if options.step_tokens is None else options.step_tokens
     columns: Columns = {}
     devices: dict[str, Float64[np.ndarray, "M V"]] = {}
     if num_experts % options.devices == 0:
@@ -110,7 +110,7 @@ def _instances(
 
 def _residents(records: list[RoutedExperts], learned: RoutingStats, options: argparse.Namespace) -> Columns:
     """Hits of each policy by layer, and copies a token of those that copy."""
-    per_layer, step_tokens = options.residents, options.step_tokens or _RESIDENCY_STEP
+    per_layer, step_tokens = options.residents, _RESIDENCY_STEP if options.step_tokens is None else options.step_tokens
     static = placement.resident(learned, per_layer=per_layer)
     if options.save is not None:
         static.save(options.save)

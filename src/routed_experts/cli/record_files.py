@@ -16,7 +16,17 @@ def read_records(files: Iterable[Path]) -> list[RoutedExperts]:
     """Every record of .jsonl (`generate --output`: an answer a line), .json (an answer, or a list) and .safetensors files, in order.
 
     Raises ConfigError for another suffix, RoutingFormatError naming the file and what in it holds no routed experts."""
-    return [record for file in files for record in _records_of(file)]
+    return [record for file in files for record in _all_of(file)]
+
+
+def _all_of(file: Path) -> list[RoutedExperts]:
+    try:
+        records = list(_records_of(file))
+    except (RoutingFormatError, UnicodeDecodeError, RecursionError) as error:
+        raise RoutingFormatError(f"{file}: {error}; give what generate --output or a server wrote") from error
+    if not records:
+        raise RoutingFormatError(f"{file} holds no answer; give what generate --output or a server wrote")
+    return records
 
 
 def _records_of(file: Path) -> Iterator[RoutedExperts]:
@@ -28,7 +38,7 @@ def _records_of(file: Path) -> Iterator[RoutedExperts]:
     text = file.read_text(encoding="utf-8")
     for number, said in enumerate(text.splitlines() if file.suffix == ".jsonl" else [text], start=1):
         if said.strip():
-            where = f"{file}, line {number}" if file.suffix == ".jsonl" else str(file)
+            where = f"line {number}" if file.suffix == ".jsonl" else "the file"
             for answer in _answers(said, where):
                 yield from _choices(answer, where)
 
@@ -37,7 +47,7 @@ def _answers(said: str, where: str) -> list[object]:
     try:
         read: object = json.loads(said)
     except ValueError as error:
-        raise RoutingFormatError(f"{where} is no JSON ({error}); give what generate --output or a server wrote") from error
+        raise RoutingFormatError(f"{where} is no JSON ({error})") from error
     return cast("list[object]", read) if isinstance(read, list) else [read]
 
 

@@ -24,7 +24,7 @@ from routed_experts.engine.core import EngineCore, Hold
 from routed_experts.engine.door import is_nested
 from routed_experts.engine.loop import EngineLoop
 from routed_experts.engine.occupation import EngineOccupation, refuse_released, refuse_split, served_now
-from routed_experts.engine.score import ScoreOutput, Scorer
+from routed_experts.engine.score import ScoreOutput
 from routed_experts.engine.weights import Weights, state_of, state_of_folder
 from routed_experts.execution.placed_runner import PlacedRunner
 from routed_experts.execution.split_runner import SplitRunner
@@ -35,8 +35,7 @@ class EngineControl(EngineOccupation):
     """A core in its loop, and what can be done with it beside generating."""
 
     def __init__(self, args: ServerArgs, assembly: Assembly) -> None:
-        super().__init__(assembly)
-        self._scorer = Scorer(args, assembly.buckets, assembly.core.runner)
+        super().__init__(args, assembly)
 
     def update_weights(self, state: Weights, *, version: int, cache: str = "flush") -> None:
         """Run later steps with other weights of the same tree, shapes and dtypes; nothing is compiled. `state` is an nnx.State, a
@@ -61,8 +60,12 @@ class EngineControl(EngineOccupation):
         """Name the served weights anew: `version` must rise. Rows written from now on bear it; running requests keep their pages, and
         no new request matches pages of the old one. Raises WeightsMismatchError."""
         core = self._assembly.core
-        refuse_released(core, "update_weight_version")
-        self._loop.drained(lambda: core.update_weights(core.runner.state, version=version, cache="keep"))
+
+        def rename() -> None:
+            refuse_released(core, "update_weight_version")
+            core.update_weights(core.runner.state, version=version, cache="keep")
+
+        self._loop.drained(rename)
 
     def pause(self, *, mode: str) -> None:
         """Hold still until `resume`; requests that come in meanwhile queue. `mode` says what becomes of those there are: "wait"
@@ -101,9 +104,9 @@ class EngineControl(EngineOccupation):
         Raises PlacementError for a placement of another model or other sizes, and InvalidRequestError on an engine that was built
         without placement=."""
         runner = _placed_runner(self._assembly.core)
-        refuse_released(self._assembly.core, "apply_placement")
         runner.check(placement)
         with self._placing, self._scorer.turn:
+            refuse_released(self._assembly.core, "apply_placement")
             moved = [self._loop.drained(functools.partial(runner.move_layer, *layer, placement)) for layer in runner.layers()]
             runner.placement = placement
         return sum(moved)
@@ -149,8 +152,13 @@ class EngineControl(EngineOccupation):
         if routed is not None:
             records = list(routed) if several and isinstance(routed, Sequence) else [routed]
         _check_routes(self._assembly.capture, records, sequences, return_routed_experts)
-        runner = self._assembly.core.runner
-        outputs = self._scorer.run(sequences, records, lambda: self._loop.call(lambda: (runner.state, runner.weight_version)))
+        core = self._assembly.core
+
+        def served() -> tuple[nnx.State[Any, Any], int]:
+            refuse_released(core, "score")
+            return core.runner.state, core.runner.weight_version
+
+        outputs = self._scorer.run(sequences, records, lambda: self._loop.call(served))
         return outputs if several else outputs[0]
 
 

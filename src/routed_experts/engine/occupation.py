@@ -5,6 +5,7 @@ What runs goes back to the queue with its tokens and rows, then the KV pool is f
 was filed under a page is kept. Compiled programs stay, so taking memory back compiles nothing."""
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ from flax import nnx
 
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.sampling_params import shown
+from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import Assembly
 from routed_experts.engine.core import EngineCore
 from routed_experts.engine.loop import EngineLoop
+from routed_experts.engine.score import Scorer
 from routed_experts.engine.served_model import ServedModel
 from routed_experts.engine.weights import Weights, state_of
 from routed_experts.execution.placed_runner import PlacedRunner
@@ -26,10 +29,11 @@ TAGS = ("kv_cache", "weights")
 class EngineOccupation:
     """A core in its loop, and the memory that it holds."""
 
-    def __init__(self, assembly: Assembly) -> None:
+    def __init__(self, args: ServerArgs, assembly: Assembly) -> None:
         self._assembly = assembly
         self._loop = EngineLoop(assembly.core)
-        self._placing = threading.Lock()  # weights are exchanged or moved, one after another
+        self._placing = threading.Lock()  # weights are exchanged, moved or released, one after another
+        self._scorer = Scorer(args, assembly.buckets, assembly.core.runner)
 
     def release_memory_occupation(self, tags: Sequence[str] = TAGS) -> None:
         """Free the KV pool ("kv_cache"), the engine's hold on its weights ("weights"), or both, between two steps. Requests that run go
@@ -40,7 +44,8 @@ class EngineOccupation:
         chosen = frozenset(tags) if isinstance(tags, Sequence) and not isinstance(tags, str) else frozenset[str]()
         if not chosen or not chosen <= frozenset(TAGS):
             raise InvalidRequestError(f"tags={shown(tags)} must be a list of some of {', '.join(TAGS)}", param="tags")
-        self._loop.drained(lambda: release(core, chosen))
+        with self._placing, self._scorer.turn:  # a score holds weights and pages of its own until it has ended
+            self._loop.drained(lambda: release(core, chosen))
 
     def resume_memory_occupation(self, state: Weights | None = None, *, version: int | None = None) -> None:
         """Take back all that was released, with an empty pool, and go on with what waits. Released weights come from `state`, as
@@ -52,6 +57,8 @@ class EngineOccupation:
             raise InvalidRequestError("state and version come together: weights, and the number that they are known by", param="version")
 
         def resume(arrays: nnx.State[Any, Any] | None) -> None:
+            if not core.released:
+                return
             if arrays is not None and version is not None:
                 core.update_weights(arrays, version=version, cache="flush")
             if "weights" in core.released:
@@ -85,6 +92,7 @@ def take_back(core: EngineCore) -> None:
     if "kv_cache" in core.released:
         core.runner.allocate_pool()
     core.released = frozenset()
+    core.last_progress = time.monotonic()
 
 
 def served_now(assembly: Assembly) -> ServedModel:

@@ -31,7 +31,7 @@ class ResidencyFollower:
     def _look(self) -> None:
         stats = self._capturer.routing_stats(windows=False)
         load, num_tokens = stats.load, int(stats.num_tokens.sum())
-        if num_tokens < self._num_tokens:  # reset since the last look
+        if num_tokens < self._num_tokens or (load < self._counted).any():  # reset since the last look
             self._counted, self._num_tokens = np.zeros_like(load), 0
         before = dataclasses.replace(self._state, residency=self._runner.residency)
         self._state = before.observe(load - self._counted, num_tokens - self._num_tokens, num_steps=EVERY)

@@ -1,6 +1,5 @@
 """/v1/routing: rows of a request that asked for format ref, fetched once it has ended, and counts of all routing. Knows no generation."""
 
-import asyncio
 import hashlib
 
 import msgspec
@@ -50,7 +49,7 @@ async def stats(request: Request, service: Service) -> Response:
 
 async def reset(request: Request, service: Service) -> Response:
     """Begin to count anew."""
-    await asyncio.to_thread(service.door.engine.reset_routing_stats)
+    await patiently(service.resets, service.settings.stall_timeout)
     return json_reply({"success": True})
 
 

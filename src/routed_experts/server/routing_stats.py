@@ -21,7 +21,7 @@ _PATIENCE_S = 1.0  # of metrics
 
 
 class StatsReader:
-    """Reads the counts, one reading at a time. `read` waits for the engine's thread."""
+    """Reads the counts, or resets them, one reading at a time. `read` waits for the engine's thread."""
 
     def __init__(self, read: Callable[[], RoutingStats]) -> None:
         self._read = read

@@ -1,6 +1,7 @@
 """POST /v1/score: logprobs and rows of tokens that are given, on live routes or on those of a record. Knows no queue: scores run beside
 it."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -19,12 +20,16 @@ from routed_experts.engine.score import ScoreOutput
 from routed_experts.server.body import read_struct
 from routed_experts.server.dialects import check_listed, native_defaults, place_rows, ref_url, routing_keywords
 from routed_experts.server.fields import header_of
+from routed_experts.server.limits import MAX_SCORED_TOKENS, SCORED_TOGETHER
 from routed_experts.server.openai_fields import name_call
 from routed_experts.server.protocol import ScoreRequest
 from routed_experts.server.reply import json_reply
 from routed_experts.server.routing_store import KeptRows
 from routed_experts.server.service import Service
 from routed_experts.server.sse import watched
+from routed_experts.server.threads import off_loop
+
+_LOGPROB_BYTES = 24  # of one number in JSON
 
 
 async def score(request: Request, service: Service) -> Response:
@@ -39,18 +44,24 @@ async def score(request: Request, service: Service) -> Response:
     wishes = [_wish(service, said, len(ids)) for ids in sequences]
     check_listed(wishes[0], door.capture, prompts=len(sequences), rows=len(sequences[0]) - wishes[0].start)
 
+    nobody_waits = threading.Event()
+
     def work() -> tuple[list[ScoreOutput], list[dict[str, object]]]:
-        outputs = _scored(service, sequences, _records(said, len(sequences)))
+        outputs = _scored(service, sequences, _records(said, len(sequences)), nobody_waits)
         url = [ref_url(name, index) for index in range(len(outputs))]
         return outputs, [_told(index, one, wish, url[index]) for index, (one, wish) in enumerate(zip(outputs, wishes, strict=True))]
 
-    outputs, told = await watched(request, service.scoring_room.wait(work), timeout_s=settings.request_timeout)
+    try:
+        outputs, told = await watched(request, service.scoring_room.wait(work), timeout_s=settings.request_timeout)
+    finally:
+        nobody_waits.set()
     if wishes[0].asked:
         _keep(service, name, str(request.scope["state"]["owner"]), outputs, wishes[0])
     count = sum(len(ids) for ids in sequences)
     usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
     answer = {"id": name, "object": "list", "created": service.created, "model": service.model_name, "data": told, "usage": usage}
-    return json_reply(answer, headers=header_of(body.ignored))
+    num_bytes = sum(0 if one.routed_experts is None else one.routed_experts.ids.nbytes for one in outputs) + count * _LOGPROB_BYTES
+    return await off_loop(num_bytes, lambda: json_reply(answer, headers=header_of(body.ignored)))
 
 
 def _sequences(said: ScoreRequest) -> list[list[int]]:
@@ -58,6 +69,10 @@ def _sequences(said: ScoreRequest) -> list[list[int]]:
     ids = said.token_ids
     if ids and all(isinstance(part, int) for part in ids):
         return [cast("list[int]", ids)]
+    count = sum(len(part) for part in ids if isinstance(part, list))
+    if count > MAX_SCORED_TOKENS:
+        text = f"token_ids has {count} tokens in {len(ids)} sequences; at most {MAX_SCORED_TOKENS} a call: send fewer sequences at once"
+        raise InvalidRequestError(text, param="token_ids")
     if not ids or not all(isinstance(part, list) and part for part in ids) or len(ids) > MAX_PROMPTS:
         text = f"token_ids must be one sequence of ids, or 1 to {MAX_PROMPTS} of them, none of them empty"
         raise InvalidRequestError(text, param="token_ids")
@@ -91,9 +106,19 @@ def _wish(service: Service, said: ScoreRequest, length: int) -> RoutedExpertsReq
     return routing_wish(request_of(**fields), SamplingParams(), prompt_len=length, capture=capture, defaults=defaults)
 
 
-def _scored(service: Service, sequences: list[list[int]], records: list[RoutedExperts | None] | None) -> list[ScoreOutput]:
+def _scored(
+    service: Service, sequences: list[list[int]], records: list[RoutedExperts | None] | None, nobody_waits: threading.Event
+) -> list[ScoreOutput]:
+    """Score some sequences after the others, so that other calls have their turn, and until nobody waits."""
+    outputs: list[ScoreOutput] = []
     try:
-        return service.door.engine.score(sequences, routed=records)
+        while len(outputs) < len(sequences) and not nobody_waits.is_set():
+            start, end, tokens = len(outputs), len(outputs), 0
+            while end < len(sequences) and (end == start or tokens + len(sequences[end]) <= SCORED_TOGETHER):
+                tokens += len(sequences[end])
+                end += 1
+            outputs += service.door.engine.score(sequences[start:end], routed=None if records is None else records[start:end])
+        return outputs
     except RoutingAlignmentError as error:
         raise InvalidRequestError(str(error), param="routed_experts", code=error.code) from error
     except CaptureDisabledError as error:

@@ -56,6 +56,7 @@ class Service:
         )
         self.waiting_room, self.scoring_room = WaitingRoom(MAX_WAITING_PAUSES), WaitingRoom(MAX_SCORING_CALLS)
         self.stats = StatsReader(lambda: self.door.engine.routing_stats())
+        self.resets = StatsReader(lambda: self.door.engine.reset_routing_stats())
         self.integrity = IntegrityWatch(clock, self.metrics.violation)
         self._door: EngineDoor | None = None
         self._phase, self._is_draining = "config", False
@@ -118,7 +119,7 @@ class Service:
         if self._door is None:
             return Health(state="starting", phase=self._phase, last_step_age_s=0.0, running=0, waiting=0)
         seen = self._door.snapshot()
-        state = "paused" if self._door.engine.paused else "serving"
+        state = "paused" if self._door.engine.paused or self._door.engine.released else "serving"
         if state == "serving" and seen.last_step_age_s > self.settings.stall_timeout:
             state = "stalled"
         if state == "stalled" and not self._was_stalled:
