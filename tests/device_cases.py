@@ -316,7 +316,14 @@ def placement(qwen3, alone):
             engine.update_weights_from_disk(qwen3.other, version=1)
         held_is(placed, third, qwen3.other)
         alike(alone.generate(**ask), placed.generate(**ask))
-        alone.update_weights_from_disk(qwen3.folder, version=2)
+        runner = placed._assembly.core.runner
+        placed._loop.drained(lambda: runner.move_layer(*runner.layers()[0], second))  # a change that stops half way
+        for engine in (alone, placed):
+            engine.update_weights_from_disk(qwen3.folder, version=2)
+        held_is(placed, third, qwen3.folder)
+        assert placed.apply_placement(second) > 0
+        held_is(placed, second, qwen3.folder)
+        alike(alone.generate(**ask), placed.generate(**ask))
         with pytest.raises(PlacementError, match="max_replicas"):
             placed.apply_placement(rebalance(np.ones((3, 16)), num_instances=24, num_devices=4))
         with pytest.raises(InvalidRequestError, match="placement="):
