@@ -179,7 +179,7 @@ def page(results: Sequence[Result]) -> str:
             "# Clients that work",
             "",
             "`scripts/compat` installs each client by itself, runs a short program of `scripts/compat_clients/` with it against",
-            "`routed-experts serve` on the demo model, and writes this page. A program asserts what it says, in its last line.",
+            "`routed-experts serve` on the demo model, and writes this page. What a program looked at stands in its last line.",
             "",
             f"{passed} of {len(results)} pass. {date}, Python {platform.python_version()}, {platform.system()}, CPU.",
             "",

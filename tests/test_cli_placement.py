@@ -123,6 +123,7 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
         ([tmp_path / "empty.jsonl", "--residents", 1], "empty.jsonl holds no answer"),
         ([tmp_path / "bytes.safetensors", "--residents", 1], "bytes.safetensors: "),
         ([out, "--residents", 1, "--step-tokens", 0], "step_tokens"),
+        ([out, "--residents", 1, "--plot", "x.foo"], "--plot x.foo is none of .png, .svg, .pdf"),
         ([files / "stats.npz", "--residents", 1], "name files that end in .jsonl, .json, .safetensors"),
         ([out, "--plan-from", tmp_path / "other.safetensors", "--residents", 1], "with 8 experts came for a model with (0, 1, 2) and 16"),
         ([out, tmp_path / "other.safetensors", "--residents", 1], "wanted records of one model"),

@@ -21,6 +21,7 @@ from routed_experts.placement.replay import STEP_TOKENS
 
 Columns = dict[str, Float64[np.ndarray, " M"]]
 _RESIDENCY_STEP = 8  # tokens of a decode step, unless --step-tokens says otherwise
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +53,8 @@ def run(options: argparse.Namespace, began: float) -> int:
         start_jax(default_platform="cpu")
     if options.save is not None and (options.save.suffix != ".npz" or None not in (options.instances, options.residents)):
         raise ConfigError(f"--save {options.save} writes one plan as .npz; name such a file, and give --instances or --residents, not both")
+    if options.plot is not None and options.plot.suffix not in _PICTURES:
+        raise ConfigError(f"--plot {options.plot} is none of {', '.join(_PICTURES)}; name such a file")
     records = read_records(options.files)
     learned = RoutingStats.from_records(records) if options.plan_from is None else _read_stats(options.plan_from)
     learned.check_model(records[0].layer_ids, records[0].num_experts)
