@@ -1,17 +1,19 @@
 """Experts shared out between accelerator and host: decode by the share of experts that are resident, and by who they are.
 
-    python benchmarks/hybrid.py [--layers 4] [--batches 16] [--fractions 0.1 0.3 0.5 0.7 0.95 1.0] [--new 40] [--skew 0.4] [--deferred 0]
+    python benchmarks/hybrid.py [--layers 4] [--batches 1 4 16 64] [--backends ffi dispatch] [--fractions 0.95 0.3 0.1 0.5 0.7 1]
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python benchmarks/hybrid.py --small      # CPU: device 1 plays the host
 
-Random weights under Qwen3-30B-A3B's config at a few layers. Experts differ in popularity: all embeddings share a direction, and along it
-each router scores its experts by normal noise times --skew, so what is captured is real routing, of skewed frequencies (0.4 is near
-what is published of Qwen3-30B-A3B: the most used 30 % of the experts of a layer run 70 % of its slots). `first` are
-experts 0..N-1; `static` are the most used of a run before it, with other prompts, exchanged live. Rows take turns: whole runs, of
-which the median decode step counts. `in turn` is the same step with the residents waited for before the host begins: over it, `overlap`
-is what running both sides at once gains (`home`, `host`: ms of each side in such a step, alone): most where the sides take equally
-long, which on a fast card is near 0.95. `plain` is the engine without experts=.
-Slots on the accelerator are counted by the runner; bytes are those of the arrays there, and what the device says it uses. Programs
-are kept for the next fraction: most of them are the same."""
+Random weights under Qwen3-30B-A3B's config at a few layers. Tokens are of two domains, halves of the vocabulary: a domain's embeddings
+share a direction, along which each router scores its experts by normal noise times --skew, and the head prefers the domain that it
+sees, so what is captured is real routing, of skewed frequencies (0.4 is near what is published of Qwen3-30B-A3B: the most used 30 % of
+the experts of a layer run 70 % of its slots). `first` are experts 0..N-1; `static` are the most used of a run before it, with other
+prompts, exchanged live; `shifted` are those of the other domain; `adaptive` began as these and followed the load for --follow runs.
+Rows take turns: whole runs, of which the median decode step counts. `in turn` is the same step with one side waiting for the other:
+layer by layer the residents end before the host begins, and it ends before anything follows (in one program: the host's experts end
+before the residents begin). Over it, `overlap` is what running both sides at once gains: most where they take equally long. `home`, `host`:
+ms of each side in a step (with ffi the host's alone, while both run). `plain` is the engine without experts=.
+Slots on the accelerator are counted by the runner; bytes are those of the arrays there, and what the device says it uses. What is
+done is written after every engine. Programs are kept for the next engine: most of them are the same."""
 
 import argparse
 import contextlib
@@ -39,11 +41,14 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import assemble
 from routed_experts.engine.backends import DEFAULT_BACKENDS
 from routed_experts.engine.core import EngineCore
+from routed_experts.engine.residency_follower import ResidencyFollower
 from routed_experts.execution.split_runner import SplitRunner
+from routed_experts.execution.whole_runner import WholeRunner
 from routed_experts.models.decoder import FamilyDecoder
 from routed_experts.models.expert_store import is_expert
 from routed_experts.models.registry import ModelFolder
 from routed_experts.placement.residency import most_used
+from routed_experts.scheduling.schedule_batch import Req
 
 SMALL = {
     "vocab_size": 4096, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_experts": 32, "num_experts_per_tok": 4,
@@ -52,17 +57,22 @@ SMALL = {
 
 
 def skewed_model(folder: Path, dtype: str, skew: float) -> FamilyDecoder:
-    """Random weights, experts on the host; a router's score of expert e is moved by noise[layer, e] * skew for every token."""
+    """Random weights, experts on the host; a router's score of expert e is moved by its noise in that domain times skew."""
     host = jax.devices("cpu")[-1]
     opened = ModelFolder.open(folder, load_format="dummy", in_parts=True)
     model = opened.load(jnp.dtype(dtype), place=lambda target: host if is_expert(target) else jax.devices()[0])
-    assert isinstance(model, FamilyDecoder)
-    model.embed[...] = model.embed[...] + jnp.ones((), model.embed[...].dtype)
-    router, noise = model.runs[0][0]["router"], np.random.default_rng(11)
-    num_layers, dim, experts = router[...].shape  # a normed token has 1 / sqrt 2 in each dim beside its own noise
-    along = noise.standard_normal((num_layers, 1, experts)) * skew * 2**0.5 / dim
-    across = router[...] - jnp.mean(router[...], axis=1, keepdims=True)  # its own share along that direction would be a popularity, too
-    router[...] = across + jnp.asarray(along, router[...].dtype)
+    assert isinstance(model, FamilyDecoder) and model.head is not None
+    embed, head, router = model.embed, model.head, model.runs[0][0]["router"]
+    (vocabulary, dim), (num_layers, _, experts) = embed[...].shape, router[...].shape
+    directions = np.stack([np.ones(dim), np.where(np.arange(dim) % 2, 1.0, -1.0)])  # [domains, D], at right angles
+    of_token = jnp.asarray(directions[np.arange(vocabulary) // (vocabulary // 2)], embed[...].dtype)  # [V, D]
+    embed[...] = embed[...] + of_token
+    head[...] = head[...] + (of_token * (10 * 2**0.5 / dim)).T.astype(head[...].dtype)  # 10 for each token of the domain
+    noise = np.random.default_rng(11).standard_normal((num_layers, experts, 2)) * skew * 2**0.5 / dim  # a normed token has 1 / sqrt 2
+    along = np.einsum("led,dh->lhe", noise, directions)  # in each dim beside its own noise
+    own = np.asarray(router[...], np.float64)  # its own share along the directions would be a popularity, too
+    across = own - np.einsum("dh,lde->lhe", directions / dim, np.einsum("dh,lhe->lde", directions, own))
+    router[...] = jnp.asarray(across + along, router[...].dtype)
     return model
 
 
@@ -80,8 +90,16 @@ def by_frequency(run: Run, residency: ResidencyMap) -> ResidencyMap:
 
 @contextlib.contextmanager
 def in_turn(runner: SplitRunner) -> Iterator[dict[str, float]]:
-    """Let the residents end before the host begins, and the host before anything follows; seconds of each side, summed."""
-    kept, spent = dict(runner._programs), defaultdict(float)
+    """Let one side end before the other begins, and both before anything follows; seconds of each side, summed."""
+    spent = defaultdict[str, float](float)
+    if isinstance(runner, WholeRunner):
+        lane, before = runner.host_side.lane, runner.host_side.lane.counts()
+        lane.set_signals(in_turn=True, calls_back=before.calls_back)
+        yield spent
+        spent |= {"host": lane.counts().busy_s - before.busy_s, "home": float("nan")}
+        lane.set_signals(in_turn=False, calls_back=before.calls_back)
+        return
+    kept = dict(runner._programs)
 
     def waited(name, program):
         def start(*args):
@@ -101,6 +119,21 @@ def in_turn(runner: SplitRunner) -> Iterator[dict[str, float]]:
         runner._programs.update(kept)
 
 
+@dataclasses.dataclass(kw_only=True)
+class Domain:
+    """Prompts of one half of the vocabulary that were never seen."""
+
+    vocabulary: int
+    number: int
+    seed: int = 0
+
+    def requests(self, batch: int, **how) -> list[Req]:
+        self.seed += 2
+        half = self.vocabulary // 2
+        sources = [req.source for req in Prompts(self.seed + self.number, half).requests(batch, **how)]
+        return [Req(dataclasses.replace(source, input_ids=source.input_ids + np.int32(self.number * half))) for source in sources]
+
+
 def step_ms(run: Run) -> float:
     return statistics.median(run.steps) * 1e3
 
@@ -111,28 +144,27 @@ class Bench:
 
     core: EngineCore
     args: argparse.Namespace
-    vocabulary: int
-    seed: int = 0
+    domains: tuple[Domain, Domain]
 
-    def run(self, batch: int, *, ask: bool = False, new: int | None = None) -> Run:
-        """A batch of prompts that were never seen."""
-        self.seed += 1
-        prompts = Prompts(self.seed, self.vocabulary)
-        return drive(self.core, prompts, batch, prompt=self.args.prompt, new=new or self.args.new, ask=ask, logprobs=True)
+    def run(self, batch: int, *, domain: int = 0, ask: bool = False, new: int | None = None) -> Run:
+        """A batch of new prompts."""
+        how = {"prompt": self.args.prompt, "new": new or self.args.new}
+        return drive(self.core, self.domains[domain], batch, **how, ask=ask, logprobs=True)
 
-    def measured(self, batch: int) -> dict[str, float]:
+    def measured(self, batch: int, *, domain: int = 0) -> dict[str, float]:
         """Decode, both ways where there are two sides, and the share of slots that the residents ran."""
         runner, split = self.core.runner, isinstance(self.core.runner, SplitRunner)
+        turns_too = split and runner.residency.num_resident < runner.residency.num_experts
         before = runner.slot_counts() if split else np.zeros((1, 2))
-        self.run(batch, new=4)
-        together, turns, spent, steps = [], [], defaultdict(float), 0
+        self.run(batch, domain=domain, new=4)
+        together, turns, spent, steps = [], [], defaultdict[str, float](float), 0
         for _ in range(self.args.rounds):
-            run = self.run(batch)
+            run = self.run(batch, domain=domain)
             assert all(np.isfinite(out.output_logprobs.values).all() for out in run.outs), "a logprob is not finite"
             together.append(step_ms(run))
-            if split:
+            if turns_too:
                 with in_turn(runner) as seconds:
-                    turns.append(step_ms(self.run(batch)))
+                    turns.append(step_ms(self.run(batch, domain=domain)))
                 for name, value in seconds.items():
                     spent[name] += value
                 steps += self.args.new
@@ -142,6 +174,15 @@ class Bench:
             "tok/s": batch * 1e3 / wall, "step ms": wall, "hits": 1.0 - away / slots, "in turn ms": serial, "overlap": serial / wall,
             "home ms": spent["home"] * 1e3 / max(steps, 1), "host ms": spent["host"] * 1e3 / max(steps, 1),
         }  # fmt: skip
+
+    def followed(self, batch: int) -> int:
+        """Let the residents follow the load of the other domain for some runs; experts that were copied."""
+        runner, before = self.core.runner, self.core.runner.num_swapped
+        self.core._after_step = ResidencyFollower(self.core.capturer, runner).after_step
+        for _ in range(self.args.follow):
+            self.run(batch, domain=1)
+        self.core._after_step = None
+        return runner.num_swapped - before
 
 
 def server_args(args: argparse.Namespace, folder: Path) -> ServerArgs:
@@ -161,41 +202,65 @@ def accelerator_bytes(core: EngineCore) -> dict[str, float]:
     return {"arrays MB": sum(here.values()) / 1e6, "in use MB": said.get("bytes_in_use", float("nan")) / 1e6}
 
 
-def of_fraction(model: FamilyDecoder, args: argparse.Namespace, folder: Path, config: dict, fraction: float) -> list[dict[str, object]]:
-    """All rows of one number of residents; 1.0 once, for there `first` is everybody."""
-    experts = int(config["num_experts"])
-    resident = round(fraction * experts)
-    gc.collect()  # the tables of the last fraction
-    shared = ExpertsConfig(kt_num_gpu_experts=resident, kt_max_deferred_experts_per_token=args.deferred)
+def of_engine(model: FamilyDecoder, args: argparse.Namespace, folder: Path, backend: str, fraction: float) -> Iterator[dict[str, object]]:
+    """All rows of one number of residents; 1.0 once, for there `first` is everybody. The domain shifts at the largest batch."""
+    config = json.loads((folder / "config.json").read_text())
+    experts, batch = int(config["num_experts"]), max(args.batches)
+    gc.collect()  # the tables of the last engine
+    resident, late = round(fraction * experts), args.deferred
+    shared = ExpertsConfig(kt_num_gpu_experts=resident, kt_max_deferred_experts_per_token=late, host_backend=backend)
     core = assemble(server_args(args, folder), model=model, experts=shared).core
-    bench, rows, memory = Bench(core=core, args=args, vocabulary=int(config["vocab_size"])), [], accelerator_bytes(core)
-    start = core.runner.residency
+    runner, bench, memory = core.runner, Bench(core=core, args=args, domains=domains_of(config)), accelerator_bytes(core)
+    if isinstance(runner, WholeRunner) and runner.host_side is not None:
+        runner.host_side.lane.set_signals(calls_back=args.calls)
+    start = runner.residency
+    row = {"backend": backend, "resident": fraction}
     for batch in args.batches:
-        for name in ("first", "static") if resident < experts else ("all",):
+        for name in ("first", "static") if fraction < 1 else ("all",):
             if name == "static":
-                core.runner.apply_residency(by_frequency(bench.run(batch, ask=True), core.runner.residency))
-            rows.append({"batch": batch, "resident": fraction, "who": name, **bench.measured(batch), **memory})
-        core.runner.apply_residency(dataclasses.replace(start, slot_of=start.slot_of.copy()))
-    return rows
+                runner.apply_residency(by_frequency(bench.run(batch, ask=True), runner.residency))
+            yield {**row, "batch": batch, "who": name, "copied": 0, **bench.measured(batch), **memory}
+        if fraction < 1 and batch == max(args.batches) and fraction in args.shifts:
+            yield {**row, "batch": batch, "who": "shifted", "copied": 0, **bench.measured(batch, domain=1), **memory}
+            yield {**row, "batch": batch, "who": "adaptive", "copied": bench.followed(batch), **bench.measured(batch, domain=1), **memory}
+        runner.apply_residency(dataclasses.replace(start, slot_of=start.slot_of.copy()))
+    if isinstance(runner, WholeRunner) and runner.host_side is not None:
+        print(f"signals by calls of the driver: {runner.host_side.lane.counts().calls_back}")
 
 
-def main() -> None:
-    """Run, print, write."""
+def domains_of(config: dict) -> tuple[Domain, Domain]:
+    return tuple(Domain(vocabulary=int(config["vocab_size"]), number=number) for number in (0, 1))
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batches", type=int, nargs="+", default=[16])
-    parser.add_argument("--fractions", type=float, nargs="+", default=[0.1, 0.3, 0.5, 0.7, 0.95, 1.0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--backends", nargs="+", default=["ffi", "dispatch"])
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.95, 0.3, 0.1, 0.5, 0.7, 1.0])
+    parser.add_argument("--shifts", type=float, nargs="+", default=[0.3], help="of the fractions, those that see the domain shift")
+    parser.add_argument("--follow", type=int, default=4, help="runs for which residents follow the load before they are measured")
     parser.add_argument("--prompt", type=int, default=16)
-    parser.add_argument("--new", type=int, default=40)
+    parser.add_argument("--new", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--skew", type=float, default=0.4)
     parser.add_argument("--deferred", type=int, default=0, help="experts of a token that may come a layer late")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--calls", action="store_true", help="ffi: let the accelerator signal by calls of the driver")
     parser.add_argument("--small", action="store_true", help="a small model in float32, for CPU")
     parser.add_argument("--name", default="hybrid")
     args = parser.parse_args()
-    config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.small else {})
     args.dtype = "float32" if args.small else args.dtype
+    return args
+
+
+def main() -> None:
+    """Run, print, write."""
+    args, rows = parsed(), list[dict[str, object]]()
+    config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.small else {})
+    chosen = DEFAULT_BACKENDS.choose(ServerArgs(), platform="cpu")[0].moe.name
+    sides = {"accelerator": str(jax.devices()[0]), "host experts": chosen}
+    told = {"sides": sides, "layers": args.layers, "skew": args.skew, "prompt": args.prompt, "new": args.new}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
@@ -203,19 +268,20 @@ def main() -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         (folder / "config.json").write_text(json.dumps(config))
         model = skewed_model(folder, args.dtype, args.skew)
-        rows: list[dict[str, object]] = []
-        for fraction in args.fractions:
-            rows += of_fraction(model, args, folder, config, fraction)
-            print_table(rows)
+        for backend in args.backends:
+            for fraction in args.fractions:
+                begin = time.perf_counter()
+                rows += of_engine(model, args, folder, backend, fraction)
+                print_table(rows)
+                print(f"{write_result(args.name, rows, **told)}, {time.perf_counter() - begin:.0f} s", flush=True)
         gc.collect()
         core = assemble(server_args(args, folder), model=on_accelerator(model)).core
-        bench, memory = Bench(core=core, args=args, vocabulary=int(config["vocab_size"])), accelerator_bytes(core)
+        bench, memory = Bench(core=core, args=args, domains=domains_of(config)), accelerator_bytes(core)
         for batch in args.batches:
-            rows.append({"batch": batch, "resident": 1.0, "who": "plain", **bench.measured(batch), **memory})
+            plain = {"backend": "none", "resident": 1.0, "batch": batch, "who": "plain", "copied": 0}
+            rows.append({**plain, **bench.measured(batch), **memory})
     print_table(rows)
-    auto = ServerArgs()
-    sides = {"accelerator": str(jax.devices()[0]), "host experts": DEFAULT_BACKENDS.choose(auto, platform="cpu")[0].moe.name}
-    print(write_result(args.name, rows, sides=sides, layers=args.layers, skew=args.skew, prompt=args.prompt, new=args.new))
+    print(write_result(args.name, rows, **told))
 
 
 if __name__ == "__main__":

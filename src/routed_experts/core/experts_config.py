@@ -1,6 +1,6 @@
 """ExpertsConfig: how a model's experts are shared out between the accelerator and the host. Knows no device and no weight.
 
-The names are those that KTransformers gave to SGLang; each says here what it means with the `dispatch` backend. Checked once, when
+The names are those that KTransformers gave to SGLang; each says here what it means. Checked once, when
 it is made; what needs the model or the machine is checked when the engine is built, before anything is allocated."""
 
 import dataclasses
@@ -9,7 +9,7 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.core.placement import ResidencyMap
 
 KT_METHODS = ("auto", "bf16", "f32")
-HOST_BACKENDS = ("auto", "dispatch")
+HOST_BACKENDS = ("auto", "dispatch", "ffi")
 RESIDENCIES = ("first", "adaptive")
 _COUNTS = (
     "kt_num_gpu_experts", "num_device_experts", "kt_cpuinfer", "kt_threadpool_count", "kt_gpu_prefill_token_threshold",
@@ -27,11 +27,11 @@ class ExpertsConfig:
     num_device_experts: int | None = None  # another name of kt_num_gpu_experts
     kt_weight_path: str | None = None  # safetensors of the experts; None: the model's own
     kt_method: str = "auto"  # number format of experts on the host: auto is the model's
-    kt_cpuinfer: int | None = None  # threads of the host's experts: XLA's CPU client has them all, fixed at start
+    kt_cpuinfer: int | None = None  # threads of the host's experts; with `dispatch` XLA's CPU client has them all, fixed at start
     kt_threadpool_count: int | None = None  # pools of those threads: 1
     kt_max_deferred_experts_per_token: int = 0  # d: of a token's d lightest experts those on the host are added a MoE layer later
     kt_gpu_prefill_token_threshold: int | None = None  # a step of at least that many tokens runs on the accelerator alone; 0, None: never
-    host_backend: str = "auto"
+    host_backend: str = "auto"  # `dispatch` (which auto is): a step is cut at every layer; `ffi`: a step is one program, not on a TPU
     residency: str | ResidencyMap = "first"  # "first" N by id; "adaptive": these at first, then they follow the load; or those of a plan
 
     def __post_init__(self) -> None:
@@ -63,6 +63,13 @@ class ExpertsConfig:
             raise ConfigError(f"kt_num_gpu_experts={given} and the plan's num_resident={planned} differ; leave the number out")
         if self.kt_threadpool_count not in (None, 1):
             raise ConfigError(f"kt_threadpool_count={self.kt_threadpool_count}, but XLA's CPU client has 1 pool; leave it out or give 1")
+        if self.host_backend == "ffi" and self.kt_max_deferred_experts_per_token:
+            raise ConfigError(
+                f"kt_max_deferred_experts_per_token={self.kt_max_deferred_experts_per_token} with host_backend='ffi', which adds all "
+                "experts in their own layer; leave it at 0, or take host_backend='dispatch'"
+            )
+        if self.kt_cpuinfer == 0:
+            raise ConfigError("kt_cpuinfer=0, but somebody must run the host's experts; give at least 1 thread, or leave it out")
         told = sorted(field.name for field in dataclasses.fields(self) if values[field.name] != field.default)
         if self.num_resident is None and told:
             raise ConfigError(f"{', '.join(told)} without kt_num_gpu_experts, which shares nothing out; give the number too, or none")

@@ -22,7 +22,9 @@ from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.split_jobs import Sides
 from routed_experts.execution.split_programs import SplitSpec
 from routed_experts.execution.split_runner import SplitRunner
+from routed_experts.execution.whole_runner import WholeRunner
 from routed_experts.layers.moe import MoeBackend
+from routed_experts.layers.native.toolchain import why_not
 from routed_experts.models.decoder import FamilyDecoder
 from routed_experts.models.expert_store import SplitModel, is_expert, split_model
 from routed_experts.models.family_config import FamilyConfig
@@ -59,15 +61,13 @@ class Sharing:
                 raise ConfigError(f"{name}={size} with experts=: one accelerator shares with its host in this release; leave it at 1")
         if experts.residency == "adaptive" and not args.enable_return_routed_experts:
             raise ConfigError("residency='adaptive' follows captured routing; give enable_return_routed_experts=True too, or take 'first'")
-        threads = len(os.sched_getaffinity(0))
-        if experts.kt_cpuinfer not in (None, threads):
-            raise ConfigError(
-                f"kt_cpuinfer={experts.kt_cpuinfer}, but XLA's CPU client has {threads} threads, one a core that this process may run "
-                "on, fixed at start; leave it out, or start the process on that many cores (taskset)"
-            )
+        sides = _sides()
+        _check_threads(experts)
+        if experts.host_backend == "ffi":
+            _check_ffi(sides.device.platform)
         auto = dataclasses.replace(args, moe_backend="auto", attention_backend="auto")
         host_experts = registry.choose(auto, platform="cpu")[0].moe
-        return Sharing(experts=experts, config=config, residency=residency, sides=_sides(), host_experts=host_experts)
+        return Sharing(experts=experts, config=config, residency=residency, sides=sides, host_experts=host_experts)
 
     def load(self, source: ModelFolder | Decoder | None, dtype: str, *, progress: Callable[[int, int], None] | None) -> SplitModel:
         """Load a folder, or take a module's arrays, to where they belong. Raises CheckpointError for a kt_weight_path that lacks experts
@@ -96,7 +96,11 @@ class Sharing:
             num_resident=self.residency.num_resident,
             deferred=self.experts.kt_max_deferred_experts_per_token,
         )
-        return SplitRunner(model, split, spec, config, sides=self.sides, streams_from=self.experts.streams_from)
+        if self.experts.host_backend != "ffi" and split.has_host:
+            return SplitRunner(model, split, spec, config, sides=self.sides, streams_from=self.experts.streams_from)
+        threads = self.experts.kt_cpuinfer or max(1, _num_cores() - 1)  # one is left to start programs
+        streams_from = self.experts.streams_from if split.has_host else None
+        return WholeRunner(model, split, spec, config, sides=self.sides, streams_from=streams_from, num_threads=threads)
 
     def follower(self, capturer: RoutedExpertsCapturer, runner: ModelRunner) -> Callable[[], None] | None:
         """What exchanges residents after a step; None where they stay until somebody else does."""
@@ -107,6 +111,33 @@ class Sharing:
 
     def _place(self, target: str) -> Any:
         return self.sides.host if is_expert(target) else self.sides.device
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _check_threads(experts: ExpertsConfig) -> None:
+    """Raise ConfigError for a number of threads that the host's experts cannot have."""
+    cores, wanted = _num_cores(), experts.kt_cpuinfer
+    if wanted is None:
+        return
+    if experts.host_backend == "ffi":
+        if wanted > cores:
+            raise ConfigError(f"kt_cpuinfer={wanted} is above the {cores} cores that this process may run on; lower it to at most {cores}")
+    elif wanted != cores:
+        raise ConfigError(
+            f"kt_cpuinfer={wanted}, but XLA's CPU client has {cores} threads, one a core that this process may run on, fixed at start; "
+            "leave it out, start the process on that many cores (taskset), or take host_backend='ffi'"
+        )
+
+
+def _check_ffi(platform: str) -> None:
+    """Raise ConfigError where the host's experts cannot run inside a program of the accelerator."""
+    if platform not in ("cpu", "gpu"):
+        raise ConfigError(f"host_backend='ffi' runs beside a CPU or an NVIDIA GPU, and the default device is a {platform}; take 'dispatch'")
+    if (reason := why_not()) is not None:
+        raise ConfigError(f"host_backend='ffi' needs the native library: {reason}; or take 'dispatch'")
 
 
 def _sides() -> Sides:

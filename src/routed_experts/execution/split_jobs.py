@@ -91,7 +91,7 @@ class SplitJobs:
             self._of_shape(shape)
         if self.split.num_resident:
             for kind, table in self.model.tables.items():
-                args = (_shapes(table), _rows(table, 1), jax.ShapeDtypeStruct((), jnp.int32))
+                args = (shapes_of(table), _rows(table, 1), jax.ShapeDtypeStruct((), jnp.int32))
                 self.found["write", kind] = functools.partial(write_rows.lower, *args)
         return self.found
 
@@ -105,18 +105,18 @@ class SplitJobs:
         model, split, rim, static = self.model, self.split, self.model.rim_arrays, {"spec": self.split, "shape": shape}
         last_tokens = jax.ShapeDtypeStruct((self.config.num_request_slots,), jnp.int32)
         opening = functools.partial(open_step, **static)
-        stream, tokens, packed = self._job(("open", shape), opening, _shapes(rim.embed), last_tokens, shape.packed)
+        stream, tokens, packed = self._job(("open", shape), opening, shapes_of(rim.embed), last_tokens, shape.packed)
         given: tuple[Any, ...] = ()
         for layer in layers_at(model.config):
             kind, key = layer.kind, ("layer", shape, layer.kind, len(given))
             if key not in self.found:
-                args = (_shapes(model.layers[kind]), _shapes(numbers_of(layer)), packed, given, self._maps)
+                args = (shapes_of(model.layers[kind]), shapes_of(numbers_of(layer)), packed, given, maps_of(self.split))
                 program = functools.partial(layer_step, **static, kind=kind)
                 errand = self._job(key, program, stream, self.config.pool.abstract, *args, donate=(0, 1))[1]
                 if errand is not None:
                     self._of_experts(shape, layer, packed, errand)
             given = (jax.ShapeDtypeStruct(stream.x.shape, jnp.float32),) * split.num_given(layer, shape)
-        closing, norms = functools.partial(close_step, **static), (_shapes(rim.norm), _shapes(rim.norm_bias))
+        closing, norms = functools.partial(close_step, **static), (shapes_of(rim.norm), shapes_of(rim.norm_bias))
         out = self._job(("close", shape, len(given)), closing, *norms, stream, given, tokens, packed)
         self.found.update(sampling_jobs(self.state, self.spec, self.config, shape, out))
 
@@ -126,23 +126,24 @@ class SplitJobs:
         table, stored = self.model.tables[kind], self.model.host[kind]
         if split.has_home(kind):
             program = functools.partial(home_step, spec=split, shape=shape, kind=kind)
-            args = (_shapes(table), _shapes(self.model.layers[kind]), _shapes(numbers_of(layer)), packed, errand)
+            args = (shapes_of(table), shapes_of(self.model.layers[kind]), shapes_of(numbers_of(layer)), packed, errand)
             self._job(("home", shape, kind), program, *args)
         if not split.has_host:
             return
         place = jax.ShapeDtypeStruct((), jnp.int32)
-        args = _at((_shapes(stored), place, errand.fed, errand.away, errand.weights), self.sides.host)
+        args = _at((shapes_of(stored), place, errand.fed, errand.away, errand.weights), self.sides.host)
         self._job(("host", num_tokens, kind), functools.partial(host_step, spec=split), *args)
         if self.streams_from is not None and num_tokens >= self.streams_from and not split.deferred_in(shape):
             block, row = _rows(table, split.num_experts - split.num_resident), jax.ShapeDtypeStruct((split.num_experts,), jnp.int32)
             self._job(("stream", num_tokens, kind), functools.partial(stream_step, spec=split), block, row, errand)
 
-    @property
-    def _maps(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.split.num_moe_layers, self.split.num_experts), jnp.int32)
+
+def maps_of(split: SplitSpec) -> jax.ShapeDtypeStruct:
+    """The shape of the map of residents that programs take."""
+    return jax.ShapeDtypeStruct((split.num_moe_layers, split.num_experts), jnp.int32)
 
 
-def _shapes(tree: Any) -> Any:
+def shapes_of(tree: Any) -> Any:
     """Shapes and dtypes of arrays, without their devices: programs are compiled for the default one."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tree)
 

@@ -90,7 +90,7 @@ def layer_step(
     kind: LayerKind,
 ) -> tuple[Stream, Errand | None, Any]:
     """One layer up to its experts. Stream and pool are donated."""
-    step = _step_of(spec, packed, shape, recurrent=isinstance(pool, HybridPool))
+    step = step_of(spec, packed, shape, recurrent=isinstance(pool, HybridPool))
     return run_to_experts(spec.config, kind, arrays, numbers, stream, given, step, pool, slot_of, deferred=spec.deferred_in(shape))
 
 
@@ -106,7 +106,7 @@ def home_step(
     kind: LayerKind,
 ) -> Float32[Array, "N D"]:
     """The residents, and the experts that every token runs, on the accelerator."""
-    step = _step_of(spec, packed, shape, recurrent=False)
+    step = step_of(spec, packed, shape, recurrent=False)
     return run_at_home(spec.config, kind, table, arrays, numbers, errand, step, size=spec.num_resident)
 
 
@@ -148,8 +148,8 @@ def close_step(
     return ForwardOut(hidden, jnp.take(hidden, unpack(packed, shape).last_token_of_row, axis=0), tokens, packed, rows)
 
 
-def _step_of(spec: SplitSpec, packed: Int32[Array, " words"], shape: BatchShape, *, recurrent: bool) -> Step:
-    """What the layers of a step share."""
+def step_of(spec: SplitSpec, packed: Int32[Array, " words"], shape: BatchShape, *, recurrent: bool) -> Step:
+    """What the layers of a step share; `recurrent`: some keep states."""
     batch = unpack(packed, shape)
     attend = PagedAttend(backend=spec.attention, batch=batch.paged, num_pages=spec.num_pages)
     ops = hybrid_ops(attend, batch) if recurrent else SequenceOps(attend)

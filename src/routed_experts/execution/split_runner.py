@@ -102,16 +102,19 @@ class SplitRunner(ModelRunner):
         """Start all layers of a step."""
         programs, rim = self._programs, self._model.rim_arrays
         stream, tokens, packed = programs["open", shape](rim.embed, self._last_tokens, pack(batch))
-        streams = self._streams_from is not None and batch.num_tokens >= self._streams_from and not self._split.deferred_in(shape)
+        streams = self._streams(batch, shape)
         given, waiting = tuple[Any, ...](), list[Any]()
         for layer in self._layers:
             program, arrays = programs["layer", shape, layer.kind, len(given)], self._model.layers[layer.kind]
             stream, errand, self._pool = program(stream, self._pool, arrays, self._numbers[layer], packed, given, self._slot_of)
             given = () if errand is None else tuple(self._run_experts(shape, layer, packed, errand, waiting, streams=streams))
         out = programs["close", shape, len(given)](rim.norm, rim.norm_bias, stream, given, tokens, packed)
-        self._tallies.append(stream.tally)
-        self._count(keep=_KEPT_TALLIES)
+        self._note(stream.tally)
         return out
+
+    def _streams(self, batch: ModelWorkerBatch, shape: BatchShape) -> bool:
+        """Whether a step copies the host's experts to the accelerator and runs there alone."""
+        return self._streams_from is not None and batch.num_tokens >= self._streams_from and not self._split.deferred_in(shape)
 
     def _run_experts(
         self, shape: BatchShape, layer: LayerAt, packed: Array, errand: Errand, waiting: list[Any], *, streams: bool
@@ -146,6 +149,11 @@ class SplitRunner(ModelRunner):
         if rows not in self._nothing:
             self._nothing[rows] = jax.device_put(np.zeros((rows, width), np.float32), self._sides.device)
         return self._nothing[rows]
+
+    def _note(self, tally: Array) -> None:
+        """Keep the tally of a step that was started."""
+        self._tallies.append(tally)
+        self._count(keep=_KEPT_TALLIES)
 
     def _count(self, *, keep: int) -> None:
         """Add up the tallies of all steps but the last `keep`, which may be in flight."""

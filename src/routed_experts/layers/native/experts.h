@@ -1,4 +1,5 @@
-// y[n] = sum over k of weights[n, k] * down(silu(gate(x[n])) * up(x[n])) of expert ids[n, k], summed in executed order.
+// y[n] = sum over k of weights[n, k] * down(silu(gate(x[n])) * up(x[n])) of expert ids[n, k], summed in executed order. Where some of
+// a row's slots may be nobody's (`partial`), their id is -1.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -14,6 +15,8 @@ constexpr int64_t kPartColumns = 128;  // a part of an expert reads runs of at l
 
 struct ExpertShape {
   int64_t tokens, top_k, hidden, width, experts, first;
+  bool partial = false;
+  bool nobodys(int32_t id) const { return partial && id == -1; }
   int64_t out_step() const { return hidden + kPad; }
 };
 
@@ -28,6 +31,7 @@ inline bool plan(const ExpertShape& s, const int32_t* ids, const bool* valid, st
     if (!valid[n]) continue;
     for (int64_t k = 0; k < s.top_k; k++) {
       const int32_t id = ids[n * s.top_k + k];
+      if (s.nobodys(id)) continue;
       if (id < 0 || id >= s.experts) return false;
       starts[id + 1]++;
     }
@@ -40,7 +44,8 @@ inline bool plan(const ExpertShape& s, const int32_t* ids, const bool* valid, st
   }
   order.resize(starts[s.experts]);
   for (int64_t n = 0; n < s.tokens; n++)
-    for (int64_t k = 0; valid[n] && k < s.top_k; k++) order[starts[ids[n * s.top_k + k]]++] = n * s.top_k + k;
+    for (int64_t k = 0; valid[n] && k < s.top_k; k++)
+      if (const int32_t id = ids[n * s.top_k + k]; !s.nobodys(id)) order[starts[id]++] = n * s.top_k + k;
   std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.end - a.begin > b.end - b.begin; });
   return true;
 }
@@ -118,6 +123,7 @@ void combine(const ExpertShape& s, int64_t n, const int32_t* place, const float*
     const int count = std::min<int64_t>(kLanes, s.hidden - d);
     vf total = {};
     for (int64_t k = 0; valid && k < s.top_k; k++) {
+      if (place[n * s.top_k + k] < 0) continue;
       const float* row = outputs + place[n * s.top_k + k] * s.out_step() + d;
       total += weights[n * s.top_k + k] * (count == kLanes ? load(row) : load(row, count));
     }
@@ -125,13 +131,13 @@ void combine(const ExpertShape& s, int64_t n, const int32_t* place, const float*
   }
 }
 
-template <class X, class T>
+template <class X, class T, class Y>
 bool experts(Team& team, const ExpertShape& s, const X* x, const int32_t* ids, const float* weights, const bool* valid,
-             const T* gate_up, const T* down, X* y) {
+             const T* gate_up, const T* down, Y* y) {
   std::vector<int32_t> order;
   std::vector<Piece> pieces;
   if (!plan(s, ids, valid, order, pieces)) return false;
-  std::vector<int32_t> place(s.tokens * s.top_k);
+  std::vector<int32_t> place(s.tokens * s.top_k, -1);
   for (size_t i = 0; i < order.size(); i++) place[order[i]] = i;
   thread_local Scratch out_scratch, hidden_scratch;
   float* outputs = out_scratch.floats(order.size() * s.out_step());

@@ -3,6 +3,7 @@
 #include "choose.h"
 #include "experts.h"
 #include "handlers.h"
+#include "lane_handler.h"
 #include "linear.h"
 #include "prepare.h"
 #include "router.h"
@@ -263,3 +264,37 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexSelect, rex::run_select,
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Attr<bool>("overflows"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexErrandBegins, rex::begin_on_cpu,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("lane")
+                                  .Attr<int64_t>("store")
+                                  .Attr<int64_t>("top_k"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexErrandEnds, rex::end_on_cpu,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("lane"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexErrandBeginsOnGpu, rex::begin_on_gpu,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<void*>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("lane")
+                                  .Attr<int64_t>("store")
+                                  .Attr<int64_t>("top_k"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexErrandEndsOnGpu, rex::end_on_gpu,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<void*>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("lane"));

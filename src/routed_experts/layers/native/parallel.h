@@ -1,4 +1,4 @@
-// Work shared between a kernel's caller and XLA's own threads. Knows nothing of what the work is.
+// Work shared between a kernel's caller and other threads: XLA's own, or a crew's (crew.h). Knows nothing of what the work is.
 //
 // A team lasts as long as its kernel. Its helpers are asked for once, and between two loops of the kernel they stay awake: a whole run
 // of layers is one kernel of many short loops, and waking a thread costs more than most of them. Items are handed out one by one, so
@@ -8,8 +8,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -27,11 +29,14 @@ inline void rest(int& spins) {
 
 class Team {
  public:
-  explicit Team(xla::ffi::ThreadPool& pool) : pool_(pool), state_(std::make_shared<State>()) {}
+  using Schedule = std::function<void(std::function<void()>)>;
+  Team(int64_t size, Schedule schedule) : size_(std::max<int64_t>(size, 1)), schedule_(std::move(schedule)), state_(std::make_shared<State>()) {}
+  explicit Team(xla::ffi::ThreadPool& pool)
+      : Team(pool.num_threads(), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }) {}
   Team(const Team&) = delete;
   ~Team() { state_->turn.store(kOver, std::memory_order_release); }
 
-  int64_t size() const { return std::max<int64_t>(pool_.num_threads(), 1); }
+  int64_t size() const { return size_; }
 
   // Run body(item) for every item of 0..items-1.
   template <class Body>
@@ -86,7 +91,7 @@ class Team {
     if (gathered_) return;
     gathered_ = true;
     for (int64_t i = 1; i < size(); i++)
-      pool_.Schedule([state = state_] {
+      schedule_([state = state_] {
         uint64_t seen = 0;
         for (int spins = 0; state->work();) {
           const uint64_t now = state->turn.load(std::memory_order_relaxed);
@@ -96,7 +101,8 @@ class Team {
       });
   }
 
-  xla::ffi::ThreadPool& pool_;
+  int64_t size_;
+  Schedule schedule_;
   std::shared_ptr<State> state_;
   uint64_t loop_ = 0;
   bool gathered_ = false;

@@ -1,0 +1,125 @@
+"""A step of a model whose experts are shared out, as one program: the host's experts are errands of a lane that begin and end inside it.
+A pure function of arrays but for the lane. Knows nothing of pools' owners or of devices.
+
+    embed -> [ attention, router -> begin -> residents -> end -> both added ] for each layer -> normed
+
+Layers of a run are scanned, so the program does not grow with depth. Dims: N padded tokens, R request slots, D hidden, M MoE layers,
+E experts."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.programs import ForwardOut
+from routed_experts.execution.split_programs import SplitSpec, close_step, open_step, step_of
+from routed_experts.layers.expert_slots import ExpertTable
+from routed_experts.layers.native.lane import HostLane
+from routed_experts.memory.kv_pool import HybridPool
+from routed_experts.models.expert_store import SplitModel
+from routed_experts.models.layer_parts import Step
+from routed_experts.models.split_layers import LayerKind, LayerNumbers, Stream, add_experts, layers_at, run_at_home, run_to_experts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WholeArrays:
+    """What the accelerator holds of the layers, by run and by place in its pattern. A layer without experts has no table."""
+
+    embed: Float[Array, "V D"]
+    norm: Float[Array, " D"]
+    norm_bias: Float[Array, " D"] | None
+    layers: tuple[tuple[dict[str, Array], ...], ...]
+    tables: tuple[tuple[ExpertTable | None, ...], ...]
+
+    @staticmethod
+    def of(model: SplitModel, tables: Mapping[LayerKind, ExpertTable]) -> "WholeArrays":
+        """A parted model's, with the tables that it has now."""
+        kinds = [[LayerKind(run=run, index=index) for index in range(len(one.pattern))] for run, one in enumerate(model.config.runs)]
+        return WholeArrays(
+            model.rim_arrays.embed,
+            model.rim_arrays.norm,
+            model.rim_arrays.norm_bias,
+            tuple(tuple(model.layers[kind] for kind in run) for run in kinds),
+            tuple(tuple(tables.get(kind) for kind in run) for run in kinds),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostSide:
+    """The lane of a parted model, and the numbers of its stores there."""
+
+    lane: HostLane
+    stores: Mapping[LayerKind, int]
+
+    @staticmethod
+    def of(model: SplitModel, *, num_threads: int) -> "HostSide":
+        """Open a lane for a parted model."""
+        lane = HostLane([*model.host.values()], num_experts=model.residency.num_experts, num_threads=num_threads)
+        return HostSide(lane=lane, stores={kind: number for number, kind in enumerate(model.host)})
+
+
+def whole_step(
+    arrays: WholeArrays,
+    pool: Any,  # as KVPoolSpec.abstract says
+    last_tokens: Int[Array, " R"],
+    packed: Int32[Array, " words"],
+    slot_of: Int32[Array, "M E"],
+    *,
+    spec: SplitSpec,
+    shape: BatchShape,
+    host: HostSide | None,
+) -> tuple[Any, ForwardOut, Int32[Array, "M 2"]]:
+    """Run all layers, without a host where no expert is there; returns the pool, the outputs of `programs.forward`, and the tally of
+    the step's slots."""
+    stream, tokens, packed = open_step(arrays.embed, last_tokens, packed, spec=spec, shape=shape)
+    step = step_of(spec, packed, shape, recurrent=isinstance(pool, HybridPool))
+    for number in range(len(spec.config.runs)):
+        body = _pattern(number, arrays, step, slot_of, spec, host)
+        (stream, pool), _ = lax.scan(body, (stream, pool), _numbers(number, spec))
+    out = close_step(arrays.norm, arrays.norm_bias, stream, (), tokens, packed, spec=spec, shape=shape)
+    return pool, out, stream.tally
+
+
+def _numbers(run: int, spec: SplitSpec) -> tuple[LayerNumbers, ...]:
+    """Of each place in a run's pattern the numbers of its layers, [repeats]."""
+    layers, width = [layer for layer in layers_at(spec.config) if layer.kind.run == run], len(spec.config.runs[run].pattern)
+
+    def column(name: str, index: int) -> Any:
+        return np.array([getattr(layer, name) for layer in layers[index::width]], np.int32)
+
+    return tuple(LayerNumbers(*(column(name, index) for name in ("place", "ordinal", "column"))) for index in range(width))
+
+
+def _pattern(
+    number: int, arrays: WholeArrays, step: Step, slot_of: Int32[Array, "M E"], spec: SplitSpec, host: HostSide | None
+) -> Callable[[Any, Any], tuple[Any, None]]:
+    """The body of a run's scan: the layers of its pattern, one after another."""
+
+    def body(carry: Any, numbers: tuple[LayerNumbers, ...]) -> tuple[Any, None]:
+        stream, pool = carry
+        for index, own in enumerate(numbers):
+            kind, weights = LayerKind(run=number, index=index), arrays.layers[number][index]
+            stream, errand, pool = run_to_experts(spec.config, kind, weights, own, stream, (), step, pool, slot_of)
+            if errand is None:
+                continue
+            given: list[Float32[Array, "N D"]] = []
+            if host is not None:
+                fed = host.lane.begin(errand.fed, own.place, errand.away, errand.weights, store=host.stores[kind])
+                errand = dataclasses.replace(errand, fed=fed)
+            if spec.has_home(kind):
+                table = arrays.tables[number][index]
+                assert table is not None, kind
+                given.append(run_at_home(spec.config, kind, table, weights, own, errand, step, size=spec.num_resident))
+            if host is not None:
+                last, away = host.lane.end(given.pop() if given else errand.fed)
+                given = [last, away] if spec.has_home(kind) else [away]
+            stream = Stream(add_experts(spec.config, stream.x, given), stream.capture, stream.tally)
+        return (stream, pool), None
+
+    return body

@@ -1,0 +1,72 @@
+"""WholeRunner: a SplitRunner whose steps are one program each, the host's experts running beside it on threads of their own, if there
+are any. Knows nothing of queues, nor of why an expert is where it is.
+
+A step that copies the host's experts to the accelerator is started layer by layer, as a SplitRunner starts all of them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from routed_experts.core.model_worker_batch import ModelWorkerBatch
+from routed_experts.core.placement import ResidencyMap
+from routed_experts.execution.forward_batch import BatchShape, pack
+from routed_experts.execution.model_runner import RunnerConfig, sampling_jobs
+from routed_experts.execution.programs import ForwardOut, ProgramSpec
+from routed_experts.execution.split_jobs import Sides, SplitJobs, maps_of, shapes_of
+from routed_experts.execution.split_programs import SplitSpec
+from routed_experts.execution.split_runner import SplitRunner
+from routed_experts.execution.split_whole import HostSide, WholeArrays, whole_step
+from routed_experts.models.expert_store import SplitModel
+
+
+class WholeRunner(SplitRunner):
+    """Weights, pools and compiled programs of one model on an accelerator and its host."""
+
+    def __init__(
+        self,
+        model: SplitModel,
+        split: SplitSpec,
+        spec: ProgramSpec,
+        config: RunnerConfig,
+        *,
+        sides: Sides,
+        streams_from: int | None,
+        num_threads: int,
+    ) -> None:
+        assert not (split.deferred and split.has_host), "errands of a lane end before the next begins"
+        super().__init__(model, split, spec, config, sides=sides, streams_from=streams_from)
+        self.host_side = HostSide.of(model, num_threads=num_threads) if split.has_host else None
+
+    def _bind(self, residency: ResidencyMap) -> None:
+        super()._bind(residency)
+        self._arrays = WholeArrays.of(self._model, self._tables)
+
+    def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
+        long = self._streams_from
+        streaming = tuple(shape for shape in self.config.shapes if long is not None and shape.num_tokens >= long)
+        cut = SplitJobs(
+            model=self._model, split=self._split, state=self.state, spec=self.spec, sides=self._sides, streams_from=long,
+            config=dataclasses.replace(self.config, shapes=streaming),
+        )  # fmt: skip
+        jobs = cut.collect()
+        last_tokens = jax.ShapeDtypeStruct((self.config.num_request_slots,), jnp.int32)
+        for shape in self.config.shapes:
+            args = (shapes_of(self._arrays), self.config.pool.abstract, last_tokens, shape.packed, maps_of(self._split))
+            program = functools.partial(whole_step, spec=self._split, shape=shape, host=self.host_side)
+            out: Any = jax.eval_shape(program, *args)[1]
+            jobs["whole", shape] = functools.partial(jax.jit(program, donate_argnums=(1,)).lower, *args)
+            jobs |= sampling_jobs(self.state, self.spec, self.config, shape, out)
+        return jobs
+
+    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape) -> ForwardOut:
+        """Start a step."""
+        if self._streams(batch, shape):
+            return super()._forward(batch, shape)
+        program = self._programs["whole", shape]
+        self._pool, out, tally = program(self._arrays, self._pool, self._last_tokens, pack(batch), self._slot_of)
+        self._note(tally)
+        return out

@@ -1,0 +1,184 @@
+"""Errands of a lane against float64 loops: inside a program of the CPU, and through the GPU's handlers over a stand-in for its driver
+(fake_driver.cpp), whose stream runs behind whoever enqueues. What runs between begin and end runs while the host works."""
+
+import ctypes
+import functools
+import subprocess
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from routed_experts.layers.expert_slots import ExpertTable, run_slots
+from routed_experts.layers.moe import MOE_BACKENDS
+from routed_experts.layers.native import toolchain
+from routed_experts.layers.native.lane import HostLane
+
+TOKENS, TOP_K, HIDDEN, WIDTH, EXPERTS, LAYERS = 9, 3, 70, 48, 5, 3
+
+
+def store_of(seed, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    shapes = (LAYERS * EXPERTS, HIDDEN, 2 * WIDTH), (LAYERS * EXPERTS, WIDTH, HIDDEN)
+    return ExpertTable(*(jnp.asarray(rng.standard_normal(shape) * 0.2, dtype) for shape in shapes))
+
+
+def errand_of(seed, dtype=jnp.float32):
+    """Rows, ids of which some are nobody's (a whole row's too), weights."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-1, EXPERTS, (TOKENS, TOP_K)).astype(np.int32)
+    ids[4] = -1
+    return jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), dtype), ids, rng.standard_normal((TOKENS, TOP_K)).astype(np.float32)
+
+
+def looped(store, place, x, ids, weights):
+    """The sums, slot by slot, in float64."""
+    gate_up, down = (np.asarray(array, np.float64) for array in (store.gate_up, store.down))
+    rows, out = np.asarray(x, np.float64), np.zeros((TOKENS, HIDDEN))
+    for n, k in np.argwhere(ids >= 0):
+        row = place * EXPERTS + ids[n, k]
+        gate, up = np.split(rows[n] @ gate_up[row], 2)
+        out[n] += weights[n, k] * (gate / (1 + np.exp(-gate)) * up @ down[row])
+    return out
+
+
+def run(lane, x, place, ids, weights, *, store=0, between=lambda x: x * 2):
+    """Both sides of a layer: what ran between begin and end, and what the host gave."""
+
+    def program(x, place, ids, weights):
+        x = lane.begin(x, place, ids, weights, store=store)
+        return lane.end(between(x))
+
+    return jax.jit(program)(x, jnp.asarray(place, jnp.int32), ids, weights)
+
+
+@pytest.mark.parametrize(("fed", "stored"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")])
+def test_an_errand_gives_the_loops_sums(fed, stored):
+    stores = [store_of(1, stored), store_of(2, stored)]
+    lane = HostLane(stores, num_experts=EXPERTS, num_threads=2)
+    x, ids, weights = errand_of(3, fed)
+    for number, store in enumerate(stores):
+        for place in range(LAYERS):
+            same, out = run(lane, x, place, ids, weights, store=number)
+            np.testing.assert_allclose(out, looped(store, place, x, ids, weights), atol=2e-5)
+            np.testing.assert_array_equal(same, x * 2)
+            assert (np.asarray(out)[4] == 0).all()
+    assert lane.counts().num_errands == 2 * LAYERS
+    assert lane.counts().busy_s > 0
+
+
+def test_errands_in_a_scan_are_those_of_its_layers():
+    store = store_of(4)
+    lane, x, rng = HostLane([store], num_experts=EXPERTS, num_threads=3), errand_of(5)[0], np.random.default_rng(6)
+    ids = rng.integers(-1, EXPERTS, (LAYERS, TOKENS, TOP_K)).astype(np.int32)
+    weights = rng.standard_normal((LAYERS, TOKENS, TOP_K)).astype(np.float32)
+    reference = functools.partial(run_slots, size=EXPERTS, backend=MOE_BACKENDS["reference"])
+
+    def layer(x, scanned, *, on_host):
+        place, ids, weights = scanned
+        if not on_host:
+            return x + reference(x, ids, weights, store, place) * 0.05, None
+        same, out = lane.end(lane.begin(x, place, ids, weights, store=0))
+        return same + out * 0.05, None
+
+    def layers(on_host):
+        scanned = jnp.arange(LAYERS, dtype=jnp.int32), ids, weights
+        return jax.jit(lambda x: jax.lax.scan(functools.partial(layer, on_host=on_host), x, scanned)[0])(x)
+
+    np.testing.assert_allclose(layers(on_host=True), layers(on_host=False), rtol=1e-5, atol=1e-4)
+
+
+def test_the_host_works_while_the_program_runs_on():
+    """What stands between begin and end waits until the errand has been run: were it run by `end`, that would never be."""
+    lane = HostLane([store_of(7)], num_experts=EXPERTS, num_threads=2)
+    x, ids, weights = errand_of(8)
+
+    def waits(x):
+        until = time.monotonic() + 60
+        while lane.counts().num_errands == 0 and time.monotonic() < until:
+            continue
+        return np.asarray(x) * lane.counts().num_errands
+
+    same, out = run(lane, x, 1, ids, weights, between=lambda x: jax.pure_callback(waits, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+    np.testing.assert_array_equal(same, x)
+    np.testing.assert_allclose(out, looped(store_of(7), 1, x, ids, weights), atol=2e-5)
+
+
+def test_in_turn_gives_the_same_numbers():
+    lane = HostLane([store_of(9)], num_experts=EXPERTS, num_threads=2)
+    x, ids, weights = errand_of(10)
+    together = run(lane, x, 2, ids, weights)
+    lane.set_signals(in_turn=True)
+    for ours, theirs in zip(run(lane, x, 2, ids, weights), together, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_an_unknown_expert_ends_the_step_and_the_lane():
+    lane = HostLane([store_of(11)], num_experts=EXPERTS, num_threads=1)
+    x, ids, weights = errand_of(12)
+    wrong = np.where(ids == -1, EXPERTS, ids)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="an expert id is outside"):
+        jax.block_until_ready(run(lane, x, 0, wrong, weights))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="an expert id was outside"):
+        jax.block_until_ready(run(lane, x, 0, ids, weights))
+
+
+def test_a_lane_that_is_gone_is_named_and_its_number_is_given_again():
+    lane = HostLane([store_of(13)], num_experts=EXPERTS, num_threads=2)
+    x, ids, weights = errand_of(14)
+    begin = functools.partial(lane.begin, store=0)
+    compiled = jax.jit(lambda *args: begin(*args)).lower(x, jnp.int32(0), ids, weights).compile()
+    number = lane._number
+    del lane, begin
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the lane of this program's engine is closed"):
+        jax.block_until_ready(compiled(x, jnp.int32(0), ids, weights))
+    assert HostLane([store_of(13)], num_experts=EXPERTS, num_threads=2)._number == number
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """The GPU's handlers, and what stands in for its driver, in one library."""
+    file = tmp_path_factory.mktemp("driver") / "driver.so"
+    sources, headers = Path(__file__).with_name("fake_driver.cpp"), (jax.ffi.include_dir(), toolchain.HERE)
+    flags = [flag for flag in toolchain.FLAGS if flag != "-O3"]
+    flags += ["-O1", f'-DREX_DRIVER="{file}"', *(f"-I{folder}" for folder in headers)]
+    command = [*toolchain.compiler(), *flags, str(sources), "-o", str(file)]
+    subprocess.run(command, check=True, timeout=300)
+    library = ctypes.CDLL(str(file))
+    library.enqueue_errands.restype = ctypes.c_char_p
+    library.RexLaneOpen.restype = ctypes.c_int64
+    return library
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("words", [True, False])
+def test_the_gpus_handlers_order_copies_and_signals(driver, words, in_turn):
+    """Many errands are enqueued before the first has begun, all over one desk."""
+    store, count = store_of(15), 60
+    arrays = [np.asarray(array) for array in (store.gate_up, store.down)]
+    places, dtypes = np.array([array.ctypes.data for array in arrays], np.uintp), np.array([11], np.int32)
+    sizes = np.array([EXPERTS, LAYERS * EXPERTS, HIDDEN, WIDTH], np.int64)
+    lane = driver.RexLaneOpen(*(ctypes.c_int64(number) for number in (2, 1)), *map(pointer, (places, dtypes, sizes)))
+    driver.RexLaneSet(ctypes.c_int64(lane), ctypes.c_bool(in_turn), ctypes.c_bool(False))
+    errands = [errand_of(seed) for seed in range(count)]
+    x = np.stack([np.asarray(fed) for fed, _, _ in errands])
+    words_of = [np.concatenate([[i % LAYERS], e[1].ravel(), e[2].view(np.int32).ravel()]) for i, e in enumerate(errands)]
+    told = np.stack(words_of).astype(np.int32)
+    out = np.full(x.shape, np.nan, np.float32)
+    numbers = (ctypes.c_int64(lane), ctypes.c_bool(words), *map(ctypes.c_int64, (count, TOKENS, TOP_K, HIDDEN)))
+    complaint = driver.enqueue_errands(*numbers, *map(pointer, (x, told, out)))
+    assert complaint is None, complaint
+    counts = np.zeros(3, np.int64)
+    driver.RexLaneTold(ctypes.c_int64(lane), pointer(counts))
+    driver.RexLaneClose(ctypes.c_int64(lane))
+    assert counts[0] == count
+    assert counts[2] == (not words)  # a driver that refuses words is called instead
+    for index, (fed, ids, weights) in enumerate(errands):
+        np.testing.assert_allclose(out[index], looped(store, index % LAYERS, fed, ids, weights), atol=2e-5)
+
+
+def pointer(array):
+    return ctypes.c_void_p(array.ctypes.data)
