@@ -102,6 +102,21 @@ def test_the_first_experts_sit_in_the_slots_of_their_ids():
     assert ResidencyMap.first(1, 2, 0).slot_of.tolist() == [[-1, -1]]
 
 
+@given(st.integers(0, 9), st.integers(0, 2**32 - 1))
+def test_who_stays_keeps_the_slot(num_resident, seed):
+    noise = np.random.default_rng(seed)
+    old, new = (ResidencyMap.of(np.stack([noise.permutation(9)[:num_resident] for _ in range(3)]), num_experts=9) for _ in range(2))
+    kept = new.keeping_slots_of(old)
+    for layer in range(3):
+        stay = set(old.experts[layer]) & set(new.experts[layer])
+        assert set(kept.experts[layer]) == set(new.experts[layer])
+        assert all(kept.slot_of[layer, expert] == old.slot_of[layer, expert] for expert in stay)
+        assert (kept.experts[layer] != old.experts[layer]).sum() == num_resident - len(stay)
+        left = {int(old.slot_of[layer, expert]) for expert in set(old.experts[layer]) - stay}
+        for expert in set(new.experts[layer]) - stay:  # where it wished to be, if that is left
+            assert kept.slot_of[layer, expert] == new.slot_of[layer, expert] or int(new.slot_of[layer, expert]) not in left
+
+
 def slots(*rows, num_resident=2, epoch=0):
     return lambda: ResidencyMap(slot_of=np.array(rows, np.int32), num_resident=num_resident, epoch=epoch)
 

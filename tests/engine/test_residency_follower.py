@@ -1,5 +1,10 @@
 """Residents that follow the load while the engine serves: they change, answers do not."""
 
+import contextlib
+import itertools
+import logging
+import threading
+
 import numpy as np
 import pytest
 
@@ -28,28 +33,61 @@ def engine(folder):
         assert_idle(engine)
 
 
-def followed(state, record):
-    """What the policy makes of a request that was alone: a prompt in one step, then a token a step; a look every eighth."""
-    rows = [record.prompt.ids, *np.split(record.generated.ids, len(record.generated.ids))]
-    for low in range(0, len(rows) // 8 * 8, 8):
-        look = np.concatenate(rows[low : low + 8])
-        state = state.observe(count_experts(look, record.num_experts), len(look), num_steps=8)
+@contextlib.contextmanager
+def recorded_looks(engine, monkeypatch):
+    """What the follower is told at each look."""
+    capturer, looks = engine._assembly.core.capturer, []
+    told = capturer.routing_stats
+
+    def noted(**how):
+        stats = told(**how)
+        looks.append((stats.load, stats.num_tokens.sum()))
+        return stats
+
+    monkeypatch.setattr(capturer, "routing_stats", noted)
+    yield looks
+    monkeypatch.undo()
+
+
+def followed(state, looks):
+    """What the policy makes of what it was told."""
+    before, tokens = 0, 0
+    for load, num_tokens in looks:
+        state = state.observe(load - before, num_tokens - tokens, num_steps=8)
+        before, tokens = load, num_tokens
     return state
 
 
-def test_residents_follow_the_load_and_the_answer_stays(engine, folder):
-    """The map is the one that the policy makes of the captured rows; a reset of the counts in between changes nothing."""
-    answer = engine.generate(input_ids=PROMPT, **SAID)
-    state = followed(AdaptiveResidency.start(ResidencyMap.first(2, 16, 4)), record_from_meta_info(answer))
+def test_residents_follow_the_load_and_the_answer_stays(engine, folder, monkeypatch):
+    """Each look is told of the first rows of the request, counted; the map is the one that the policy makes of these."""
+    start = engine.residency()[0]
+    with recorded_looks(engine, monkeypatch) as looks:
+        answer = engine.generate(input_ids=PROMPT, **SAID)
+    rows = record_from_meta_info(answer).ids
+    assert len(looks) == 10  # steps: the prompt and 79 tokens
+    for load, num_tokens in looks:
+        np.testing.assert_array_equal(load, count_experts(rows[:num_tokens], 16))
+    state = followed(AdaptiveResidency.start(start), looks)
     held, hits = engine.residency()
     assert held.epoch == state.residency.epoch > 0
-    assert (held.slot_of == state.residency.slot_of).all() and (held.slot_of != ResidencyMap.first(2, 16, 4).slot_of).any()
+    assert (held.slot_of == state.residency.slot_of).all() and (held.slot_of != start.slot_of).any()
     with Engine(folder, enable_return_routed_experts=True, **SIZES) as undivided:
         plain = undivided.generate(input_ids=PROMPT, **SAID)
     assert plain["output_ids"] == answer["output_ids"]
     assert record_from_meta_info(plain) == record_from_meta_info(answer)
     first = np.mean(record_from_meta_info(answer).ids < 4, axis=(0, 2))
     assert (hits > first).all()  # of all slots from the first step on
+
+
+def test_nobody_waits_for_counts(engine):
+    """A request ends while the thread that counts does nothing."""
+    engine.flush_cache()
+    go_on = threading.Event()
+    held = engine._loop.call(lambda: engine._assembly.core.capturer.host_cache._counts._worker.submit(go_on.wait, 120))
+    assert len(engine.generate(input_ids=PROMPT, **SAID)["output_ids"]) == 80
+    assert not held.done()
+    go_on.set()
+    assert held.result()
 
 
 def test_a_map_that_somebody_applies_is_where_it_goes_on_from(engine):
@@ -61,6 +99,43 @@ def test_a_map_that_somebody_applies_is_where_it_goes_on_from(engine):
     assert held.epoch > 100 and (held.slot_of != worst.slot_of).any()
     busy = count_experts(record_from_meta_info(answer).ids, 16)
     assert (np.where(held.slot_of >= 0, busy, 0).sum(axis=1) > np.where(worst.slot_of >= 0, busy, 0).sum(axis=1)).all()
+
+
+def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, monkeypatch, caplog):
+    """Of an exchange that stops half way the copies before hold, and the others stay who they were."""
+    runner, answer = engine._assembly.core.runner, engine.generate(input_ids=PROMPT, **SAID)
+    worst = ResidencyMap.of(np.argsort(engine._loop.call(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=50)
+    best = ResidencyMap.of(np.argsort(-engine._loop.call(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=51)
+    engine.apply_residency(worst)
+    before, swapped, failed = runner.residency, runner.num_swapped, runner.num_failed
+    (key,) = [key for key in runner._programs if key[0] == "write"]
+    write, calls = runner._programs[key], itertools.count()
+
+    def breaks(*args):
+        if next(calls) == 5:
+            raise MemoryError("no room for an expert")
+        return write(*args)
+
+    monkeypatch.setitem(runner._programs, key, breaks)
+    with pytest.raises(MemoryError, match="no room"):
+        engine.apply_residency(best)
+    new = best.keeping_slots_of(before).experts
+    assert (runner.residency.experts[0] == new[0]).all() and (runner.residency.experts[1, 0] == new[1, 0])  # four copies, and one
+    assert (runner.residency.experts[1, 1:] == before.experts[1, 1:]).all()
+    assert (runner.num_swapped, runner.num_failed) == (swapped + 5, failed + 1)
+    assert engine.generate(input_ids=PROMPT, **SAID)["output_ids"] == answer["output_ids"]
+
+    engine.apply_residency(worst)
+
+    def fails(*_):
+        raise MemoryError("no room at all")
+
+    monkeypatch.setattr(type(runner), "apply_residency", fails)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(2):
+            assert engine.generate(input_ids=PROMPT, **SAID)["output_ids"] == answer["output_ids"]
+    told = [record.getMessage() for record in caplog.records if "exchanging resident experts failed" in record.getMessage()]
+    assert [line.split("; ")[1] for line in told] == ["those that were there stay"] * 2 + ["residents follow the load no more"]
 
 
 def rate_of(engine):

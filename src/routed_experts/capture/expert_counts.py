@@ -2,7 +2,7 @@
 
 Filing only hands rows over. They are counted many at a time by one worker, in pieces small enough that the engine's thread never waits
 long for the interpreter, and the compiled program is the one without counts. A worker that lags makes the engine wait, so what is kept
-for it is bounded; whoever reads waits until all is counted.
+for it is bounded; whoever reads waits until all is counted, or takes what was counted last.
 Dims: F phases (prompt, generated), R rows, M MoE layers, K experts per token, E experts."""
 
 import itertools
@@ -52,11 +52,15 @@ class ExpertCounts:
         if self._noted_ids >= _HANDED_OVER:
             if len(self._handed) >= _MOST_WAITING:
                 self._handed.popleft().result()
-            noted, self._noted, self._noted_ids = self._noted, [], 0
-            try:
-                self._handed.append(self._worker.submit(self._count, noted))
-            except RuntimeError:  # the interpreter is ending, and takes no more work
-                self._count(noted)
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Let the worker count what was noted."""
+        noted, self._noted, self._noted_ids = self._noted, [], 0
+        try:
+            self._handed.append(self._worker.submit(self._count, noted))
+        except RuntimeError:  # the interpreter is ending, and takes no more work
+            self._count(noted)
 
     def add(self, rows: UInt[np.ndarray, "R M*K"], generated: Bool[np.ndarray, " R"]) -> None:
         """Count these rows now; `generated` says which are of generated tokens, the others are of prompts."""
@@ -66,7 +70,7 @@ class ExpertCounts:
             self._filling += np.bincount(keys.ravel(), minlength=self._before.size).reshape(self._shape)
         self._filling_rows += len(rows)
         if self._filling_rows >= WINDOW_TOKENS:
-            self._before += self._filling
+            self._before = self._before + self._filling
             self._windows.append(self._filling.astype(np.int32))
             self._filling, self._filling_rows = np.zeros(self._shape, np.int64), 0
 
@@ -75,11 +79,13 @@ class ExpertCounts:
         self._filling = np.zeros(self._shape, np.int64)
         self._filling_rows = 0
         self._windows: deque[np.ndarray] = deque(maxlen=_WINDOWS)
+        self._latest = self._before  # nobody changes it: another one takes its place
 
     def _count(self, noted: Sequence[NotedRows]) -> None:
         for some in _together(noted):
             rows, generated = map(np.concatenate, zip(*some, strict=True))
             self.add(rows, generated)
+        self._latest = self._before + self._filling
 
     def _catch_up(self) -> None:
         """Wait for the worker, and count what it was not handed."""
@@ -88,16 +94,26 @@ class ExpertCounts:
         noted, self._noted, self._noted_ids = self._noted, [], 0
         self._count(noted)
 
-    def stats(self, *, windows: bool = True) -> RoutingStats:
-        """A copy of what was counted; `windows` may be left out, which are most of it."""
+    def latest(self) -> RoutingStats:
+        """What the worker had counted when it was last done, without windows; waits for nobody. What was noted since is counted next."""
+        while self._handed and self._handed[0].done():
+            self._handed.popleft().result()
+        if self._noted and len(self._handed) < _MOST_WAITING:
+            self._hand_over()
+        return self._stats(self._latest, [])
+
+    def stats(self) -> RoutingStats:
+        """A copy of what was counted."""
         self._catch_up()
-        counts = self._before + self._filling
-        kept = list(self._windows) if windows else []
-        if windows and self._filling_rows:
+        kept = list(self._windows)
+        if self._filling_rows:
             kept.append(self._filling.astype(np.int32))
+        return self._stats(self._before + self._filling, kept)
+
+    def _stats(self, counts: Int64[np.ndarray, "F M E"], windows: Sequence[np.ndarray]) -> RoutingStats:
         return RoutingStats(
             counts=counts, num_tokens=counts[:, 0].sum(axis=1) // self._spec.top_k,
-            windows=np.array(kept, np.int32).reshape(-1, *self._shape), layer_ids=self._spec.layer_ids, top_k=self._spec.top_k,
+            windows=np.array(windows, np.int32).reshape(-1, *self._shape), layer_ids=self._spec.layer_ids, top_k=self._spec.top_k,
         )  # fmt: skip
 
 

@@ -104,10 +104,13 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
                 together.append(note)
         self._write(together)
 
-    def routing_stats(self, *, reset: bool, windows: bool) -> RoutingStats:
-        """Counts of the rows that were filed since the last reset, with or without windows; `reset` begins anew afterwards."""
+    def routing_stats(self, *, reset: bool, wait: bool) -> RoutingStats:
+        """Counts of the rows that were filed since the last reset; `reset` begins anew afterwards. Without `wait`, of those that were
+        filed and counted some steps ago."""
+        if not wait and not reset:
+            return self._counts.latest()
         self.file()
-        stats = self._counts.stats(windows=windows)
+        stats = self._counts.stats()
         if reset:
             self._counts.reset()
         return stats

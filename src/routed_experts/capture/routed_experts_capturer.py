@@ -79,9 +79,9 @@ class RoutedExpertsCapturer(ABC):
         those whose row was saved. A row that neither knows raises RoutingIncompleteError naming its token."""
 
     @abstractmethod
-    def routing_stats(self, *, reset: bool = False, windows: bool = True) -> RoutingStats:
-        """How often each expert was chosen by the rows filed since the last reset; `reset` begins anew afterwards. Without `windows`
-        it costs little."""
+    def routing_stats(self, *, reset: bool = False, wait: bool = True) -> RoutingStats:
+        """How often each expert was chosen by the rows filed since the last reset; `reset` begins anew afterwards. Without `wait`,
+        by those that are counted by now, without windows."""
 
     @abstractmethod
     def host_bytes(self) -> int:
@@ -147,8 +147,8 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
             version_spans=version_spans_of(start, versions), router=self.spec.router,
         )  # fmt: skip
 
-    def routing_stats(self, *, reset: bool = False, windows: bool = True) -> RoutingStats:
-        return self.host_cache.routing_stats(reset=reset, windows=windows)
+    def routing_stats(self, *, reset: bool = False, wait: bool = True) -> RoutingStats:
+        return self.host_cache.routing_stats(reset=reset, wait=wait)
 
     def host_bytes(self) -> int:
         return self.host_cache.nbytes
@@ -206,7 +206,7 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
     ) -> RoutedExperts:  # fmt: skip
         _refuse()
 
-    def routing_stats(self, *, reset: bool = False, windows: bool = True) -> RoutingStats:
+    def routing_stats(self, *, reset: bool = False, wait: bool = True) -> RoutingStats:
         _refuse()
 
     def host_bytes(self) -> int:

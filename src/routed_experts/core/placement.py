@@ -179,6 +179,17 @@ class ResidencyMap:
         """The expert in each slot of each layer: the inverse of `slot_of`."""
         return np.argsort(self.slot_of, axis=1, kind="stable")[:, self.num_experts - self.num_resident :].astype(np.int32)
 
+    def keeping_slots_of(self, previous: "ResidencyMap") -> "ResidencyMap":
+        """The same residents, of which those of `previous`, a map of the same sizes, stay in their slots: the fewest copies. One that
+        comes takes the slot that it has here if somebody leaves it, else any that is left."""
+        held, wanted = previous.experts, self.experts
+        leaves = np.take_along_axis(self.slot_of, held.astype(np.intp), axis=1) < 0  # [M, N]
+        comes = np.take_along_axis(previous.slot_of, wanted.astype(np.intp), axis=1) < 0
+        held = np.where(leaves & comes, wanted, held)
+        for layer in range(self.num_layers):  # as many are left as have no slot
+            held[layer, leaves[layer] & ~comes[layer]] = wanted[layer, comes[layer] & ~leaves[layer]]
+        return ResidencyMap.of(held, num_experts=self.num_experts, epoch=self.epoch)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an .npz that `read` reads."""
         _save(self, path)

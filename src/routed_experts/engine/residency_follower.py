@@ -2,6 +2,7 @@
 Knows no request and no weight. Engine thread only."""
 
 import dataclasses
+import logging
 
 import numpy as np
 
@@ -9,27 +10,39 @@ from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.execution.split_runner import SplitRunner
 from routed_experts.placement.residency import EVERY, AdaptiveResidency
 
+_MOST_FAILURES = 3  # in a row: what fails so often will fail again
+logger = logging.getLogger(__name__)
+
 
 class ResidencyFollower:
-    """Every eighth step it looks at what was routed since, and exchanges residents where the policy says that it pays.
+    """Every eighth step it looks at what was routed some steps before, as far as it is counted, and exchanges residents where the
+    policy says that it pays. An exchange that fails leaves the residents that were there; after the third in a row it looks no more.
 
     A map that somebody else applied is where it goes on from. Rows that a step brought just before its counts were reset are missed."""
 
     def __init__(self, capturer: RoutedExpertsCapturer, runner: SplitRunner) -> None:
         self._capturer, self._runner = capturer, runner
         self._state = AdaptiveResidency.start(runner.residency)
-        self._num_steps = 0
+        self._num_steps = self._num_failures = 0
         self._counted = np.zeros((runner.residency.num_layers, runner.residency.num_experts), np.int64)
         self._num_tokens = 0
 
     def after_step(self) -> None:
-        """Count the step; with every eighth, look."""
+        """Count the step; with every eighth, look. Never raises: no request depends on where experts are."""
         self._num_steps += 1
-        if self._num_steps % EVERY == 0:
+        if self._num_steps % EVERY or self._num_failures >= _MOST_FAILURES:
+            return
+        try:
             self._look()
+        except Exception:
+            self._num_failures += 1
+            how = "residents follow the load no more" if self._num_failures == _MOST_FAILURES else "those that were there stay"
+            logger.exception("exchanging resident experts failed, %d in a row; %s", self._num_failures, how)
+        else:
+            self._num_failures = 0
 
     def _look(self) -> None:
-        stats = self._capturer.routing_stats(windows=False)
+        stats = self._capturer.routing_stats(wait=False)
         load, num_tokens = stats.load, int(stats.num_tokens.sum())
         if num_tokens < self._num_tokens or (load < self._counted).any():  # reset since the last look
             self._counted, self._num_tokens = np.zeros_like(load), 0

@@ -37,6 +37,7 @@ class EngineSnapshot:
     weight_version: int
     resident_hits: Mapping[int, float]  # by MoE layer, where experts are shared out with the host
     resident_swaps: int
+    resident_failures: int  # exchanges of residents that failed; those that were there stayed
 
 
 class EngineDoor:
@@ -107,6 +108,7 @@ class EngineDoor:
             weight_version=core.runner.weight_version,
             resident_hits=MappingProxyType({} if split is None else split.hit_ratios()),
             resident_swaps=0 if split is None else split.num_swapped,
+            resident_failures=0 if split is None else split.num_failed,
         )
 
     def wait(self) -> BaseException | None:

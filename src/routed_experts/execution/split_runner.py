@@ -21,9 +21,10 @@ from routed_experts.core.placement import ResidencyMap
 from routed_experts.execution.forward_batch import BatchShape, pack
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
+from routed_experts.execution.resident_tables import exchange
 from routed_experts.execution.split_jobs import Sides, SplitJobs, numbers_of
 from routed_experts.execution.split_programs import SplitSpec
-from routed_experts.models.expert_store import SplitModel, host_rows, layers_of_kind
+from routed_experts.models.expert_store import SplitModel, host_rows
 from routed_experts.models.split_layers import Errand, LayerAt, layers_at
 
 _KEPT_TALLIES = 8  # counts of so many steps stay on the accelerator: they are read when they have long been there
@@ -36,7 +37,7 @@ class SplitRunner(ModelRunner):
         self, model: SplitModel, split: SplitSpec, spec: ProgramSpec, config: RunnerConfig, *, sides: Sides, streams_from: int | None
     ) -> None:
         super().__init__(model.rim[1], spec, config)
-        self.residency, self.num_swapped = model.residency, 0
+        self.residency, self.num_swapped, self.num_failed = model.residency, 0, 0  # experts copied, exchanges that failed
         self.exact = not (split.deferred and split.has_host)
         self._model, self._split, self._sides, self._streams_from = model, split, sides, streams_from
         self._tables = dict(model.tables)
@@ -50,23 +51,27 @@ class SplitRunner(ModelRunner):
         self._bind(model.residency)
 
     def apply_residency(self, residency: ResidencyMap) -> int:
-        """Run all later steps with other residents, and return how many experts were copied to the accelerator. Nothing is compiled,
-        and a step in flight ends with the residents that it began with. Raises PlacementError for a map of another model or size."""
+        """Run all later steps with other residents, and return how many experts were copied to the accelerator; who is there already
+        keeps its slot. Nothing is compiled, and a step in flight ends with the residents that it began with. Raises PlacementError for
+        a map of another model or size, and what a copy raises: then the copies before it hold, and all others stay who they were."""
         residency.check_model(self.residency.num_layers, self.residency.num_experts)
-        size, copied = self._split.num_resident, 0
-        if residency.num_resident != size:
-            raise PlacementError(f"the map has num_resident={residency.num_resident}; this engine's tables have {size} slots a layer")
-        old, new = self.residency.experts, residency.experts
-        for kind, table in self._tables.items():
-            for layer in layers_of_kind(self._model.config, kind):
-                for slot in np.flatnonzero(old[layer.column] != new[layer.column]):
-                    row = np.array([layer.place * residency.num_experts + new[layer.column, slot]])
-                    block = host_rows(self._model.host[kind], row, table.gate_up.dtype)
-                    table = self._programs["write", kind](table, block, np.int32(layer.place * size + slot))
-                    copied += 1
-            self._tables[kind] = table
-        self._bind(residency)
-        self.num_swapped += copied
+        if residency.num_resident != self.residency.num_resident:
+            told = f"num_resident={residency.num_resident}; this engine's tables have {self.residency.num_resident} slots a layer"
+            raise PlacementError(f"the map has {told}")
+        wanted = residency.keeping_slots_of(self.residency)
+        before, held, new = self.residency.experts, self.residency.experts, wanted.experts
+        try:
+            for layer in self._layers:
+                if layer.kind in self._tables:
+                    exchange(self._model, self._tables, self._programs, layer, held[layer.column], new[layer.column])
+        except Exception:
+            self.num_failed += 1
+            self._bind(ResidencyMap.of(held, num_experts=residency.num_experts, epoch=self.residency.epoch))
+            raise
+        finally:
+            copied = int(np.count_nonzero(held != before))
+            self.num_swapped += copied
+        self._bind(wanted)
         return copied
 
     def slot_counts(self) -> Int64[np.ndarray, "M 2"]:

@@ -1,0 +1,34 @@
+"""Exchange experts in the accelerator's tables. Knows nothing of steps, nor of why an expert is where it is.
+
+A table is donated to each write, so it is bound anew after each: a write that fails leaves what the ones before it wrote.
+Dims: N resident experts of a layer, J rows of a store."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from routed_experts.layers.expert_slots import ExpertTable
+from routed_experts.models.expert_store import SplitModel, host_rows
+from routed_experts.models.split_layers import LayerAt, LayerKind
+
+Tables = dict[LayerKind, ExpertTable]
+Programs = Mapping[tuple[object, ...], Any]
+
+
+def exchange(
+    model: SplitModel, tables: Tables, programs: Programs, layer: LayerAt, held: Int32[np.ndarray, " N"], new: Int32[np.ndarray, " N"]
+) -> None:
+    """Write the experts of a layer's slots that change; `held` says at any time who is there."""
+    for slot in np.flatnonzero(held != new).tolist():
+        _write(model, tables, programs, layer, slot, int(new[slot]))
+        held[slot] = new[slot]
+
+
+def _write(model: SplitModel, tables: Tables, programs: Programs, layer: LayerAt, slot: int, expert: int) -> None:
+    """Copy an expert of the host's store into a slot of its layer."""
+    kind, table = layer.kind, tables[layer.kind]
+    row = np.array([layer.place * model.residency.num_experts + expert])
+    at = np.int32(layer.place * model.residency.num_resident + slot)
+    tables[kind] = programs["write", kind](table, host_rows(model.host[kind], row, table.gate_up.dtype), at)

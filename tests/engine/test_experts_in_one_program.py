@@ -1,0 +1,113 @@
+"""Experts shared out with host_backend="ffi": a step is one program, the host's experts run beside it. It says what the engine says that
+has all experts on the accelerator, for no, some and nearly all residents, while residents change, and where long steps copy experts."""
+
+import contextlib
+import threading
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+
+from engine.two_devices import MODEL, MOE_LAYERS, SIZES, TOP_K, any_residents, ask, assert_same, compile_events, hits_of
+from routed_experts import ConfigError, Engine, ExpertsConfig, extract_routed_experts_from_meta_info
+from routed_experts.engine import sharing
+from routed_experts.execution.whole_runner import WholeRunner
+from serving import assert_idle
+from tiny import write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), seed=2, tokenizer=False, **MODEL))
+
+
+@pytest.fixture(scope="module")
+def undivided(folder):
+    with Engine(folder, **SIZES) as engine:
+        return ask(engine)
+
+
+@contextlib.contextmanager
+def shared_out(folder, **experts):
+    with Engine(folder, experts=ExpertsConfig(host_backend="ffi", **experts), **SIZES) as engine:
+        assert type(engine._assembly.core.runner) is WholeRunner
+        yield engine
+        assert_idle(engine)
+
+
+def lane_of(engine):
+    return engine._assembly.core.runner.host_side.lane
+
+
+@pytest.mark.parametrize("num_resident", [0, 1, 5])
+def test_any_number_of_residents_says_the_same(folder, undivided, num_resident):
+    how = {"residency": any_residents(num_resident, num_resident)} if num_resident % 2 else {"kt_num_gpu_experts": num_resident}
+    with shared_out(folder, **how, kt_cpuinfer=1 + num_resident % 2) as engine:
+        assert_same(ask(engine), undivided)
+        held, hits = engine.residency()
+        steps, errands = engine._assembly.core.num_steps, lane_of(engine).counts().num_errands
+    rows = [extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided]
+    np.testing.assert_allclose(hits, hits_of(held, np.concatenate(rows)), atol=1e-12)
+    assert errands == steps * MOE_LAYERS  # of each step and MoE layer one
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    """Two residents; a step of nine tokens copies the others to the accelerator."""
+    with shared_out(folder, kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=9) as engine:
+        yield engine
+
+
+def test_swaps_under_load_change_nothing_and_compile_nothing(engine, undivided):
+    ended, swapped = threading.Event(), []
+
+    def swap():
+        while not ended.is_set():
+            swapped.append(engine.apply_residency(any_residents(len(swapped), 2, epoch=len(swapped) + 1)))
+
+    with compile_events() as seen:
+        thread = threading.Thread(target=swap)
+        thread.start()
+        answers = [ask(engine) for _ in range(4)]
+        ended.set()
+        thread.join()
+    for answer in answers:
+        assert_same(answer, undivided)
+    assert len(swapped) > 3 and sum(swapped) > 8
+    assert seen == []
+
+
+def test_a_long_step_sends_the_host_nothing(engine, undivided):
+    engine.flush_cache()
+    before, steps = lane_of(engine).counts().num_errands, engine._assembly.core.num_steps
+    assert_same(ask(engine), undivided)
+    long = 2  # of 35 tokens: 16, 16, and 3 that are below the threshold of 9
+    assert lane_of(engine).counts().num_errands - before == (engine._assembly.core.num_steps - steps - long) * MOE_LAYERS
+
+
+def test_in_turn_the_numbers_are_the_same(engine, undivided):
+    lane_of(engine).set_signals(in_turn=True)
+    assert_same(ask(engine), undivided)
+    lane_of(engine).set_signals(in_turn=False)
+
+
+def test_what_cannot_be_is_refused(folder, monkeypatch):
+    def build(**experts):
+        before = len(jax.live_arrays())
+        try:
+            Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=2, host_backend="ffi", **experts), **SIZES)
+        finally:
+            assert len(jax.live_arrays()) == before
+
+    with pytest.raises(ConfigError, match=r"kt_max_deferred_experts_per_token=1 with host_backend='ffi'.*leave it at 0"):
+        build(kt_max_deferred_experts_per_token=1)
+    with pytest.raises(ConfigError, match="kt_cpuinfer=0, but somebody must run"):
+        build(kt_cpuinfer=0)
+    with pytest.raises(ConfigError, match=r"kt_cpuinfer=12345 is above the [0-9]+ cores"):
+        build(kt_cpuinfer=12345)
+    monkeypatch.setattr(sharing, "why_not", lambda: "no C++ compiler was found")
+    with pytest.raises(ConfigError, match=r"host_backend='ffi' needs the native library: no C.. compiler was found; or take 'dispatch'"):
+        build()
+    with pytest.raises(ConfigError, match="host_backend='stream' is not among what exists here: auto, dispatch, ffi"):
+        ExpertsConfig(kt_num_gpu_experts=2, host_backend="stream")
