@@ -5,9 +5,10 @@
 
 Random weights under Qwen3-30B-A3B's config at a few layers. Tokens are of two domains, halves of the vocabulary: a domain's embeddings
 share a direction, along which each router scores its experts by normal noise times --skew, and the head prefers the domain that it
-sees, so what is captured is real routing, of skewed frequencies (0.4 is near what is published of Qwen3-30B-A3B: the most used 30 % of
-the experts of a layer run 70 % of its slots). `first` are experts 0..N-1; `static` are the most used of a run before it, with other
-prompts, exchanged live; `shifted` are those of the other domain; `adaptive` began as these and followed the load for --follow runs.
+sees; tokens are drawn at temperature 1, so that requests do not fall into one loop. So what is captured is real routing, of skewed
+frequencies (0.4 is near what is published of Qwen3-30B-A3B: the most used 30 % of the experts of a layer run 70 % of its slots).
+`first` are experts 0..N-1; `static` are the most used of a run before it, with other prompts, exchanged live; `shifted` are those of the
+other domain; `adaptive` began as these and followed the load for --follow runs.
 Rows take turns: whole runs, of which the median decode step counts. `in turn` is the same step with one side waiting for the other:
 layer by layer the residents end before the host begins, and it ends before anything follows (in one program: the host's experts end
 before the residents begin). Over it, `overlap` is what running both sides at once gains: most where they take equally long. `home`, `host`:
@@ -23,7 +24,6 @@ import json
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,15 +89,15 @@ def by_frequency(run: Run, residency: ResidencyMap) -> ResidencyMap:
 
 
 @contextlib.contextmanager
-def in_turn(runner: SplitRunner) -> Iterator[dict[str, float]]:
-    """Let one side end before the other begins, and both before anything follows; seconds of each side, summed."""
-    spent = defaultdict[str, float](float)
+def in_turn(runner: SplitRunner, spent: dict[str, float]) -> Iterator[None]:
+    """Let one side end before the other begins, and both before anything follows; adds up seconds of each side, where they are seen
+    from here."""
     if isinstance(runner, WholeRunner):
-        lane, before = runner.host_side.lane, runner.host_side.lane.counts()
-        lane.set_signals(in_turn=True, calls_back=before.calls_back)
-        yield spent
-        spent |= {"host": lane.counts().busy_s - before.busy_s, "home": float("nan")}
-        lane.set_signals(in_turn=False, calls_back=before.calls_back)
+        lane = runner.host_side.lane
+        calls = lane.counts().calls_back
+        lane.set_signals(in_turn=True, calls_back=calls)
+        yield
+        lane.set_signals(in_turn=False, calls_back=calls)
         return
     kept = dict(runner._programs)
 
@@ -113,7 +113,7 @@ def in_turn(runner: SplitRunner) -> Iterator[dict[str, float]]:
 
     runner._programs.update({key: waited(key[0], program) for key, program in kept.items() if key[0] in ("home", "host")})
     try:
-        yield spent
+        yield
     finally:
         runner._programs.clear()
         runner._programs.update(kept)
@@ -130,7 +130,7 @@ class Domain:
     def requests(self, batch: int, **how) -> list[Req]:
         self.seed += 2
         half = self.vocabulary // 2
-        sources = [req.source for req in Prompts(self.seed + self.number, half).requests(batch, **how)]
+        sources = [req.source for req in Prompts(self.seed + self.number, half).requests(batch, temperature=1.0, **how)]
         return [Req(dataclasses.replace(source, input_ids=source.input_ids + np.int32(self.number * half))) for source in sources]
 
 
@@ -146,10 +146,21 @@ class Bench:
     args: argparse.Namespace
     domains: tuple[Domain, Domain]
 
-    def run(self, batch: int, *, domain: int = 0, ask: bool = False, new: int | None = None) -> Run:
-        """A batch of new prompts."""
-        how = {"prompt": self.args.prompt, "new": new or self.args.new}
-        return drive(self.core, self.domains[domain], batch, **how, ask=ask, logprobs=True)
+    def run(self, batch: int, *, domain: int = 0, ask: bool = False, new: int | None = None, spent: dict[str, float] | None = None) -> Run:
+        """A batch of new prompts; into `spent` go the seconds of the sides in decode steps."""
+        how = {"prompt": self.args.prompt, "new": new or self.args.new, "ask": ask, "logprobs": True}
+        runner, spent = self.core.runner, {} if spent is None else spent
+        lane = runner.host_side.lane if isinstance(runner, WholeRunner) and runner.host_side is not None else None
+        before = []
+
+        def prefilled() -> None:
+            spent.update(home=0.0, host=0.0)
+            before.append(0.0 if lane is None else lane.counts().busy_s)
+
+        run = drive(self.core, self.domains[domain], batch, **how, on_prefilled=prefilled)
+        if lane is not None:
+            spent.update(home=float("nan"), host=lane.counts().busy_s - before[0])
+        return run
 
     def measured(self, batch: int, *, domain: int = 0) -> dict[str, float]:
         """Decode, both ways where there are two sides, and the share of slots that the residents ran."""
@@ -157,22 +168,21 @@ class Bench:
         turns_too = split and runner.residency.num_resident < runner.residency.num_experts
         before = runner.slot_counts() if split else np.zeros((1, 2))
         self.run(batch, domain=domain, new=4)
-        together, turns, spent, steps = [], [], defaultdict[str, float](float), 0
+        together, turns, sides = [], [], []
         for _ in range(self.args.rounds):
             run = self.run(batch, domain=domain)
             assert all(np.isfinite(out.output_logprobs.values).all() for out in run.outs), "a logprob is not finite"
             together.append(step_ms(run))
             if turns_too:
-                with in_turn(runner) as seconds:
-                    turns.append(step_ms(self.run(batch, domain=domain)))
-                for name, value in seconds.items():
-                    spent[name] += value
-                steps += self.args.new
+                sides.append({"home": 0.0, "host": 0.0})
+                with in_turn(runner, sides[-1]):
+                    turns.append(step_ms(self.run(batch, domain=domain, spent=sides[-1])))
         away, slots = (runner.slot_counts() - before).sum(axis=0) if split else (0, 1)
         wall, serial = statistics.median(together), statistics.median(turns) if turns else float("nan")
+        steps = max(len(sides), 1) * (self.args.new - 1) / 1e3
         return {
             "tok/s": batch * 1e3 / wall, "step ms": wall, "hits": 1.0 - away / slots, "in turn ms": serial, "overlap": serial / wall,
-            "home ms": spent["home"] * 1e3 / max(steps, 1), "host ms": spent["host"] * 1e3 / max(steps, 1),
+            **{f"{side} ms": sum(spent[side] for spent in sides) / steps for side in ("home", "host")},
         }  # fmt: skip
 
     def followed(self, batch: int) -> int:

@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -61,7 +62,10 @@ class Run:
     outs: list[TokenIDOut]
 
 
-def drive(core: EngineCore, prompts: Prompts, batch: int, *, prompt: int, new: int, ask: bool, logprobs: bool = False) -> Run:
+def drive(
+    core: EngineCore, prompts: Prompts, batch: int, *, prompt: int, new: int, ask: bool, logprobs: bool = False,
+    on_prefilled: Callable[[], None] | None = None,
+) -> Run:  # fmt: skip
     """Run a batch. Steps at both ends of the decode phase, which start and end requests, are left out."""
     core.flush_cache()
     reqs, outs, steps = prompts.requests(batch, prompt=prompt, new=new, ask=ask, logprobs=logprobs), [], []
@@ -69,6 +73,8 @@ def drive(core: EngineCore, prompts: Prompts, batch: int, *, prompt: int, new: i
     core.add(reqs)
     while not all(req.is_prefilled for req in reqs):
         outs += core.step().outs
+    if on_prefilled is not None:
+        on_prefilled()
     last = time.perf_counter()
     prefill = last - start
     while not core.is_idle:

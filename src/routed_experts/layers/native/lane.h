@@ -19,7 +19,8 @@
 
 namespace rex {
 
-constexpr auto kAwake = std::chrono::milliseconds(1);  // a step's errands come sooner than that
+constexpr auto kAwake = std::chrono::milliseconds(2);  // a step's errands come sooner than that
+constexpr int kCrewPatience = 1 << 16;  // some milliseconds: an offer of a core is a call of the kernel, and errands are shorter than many
 
 // All experts of some layers, in the host's memory, which the lane's owner keeps.
 struct Store {
@@ -108,12 +109,12 @@ class Lane {
         wake_.wait(lock, [this] { return over_.load() || !errands_.empty(); });
         if (over_.load()) return;
       }
-      Team team(crew_.size(), [this](std::function<void()> task) { crew_.schedule(std::move(task)); });
+      Team team(crew_.size(), [this](std::function<void()> task) { crew_.schedule(std::move(task)); }, kCrewPatience);
       for (Errand errand; take(errand);) {
         const Flags& flags = *flags_;
         for (int spins = 0; !reached(flags.arrived.load(std::memory_order_acquire), errand.ticket);) {
           if (over_.load()) return;
-          rest(spins);
+          rest(spins, kCrewPatience);
         }
         const auto begin = std::chrono::steady_clock::now();
         if (!run(team, errand)) {
@@ -132,7 +133,7 @@ class Lane {
     const auto until = std::chrono::steady_clock::now() + kAwake;
     for (int spins = 0; num_queued_.load(std::memory_order_acquire) == 0;) {
       if (over_.load() || std::chrono::steady_clock::now() > until) return false;
-      rest(spins);
+      rest(spins, kCrewPatience);
     }
     std::lock_guard<std::mutex> lock(mutex_);
     errand = errands_.front();
@@ -148,6 +149,10 @@ class Lane {
     const float* weights = reinterpret_cast<const float*>(ids + slots);
     const ExpertShape shape{errand.tokens, errand.top_k, store.hidden, store.width, store.experts, place * store.experts, true};
     if (place < 0 || shape.first + shape.experts > store.rows) return false;
+    if (std::all_of(ids, ids + slots, [](int32_t id) { return id == -1; })) {
+      std::fill_n(errand.desk.out, errand.tokens * errand.hidden, 0.0f);
+      return true;
+    }
     const std::unique_ptr<bool[]> valid(new bool[errand.tokens]);
     std::fill_n(valid.get(), errand.tokens, true);
     bool known = false;

@@ -17,8 +17,10 @@
 
 namespace rex {
 
-inline void rest(int& spins) {
-  if (++spins > 4000) {
+constexpr int kPatience = 4000;
+
+inline void rest(int& spins, int patience = kPatience) {
+  if (++spins > patience) {
     std::this_thread::yield();
   } else {
 #if defined(__x86_64__)
@@ -30,7 +32,9 @@ inline void rest(int& spins) {
 class Team {
  public:
   using Schedule = std::function<void(std::function<void()>)>;
-  Team(int64_t size, Schedule schedule) : size_(std::max<int64_t>(size, 1)), schedule_(std::move(schedule)), state_(std::make_shared<State>()) {}
+  // `patience`: how often a helper without work looks again before it offers its core to others at every look.
+  Team(int64_t size, Schedule schedule, int patience = kPatience)
+      : size_(std::max<int64_t>(size, 1)), patience_(patience), schedule_(std::move(schedule)), state_(std::make_shared<State>()) {}
   explicit Team(xla::ffi::ThreadPool& pool)
       : Team(pool.num_threads(), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }) {}
   Team(const Team&) = delete;
@@ -91,17 +95,18 @@ class Team {
     if (gathered_) return;
     gathered_ = true;
     for (int64_t i = 1; i < size(); i++)
-      schedule_([state = state_] {
+      schedule_([state = state_, patience = patience_] {
         uint64_t seen = 0;
         for (int spins = 0; state->work();) {
           const uint64_t now = state->turn.load(std::memory_order_relaxed);
           if (now != seen) spins = 0, seen = now;
-          rest(spins);
+          rest(spins, patience);
         }
       });
   }
 
   int64_t size_;
+  int patience_;
   Schedule schedule_;
   std::shared_ptr<State> state_;
   uint64_t loop_ = 0;

@@ -1,0 +1,65 @@
+"""What an errand of the host's experts costs by itself: a scan of layers that do next to nothing, with and without one in each.
+
+    python benchmarks/hybrid_latency.py
+
+Rows: nothing between layers; an errand that holds no slot (copies and signals alone), signalled by words in memory and by
+calls of the driver; one slot, and sixteen, of experts of Qwen3-30B-A3B's shape in bfloat16. us a layer, the median of runs of 48 layers; `busy`: of the host."""
+
+import os
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import print_table, write_result
+
+from routed_experts.layers.expert_slots import ExpertTable
+from routed_experts.layers.native.lane import HostLane
+
+LAYERS, TOKENS, TOP_K, HIDDEN, WIDTH, EXPERTS = 48, 16, 8, 2048, 768, 64
+RUNS = 12
+
+
+def main() -> None:
+    """Run, print, write."""
+    host = jax.devices("cpu")[0]
+    shapes = (EXPERTS, HIDDEN, 2 * WIDTH), (EXPERTS, WIDTH, HIDDEN)
+    with jax.default_device(host):
+        store = ExpertTable(*(jnp.full(shape, 1e-3, jnp.bfloat16) for shape in shapes))
+    lane = HostLane([store], num_experts=EXPERTS, num_threads=max(1, len(os.sched_getaffinity(0)) - 1))
+    weights, x = jnp.ones((TOKENS, TOP_K), jnp.float32), jnp.ones((TOKENS, HIDDEN), jnp.bfloat16)
+
+    def timed(name: str, slots: int | None, *, calls: bool = False) -> dict[str, object]:
+        ids = np.full((LAYERS, TOKENS * TOP_K), -1, np.int32)
+        noise = np.random.default_rng(0)
+        for row in ids:
+            row[: slots or 0] = noise.permutation(EXPERTS)[: slots or 0]
+
+        def layer(x, ids):
+            y = x * 0.5
+            if slots is not None:
+                y, out = lane.end(lane.begin(y, jnp.int32(0), ids, weights, store=0))
+                y = y + out.astype(y.dtype)
+            return y, None
+
+        run = jax.jit(lambda x, ids: jax.lax.scan(layer, x, ids.reshape(LAYERS, TOKENS, TOP_K))[0]).lower(x, ids).compile()
+        lane.set_signals(calls_back=calls)
+        there, spent = jax.device_put(ids), []
+        for _ in range(RUNS):
+            before, begin = lane.counts().busy_s, time.perf_counter()
+            jax.block_until_ready(run(x, there))
+            spent.append(((time.perf_counter() - begin) * 1e6 / LAYERS, (lane.counts().busy_s - before) * 1e6 / LAYERS))
+        took, busy = (statistics.median(column) for column in zip(*spent, strict=True))
+        row = {"layers": name, "us": took, "busy us": busy, "signals": "calls" if lane.counts().calls_back else "words"}
+        print(row, flush=True)
+        return row
+
+    rows = [timed("nothing", None), timed("no slot", 0), timed("no slot", 0, calls=True)]
+    rows += [timed(f"{slots} slots", slots, calls=calls) for slots in (1, 16) for calls in (False, True)]
+    print_table(rows)
+    print(write_result("hybrid_latency", rows))
+
+
+if __name__ == "__main__":
+    main()
