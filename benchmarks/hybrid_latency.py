@@ -2,8 +2,9 @@
 
     python benchmarks/hybrid_latency.py
 
-Rows: nothing between layers; an errand that holds no slot (copies and signals alone), signalled by words in memory and by
-calls of the driver; one slot, and sixteen, of experts of Qwen3-30B-A3B's shape in bfloat16. us a layer, the median of runs of 48 layers; `busy`: of the host."""
+Rows: nothing between layers; an errand that holds no slot (copies and signals alone), signalled by words in memory and by calls of the
+driver; one slot, and sixteen, of experts of Qwen3-30B-A3B's shape in bfloat16. us a layer, the median of runs of 48 layers; `busy`: of
+the host."""
 
 import os
 import statistics
