@@ -2,6 +2,7 @@
 has all experts on the accelerator, for no, some and nearly all residents, while residents change, and where long steps copy experts."""
 
 import contextlib
+import dataclasses
 import threading
 
 import jax
@@ -9,7 +10,7 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from engine.two_devices import MODEL, MOE_LAYERS, SIZES, TOP_K, any_residents, ask, assert_same, compile_events, hits_of
+from engine.two_devices import EXPERTS, MODEL, MOE_LAYERS, PROMPTS, SIZES, TOP_K, any_residents, ask, assert_same, compile_events, hits_of
 from routed_experts import ConfigError, Engine, ExpertsConfig, extract_routed_experts_from_meta_info
 from routed_experts.engine import sharing
 from routed_experts.execution.whole_runner import WholeRunner
@@ -92,6 +93,27 @@ def test_in_turn_the_numbers_are_the_same(engine, undivided):
     lane_of(engine).set_signals(in_turn=False)
 
 
+@pytest.mark.parametrize("backend", ["ffi", "dispatch"])
+def test_scores_are_those_of_an_undivided_engine(folder, backend):
+    """Live, on other routes, and while residents change; requests go on beside it."""
+    prompts = [PROMPTS[0], PROMPTS[1]]
+    with Engine(folder, **SIZES) as whole:
+        live = whole.score(prompts)
+        drifted = [dataclasses.replace(out.routed_experts, ids=(out.routed_experts.ids + 1) % EXPERTS) for out in live]
+        forced = whole.score(prompts, routed=drifted)
+    with Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=2, host_backend=backend), **SIZES) as engine:
+        swapped = 0
+        for seed in range(3):
+            answer = engine.generate(input_ids=PROMPTS[1], sampling_params={"temperature": 0.0}, max_new_tokens=4)
+            for wanted, routed in ((live, None), (forced, drifted)):
+                for ours, theirs in zip(engine.score(prompts, routed=routed), wanted, strict=True):
+                    np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5, rtol=0)
+                    np.testing.assert_array_equal(ours.routed_experts.ids, theirs.routed_experts.ids)
+            swapped += engine.apply_residency(any_residents(seed, 2, epoch=seed + 1))
+        assert swapped > 0 and len(answer["output_ids"]) == 4
+    assert not np.allclose(live[0].logprobs, forced[0].logprobs, atol=1e-3)  # other routes are other numbers
+
+
 def test_what_cannot_be_is_refused(folder, monkeypatch):
     def build(**experts):
         before = len(jax.live_arrays())
@@ -107,7 +129,8 @@ def test_what_cannot_be_is_refused(folder, monkeypatch):
     with pytest.raises(ConfigError, match=r"kt_cpuinfer=12345 is above the [0-9]+ cores"):
         build(kt_cpuinfer=12345)
     monkeypatch.setattr(sharing, "why_not", lambda: "no C++ compiler was found")
-    with pytest.raises(ConfigError, match=r"host_backend='ffi' needs the native library: no C.. compiler was found; or take 'dispatch'"):
+    reason = "it needs the native library: no C.. compiler was found"
+    with pytest.raises(ConfigError, match=rf"host_backend='ffi' cannot be had: {reason}; or take 'dispatch'"):
         build()
     with pytest.raises(ConfigError, match="host_backend='stream' is not among what exists here: auto, dispatch, ffi"):
         ExpertsConfig(kt_num_gpu_experts=2, host_backend="stream")

@@ -59,12 +59,12 @@ def followed(state, looks):
 
 
 def test_residents_follow_the_load_and_the_answer_stays(engine, folder, monkeypatch):
-    """Each look is told of the first rows of the request, counted; the map is the one that the policy makes of these."""
+    """Each look is told of the first rows of the requests, counted; the map is the one that the policy makes of these."""
     start = engine.residency()[0]
     with recorded_looks(engine, monkeypatch) as looks:
-        answer = engine.generate(input_ids=PROMPT, **SAID)
-    rows = record_from_meta_info(answer).ids
-    assert len(looks) == 10  # steps: the prompt and 79 tokens
+        answers = [engine.generate(input_ids=PROMPT, **SAID) for _ in range(2)]  # counts come late: the second one sees the first one's
+    answer, rows = answers[0], np.concatenate([record_from_meta_info(answer).ids for answer in answers])
+    assert len(looks) == 20  # steps: the prompt and 79 tokens, twice
     for load, num_tokens in looks:
         np.testing.assert_array_equal(load, count_experts(rows[:num_tokens], 16))
     state = followed(AdaptiveResidency.start(start), looks)
@@ -73,10 +73,11 @@ def test_residents_follow_the_load_and_the_answer_stays(engine, folder, monkeypa
     assert (held.slot_of == state.residency.slot_of).all() and (held.slot_of != start.slot_of).any()
     with Engine(folder, enable_return_routed_experts=True, **SIZES) as undivided:
         plain = undivided.generate(input_ids=PROMPT, **SAID)
-    assert plain["output_ids"] == answer["output_ids"]
-    assert record_from_meta_info(plain) == record_from_meta_info(answer)
+    for answer in answers:
+        assert plain["output_ids"] == answer["output_ids"]
+        assert record_from_meta_info(plain) == record_from_meta_info(answer)
     first = np.mean(record_from_meta_info(answer).ids < 4, axis=(0, 2))
-    assert (hits > first).all()  # of all slots from the first step on
+    assert (hits >= first).all() and (hits > first).any()  # of all slots from the first step on
 
 
 def test_nobody_waits_for_counts(engine):

@@ -172,12 +172,12 @@ def test_any_number_of_residents_says_the_same(folder, undivided, num_resident):
 
 def test_host_experts_are_never_on_the_accelerator(engine, most_bytes):
     runner, expert = engine._assembly.core.runner, 3 * 64 * 32 * 4  # bytes of gate, up and down
-    tables, stores = (jax.tree.leaves([*parts.values()]) for parts in (runner._tables, runner._model.host))
+    tables, stores = (jax.tree.leaves([*parts.values()]) for parts in (runner.tables, runner.model.host))
     assert sum(leaf.nbytes for leaf in tables) == MOE_LAYERS * 2 * expert
     assert sum(leaf.nbytes for leaf in stores) == MOE_LAYERS * EXPERTS * expert
     assert {device.id for leaf in stores for device in leaf.devices()} == {1}
     assert {device.id for leaf in tables for device in leaf.devices()} == {0}
-    rest = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._model.state)) - MOE_LAYERS * 2 * expert
+    rest = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.model.state)) - MOE_LAYERS * 2 * expert
     plan = engine._assembly.plan
     assert (plan.weights, plan.experts_host) == (rest + MOE_LAYERS * 2 * expert, MOE_LAYERS * EXPERTS * expert)
     assert any(line.startswith("experts, host") for line in engine.memory_plan)
@@ -346,8 +346,8 @@ def test_experts_come_from_the_weight_path_and_all_else_from_the_model(folder, t
     other = write_tiny_checkpoint(tmp_path / "other", seed=3, tokenizer=False, **MODEL)
     with shared_out(folder, kt_num_gpu_experts=2, kt_weight_path=str(other), kt_method="bf16") as engine:
         runner = engine._assembly.core.runner
-        (stored,), (table,) = runner._model.host.values(), runner._tables.values()
-        router = runner._model.layers[runner._layers[1].kind]["router"]
+        (stored,), (table,) = runner.model.host.values(), runner.tables.values()
+        router = runner.model.layers[runner._layers[1].kind]["router"]
     mine, theirs = (load_file(path / "model.safetensors") for path in (folder, other))
     at = "model.layers.{}.mlp"
     np.testing.assert_array_equal(router, np.stack([mine[f"{at}.gate.weight".format(layer)].T for layer in (1, 2)]))
@@ -359,8 +359,6 @@ def test_experts_come_from_the_weight_path_and_all_else_from_the_model(folder, t
 
 
 def test_what_is_not_built_is_refused_by_name(engine):
-    with pytest.raises(InvalidRequestError, match="score is not supported"):
-        engine.score([1, 2, 3])
     with pytest.raises(InvalidRequestError, match="update_weights is not supported"):
         engine.update_weights({}, version=1)
     with pytest.raises(PlacementError, match="num_resident=3; this engine's tables have 2"):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Float64, Int32
@@ -25,6 +26,7 @@ from routed_experts.engine.door import is_nested
 from routed_experts.engine.loop import EngineLoop
 from routed_experts.engine.occupation import EngineOccupation, refuse_released, refuse_split, served_now
 from routed_experts.engine.score import ScoreOutput
+from routed_experts.engine.sharing import why_not_inside
 from routed_experts.engine.weights import Weights, state_of, state_of_folder
 from routed_experts.execution.placed_runner import PlacedRunner
 from routed_experts.execution.split_runner import SplitRunner
@@ -143,8 +145,10 @@ class EngineControl(EngineOccupation):
         several give a list. Runs beside the requests, paused or not, in KV pages of its own (for the longest sequence, or a
         step's tokens); a program is made when a shape is first met. Rows are given where the engine records them; asking for
         them (True) elsewhere raises CaptureDisabledError, as replay there does. Raises InvalidRequestError for ids that are
-        none, PromptTooLongError, and RoutingAlignmentError for rows that do not fit, naming sample, row and layer."""
-        refuse_split(self._assembly.core, "score")
+        none, PromptTooLongError, and RoutingAlignmentError for rows that do not fit, naming sample, row and layer. With experts= the
+        host's run inside one program, as with host_backend="ffi" and by threads of their own, and none is deferred; where that
+        cannot be had InvalidRequestError says why."""
+        _refuse_unscorable(self._assembly.core)
         refuse_released(self._assembly.core, "score")
         several = is_nested(token_ids)
         sequences = [_checked(ids, self._assembly) for ids in (token_ids if several else [token_ids])]
@@ -194,6 +198,11 @@ def _checked(ids: Any, assembly: Assembly) -> Int32[np.ndarray, " S"]:
     if len(ids) > context:
         raise PromptTooLongError(f"token_ids has {len(ids)} tokens, above the context of {context}; cut it", param="token_ids")
     return np.asarray(ids, np.int32)
+
+
+def _refuse_unscorable(core: EngineCore) -> None:
+    if isinstance(core.runner, SplitRunner) and core.runner.split.has_host and (reason := why_not_inside(jax.default_backend())):
+        raise InvalidRequestError(f"score with experts= runs the host's experts inside a program, and here {reason}", param="experts")
 
 
 def _split_runner(core: EngineCore) -> SplitRunner:

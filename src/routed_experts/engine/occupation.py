@@ -33,7 +33,7 @@ class EngineOccupation:
         self._assembly = assembly
         self._loop = EngineLoop(assembly.core)
         self._placing = threading.Lock()  # weights are exchanged, moved or released, one after another
-        self._scorer = Scorer(args, assembly.buckets, assembly.core.runner)
+        self._scorer = Scorer(args, assembly.buckets, assembly.core.runner, self._loop.call)
 
     def release_memory_occupation(self, tags: Sequence[str] = TAGS) -> None:
         """Free the KV pool ("kv_cache"), the engine's hold on its weights ("weights"), or both, between two steps. Requests that run go

@@ -5,6 +5,7 @@ schedule is the engine's own, with a queue that holds this call alone. Programs 
 Dims: S tokens of a sequence, N padded tokens of a step, M MoE layers, K experts per token."""
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,10 +22,13 @@ from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.sharing import usual_threads
 from routed_experts.execution.forward_batch import BatchShape, pack, shape_of
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.on_mesh import EVERYWHERE, POOL, WEIGHTS, on_all, zeros
 from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
+from routed_experts.execution.split_forward import Between, SplitForward
+from routed_experts.execution.split_runner import SplitRunner
 from routed_experts.models.interface import TokenRouting
 from routed_experts.scheduling.request_pages import pages_for
 from routed_experts.scheduling.schedule_batch import Req, ReqState
@@ -45,12 +49,19 @@ class ScoreOutput:
 class Scorer:
     """Scores with the weights that it is handed; one call at a time."""
 
-    def __init__(self, args: ServerArgs, buckets: Buckets, runner: ModelRunner) -> None:
+    def __init__(self, args: ServerArgs, buckets: Buckets, runner: ModelRunner, between_steps: Between) -> None:
+        self._between_steps = between_steps
         self._args = dataclasses.replace(args, disable_radix_cache=True, max_queued_requests=1 << 30)
         self._buckets, self._runner = buckets, runner
         self.turn = threading.Lock()  # who holds it may donate the served weights: nobody else looks at them
-        self._forward = jax.jit(_forward_on_all, static_argnames=("spec", "shape"), donate_argnames="pool")
         self._score = jax.jit(_score_on_all, static_argnames="spec")
+
+    @functools.cached_property
+    def _forward(self) -> Callable[..., tuple[Any, ForwardOut]]:
+        """Made at the first score: where experts are on the host it has threads of its own."""
+        if isinstance(self._runner, SplitRunner):
+            return SplitForward(self._runner, self._between_steps, num_threads=usual_threads())
+        return jax.jit(_forward_on_all, static_argnames=("spec", "shape"), donate_argnames="pool")
 
     def run(
         self,

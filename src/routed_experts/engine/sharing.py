@@ -63,8 +63,8 @@ class Sharing:
             raise ConfigError("residency='adaptive' follows captured routing; give enable_return_routed_experts=True too, or take 'first'")
         sides = _sides()
         _check_threads(experts)
-        if experts.host_backend == "ffi":
-            _check_ffi(sides.device.platform)
+        if experts.host_backend == "ffi" and (reason := why_not_inside(sides.device.platform)):
+            raise ConfigError(f"host_backend='ffi' cannot be had: {reason}; or take 'dispatch'")
         auto = dataclasses.replace(args, moe_backend="auto", attention_backend="auto")
         host_experts = registry.choose(auto, platform="cpu")[0].moe
         return Sharing(experts=experts, config=config, residency=residency, sides=sides, host_experts=host_experts)
@@ -98,7 +98,7 @@ class Sharing:
         )
         if self.experts.host_backend != "ffi" and split.has_host:
             return SplitRunner(model, split, spec, config, sides=self.sides, streams_from=self.experts.streams_from)
-        threads = self.experts.kt_cpuinfer or max(1, _num_cores() - 1)  # one is left to start programs
+        threads = self.experts.kt_cpuinfer or usual_threads()
         streams_from = self.experts.streams_from if split.has_host else None
         return WholeRunner(model, split, spec, config, sides=self.sides, streams_from=streams_from, num_threads=threads)
 
@@ -117,6 +117,11 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def usual_threads() -> int:
+    """Threads of the host's experts: one core is left to start programs."""
+    return max(1, _num_cores() - 1)
+
+
 def _check_threads(experts: ExpertsConfig) -> None:
     """Raise ConfigError for a number of threads that the host's experts cannot have."""
     cores, wanted = _num_cores(), experts.kt_cpuinfer
@@ -132,12 +137,12 @@ def _check_threads(experts: ExpertsConfig) -> None:
         )
 
 
-def _check_ffi(platform: str) -> None:
-    """Raise ConfigError where the host's experts cannot run inside a program of the accelerator."""
+def why_not_inside(platform: str) -> str | None:
+    """None where the host's experts can run inside a program of this platform; else the reason."""
     if platform not in ("cpu", "gpu"):
-        raise ConfigError(f"host_backend='ffi' runs beside a CPU or an NVIDIA GPU, and the default device is a {platform}; take 'dispatch'")
-    if (reason := why_not()) is not None:
-        raise ConfigError(f"host_backend='ffi' needs the native library: {reason}; or take 'dispatch'")
+        return f"it runs beside a CPU or an NVIDIA GPU, and the default device is a {platform}"
+    reason = why_not()
+    return None if reason is None else f"it needs the native library: {reason}"
 
 
 def _sides() -> Sides:

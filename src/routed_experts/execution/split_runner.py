@@ -39,8 +39,8 @@ class SplitRunner(ModelRunner):
         super().__init__(model.rim[1], spec, config)
         self.residency, self.num_swapped, self.num_failed = model.residency, 0, 0  # experts copied, exchanges that failed
         self.exact = not (split.deferred and split.has_host)
-        self._model, self._split, self._sides, self._streams_from = model, split, sides, streams_from
-        self._tables = dict(model.tables)
+        self.model, self.split, self._sides, self._streams_from = model, split, sides, streams_from
+        self.tables = dict(model.tables)
         self._layers = layers_at(model.config)
         self._homes = frozenset(kind for kind in model.tables if split.has_home(kind))
         self._numbers = {layer: jax.device_put(numbers_of(layer), sides.device) for layer in self._layers}
@@ -62,8 +62,8 @@ class SplitRunner(ModelRunner):
         before, held, new = self.residency.experts, self.residency.experts, wanted.experts
         try:
             for layer in self._layers:
-                if layer.kind in self._tables:
-                    exchange(self._model, self._tables, self._programs, layer, held[layer.column], new[layer.column])
+                if layer.kind in self.tables:
+                    exchange(self.model, self.tables, self._programs, layer, held[layer.column], new[layer.column])
         except Exception:
             self.num_failed += 1
             self._bind(ResidencyMap.of(held, num_experts=residency.num_experts, epoch=self.residency.epoch))
@@ -81,14 +81,14 @@ class SplitRunner(ModelRunner):
 
     def hit_ratios(self) -> dict[int, float]:
         """By hidden layer, the share of slots that residents ran, of steps that ended some steps ago; waits for nothing, any thread."""
-        spec, counted = self._model.config.capture_spec, self._counted.copy()
+        spec, counted = self.model.config.capture_spec, self._counted.copy()
         assert spec is not None
         return {layer: 1.0 - away / all_ for layer, (away, all_) in zip(spec.layer_ids, counted.tolist(), strict=True) if all_}
 
     def _bind(self, residency: ResidencyMap) -> None:
         """Make the maps that the programs take."""
         self.residency = residency
-        self._slot_of = jax.device_put(residency.slot_of, self._sides.device)
+        self.slot_of = jax.device_put(residency.slot_of, self._sides.device)
         if self._streams_from is None:
             return
         away = residency.slot_of < 0
@@ -98,20 +98,20 @@ class SplitRunner(ModelRunner):
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
         jobs = SplitJobs(
-            model=self._model, split=self._split, state=self.state, spec=self.spec, config=self.config, sides=self._sides,
+            model=self.model, split=self.split, state=self.state, spec=self.spec, config=self.config, sides=self._sides,
             streams_from=self._streams_from,
         )  # fmt: skip
         return jobs.collect()
 
     def _forward(self, batch: ModelWorkerBatch, shape: BatchShape) -> ForwardOut:
         """Start all layers of a step."""
-        programs, rim = self._programs, self._model.rim_arrays
+        programs, rim = self._programs, self.model.rim_arrays
         stream, tokens, packed = programs["open", shape](rim.embed, self._last_tokens, pack(batch))
         streams = self._streams(batch, shape)
         given, waiting = tuple[Any, ...](), list[Any]()
         for layer in self._layers:
-            program, arrays = programs["layer", shape, layer.kind, len(given)], self._model.layers[layer.kind]
-            stream, errand, self._pool = program(stream, self._pool, arrays, self._numbers[layer], packed, given, self._slot_of)
+            program, arrays = programs["layer", shape, layer.kind, len(given)], self.model.layers[layer.kind]
+            stream, errand, self._pool = program(stream, self._pool, arrays, self._numbers[layer], packed, given, self.slot_of)
             given = () if errand is None else tuple(self._run_experts(shape, layer, packed, errand, waiting, streams=streams))
         out = programs["close", shape, len(given)](rim.norm, rim.norm_bias, stream, given, tokens, packed)
         self._note(stream.tally)
@@ -119,7 +119,7 @@ class SplitRunner(ModelRunner):
 
     def _streams(self, batch: ModelWorkerBatch, shape: BatchShape) -> bool:
         """Whether a step copies the host's experts to the accelerator and runs there alone."""
-        return self._streams_from is not None and batch.num_tokens >= self._streams_from and not self._split.deferred_in(shape)
+        return self._streams_from is not None and batch.num_tokens >= self._streams_from and not self.split.deferred_in(shape)
 
     def _run_experts(
         self, shape: BatchShape, layer: LayerAt, packed: Array, errand: Errand, waiting: list[Any], *, streams: bool
@@ -127,27 +127,27 @@ class SplitRunner(ModelRunner):
         """Start both sides of a layer's experts; what each gives is on the accelerator, or on its way. `waiting`: what the host still
         owes from the layer before, and then from this one."""
         programs, kind, given = self._programs, layer.kind, list[Any]()
-        at_host = self._split.has_host and not streams
-        later = () if errand.later is None or layer.column == self._split.num_moe_layers - 1 else (errand.later,)
+        at_host = self.split.has_host and not streams
+        later = () if errand.later is None or layer.column == self.split.num_moe_layers - 1 else (errand.later,)
         sent = self._sides.send((errand.fed, errand.away, errand.weights, *later)) if at_host else ()
         if kind in self._homes:
-            arrays, numbers = self._model.layers[kind], self._numbers[layer]
-            given.append(programs["home", shape, kind](self._tables[kind], arrays, numbers, packed, errand))
+            arrays, numbers = self.model.layers[kind], self._numbers[layer]
+            given.append(programs["home", shape, kind](self.tables[kind], arrays, numbers, packed, errand))
         if at_host:
             fed, away, weights, *later = self._sides.arrived(sent)
             given.append(self._sides.bring(self._at_host(shape, layer, fed, away, weights)))
             owed, waiting[:] = list(waiting), [self._at_host(shape, layer, fed, ids, weights) for ids in later]
             given += map(self._sides.bring, owed)
-        elif self._split.has_host:
+        elif self.split.has_host:
             rows = layer.place * self.residency.num_experts + self._away[layer.column]
-            block = jax.device_put(host_rows(self._model.host[kind], rows, errand.fed.dtype), self._sides.device)
+            block = jax.device_put(host_rows(self.model.host[kind], rows, errand.fed.dtype), self._sides.device)
             given.append(programs["stream", shape.num_tokens, kind](block, self._block_slots[layer.column], errand))
         return given
 
     def _at_host(self, shape: BatchShape, layer: LayerAt, fed: Any, ids: Any, weights: Any) -> Any:
         if isinstance(ids, np.ndarray) and (ids < 0).all():  # it had to be waited for: then no work is not done at all
             return self._nothing_of(shape.num_tokens, fed.shape[1])
-        program, stored = self._programs["host", shape.num_tokens, layer.kind], self._model.host[layer.kind]
+        program, stored = self._programs["host", shape.num_tokens, layer.kind], self.model.host[layer.kind]
         return program(stored, self._places[layer], fed, ids, weights)
 
     def _nothing_of(self, rows: int, width: int) -> Array:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
@@ -20,8 +21,10 @@ from routed_experts.execution.programs import ForwardOut
 from routed_experts.execution.split_programs import SplitSpec, close_step, open_step, step_of
 from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.layers.native.lane import HostLane
+from routed_experts.layers.routing import LayerRouting
 from routed_experts.memory.kv_pool import HybridPool
 from routed_experts.models.expert_store import SplitModel
+from routed_experts.models.interface import TokenRouting
 from routed_experts.models.layer_parts import Step
 from routed_experts.models.split_layers import LayerKind, LayerNumbers, Stream, add_experts, layers_at, run_at_home, run_to_experts
 
@@ -70,18 +73,19 @@ def whole_step(
     last_tokens: Int[Array, " R"],
     packed: Int32[Array, " words"],
     slot_of: Int32[Array, "M E"],
+    routed: TokenRouting | None = None,
     *,
     spec: SplitSpec,
     shape: BatchShape,
     host: HostSide | None,
 ) -> tuple[Any, ForwardOut, Int32[Array, "M 2"]]:
-    """Run all layers, without a host where no expert is there; returns the pool, the outputs of `programs.forward`, and the tally of
-    the step's slots."""
+    """Run all layers, without a host where no expert is there, and on the ids of `routed` where they are valid; returns the pool, the
+    outputs of `programs.forward`, and the tally of the step's slots."""
     stream, tokens, packed = open_step(arrays.embed, last_tokens, packed, spec=spec, shape=shape)
     step = step_of(spec, packed, shape, recurrent=isinstance(pool, HybridPool))
     for number in range(len(spec.config.runs)):
         body = _pattern(number, arrays, step, slot_of, spec, host)
-        (stream, pool), _ = lax.scan(body, (stream, pool), _numbers(number, spec))
+        (stream, pool), _ = lax.scan(body, (stream, pool), (_numbers(number, spec), _routed(number, spec, routed)))
     out = close_step(arrays.norm, arrays.norm_bias, stream, (), tokens, packed, spec=spec, shape=shape)
     return pool, out, stream.tally
 
@@ -96,16 +100,35 @@ def _numbers(run: int, spec: SplitSpec) -> tuple[LayerNumbers, ...]:
     return tuple(LayerNumbers(*(column(name, index) for name in ("place", "ordinal", "column"))) for index in range(width))
 
 
+def _routed(run: int, spec: SplitSpec, routed: TokenRouting | None) -> tuple[LayerRouting | None, ...]:
+    """Of each place in a run's pattern what its layers are to replay, [repeats, ...]; None for layers without experts."""
+    pattern = spec.config.runs[run].pattern
+    if routed is None:
+        return (None,) * len(pattern)
+    layers = [layer for layer in layers_at(spec.config) if layer.kind.run == run]
+
+    def of_place(index: int) -> LayerRouting | None:
+        columns = np.array([layer.column for layer in layers[index :: len(pattern)]], np.int32)
+        if columns[0] < 0:
+            return None
+        ids, weights = (None if rows is None else jnp.moveaxis(rows[:, columns], 1, 0) for rows in (routed.ids, routed.weights))
+        assert ids is not None
+        return LayerRouting(ids, jnp.broadcast_to(routed.valid, (len(columns), *routed.valid.shape)), weights)
+
+    return tuple(of_place(index) for index in range(len(pattern)))
+
+
 def _pattern(
     number: int, arrays: WholeArrays, step: Step, slot_of: Int32[Array, "M E"], spec: SplitSpec, host: HostSide | None
 ) -> Callable[[Any, Any], tuple[Any, None]]:
     """The body of a run's scan: the layers of its pattern, one after another."""
 
-    def body(carry: Any, numbers: tuple[LayerNumbers, ...]) -> tuple[Any, None]:
+    def body(carry: Any, scanned: tuple[tuple[LayerNumbers, ...], tuple[LayerRouting | None, ...]]) -> tuple[Any, None]:
         stream, pool = carry
+        numbers, routed = scanned
         for index, own in enumerate(numbers):
             kind, weights = LayerKind(run=number, index=index), arrays.layers[number][index]
-            stream, errand, pool = run_to_experts(spec.config, kind, weights, own, stream, (), step, pool, slot_of)
+            stream, errand, pool = run_to_experts(spec.config, kind, weights, own, stream, (), step, pool, slot_of, routed=routed[index])
             if errand is None:
                 continue
             given: list[Float32[Array, "N D"]] = []

@@ -43,20 +43,20 @@ class WholeRunner(SplitRunner):
 
     def _bind(self, residency: ResidencyMap) -> None:
         super()._bind(residency)
-        self._arrays = WholeArrays.of(self._model, self._tables)
+        self._arrays = WholeArrays.of(self.model, self.tables)
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
         long = self._streams_from
         streaming = tuple(shape for shape in self.config.shapes if long is not None and shape.num_tokens >= long)
         cut = SplitJobs(
-            model=self._model, split=self._split, state=self.state, spec=self.spec, sides=self._sides, streams_from=long,
+            model=self.model, split=self.split, state=self.state, spec=self.spec, sides=self._sides, streams_from=long,
             config=dataclasses.replace(self.config, shapes=streaming),
         )  # fmt: skip
         jobs = cut.collect()
         last_tokens = jax.ShapeDtypeStruct((self.config.num_request_slots,), jnp.int32)
         for shape in self.config.shapes:
-            args = (shapes_of(self._arrays), self.config.pool.abstract, last_tokens, shape.packed, maps_of(self._split))
-            program = functools.partial(whole_step, spec=self._split, shape=shape, host=self.host_side)
+            args = (shapes_of(self._arrays), self.config.pool.abstract, last_tokens, shape.packed, maps_of(self.split))
+            program = functools.partial(whole_step, spec=self.split, shape=shape, host=self.host_side)
             out: Any = jax.eval_shape(program, *args)[1]
             jobs["whole", shape] = functools.partial(jax.jit(program, donate_argnums=(1,)).lower, *args)
             jobs |= sampling_jobs(self.state, self.spec, self.config, shape, out)
@@ -67,6 +67,6 @@ class WholeRunner(SplitRunner):
         if self._streams(batch, shape):
             return super()._forward(batch, shape)
         program = self._programs["whole", shape]
-        self._pool, out, tally = program(self._arrays, self._pool, self._last_tokens, pack(batch), self._slot_of)
+        self._pool, out, tally = program(self._arrays, self._pool, self._last_tokens, pack(batch), self.slot_of)
         self._note(tally)
         return out

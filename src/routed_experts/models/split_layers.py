@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.expert_slots import ExpertTable, run_slots
 from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.decoder import norm_of
 from routed_experts.models.delta_attention import DeltaAttention
 from routed_experts.models.family_config import FamilyConfig, LayerSpec
@@ -110,9 +111,11 @@ def run_to_experts(
     slot_of: Int32[Array, "M E"],
     *,
     deferred: int = 0,
+    routed: LayerRouting | None = None,
 ) -> tuple[Stream, Errand | None, Any]:
-    """Add what the experts of the layer before gave, attend, and route; a layer without experts runs to its end, and sends nothing.
-    Of a token's `deferred` lightest experts those that are away may wait, but in the last MoE layer."""
+    """Add what the experts of the layer before gave, attend, and route (rows of `routed` that are valid: as they say); a layer without
+    experts runs to its end, and sends nothing. Of a token's `deferred` lightest experts those that are away may wait, but in the last
+    MoE layer."""
     layer, scale = kind.of(config), config.residual_scale
     view = _view(config, layer, arrays, numbers.place, step.kernels)
     x = add_experts(config, stream.x, given)
@@ -122,7 +125,7 @@ def run_to_experts(
     if not isinstance(layer.feed, Sparse):
         y, capture = layer.feed.run(normed, view, step, None, stream.capture)
         return Stream(x + (y * scale if scale != 1.0 else y), capture, stream.tally), None, cache
-    fed, routing, capture = layer.feed.choose(normed, view, step, Replay(numbers.column, None), stream.capture)
+    fed, routing, capture = layer.feed.choose(normed, view, step, Replay(numbers.column, routed), stream.capture)
     slots = lax.dynamic_index_in_dim(slot_of, numbers.column, keepdims=False)[routing.ids]
     valid = step.valid[:, None]
     away, later = jnp.where(valid & (slots < 0), routing.ids.astype(jnp.int32), -1), None
