@@ -12,7 +12,12 @@ REFUSED = {
     "a truth": ({"kt_num_gpu_experts": True}, "kt_num_gpu_experts=True"),
     "two names": ({"kt_num_gpu_experts": 1, "num_device_experts": 2}, "kt_num_gpu_experts=1 and num_device_experts=2"),
     "method": ({"kt_method": "AMXINT4"}, "kt_method='AMXINT4' .* auto, bf16, f32"),
-    "backend": ({"host_backend": "ffi"}, "host_backend='ffi' .* auto, dispatch"),
+    "backend": ({"host_backend": "stream"}, "host_backend='stream' .* auto, dispatch, ffi"),
+    "late beside one program": (
+        {"kt_num_gpu_experts": 2, "host_backend": "ffi", "kt_max_deferred_experts_per_token": 1},
+        "kt_max_deferred_experts_per_token=1 with host_backend='ffi'",
+    ),
+    "no thread": ({"kt_num_gpu_experts": 2, "kt_cpuinfer": 0}, "kt_cpuinfer=0, but somebody must run"),
     "policy": ({"residency": "lru"}, "residency='lru' .* 'first', 'adaptive', or a ResidencyMap"),
     "pools": ({"kt_threadpool_count": 2}, "kt_threadpool_count=2"),
     "deferral": ({"kt_max_deferred_experts_per_token": None}, "kt_max_deferred_experts_per_token=None must be"),
