@@ -6,8 +6,8 @@ The engine runs on its own kernels, compiled here once more with a clock at each
 parts are timed where they stand: same buffers, same threads awake. Steps are taken one by one, from scheduling to tokens and rows on the
 host, nothing overlapped; `overlapped` is what a decode step takes when they do. A part's floor is the longer of its bytes (weights that are
 read, of experts those that were chosen; keys and values) over the rate at which this machine's cores read memory, and its arithmetic
-over the rate of a float32 product of NumPy, both measured first; what fits the caches can be read faster than that. Kernels compute
-in float32 whatever the weights are. `norms` is the rest of the layers' kernel; `programs` the rest between dispatch and read-back: packing,
+over the rate at which they multiply and add in registers, both measured first (a float32 product of NumPy's is told beside). What fits
+the caches can be read faster than that. Kernels compute in float32 whatever the weights are. `norms` is the rest of the layers' kernel; `programs` the rest between dispatch and read-back: packing,
 starting two programs, embedding, angles, gathering, the record's narrowing; `host` all Python around."""
 
 import argparse
@@ -43,7 +43,7 @@ def clocked_library() -> ctypes.CDLL:
     subprocess.run([*command, *toolchain.FLAGS, *toolchain._vectors(), *include, source, "-o", str(made)], check=True)
     library = ctypes.CDLL(str(made))
     library.rex_part_seconds.restype, library.rex_read_rate.restype = ctypes.POINTER(ctypes.c_double), ctypes.c_double
-    library.rex_read_rate.argtypes = (ctypes.c_int64, ctypes.c_int, ctypes.c_int)
+    library.rex_read_rate.argtypes, library.rex_multiply_rate.restype = (ctypes.c_int64, ctypes.c_int, ctypes.c_int), ctypes.c_double
     toolchain.library = lambda: library
     return library
 
@@ -165,8 +165,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     library = clocked_library()
-    rates = library.rex_read_rate(1 << 29, os.cpu_count() or 1, 6), product_rate()
-    probe = {"read GB/s": rates[0] / 1e9, "float32 product Gop/s": rates[1] / 1e9}
+    threads = os.cpu_count() or 1
+    rates = library.rex_read_rate(1 << 29, threads, 6), library.rex_multiply_rate(threads, 6)
+    probe = {"read GB/s": rates[0] / 1e9, "float32 Gop/s": rates[1] / 1e9, "of them, NumPy's product": product_rate() / 1e9}
     print(probe)
     seconds = np.ctypeslib.as_array(library.rex_part_seconds(), (len(PARTS),))
     table: list[dict[str, object]] = []
