@@ -4,11 +4,12 @@
 
 The engine runs on its own kernels, compiled here once more with a clock at each part (cpu_parts.cpp includes the sources as they are), so
 parts are timed where they stand: same buffers, same threads awake. Steps are taken one by one, from scheduling to tokens and rows on the
-host, nothing overlapped; `overlapped` is what a decode step takes when they do. A part's floor is the longer of its bytes (weights that are
-read, of experts those that were chosen; keys and values) over the rate at which this machine's cores read memory, and its arithmetic
+host, nothing overlapped; `overlapped` is what a decode step takes when they do. A part's floor is the longer of its bytes (weights that
+are read, of experts those that were chosen; keys and values) over the rate at which this machine's cores read memory, and its arithmetic
 over the rate at which they multiply and add in registers, both measured first (a float32 product of NumPy's is told beside). What fits
-the caches can be read faster than that. Kernels compute in float32 whatever the weights are. `norms` is the rest of the layers' kernel; `programs` the rest between dispatch and read-back: packing,
-starting two programs, embedding, angles, gathering, the record's narrowing; `host` all Python around."""
+the caches can be read faster than that. Kernels compute in float32 whatever the weights are. `norms` is the rest of the layers' kernel;
+`programs` the rest between dispatch and read-back: packing, starting two programs, embedding, angles, gathering, the record's narrowing;
+`host` all Python around. `sum / step` is of the medians of all of them over that of the step."""
 
 import argparse
 import ctypes
