@@ -73,7 +73,8 @@ def test_what_cannot_be_measured_ends_with_a_sentence(argv, told, capsys):
 def test_buckets_are_chosen_from_what_steps_cost_here(tmp_path, capsys):
     model, file, load = write_tiny_checkpoint(tmp_path / "model"), tmp_path / "told.json", tmp_path / "load.json"
     load.write_text(json.dumps({"decode": {"1": 5, "2": 1}, "extend": {"7": 1, "16": 2}}))
-    sizes = ["--precompile-bs-paddings", "2", "--precompile-token-paddings", "16"]
+    limits = ["--max-num-seqs", "1", "--max-num-batched-tokens", "4"]  # of serving: sizes are measured without them
+    sizes = ["--precompile-bs-paddings", "2", "--precompile-token-paddings", "16", *limits]
     code, out, _ = run(capsys, "buckets", model, *sizes, "--rounds", "1", "--most", "2", "--load", load, "--output", file)
     rows = json.loads(file.read_text())["rows"]
     measured = [row for row in rows if row["list"] == "measured"]

@@ -46,7 +46,8 @@ def run_buckets(options: argparse.Namespace) -> list[Row]:
         args,
         precompile_bs_paddings=candidates(given["decode"], least=1),
         precompile_token_paddings=candidates(given["extend"], least=16),
-    )
+        max_running_requests=None, chunked_prefill_size=None, max_prefill_tokens=None,
+    )  # fmt: skip
     assembly = assemble(wide, load_format="dummy" if options.config_only else "auto")
     decode, extend = measure_step_costs(assembly, wide, rounds=options.rounds)
     return bucket_rows({"decode": decode, "extend": extend}, given, loads, most=options.most)
@@ -72,7 +73,8 @@ def bucket_rows(
             load = {size: share for size, share in by_step[step].items() if size <= measured.buckets[-1]}
             alone = expected_cost(measured.buckets, measured, load)
             best = choose_buckets(measured, load, most=most)
-            for told, buckets in (("given", given[step]), (f"best of {most}", best)):
+            kept = tuple(size for size in given[step] if size in measured.seconds)  # one token is no extend step
+            for told, buckets in (("given", kept), (f"best of {most}", best)):
                 rows.append(_row(step, told, name, buckets, expected_cost(buckets, measured, load), alone))
     return rows
 

@@ -33,8 +33,8 @@ def candidates(given: Sequence[int], *, least: int) -> tuple[int, ...]:
 def measure_step_costs(assembly: Assembly, args: ServerArgs, *, rounds: int) -> tuple[StepCosts, StepCosts]:
     """Costs of decode steps (sizes are requests) and of extend steps (sizes are tokens), for every bucket that `assembly` was built with
     and every size that is one of them, in seconds; medians over `rounds` looks at each pair, which take turns. A decode step is the time
-    between two of them, the next in flight; an extend step goes from its scheduling to its tokens on the host. `args` built the assembly.
-    Raises ConfigError in deterministic mode, which has one size."""
+    between two of them, the next in flight; an extend step goes from its scheduling to its tokens on the host. `args` built the assembly,
+    without limits below its sizes. Raises ConfigError in deterministic mode, which has one size."""
     if args.deterministic:
         raise ConfigError("deterministic=True runs every step in one size, so there is none to choose; leave it out")
     ways = (
@@ -61,7 +61,7 @@ class _Steps:
 
     def __init__(self, assembly: Assembly, args: ServerArgs) -> None:
         self._assembly, self._noise, self._count = assembly, np.random.default_rng(0), itertools.count()
-        self._args = dataclasses.replace(args, disable_radix_cache=True, chunked_prefill_size=None, max_prefill_tokens=None)
+        self._args = dataclasses.replace(args, disable_radix_cache=True, max_queued_requests=sum(assembly.buckets.extend))
 
     def core(self, **changes: tuple[int, ...]) -> EngineCore:
         """An idle core whose buckets are those of the assembly but for `changes`."""
