@@ -40,7 +40,7 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
         turned_norm=reader.bool("use_qk_norm", default=True),
         chunk=chunk if chunk < sizes.context_length else 0,
     )
-    if reader.bool("attn_temperature_tuning", default=True):
+    if _is_tuned(reader):
         floor = reader.int("floor_scale", minimum=1, default=8192)
         plain = dataclasses.replace(plain, tuning=(float(floor), reader.float("attn_scale", default=0.1)))
     width = reader.int("intermediate_size", minimum=1)
@@ -51,6 +51,12 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
         LayerSpec(mixer=chunked if turned[at] else plain, feed=sparse if at in sparse_layers else dense) for at in range(sizes.num_layers)
     ]
     return sizes.within(rotary).decoder(layers)
+
+
+def _is_tuned(reader: ConfigReader) -> bool:
+    """Whether queries of layers without positions are scaled; the published files say 4 where transformers says true."""
+    key = "attn_temperature_tuning"
+    return reader.int(key, minimum=0) > 0 if type(reader.values.get(key)) is int else reader.bool(key, default=True)
 
 
 def read_llama4(reader: ConfigReader) -> FamilyConfig:
