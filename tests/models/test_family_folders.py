@@ -75,6 +75,8 @@ REFUSED = {
     "sparsemixer of three": ("Phimoe", dict(num_experts_per_tok=3), ["num_experts_per_tok=3", "2"]),
     "experts of Llama 4": ("Llama4", dict(num_experts_per_tok=2), ["num_experts_per_tok=2", "1"]),
     "temperature of Llama 4": ("Llama4", dict(attn_temperature_tuning=-1), ["attn_temperature_tuning=-1", "at least 0"]),
+    "layer types of Llama 4": ("Llama4", dict(layer_types=["full_attention"] * 4), ["layer_types", "no_rope_layers"]),
+    "floor of Ernie's sums": ("Ernie4_5_Moe", dict(moe_norm_min=0.5), ["moe_norm_min=0.5", "1e-6"]),
     "renormalised Qwen3.5": ("Qwen3_5Moe", dict(norm_topk_prob=False), ["norm_topk_prob=False", "true"]),
     "a window of Llama": ("Llama", dict(sliding_window=64), ["sliding_window=64", "none"]),
     "a part of Mixtral's heads": ("Mixtral", dict(partial_rotary_factor=0.5), ["partial_rotary_factor=0.5", "1.0"]),
