@@ -194,7 +194,7 @@ PERIODIC = {
     "DeepseekV3": {},
     "Qwen3Next": {"layer_types": None, "mlp_only_layers": []},
     "GptOss": {"layer_types": None},
-    "Llama4": {"moe_layers": None, "no_rope_layers": None},
+    "Llama4": {"moe_layers": None, "no_rope_layers": None, "layer_types": None},
 }
 
 
