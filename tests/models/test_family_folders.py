@@ -74,6 +74,12 @@ REFUSED = {
     "other layer types": ("Qwen3Next", dict(layer_types=["mamba"] * 8), ["layer_types", "full_attention, linear_attention"]),
     "sparsemixer of three": ("Phimoe", dict(num_experts_per_tok=3), ["num_experts_per_tok=3", "2"]),
     "experts of Llama 4": ("Llama4", dict(num_experts_per_tok=2), ["num_experts_per_tok=2", "1"]),
+    "temperature of Llama 4": ("Llama4", dict(attn_temperature_tuning=-1), ["attn_temperature_tuning=-1", "at least 0"]),
+    "layer types of Llama 4": ("Llama4", dict(layer_types=["full_attention"] * 4), ["layer_types", "no_rope_layers"]),
+    "floor of Ernie's sums": ("Ernie4_5_Moe", dict(moe_norm_min=0.5), ["moe_norm_min=0.5", "1e-6"]),
+    "renormalised Qwen3.5": ("Qwen3_5Moe", dict(norm_topk_prob=False), ["norm_topk_prob=False", "true"]),
+    "a window of Llama": ("Llama", dict(sliding_window=64), ["sliding_window=64", "none"]),
+    "a part of Mixtral's heads": ("Mixtral", dict(partial_rotary_factor=0.5), ["partial_rotary_factor=0.5", "1.0"]),
     "heads of linear attention": ("Qwen3Next", dict(linear_num_value_heads=3), ["linear_num_value_heads=3", "multiple"]),
     "code of Ling in another": ("Mixtral", dict(auto_map={"AutoModel": "x.Y"}), ["auto_map", "never run"]),
 }
@@ -86,6 +92,15 @@ def test_what_cannot_be_served_is_refused_by_name_before_any_weight_is_read(fold
     with pytest.raises(CheckpointError) as caught:
         ModelFolder.open(folder)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_llama_4_says_in_its_published_files_4_for_true(folder_of, tmp_path):
+    folder = folder_of("Llama4", tmp_path)
+    values, read = json.loads((folder / "config.json").read_text()), FAMILIES["Llama4ForCausalLM"].read_config
+    plain, tuned, published, none = (
+        read(ConfigReader(values | {"attn_temperature_tuning": tuned}, "config.json")) for tuned in (False, True, 4, 0)
+    )
+    assert published == tuned != plain == none
 
 
 @pytest.mark.parametrize("name", ["Qwen2Moe", "DeepseekV3", "Glm4Moe"])
@@ -179,7 +194,7 @@ PERIODIC = {
     "DeepseekV3": {},
     "Qwen3Next": {"layer_types": None, "mlp_only_layers": []},
     "GptOss": {"layer_types": None},
-    "Llama4": {"moe_layers": None, "no_rope_layers": None},
+    "Llama4": {"moe_layers": None, "no_rope_layers": None, "layer_types": None},
 }
 
 

@@ -61,7 +61,7 @@ class Oracle:
         self.case, self.folder = case, Path(folder)
         config = getattr(transformers, case.settings or f"{case.name}Config")(**{**SIZES, **case.config})
         torch.manual_seed(case.seed)
-        config._attn_implementation = "eager"
+        config._attn_implementation = config._experts_implementation = "eager"  # whatever the sizes
         self.model = getattr(transformers, case.model or f"{case.name}ForCausalLM")(config).to(torch.float32).eval()
         rng = np.random.default_rng(case.seed)
         with torch.no_grad():

@@ -115,6 +115,7 @@ VARIED = {
         (dict(interleave_moe_layer_step=1, attention_chunk_size=7), ALL_LAYERS),
         (dict(no_rope_layer_interval=2, attention_chunk_size=512, tie_word_embeddings=True), None),
         (positions("llama3", low_freq_factor=1.0, high_freq_factor=4.0), None),
+        (positions("llama3", low_freq_factor=1.0, high_freq_factor=1.0) | dict(use_qk_norm=False), None),
     ],
     "BailingMoeV2": [
         (dict(n_group=8, topk_group=3, first_k_dense_replace=0), ALL_LAYERS),

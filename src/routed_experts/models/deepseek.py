@@ -22,14 +22,14 @@ def read_deepseek_v2(reader: ConfigReader) -> FamilyConfig:
     groups, kept = read_groups(reader, experts, top_k, default=1) if grouped else (1, 1)
     scale = reader.float("routed_scaling_factor", default=1.0)
     router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=False, scale=scale, groups=groups, groups_kept=kept)
-    return _decoder(reader, sizes, router, interleaved=True, first_dense=0)
+    return _decoder(reader, sizes, router, interleaved=True, first_dense=0, shared=2)
 
 
 def read_deepseek_v3(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of DeepSeek-V3, Kimi-K2 or Moonlight."""
     sizes = read_sizes(reader)
     router = read_biased_router(reader, groups=8, kept=4, scale=2.5)
-    return _decoder(reader, sizes, router, interleaved=reader.bool("rope_interleave", default=True), first_dense=3)
+    return _decoder(reader, sizes, router, interleaved=reader.bool("rope_interleave", default=True), first_dense=3, shared=1)
 
 
 def read_biased_router(reader: ConfigReader, *, groups: int, kept: int, scale: float, key: str = "n_routed_experts") -> RouterSpec:
@@ -70,7 +70,7 @@ def shared_width(reader: ConfigReader, width: int, *, default: int) -> int:
     return width * reader.int("n_shared_experts", minimum=0, default=default)
 
 
-def _decoder(reader: ConfigReader, sizes: Sizes, router: RouterSpec, *, interleaved: bool, first_dense: int) -> FamilyConfig:
+def _decoder(reader: ConfigReader, sizes: Sizes, router: RouterSpec, *, interleaved: bool, first_dense: int, shared: int) -> FamilyConfig:
     refuse(reader, "attention_bias")
     refuse(reader, "mlp_bias")
     reader.require(reader.int("moe_layer_freq", minimum=1, default=1) == 1, "moe_layer_freq", "1")
@@ -89,7 +89,7 @@ def _decoder(reader: ConfigReader, sizes: Sizes, router: RouterSpec, *, interlea
         scale=(key_dim + rotary_dim) ** -0.5 * rotary.score_scale,
     )
     width, dense = reader.int("moe_intermediate_size", minimum=1), reader.int("intermediate_size", minimum=1)
-    sparse = Sparse(router=router, width=width, shared_width=shared_width(reader, width, default=1))
+    sparse = Sparse(router=router, width=width, shared_width=shared_width(reader, width, default=shared))
     first = reader.int("first_k_dense_replace", minimum=0, default=first_dense)
     layers = [LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)]
     return sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))

@@ -10,14 +10,25 @@ from routed_experts.models.rotary_reader import read_rotary
 
 
 def read_llama(reader: ConfigReader) -> FamilyConfig:
-    """Read config.json of Llama or Mistral."""
+    """Read config.json of Llama; a window in it would be another architecture's."""
+    config = _read_llama(reader, slides=False)
+    reader.require(not reader.has("sliding_window"), "sliding_window", "none: layers of LlamaForCausalLM see all tokens")
+    return config
+
+
+def read_mistral(reader: ConfigReader) -> FamilyConfig:
+    """Read config.json of Mistral, whose window is 4096 tokens where the file does not speak of it, and none where it says null."""
+    silent = "sliding_window" not in reader.values
+    return _read_llama(dataclasses.replace(reader, values={**reader.values, "sliding_window": 4096}) if silent else reader, slides=True)
+
+
+def _read_llama(reader: ConfigReader, *, slides: bool) -> FamilyConfig:
     sizes = read_sizes(reader)
     rotary = read_rotary(reader, sizes.head_dim)
     sizes = sizes.within(rotary)
     refuse(reader, "mlp_bias")
-    bias = reader.bool("attention_bias", default=False)
-    attention = sizes.attention(rotary.spec)
-    attention = dataclasses.replace(attention, bias_in=bias, bias_out=bias, window=read_window(reader, sizes))
+    bias, window = reader.bool("attention_bias", default=False), read_window(reader, sizes) if slides else 0
+    attention = dataclasses.replace(sizes.attention(rotary.spec), bias_in=bias, bias_out=bias, window=window)
     layer = LayerSpec(mixer=attention, feed=Dense(width=reader.int("intermediate_size", minimum=1)))
     return sizes.decoder([layer] * sizes.num_layers)
 

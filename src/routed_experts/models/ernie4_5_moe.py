@@ -19,6 +19,9 @@ def read_ernie4_5_moe(reader: ConfigReader) -> FamilyConfig:
     refuse(reader, "use_bias")
     experts, top_k = read_experts(reader, key="moe_num_experts", per_token="moe_k", methods=("noaux_tc",))
     refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
+    reader.require(
+        reader.float("moe_norm_min", default=1e-12) <= 1e-6, "moe_norm_min", "at most 1e-6: weights are divided by their sum alone"
+    )
     router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=True, biased=True)
     width = reader.int("moe_intermediate_size", minimum=1)
     shared = width * reader.int("moe_num_shared_experts", minimum=0, default=2)

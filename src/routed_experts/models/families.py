@@ -12,7 +12,7 @@ from routed_experts.models.checkpoint import Checkpoint, WeightSource
 from routed_experts.models.config_reader import NOTHING, ConfigReader, Tolerated
 from routed_experts.models.decoder import FamilyDecoder
 from routed_experts.models.deepseek import read_deepseek_v2, read_deepseek_v3
-from routed_experts.models.dense import read_llama, read_qwen2, read_qwen3
+from routed_experts.models.dense import read_llama, read_mistral, read_qwen2, read_qwen3
 from routed_experts.models.ernie4_5_moe import read_ernie4_5_moe
 from routed_experts.models.family_config import FamilyConfig, weight_sources
 from routed_experts.models.glm4_moe import read_glm4_moe
@@ -221,7 +221,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             )
             for name, read, title, stands_for, case in (
                 ("LlamaForCausalLM", read_llama, "Llama", "Llama-2, Llama-3", "Llama"),
-                ("MistralForCausalLM", read_llama, "Mistral", "Mistral-7B", "Mistral"),
+                ("MistralForCausalLM", read_mistral, "Mistral", "Mistral-7B", "Mistral"),
                 ("Qwen2ForCausalLM", read_qwen2, "Qwen2", "Qwen2, Qwen2.5", "Qwen2"),
                 ("Qwen3ForCausalLM", read_qwen3, "Qwen3", "Qwen3 dense", "Qwen3"),
             )

@@ -31,12 +31,17 @@ _NAMES = ExpertNames(
 )
 _INTERLEAVED = re.compile(r"(?P<at>.*\.experts\.)gate_up_proj(?P<kind>|_bias|_blocks)")
 _PACKED = re.compile(r"(?P<at>.*\.experts\.down_proj)_blocks")
+_POSITIONS = (  # where a config does not speak of them
+    ("rope_type", "yarn"), ("factor", 32.0), ("original_max_position_embeddings", 4096), ("truncate", False),
+)  # fmt: skip
 _LAYER_TYPES: tuple[str, ...] = ("sliding_attention", "full_attention")
 
 
 def read_gpt_oss(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of gpt-oss-20b or gpt-oss-120b."""
     sizes = read_sizes(reader, eps=1e-5)
+    if not reader.has("rope_parameters") and not reader.has("rope_scaling"):
+        reader = dataclasses.replace(reader, values={**reader.values, "rope_scaling": dict(_POSITIONS)})
     rotary = read_rotary(reader, sizes.head_dim, theta=150_000.0)
     experts, top_k = read_experts(reader, key="num_local_experts")
     refuse(reader, "norm_topk_prob", allowed=(True,), default=True)

@@ -6,13 +6,14 @@ import dataclasses
 
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.common_config import read_experts, read_sizes, refuse
-from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.config_reader import ConfigReader, read_words
 from routed_experts.models.expert_names import ExpertNames, Stacked
 from routed_experts.models.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.feed_forward import Dense, Sparse
 from routed_experts.models.rotary_reader import read_rotary
 
 _AT = "feed_forward"
+_LAYER_TYPES = ("full_attention", "chunked_attention")
 _NAMES = ExpertNames(
     router=f"{_AT}.router.weight",
     stacked=(Stacked(name=f"{_AT}.experts.gate_up_proj", to="gate_up"), Stacked(name=f"{_AT}.experts.down_proj", to="down")),
@@ -30,6 +31,9 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
     interval = reader.int("no_rope_layer_interval", minimum=1, default=4)
     turned = reader.ints("no_rope_layers", default=()) or tuple(int((at + 1) % interval != 0) for at in range(sizes.num_layers))
     reader.require(len(turned) >= sizes.num_layers, "no_rope_layers", f"at least {sizes.num_layers} numbers, 1 for a layer that turns")
+    kinds = tuple(_LAYER_TYPES[turns != 0] for turns in turned)
+    told = read_words(reader, "layer_types", choices=_LAYER_TYPES, default=kinds)
+    reader.require(told == kinds, "layer_types", "chunked_attention where no_rope_layers is 1, else full_attention")
     step = reader.int("interleave_moe_layer_step", minimum=1, default=1)
     sparse_layers = reader.ints("moe_layers", default=tuple(range(step - 1, sizes.num_layers, step)))
     plain = sizes.attention(None)
@@ -40,7 +44,7 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
         turned_norm=reader.bool("use_qk_norm", default=True),
         chunk=chunk if chunk < sizes.context_length else 0,
     )
-    if reader.bool("attn_temperature_tuning", default=True):
+    if _is_tuned(reader):
         floor = reader.int("floor_scale", minimum=1, default=8192)
         plain = dataclasses.replace(plain, tuning=(float(floor), reader.float("attn_scale", default=0.1)))
     width = reader.int("intermediate_size", minimum=1)
@@ -51,6 +55,12 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
         LayerSpec(mixer=chunked if turned[at] else plain, feed=sparse if at in sparse_layers else dense) for at in range(sizes.num_layers)
     ]
     return sizes.within(rotary).decoder(layers)
+
+
+def _is_tuned(reader: ConfigReader) -> bool:
+    """Whether queries of layers without positions are scaled; the published files say 4 where transformers says true."""
+    key = "attn_temperature_tuning"
+    return reader.int(key, minimum=0) > 0 if type(reader.values.get(key)) is int else reader.bool(key, default=True)
 
 
 def read_llama4(reader: ConfigReader) -> FamilyConfig:

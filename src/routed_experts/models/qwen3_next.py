@@ -24,7 +24,8 @@ def read_qwen3_next(reader: ConfigReader) -> FamilyConfig:
 
 
 def read_qwen3_5_moe_text(reader: ConfigReader) -> FamilyConfig:
-    """Read config.json of the text model of Qwen3.5-MoE."""
+    """Read config.json of the text model of Qwen3.5-MoE, whose weights are always renormalised."""
+    refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
     return _decoder(reader, by_key_head=False)
 
 

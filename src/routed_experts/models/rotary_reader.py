@@ -26,20 +26,21 @@ class Rotary:
 
 
 def read_rotary(
-    reader: ConfigReader, head_dim: int, *, theta: float | None = 10_000.0, interleaved: bool = False, part: float = 1.0
+    reader: ConfigReader, head_dim: int, *, theta: float | None = 10_000.0, interleaved: bool = False, part: float | None = None
 ) -> Rotary:
     """Read either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`. `theta` and `part`, the share of a head's dims
-    that turn, are defaults."""
+    that turn, are defaults; without `part` heads of the family turn whole, and a config that says otherwise is refused."""
     section = _section(reader)
     spellings = {section.str(key, default="", choices=("", *ROPE_TYPES)) for key in ("rope_type", "type")} - {""}
     section.require(len(spellings) <= 1, "type", "the same as rope_type")
     kind = next(iter(spellings), "default")
     base = _either(reader, section, "rope_theta", theta)
     _holder(reader, section, "rope_theta").require(base > 0, "rope_theta", "a positive number")
-    share = _either(reader, section, "partial_rotary_factor", part)
-    size = int(head_dim * share)
+    share = _either(reader, section, "partial_rotary_factor", part or 1.0)
+    size, holder = int(head_dim * share), _holder(reader, section, "partial_rotary_factor")
     holds, wanted = 2 <= size <= head_dim and size % 2 == 0, f"an even part of head_dim={head_dim}"
-    _holder(reader, section, "partial_rotary_factor").require(holds, "partial_rotary_factor", wanted)
+    holder.require(holds, "partial_rotary_factor", wanted)
+    holder.require(part is not None or share == 1.0, "partial_rotary_factor", "1.0: heads of this architecture turn whole")
     plain = 1.0 / np.float32(base) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
     unscaled = Rotary(spec=RotarySpec(inverse=_numbers(plain), interleaved=interleaved), theta=base, kind=kind)
     return unscaled if kind == "default" else _scaled(reader, section, unscaled, plain)
@@ -57,9 +58,10 @@ def _scaled(reader: ConfigReader, section: ConfigReader, unscaled: Rotary, plain
         section.require(factor >= 1, "factor", "a number of at least 1")
         # dynamic positions are plain ones up to the trained length, which is all that is served
         return unscaled if kind == "dynamic" else dataclasses.replace(unscaled, spec=of(plain / np.float32(factor)))
-    original = section.int(
-        "original_max_position_embeddings", minimum=1, default=reader.int("original_max_position_embeddings", minimum=1, default=trained)
-    )
+    beside = reader.int("original_max_position_embeddings", minimum=1, default=trained)
+    original = section.int("original_max_position_embeddings", minimum=1, default=beside)
+    same = original == beside or not reader.has("original_max_position_embeddings")
+    section.require(same, "original_max_position_embeddings", f"{beside}, as beside it")
     if kind == "longrope":
         inverse, magnitude = _longrope(section, plain, trained, original)
         return dataclasses.replace(unscaled, spec=of(inverse, magnitude=magnitude), context_length=min(original, trained))
@@ -114,9 +116,9 @@ def _yarn(
 
 def _llama3(section: ConfigReader, plain: Float32[np.ndarray, " F"], factor: float, original: int) -> Float32[np.ndarray, " F"]:
     low, high = section.float("low_freq_factor"), section.float("high_freq_factor")
-    section.require(high > low > 0, "high_freq_factor", "a number above low_freq_factor, which is above 0")
+    section.require(high >= low > 0, "high_freq_factor", "at least low_freq_factor, which is above 0")
     turns = original * plain / (2 * np.pi)
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    smooth = np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns >= low).astype(np.float32)  # no ramp: Llama 4 Scout
     return ((1 - smooth) * plain / factor + smooth * plain).astype(np.float32)
 
 

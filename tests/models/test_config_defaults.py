@@ -1,0 +1,69 @@
+"""A key that a config.json leaves out means what transformers takes for it: each key that a family reads, left out and written out."""
+
+import json
+
+import pytest
+import transformers
+
+from oracles.families import CASES, SIZES
+from routed_experts.core.errors import CheckpointError
+from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.families import FAMILIES
+
+LENGTH = 65_536  # longer than every default window
+# a wrong guess of these cannot load: tensors have other shapes, or layers are left over
+SHOWN_BY_TENSORS = {"head_dim", "num_key_value_heads", "q_lora_rank", "num_nextn_predict_layers", "num_hidden_layers"}
+NAMES = [name for name in CASES if name != "BailingMoeV2"]  # transformers has no config of it
+
+
+class Watched(dict):
+    """Notes which keys are asked for."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.asked = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+def config_of(name):
+    case = CASES[name]
+    kind = getattr(transformers, case.settings or f"{name}Config")
+    config = kind(**{**SIZES, **case.config, "max_position_embeddings": LENGTH})
+    return kind, json.loads(config.to_json_string()), FAMILIES[f"{name}ForCausalLM"]
+
+
+def read(family, values):
+    """The config, or None where it is refused."""
+    try:
+        return family.read_config(ConfigReader(values, "config.json"))
+    except CheckpointError:
+        return None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(name):
+    kind, values, family = config_of(name)
+    watched = Watched(values)
+    assert read(family, watched) is not None
+    checked = 0
+    for key in sorted(watched.asked - SHOWN_BY_TENSORS):
+        without = {other: value for other, value in values.items() if other != key}
+        ours = read(family, without)
+        taken = json.loads(kind.from_dict(dict(without)).to_json_string()).get(key)
+        if ours is None or taken is None:
+            continue
+        assert ours == read(family, without | {key: taken}), (key, taken)
+        checked += 1
+    assert checked >= 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_base_that_is_left_out_of_positions_is_what_transformers_takes(name):
+    kind, values, family = config_of(name)
+    without = values | {"rope_parameters": {"rope_type": "default"}}
+    taken = json.loads(kind.from_dict(dict(without)).to_json_string())["rope_parameters"]
+    assert taken["rope_theta"] > 0
+    assert read(family, without) == read(family, without | {"rope_parameters": taken})

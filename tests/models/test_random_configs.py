@@ -1,0 +1,15 @@
+"""Configs by chance against transformers: a few of those that tests/oracles/random_configs.py draws, which goes on for as long as asked."""
+
+import pytest
+
+from oracles.random_configs import drawn
+from oracles.variations import compare
+
+DRAWN = (("Phimoe", 1), ("DeepseekV3", 3), ("Llama4", 2), ("GraniteMoe", 4))
+
+
+@pytest.mark.parametrize(("name", "seed"), DRAWN)
+def test_a_config_by_chance_is_what_transformers_makes_of_it(tmp_path, name, seed):
+    verdict = compare(drawn(name, seed), tmp_path)
+    print(f"{name} {seed}: {verdict}")
+    assert verdict.agrees, verdict
