@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt
+from jaxtyping import Array, Bool, Int, Int32, UInt
 
 from routed_experts.core.capture_spec import CaptureSpec
 
@@ -25,12 +25,14 @@ class _RoutedExpertsDeviceCache:
 
     ids: Int[Array, "M*K N"]
     spec: CaptureSpec = field(metadata={"static": True})
+    changed: Int[Array, "N 2"] | None = None  # slots that capacities moved to other experts, and left empty; None: there are none
 
     @staticmethod
-    def create(num_tokens: int, spec: CaptureSpec) -> "_RoutedExpertsDeviceCache":
-        """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time."""
+    def create(num_tokens: int, spec: CaptureSpec, *, reroutes: bool = False) -> "_RoutedExpertsDeviceCache":
+        """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time. `reroutes`: under capacities."""
         shape = (spec.num_moe_layers * spec.top_k, num_tokens)
-        return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec)
+        changed = jnp.zeros((num_tokens, 2), jnp.int32) if reroutes else None
+        return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec, changed=changed)
 
     @property
     def num_tokens(self) -> int:
@@ -51,6 +53,21 @@ class _RoutedExpertsDeviceCache:
         wanted = (self.num_tokens, self.spec.top_k)
         assert topk_ids.shape[1:] == wanted, f"ids of a run have the shape {topk_ids.shape}; wanted [run, {wanted[0]}, {wanted[1]}]"
         return self._written(first_moe_layer, topk_ids)
+
+    def with_changed(self, changed: Int[Array, "N 2"]) -> "_RoutedExpertsDeviceCache":
+        """Add what the capacities of one layer changed."""
+        return self if self.changed is None else replace(self, changed=self.changed + changed)
+
+    def counted(
+        self, counts: Int32[Array, "F M E"], valid: Bool[Array, " N"], generated: Bool[Array, " N"]
+    ) -> Int32[Array, "F M E"]:
+        """Add the step's slots to counts by phase (prompt, generated), MoE layer and expert; padding and empty slots are none."""
+        phases, layers, experts = counts.shape
+        block = self.ids.reshape(layers, self.spec.top_k, self.num_tokens)
+        keys = jnp.where(valid & (block >= 0), block + generated.astype(jnp.int32) * experts, -1)  # [M, K, N]
+        own = keys[:, None] == jnp.arange(phases * experts, dtype=jnp.int32)[:, None, None]  # [M, F*E, K, N], never in memory
+        added = jnp.sum(own, axis=(2, 3), dtype=jnp.int32)  # a compare and a sum: a scatter would be the slow part of a step on TPU
+        return counts + jnp.swapaxes(added.reshape(layers, phases, experts), 0, 1)
 
     def rows(self) -> UInt[Array, "N M*K"]:
         """Return the step's one output: a row a token, narrowed to the spec's dtype."""
