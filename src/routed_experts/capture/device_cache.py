@@ -25,14 +25,14 @@ class _RoutedExpertsDeviceCache:
 
     ids: Int[Array, "M*K N"]
     spec: CaptureSpec = field(metadata={"static": True})
-    changed: Int[Array, "N 2"] | None = None  # slots that capacities moved to other experts, and left empty; None: there are none
+    departed: Int[Array, "N 2"] | None = None  # slots that capacities moved to other experts, and left empty; None: there are none
 
     @staticmethod
     def create(num_tokens: int, spec: CaptureSpec, *, reroutes: bool = False) -> "_RoutedExpertsDeviceCache":
         """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time. `reroutes`: under capacities."""
         shape = (spec.num_moe_layers * spec.top_k, num_tokens)
-        changed = jnp.zeros((num_tokens, 2), jnp.int32) if reroutes else None
-        return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec, changed=changed)
+        departed = jnp.zeros((num_tokens, 2), jnp.int32) if reroutes else None
+        return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec, departed=departed)
 
     @property
     def num_tokens(self) -> int:
@@ -56,11 +56,9 @@ class _RoutedExpertsDeviceCache:
 
     def with_changed(self, changed: Int[Array, "N 2"]) -> "_RoutedExpertsDeviceCache":
         """Add what the capacities of one layer changed."""
-        return self if self.changed is None else replace(self, changed=self.changed + changed)
+        return self if self.departed is None else replace(self, departed=self.departed + changed)
 
-    def counted(
-        self, counts: Int32[Array, "F M E"], valid: Bool[Array, " N"], generated: Bool[Array, " N"]
-    ) -> Int32[Array, "F M E"]:
+    def counted(self, counts: Int32[Array, "F M E"], valid: Bool[Array, " N"], generated: Bool[Array, " N"]) -> Int32[Array, "F M E"]:
         """Add the step's slots to counts by phase (prompt, generated), MoE layer and expert; padding and empty slots are none."""
         phases, layers, experts = counts.shape
         block = self.ids.reshape(layers, self.spec.top_k, self.num_tokens)

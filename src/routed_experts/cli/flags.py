@@ -95,11 +95,15 @@ def add_placement_flags(parser: argparse.ArgumentParser) -> None:
     """Add --placement, and one flag a further field of PlacementConfig."""
     group = parser.add_argument_group("experts on several devices")
     for field in dataclasses.fields(PlacementConfig):
-        name, told = _PLACEMENT_FLAGS.get(field.name, field.name), field.default
-        words = {"metavar": "FILE.npz", "help": "a plan that `placement --save` wrote; it needs --ep-size"} if field.name == "plan" else {}
-        kind = {"choices": choices} if (choices := _PLACEMENT_CHOICES.get(field.name)) else {} if words else _of_number(field.type)
-        more = {"help": f"default: {'none' if told is None else told}", **kind, **words}
-        group.add_argument(f"--{name.replace('_', '-')}", dest=f"placement_{field.name}", default=argparse.SUPPRESS, **more)
+        flag = f"--{_PLACEMENT_FLAGS.get(field.name, field.name).replace('_', '-')}"
+        told: dict[str, Any] = {"help": f"default: {'none' if field.default is None else field.default}"}
+        if field.name == "plan":
+            told = {"metavar": "FILE.npz", "help": "a plan that `placement --save` wrote; it needs --ep-size"}
+        elif field.name in _PLACEMENT_CHOICES:
+            told["choices"] = _PLACEMENT_CHOICES[field.name]
+        else:
+            told |= {"metavar": "X"} if field.name == "capacity_factor" else taking(field.type)
+        group.add_argument(flag, dest=f"placement_{field.name}", default=argparse.SUPPRESS, **told)
 
 
 def placement_args(options: argparse.Namespace) -> PlacementConfig | None:
@@ -111,11 +115,6 @@ def placement_args(options: argparse.Namespace) -> PlacementConfig | None:
         told = ", ".join(f"--{_PLACEMENT_FLAGS.get(name, name).replace('_', '-')}" for name in fields)
         raise ConfigError(f"{told} without --placement FILE.npz, the plan that it is about; make one with routed-experts placement --save")
     return PlacementConfig.of(PlacementConfig(**fields)) if fields else None
-
-
-def _of_number(kind: object) -> dict[str, Any]:
-    """The type of a field that is a number, or a fraction written down."""
-    return taking(kind) if kind in (int, float) else {"metavar": "X"}
 
 
 def taking(kind: object) -> dict[str, Any]:

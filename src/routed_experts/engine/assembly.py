@@ -138,16 +138,14 @@ def assemble(
     new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, sharing, rebalancer)
     core = new_core()
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
-    count = runner.compile()
-    clock.done("compile", f"{count} programs")
+    clock.done("compile", f"{runner.compile()} programs")
     if args.deterministic:
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
         compared = check_determinism(new_core, vocab_size=config.vocab_size, context_length=context_length, backends=names)
         clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
-    caches = not args.disable_radix_cache
     return Assembly(
         core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size,
-        prefix_cache=caches, served=served, rebalancer=rebalancer,
+        prefix_cache=not args.disable_radix_cache, served=served, rebalancer=rebalancer,
     )  # fmt: skip
 
 

@@ -186,7 +186,6 @@ class EngineCore:
         )
 
 
-
 def _next_batch(scheduler: Scheduler, ledger: Ledger) -> ModelWorkerBatch | None:
     """Schedule, and note who left the queue."""
     held = len(scheduler.running)

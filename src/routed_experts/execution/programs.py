@@ -119,7 +119,7 @@ def forward(
         return pool, ForwardOut(hidden, last_hidden, tokens, packed, None)
     rows = None if spec.capture is None else capture.rows()
     counts = None if counts is None else capture.counted(counts, paged.valid, batch.generated)
-    return pool, ForwardOut(hidden, last_hidden, tokens, packed, rows, counts, capture.changed)
+    return pool, ForwardOut(hidden, last_hidden, tokens, packed, rows, counts, capture.departed)
 
 
 def step_cache(spec: ProgramSpec, shape: BatchShape) -> _RoutedExpertsDeviceCache | None:
