@@ -81,6 +81,6 @@ class _RoutedExpertsDeviceCache:
         return replace(self, ids=jax.lax.dynamic_update_slice_in_dim(self.ids, block, row, axis=0, allow_negative_indices=False))
 
 
-def create_device_cache(spec: CaptureSpec | None, num_tokens: int) -> _RoutedExpertsDeviceCache | None:
+def create_device_cache(spec: CaptureSpec | None, num_tokens: int, *, reroutes: bool = False) -> _RoutedExpertsDeviceCache | None:
     """Make a step's cache, or None, the empty pytree, when nothing is recorded: a jitted step closes over `spec` alone."""
-    return None if spec is None else _RoutedExpertsDeviceCache.create(num_tokens, spec)
+    return None if spec is None else _RoutedExpertsDeviceCache.create(num_tokens, spec, reroutes=reroutes)

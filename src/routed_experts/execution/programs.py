@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.capture.device_cache import create_device_cache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.core.routing_stats import PHASES
@@ -110,24 +110,17 @@ def forward(
     tokens = batch.resolve_tokens(last_tokens)
 
     attend = PagedAttend(backend=spec.attention, batch=batch.paged, num_pages=spec.num_pages)
-    capture = step_cache(spec, shape)
+    capture = create_device_cache(
+        spec.counted if spec.capture is None else spec.capture, shape.num_tokens, reroutes=spec.kernels.peers.rerouter is not None
+    )
     ops = hybrid_ops(attend, batch) if isinstance(pool, HybridPool) else attend
     paged = batch.paged
     hidden, pool, capture = model(tokens, paged.positions, paged.valid, ops, pool, capture, kernels=spec.kernels, routed=routed)
+    rows = None if capture is None or spec.capture is None else capture.rows()
+    counts = None if capture is None or counts is None else capture.counted(counts, paged.valid, batch.generated)
+    changed = None if capture is None else capture.departed
     last_hidden = jnp.take(hidden, batch.last_token_of_row, axis=0)
-    if capture is None:
-        return pool, ForwardOut(hidden, last_hidden, tokens, packed, None)
-    rows = None if spec.capture is None else capture.rows()
-    counts = None if counts is None else capture.counted(counts, paged.valid, batch.generated)
-    return pool, ForwardOut(hidden, last_hidden, tokens, packed, rows, counts, capture.departed)
-
-
-def step_cache(spec: ProgramSpec, shape: BatchShape) -> _RoutedExpertsDeviceCache | None:
-    """Where the layers of a step write their ids; None where nobody wants them."""
-    wanted = spec.counted if spec.capture is None else spec.capture
-    if wanted is None:
-        return None
-    return _RoutedExpertsDeviceCache.create(shape.num_tokens, wanted, reroutes=spec.kernels.peers.rerouter is not None)
+    return pool, ForwardOut(hidden, last_hidden, tokens, packed, rows, counts, changed)
 
 
 def sample_tokens(
