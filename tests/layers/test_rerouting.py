@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from oracles.selection import Case, plain_selection, replica_table
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.peers import Capacities
 from routed_experts.layers.rerouting import reroute_topk, slots_of
 from routed_experts.layers.routing import RouterSpec, replay_topk, selection_scores
 from routed_experts.layers.selection_checks import expert_capacity
+from tpu_aot import compile_tpu, tpu_mesh
 
 EXPERTS, INSTANCES, TOKENS = 16, 20, 24
 PLAIN = dict(num_experts=EXPERTS, top_k=4, renormalize=True)
@@ -111,3 +114,22 @@ def test_room_on_the_device_is_that_of_the_host():
         np.testing.assert_array_equal(room, expert_capacity(valid, 4, INSTANCES, f"{factor[0]}/{factor[1]}"))
     with pytest.raises(ConfigError, match="counted in int32; lower precompile_token_paddings"):
         slots_of(jnp.array([1, 1], jnp.int32), jnp.ones(1 << 19, bool), top_k=8, num_instances=INSTANCES)
+
+
+@pytest.mark.tpu_aot
+def test_the_tpu_compiler_takes_it_and_counts_in_registers():
+    """Rerouting is the Pallas kernel there; what is compared to count a step is nowhere in memory, where it would be 8 MiB."""
+
+    def step(logits, valid, replicas, factor, ids, counts):
+        room = Capacities(replicas, factor)
+        routing, changed = reroute_topk(logits, valid, room, spec, None, num_instances=160, drops=False)
+        cache = _RoutedExpertsDeviceCache(ids=ids, spec=capture, departed=changed)
+        return routing.ids, routing.instances, routing.weights, cache.departed, cache.counted(counts, valid, valid)
+
+    spec = RouterSpec(num_experts=128, top_k=8, renormalize=True)
+    capture = CaptureSpec(num_hidden_layers=4, layer_ids=(0, 1, 2, 3), num_experts=128, top_k=8)
+    whole = dict.fromkeys(((128, 2), (2,), (32, 256), (2, 4, 128)), jnp.int32)
+    shapes = {(256, 128): jnp.float32, (256,): jnp.bool_, **whole}
+    program = compile_tpu(step, *(jax.ShapeDtypeStruct(*shape) for shape in shapes.items()), mesh=tpu_mesh("v5e"))
+    assert "choose_experts" in (program.as_text() or "")
+    assert program.memory_analysis().temp_size_in_bytes < 4 << 20
