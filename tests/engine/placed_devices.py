@@ -257,6 +257,26 @@ def test_a_cached_prefix_that_was_changed_is_told_to_who_reads_it(rerouting):
     np.testing.assert_array_equal(scored.logprobs, exact.logprobs)
 
 
+def test_a_retracted_request_tells_what_all_its_passes_changed(rerouting):
+    """Tokens that were generated on passes of before stay what they are, and those passes count."""
+    rerouting.flush_cache()
+    rerouting.registry.take()
+    rerouting.set_capacity_factor(1)
+    scheduler = rerouting._assembly.core.scheduler
+    before = scheduler.num_retracted
+    news = rerouting.generate(input_ids=PROMPTS[0], stream=True, **(ASK | {"max_new_tokens": 50}))
+    next(news)
+    rerouting.pause(mode="retract")
+    assert scheduler.num_retracted == before + 1
+    rerouting.resume()
+    *_, last = news
+    changed = sum(note.changed[:, 0].sum() for note in rerouting.registry.take())
+    assert last["meta_info"]["completion_tokens"] == 50
+    assert last["meta_info"]["rerouted_slots"] == changed > 0 and last["meta_info"]["exact"] is False
+    assert rerouting._assembly.core.departures._own == {}
+    rerouting.flush_cache()
+
+
 def counts_of(engine):
     return np.asarray(engine._loop.drained(engine._assembly.core.runner.take_counts))
 

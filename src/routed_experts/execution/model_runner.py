@@ -45,7 +45,7 @@ class PendingStep:
     scored: Int32[Array, "N columns"] | None
     rows: UInt[Array, "N MK"] | None
     weight_version: int
-    changed: Int32[Array, "N 2"] | None
+    changed: Int32[Array, "N 2"] | None = None
 
 
 class ModelRunner:
