@@ -114,9 +114,11 @@ def alone(folder):
 
 
 @pytest.fixture(scope="module")
-def following(folder):
-    """Experts that follow the load, from one instance each, in order of the ids."""
-    with serving(folder, PlacementConfig(plan=ONE_EACH, rebalance_every=6, layers_per_step=2)) as engine:
+def following(folder, tmp_path_factory):
+    """Experts that follow the load, from one instance each, in order of the ids: the plan of a file."""
+    plan = tmp_path_factory.mktemp("plans") / "plan.npz"
+    ONE_EACH.save(plan)
+    with serving(folder, PlacementConfig(plan=plan, rebalance_every=6, layers_per_step=2)) as engine:
         yield engine
 
 
@@ -284,7 +286,7 @@ def counts_of(engine):
 def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
     """Replicas, slots that stay empty, and counts on the device of all that ran, with capture off."""
     registry = TappedRegistry()
-    config = PlacementConfig(plan=WITH_SPARES, mode="reroute", capacity_factor="1/2", on_exhausted="drop")
+    config = PlacementConfig(plan=WITH_SPARES, mode="reroute", capacity_factor="1/2", on_exhausted="drop", rebalance_every=10**6)
     with serving(folder, config, registry=registry, enable_return_routed_experts=False) as engine:
         with compile_events() as seen:
             answers = engine.generate(input_ids=PROMPTS, **ASK)
@@ -297,6 +299,15 @@ def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
         assert dropped == sum(answer["meta_info"]["dropped_slots"] for answer in answers) == int((ran < 0).sum()) > 0
         assert engine.placement_stats().dropped_slots == dropped == metrics_of(engine)["dropped_slots_total"]
         assert not counts_of(engine).any()
+        follower = engine._assembly.rebalancer
+        follower._config = dataclasses.replace(config, rebalance_every=4)  # from now on the experts follow what they ran
+        with compile_events() as seen:
+            for _ in range(3):
+                engine.generate(input_ids=PROMPTS, **ASK)
+                follower.settle()
+        stats = engine.placement_stats()
+        assert stats.rebalances + stats.skipped > 0 and stats.failed == 0 and not seen
+        assert_as_defined(registry.take(), "1/2", 20, overflows=False)
 
 
 def test_experts_follow_a_skewed_load_and_nothing_is_told_otherwise(alone, following):

@@ -60,12 +60,10 @@ class _RoutedExpertsDeviceCache:
 
     def counted(self, counts: Int32[Array, "F M E"], valid: Bool[Array, " N"], generated: Bool[Array, " N"]) -> Int32[Array, "F M E"]:
         """Add the step's slots to counts by phase (prompt, generated), MoE layer and expert; padding and empty slots are none."""
-        phases, layers, experts = counts.shape
+        layers, experts = counts.shape[1:]
         block = self.ids.reshape(layers, self.spec.top_k, self.num_tokens)
         keys = jnp.where(valid & (block >= 0), block + generated.astype(jnp.int32) * experts, -1)  # [M, K, N]
-        own = keys[:, None] == jnp.arange(phases * experts, dtype=jnp.int32)[:, None, None]  # [M, F*E, K, N], never in memory
-        added = jnp.sum(own, axis=(2, 3), dtype=jnp.int32)  # a compare and a sum: a scatter would be the slow part of a step on TPU
-        return counts + jnp.swapaxes(added.reshape(layers, phases, experts), 0, 1)
+        return jax.lax.platform_dependent(counts, keys, tpu=_counted_by_comparing, default=_counted_by_scattering)
 
     def rows(self) -> UInt[Array, "N M*K"]:
         """Return the step's one output: a row a token, narrowed to the spec's dtype."""
@@ -84,3 +82,19 @@ class _RoutedExpertsDeviceCache:
 def create_device_cache(spec: CaptureSpec | None, num_tokens: int, *, reroutes: bool = False) -> _RoutedExpertsDeviceCache | None:
     """Make a step's cache, or None, the empty pytree, when nothing is recorded: a jitted step closes over `spec` alone."""
     return None if spec is None else _RoutedExpertsDeviceCache.create(num_tokens, spec, reroutes=reroutes)
+
+
+def _counted_by_scattering(counts: Int32[Array, "F M E"], keys: Int32[Array, "M K N"]) -> Int32[Array, "F M E"]:
+    """Add 1 where each key points: phase * E + expert, of its layer; -1 points nowhere."""
+    layers, experts = counts.shape[1:]
+    layer = jnp.arange(layers, dtype=jnp.int32)[:, None, None]
+    places = jnp.where(keys < 0, counts.size, (keys // experts * layers + layer) * experts + keys % experts)
+    return counts.reshape(-1).at[places.reshape(-1)].add(1, mode="drop").reshape(counts.shape)
+
+
+def _counted_by_comparing(counts: Int32[Array, "F M E"], keys: Int32[Array, "M K N"]) -> Int32[Array, "F M E"]:
+    """The same where scatters are slow: all keys are compared with all numbers, and summed in registers."""
+    phases, layers, experts = counts.shape
+    own = keys[:, None] == jnp.arange(phases * experts, dtype=jnp.int32)[:, None, None]  # [M, F*E, K, N], never in memory
+    added = jnp.sum(own, axis=(2, 3), dtype=jnp.int32)
+    return counts + jnp.swapaxes(added.reshape(layers, phases, experts), 0, 1)
