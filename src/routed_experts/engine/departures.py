@@ -34,10 +34,11 @@ class Departures:
         real = np.where(live[:, None], changed[: batch.num_tokens], 0)
         self._total += real.sum(axis=0)
         self._by_slot[batch.kv_slots[live]] = real[live]  # pages of the others may be somebody else's by now
+        by_row = np.zeros((batch.num_requests, 2), np.int64)
+        np.add.at(by_row, batch.token_rows[: batch.num_tokens], real)
         rids = {req.slot: req.rid for req in running}
-        slots = batch.request_slots[batch.token_rows[: batch.num_tokens]]
-        for token in np.flatnonzero(real.any(axis=1)):
-            self._add(rids[int(slots[token])], real[token])
+        for row in np.flatnonzero(by_row.any(axis=1)):
+            self._add(rids[int(batch.request_slots[row])], by_row[row])
 
     def retract(self, req: Req, prefix: Int[np.ndarray, " S"]) -> None:
         """Take along what a cached prefix had, before its pages go: what was generated on it stays what it is."""
