@@ -10,7 +10,7 @@ from placement.cases import skewed_record
 from routed_experts import placement
 from routed_experts.capture import encode_meta_info
 from routed_experts.cli import main, make_parser
-from routed_experts.cli.flags import expert_args
+from routed_experts.cli.flags import expert_args, placement_args
 from routed_experts.core.errors import ConfigError, RoutingFormatError
 from routed_experts.core.experts_config import ExpertsConfig
 from routed_experts.core.placement import Placement, ResidencyMap
@@ -154,3 +154,25 @@ def test_a_saved_plan_is_what_the_engine_is_told(files, capsys, tmp_path):
     assert run(capsys, files / "out.jsonl", *both)[0] == 2
     with pytest.raises(RoutingFormatError, match="holds no residency map"):
         expert_args(make_parser().parse_args(["serve", "model", "--residency", str(tmp_path / "plan.npz")]))
+
+
+def test_a_saved_placement_is_what_the_engine_is_told(files, capsys, tmp_path):
+    """By its file alone, and with how it is to be served."""
+    assert run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4, "--save", tmp_path / "plan.npz")[0] == 0
+    given = ["serve", "model", "--placement", str(tmp_path / "plan.npz")]
+    told = placement_args(make_parser().parse_args(given))
+    wanted = Placement.read(tmp_path / "plan.npz")
+    np.testing.assert_array_equal(told.first.physical_to_logical_map, wanted.physical_to_logical_map)
+    assert (told.mode, told.rebalance_every) == ("replicas", 0)
+    more = ["--placement-mode", "reroute", "--capacity-factor", "5/4", "--rebalance-every", "64", "--layers-per-step", "2"]
+    told = placement_args(make_parser().parse_args([*given, *more]))
+    assert (told.mode, told.capacity_factor, told.on_exhausted) == ("reroute", "5/4", "overflow")
+    assert (told.rebalance_every, told.layers_per_step) == (64, 2)
+    assert placement_args(make_parser().parse_args(["generate", "model", "--prompt", "x"])) is None
+    with pytest.raises(ConfigError, match=r"--placement-mode, --capacity-factor without --placement FILE.npz"):
+        placement_args(make_parser().parse_args(["serve", "model", *more[:4]]))
+    with pytest.raises(ConfigError, match=r"none.npz' is no file"):
+        placement_args(make_parser().parse_args(["serve", "model", "--placement", str(tmp_path / "none.npz")]))
+    assert run(capsys, files / "out.jsonl", "--residents", 5, "--save", tmp_path / "other.npz")[0] == 0
+    with pytest.raises(RoutingFormatError, match="holds no placement"):
+        placement_args(make_parser().parse_args(["serve", "model", "--placement", str(tmp_path / "other.npz")]))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from routed_experts.core.experts_config import ExpertsConfig
     from routed_experts.core.placement import Placement, ResidencyMap
+    from routed_experts.core.placement_config import PlacementConfig
     from routed_experts.core.routed_experts import RoutedExperts
     from routed_experts.core.routing_stats import RoutingStats
     from routed_experts.core.sampling_params import SamplingParams
@@ -54,6 +55,7 @@ _HOMES = MappingProxyType(
         "ExpertsConfig": "core.experts_config",
         "LLM": "engine.llm",
         "Placement": "core.placement",
+        "PlacementConfig": "core.placement_config",
         "RequestOutput": "engine.outputs",
         "ResidencyMap": "core.placement",
         "RoutedExperts": "core.routed_experts",
@@ -82,6 +84,7 @@ __all__ = [
     "InvalidRequestError",
     "MemoryPlanError",
     "Placement",
+    "PlacementConfig",
     "PlacementError",
     "PromptTooLongError",
     "QueueFullError",

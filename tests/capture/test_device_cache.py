@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache, create_device_cache
+from routed_experts.capture.device_cache import (
+    _counted_by_comparing,
+    _counted_by_scattering,
+    _RoutedExpertsDeviceCache,
+    create_device_cache,
+)
 from routed_experts.core.capture_spec import CaptureSpec
 
 NUM_TOKENS = 6
@@ -134,3 +139,27 @@ def test_ids_of_another_integer_type_are_cast_explicitly():
 def test_off_is_an_empty_pytree():
     assert jax.tree.leaves(create_device_cache(None, NUM_TOKENS)) == []
     assert len(jax.tree.leaves(create_device_cache(spec_of(), NUM_TOKENS))) == 1
+
+
+@pytest.mark.parametrize("how", [_counted_by_scattering, _counted_by_comparing])
+def test_counts_grow_by_the_bincount_of_what_ran(how):
+    """By phase, layer and expert; slots of padding, and those that are empty, are none."""
+    rng, shape = np.random.default_rng(0), (2, 3, 5)
+    keys = rng.integers(-1, 10, (3, 4, 17)).astype(np.int32)
+    before = rng.integers(0, 9, shape).astype(np.int32)
+    wanted = before.copy()
+    for layer in range(3):
+        wanted[:, layer] += np.bincount(keys[layer][keys[layer] >= 0], minlength=10).reshape(2, 5)
+    np.testing.assert_array_equal(jax.jit(how)(before, keys), wanted)
+
+
+def test_a_step_counts_its_valid_slots():
+    spec = CaptureSpec(num_hidden_layers=2, layer_ids=(0, 1), num_experts=5, top_k=2)
+    ids = np.array([[0, 1, 2], [1, 2, -1], [4, 4, 4], [3, 0, 0]], np.int32)  # [M * K, N]
+    cache = _RoutedExpertsDeviceCache(ids=jnp.asarray(ids), spec=spec)
+    valid, generated = jnp.array([True, True, False]), jnp.array([False, True, True])
+    counts = np.asarray(cache.counted(jnp.zeros((2, 2, 5), jnp.int32), valid, generated))
+    wanted = np.zeros((2, 2, 5), int)
+    for phase, layer, expert in ((0, 0, 0), (0, 0, 1), (0, 1, 4), (0, 1, 3), (1, 0, 1), (1, 0, 2), (1, 1, 4), (1, 1, 0)):
+        wanted[phase, layer, expert] += 1
+    np.testing.assert_array_equal(counts, wanted)

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from routed_experts import ConfigError, Engine, ExpertsConfig, ResidencyMap
+from routed_experts import Engine, ExpertsConfig, ResidencyMap
 from routed_experts.capture.meta_info import record_from_meta_info
 from routed_experts.placement import AdaptiveResidency
 from routed_experts.placement.dispatch import count_experts
@@ -144,8 +144,30 @@ def rate_of(engine):
     return lambda: engine._assembly.core._after_step.__self__._state.rate
 
 
-def test_an_engine_that_records_nothing_cannot_follow(folder):
-    with pytest.raises(ConfigError, match="residency='adaptive' follows captured routing; give enable_return_routed_experts=True"):
-        Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=4, residency="adaptive"), **SIZES)
+def followed_late(state, record):
+    """The same of counts on the device: they are sent off at every eighth step, with that in flight, and read at the next look."""
+    rows = [record.prompt.ids, *np.split(record.generated.ids, len(record.generated.ids))]
+    sent = np.zeros((0, *record.ids.shape[1:]), record.ids.dtype)
+    for end in range(8, len(rows) + 1, 8):
+        state = state.observe(count_experts(sent, record.num_experts), len(sent), num_steps=8)
+        sent = np.concatenate(rows[end - 8 + (end > 8) : end + 1])
+    return state
+
+
+def test_residents_follow_the_load_where_nothing_is_recorded(engine, folder):
+    with Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=4, residency="adaptive"), **SIZES) as unseen:
+        answer = unseen.generate(input_ids=PROMPT, **{**SAID, "return_routed_experts": False})
+        held, _ = unseen.residency()
+        assert_idle(unseen)
+    recorded = engine.generate(input_ids=PROMPT, **SAID)
+    state = followed_late(AdaptiveResidency.start(ResidencyMap.first(2, 16, 4)), record_from_meta_info(recorded))
+    assert held.epoch == state.residency.epoch > 0 and (held.slot_of == state.residency.slot_of).all()
+    assert answer["output_ids"] == recorded["output_ids"]
+
+
+def test_who_does_not_follow_counts_nothing(folder, engine):
+    """Nor does an engine that records what it would count."""
+    assert engine._assembly.core.runner.spec.counted is None
     with Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=4), **SIZES) as still:
         assert on_engine_thread(still, lambda core: core._after_step) is None
+        assert still._assembly.core.runner.spec.counted is None

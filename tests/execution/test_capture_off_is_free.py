@@ -32,7 +32,7 @@ from small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
 MODEL_NAMES = frozenset({"capture", "column", "columns"})
 BLOCK_NAMES = frozenset({"capture", "column", "block"})
 FUSED_NAMES = frozenset({"capture", "block"})
-PROGRAM_NAMES = frozenset({"capture", "rows"})
+PROGRAM_NAMES = frozenset({"capture", "rows", "counts", "changed"})
 DEVICE_CACHE = "_RoutedExpertsDeviceCache"
 SIZES = dict(
     vocab_size=313, hidden_size=64, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=16, dense_width=96, expert_width=32,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt
+from jaxtyping import Array, Bool, Int, Int32, UInt
 
 from routed_experts.core.capture_spec import CaptureSpec
 
@@ -25,12 +25,14 @@ class _RoutedExpertsDeviceCache:
 
     ids: Int[Array, "M*K N"]
     spec: CaptureSpec = field(metadata={"static": True})
+    departed: Int[Array, "N 2"] | None = None  # slots that capacities moved to other experts, and left empty; None: there are none
 
     @staticmethod
-    def create(num_tokens: int, spec: CaptureSpec) -> "_RoutedExpertsDeviceCache":
-        """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time."""
+    def create(num_tokens: int, spec: CaptureSpec, *, reroutes: bool = False) -> "_RoutedExpertsDeviceCache":
+        """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time. `reroutes`: under capacities."""
         shape = (spec.num_moe_layers * spec.top_k, num_tokens)
-        return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec)
+        departed = jnp.zeros((num_tokens, 2), jnp.int32) if reroutes else None
+        return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec, departed=departed)
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +54,17 @@ class _RoutedExpertsDeviceCache:
         assert topk_ids.shape[1:] == wanted, f"ids of a run have the shape {topk_ids.shape}; wanted [run, {wanted[0]}, {wanted[1]}]"
         return self._written(first_moe_layer, topk_ids)
 
+    def with_changed(self, changed: Int[Array, "N 2"]) -> "_RoutedExpertsDeviceCache":
+        """Add what the capacities of one layer changed."""
+        return self if self.departed is None else replace(self, departed=self.departed + changed)
+
+    def counted(self, counts: Int32[Array, "F M E"], valid: Bool[Array, " N"], generated: Bool[Array, " N"]) -> Int32[Array, "F M E"]:
+        """Add the step's slots to counts by phase (prompt, generated), MoE layer and expert; padding and empty slots are none."""
+        layers, experts = counts.shape[1:]
+        block = self.ids.reshape(layers, self.spec.top_k, self.num_tokens)
+        keys = jnp.where(valid & (block >= 0), block + generated.astype(jnp.int32) * experts, -1)  # [M, K, N]
+        return jax.lax.platform_dependent(counts, keys, tpu=_counted_by_comparing, default=_counted_by_scattering)
+
     def rows(self) -> UInt[Array, "N M*K"]:
         """Return the step's one output: a row a token, narrowed to the spec's dtype."""
         return self.ids.T.astype(self.spec.dtype)  # [M*K, N] -> [N, M*K]
@@ -66,6 +79,22 @@ class _RoutedExpertsDeviceCache:
         return replace(self, ids=jax.lax.dynamic_update_slice_in_dim(self.ids, block, row, axis=0, allow_negative_indices=False))
 
 
-def create_device_cache(spec: CaptureSpec | None, num_tokens: int) -> _RoutedExpertsDeviceCache | None:
+def create_device_cache(spec: CaptureSpec | None, num_tokens: int, *, reroutes: bool = False) -> _RoutedExpertsDeviceCache | None:
     """Make a step's cache, or None, the empty pytree, when nothing is recorded: a jitted step closes over `spec` alone."""
-    return None if spec is None else _RoutedExpertsDeviceCache.create(num_tokens, spec)
+    return None if spec is None else _RoutedExpertsDeviceCache.create(num_tokens, spec, reroutes=reroutes)
+
+
+def _counted_by_scattering(counts: Int32[Array, "F M E"], keys: Int32[Array, "M K N"]) -> Int32[Array, "F M E"]:
+    """Add 1 where each key points: phase * E + expert, of its layer; -1 points nowhere."""
+    layers, experts = counts.shape[1:]
+    layer = jnp.arange(layers, dtype=jnp.int32)[:, None, None]
+    places = jnp.where(keys < 0, counts.size, (keys // experts * layers + layer) * experts + keys % experts)
+    return counts.reshape(-1).at[places.reshape(-1)].add(1, mode="drop").reshape(counts.shape)
+
+
+def _counted_by_comparing(counts: Int32[Array, "F M E"], keys: Int32[Array, "M K N"]) -> Int32[Array, "F M E"]:
+    """The same where scatters are slow: all keys are compared with all numbers, and summed in registers."""
+    phases, layers, experts = counts.shape
+    own = keys[:, None] == jnp.arange(phases * experts, dtype=jnp.int32)[:, None, None]  # [M, F*E, K, N], never in memory
+    added = jnp.sum(own, axis=(2, 3), dtype=jnp.int32)
+    return counts + jnp.swapaxes(added.reshape(layers, phases, experts), 0, 1)

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
+from routed_experts.core.errors import ConfigError
 from routed_experts.core.experts_config import RESIDENCIES, ExpertsConfig
 from routed_experts.core.placement import ResidencyMap
+from routed_experts.core.placement_config import ON_EXHAUSTED, PLACEMENT_MODES, PlacementConfig
 from routed_experts.core.server_args import ServerArgs
 
 # Other spellings that users of vLLM and SGLang know.
@@ -27,6 +29,10 @@ _ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "enable_return_routed_experts": ("--return-routed-experts",),
     }
 )
+
+
+_PLACEMENT_FLAGS: Mapping[str, str] = MappingProxyType({"plan": "placement", "mode": "placement_mode"})  # other names than the field's
+_PLACEMENT_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType({"mode": PLACEMENT_MODES, "on_exhausted": ON_EXHAUSTED})
 
 
 class Parser(argparse.ArgumentParser):
@@ -83,6 +89,32 @@ def expert_args(options: argparse.Namespace) -> ExpertsConfig:
     if str(fields.get("residency", "")).endswith(".npz"):
         fields["residency"] = ResidencyMap.read(fields["residency"])
     return ExpertsConfig(**fields)
+
+
+def add_placement_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --placement, and one flag a further field of PlacementConfig."""
+    group = parser.add_argument_group("experts on several devices")
+    for field in dataclasses.fields(PlacementConfig):
+        flag = f"--{_PLACEMENT_FLAGS.get(field.name, field.name).replace('_', '-')}"
+        told: dict[str, Any] = {"help": f"default: {'none' if field.default is None else field.default}"}
+        if field.name == "plan":
+            told = {"metavar": "FILE.npz", "help": "a plan that `placement --save` wrote; it needs --ep-size"}
+        elif field.name in _PLACEMENT_CHOICES:
+            told["choices"] = _PLACEMENT_CHOICES[field.name]
+        else:
+            told |= {"metavar": "X"} if field.name == "capacity_factor" else taking(field.type)
+        group.add_argument(flag, dest=f"placement_{field.name}", default=argparse.SUPPRESS, **told)
+
+
+def placement_args(options: argparse.Namespace) -> PlacementConfig | None:
+    """Where experts are to be, the plan read; None without any of those flags. Raises ConfigError, and what reading a plan raises."""
+    given = vars(options)
+    names = [field.name for field in dataclasses.fields(PlacementConfig)]
+    fields = {name: given[f"placement_{name}"] for name in names if f"placement_{name}" in given}
+    if fields and "plan" not in fields:
+        told = ", ".join(f"--{_PLACEMENT_FLAGS.get(name, name).replace('_', '-')}" for name in fields)
+        raise ConfigError(f"{told} without --placement FILE.npz, the plan that it is about; make one with routed-experts placement --save")
+    return PlacementConfig.of(PlacementConfig(**fields)) if fields else None
 
 
 def taking(kind: object) -> dict[str, Any]:

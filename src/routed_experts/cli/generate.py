@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
-from routed_experts.cli.flags import add_engine_flags, add_expert_flags, engine_args, expert_args
+from routed_experts.cli.flags import add_engine_flags, add_expert_flags, add_placement_flags, engine_args, expert_args, placement_args
 from routed_experts.cli.start import load_bar, start_jax
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
@@ -29,11 +29,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=None, metavar="FILE", help="JSON lines, one an answer, with the rows")
     add_engine_flags(parser, leave_out=("model_path", "skip_tokenizer_init"))
     add_expert_flags(parser)
+    add_placement_flags(parser)
 
 
 def run(options: argparse.Namespace, began: float) -> int:
     """Generate for all prompts, in order."""
-    args, experts = ServerArgs(**engine_args(options)), expert_args(options)
+    args, experts, placement = ServerArgs(**engine_args(options)), expert_args(options), placement_args(options)
     prompts = [{"prompt": text} for text in options.prompt] if options.prompt else list(_read(options.input))
     with ExitStack() as stack:
         lines = None if options.output is None else stack.enter_context(options.output.open("w", encoding="utf-8"))
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace, began: float) -> int:
         from routed_experts.engine.engine import Engine
 
         bar = load_bar if sys.stderr.isatty() else None
-        engine = stack.enter_context(Engine(**dataclasses.asdict(args), experts=experts, on_load=bar))
+        engine = stack.enter_context(Engine(**dataclasses.asdict(args), experts=experts, placement=placement, on_load=bar))
         print(f"ready in {time.perf_counter() - began:.1f} s", file=sys.stderr)
         for prompt, answer in _answers(engine, prompts, options, wants_rows=args.enable_return_routed_experts):
             if lines is None:

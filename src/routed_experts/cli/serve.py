@@ -14,10 +14,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from routed_experts.cli.flags import add_engine_flags, add_expert_flags, engine_args, expert_args
+from routed_experts.cli.flags import add_engine_flags, add_expert_flags, add_placement_flags, engine_args, expert_args, placement_args
 from routed_experts.cli.start import PROGRAM, load_bar, start_jax, version
 from routed_experts.core.errors import ConfigError
-from routed_experts.core.experts_config import ExpertsConfig
 from routed_experts.core.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -63,11 +62,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
     add_engine_flags(parser, leave_out=())
     add_expert_flags(parser)
+    add_placement_flags(parser)
 
 
 def run(options: argparse.Namespace, began: float) -> int:
     """Serve until SIGTERM (0) or the engine's death (3)."""
-    args, experts = ServerArgs(**engine_args(options)), expert_args(options)
+    args, shared = ServerArgs(**engine_args(options)), {"experts": expert_args(options), "placement": placement_args(options)}
     if args.model_path is None:
         raise ConfigError("no model was named; say routed-experts serve MODEL")
     _set_up_logs(options.log_level, options.log_format)
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, began: float) -> int:
         print(_ready_line(service, time.perf_counter() - began, run_module.url_of(listener)), flush=True)
 
     process = run_module.ServerProcess(
-        service, listener, version=version(), load=lambda: _load(args, experts, service, began), on_ready=ready
+        service, listener, version=version(), load=lambda: _load(args, shared, service, began), on_ready=ready
     )
     code = process.run()
     if service.health().state == "starting":  # the loading thread is in the compiler, and cannot be asked to stop
@@ -101,8 +101,8 @@ def run(options: argparse.Namespace, began: float) -> int:
     return code
 
 
-def _load(args: ServerArgs, experts: ExpertsConfig, service: "Service", began: float) -> "EngineDoor":
-    """Start JAX and build the engine, a line a phase on standard error."""
+def _load(args: ServerArgs, shared: dict[str, Any], service: "Service", began: float) -> "EngineDoor":
+    """Start JAX and build the engine, a line a phase on standard error. `shared`: where its experts are."""
     start_jax(default_platform=None)
     _say_phase(service, "import", time.perf_counter() - began, "Python and JAX")
     from routed_experts.engine.engine import Engine
@@ -114,7 +114,7 @@ def _load(args: ServerArgs, experts: ExpertsConfig, service: "Service", began: f
             print(f"  {line}", file=sys.stderr, flush=True)
 
     bar = load_bar if sys.stderr.isatty() else None
-    return EngineDoor(Engine(**dataclasses.asdict(args), experts=experts, on_phase=on_phase, on_load=bar))
+    return EngineDoor(Engine(**dataclasses.asdict(args), **shared, on_phase=on_phase, on_load=bar))
 
 
 def _say_phase(service: "Service", name: str, seconds: float, detail: str) -> None:

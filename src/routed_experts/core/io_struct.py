@@ -96,8 +96,17 @@ class Logprobs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Departed:
+    """Expert slots of a request that capacities moved to an expert outside their token's K best, and slots that they left empty."""
+
+    rerouted_slots: int
+    dropped_slots: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenIDOut:
-    """News of one request after a step; `routed_experts` only with the last. `exact` False: experts were added a layer late."""
+    """News of one request after a step; `routed_experts` only with the last. `exact` False: experts were added a layer late, or capacities
+    changed some, so far; `departed`: how many of these, None where there are no capacities."""
 
     rid: str
     new_token_ids: tuple[int, ...]
@@ -112,6 +121,7 @@ class TokenIDOut:
     routed_experts: RoutedExperts | None
     error: Exception | None = None
     exact: bool = True
+    departed: Departed | None = None
     queue_s: float | None = None  # from acceptance to the first step; None for one that never ran
 
 

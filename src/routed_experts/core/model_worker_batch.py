@@ -95,7 +95,8 @@ class ModelWorkerBatch:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What a step computed, on the host. `rows` are its routed experts [N, M*K], real tokens first, or None without capture: any array
-    that np.asarray can read, which is left to who files them."""
+    that np.asarray can read, which is left to who files them. `changed`: of each token, slots that capacities moved to other experts
+    and slots that they left empty; None where there are none."""
 
     tokens: Int[np.ndarray, " B"]
     logprobs: Float[np.ndarray, " B"]
@@ -106,3 +107,4 @@ class StepResult:
     prompt_top_ids: Int[np.ndarray, "N T"] | None
     rows: Any
     weight_version: int
+    changed: Int[np.ndarray, "N 2"] | None = None

@@ -88,13 +88,11 @@ class RoutingStats:
     @property
     def recent_load(self) -> Float64[np.ndarray, "M E"]:
         """Slots a token of each expert, of late: the larger of two moving averages, with half-lives of 4 and 32 windows."""
-        return np.maximum(self.average(_FAST), self.average(_SLOW)).sum(axis=0)
+        return recent_load(self.windows, self.top_k)
 
     def average(self, half_life: float) -> Float64[np.ndarray, "F M E"]:
         """Exponential moving average of slots a token (of any phase): a window counts half as much as one `half_life` windows later."""
-        weights = 0.5 ** (np.arange(len(self.windows))[::-1] / half_life)
-        tokens = self.windows[:, :, 0].sum(axis=(1, 2)) / self.top_k
-        return np.tensordot(weights, self.windows, axes=1) / max(float(weights @ tokens), 1.0)
+        return moving_average(self.windows, self.top_k, half_life)
 
     def check_model(self, layer_ids: tuple[int, ...], num_experts: int) -> None:
         """Raise PlacementError unless these are counts of a model with these MoE layers and so many experts."""
@@ -119,6 +117,18 @@ class RoutingStats:
             counts=arrays["counts"], num_tokens=arrays["num_tokens"], windows=arrays["windows"],
             layer_ids=tuple(arrays["layer_ids"].tolist()), top_k=int(arrays["top_k"]),
         )  # fmt: skip
+
+
+def recent_load(windows: Int[np.ndarray, "W F M E"], top_k: int) -> Float64[np.ndarray, "M E"]:
+    """What `RoutingStats.recent_load` is of windows, oldest first."""
+    return np.maximum(moving_average(windows, top_k, _FAST), moving_average(windows, top_k, _SLOW)).sum(axis=0)
+
+
+def moving_average(windows: Int[np.ndarray, "W F M E"], top_k: int, half_life: float) -> Float64[np.ndarray, "F M E"]:
+    """Slots a token of the windows, oldest first; one counts half as much as one `half_life` windows later."""
+    weights = 0.5 ** (np.arange(len(windows))[::-1] / half_life)
+    tokens = windows[:, :, 0].sum(axis=(1, 2)) / top_k
+    return np.tensordot(weights, windows, axes=1) / max(float(weights @ tokens), 1.0)
 
 
 def _keys(record: RoutedExperts, first: RoutedExperts) -> Int[np.ndarray, "T M*K"]:

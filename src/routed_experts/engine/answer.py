@@ -87,6 +87,8 @@ class Answer:
         }
         if not out.exact:
             meta["exact"] = False
+        if out.departed is not None:
+            meta |= {"mode": "reroute", "exact": out.exact, **dataclasses.asdict(out.departed)}
         if self.request.return_logprob:
             meta |= self._told_logprobs()
         if out.return_routed_experts and (out.finish_reason is not None or self.record is not None):

@@ -17,13 +17,15 @@ from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
 from routed_experts.core.experts_config import ExpertsConfig
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement_config import PlacementConfig, fraction_of
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.core import EngineCore
+from routed_experts.engine.departures import Departures
 from routed_experts.engine.planning import EnginePlan, arrays_of, plan_engine
+from routed_experts.engine.rebalancer import Rebalancer
 from routed_experts.engine.self_check import check_determinism
-from routed_experts.engine.served_model import ServedModel, load_model, shapes_of, shards_of
+from routed_experts.engine.served_model import ServedModel, load_model, refuse_processes, shapes_of, shards_of
 from routed_experts.engine.sharing import Sharing
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import MemoryPlan
@@ -81,6 +83,7 @@ class Assembly:
     vocab_size: int
     prefix_cache: bool
     served: ServedModel
+    rebalancer: Rebalancer | None  # None: experts move only when they are told to
 
 
 def assemble(
@@ -92,11 +95,12 @@ def assemble(
     load_format: str = "auto",
     on_load: Callable[[int, int], None] | None = None,
     experts: ExpertsConfig | None = None,
-    placement: Placement | None = None,
+    placement: PlacementConfig | None = None,
 ) -> Assembly:
     """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded, bytes in all);
     `experts` may share them out to the host, `placement` to devices. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
+    refuse_processes()
     shares = experts is not None and experts.num_resident is not None
     source, config = _open(args, model, load_format, in_parts=shares or placement is not None)
     sharing = Sharing.check(experts, args, config, registry) if experts is not None and shares else None
@@ -104,7 +108,7 @@ def assemble(
     args = _without_prefixes(args, config)
     devices = "" if shards is None else f", on {shards.mesh.size} devices"
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
-    kernels, attention = registry.choose(args, config.needs, instances=0 if placement is None else placement.num_instances)
+    kernels, attention = registry.choose(args, config.needs, placing=placement)
     clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
     planned = None if sharing is not None else _planned(clock, args, config, arrays_of(source, args.dtype), shards)
     served, state, parted = _load(source, config, args.dtype, sharing, shards, on_load)
@@ -121,23 +125,23 @@ def assemble(
         num_pages=plan.pool.num_pages,
         raw_logprobs=args.logprobs_mode == "raw",
         on=None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool),
+        counted=config.capture_spec if _counts(args, sharing, placement) else None,
     )
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     split = None if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
     runner = split or _runner(state, spec, sizes, config, placement)
-    new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, sharing)
+    rebalancer = _rebalancer(runner, placement)
+    new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, sharing, rebalancer)
     core = new_core()
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
-    count = runner.compile()
-    clock.done("compile", f"{count} programs")
+    clock.done("compile", f"{runner.compile()} programs")
     if args.deterministic:
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
         compared = check_determinism(new_core, vocab_size=config.vocab_size, context_length=planned.context_length, backends=names)
         clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
-    caches = not args.disable_radix_cache
     return Assembly(
         core=core, plan=plan, buckets=buckets, context_length=planned.context_length, capture=capture, vocab_size=config.vocab_size,
-        prefix_cache=caches, served=served,
+        prefix_cache=not args.disable_radix_cache, served=served, rebalancer=rebalancer,
     )  # fmt: skip
 
 
@@ -158,22 +162,43 @@ def _planned(
 
 
 def _runner(
-    state: nnx.State[Any, Any], spec: ProgramSpec, sizes: RunnerConfig, config: DecoderConfig, placement: Placement | None
+    state: nnx.State[Any, Any], spec: ProgramSpec, sizes: RunnerConfig, config: DecoderConfig, placement: PlacementConfig | None
 ) -> ModelRunner:
     """What runs a model whose experts are all on accelerators."""
     if placement is None or not isinstance(config, FamilyConfig):
         return ModelRunner(state, spec, sizes)
-    return PlacedRunner(state, spec, sizes, placement=placement, places=sparse_places(config))
+    factor = fraction_of(placement.capacity_factor) if placement.reroutes else None
+    return PlacedRunner(state, spec, sizes, placement=placement.first, places=sparse_places(config), factor=factor)
+
+
+def _rebalancer(runner: ModelRunner, placement: PlacementConfig | None) -> Rebalancer | None:
+    """What moves experts by itself. Raises what planning for this placement would."""
+    if placement is None or placement.rebalance_every == 0:
+        return None
+    assert isinstance(runner, PlacedRunner) and runner.spec.counted is not None, type(runner)
+    return Rebalancer(placement, runner, top_k=runner.spec.counted.top_k)
+
+
+def _counts(args: ServerArgs, sharing: Sharing | None, placement: PlacementConfig | None) -> bool:
+    """Whether steps count their experts on the device: somebody follows the load, or capacities need to be told what a step ran."""
+    if sharing is not None:
+        return sharing.counts and not args.enable_return_routed_experts
+    return placement is not None and (placement.rebalance_every > 0 or placement.reroutes)
 
 
 def _new_core(
-    args: ServerArgs, buckets: Buckets, runner: ModelRunner, capture: CaptureSpec | None, sharing: Sharing | None
-) -> EngineCore:
+    args: ServerArgs, buckets: Buckets, runner: ModelRunner, capture: CaptureSpec | None, sharing: Sharing | None,
+    rebalancer: Rebalancer | None,
+) -> EngineCore:  # fmt: skip
     """A core with queues, pages and rows of its own."""
     pool, enable = runner.config.pool, runner.spec.capture is not None
     capturer = RoutedExpertsCapturer.create(capture, num_slots=pool.num_slots, page_size=args.page_size, enable=enable)
     scheduler = Scheduler(args, buckets, num_pages=pool.num_pages, vocab_size=runner.config.vocab_size)
-    return EngineCore(scheduler, runner, capturer, after_step=None if sharing is None else sharing.follower(capturer, runner))
+    follows = None if sharing is None else sharing.follower(capturer, runner)
+    return EngineCore(
+        scheduler, runner, capturer, after_step=follows if rebalancer is None else rebalancer.after_step,
+        departures=None if runner.spec.kernels.peers.rerouter is None else Departures(pool.num_slots),
+    )  # fmt: skip
 
 
 def _open(

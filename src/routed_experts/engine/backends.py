@@ -2,6 +2,7 @@
 Knows nothing of models. A backend's code is imported when it is chosen, so that no machine loads what it cannot run."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -10,12 +11,13 @@ from typing import Generic, TypeVar
 import jax
 
 from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
+from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
-from routed_experts.layers.peers import Peers
+from routed_experts.layers.peers import Peers, Rerouter
 from routed_experts.models.interface import PLAIN, Needs
 from routed_experts.models.shards import AXIS
 
@@ -88,6 +90,12 @@ def _tpu_attention() -> AttentionBackend:
     return TPU_ATTENTION
 
 
+def _rerouter(instances: int, *, drops: bool) -> Rerouter:
+    from routed_experts.layers.rerouting import reroute_topk
+
+    return functools.partial(reroute_topk, num_instances=instances, drops=drops)
+
+
 def _given(value: T) -> Offer[T]:
     return Offer(load=lambda: value)
 
@@ -121,10 +129,10 @@ class BackendRegistry:
         return dataclasses.replace(self, moe=MappingProxyType({**self.moe, backend.name: _given(Kernels(moe=backend))}))
 
     def choose(
-        self, args: ServerArgs, needs: Needs = PLAIN, *, platform: str | None = None, instances: int = 0
+        self, args: ServerArgs, needs: Needs = PLAIN, *, platform: str | None = None, placing: PlacementConfig | None = None
     ) -> tuple[Kernels, AttentionBackend]:
         """The backends that `args` name, for a model that `needs` some things and for `platform` (the default device's); with several
-        devices, each on its share.
+        devices, each on its share; where `placing` says so, routers keep to capacities.
         Deterministic mode runs on `reference` alone; a backend that hides the ids it runs is refused with capture on. Raises
         ConfigError, CaptureUnsupportedError."""
         where = platform or jax.default_backend()
@@ -147,7 +155,9 @@ class BackendRegistry:
                 f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded; choose "
                 "another backend or enable_return_routed_experts=False"
             )
-        peers = Peers(axis=AXIS, count=args.tp_size, whole_experts=args.ep_size > 1, instances=instances)
+        instances = 0 if placing is None else placing.first.num_instances
+        rerouter = None if placing is None or not placing.reroutes else _rerouter(instances, drops=placing.on_exhausted == "drop")
+        peers = Peers(axis=AXIS, count=args.tp_size, whole_experts=args.ep_size > 1, instances=instances, rerouter=rerouter)
         return kernels.among(peers), attention
 
 

@@ -2,7 +2,6 @@
 
 Every method may be called from any thread and acts between two steps."""
 
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -10,11 +9,10 @@ from typing import Any, overload
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Float64, Int32
+from jaxtyping import Int32
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError, PromptTooLongError, RoutingAlignmentError
-from routed_experts.core.placement import Placement, ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import shown
@@ -24,16 +22,16 @@ from routed_experts.engine.assembly import Assembly
 from routed_experts.engine.core import EngineCore, Hold
 from routed_experts.engine.door import is_nested
 from routed_experts.engine.loop import EngineLoop
-from routed_experts.engine.occupation import EngineOccupation, refuse_released, refuse_split, served_now
+from routed_experts.engine.occupation import refuse_released, refuse_split, served_now
+from routed_experts.engine.places import EnginePlaces
 from routed_experts.engine.score import ScoreOutput
 from routed_experts.engine.sharing import why_not_inside
 from routed_experts.engine.weights import Weights, state_of, state_of_folder
-from routed_experts.execution.placed_runner import PlacedRunner
 from routed_experts.execution.split_runner import SplitRunner
 from routed_experts.replay.check import check_record
 
 
-class EngineControl(EngineOccupation):
+class EngineControl(EnginePlaces):
     """A core in its loop, and what can be done with it beside generating."""
 
     def __init__(self, args: ServerArgs, assembly: Assembly) -> None:
@@ -99,33 +97,6 @@ class EngineControl(EngineOccupation):
     def reset_routing_stats(self) -> RoutingStats:
         """Begin to count anew; returns what was counted so far. Raises CaptureDisabledError where nothing is recorded."""
         return self._loop.call(lambda: self._assembly.core.capturer.routing_stats(reset=True))
-
-    def apply_placement(self, placement: Placement) -> int:
-        """Move the experts to where the placement has them, a MoE layer between two steps, while requests go on; returns how many
-        instances came from another device. Ids and outputs stay what they are, up to the order of sums, and nothing is compiled.
-        Raises PlacementError for a placement of another model or other sizes, and InvalidRequestError on an engine that was built
-        without placement=."""
-        runner = _placed_runner(self._assembly.core)
-        runner.check(placement)
-        with self._placing, self._scorer.turn:
-            refuse_released(self._assembly.core, "apply_placement")
-            moved = [self._loop.drained(functools.partial(runner.move_layer, *layer, placement)) for layer in runner.layers()]
-            runner.placement = placement
-        return sum(moved)
-
-    def apply_residency(self, residency: ResidencyMap) -> int:
-        """Make other experts resident on the accelerator, between two steps, and return how many were copied there. Ids and outputs
-        stay what they are, up to the order of sums, and nothing is compiled. Raises PlacementError for a map of another model or
-        another number of residents, and InvalidRequestError on an engine without experts=ExpertsConfig(...)."""
-        runner = _split_runner(self._assembly.core)
-        return self._loop.call(lambda: runner.apply_residency(residency))
-
-    def residency(self) -> tuple[ResidencyMap, Float64[np.ndarray, " M"]]:
-        """Which experts are resident, and of each MoE layer the share of all slots so far that residents ran (resident_hit_ratio; NaN
-        before the first step). Raises InvalidRequestError on an engine without experts=ExpertsConfig(...)."""
-        runner = _split_runner(self._assembly.core)
-        held, counts = self._loop.call(lambda: (runner.residency, runner.slot_counts()))
-        return held, 1.0 - counts[:, 0] / np.where(counts[:, 1] == 0, np.nan, counts[:, 1])
 
     @overload
     def score(
@@ -203,20 +174,6 @@ def _checked(ids: Any, assembly: Assembly) -> Int32[np.ndarray, " S"]:
 def _refuse_unscorable(core: EngineCore) -> None:
     if isinstance(core.runner, SplitRunner) and core.runner.split.has_host and (reason := why_not_inside(jax.default_backend())):
         raise InvalidRequestError(f"score with experts= runs the host's experts inside a program, and here {reason}", param="experts")
-
-
-def _split_runner(core: EngineCore) -> SplitRunner:
-    if not isinstance(core.runner, SplitRunner):
-        text = "this engine has all experts on the accelerator; build it with Engine(..., experts=ExpertsConfig(...))"
-        raise InvalidRequestError(text, param="residency")
-    return core.runner
-
-
-def _placed_runner(core: EngineCore) -> PlacedRunner:
-    if not isinstance(core.runner, PlacedRunner):
-        text = "this engine has one instance of every expert, where it is; build it with Engine(..., ep_size=..., placement=...)"
-        raise InvalidRequestError(text, param="placement")
-    return core.runner
 
 
 def _exchange(loop: EngineLoop, core: EngineCore, load: Callable[[], nnx.State[Any, Any]], *, version: int, cache: str) -> None:

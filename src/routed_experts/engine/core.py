@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
+from jaxtyping import Int
 
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.errors import QueueFullError, RoutedExpertsError, RoutingIncompleteError
@@ -18,12 +19,14 @@ from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import BatchTokenIDOut, FinishReason, TokenIDOut
 from routed_experts.core.model_worker_batch import ModelWorkerBatch
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.engine.departures import Departures
 from routed_experts.engine.ledger import Ledger, StopCheck, check_outcomes
 from routed_experts.execution.model_runner import ModelRunner, PendingStep
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
 
 ABORTED = FinishReason(type="abort", message="aborted by the caller")
+AfterStep = Callable[[float], None]  # called with the seconds since the step before, or since there was work
 NO_STOPS: Mapping[str, StopCheck] = MappingProxyType({})
 
 
@@ -40,9 +43,11 @@ class EngineCore:
     """The loop's state: the live requests and the step in flight."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, capturer: RoutedExpertsCapturer, *, after_step: Callable[[], None] | None = None
-    ) -> None:
+        self, scheduler: Scheduler, runner: ModelRunner, capturer: RoutedExpertsCapturer, *, after_step: AfterStep | None = None,
+        departures: Departures | None = None,
+    ) -> None:  # fmt: skip
         self.scheduler, self.runner, self.capturer, self._after_step = scheduler, runner, capturer, after_step
+        self.departures = departures  # None: no capacities lead requests away from their experts
         self.ledger = Ledger()
         self.num_steps = self.num_rows = self.num_missing_rows = 0  # rows filed; requests that lacked one
         self.last_progress = time.monotonic()  # when a step ended, or work came to an idle core
@@ -94,6 +99,8 @@ class EngineCore:
         saved = req.saved
         if self.capturer.enabled:
             saved = self.capturer.save(self.scheduler.pages.kv_slots(req, 0, req.num_read), earlier=req.saved)
+        if self.departures is not None:
+            self.departures.retract(req, _prefix_of(self.scheduler, req))
         self.scheduler.retract(req, saved)
         _forget_changed_pages(self.scheduler, self.capturer)
 
@@ -141,6 +148,8 @@ class EngineCore:
                 live = self.scheduler.live_tokens(batch)
                 self.num_rows += batch.kv_slots.size if live is None else int(np.count_nonzero(live))
                 self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live, batch.origins)
+            if self.departures is not None and result.changed is not None:
+                self.departures.file(batch, result.changed, self.scheduler.live_tokens(batch), self.scheduler.running)
             now = time.monotonic()
             for req in self.scheduler.commit(batch, result):
                 matched = None if req.has_fed_last else self.ledger.stop_string(req)
@@ -150,9 +159,9 @@ class EngineCore:
                 if req.state is ReqState.FINISHED or (tells and self.ledger.is_due(req, now)):
                     outs.append(self._news(req))
             self.num_steps += 1
-            self.last_progress = time.monotonic()
+            took, self.last_progress = time.monotonic() - self.last_progress, time.monotonic()
             if self._after_step is not None:
-                self._after_step()
+                self._after_step(took)
         _forget_changed_pages(self.scheduler, self.capturer)
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
 
@@ -168,10 +177,13 @@ class EngineCore:
             except RoutedExpertsError as cause:
                 error = cause
                 self.num_missing_rows += isinstance(cause, RoutingIncompleteError)
+        departed = None if self.departures is None else self.departures.of(req, _prefix_of(self.scheduler, req), ended=ended)
         if ended:
             self.scheduler.release(req)
         runner = self.runner
-        return self.ledger.news(req, record=record, error=error, weight_version=runner.weight_version, exact=runner.exact)
+        return self.ledger.news(
+            req, record=record, error=error, weight_version=runner.weight_version, exact=runner.exact, departed=departed
+        )
 
 
 def _next_batch(scheduler: Scheduler, ledger: Ledger) -> ModelWorkerBatch | None:
@@ -200,6 +212,12 @@ def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req, *, 
     return capturer.collect(
         slots, start=start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved, include_last=req.has_fed_last
     )
+
+
+def _prefix_of(scheduler: Scheduler, req: Req) -> Int[np.ndarray, " S"]:
+    """The slots of what a request found in the prefix cache; none while it holds no pages."""
+    cached = min(req.cached_tokens, req.num_read)
+    return scheduler.pages.kv_slots(req, 0, cached) if cached else np.zeros(0, np.int64)
 
 
 def _forget_changed_pages(scheduler: Scheduler, capturer: RoutedExpertsCapturer) -> None:

@@ -17,6 +17,7 @@ from routed_experts.core.experts_config import ExpertsConfig
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.placement import Placement
+from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.sampling_params import SamplingParams, shown
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import Phase, PhaseClock, assemble
@@ -41,7 +42,7 @@ class Engine(EngineControl):
 
     Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from tokenizer_path);
     `load_format="dummy"` gives a folder's config random weights; `experts` keeps some experts on the host (ExpertsConfig), `placement`
-    says on which of `ep_size` devices their instances are;
+    says on which of `ep_size` devices their instances are (a plan, its file, or a PlacementConfig with how it is served);
     `on_phase` is told of each phase of start-up, `on_load` of (bytes loaded, bytes in all).
     Raises ConfigError, CheckpointError, PlacementError or CaptureUnsupportedError."""
 
@@ -55,7 +56,7 @@ class Engine(EngineControl):
         on_load: Callable[[int, int], None] | None = None,
         load_format: str = "auto",
         experts: ExpertsConfig | None = None,
-        placement: Placement | None = None,
+        placement: Placement | PlacementConfig | str | os.PathLike[str] | None = None,
         **server_args: Any,
     ) -> None:
         self.server_args = _args_of(model_path, server_args)
@@ -64,7 +65,7 @@ class Engine(EngineControl):
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         keep_programs()
         how: dict[str, Any] = {"registry": registry, "clock": clock, "load_format": load_format, "on_load": on_load}
-        how |= {"experts": experts, "placement": placement}
+        how |= {"experts": experts, "placement": PlacementConfig.of(placement)}
         self.compiles = CompileCount()
         try:
             assembly = assemble(args, model=model, **how)
@@ -186,6 +187,8 @@ class Engine(EngineControl):
     def shutdown(self) -> None:
         """Abort what runs, tell its callers, end the engine thread. Idempotent."""
         self._loop.stop()
+        if self._assembly.rebalancer is not None:
+            self._assembly.rebalancer.close()
         self.compiles.close()
 
     def __enter__(self) -> "Engine":

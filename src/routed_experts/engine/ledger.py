@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from routed_experts.core.integrity import Violation
-from routed_experts.core.io_struct import Logprobs, TokenIDOut
+from routed_experts.core.io_struct import Departed, Logprobs, TokenIDOut
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 
@@ -89,8 +89,9 @@ class Ledger:
         return req.source.routed_experts.start if told is None else told
 
     def news(
-        self, req: Req, *, record: RoutedExperts | None, error: Exception | None, weight_version: int, exact: bool = True
-    ) -> TokenIDOut:
+        self, req: Req, *, record: RoutedExperts | None, error: Exception | None, weight_version: int, exact: bool = True,
+        departed: Departed | None = None,
+    ) -> TokenIDOut:  # fmt: skip
         """What a request has to tell since it was last asked; an ended one leaves the ledger."""
         entry = self._live[req.rid]
         told, entry.num_told = entry.num_told, req.num_output
@@ -116,7 +117,8 @@ class Ledger:
             return_routed_experts=req.source.return_routed_experts,
             routed_experts=record,
             error=error,
-            exact=exact,
+            exact=exact and departed in (None, Departed(rerouted_slots=0, dropped_slots=0)),
+            departed=departed,
             queue_s=entry.queue_s,
         )
 

@@ -98,7 +98,7 @@ def take_back(core: EngineCore) -> None:
 def served_now(assembly: Assembly) -> ServedModel:
     """The served model, its experts where they are now."""
     runner = assembly.core.runner
-    return assembly.served.under(runner.placement if isinstance(runner, PlacedRunner) else None)
+    return assembly.served.under(runner.placement, runner.factor) if isinstance(runner, PlacedRunner) else assembly.served
 
 
 def refuse_released(core: EngineCore, what: str) -> None:

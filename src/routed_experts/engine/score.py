@@ -103,7 +103,7 @@ class _Steps:
         self._replays = any(job.routes is not None for job in jobs)
         self._scheduler = Scheduler(args, scorer._buckets, num_pages=num_pages, vocab_size=runner.config.vocab_size)
         self._scheduler.add([job.req for job in jobs])
-        self._spec = dataclasses.replace(runner.spec, num_pages=num_pages)
+        self._spec = _own_spec(runner.spec, num_pages)
         on = self._spec.on
         pool = dataclasses.replace(runner.config.pool, num_pages=num_pages)
         self._pool = zeros(pool.abstract, on, EVERYWHERE if on is None else on.pool)
@@ -137,6 +137,12 @@ class _Steps:
             self._state, self._pool, self._last_tokens, jnp.asarray(pack(batch)), routed, spec=self._spec, shape=shape
         )
         return out
+
+
+def _own_spec(spec: ProgramSpec, num_pages: int) -> ProgramSpec:
+    """The served programs on pages of a score's own: its tokens are not counted, and keep to no capacity, which would be the batch's."""
+    kernels = dataclasses.replace(spec.kernels, peers=dataclasses.replace(spec.kernels.peers, rerouter=None))
+    return dataclasses.replace(spec, num_pages=num_pages, kernels=kernels, counted=None)
 
 
 def _forward_on_all(

@@ -6,15 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
+from jaxtyping import Int32
 
-from routed_experts.core.errors import ConfigError, PlacementError
+from routed_experts.core.errors import CaptureUnsupportedError, ConfigError, PlacementError
 from routed_experts.core.placement import Placement
+from routed_experts.core.placement_config import PlacementConfig, fraction_of
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.cuts import Split
 from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.interface import Decoder, DecoderConfig
-from routed_experts.models.placed_experts import placed_cuts, replica_maps, with_maps
+from routed_experts.models.placed_experts import capacity_maps, placed_cuts, replica_maps, with_maps
 from routed_experts.models.registry import ModelFolder
 from routed_experts.models.shards import Shards
 
@@ -53,19 +56,21 @@ class ServedModel:
         """Whole arrays of this model, to each device its part; on one device as they are."""
         return state if self.shards is None else with_maps(self.shards.place(state), self.shards.placed_maps())
 
-    def under(self, placement: Placement | None) -> "ServedModel":
-        """The same with its experts placed otherwise; None: as they are."""
+    def under(self, placement: Placement | None, factor: tuple[int, int] | None = None) -> "ServedModel":
+        """The same with its experts placed otherwise, under this capacity factor; None: as they are."""
         if placement is None or self.shards is None:
             return self
-        return dataclasses.replace(self, shards=_with_placement(self.shards, self.config, placement))
+        cuts, config = _placed(self.config, self.config.cuts(by_expert=True), placement), _family(self.config)
+        return dataclasses.replace(self, shards=dataclasses.replace(self.shards, cuts=cuts, maps=_maps(config, placement, factor)))
 
 
-def shards_of(args: ServerArgs, config: DecoderConfig, placement: Placement | None = None) -> Shards | None:
+def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig | None = None) -> Shards | None:
     """How a model is dealt out, None: not at all. Raises ConfigError where it cannot be shared so, PlacementError for a placement of
     another model or of other devices."""
     split, cuts = Split(args.tp_size, whole_experts=args.ep_size > 1), config.cuts(by_expert=args.ep_size > 1)
-    if placement is None:
+    if placing is None:
         return Shards.of(cuts, split)
+    placement = placing.first
     if args.ep_size != placement.num_devices or args.ep_size == 1:
         text = f"placement has num_devices={placement.num_devices}, but tp_size={args.tp_size} and ep_size={args.ep_size}"
         raise PlacementError(f"{text}; build the engine with both equal to num_devices, at least 2")
@@ -73,8 +78,21 @@ def shards_of(args: ServerArgs, config: DecoderConfig, placement: Placement | No
         raise ConfigError("deterministic=True with placement=: which instance runs depends on the batch, and so does the order of sums")
     spec = config.capture_spec
     placement.check_model(*((0, 0) if spec is None else (spec.num_moe_layers, spec.num_experts)))
-    split = dataclasses.replace(split, instances=placement.num_instances, replicas=placement.logical_to_physical_map.shape[2])
-    return Shards.of(_placed(config, cuts, placement), split, maps=replica_maps(_family(config), placement))
+    if placing.on_exhausted == "drop" and args.enable_return_routed_experts:
+        text = "on_exhausted='drop' leaves slots empty, and a record has an expert in every slot"
+        raise CaptureUnsupportedError(f"{text}; choose 'overflow', or enable_return_routed_experts=False")
+    factor = fraction_of(placing.capacity_factor) if placing.reroutes else None
+    split = dataclasses.replace(
+        split, instances=placement.num_instances, replicas=placement.logical_to_physical_map.shape[2], bounded=placing.reroutes
+    )
+    return Shards.of(_placed(config, cuts, placement), split, maps=_maps(_family(config), placement, factor))
+
+
+def refuse_processes() -> None:
+    """Raise ConfigError where this process is one of several: each would file a part of the rows as if it were all."""
+    if jax.process_count() > 1:
+        text = f"this is process {jax.process_index()} of {jax.process_count()} (jax.distributed), and an engine is one process"
+        raise ConfigError(f"{text} in this release: it would see and record its own devices' part only; run an engine in each by itself")
 
 
 def load_model(
@@ -98,9 +116,8 @@ def shapes_of(state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
 
 
-def _with_placement(shards: Shards, config: DecoderConfig, placement: Placement) -> Shards:
-    cuts = _placed(config, config.cuts(by_expert=True), placement)
-    return dataclasses.replace(shards, cuts=cuts, maps=replica_maps(_family(config), placement))
+def _maps(config: FamilyConfig, placement: Placement, factor: tuple[int, int] | None) -> dict[str, Int32[np.ndarray, "R ..."]]:
+    return replica_maps(config, placement) | ({} if factor is None else capacity_maps(config, factor))
 
 
 def _placed(config: DecoderConfig, cuts: Any, placement: Placement) -> dict[str, Any]:

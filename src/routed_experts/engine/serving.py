@@ -12,8 +12,11 @@ from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReq
 from routed_experts.engine.call import Call
 from routed_experts.engine.engine import Engine
 from routed_experts.engine.open_call import OpenCall
+from routed_experts.engine.places import stats_of
+from routed_experts.engine.rebalancer import PlacementStats
 from routed_experts.engine.routing_wish import RoutingDefaults
 from routed_experts.engine.tokenizer import Tokenizer
+from routed_experts.execution.placed_runner import PlacedRunner
 from routed_experts.execution.split_runner import SplitRunner
 
 
@@ -38,6 +41,7 @@ class EngineSnapshot:
     resident_hits: Mapping[int, float]  # by MoE layer, where experts are shared out with the host
     resident_swaps: int
     resident_failures: int  # exchanges of residents that failed; those that were there stayed
+    placement: PlacementStats | None  # None: experts are not placed
 
 
 class EngineDoor:
@@ -109,6 +113,7 @@ class EngineDoor:
             resident_hits=MappingProxyType({} if split is None else split.hit_ratios()),
             resident_swaps=0 if split is None else split.num_swapped,
             resident_failures=0 if split is None else split.num_failed,
+            placement=stats_of(self._assembly, core.runner) if isinstance(core.runner, PlacedRunner) else None,
         )
 
     def wait(self) -> BaseException | None:

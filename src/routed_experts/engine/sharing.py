@@ -16,6 +16,7 @@ from routed_experts.core.experts_config import ExpertsConfig
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import BackendRegistry
+from routed_experts.engine.core import AfterStep
 from routed_experts.engine.residency_follower import ResidencyFollower
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
@@ -59,8 +60,6 @@ class Sharing:
         for name, size in (("tp_size", args.tp_size), ("ep_size", args.ep_size), ("dp_size", args.dp_size)):
             if size != 1:
                 raise ConfigError(f"{name}={size} with experts=: one accelerator shares with its host in this release; leave it at 1")
-        if experts.residency == "adaptive" and not args.enable_return_routed_experts:
-            raise ConfigError("residency='adaptive' follows captured routing; give enable_return_routed_experts=True too, or take 'first'")
         sides = _sides()
         _check_threads(experts)
         if experts.host_backend == "ffi" and (reason := why_not_inside(sides.device.platform)):
@@ -95,6 +94,7 @@ class Sharing:
             num_experts=self.residency.num_experts,
             num_resident=self.residency.num_resident,
             deferred=self.experts.kt_max_deferred_experts_per_token,
+            counted=spec.counted,
         )
         if self.experts.host_backend != "ffi" and split.has_host:
             return SplitRunner(model, split, spec, config, sides=self.sides, streams_from=self.experts.streams_from)
@@ -102,12 +102,18 @@ class Sharing:
         streams_from = self.experts.streams_from if split.has_host else None
         return WholeRunner(model, split, spec, config, sides=self.sides, streams_from=streams_from, num_threads=threads)
 
-    def follower(self, capturer: RoutedExpertsCapturer, runner: ModelRunner) -> Callable[[], None] | None:
+    @property
+    def counts(self) -> bool:
+        """Whether it wants to know which experts are busy."""
+        return self.experts.residency == "adaptive"
+
+    def follower(self, capturer: RoutedExpertsCapturer, runner: ModelRunner) -> AfterStep | None:
         """What exchanges residents after a step; None where they stay until somebody else does."""
-        if self.experts.residency != "adaptive":
+        if not self.counts:
             return None
-        assert isinstance(runner, SplitRunner), type(runner)
-        return ResidencyFollower(capturer, runner).after_step
+        spec = self.config.capture_spec
+        assert isinstance(runner, SplitRunner) and spec is not None, type(runner)
+        return ResidencyFollower(capturer, runner, top_k=spec.top_k).after_step
 
     def _place(self, target: str) -> Any:
         return self.sides.host if is_expert(target) else self.sides.device

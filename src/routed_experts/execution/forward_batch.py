@@ -62,6 +62,11 @@ class ForwardBatch:
         return jnp.where(known, self.token_ids, last_tokens[self.request_slots[self.paged.token_rows]])
 
     @property
+    def generated(self) -> Bool[Array, " N"]:
+        """Which tokens were generated; the others are of prompts, or padding."""
+        return self.paged.positions >= self.prompt_len[self.paged.token_rows]
+
+    @property
     def last_token_of_row(self) -> Int[Array, " B"]:
         """Index among the step's tokens of each request's last one (0 for padding rows)."""
         return jnp.maximum(self.paged.query_starts[1:] - 1, 0)

@@ -45,6 +45,7 @@ class PendingStep:
     scored: Int32[Array, "N columns"] | None
     rows: UInt[Array, "N MK"] | None
     weight_version: int
+    changed: Int32[Array, "N 2"] | None = None
 
 
 class ModelRunner:
@@ -59,6 +60,7 @@ class ModelRunner:
         self._last_tokens = zeros(_shape((config.num_request_slots,), jnp.int32), on)
         self._spoken = zeros(abstract_spoken(config), on)  # now: the first penalty must not find the device full, nor compile
         self._everywhere = None if on is None else on.everywhere
+        self._counts = self._no_counts()
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
         self._copies = next(iter(self._last_tokens.devices())).platform != "cpu"  # there the host reads an output where it lies
 
@@ -96,10 +98,23 @@ class ModelRunner:
             targets = jax.device_put(batch.prompt_targets, self._everywhere)
             scored = self._programs["score", shape.num_tokens](self._weights, out.hidden, targets)
         if self._copies:
-            for array in (sampled, scored, out.rows):
+            for array in (sampled, scored, out.rows, out.changed):
                 if array is not None:
                     array.copy_to_host_async()
-        return PendingStep(batch=batch, sampled=sampled, scored=scored, rows=out.rows, weight_version=self.weight_version)
+        version = self.weight_version
+        return PendingStep(batch=batch, sampled=sampled, scored=scored, rows=out.rows, weight_version=version, changed=out.changed)
+
+    def take_counts(self) -> Int32[Array, "F M E"]:
+        """Slots by phase (prompt, generated), MoE layer and expert of the steps that were dispatched since they were taken last; on
+        their way to the host, and there when these steps have ended. Later steps count from 0: nothing waits, and no program runs."""
+        assert self._counts is not None, "an engine whose steps are counted"
+        taken, self._counts = self._counts, self._no_counts()
+        taken.copy_to_host_async()
+        return taken
+
+    def _no_counts(self) -> Int32[Array, "F M E"] | None:
+        wanted = self.spec.counts
+        return None if wanted is None else jax.device_put(np.zeros(wanted.shape, wanted.dtype), self._everywhere)
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
         """What `compile` compiles."""
@@ -107,7 +122,9 @@ class ModelRunner:
 
     def _forward(self, batch: ModelWorkerBatch, shape: BatchShape) -> ForwardOut:
         """Start all layers of a step."""
-        self._pool, out = self._programs["forward", shape](self._weights, self._pool, self._last_tokens, pack(batch))
+        counted = () if self._counts is None else (self._counts,)
+        self._pool, out = self._programs["forward", shape](self._weights, self._pool, self._last_tokens, pack(batch), *counted)
+        self._counts = out.counts
         return out
 
     def read(self, pending: PendingStep) -> StepResult:
@@ -125,6 +142,7 @@ class ModelRunner:
             prompt_top_logprobs=None if scored is None else _floats(scored[:, 1 + top :]),
             rows=pending.rows,
             weight_version=pending.weight_version,
+            changed=None if pending.changed is None else np.asarray(pending.changed),
         )
 
     def update_weights(self, state: nnx.State[Any, Any], *, version: int) -> None:
@@ -169,9 +187,10 @@ def program_jobs(
     same = (EVERYWHERE,)
     for shape in config.shapes:
         args = abstract_inputs(state, spec, config, shape)
-        args = (jax.tree.leaves(args[0]), *args[1:])
+        args = (jax.tree.leaves(args[0]), *args[1:], *(() if spec.counts is None else (spec.counts,)))
         program = _on_leaves(functools.partial(forward, spec=spec, shape=shape), tree)
-        run = jit_on_all(program, on, takes=(WEIGHTS, POOL, *same * 2), gives=(POOL, *same), donate_argnums=(1,))
+        donated = (1,) if spec.counts is None else (1, 4)
+        run = jit_on_all(program, on, takes=(WEIGHTS, POOL, *same * (len(args) - 2)), gives=(POOL, *same), donate_argnums=donated)
         out = jax.eval_shape(run, *args)[1]
         jobs["forward", shape] = functools.partial(run.lower, *args)
         jobs |= sampling_jobs(state, spec, config, shape, out)

@@ -18,7 +18,7 @@ from routed_experts.execution.expert_moves import abstract_moves, move_experts, 
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.on_mesh import EVERYWHERE, jit_on_all
 from routed_experts.execution.programs import ProgramSpec
-from routed_experts.models.placed_experts import REPLICAS
+from routed_experts.models.placed_experts import CAPACITY, REPLICAS
 
 Places = tuple[tuple[str, tuple[int, ...], tuple[str, ...]], ...]  # dotted path, columns of its layers, names of its expert arrays
 
@@ -27,11 +27,13 @@ class PlacedRunner(ModelRunner):
     """Weights, pools and compiled programs of one model whose experts are placed."""
 
     def __init__(
-        self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, placement: Placement, places: Iterable[Any]
-    ) -> None:
+        self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, placement: Placement, places: Iterable[Any],
+        factor: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(state, spec, config)
-        self.placement, self._places = placement, tuple(places)
+        self.placement, self.factor, self._places = placement, factor, tuple(places)  # factor None: no capacities
         self._held = placement.physical_to_logical_map.copy()  # what is where now, also in the middle of a change
+        self.num_copied = 0  # instances that came from another device, since the start
 
     def check(self, placement: Placement) -> None:
         """Raise PlacementError for a placement of another model or of other sizes."""
@@ -62,15 +64,36 @@ class PlacedRunner(ModelRunner):
         moves = plan_moves(self._held[column], placement.physical_to_logical_map[column], num_devices=devices)
         flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(self.state)}
         tables = [flat[f"{at}.{name}"][1].get_raw_value() for name in names]
+        self.num_copied += moves.num_copied
         turns = (np.int32(row), np.int32(moves.num_turns), moves.shown, moves.taken, moves.put)
         moved = dict(zip((f"{at}.{name}" for name in names), self._programs["move", at](tables, *turns), strict=True))
         maps = np.array(flat[f"{at}.{REPLICAS}"][1].get_raw_value())
         maps[row] = placement.logical_to_physical_map[column]
         moved[f"{at}.{REPLICAS}"] = jax.device_put(maps, self._everywhere)
-        filled = [(path, leaf.replace(moved[name]) if name in moved else leaf) for name, (path, leaf) in flat.items()]
-        self._weights = jax.tree.leaves(nnx.from_flat_state(filled))
+        self._put(moved)
         self._held[column] = placement.physical_to_logical_map[column]
         return moves.num_copied
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one instance, the mean of the layers: what a copy carries."""
+        flat = {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(self.state)}
+        held = sum(flat[f"{at}.{name}"].nbytes for at, _, names in self._places for name in names)
+        return held // (self.placement.num_layers * self.placement.num_instances)
+
+    def set_capacity(self, factor: tuple[int, int]) -> None:
+        """Bound the instances of all later steps by another factor, a numerator and a denominator. No step may be in flight."""
+        flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(self.state)}
+        rows = {f"{at}.{CAPACITY}": len(columns) for at, columns, _ in self._places}
+        assert rows.keys() <= flat.keys(), "an engine whose instances have capacities"
+        self._put({name: jax.device_put(np.tile(np.array(factor, np.int32), (count, 1)), self._everywhere) for name, count in rows.items()})
+        self.factor = factor
+
+    def _put(self, arrays: dict[str, Any]) -> None:
+        """Run later steps with these arrays, by dotted path, in place of those that there are."""
+        flat = ((".".join(map(str, path)), path, leaf) for path, leaf in nnx.to_flat_state(self.state))
+        filled = [(path, leaf.replace(arrays[name]) if name in arrays else leaf) for name, path, leaf in flat]
+        self._weights = jax.tree.leaves(nnx.from_flat_state(filled))
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
         on, placement = self.spec.on, self.placement

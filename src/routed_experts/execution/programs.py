@@ -14,9 +14,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.capture.device_cache import create_device_cache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import SamplerForm
+from routed_experts.core.routing_stats import PHASES
 from routed_experts.execution.forward_batch import BatchShape, ForwardBatch, unpack
 from routed_experts.execution.hybrid_ops import hybrid_ops
 from routed_experts.execution.on_mesh import OnMesh
@@ -39,7 +40,7 @@ _MODES = {
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSpec:
     """What all programs of an engine share; static. `on`: the mesh that they run on, None for one device; on a mesh `graphdef` is one
-    device's share of the model."""
+    device's share of the model. `counted`: the experts of a step are counted on the device; None: they are not."""
 
     graphdef: nnx.GraphDef[Any]
     capture: CaptureSpec | None  # None: off
@@ -48,18 +49,28 @@ class ProgramSpec:
     num_pages: int
     raw_logprobs: bool
     on: OnMesh | None = None
+    counted: CaptureSpec | None = None
+
+    @property
+    def counts(self) -> jax.ShapeDtypeStruct | None:
+        """Shape of the counts: by phase, MoE layer and expert."""
+        spec = self.counted
+        return None if spec is None else jax.ShapeDtypeStruct((len(PHASES), spec.num_moe_layers, spec.num_experts), jnp.int32)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ForwardOut:
-    """Fresh outputs of `forward`. `rows` leave the device; the rest feeds the programs that follow."""
+    """Outputs of `forward`. `rows` leave the device, and `changed`: slots of each token that capacities moved or left empty. `counts` are
+    donated to the next step; the rest feeds the programs that follow."""
 
     hidden: Float[Array, "N D"]
     last_hidden: Float[Array, "B D"]
     tokens: Int[Array, " N"]
     packed: Int32[Array, " words"]  # the step's metadata, now on the device
     rows: UInt[Array, "N MK"] | None
+    counts: Int32[Array, "F M E"] | None = None
+    changed: Int32[Array, "N 2"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -86,23 +97,30 @@ def forward(
     pool: Any,  # as KVPoolSpec.abstract says
     last_tokens: Int[Array, " R"],
     packed: Int32[Array, " words"],
+    counts: Int32[Array, "F M E"] | None = None,
     *,
     spec: ProgramSpec,
     shape: BatchShape,
     routed: TokenRouting | None = None,
 ) -> tuple[Any, ForwardOut]:
-    """Run all layers over the tokens of a step; with `routed`, on the ids that are given where they are valid."""
+    """Run all layers over the tokens of a step; with `routed`, on the ids that are given where they are valid. `counts` of the steps
+    before, where there are some, grow by those of this step."""
     model = nnx.merge(spec.graphdef, state)
     batch = unpack(packed, shape)
     tokens = batch.resolve_tokens(last_tokens)
 
     attend = PagedAttend(backend=spec.attention, batch=batch.paged, num_pages=spec.num_pages)
-    capture = None if spec.capture is None else _RoutedExpertsDeviceCache.create(shape.num_tokens, spec.capture)
+    capture = create_device_cache(
+        spec.counted if spec.capture is None else spec.capture, shape.num_tokens, reroutes=spec.kernels.peers.rerouter is not None
+    )
     ops = hybrid_ops(attend, batch) if isinstance(pool, HybridPool) else attend
     paged = batch.paged
     hidden, pool, capture = model(tokens, paged.positions, paged.valid, ops, pool, capture, kernels=spec.kernels, routed=routed)
-    rows = None if capture is None else capture.rows()
-    return pool, ForwardOut(hidden, jnp.take(hidden, batch.last_token_of_row, axis=0), tokens, packed, rows)
+    rows = None if capture is None or spec.capture is None else capture.rows()
+    counts = None if capture is None or counts is None else capture.counted(counts, paged.valid, batch.generated)
+    changed = None if capture is None else capture.departed
+    last_hidden = jnp.take(hidden, batch.last_token_of_row, axis=0)
+    return pool, ForwardOut(hidden, last_hidden, tokens, packed, rows, counts, changed)
 
 
 def sample_tokens(

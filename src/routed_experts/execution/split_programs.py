@@ -44,6 +44,7 @@ class SplitSpec:
     num_experts: int
     num_resident: int
     deferred: int = 0
+    counted: CaptureSpec | None = None  # the experts of a step are counted on the device; None: they are not
 
     @property
     def has_host(self) -> bool:
@@ -71,7 +72,7 @@ def open_step(
 ) -> tuple[Stream, Int[Array, " N"], Int32[Array, " words"]]:
     """The stream before the first layer, the step's tokens, and its metadata, now on the accelerator."""
     tokens = unpack(packed, shape).resolve_tokens(last_tokens)
-    capture = create_device_cache(spec.capture, shape.num_tokens)
+    capture = create_device_cache(spec.counted if spec.capture is None else spec.capture, shape.num_tokens)
     tally = jnp.zeros((spec.num_moe_layers, 2), jnp.int32)
     return Stream(embed(spec.config, table, tokens), capture, tally), tokens, packed
 
@@ -138,14 +139,18 @@ def close_step(
     given: Sequence[Float32[Array, "N D"]],
     tokens: Int[Array, " N"],
     packed: Int32[Array, " words"],
+    counts: Int32[Array, "F M E"] | None = None,
     *,
     spec: SplitSpec,
     shape: BatchShape,
 ) -> ForwardOut:
     """Add what the last experts gave, and norm: the outputs of `programs.forward`."""
     hidden = finish(spec.config, add_experts(spec.config, stream.x, given), scale, bias)
-    rows = None if stream.capture is None else stream.capture.rows()
-    return ForwardOut(hidden, jnp.take(hidden, unpack(packed, shape).last_token_of_row, axis=0), tokens, packed, rows)
+    batch, capture = unpack(packed, shape), stream.capture
+    rows = None if capture is None or spec.capture is None else capture.rows()
+    if capture is not None and counts is not None:
+        counts = capture.counted(counts, batch.paged.valid, batch.generated)
+    return ForwardOut(hidden, jnp.take(hidden, batch.last_token_of_row, axis=0), tokens, packed, rows, counts)
 
 
 def step_of(spec: SplitSpec, packed: Int32[Array, " words"], shape: BatchShape, *, recurrent: bool) -> Step:

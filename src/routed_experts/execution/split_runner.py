@@ -113,7 +113,9 @@ class SplitRunner(ModelRunner):
             program, arrays = programs["layer", shape, layer.kind, len(given)], self.model.layers[layer.kind]
             stream, errand, self._pool = program(stream, self._pool, arrays, self._numbers[layer], packed, given, self.slot_of)
             given = () if errand is None else tuple(self._run_experts(shape, layer, packed, errand, waiting, streams=streams))
-        out = programs["close", shape, len(given)](rim.norm, rim.norm_bias, stream, given, tokens, packed)
+        counted = () if self._counts is None else (self._counts,)
+        out = programs["close", shape, len(given)](rim.norm, rim.norm_bias, stream, given, tokens, packed, *counted)
+        self._counts = out.counts
         self._note(stream.tally)
         return out
 

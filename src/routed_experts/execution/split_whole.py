@@ -73,6 +73,7 @@ def whole_step(
     last_tokens: Int[Array, " R"],
     packed: Int32[Array, " words"],
     slot_of: Int32[Array, "M E"],
+    counts: Int32[Array, "F M E"] | None = None,
     routed: TokenRouting | None = None,
     *,
     spec: SplitSpec,
@@ -86,7 +87,7 @@ def whole_step(
     for number in range(len(spec.config.runs)):
         body = _pattern(number, arrays, step, slot_of, spec, host)
         (stream, pool), _ = lax.scan(body, (stream, pool), (_numbers(number, spec), _routed(number, spec, routed)))
-    out = close_step(arrays.norm, arrays.norm_bias, stream, (), tokens, packed, spec=spec, shape=shape)
+    out = close_step(arrays.norm, arrays.norm_bias, stream, (), tokens, packed, counts, spec=spec, shape=shape)
     return pool, out, stream.tally
 
 

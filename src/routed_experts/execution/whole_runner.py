@@ -54,11 +54,12 @@ class WholeRunner(SplitRunner):
         )  # fmt: skip
         jobs = cut.collect()
         last_tokens = jax.ShapeDtypeStruct((self.config.num_request_slots,), jnp.int32)
+        counted = () if self.spec.counts is None else (self.spec.counts,)
         for shape in self.config.shapes:
-            args = (shapes_of(self._arrays), self.config.pool.abstract, last_tokens, shape.packed, maps_of(self.split))
+            args = (shapes_of(self._arrays), self.config.pool.abstract, last_tokens, shape.packed, maps_of(self.split), *counted)
             program = functools.partial(whole_step, spec=self.split, shape=shape, host=self.host_side)
             out: Any = jax.eval_shape(program, *args)[1]
-            jobs["whole", shape] = functools.partial(jax.jit(program, donate_argnums=(1,)).lower, *args)
+            jobs["whole", shape] = functools.partial(jax.jit(program, donate_argnums=(1, 5) if counted else (1,)).lower, *args)
             jobs |= sampling_jobs(self.state, self.spec, self.config, shape, out)
         return jobs
 
@@ -67,6 +68,8 @@ class WholeRunner(SplitRunner):
         if self._streams(batch, shape):
             return super()._forward(batch, shape)
         program = self._programs["whole", shape]
-        self._pool, out, tally = program(self._arrays, self._pool, self._last_tokens, pack(batch), self.slot_of)
+        counted = () if self._counts is None else (self._counts,)
+        self._pool, out, tally = program(self._arrays, self._pool, self._last_tokens, pack(batch), self.slot_of, *counted)
+        self._counts = out.counts
         self._note(tally)
         return out

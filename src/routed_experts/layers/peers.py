@@ -5,22 +5,42 @@ Each device holds a share of the heads and of the experts and gives a partial su
 they choose are the same on all. Dims: N rows, D hidden, V devices."""
 
 import dataclasses
+from collections.abc import Callable
 
+import jax
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.layers.linear import LinearBackend
+from routed_experts.layers.routing import RouterSpec, Routing
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Capacities:
+    """A layer's instances, and what each has room for: `factor` is a fraction of the mean load, its denominator 0 for no bound."""
+
+    replicas: Int[Array, "E J"]
+    factor: Int[Array, " 2"]
+
+
+# (logits, valid, capacities, spec, bias) -> the routing, and what it changed in each token: slots moved to other experts, slots left empty
+Rerouter = Callable[
+    [Float[Array, "N E"], Bool[Array, " N"], Capacities, RouterSpec, Float[Array, " E"] | None], tuple[Routing, Int[Array, "N 2"]]
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
     """`count` devices on the mesh axis `axis`, inside a `shard_map` over it; 1: nobody else. `whole_experts`: each holds some
-    experts, all of them, and not a share of every expert; `instances` of them are on all devices together, 0: one an expert."""
+    experts, all of them, and not a share of every expert; `instances` of them are on all devices together, 0: one an expert.
+    `rerouter`: routes where instances have capacities; None: they have not."""
 
     axis: str = ""
     count: int = 1
     whole_experts: bool = False
     instances: int = 0
+    rerouter: Rerouter | None = None
 
     @property
     def rank(self) -> Int[Array, ""]:

@@ -67,12 +67,14 @@ class LayerRouting:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """What a router decided: executed ids in executed order, and the weights that multiply the experts' outputs."""
+    """What a router decided: executed ids in executed order, and the weights that multiply the experts' outputs. `instances`: where
+    slots run, -1 for nowhere; None leaves it to who runs them."""
 
     weights: Float[Array, "N K"]
     ids: Int[Array, "N K"]
     native_ids: Int[Array, "N K"]
     replaced: Bool[Array, " N"]
+    instances: Int[Array, "N K"] | None = None
 
 
 def replay_topk(
@@ -96,6 +98,12 @@ def replay_topk(
     if routed is not None and routed.weights is not None:
         weights = jnp.where(routed.valid[:, None], jax.lax.stop_gradient(routed.weights.astype(jnp.float32)), weights)
     return Routing(weights=weights, ids=ids, native_ids=native, replaced=replaced)
+
+
+def selection_scores(logits: Float[Array, "N E"], *, spec: RouterSpec, bias: Float[Array, " E"] | None = None) -> Float[Array, "N E"]:
+    """The c that experts are chosen by, float32 and without gradient."""
+    scores = _scores(logits.astype(jnp.float32), spec)
+    return jax.lax.stop_gradient(keep_groups(scores if bias is None else scores + bias.astype(jnp.float32), spec))
 
 
 def keep_groups(choice: Float[Array, "N E"], spec: RouterSpec) -> Float[Array, "N E"]:

@@ -3,7 +3,8 @@ Knows nothing of how ids were chosen; they are logical, and the same on all devi
 
 A share is either a slice of every expert's width (the partial sums of one expert are split), or whole experts: slots of experts that
 are elsewhere are padding to the backend, so each slot is a row of its own there. Where an expert has several instances, slots are
-spread over them by water-filling; the instances hold the same numbers, so no output depends on which one runs. Dims: N tokens,
+spread over them by water-filling, unless the router has chosen them; the instances hold the same numbers, so no output depends on which
+one runs. Dims: N tokens,
 K experts per token, E experts of a layer, R layers of the run, V devices, D hidden, F expert width."""
 
 import dataclasses
@@ -37,8 +38,8 @@ def _run_held(call: ExpertCall, backend: MoeBackend, peers: Peers) -> Float[Arra
     """The slots whose experts are among this device's E / V, each as a row with one expert of weight 1; then weighed and summed as
     on one device."""
     (num_rows, top_k), share = call.ids.shape, (peers.instances or call.num_experts) // peers.count
-    ids = jnp.where(call.valid[:, None], call.ids, -1)
-    if call.replicas is not None:
+    ids = jnp.where(call.valid[:, None], call.ids if call.instances is None else call.instances, -1)
+    if call.replicas is not None and call.instances is None:
         ids = waterfill_replicas(ids, call.replicas, num_devices=peers.count, num_instances=peers.instances)
     held = (ids >= peers.rank * share) & (ids < (peers.rank + 1) * share)
     ids = ids - peers.rank * share
@@ -52,6 +53,7 @@ def _run_held(call: ExpertCall, backend: MoeBackend, peers: Peers) -> Float[Arra
             first_expert=call.first_expert // call.num_experts * share,  # counted in the experts of each layer that are here
             num_experts=share,
             replicas=None,
+            instances=None,
         )
     )
     return combine(outputs.reshape(num_rows, top_k, -1), call.weights, call.valid)

@@ -85,12 +85,13 @@ class ListedCut(Cut):
 @dataclass(frozen=True, slots=True)
 class Split:
     """Over how many devices a model is dealt out. `whole_experts`: by experts, not by the width of each. `instances`: of experts, in
-    each layer, if some have several, `replicas` at most of one; 0: one each."""
+    each layer, if some have several, `replicas` at most of one; 0: one each. `bounded`: they have capacities."""
 
     devices: int
     whole_experts: bool = False
     instances: int = 0
     replicas: int = 0
+    bounded: bool = False
 
     def check(self, cuts: Mapping[str, Cut], *, most: int) -> None:
         """Raise ConfigError unless the devices can share every array; `most` bounds the values that are proposed."""

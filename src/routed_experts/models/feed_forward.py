@@ -12,13 +12,14 @@ from jaxtyping import Array, Float
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.moe import gated
+from routed_experts.layers.peers import Capacities
 from routed_experts.layers.routing import RouterSpec, Routing
 from routed_experts.models.checkpoint import WeightSource
 from routed_experts.models.cuts import Cut, Segment, Split, columns, rows
 from routed_experts.models.expert_names import USUAL_NAMES, ExpertNames
 from routed_experts.models.layer_parts import Place, Replay, Step
 from routed_experts.models.layer_weights import Kind, LayerView, Weight
-from routed_experts.models.sparse_block import route, run_experts
+from routed_experts.models.sparse_block import route, route_within, run_experts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,8 @@ class Dense:
 class Sparse:
     """K of E experts a token. `shared_width`: of the experts that every token runs, 0 for none; `shared_gated`: times the sigmoid of
     a projection. `wide_router`: its matrix stays float32. `weigh_inputs`: the weight multiplies what enters the expert (K = 1).
-    `held`: experts that are here, 0 for all; `replicas`: instances that an expert may have, 0 where none has several."""
+    `held`: experts that are here, 0 for all; `replicas`: instances that an expert may have, 0 where none has several; `bounded`: these
+    have capacities."""
 
     router: RouterSpec
     width: int
@@ -65,6 +67,7 @@ class Sparse:
     weigh_inputs: bool = False
     held: int = 0
     replicas: int = 0
+    bounded: bool = False
 
     @property
     def needs(self) -> frozenset[str]:
@@ -76,7 +79,9 @@ class Sparse:
         """One device's share of the experts or of their width, and of the shared ones' width."""
         held = (split.instances or self.router.num_experts) // split.devices
         share = {"held": held} if split.whole_experts else {"width": self.width // split.devices}
-        return dataclasses.replace(self, shared_width=self.shared_width // split.devices, replicas=split.replicas, **share)
+        return dataclasses.replace(
+            self, shared_width=self.shared_width // split.devices, replicas=split.replicas, bounded=split.bounded, **share
+        )
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
         """Router, experts, and what a family adds."""
@@ -96,6 +101,8 @@ class Sparse:
             found.append(Weight(name="down_bias", shape=(held, hidden), kind=Kind.EXPERTS, fill=0.0))
         if self.replicas:
             found.append(Weight(name="replicas", shape=(experts, self.replicas)))
+        if self.bounded:
+            found.append(Weight(name="capacity", shape=(2,)))
         if self.shared_width:
             found += _gated_weights("shared", hidden, self.shared_width, "columns of the shared experts")
         if self.shared_gated:
@@ -130,8 +137,14 @@ class Sparse:
         """Route and record; gives what the experts are fed besides."""
         assert replay is not None, "a sparse layer has a column"
         bias = view.plain("selection_bias") if self.router.biased else None
-        logits = self._logits(x, view)
-        routing, capture = route(logits, replay.routed, replay.column, capture, spec=self.router, kernels=step.kernels, bias=bias)
+        logits, rerouter = self._logits(x, view), step.kernels.peers.rerouter
+        if rerouter is not None and replay.routed is None:
+            capacities = Capacities(view.plain("replicas"), view.plain("capacity"))
+            routing, capture = route_within(
+                logits, step.valid, capacities, rerouter, replay.column, capture, spec=self.router, bias=bias
+            )
+        else:
+            routing, capture = route(logits, replay.routed, replay.column, capture, spec=self.router, kernels=step.kernels, bias=bias)
         if not self.weigh_inputs:
             return x, routing, capture
         return x * routing.weights.astype(x.dtype), _unweighed(routing), capture

@@ -15,7 +15,7 @@ from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.feed_forward import Sparse
 from routed_experts.models.layer_weights import Kind
 
-REPLICAS = "replicas"  # the name of a run's maps [R, E, J] among its arrays
+REPLICAS, CAPACITY = "replicas", "capacity"  # names among a run's arrays: its maps [R, E, J], and its capacity factors [R, 2]
 
 
 def sparse_places(config: FamilyConfig) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
@@ -44,6 +44,11 @@ def replica_maps(config: FamilyConfig, placement: Placement) -> dict[str, Int32[
     """The instances of every expert, by the path that they have among a model's arrays."""
     listed = placement.logical_to_physical_map
     return {f"{at}.{REPLICAS}": listed[list(columns)] for at, columns, _ in sparse_places(config)}
+
+
+def capacity_maps(config: FamilyConfig, factor: tuple[int, int]) -> dict[str, Int32[np.ndarray, "R 2"]]:
+    """The capacity factor, numerator and denominator, of every layer, by the same paths."""
+    return {f"{at}.{CAPACITY}": np.tile(np.array(factor, np.int32), (len(columns), 1)) for at, columns, _ in sparse_places(config)}
 
 
 def with_maps(state: nnx.State[Any, Any], maps: Mapping[str, Any]) -> nnx.State[Any, Any]:

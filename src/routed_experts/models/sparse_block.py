@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import ExpertCall
+from routed_experts.layers.peers import Capacities, Rerouter
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk
 
 
@@ -64,6 +65,24 @@ def route(
     return routing, capture
 
 
+def route_within(
+    logits: Float[Array, "N E"],
+    valid: Bool[Array, " N"],
+    capacities: Capacities,
+    rerouter: Rerouter,
+    column: Int[Array, ""],
+    capture: _RoutedExpertsDeviceCache | None,
+    *,
+    spec: RouterSpec,
+    bias: Float[Array, " E"] | None = None,
+) -> tuple[Routing, _RoutedExpertsDeviceCache | None]:
+    """`route` under capacities; what it changes is written down beside the ids."""
+    routing, changed = rerouter(logits, valid, capacities, spec, bias)
+    if capture is not None:
+        capture = capture.capture_fwd_routed_experts(column, routing.ids, routing.native_ids).with_changed(changed)
+    return routing, capture
+
+
 def run_experts(
     x: Float[Array, "N D"],
     routing: Routing,
@@ -78,6 +97,6 @@ def run_experts(
     """Run exactly the experts of `routing`; `replicas` are the instances of each, where there are several."""
     call = ExpertCall(
         x, routing.ids, routing.weights, valid, experts.gate_up, experts.down, experts.first, spec.num_experts,
-        experts.gate_up_bias, experts.down_bias, activation, replicas,
+        experts.gate_up_bias, experts.down_bias, activation, replicas, routing.instances,
     )  # fmt: skip
     return kernels.moe.run(call)

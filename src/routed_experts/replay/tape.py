@@ -22,7 +22,7 @@ class RoutingTape(_RoutedExpertsDeviceCache):
     def start(num_tokens: int, spec: CaptureSpec) -> "RoutingTape":
         """An empty tape of a forward over `num_tokens`."""
         empty = _RoutedExpertsDeviceCache.create(num_tokens, spec)
-        return RoutingTape(empty.ids, spec, jnp.zeros((spec.num_moe_layers, num_tokens), jnp.uint8))
+        return RoutingTape(empty.ids, spec, slot_miss=jnp.zeros((spec.num_moe_layers, num_tokens), jnp.uint8))
 
     def capture_fwd_routed_experts(
         self, moe_layer: int | Int[Array, ""], topk_ids: Int[Array, "N K"], native_ids: Int[Array, "N K"] | None = None
@@ -34,4 +34,4 @@ class RoutingTape(_RoutedExpertsDeviceCache):
         missed = jnp.sum(~hits, axis=1, dtype=jnp.uint8)
         row = jnp.asarray(moe_layer, jnp.int32)
         slot_miss = jax.lax.dynamic_update_slice_in_dim(self.slot_miss, missed[None], row, axis=0)
-        return RoutingTape(written.ids, self.spec, slot_miss)
+        return RoutingTape(written.ids, self.spec, slot_miss=slot_miss)

@@ -40,7 +40,7 @@ class Choice:
         self.pieces: list[Piece] = []
         self.cached_tokens, self.completion_tokens = 0, 0
         self.finish: FinishReason | None = None
-        self.weight_version = 0
+        self.weight_version, self.exact = 0, True
 
     @property
     def prompt_len(self) -> int:
@@ -56,7 +56,7 @@ class Choice:
             text, self._echo = self._echo + text, None
             if out.input_logprobs is not None:
                 told = (*_joined(self.request.input_ids.tolist(), out.input_logprobs), *told)
-        self.cached_tokens, self.weight_version = out.cached_tokens, out.weight_version
+        self.cached_tokens, self.weight_version, self.exact = out.cached_tokens, out.weight_version, out.exact
         self.completion_tokens += len(ids)
         self.finish = out.finish_reason
         if self.prompt_only and self.finish is not None and self.finish.type == "stop":
@@ -74,11 +74,12 @@ class Choice:
         )
 
     def ending(self) -> dict[str, object]:
-        """`finish_reason` and `stop_reason` (the stop string, or the stop id that the request named)."""
+        """`finish_reason` and `stop_reason` (the stop string, or the stop id that the request named); and `exact` where it is false."""
         finish = self.finish
         assert finish is not None, self.request.rid
         named = isinstance(finish.matched, str) or finish.matched in self.request.sampling.stop_token_ids
-        return {"finish_reason": finish.type, "stop_reason": finish.matched if named else None}
+        told: dict[str, object] = {"finish_reason": finish.type, "stop_reason": finish.matched if named else None}
+        return told if self.exact else {**told, "exact": False}
 
 
 def completion_logprobs(tokenizer: Tokenizer | None, told: Sequence[TokenLogprob], *, offset: int) -> dict[str, object]:

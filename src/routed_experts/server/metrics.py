@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from routed_experts.core.integrity import Violation
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import shown
+from routed_experts.engine.rebalancer import PlacementStats
 from routed_experts.engine.serving import EngineDoor, EngineSnapshot
 from routed_experts.server.limits import MAX_LOGGED_NAMES
 from routed_experts.server.routing_stats import load_entropy, load_imbalance
@@ -141,6 +142,7 @@ class _EngineCollector(Collector):
             ("compile_cache_hits", "Programs that were read from the compilation cache, of this process", compiles.cache_hits),
         ):
             yield CounterMetricFamily(f"{_PREFIX}_{name}", told, value=float(count))
+        yield from _placement(seen.placement)
         hits = {str(layer): ratio for layer, ratio in seen.resident_hits.items()}
         told = "Share of a MoE layer's slots that ran on the accelerator, where experts are on the host too"
         yield _labelled(GaugeMetricFamily(f"{_PREFIX}_resident_hit_ratio", told, labels=["layer"]), hits)
@@ -179,6 +181,22 @@ class _RoutingCollector(Collector):
                 for expert, count in enumerate(counts):
                     each.add_metric([layer, str(expert)], count)
             yield each
+
+
+def _placement(stats: PlacementStats | None) -> Iterator[Metric]:
+    """What became of placed experts."""
+    if stats is None:
+        return
+    yield GaugeMetricFamily(f"{_PREFIX}_placement_epoch", "Rises with every change of the placement", value=float(stats.epoch))
+    for name, told, count in (
+        ("eplb_rebalances", "Plans that experts were moved for", stats.rebalances),
+        ("eplb_skipped", "Plans that were not worth their copies", stats.skipped),
+        ("eplb_failed", "Plans or moves that ended in an error", stats.failed),
+        ("expert_copies", "Expert instances copied from another device", stats.copies),
+        ("rerouted_slots", "Slots that capacities moved to an expert outside their token's K best", stats.rerouted_slots),
+        ("dropped_slots", "Slots that capacities left without an expert", stats.dropped_slots),
+    ):
+        yield CounterMetricFamily(f"{_PREFIX}_{name}", told, value=float(count))
 
 
 def _pages(seen: EngineSnapshot) -> dict[str, int]:

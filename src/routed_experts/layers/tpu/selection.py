@@ -47,15 +47,15 @@ def choose_by_kernel(
             jax.ShapeDtypeStruct((1, 1), jnp.int32),
         ],
         scratch_shapes=[
-            pltpu.VMEM((rows, lanes), jnp.int32),
-            pltpu.VMEM((rows, 4), jnp.int32),
+            pltpu.VMEM((rows, lanes), jnp.float32),
+            pltpu.VMEM((rows, 4), jnp.float32),
             pltpu.VMEM((rows, LANES), jnp.float32),
             *[pltpu.VMEM((2, lanes), jnp.int32)] * 2,
         ],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         interpret=interpret,
         name="choose_experts",
-    )(costs, jnp.pad(room, (0, rows - num_experts))[:, None])
+    )(costs, jnp.pad(jnp.minimum(room, top_k * lanes), (0, rows - num_experts)).astype(jnp.float32)[:, None])
     return Chosen(ids.T[:num_tokens], jnp.sum(beyond, dtype=jnp.int32), rounds[0, 0])
 
 
@@ -68,7 +68,7 @@ class _Refs:
     """What lies in VMEM. `last`: cost and id of the last that each token took; `worst`: the same of its K best, by any room."""
 
     costs: Any  # [E, N]
-    room: Any  # [E, 1]
+    room: Any  # [E, 1], float32 as all numbers of places, whole and below 2^22: exact
     ids: Any  # [K, N], out
     beyond: Any  # [1, N], out: how many a token took outside its K best
     rounds: Any  # [1, 1], out
@@ -83,7 +83,7 @@ def _kernel(*parts: Any) -> None:
     """Repeat rounds until no expert has more takers than room. The first is without cutoffs: it tells each token's K best."""
     refs = _Refs(*parts)
     top_k, lanes = refs.ids.shape
-    refs.facts[...] = jnp.full(refs.facts.shape, top_k * lanes, jnp.int32)
+    refs.facts[...] = jnp.full(refs.facts.shape, top_k * lanes, jnp.float32)
     refs.worst[...] = jnp.full(refs.worst.shape, NEVER, jnp.int32)
     _walk(refs)
     refs.worst[...] = refs.last[...]
@@ -117,18 +117,18 @@ def _walk(refs: _Refs) -> None:
 def _walk_block(refs: _Refs, first: Array) -> None:
     (top_k, lanes), block = refs.ids.shape, pl.ds(first, LANES)
     experts = lax.broadcasted_iota(jnp.int32, (refs.costs.shape[0], LANES), 0)
-    tokens = first + lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+    tokens = (first + lax.broadcasted_iota(jnp.int32, (1, LANES), 1)).astype(jnp.float32)
     column = lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
     worst, worst_id = refs.worst[0:1, block], refs.worst[1:2, block]
     left, ahead = refs.costs[:, block], refs.facts[:, CUT] - tokens
-    rank, beyond = jnp.full(experts.shape, top_k, jnp.int32), jnp.zeros((1, LANES), jnp.int32)
+    rank, beyond = jnp.full(experts.shape, top_k, jnp.float32), jnp.zeros((1, LANES), jnp.int32)
     for k in range(top_k):
-        left = jnp.where(ahead > k * lanes, left, NEVER)  # what is closed at a rank is closed at the next
+        left = jnp.where(ahead > float(k * lanes), left, NEVER)  # what is closed at a rank is closed at the next
         best = jnp.min(left, axis=0, keepdims=True)
         place = jnp.min(jnp.where(left == best, experts, NEVER), axis=0, keepdims=True)
         place = jnp.where(best < NEVER, place, -1)
         takes = experts == place
-        left, rank = jnp.where(takes, NEVER, left), jnp.where(takes, k, rank)
+        left, rank = jnp.where(takes, NEVER, left), jnp.where(takes, float(k), rank)
         refs.upto[...] += _product(jnp.where(takes, 1.0, 0.0), column >= k)
         refs.ids[k : k + 1, block] = place
         beyond += ((place >= 0) & ((best > worst) | ((best == worst) & (place > worst_id)))).astype(jnp.int32)
@@ -139,11 +139,11 @@ def _walk_block(refs: _Refs, first: Array) -> None:
 
 def _count(refs: _Refs) -> None:
     """Count each expert's takers, and find the rank that fills it: lane k of `upto` holds the takers of ranks 0 .. k."""
-    upto, room = refs.upto[...], refs.room[...].astype(jnp.float32)
+    upto, room = refs.upto[...], refs.room[...]
     before = jnp.max(jnp.where(upto < room, upto, 0.0), axis=1, keepdims=True)
-    refs.facts[:, TAKERS] = jnp.max(upto, axis=1, keepdims=True).astype(jnp.int32)
-    refs.facts[:, FULL_RANK] = jnp.sum(jnp.where(upto < room, 1.0, 0.0), axis=1, keepdims=True).astype(jnp.int32)
-    refs.facts[:, NEED] = (room - before).astype(jnp.int32)
+    refs.facts[:, TAKERS] = jnp.max(upto, axis=1, keepdims=True)
+    refs.facts[:, FULL_RANK] = jnp.sum(jnp.where(upto < room, 1.0, 0.0), axis=1, keepdims=True)
+    refs.facts[:, NEED] = room - before
 
 
 def _product(counts: Float[Array, "E T"], ones: Bool[Array, "T T"]) -> Float[Array, "E T"]:
@@ -153,21 +153,20 @@ def _product(counts: Float[Array, "E T"], ones: Bool[Array, "T T"]) -> Float[Arr
 
 def _lower_cutoffs(refs: _Refs) -> None:
     """Where an expert has more takers than room, put its cutoff behind the last that fits; without room it is 0."""
-    lanes, room, rank = refs.ids.shape[1], refs.room[...], refs.facts[:, FULL_RANK]
+    lanes, room, rank = float(refs.ids.shape[1]), refs.room[...], refs.facts[:, FULL_RANK]
     lowered = rank * lanes + _place_of(refs, rank, refs.facts[:, NEED]) + 1
     is_over = refs.facts[:, TAKERS] > room
-    refs.facts[:, CUT] = jnp.where(room == 0, 0, jnp.where(is_over, lowered, refs.facts[:, CUT]))
+    refs.facts[:, CUT] = jnp.where(room == 0, 0.0, jnp.where(is_over, lowered, refs.facts[:, CUT]))
 
 
-def _place_of(refs: _Refs, rank: Int[Array, "E 1"], need: Int[Array, "E 1"]) -> Int[Array, "E 1"]:
+def _place_of(refs: _Refs, rank: Float[Array, "E 1"], need: Float[Array, "E 1"]) -> Float[Array, "E 1"]:
     """Find each expert's `need`-th token, from 1 on, among those that took it at `rank`."""
     upto = lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0) <= lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
-    wanted = need.astype(jnp.float32)
     here, before = jnp.zeros((rank.shape[0], LANES), jnp.float32), jnp.zeros(rank.shape, jnp.float32)
     for first in range(0, refs.rank.shape[1], LANES):
         took = jnp.where(refs.rank[:, first : first + LANES] == rank, 1.0, 0.0)
         number = before + _product(took, upto)
         tokens = (first + lax.broadcasted_iota(jnp.int32, (1, LANES), 1)).astype(jnp.float32)
-        here += jnp.where(took * number == wanted, tokens, 0.0)
+        here += jnp.where(took * number == need, tokens, 0.0)
         before = number[:, LANES - 1 :]
-    return jnp.sum(here, axis=1, keepdims=True).astype(jnp.int32)
+    return jnp.sum(here, axis=1, keepdims=True)
