@@ -39,7 +39,7 @@ class SplitForward:
 
         def start() -> tuple[Any, ForwardOut]:  # an exchange of residents donates the tables: here none is under way
             arrays = WholeArrays.of(self._runner.model, self._runner.tables)
-            pool, out, _ = program(arrays, *rest, self._runner.slot_of, routed)
+            pool, out, _ = program(arrays, *rest, self._runner.slot_of, None, routed)
             return pool, out
 
         return self._between_steps(start)
@@ -49,7 +49,7 @@ class SplitForward:
         if key not in self._programs:
             split = dataclasses.replace(self._runner.split, num_pages=spec.num_pages, deferred=0)
             step = functools.partial(whole_step, spec=split, shape=shape, host=self._host)
-            arrays = (WholeArrays.of(self._runner.model, self._runner.tables), *rest, self._runner.slot_of, routed)
+            arrays = (WholeArrays.of(self._runner.model, self._runner.tables), *rest, self._runner.slot_of, None, routed)
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays)
             self._programs[key] = jax.jit(step, donate_argnums=(1,)).lower(*shapes).compile()
         return self._programs[key]
