@@ -51,8 +51,9 @@ def route(
     kernels: Kernels,
     bias: Float[Array, " E"] | None = None,
 ) -> tuple[Routing, _RoutedExpertsDeviceCache | None]:
-    """Decide the experts of each token and write their ids down under the layer's column. `bias` moves the choice alone."""
-    if kernels.router is not None and kernels.router.can(spec):
+    """Decide the experts of each token and write their ids down under the layer's column. `bias` moves the choice alone. Weights that
+    are replayed are taken by plain code."""
+    if kernels.router is not None and kernels.router.can(spec) and (routed is None or routed.weights is None):
         block = None if capture is None else capture.ids
         routing, block = kernels.router.run(logits, routed, block, column, spec)
         if capture is not None and block is not None:
