@@ -3,6 +3,7 @@ The ids that are recorded are the ids that the experts run: one value, used twic
 R layers of the run, E experts, K experts per token."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import ExpertCall
-from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk
+from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk, router_probabilities
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +62,8 @@ def route(
         return routing, capture
     routing = replay_topk(logits, routed, spec=spec, bias=bias)
     if capture is not None:
-        capture = capture.capture_fwd_routed_experts(column, routing.ids, routing.native_ids)
+        probabilities = functools.partial(router_probabilities, logits, spec=spec)
+        capture = capture.capture_fwd_routed_experts(column, routing.ids, routing.native_ids, probabilities)
     return routing, capture
 
 
