@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ConfigError,
         EngineDeadError,
         InvalidRequestError,
+        MemoryPlanError,
         PlacementError,
         PromptTooLongError,
         QueueFullError,
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
     from routed_experts.engine.score import ScoreOutput
 
 _ERRORS = (
-    "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError PlacementError "
-    "PromptTooLongError QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError "
+    "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError MemoryPlanError "
+    "PlacementError PromptTooLongError QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError "
     "RoutingReplayError WeightsMismatchError"
 )
 _HOMES = MappingProxyType(
@@ -79,6 +80,7 @@ __all__ = [
     "EngineDeadError",
     "ExpertsConfig",
     "InvalidRequestError",
+    "MemoryPlanError",
     "Placement",
     "PlacementError",
     "PromptTooLongError",

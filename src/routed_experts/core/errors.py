@@ -3,6 +3,8 @@
 Each class has one HTTP status and one stable code, so that a server needs no table of its own. Messages say what came,
 what was wanted and what to do, in one line."""
 
+from collections.abc import Mapping
+
 
 class RoutedExpertsError(Exception):
     """Base of all errors of this package."""
@@ -16,6 +18,17 @@ class ConfigError(RoutedExpertsError):
 
     status = 400
     code = "config_error"
+
+
+class MemoryPlanError(ConfigError):
+    """A model does not fit the device with these arguments; raised before anything is allocated. `ways`: changes of the arguments, each
+    of which would make it fit; empty if none does."""
+
+    code = "does_not_fit"
+
+    def __init__(self, message: str, *, ways: tuple[Mapping[str, int | float], ...]) -> None:
+        super().__init__(message)
+        self.ways = ways
 
 
 class CheckpointError(ConfigError):
