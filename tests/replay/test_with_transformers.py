@@ -1,6 +1,6 @@
 """Replay beside an independent trainer: transformers, its routers made to run the same rows, gives this package's logprobs."""
 
-import sys
+import importlib.util
 from pathlib import Path
 
 import jax
@@ -12,11 +12,15 @@ import torch
 from model_steps import tiny_model
 from routed_experts.replay import RoutedBatch, forward
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from hf_trainer import Trainer
-
 SHAPE, VOCAB = (3, 24), 50
+
+
+def trainer_of(model):
+    """Of benchmarks/hf_trainer.py, by its path: that folder on the search path would hide packages of tests."""
+    found = importlib.util.spec_from_file_location("hf_trainer", Path(__file__).parents[2] / "benchmarks" / "hf_trainer.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module.Trainer(model, torch.float32)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -26,7 +30,7 @@ def test_forced_rows_give_the_same_logprobs_and_misses(renormalize):
     tokens = rng.integers(0, VOCAB, SHAPE)
     ids = rng.permuted(np.tile(np.arange(6, dtype=np.uint8), (*SHAPE, 2, 1)), axis=-1)[..., :2]
     valid = rng.random(SHAPE) < 0.5
-    trainer = Trainer(model, torch.float32)
+    trainer = trainer_of(model)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), model)
     for flags in (valid, np.zeros(SHAPE, bool)):
         missed = trainer.replay(ids, flags)
