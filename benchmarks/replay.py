@@ -4,8 +4,10 @@
 
 Steps are forward and backward of the benchmark model, interleaved pair by pair in one process, medians and the median ratio
 given. The record is 32,768 tokens of 48 layers and top-8 of 128 experts (12.6 MB): read from the bytes of its .npy, checked, and laid
-out as a batch; `base64_ms` is what the text form would add. --schedules runs so many random schedules of the engine instead (chunks,
-prefix hits, n > 1, retraction, aborts and continuation, flushes, weight updates) and compares each row with a tap before the experts.
+out as a batch; `base64_ms` is what the text form would add. `..._copies`: the most memory that a stage held beside its input, in sizes of
+the record: reading copies nothing, and laying out writes the batch, the one array that goes to the device. --schedules runs so many
+random schedules of the engine instead (chunks, prefix hits, n > 1, retraction, aborts and continuation, flushes, weight updates) and
+compares each row with a tap before the experts.
 Dims: B sequences, S tokens of a sequence."""
 
 import argparse
@@ -14,6 +16,8 @@ import io
 import statistics
 import sys
 import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
@@ -94,23 +98,35 @@ def align_times(tokens: int, layers: int, top_k: int, experts: int, repeats: int
     spec = CaptureSpec(num_hidden_layers=layers, layer_ids=record.layer_ids, num_experts=experts, top_k=top_k)
     encoded, info = npy_bytes(record.ids), sidecar_of(record, payload_format="npy").to_json() | {"sha256": None}
     text = pybase64.b64encode(encoded)
+
+    def aligned(read: RoutedExperts) -> RoutedBatch:
+        return align([Sample(read, tokens)], layout="pad_right", seq_len=tokens, spec=spec)
+
+    def held(stage: Callable[[], object]) -> float:
+        tracemalloc.start()
+        stage()
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most / record.ids.nbytes
+
     assert np.array_equal(np.load(io.BytesIO(encoded), allow_pickle=False), record.ids)
     taken = {"decode_ms": [], "align_ms": [], "base64_ms": []}
     for _ in range(repeats):
         start = time.perf_counter()
         read = record_from_npy(encoded, info)
         decoded = time.perf_counter()
-        batch = align([Sample(read, tokens)], layout="pad_right", seq_len=tokens, spec=spec)
+        batch = aligned(read)
         done = time.perf_counter()
         pybase64.b64decode(text, validate=True)
         taken["base64_ms"].append((time.perf_counter() - done) * 1e3)
         taken["decode_ms"].append((decoded - start) * 1e3)
         taken["align_ms"].append((done - decoded) * 1e3)
         assert batch.valid.sum() == tokens - 1
+    copies = {"decode_copies": held(lambda: record_from_npy(encoded, info)), "align_copies": held(lambda: aligned(read))}
     both = [one + other for one, other in zip(taken["decode_ms"], taken["align_ms"], strict=True)]
     medians = {name: statistics.median(values) for name, values in taken.items()}
     total = {"decode_and_align_ms": statistics.median(both), "best_ms": min(both)}
-    return {"what": f"record of {tokens} x {layers} x {top_k}", **medians, **total}
+    return {"what": f"record of {tokens} x {layers} x {top_k}", **medians, **total, **copies}
 
 
 def judge_schedules(count: int) -> dict[str, object]:

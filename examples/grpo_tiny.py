@@ -143,9 +143,9 @@ def serve(settings: Settings) -> Engine:
 
 
 def push(engine: Engine, state: Any) -> int:
-    """Serve these weights from the next step on; returns their version. The cast makes new arrays: the engine may keep them."""
+    """Serve these weights from the next step on; returns their version. The cast makes new arrays: the engine is given them."""
     version = int(str(engine.get_server_info()["weight_version"])) + 1
-    engine.update_weights(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state), version=version)
+    engine.update_weights(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state), version=version, donate=True)
     return version
 
 

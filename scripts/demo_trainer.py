@@ -15,7 +15,6 @@ import demo_report
 import demo_tokenizer
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 from flax import nnx
@@ -26,6 +25,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from routed_experts.layers.moe import ExpertCall, MoeBackend, grouped_experts
 from routed_experts.models.checkpoint import save
 from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.export import hugging_face_tensors
 from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from routed_experts.replay.forward import forward
 
@@ -161,20 +161,6 @@ def train(model: Qwen3Moe, documents: list[Int[np.ndarray, " S"]], plan: Plan) -
             losses, began = [], time.perf_counter()
     nnx.update(model, state)
     return curve
-
-
-def hugging_face_tensors(model: Qwen3Moe) -> dict[str, np.ndarray]:
-    """Give every tensor under its Hugging Face name, in bfloat16: the inverse of loading by the model's table of names."""
-    arrays = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
-    tensors: dict[str, np.ndarray] = {}
-    for source in Qwen3Moe.weight_sources(model.config):
-        piece = arrays[source.target][source.index] if source.index else arrays[source.target]
-        width = source.shape[-2] if source.transpose else source.shape[-1]
-        piece = piece[..., source.offset : source.offset + width]
-        tensors[source.name] = (piece.T if source.transpose else piece).astype(ml_dtypes.bfloat16)
-        if tensors[source.name].shape != source.shape:
-            raise ValueError(f"{source.name} came out as {tensors[source.name].shape}, wanted {source.shape}; correct the table of names")
-    return tensors
 
 
 def main() -> None:

@@ -251,11 +251,15 @@ class Served:
         before = self._ask(shared)
         opened = ModelFolder.open(self.qwen3.other)
         held = opened.load(opened.dtype("auto"))
-        for how in ("given", "from disk", "after a release"):
+        for how in ("given", "from disk", "after a release", "donated"):
             for engine in self.engines:
                 version = engine._assembly.core.runner.weight_version + 1
                 if how == "given":
                     engine.update_weights(held, version=version)
+                elif how == "donated":
+                    mine = jax.tree.leaves(nnx.split(gift := opened.load(opened.dtype("auto")))[1])
+                    engine.update_weights(gift, version=version, donate=True)
+                    assert any(leaf.is_deleted() for leaf in mine) == (engine is shared), "what is dealt out is copied"
                 elif how == "from disk":
                     engine.update_weights_from_disk(self.qwen3.folder, version=version)
                 else:

@@ -19,7 +19,7 @@ from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ExpertCall, combine, reference_experts
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import apply_rotary, rotary_angles
-from routed_experts.layers.routing import RouterSpec, replay_topk
+from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,9 @@ def moe_case(seed, shape, kind, tiles: MoeTiles, dtype) -> Case:
     return Case(kernel="moe", name=f"N,K,E,D,F={shape} {kind}, {listed}, tile {tiles.gate_up.rows}", run=run)
 
 
-def router_case(seed, rows, experts, top_k, *, renormalize, ties, captured) -> Case:
+def router_case(seed, rows, experts, top_k, flags) -> Case:
+    """Flags: 1 renormalised, 2 captured, 4 with ties, 8 half of the rows replayed."""
+    renormalize, captured, ties, replays = (bool(flags & bit) for bit in (1, 2, 4, 8))
     spec = RouterSpec(num_experts=experts, top_k=top_k, renormalize=renormalize)
 
     def run(interpret: bool) -> Outcome:
@@ -105,16 +107,19 @@ def router_case(seed, rows, experts, top_k, *, renormalize, ties, captured) -> C
         logits = rng.standard_normal((rows, experts)) * 3
         logits = jnp.asarray(np.round(logits) if ties else logits, jnp.float32)
         block = jnp.full((3 * top_k, rows), -1, jnp.int32) if captured else None
-        wanted = jax.jit(lambda z: replay_topk(z, None, spec=spec))(logits)
-        found, block = jax.jit(lambda z, b: route_rows(z, None, b, jnp.int32(1), spec, interpret=interpret))(logits, block)
-        wrong = int(np.sum(np.asarray(found.ids) != np.asarray(wanted.ids)))
+        given = random_ids(rng, rows, experts, top_k, "").astype(np.uint16)
+        routed = LayerRouting(jnp.asarray(given), jnp.asarray(rng.random(rows) < 0.5)) if replays else None
+        wanted = jax.jit(lambda z: replay_topk(z, routed, spec=spec))(logits)
+        found, block = jax.jit(lambda z, b: route_rows(z, routed, b, jnp.int32(1), spec, interpret=interpret))(logits, block)
+        wrong = sum(int(np.sum(np.asarray(a) != b)) for a, b in ((found.ids, wanted.ids), (found.native_ids, wanted.native_ids)))
         if block is not None:
             whole = np.full((3 * top_k, rows), -1)
             whole[top_k : 2 * top_k] = np.asarray(wanted.ids).T
             wrong += int(np.sum(np.asarray(block) != whole))
         return Outcome(distance=distance(found.weights, wanted.weights), wrong_ids=wrong, bound=1e-6)
 
-    words = [word for word, there in (("renormalised", renormalize), ("ties", ties), ("captured", captured)) if there]
+    told = {"renormalised": renormalize, "ties": ties, "captured": captured, "replayed": replays}
+    words = [word for word, there in told.items() if there]
     return Case(kernel="router", name=f"N={rows} E={experts} K={top_k} {', '.join(words)}", run=run)
 
 
@@ -261,7 +266,9 @@ def small_cases() -> Iterator[Case]:
     yield moe_case(3, (70, 1, 1, 16, 16), "padding", LISTS, f32)
     yield moe_case(4, (1, 2, 3, 16, 4), "spread", SLOTS, f32)
     for rows, experts, top_k, flags in ((1, 8, 2, 0), (5, 11, 3, 1), (13, 128, 8, 3), (6, 16, 16, 7), (7, 32, 4, 5), (9, 60, 4, 6)):
-        yield router_case(5, rows, experts, top_k, renormalize=bool(flags & 1), captured=bool(flags & 2), ties=bool(flags & 4))
+        yield router_case(5, rows, experts, top_k, flags)
+    for rows, experts, top_k, flags in ((1, 8, 2, 8), (13, 128, 8, 11), (9, 60, 3, 14), (6, 16, 4, 9)):
+        yield router_case(8, rows, experts, top_k, flags)
     for rows, dim, outputs, splits in ((1, 16, 16, 1), (5, 40, 23, 2), (19, 64, 48, 4)):
         yield linear_case(6, rows, dim, outputs, LinearTile(rows=16, out=16, inner=16, warps=4, stages=2, splits=splits), f32)
     for rows, dim, parts, top_k in ((1, 16, 1, 1), (5, 24, 3, 4)):
@@ -289,9 +296,9 @@ def large_cases() -> Iterator[Case]:
             yield moe_case(rows, (rows, 8, 128, 2048, 768), kind, tiles, half)
     yield moe_case(1, (300, 3, 60, 1000, 72), "padding", next(tiles for tiles in TILES if tiles.slots >= 900), half)
     for rows in (1, 5, 64, 256, 1023):
-        for flags in (0, 3, 5, 7):
-            yield router_case(rows, rows, 128, 8, renormalize=bool(flags & 1), captured=bool(flags & 2), ties=bool(flags & 4))
-    yield router_case(1, 77, 60, 4, renormalize=True, ties=True, captured=True)
+        for flags in (0, 3, 5, 7, 8, 11):
+            yield router_case(rows, rows, 128, 8, flags)
+    yield router_case(1, 77, 60, 4, 7)
     for rows in (1, 7, 16, 33, 64, 100, 256, 511):
         for dim, outputs in ((2048, 5120), (4096, 2048), (2048, 128), (1000, 200)):
             yield linear_case(rows, rows, dim, outputs, None, half)

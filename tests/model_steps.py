@@ -12,6 +12,7 @@ from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ProgramSpec, forward
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.routing import RouterSpec
+from routed_experts.models.interface import TokenRouting
 from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 
 PAGE, PAGES, WIDTH = 4, 12, 3
@@ -49,8 +50,18 @@ def packed(shape: BatchShape, **values) -> jax.Array:
     return jnp.asarray(np.concatenate(parts))
 
 
-def run_steps(model: Qwen3Moe, kernels: Kernels, attention, *, capture: bool):
-    """Prefill two prompts in one step, then decode one token of each; the pool and everything that left the steps."""
+def drifted_rows(seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct experts [N, M, K] in random order for the tiny model's widest step, and which rows are valid: every other one."""
+    rng = np.random.default_rng(seed)
+    ids = rng.permuted(np.tile(np.arange(6, dtype=np.uint8), (16, 2, 1)), axis=-1)[..., :2]
+    return ids, np.arange(16) % 2 == 0
+
+
+def run_steps(
+    model: Qwen3Moe, kernels: Kernels, attention, *, capture: bool, routed: tuple[np.ndarray, np.ndarray] | None = None
+):
+    """Prefill two prompts in one step, then decode one token of each; the pool and everything that left the steps. `routed` are ids and
+    flags of the first tokens of either step."""
     graphdef, state = nnx.split(model)
     spec = ProgramSpec(
         graphdef=graphdef,
@@ -70,6 +81,7 @@ def run_steps(model: Qwen3Moe, kernels: Kernels, attention, *, capture: bool):
     second = packed(decode, num_tokens=2, **again, seq_lens=[6, 7], page_table=table)
     outs = []
     for shape, words, real in ((extend, first, 11), (decode, second, 2)):
-        pool, out = jax.jit(functools.partial(forward, spec=spec, shape=shape))(state, pool, last, words)
+        rows = None if routed is None else TokenRouting(*(jnp.asarray(part[: shape.num_tokens]) for part in routed))
+        pool, out = jax.jit(functools.partial(forward, spec=spec, shape=shape))(state, pool, last, words, routed=rows)
         outs.append((np.asarray(out.hidden)[:real], None if out.rows is None else np.asarray(out.rows)[:real]))
     return np.asarray(pool), outs

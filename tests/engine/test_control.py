@@ -232,6 +232,21 @@ def test_what_is_no_weights_and_a_cache_that_is_none_are_refused(engine):
         engine.update_weights({}, version=next_version(engine), cache="drop")
 
 
+def test_donated_weights_are_the_engines_until_others_come_or_memory_is_released(engine):
+    given = [nnx.split(model_of(tiny_config(), oracle_of(seed).tensors))[1] for seed in (31, 32)]
+    deleted = lambda: [{leaf.is_deleted() for leaf in jax.tree.leaves(state)} for state in given]  # noqa: E731
+    for state, seed, gone in zip(given, (31, 32), ([{False}, {False}], [{True}, {False}]), strict=True):
+        engine.update_weights(state, version=next_version(engine), donate=True)
+        assert deleted() == gone
+        assert continues(oracle_of(seed), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
+    engine.release_memory_occupation(["weights"])
+    assert deleted() == [{True}, {True}]
+    engine.resume_memory_occupation(model_of(tiny_config(), oracle_of(33).tensors), version=next_version(engine))
+    assert continues(oracle_of(33), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
+    with pytest.raises(InvalidRequestError, match="donate='yes' must be True or False"):
+        engine.update_weights({}, version=next_version(engine), donate="yes")
+
+
 def test_weights_from_disk_serve_the_next_request(engine, tmp_path):
     version = next_version(engine)
     engine.update_weights_from_disk(write_tiny_checkpoint(tmp_path, seed=31, tokenizer=False), version=version)

@@ -113,8 +113,8 @@ def deaf(router):
 def deaf_run(whole):
     """A run of layers that takes no block of ids and gives none."""
 
-    def run(x, arrays, step, attend, cache, places, spec):
-        x, normed, cache, block = whole.run(x, arrays, step, attend, cache, None, places, spec)
+    def run(x, arrays, step, attend, cache, given, places, spec):
+        x, normed, cache, block = whole.run(x, arrays, step, attend, cache, None, given, places, spec)
         assert block is None
         return x, normed, cache
 

@@ -188,6 +188,38 @@ def test_weights_of_the_host_are_copied_once_and_owned():
         runner.update_weights(served, version=version + 2)
 
 
+def test_donated_weights_are_served_where_they_lie_and_deleted_with_what_follows():
+    """Of three exchanges: a donation, another that ends the first one's arrays, and one without that ends the second's."""
+    runner, served = compiled(), compiled().state
+    version, given = runner.weight_version, [jax.tree.map(jnp.copy, other_weights(seed)) for seed in (7, 8)]
+    try:
+        for step, (state, seed) in enumerate(zip(given, (7, 8), strict=True), start=1):
+            places = [leaf.unsafe_buffer_pointer() for leaf in leaves(state)]
+            runner.update_weights(state, version=version + step, donate=True)
+            assert [leaf.unsafe_buffer_pointer() for leaf in leaves(runner.state)] == places, "nothing was copied"
+            result = run(runner, step_of(*PROMPT_PARTS))
+            assert result.tokens[:3].tolist() == [other_oracle(seed).run(ids).logits[-1].argmax() for ids in PROMPTS]
+            assert [leaf.is_deleted() for leaf in leaves(given[0])] == [step == 2] * len(places)
+        runner.update_weights(runner.state, version=version + 3)  # only a name: the arrays are still served, and still its own
+        assert not any(leaf.is_deleted() for leaf in leaves(given[1]))
+    finally:
+        runner.update_weights(served, version=version + 4)
+    assert all(leaf.is_deleted() for leaf in leaves(given[1]))
+    assert not any(leaf.is_deleted() for leaf in leaves(served)), "what nobody donated is the caller's"
+    assert run(runner, step_of(*PROMPT_PARTS)).tokens[:3].tolist() == [oracle().run(ids).logits[-1].argmax() for ids in PROMPTS]
+
+
+def test_a_donation_that_does_not_fit_deletes_nothing():
+    runner = compiled()
+    state = other_weights(7)
+    with pytest.raises(WeightsMismatchError, match="must be an integer above"):
+        runner.update_weights(state, version=runner.weight_version, donate=True)
+    short, _ = changed(state, lambda leaf: leaf[:-1])
+    with pytest.raises(WeightsMismatchError, match="differ from the served weights"):
+        runner.update_weights(short, version=runner.weight_version + 1, donate=True)
+    assert not any(leaf.is_deleted() for leaf in leaves(state))
+
+
 def changed(state, change):
     """The state with its first leaf changed, and the name of that leaf."""
     [(path, leaf), *rest], tree = jax.tree_util.tree_flatten_with_path(state)

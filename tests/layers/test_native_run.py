@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from layers.test_attention import make_step
-from model_steps import PAGES, run_steps, tiny_model
+from model_steps import PAGES, drifted_rows, run_steps, tiny_model
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.execution.model_runner import program_jobs
 from routed_experts.layers.attention import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
-from routed_experts.layers.layer_run import RunArrays, RunPlaces, StepArrays
+from routed_experts.layers.layer_run import RunArrays, RunPlaces, RunRouting, StepArrays
 from routed_experts.layers.logprobs import token_logprobs
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS, native_choose
@@ -50,6 +50,21 @@ def test_a_run_equals_its_layers_in_plain_code(dtype, renormalize):
         np.testing.assert_allclose(mine, plain, atol=BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_rows_that_are_given_run_as_in_plain_code(renormalize):
+    """Of half of the tokens, in all MoE layers, in an order that no router gives."""
+    ids, valid = drifted_rows()
+    model, replay = tiny_model(renormalize=renormalize), {"capture": True, "routed": (ids, valid)}
+    (_, outs), (_, wanted) = (
+        run_steps(model, *kernels, **replay) for kernels in ((NATIVE_KERNELS, NATIVE_ATTENTION), (PLAIN, ATTENTION_BACKENDS["reference"]))
+    )
+    for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, wanted, strict=True):
+        np.testing.assert_array_equal(rows, wanted_rows)
+        np.testing.assert_array_equal(rows[valid[: len(rows)]], ids[: len(rows)].reshape(len(rows), -1)[valid[: len(rows)]])
+        np.testing.assert_allclose(hidden, wanted_hidden, atol=BOUNDS["float32"])
+    assert not np.array_equal(outs[0][1], steps(True, renormalize=renormalize)[1][0][1])
+
+
 def test_capture_changes_no_bit():
     (pool_on, on), (pool_off, off) = steps(True, capture=True), steps(True, capture=False)
     np.testing.assert_array_equal(pool_on, pool_off)
@@ -69,9 +84,11 @@ class Given:
     pool: jax.Array
     block: jax.Array | None
     spec: RouterSpec
+    routed: RunRouting | None = None
 
     def call(self, x, pool, block):
-        return native_run(x, self.arrays, self.step, self.attend, pool, block, RunPlaces(first_layer=0, first_column=1), self.spec)
+        places = RunPlaces(first_layer=0, first_column=1)
+        return native_run(x, self.arrays, self.step, self.attend, pool, block, self.routed, places, self.spec)
 
     def run(self, **changes):
         given = dataclasses.replace(self, **changes)
@@ -145,6 +162,32 @@ def test_a_run_is_updated_in_place():
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.nbytes
     assert memory.temp_size_in_bytes < pool.nbytes // 4
+
+
+def routing(case, ids, valid=True):
+    num_tokens = case.x.shape[0]
+    return RunRouting(jnp.asarray(ids), jnp.asarray(np.broadcast_to(valid, num_tokens)))
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_its_own_rows_and_no_rows_give_the_live_run_by_a_bit(renormalize):
+    case = given()
+    case = dataclasses.replace(case, spec=dataclasses.replace(case.spec, renormalize=renormalize))
+    live = case.run()
+    own = np.asarray(live[3])[2:].reshape(2, 2, -1).swapaxes(1, 2)  # [layers, N, K]; padding holds what no router gives
+    half = np.arange(case.x.shape[0]) % 2 == 0
+    for ids, valid in ((own, own[0, :, 0] >= 0), (np.where(half[:, None], own, 99), half & (own[0, :, 0] >= 0)), (own * 0 + 99, False)):
+        for got, wanted in zip(case.run(routed=routing(case, ids, valid)), live, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_what_does_not_name_an_expert_is_an_error_where_it_would_run():
+    case = given()
+    wrong = np.zeros((2, case.x.shape[0], 2), np.uint8) + np.array([0, 5], np.uint8)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="names an expert that does not exist"):
+        case.run(routed=routing(case, wrong))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape("rows that are given are [R, N, K], and [N]")):
+        case.run(routed=routing(case, wrong[:1], False))
 
 
 @pytest.mark.parametrize(

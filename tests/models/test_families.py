@@ -101,6 +101,19 @@ def replayed(oracle, folder, tokens):
     return float(np.abs(np.asarray(out.logits)[0] - judged.logits).max())
 
 
+def check_scores(engine, tokens):
+    """By the kernels that serve: live, its own rows and rows of which none is valid are the same by the bit; rows in an order that no
+    router gives are run as they stand."""
+    live = engine.score(tokens)
+    rows = live.routed_experts
+    drifted = dataclasses.replace(rows, ids=((rows.ids[..., ::-1].astype(int) + 1) % rows.num_experts).astype(rows.ids.dtype))
+    for record in (rows, dataclasses.replace(drifted, valid=np.zeros(len(tokens), bool))):
+        again = engine.score(tokens, routed=record)
+        assert np.array_equal(again.logprobs, live.logprobs) and again.routed_experts == rows
+    forced = engine.score(tokens, routed=drifted)
+    assert forced.routed_experts == drifted and not np.array_equal(forced.logprobs, live.logprobs)
+
+
 def flipped(folder, tokens):
     """Share of routers that choose other experts in bfloat16 than in float32 with the same, rounded weights. A property of the dtype."""
     model = ModelFolder.open(folder).load(jnp.dtype(jnp.bfloat16))
@@ -128,6 +141,8 @@ def test_tokens_logprobs_and_routed_experts_are_those_of_transformers(tmp_path, 
         else:
             assert hit["meta_info"]["cached_tokens"] >= len(prompts[2])
         compare(oracle, longer, hit, tally, prompt_logprobs=False)
+        if capture:
+            check_scores(engine, prompts[3])
         assert engine.check_integrity() == []
     assert len({tuple(result["output_ids"]) for result in results}) > 1, "a constant answer proves nothing"
     difference = replayed(oracle, tmp_path, longer)

@@ -111,8 +111,8 @@ class FedLog:
     def read(self, pending):
         return self._runner.read(pending)
 
-    def update_weights(self, state, *, version):
-        self._runner.update_weights(state, version=version)
+    def update_weights(self, state, *, version, donate=False):
+        self._runner.update_weights(state, version=version, donate=donate)
 
     def release(self, *, pool, weights):
         self._runner.release(pool=pool, weights=weights)

@@ -7,6 +7,8 @@ import pytest
 
 from replay.records import SPEC, random_record
 from routed_experts import RoutingAlignmentError
+from routed_experts.capture.wire import npy_bytes, record_from_npy
+from routed_experts.core.routed_experts import sidecar_of
 from routed_experts.replay import Sample, align, zigzag_order
 from routed_experts.replay.check import repeated_rows
 
@@ -205,3 +207,14 @@ def test_a_prompt_that_is_not_the_records_is_refused():
     with pytest.raises(RoutingAlignmentError, match="sample 0: prompt_len=2, and its record has a prompt of 3"):
         align([sample], layout="pad_both", seq_len=8, prompt_width=4, spec=SPEC)
     assert align([sample], layout="pad_right", seq_len=8, spec=SPEC).valid.sum() == 5
+
+
+def test_reading_and_cutting_rows_copies_none():
+    """What is read looks into the bytes that came, and so does every slice; alignment writes them once, into the batch."""
+    record = random_record(np.random.default_rng(5), 400)
+    encoded = npy_bytes(record.ids)
+    read = record_from_npy(encoded, sidecar_of(record, payload_format="npy").to_json())
+    there = np.frombuffer(encoded, np.uint8)
+    assert np.shares_memory(read.ids, there) and np.shares_memory(read[100:200].ids, there)
+    batch = align([Sample(read, 400)], layout="pad_right", seq_len=400, spec=SPEC)
+    assert np.array_equal(batch.ids[0, :-1], record.ids) and not np.shares_memory(batch.ids, there)

@@ -7,11 +7,12 @@ not bytes, and top-k leaves its ids token-minor: so a layer's write is one or tw
 What is not written holds -1, which narrows to an id no router gives (255 of 256 experts excepted: then the row repeats it).
 Dims: N padded tokens, M MoE layers, K experts per token; run: layers of a run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Int32, UInt
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
 from routed_experts.core.capture_spec import CaptureSpec
 
@@ -40,10 +41,15 @@ class _RoutedExpertsDeviceCache:
         return self.ids.shape[1]
 
     def capture_fwd_routed_experts(
-        self, moe_layer: int | Int[Array, ""], topk_ids: Int[Array, "N K"], native_ids: Int[Array, "N K"] | None = None
+        self,
+        moe_layer: int | Int[Array, ""],
+        topk_ids: Int[Array, "N K"],
+        native_ids: Int[Array, "N K"] | None = None,
+        probabilities: Callable[[], Float[Array, "N E"]] | None = None,
     ) -> "_RoutedExpertsDeviceCache":
         """Write the executed ids of one layer. `moe_layer` is its ordinal among MoE layers, traced or not; fused shared experts are out.
-        `native_ids`, what the live router chose, is for those who compare (replay/tape.py); here they are not kept."""
+        `native_ids`, what the live router chose, and its `probabilities` are for those who compare (replay/tape.py); here they are
+        not kept."""
         wanted = (self.num_tokens, self.spec.top_k)
         assert topk_ids.shape == wanted, f"ids of a layer have the shape {topk_ids.shape}; wanted {wanted}, without shared experts"
         return self._written(moe_layer, topk_ids[None])

@@ -2,6 +2,7 @@
 
 Every method may be called from any thread and acts between two steps."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -37,16 +38,24 @@ class EngineControl(EnginePlaces):
     def __init__(self, args: ServerArgs, assembly: Assembly) -> None:
         super().__init__(args, assembly)
 
-    def update_weights(self, state: Weights, *, version: int, cache: str = "flush") -> None:
+    def update_weights(self, state: Weights, *, version: int, cache: str = "flush", donate: bool = False) -> None:
         """Run later steps with other weights of the same tree, shapes and dtypes; nothing is compiled. `state` is an nnx.State, a
         module, or (nested or dotted) names to arrays; arrays that lie where the served ones do are taken as they are, so do not
         donate them afterwards. `version` must rise. Running requests prefill again with `cache="flush"` and keep their pages with
         "keep"; rows that were written stay, and their `version_spans` tell which weights made them. No new request matches old
-        pages. Raises WeightsMismatchError naming the first arrays that differ; then nothing has changed."""
+        pages. Raises WeightsMismatchError naming the first arrays that differ; then nothing has changed.
+
+        With `donate=True` the arrays are the engine's from now on, whoever still refers to them: one that had to be copied to where it
+        is served is deleted there and then, and one that is served is deleted when other weights take its place or
+        `release_memory_occupation` gives it up. So after an exchange the devices hold one copy of the weights. During it they hold
+        the old and the new, unless the old were released before. It waits for a score that is under way."""
         refuse_split(self._assembly.core, "update_weights")
-        with self._placing:
+        if not isinstance(donate, bool):
+            raise InvalidRequestError(f"donate={shown(donate)} must be True or False", param="donate")
+        with self._placing, self._scorer.turn if donate else contextlib.nullcontext():
             served, core = served_now(self._assembly), self._assembly.core
-            _exchange(self._loop, core, lambda: served.placed(state_of(state, served.arrays)), version=version, cache=cache)
+            load = lambda: served.placed(state_of(state, served.arrays), donate=donate)  # noqa: E731
+            _exchange(self._loop, core, load, version=version, cache=cache, donate=donate)
 
     def update_weights_from_disk(self, path: str | Path, *, version: int, cache: str = "flush") -> None:
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests go on.
@@ -176,9 +185,12 @@ def _refuse_unscorable(core: EngineCore) -> None:
         raise InvalidRequestError(f"score with experts= runs the host's experts inside a program, and here {reason}", param="experts")
 
 
-def _exchange(loop: EngineLoop, core: EngineCore, load: Callable[[], nnx.State[Any, Any]], *, version: int, cache: str) -> None:
+def _exchange(
+    loop: EngineLoop, core: EngineCore, load: Callable[[], nnx.State[Any, Any]], *, version: int, cache: str, donate: bool = False
+) -> None:
     """Go on with the arrays that `load` gives, which lie where they are served."""
     if cache not in ("flush", "keep"):
         raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
+    core.runner.check_version(version)  # before a donated array is touched
     state = load()
-    loop.drained(lambda: core.update_weights(state, version=version, cache=cache))
+    loop.drained(lambda: core.update_weights(state, version=version, cache=cache, donate=donate))

@@ -1,7 +1,8 @@
 """Score: logprobs and routed experts of tokens that are given, by the serving kernels, on live or on given routes.
 
 Runs in the caller's thread over pages of its own: what is scored never meets the prefix cache, and requests go on beside it. The
-schedule is the engine's own, with a queue that holds this call alone. Programs are made at a shape's first use.
+schedule is the engine's own, with a queue that holds this call alone. Programs are made at a shape's first use. Where rows are
+recorded, live is a replay in which no row is valid: one program for both, so routes that a score gave back give its logprobs by the bit.
 Dims: S tokens of a sequence, N padded tokens of a step, M MoE layers, K experts per token."""
 
 import dataclasses
@@ -17,6 +18,7 @@ from flax import nnx
 from jaxtyping import Bool, Float32, Int32, UInt
 
 from routed_experts.core.buckets import Buckets
+from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
 from routed_experts.core.routed_experts import RoutedExperts
@@ -100,7 +102,6 @@ class _Steps:
     def __init__(self, scorer: Scorer, jobs: Sequence[_Job], state: nnx.State[Any, Any]) -> None:
         args, runner, num_pages = scorer._args, scorer._runner, scorer.num_pages(jobs) + 1
         self._scorer, self._state, self._jobs = scorer, state, {job.req.rid: job for job in jobs}
-        self._replays = any(job.routes is not None for job in jobs)
         self._scheduler = Scheduler(args, scorer._buckets, num_pages=num_pages, vocab_size=runner.config.vocab_size)
         self._scheduler.add([job.req for job in jobs])
         self._spec = _own_spec(runner.spec, num_pages)
@@ -132,7 +133,7 @@ class _Steps:
 
     def _dispatch(self, batch: ModelWorkerBatch, parts: Sequence[_Job]) -> ForwardOut:
         shape = shape_of(batch)
-        routed = _routes(batch, parts, self._spec) if self._replays else None
+        routed = None if self._spec.capture is None else _routes(batch, parts, self._spec.capture)
         self._pool, out = self._scorer._forward(
             self._state, self._pool, self._last_tokens, jnp.asarray(pack(batch)), routed, spec=self._spec, shape=shape
         )
@@ -186,11 +187,10 @@ def _request(index: int, ids: Int32[np.ndarray, " S"]) -> Req:
     )  # fmt: skip
 
 
-def _routes(batch: ModelWorkerBatch, parts: Sequence[_Job], spec: ProgramSpec) -> TokenRouting:
-    """The rows to execute in a step, where there are some."""
-    assert spec.capture is not None, "routes are refused where none are recorded"
+def _routes(batch: ModelWorkerBatch, parts: Sequence[_Job], capture: CaptureSpec) -> TokenRouting:
+    """The rows to execute in a step; none is valid where none are given."""
     num_tokens = batch.token_ids.size
-    ids: UInt[np.ndarray, "N M K"] = np.zeros((num_tokens, spec.capture.num_moe_layers, spec.capture.top_k), spec.capture.dtype)
+    ids: UInt[np.ndarray, "N M K"] = np.zeros((num_tokens, capture.num_moe_layers, capture.top_k), capture.dtype)
     valid: Bool[np.ndarray, " N"] = np.zeros(num_tokens, np.bool_)
     for index, job in enumerate(parts):
         if job.routes is None:

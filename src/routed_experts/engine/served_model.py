@@ -52,9 +52,9 @@ class ServedModel:
         """Shapes of what one device holds of the model's arrays."""
         return self.arrays if self.shards is None else self.shards.part_of(self.arrays)
 
-    def placed(self, state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
-        """Whole arrays of this model, to each device its part; on one device as they are."""
-        return state if self.shards is None else with_maps(self.shards.place(state), self.shards.placed_maps())
+    def placed(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
+        """Whole arrays of this model, to each device its part; on one device as they are. `donate`: what was copied is deleted."""
+        return state if self.shards is None else with_maps(self.shards.place(state, donate=donate), self.shards.placed_maps())
 
     def under(self, placement: Placement | None, factor: tuple[int, int] | None = None) -> "ServedModel":
         """The same with its experts placed otherwise, under this capacity factor; None: as they are."""

@@ -22,6 +22,7 @@ from routed_experts.execution.on_mesh import EVERYWHERE, POOL, WEIGHTS, jit_on_a
 from routed_experts.execution.programs import ForwardOut, FullInputs, ProgramSpec, SpokenTokens, forward, sample_tokens, score_prompt
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.kv_pool import KVPoolSpec
+from routed_experts.models.shards import buffers_of, give_up
 
 MAX_WEIGHT_VERSION = 2**31 - 1  # rows keep theirs as int32
 
@@ -54,6 +55,7 @@ class ModelRunner:
     def __init__(self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, weight_version: int = 0) -> None:
         self.spec, self.config, self.weight_version = spec, config, weight_version
         self.exact = True  # the model's own numbers; False where some of them come late
+        self._owned = list[Array]()  # of the weights: those that were donated
         self._weights, self._tree = jax.tree.flatten(state)  # leaves: a call costs time by the leaf, and more by the node
         on = spec.on
         self.allocate_pool()
@@ -145,19 +147,20 @@ class ModelRunner:
             changed=None if pending.changed is None else np.asarray(pending.changed),
         )
 
-    def update_weights(self, state: nnx.State[Any, Any], *, version: int) -> None:
+    def update_weights(self, state: nnx.State[Any, Any], *, version: int, donate: bool = False) -> None:
         """Run all later steps with other weights of the same tree, shapes and dtypes. Arrays that lie where the served ones do are
-        taken as they are, others are copied there now, so that no step has to. Raises WeightsMismatchError."""
-        if isinstance(version, bool) or not isinstance(version, int) or not self.weight_version < version <= MAX_WEIGHT_VERSION:
-            wanted = f"an integer above {self.weight_version}, the one that is served, and at most {MAX_WEIGHT_VERSION}"
-            raise WeightsMismatchError(f"version={version!r} must be {wanted}; count updates", param="version")
+        taken as they are, others are copied there now, so that no step has to. With `donate` the arrays are the runner's from now on:
+        one that was copied is deleted, and all are when others take their place. Raises WeightsMismatchError."""
+        self.check_version(version)
         old, new = (dict(jax.tree_util.tree_flatten_with_path(s)[0]) for s in (self.state, state))
         wrong = [f"{jax.tree_util.keystr(k)}: {_said(new.get(k))} for {_said(v)}" for k, v in old.items() if _said(new.get(k)) != _said(v)]
         wrong += [f"{jax.tree_util.keystr(k)}: {_said(v)} is not in the model" for k, v in new.items() if k not in old]
         if wrong:
             raise WeightsMismatchError(f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:4])}", param="state")
-        moved = (_placed_like(*pair) for pair in zip(jax.tree.leaves(state), self._weights, strict=True))
-        self._weights, self.weight_version = list(moved), version
+        placed = [_placed_like(*pair, donate) for pair in zip(jax.tree.leaves(state), self._weights, strict=True)]
+        self._weights, self.weight_version = placed, version
+        kept = _still_served(self._owned, placed)
+        self._owned = placed if donate else kept
 
     def release(self, *, pool: bool, weights: bool) -> None:
         """Free the pool, and let go of the weights: of them only shapes and places are kept, for those that come next. No step may
@@ -167,6 +170,13 @@ class ModelRunner:
                 leaf.delete()
         if weights:
             self._weights = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._weights]
+            self._owned = _still_served(self._owned, [])
+
+    def check_version(self, version: int) -> None:
+        """Raise WeightsMismatchError for a version that does not rise, or is none."""
+        if isinstance(version, bool) or not isinstance(version, int) or not self.weight_version < version <= MAX_WEIGHT_VERSION:
+            wanted = f"an integer above {self.weight_version}, the one that is served, and at most {MAX_WEIGHT_VERSION}"
+            raise WeightsMismatchError(f"version={version!r} must be {wanted}; count updates", param="version")
 
     def allocate_pool(self) -> None:
         """Make the pool, empty; no step may be in flight."""
@@ -246,9 +256,26 @@ def _shape(size: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(size, dtype)
 
 
-def _placed_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStruct) -> Array:
+def _still_served(owned: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+    """Those of `owned` that are among the weights, by where they lie; the others are deleted."""
+    served = set[int]().union(*map(buffers_of, weights)) if owned else set[int]()
+    kept: list[Array] = []
+    for leaf in owned:
+        if leaf.is_deleted():
+            continue
+        if buffers_of(leaf) & served:
+            kept.append(leaf)
+        else:
+            leaf.delete()
+    return kept
+
+
+def _placed_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStruct, donate: bool) -> Array:
     owned = leaf if isinstance(leaf, jax.Array) else np.array(leaf)  # the CPU device may keep a host array as it is, and so see its changes
-    return jax.device_put(owned, served.sharding)
+    placed = jax.device_put(owned, served.sharding)
+    if donate:
+        give_up(leaf, placed)
+    return placed
 
 
 def _floats(bits: Int32[np.ndarray, "..."]) -> Any:

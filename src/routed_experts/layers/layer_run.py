@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxtyping import Array, Bool, Float, Int
+import jax
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.routing import RouterSpec
@@ -47,16 +48,26 @@ class RunPlaces:
     first_column: int
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RunRouting:
+    """Rows to run in place of the routers' choice in all layers of a run, where `valid`."""
+
+    ids: UInt[Array, "R N K"] | Int[Array, "R N K"]
+    valid: Bool[Array, " N"]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRun:
-    """A run of layers as one kernel: (stream [N D], arrays, step, attend, pool, block [MK N] or None, places, spec) -> (stream, its
-    norm by `next_norm`, pool, block). It decides as the layers one by one, up to rounding: where they round to a half precision, it may
-    keep float32. `can` says which routing laws it knows, `attention` with which backend's pages it works."""
+    """A run of layers as one kernel: (stream [N D], arrays, step, attend, pool, block [MK N] or None, rows to replay or None, places,
+    spec) -> (stream, its norm by `next_norm`, pool, block). Rows are replayed only where a block is written. It decides as the layers
+    one by one, up to rounding: where they round to a half precision, it may keep float32. `can` says which routing laws it knows,
+    `attention` with which backend's pages it works."""
 
     name: str
     attention: str
     run: Callable[
-        [Float[Array, "N D"], RunArrays, StepArrays, PagedAttend, Any, Int[Array, "MK N"] | None, RunPlaces, RouterSpec],
+        [Float[Array, "N D"], RunArrays, StepArrays, PagedAttend, Any, Int[Array, "MK N"] | None, RunRouting | None, RunPlaces, RouterSpec],
         tuple[Float[Array, "N D"], Float[Array, "N D"], Any, Int[Array, "MK N"] | None],
     ]
     can: Callable[[RouterSpec], bool] = lambda spec: spec.is_plain

@@ -106,6 +106,15 @@ def selection_scores(logits: Float[Array, "N E"], *, spec: RouterSpec, bias: Flo
     return jax.lax.stop_gradient(keep_groups(scores if bias is None else scores + bias.astype(jnp.float32), spec))
 
 
+def router_probabilities(logits: Float[Array, "N E"], *, spec: RouterSpec) -> Float[Array, "N E"]:
+    """A router's scores as a distribution over all experts: softmax of the logits, or sigmoids over their sum (DeepSeek-V3, eq. 19)."""
+    wide = logits.astype(jnp.float32)
+    if spec.law != "sigmoid":
+        return jax.nn.softmax(wide, axis=-1)
+    scores = jax.nn.sigmoid(wide)
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+
+
 def keep_groups(choice: Float[Array, "N E"], spec: RouterSpec) -> Float[Array, "N E"]:
     """Put the experts of all but the best groups at -inf (DeepSeek-V2, section 2.1.2: device-limited routing)."""
     if spec.groups == spec.groups_kept:

@@ -15,21 +15,21 @@ from jaxtyping import Array, Float, Int
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.attention import Projected
 from routed_experts.layers.kernels import FusedSteps, Kernels
-from routed_experts.layers.layer_run import LayerRun, RunArrays, RunPlaces, StepArrays
+from routed_experts.layers.layer_run import LayerRun, RunArrays, RunPlaces, RunRouting, StepArrays
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.paged_attend import PagedAttend
-from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.interface import Attend, TokenRouting
+from routed_experts.layers.routing import LayerRouting, RouterSpec
+from routed_experts.models.interface import Attend, TokenRouting, layers_of
 from routed_experts.models.sparse_block import route
 
 
 def runs_together(
     kernels: Kernels, attend: Attend, routed: TokenRouting | None, num_tokens: int, spec: RouterSpec
 ) -> LayerRun | FusedSteps | None:
-    """The shortest way for all layers of a run that this step can take: one kernel, or few; None: layer by layer. Rows to replay go
-    layer by layer, and so does attention that is not paged and a routing law that the kernels do not know."""
-    if not isinstance(attend, PagedAttend) or routed is not None:
+    """The shortest way for all layers of a run that this step can take: one kernel, or few; None: layer by layer, as weights that are
+    replayed go, attention that is not paged, and a routing law that the kernels do not know."""
+    if not isinstance(attend, PagedAttend) or (routed is not None and routed.weights is not None):
         return None
     whole, fused, router = kernels.whole, kernels.fused, kernels.router
     if whole is not None and whole.can(spec) and attend.backend.name == whole.attention:
@@ -47,16 +47,20 @@ def run_together(
     attend: PagedAttend,
     cache: Any,
     capture: _RoutedExpertsDeviceCache | None,
+    routed: TokenRouting | None,
     *,
     places: RunPlaces,
     spec: RouterSpec,
     kernels: Kernels,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
-    """Run the layers; returns the stream, its norm by `next_norm`, the cache and the capture."""
+    """Run the layers, on the rows of `routed` where they are valid; returns the stream, its norm by `next_norm`, the cache and the
+    capture."""
+    rows = layers_of(routed, places.first_column, run.qkv.shape[0])
+    given = None if rows is None or routed is None else RunRouting(rows[0], routed.valid)
     if isinstance(together, FusedSteps):
-        return _in_few_kernels(x, run, step, attend, cache, capture, places=places, spec=spec, kernels=kernels, fused=together)
+        return _in_few_kernels(x, run, step, attend, cache, capture, given, places=places, spec=spec, kernels=kernels, fused=together)
     block = None if capture is None else capture.ids
-    x, normed, cache, block = together.run(x, run, step, attend, cache, block, places, spec)
+    x, normed, cache, block = together.run(x, run, step, attend, cache, block, given, places, spec)
     if capture is not None and block is not None:
         capture = dataclasses.replace(capture, ids=block)
     return x, normed, cache, capture
@@ -69,6 +73,7 @@ def _in_few_kernels(
     attend: PagedAttend,
     cache: Any,
     capture: _RoutedExpertsDeviceCache | None,
+    given: RunRouting | None,
     *,
     places: RunPlaces,
     spec: RouterSpec,
@@ -86,7 +91,8 @@ def _in_few_kernels(
         parts = fused.product(mixed.reshape(x.shape[0], -1), run.out, place)
         x, normed = fused.add_parts(x, parts, run.post_norm, place, eps=run.eps)
         logits = fused.product(normed, run.router, place)
-        routing, capture = route(logits, None, place + places.first_column, capture, spec=spec, kernels=kernels)
+        rows = None if given is None else LayerRouting(lax.dynamic_index_in_dim(given.ids, place, keepdims=False), given.valid)
+        routing, capture = route(logits, rows, place + places.first_column, capture, spec=spec, kernels=kernels)
         call = ExpertCall(normed, routing.ids, routing.weights, step.valid, run.gate_up, run.down, place, spec.num_experts)
         x, normed = fused.add_slots(x, fused.slots(call), routing.weights, step.valid, following, place, eps=run.eps)
         return x, normed, cache, capture

@@ -119,7 +119,7 @@ class Qwen3Moe(nnx.Module):
             if together is not None and isinstance(attend, PagedAttend) and run.router is not None:
                 arrays, places = run.arrays(self.norm[...], eps=config.norm_eps), RunPlaces(first_layer=run.first, first_column=first_moe)
                 x, normed, cache, capture = run_together(
-                    together, x, arrays, shared, attend, cache, capture, places=places, spec=config.router, kernels=kernels
+                    together, x, arrays, shared, attend, cache, capture, routed, places=places, spec=config.router, kernels=kernels
                 )
                 first_moe += run.length
                 continue

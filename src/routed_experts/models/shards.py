@@ -82,11 +82,16 @@ class Shards:
         flat = [(path, leaf.replace(self._part_struct(_dotted(path), leaf))) for path, leaf in nnx.to_flat_state(state)]
         return nnx.from_flat_state(flat)
 
-    def place(self, state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
-        """Copy a model's whole arrays to the devices, to each its part."""
-        return nnx.from_flat_state(
-            [(path, leaf.replace(self.place_array(_dotted(path), leaf.get_raw_value()))) for path, leaf in nnx.to_flat_state(state)]
-        )
+    def place(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
+        """Copy a model's whole arrays to the devices, to each its part; with `donate` each is deleted once it is copied."""
+        flat: list[Any] = []
+        for path, leaf in nnx.to_flat_state(state):
+            given = leaf.get_raw_value()
+            placed = self.place_array(_dotted(path), given)
+            if donate:
+                give_up(given, placed)
+            flat.append((path, leaf.replace(placed)))
+        return nnx.from_flat_state(flat)
 
     def place_array(self, name: str, array: Array | np.ndarray) -> Array:
         """Copy one whole array to the devices."""
@@ -106,6 +111,18 @@ class Shards:
 
     def _part_struct(self, name: str, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.part_shape(name, leaf.shape), leaf.dtype)
+
+
+def buffers_of(array: Array) -> set[int]:
+    """Where an array lies on the devices of this process."""
+    return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+
+
+def give_up(array: object, copy: Array) -> None:
+    """Delete a device's array that was copied; one that shares memory with its copy is left alone, and so is one of the host."""
+    if isinstance(array, jax.Array) and not array.is_deleted() and not buffers_of(array) & buffers_of(copy):
+        jax.block_until_ready(copy)
+        array.delete()
 
 
 def _take(array: Array | np.ndarray, cut: Cut, device: int, devices: int) -> Shaped[Array, "..."] | np.ndarray:

@@ -3,6 +3,7 @@ The ids that are recorded are the ids that the experts run: one value, used twic
 R layers of the run, E experts, K experts per token."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.peers import Capacities, Rerouter
-from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk
+from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk, router_probabilities
 
 
 @jax.tree_util.register_dataclass
@@ -52,8 +53,9 @@ def route(
     kernels: Kernels,
     bias: Float[Array, " E"] | None = None,
 ) -> tuple[Routing, _RoutedExpertsDeviceCache | None]:
-    """Decide the experts of each token and write their ids down under the layer's column. `bias` moves the choice alone."""
-    if kernels.router is not None and kernels.router.can(spec):
+    """Decide the experts of each token and write their ids down under the layer's column. `bias` moves the choice alone. Weights that
+    are replayed are taken by plain code."""
+    if kernels.router is not None and kernels.router.can(spec) and (routed is None or routed.weights is None):
         block = None if capture is None else capture.ids
         routing, block = kernels.router.run(logits, routed, block, column, spec)
         if capture is not None and block is not None:
@@ -61,7 +63,8 @@ def route(
         return routing, capture
     routing = replay_topk(logits, routed, spec=spec, bias=bias)
     if capture is not None:
-        capture = capture.capture_fwd_routed_experts(column, routing.ids, routing.native_ids)
+        probabilities = functools.partial(router_probabilities, logits, spec=spec)
+        capture = capture.capture_fwd_routed_experts(column, routing.ids, routing.native_ids, probabilities)
     return routing, capture
 
 

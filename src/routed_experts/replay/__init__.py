@@ -3,6 +3,7 @@ Knows nothing of pools, pages or requests. Replay is an argument, never a mode."
 
 from routed_experts.layers.routing import replay_topk
 from routed_experts.replay.align import Sample, align, zigzag_order
+from routed_experts.replay.balance import RouterBalance, balance_loss
 from routed_experts.replay.batch import RoutedBatch
 from routed_experts.replay.forward import Forward, forward
 from routed_experts.replay.metrics import CanaryGate, MismatchReport, canary, mismatch_report
@@ -13,8 +14,10 @@ __all__ = [
     "Forward",
     "MismatchReport",
     "RoutedBatch",
+    "RouterBalance",
     "Sample",
     "align",
+    "balance_loss",
     "canary",
     "forward",
     "merge_turns",

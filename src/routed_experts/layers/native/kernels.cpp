@@ -111,7 +111,7 @@ ffi::Error run_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::R
   const auto rows = logits.dimensions();
   const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize, rows[0]};
   Team team(pool);
-  route(team, shape, logits.typed_data(), ids->typed_data(), weights->typed_data(), nullptr);
+  route(team, shape, logits.typed_data(), GivenRows{}, ids->typed_data(), weights->typed_data(), nullptr);
   return ffi::Error::Success();
 }
 
@@ -126,7 +126,8 @@ ffi::Error run_recording_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logi
   if (block.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the block of ids was copied");
   if (first < 0 || first + shape.top_k > block.dimensions()[0]) return ffi::Error::InvalidArgument("the layer lies outside the block");
   Team team(pool);
-  route(team, shape, logits.typed_data(), ids->typed_data(), weights->typed_data(), written->typed_data() + first * shape.tokens);
+  int32_t* column = written->typed_data() + first * shape.tokens;
+  route(team, shape, logits.typed_data(), GivenRows{}, ids->typed_data(), weights->typed_data(), column);
   return ffi::Error::Success();
 }
 

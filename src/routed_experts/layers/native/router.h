@@ -1,5 +1,5 @@
 // Softmax over E, the best K with ties to the lower id, and their weights (Qwen3's law): one pass a token. The ids go to two places,
-// to the experts and into the step's block [M*K, N], which is written where it lies.
+// to the experts and into the step's block [M*K, N], which is written where it lies. Rows may be given: those run as they are.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -15,6 +15,13 @@ struct RouterShape {
   int64_t tokens, experts, top_k;
   bool renormalize;
   int64_t stride;  // from a row of the block to the next
+};
+
+// Experts [N, K] that tokens run in place of their router's choice, where `valid`; null: none. Ids of such rows are in range.
+struct GivenRows {
+  const int32_t* ids = nullptr;
+  const bool* valid = nullptr;
+  bool has(int64_t n) const { return ids != nullptr && valid[n]; }
 };
 
 // scores = softmax(logits), in float32; a row with NaN is NaN throughout.
@@ -43,21 +50,26 @@ inline void choose(float* scores, int64_t experts, int64_t top_k, int32_t* ids, 
   }
 }
 
-inline void route_token(const RouterShape& s, int64_t n, const float* logits, int32_t* ids, float* weights, int32_t* block) {
+inline void route_token(const RouterShape& s, int64_t n, const float* logits, GivenRows given, int32_t* ids, float* weights,
+                        int32_t* block) {
   thread_local Scratch scratch;
   float *scores = scratch.floats(s.experts + s.top_k), *gathered = scores + s.experts;
   const float* row = logits + n * s.experts;
   int32_t* chosen = ids + n * s.top_k;
   softmax(row, scores, s.experts);
-  choose(scores, s.experts, s.top_k, chosen, weights + n * s.top_k);
+  if (!given.has(n)) choose(scores, s.experts, s.top_k, chosen, weights + n * s.top_k);
+  for (int64_t k = 0; given.has(n) && k < s.top_k; k++) {
+    chosen[k] = given.ids[n * s.top_k + k];
+    weights[n * s.top_k + k] = scores[chosen[k]];
+  }
   for (int64_t k = 0; k < s.top_k; k++) gathered[k] = row[chosen[k]];
   if (s.renormalize) softmax(gathered, weights + n * s.top_k, s.top_k);
   for (int64_t k = 0; block != nullptr && k < s.top_k; k++) block[k * s.stride + n] = chosen[k];
 }
 
-inline void route(Team& team, const RouterShape& s, const float* logits, int32_t* ids, float* weights, int32_t* block) {
+inline void route(Team& team, const RouterShape& s, const float* logits, GivenRows given, int32_t* ids, float* weights, int32_t* block) {
   each_block(team, s.tokens, kRouterTokens, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n++) route_token(s, n, logits, ids, weights, block);
+    for (int64_t n = begin; n < end; n++) route_token(s, n, logits, given, ids, weights, block);
   });
 }
 

@@ -91,10 +91,10 @@ void add_and_norm(Team& team, const RunShape& s, float* x, const float* y, const
 }
 
 // `x` [N, D] is the stream, updated where it stands; `normed` becomes the stream under `next_norm`; `cache` is the pool of all layers;
-// `block` [M*K, stride] takes the ids of each layer, or is null.
+// `block` [M*K, stride] takes the ids of each layer, or is null; `given` are rows of all layers, [R, stride, K].
 template <class T, class P>
 void run_layers(Team& team, const RunShape& s, const RunWeights<T>& w, const RunStep& in, const RunScratch& a, T* x, T* normed, P* cache,
-                int32_t* block, int64_t stride) {
+                int32_t* block, int64_t stride, GivenRows given) {
   const AttentionShape attention_shape{s.tokens, s.heads, s.groups, s.dim, s.requests, s.pages, s.page, s.dim};
   const RouterShape router_shape{s.tokens, s.experts, s.top_k, s.renormalize, stride};
   const PrepareInputs<float, T> prepared{a.qkv, w.q_norm, w.k_norm, in.cos, in.sin, in.positions, in.token_rows, in.page_table, in.valid};
@@ -109,7 +109,8 @@ void run_layers(Team& team, const RunShape& s, const RunWeights<T>& w, const Run
     add_and_norm(team, s, a.stream, a.y, w.post_norm + layer * s.hidden, a.normed);
     linear(team, s.tokens, s.hidden, s.experts, a.normed, w.router + layer * s.hidden * s.experts, a.logits);
     int32_t* column = block == nullptr ? nullptr : block + (s.first_column + layer) * s.top_k * stride;
-    route(team, router_shape, a.logits, a.ids, a.weights, column);
+    const GivenRows mine{given.ids == nullptr ? nullptr : given.ids + layer * stride * s.top_k, given.valid};
+    route(team, router_shape, a.logits, mine, a.ids, a.weights, column);
     const ExpertShape expert_shape{s.tokens, s.top_k, s.hidden, s.width, s.experts, layer * s.experts};
     experts(team, expert_shape, a.normed, a.ids, a.weights, in.valid, w.gate_up, w.down, a.y);  // ids of `route` are in range
     if (layer + 1 < s.layers) add_and_norm(team, s, a.stream, a.y, w.input_norm + (layer + 1) * s.hidden, a.normed);

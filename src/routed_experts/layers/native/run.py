@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.layer_run import LayerRun, RunArrays, RunPlaces, StepArrays
+from routed_experts.layers.layer_run import LayerRun, RunArrays, RunPlaces, RunRouting, StepArrays
 from routed_experts.layers.native.handlers import registered
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.routing import RouterSpec
@@ -22,11 +22,13 @@ def native_run(
     attend: PagedAttend,
     pool: Float[Array, "LP page 2G C"],
     block: Int[Array, "MK N"] | None,
+    routed: RunRouting | None,
     places: RunPlaces,
     spec: RouterSpec,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Float[Array, "LP page 2G C"], Int[Array, "MK N"] | None]:
     """All layers of the run over the tokens of a step. Rows of padding tokens keep their stream, and their norm is 0."""
     assert registered()
+    assert routed is None or block is not None, "rows are replayed where rows are recorded"
     batch, scratch = attend.batch, jax.ShapeDtypeStruct((scratch_bytes(x, arrays, spec),), jnp.uint8)
     made: list[jax.ShapeDtypeStruct] = [*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, x, pool)), scratch]
     aliases = {_STREAM: 0, _POOL: 2}
@@ -37,8 +39,9 @@ def native_run(
     norms = (arrays.input_norm, arrays.post_norm, arrays.next_norm, arrays.q_norm, arrays.k_norm)
     matrices = (arrays.qkv, arrays.out, arrays.router, arrays.gate_up, arrays.down)
     where = (batch.positions, batch.token_rows, step.valid, batch.query_starts, batch.page_table)
+    given = [] if routed is None else [routed.ids.astype(jnp.int32), routed.valid]
     stream, normed, written, _, *blocks = jax.ffi.ffi_call("RexLayerRun", made, input_output_aliases=aliases)(
-        x, *norms, *matrices, step.cos, step.sin, *where, pool, *blocks,
+        x, *norms, *matrices, step.cos, step.sin, *where, pool, *blocks, *given,
         first_layer=np.int64(places.first_layer), first_column=np.int64(places.first_column), layer_pages=np.int64(attend.num_pages),
         top_k=np.int64(spec.top_k), eps=np.float32(arrays.eps), renormalize=spec.renormalize,
     )  # fmt: skip

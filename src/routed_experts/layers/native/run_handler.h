@@ -8,9 +8,10 @@
 
 namespace rex {
 
-// The arguments of a run, in their order, and its results; a block of ids stands last on both sides where one is kept.
+// The arguments of a run, in their order, and its results; a block of ids stands last on both sides where one is kept, and rows that
+// are given after it.
 enum RunArg { kX, kInputNorm, kPostNorm, kNextNorm, kQNorm, kKNorm, kQkv, kOut, kRouter, kGateUp, kDown, kCos, kSin, kPositions,
-              kTokenRows, kValid, kQueryStarts, kPageTable, kCache, kBlock };
+              kTokenRows, kValid, kQueryStarts, kPageTable, kCache, kBlock, kGivenIds, kGivenValid };
 enum RunRet { kStream, kNormed, kWritten, kScratch, kBlockWritten };
 
 struct RunBuffers {
@@ -20,6 +21,8 @@ struct RunBuffers {
     for (size_t i = 0; i < made.size(); i++) rets.push_back(**made.get<ffi::AnyBuffer>(i));
   }
   bool records() const { return args.size() > kBlock; }
+  bool replays() const { return args.size() > kGivenValid; }
+  GivenRows given() { return replays() ? GivenRows{in<int32_t>(kGivenIds), in<bool>(kGivenValid)} : GivenRows{}; }
   int64_t dim(int arg, int axis) const { return args[arg].dimensions()[axis]; }
   bool is(int arg, std::initializer_list<int64_t> dims) const {
     const auto have = args[arg].dimensions();
@@ -47,9 +50,23 @@ struct RunBuffers {
     if ((s.first_layer + r) * s.layer_pages > dim(kCache, 0)) return "the pool has the pages of all layers";
     if (records() && !is(kBlock, {dim(kBlock, 0), n})) return "the block of ids is [M*K, N]";
     if (records() && (s.first_column + r) * s.top_k > dim(kBlock, 0)) return "the block of ids has the columns of the run";
+    if (replays() && !(is(kGivenIds, {r, n, s.top_k}) && is(kGivenValid, {n}))) return "rows that are given are [R, N, K], and [N]";
+    if (replays() && (args[kGivenIds].element_type() != ffi::S32 || args[kGivenValid].element_type() != ffi::PRED))
+      return "rows that are given are int32, and their flags bool";
     return nullptr;
   }
 };
+
+// Whether every id of a row that is given names an expert.
+inline bool experts_exist(const RunShape& s, GivenRows given) {
+  for (int64_t layer = 0; layer < s.layers; layer++)
+    for (int64_t n = 0; n < s.tokens; n++)
+      for (int64_t k = 0; given.has(n) && k < s.top_k; k++) {
+        const int32_t id = given.ids[(layer * s.tokens + n) * s.top_k + k];
+        if (id < 0 || id >= s.experts) return false;
+      }
+  return true;
+}
 
 // Leave padding out, tokens and requests, which stands last; false if the places of the others lie outside the step or its page table.
 inline bool leave_padding(RunShape& s, const RunStep& in) {
@@ -66,9 +83,9 @@ inline bool leave_padding(RunShape& s, const RunStep& in) {
   return true;
 }
 
-ffi::Error run_layer_run(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::RemainingRets made, int64_t first_layer, int64_t first_column,
+ffi::Error run_layer_run(ffi::ThreadPool pool, ffi::RemainingArgs inputs, ffi::RemainingRets made, int64_t first_layer, int64_t first_column,
                          int64_t layer_pages, int64_t top_k, float eps, bool renormalize) {
-  RunBuffers b(given, made);
+  RunBuffers b(inputs, made);
   const int64_t dim = b.dim(kQNorm, 1), experts = b.dim(kRouter, 2);
   RunShape s{b.dim(kX, 0), b.dim(kX, 1), b.dim(kOut, 1) / dim, b.dim(kCache, 2) / 2, dim, b.dim(kQkv, 0), experts, top_k, b.dim(kDown, 1),
              b.dim(kPageTable, 0), b.dim(kPageTable, 1), b.dim(kCache, 1), layer_pages, first_layer, first_column, eps, renormalize};
@@ -78,6 +95,8 @@ ffi::Error run_layer_run(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Re
   if (b.records() && b.in<void>(kBlock) != b.out<void>(kBlockWritten)) return ffi::Error::Internal("the block of ids was copied");
   const RunStep in{b.in<float>(kCos), b.in<float>(kSin), b.in<int32_t>(kPositions), b.in<int32_t>(kTokenRows),
                    b.in<int32_t>(kQueryStarts), b.in<int32_t>(kPageTable), b.in<bool>(kValid)};
+  const GivenRows given = b.given();
+  if (!experts_exist(s, given)) return ffi::Error::InvalidArgument("a row that is given names an expert that does not exist");
   const int64_t padded = s.tokens;
   if (!leave_padding(s, in)) return ffi::Error::InvalidArgument("query_starts or positions lie outside the step or its page table");
   int32_t* block = b.records() ? b.out<int32_t>(kBlockWritten) : nullptr;
@@ -92,7 +111,7 @@ ffi::Error run_layer_run(ffi::ThreadPool pool, ffi::RemainingArgs given, ffi::Re
     T* normed = b.out<T>(kNormed);
     std::memset(static_cast<void*>(normed + s.tokens * s.hidden), 0, (padded - s.tokens) * s.hidden * sizeof(T));
     return of_dtype(b.args[kCache].element_type(), [&](auto stored) {
-      run_layers(team, s, weights, in, scratch, b.out<T>(kStream), normed, b.out<decltype(stored)>(kWritten), block, padded);
+      run_layers(team, s, weights, in, scratch, b.out<T>(kStream), normed, b.out<decltype(stored)>(kWritten), block, padded, given);
       return ffi::Error::Success();
     });
   });
