@@ -20,7 +20,7 @@ class HostCacheMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
+        self.cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC, page_size=PAGE_SIZE)
         self.known = {}
 
     @rule(slots=SLOTS, version=st.integers(0, 3), seed=st.integers(0, 999))
@@ -44,7 +44,7 @@ class HostCacheMachine(RuleBasedStateMachine):
 
     @rule(pages=st.lists(st.integers(0, NUM_SLOTS // PAGE_SIZE - 1), unique=True))
     def clear_pages(self, pages):
-        self.cache.clear_pages(np.array(pages, np.int32), PAGE_SIZE)
+        self.cache.clear_pages(np.array(pages, np.int32))
         self.known = {slot: row for slot, row in self.known.items() if slot // PAGE_SIZE not in pages}
 
     @rule()
@@ -112,28 +112,31 @@ def test_the_size_is_one_byte_an_id_a_slot_and_four_for_its_version():
 
 
 def test_what_waits_to_be_filed_is_bounded():
-    cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
+    cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC, page_size=PAGE_SIZE)
     for step in range(1000):
         cache.put(np.array([step % NUM_SLOTS]), np.full((1, 4), step % 300, np.uint16), step)
-        cache.clear_pages(np.array([(step + 5) % NUM_SLOTS // PAGE_SIZE]), PAGE_SIZE)
-        assert len(cache._notes) < host_cache._MOST_NOTES
-    cache.put(np.arange(600) % NUM_SLOTS, np.zeros((600, 4), np.uint16), 1000)
-    assert not cache._notes, "a large step is filed at once"
+        cache.clear_pages(np.array([(step + 5) % NUM_SLOTS // PAGE_SIZE]))
+        assert len(cache._steps) < host_cache._MOST_STEPS
+    cache.put(np.arange(4000) % NUM_SLOTS, np.zeros((4000, 4), np.uint16), 1000)
+    assert not cache._steps, "a large step is filed at once"
+    for _ in range(1000):
+        cache.clear_pages(np.array([1]))
+        assert len(cache._forgotten) < 2 * host_cache._MOST_STEPS
 
 
 def test_after_a_filing_that_failed_no_row_is_known():
-    cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
+    cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC, page_size=PAGE_SIZE)
     cache.put(np.arange(4), np.zeros((4, 4), np.uint16), 0)
     cache.file()
     cache.put(np.arange(4), np.zeros((4, 3), np.uint16), 0)
-    cache.clear_pages(np.array([0]), PAGE_SIZE)
+    cache.clear_pages(np.array([0]))
     with pytest.raises(AssertionError):
         cache.file()
     assert not cache.gather(np.arange(NUM_SLOTS))[1].any(), "page 0 was to be forgotten"
 
 
-def test_few_rows_of_a_wide_step_do_not_keep_its_padding():
+def test_the_padding_of_a_step_is_not_kept_until_its_rows_are_counted():
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
     cache.put(np.arange(2), np.zeros((64, 4), np.uint16), 0)
     cache.file()
-    assert [rows.base is None for rows, _ in cache._counts._noted] == [True]
+    assert [(rows.base, rows.shape) for rows, _ in cache._counts._noted] == [(None, (2, 4))]

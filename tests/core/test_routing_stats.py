@@ -12,6 +12,7 @@ from routed_experts.capture.expert_counts import ExpertCounts
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, PlacementError, RoutingFormatError
+from routed_experts.core.model_worker_batch import TokenOrigins
 from routed_experts.core.routing_stats import RoutingStats
 
 
@@ -66,14 +67,16 @@ def test_what_is_counted_step_by_step_is_what_the_records_hold(monkeypatch):
     for record in records:
         for low in range(0, record.num_rows, 7):
             rows = record.ids[low : low + 7].reshape(-1, 12)
-            generated = record.start + low + np.arange(len(rows)) >= record.num_prompt_tokens
+            of_row = np.zeros(len(rows), np.int32)
+            origins = TokenOrigins(record.start + low + np.arange(len(rows)), np.array([record.num_prompt_tokens]), of_row)
             live = None if record.valid is None else record.valid[low : low + 7]
             padded = np.concatenate([rows, np.full((2, 12), 15, np.uint8)])  # what pads a step is nobody's
-            capturer.on_forward_end(np.arange(low, low + len(rows)), padded, 0, live, lambda generated=generated: generated)
+            capturer.on_forward_end(np.arange(low, low + len(rows)), padded, 0, live, origins)
         capturer.host_cache.file()
     stats, wanted = capturer.routing_stats(reset=True), RoutingStats.from_records(records)
     assert (stats.counts == wanted.counts).all() and (stats.num_tokens == wanted.num_tokens).all()
     assert (stats.windows.sum(axis=0) == stats.counts).all() and len(stats.windows) > 2
+    assert (stats.windows[:-1, :, 0].sum(axis=(1, 2)) == 16 * 4).all()
     assert (stats.layer_ids, stats.top_k, stats.num_experts) == ((1, 2, 3), 4, 16)
     assert not capturer.routing_stats().counts.any() and capturer.routing_stats().windows.shape == (0, 2, 3, 16)
     assert not capturer.routing_stats().recent_load.any()

@@ -5,9 +5,8 @@ long for the interpreter, and the compiled program is the one without counts. A 
 for it is bounded; whoever reads waits until all is counted.
 Dims: F phases (prompt, generated), R rows, M MoE layers, K experts per token, E experts."""
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -21,7 +20,6 @@ _AT_ONCE = 1 << 15  # ids: a tenth of a millisecond
 _HANDED_OVER = 1 << 18  # ids that go to the worker together
 _MOST_WAITING = 8  # such parcels; one is larger only where a single step is, of a byte or two an id
 
-AskGenerated = Callable[[], Bool[np.ndarray, " N"]]  # which tokens of a step were generated
 NotedRows = tuple[UInt[np.ndarray, "R M*K"], Bool[np.ndarray, " R"]]
 
 
@@ -60,15 +58,18 @@ class ExpertCounts:
 
     def add(self, rows: UInt[np.ndarray, "R M*K"], generated: Bool[np.ndarray, " R"]) -> None:
         """Count these rows now; `generated` says which are of generated tokens, the others are of prompts."""
-        for low, high in itertools.pairwise((*range(0, len(rows), max(1, _AT_ONCE // rows.shape[1])), len(rows))):
-            assert rows[low:high].max(initial=0) < self._spec.num_experts, f"expert {rows[low:high].max()} of {self._spec.num_experts}"
-            keys = self._starts[generated[low:high].astype(np.intp)] + rows[low:high]
+        low, step = 0, max(1, _AT_ONCE // rows.shape[1])
+        while low < len(rows):
+            part = slice(low, low + min(step, WINDOW_TOKENS - self._filling_rows))
+            assert rows[part].max(initial=0) < self._spec.num_experts, f"expert {rows[part].max()} of {self._spec.num_experts}"
+            keys = self._starts[generated[part].astype(np.intp)] + rows[part]
             self._filling += np.bincount(keys.ravel(), minlength=self._before.size).reshape(self._shape)
-        self._filling_rows += len(rows)
-        if self._filling_rows >= WINDOW_TOKENS:
-            self._before += self._filling
-            self._windows.append(self._filling.astype(np.int32))
-            self._filling, self._filling_rows = np.zeros(self._shape, np.int64), 0
+            self._filling_rows += len(keys)
+            low = part.stop
+            if self._filling_rows == WINDOW_TOKENS:
+                self._before += self._filling
+                self._windows.append(self._filling.astype(np.int32))
+                self._filling, self._filling_rows = np.zeros(self._shape, np.int64), 0
 
     def _clear(self) -> None:
         self._before = np.zeros(self._shape, np.int64)  # of windows that are whole
@@ -77,8 +78,7 @@ class ExpertCounts:
         self._windows: deque[np.ndarray] = deque(maxlen=_WINDOWS)
 
     def _count(self, noted: Sequence[NotedRows]) -> None:
-        for some in _together(noted):
-            rows, generated = map(np.concatenate, zip(*some, strict=True))
+        for rows, generated in noted:
             self.add(rows, generated)
 
     def _catch_up(self) -> None:
@@ -99,16 +99,3 @@ class ExpertCounts:
             counts=counts, num_tokens=counts[:, 0].sum(axis=1) // self._spec.top_k,
             windows=np.array(kept, np.int32).reshape(-1, *self._shape), layer_ids=self._spec.layer_ids, top_k=self._spec.top_k,
         )  # fmt: skip
-
-
-def _together(noted: Sequence[NotedRows]) -> list[list[NotedRows]]:
-    """Neighbours of the list, as many as make a window."""
-    groups: list[list[NotedRows]] = []
-    rows = WINDOW_TOKENS
-    for one in noted:
-        if rows >= WINDOW_TOKENS:
-            groups.append([])
-            rows = 0
-        groups[-1].append(one)
-        rows += len(one[0])
-    return groups

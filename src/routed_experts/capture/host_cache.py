@@ -2,10 +2,11 @@
 
 A row has the life of its slot: written by the pass that wrote the slot's keys and values, shared as they are shared, and
 forgotten when the page is handed out again. What stands in a row that is not valid is never to be returned. Validity is kept in the
-slot's weight version, below 0 where there is no row: filing a step is two writes. What steps bring is written down in their order and
-filed some steps at a time, at the latest when somebody reads: between two steps the store and the code that files are cold in cache,
-and filing one step then costs as much as filing ten; experts are counted there too (`expert_counts.py`). Token-major: one token's row is
-one contiguous run of M*K bytes. Engine thread only.
+slot's weight version, below 0 where there is no row: filing is two writes. What steps bring is only noted, and filed many steps at
+a time, at the latest when somebody reads: between two steps the store and the code that files are cold in cache, and filing one step
+then costs as much as filing ten. All that waits is written at once, whatever its order was: of two rows of one slot the later stays,
+and so does a row that came after its page was last forgotten. Experts are counted there too (`expert_counts.py`). Token-major: one
+token's row is one contiguous run of M*K bytes. Engine thread only.
 Dims: Z slots, P pages, R rows, M MoE layers, K experts per token."""
 
 from collections.abc import Sequence
@@ -15,21 +16,21 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt
 
-from routed_experts.capture.expert_counts import AskGenerated, ExpertCounts
+from routed_experts.capture.expert_counts import ExpertCounts
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.integrity import Violation
+from routed_experts.core.model_worker_batch import TokenOrigins
 from routed_experts.core.routing_stats import RoutingStats
 
 _NUM_SHOWN = 8
 _NO_ROW = -1  # a weight version that no weights have
-_MOST_NOTES = 24  # that wait to be filed: at a batch of 8 about 16 steps, and the pages that changed between them
-_MOST_ROWS = 512
-_FEW_OF = 4
+_MOST_STEPS = 128  # that wait to be filed
+_MOST_ROWS = 2048  # of theirs together, so that filing never holds a step up for long
 
-
-# What waits to be filed: slots, rows, version, which of them live, and who tells which are of generated tokens; or pages to be
-# forgotten, and their size. Plain tuples: making one is all that a step waits for.
-_Step = tuple[Int[np.ndarray, " R"], Any, int, Bool[np.ndarray, " R"] | None, AskGenerated | None]
+# A step that waits to be filed: slots, rows, version, which of them live, and where its tokens come from. Plain: making it is all that
+# a step waits for.
+_Step = tuple[Int[np.ndarray, " R"], Any, int, Bool[np.ndarray, " R"] | None, TokenOrigins | None]
+# Pages that were forgotten when so many steps waited.
 _Forgotten = tuple[Int[np.ndarray, " P"], int]
 
 
@@ -45,13 +46,15 @@ class SavedRows:
 class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in this room
     """Rows and their weight versions by KV slot."""
 
-    def __init__(self, num_slots: int, spec: CaptureSpec) -> None:
-        assert num_slots >= 1, f"num_slots={num_slots}: wanted at least 1"
-        self._spec = spec
+    def __init__(self, num_slots: int, spec: CaptureSpec, *, page_size: int = 1) -> None:
+        assert num_slots >= 1 and num_slots % page_size == 0, f"{num_slots} slots are no whole number of pages of {page_size}"
+        self._spec, self._page_size = spec, page_size
         self._store: UInt[np.ndarray, "Z M*K"] = np.zeros((num_slots, spec.num_moe_layers * spec.top_k), spec.dtype)
         self._versions: Int32[np.ndarray, " Z"] = np.full(num_slots, _NO_ROW, np.int32)
+        self._first_after: Int32[np.ndarray, " P"] = np.zeros(num_slots // page_size, np.int32)  # 0 but while filing
         self._counts = ExpertCounts(spec)
-        self._notes: list[_Step | _Forgotten] = []
+        self._steps: list[_Step] = []
+        self._forgotten: list[_Forgotten] = []
         self._noted_rows = 0
 
     @property
@@ -61,48 +64,62 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
 
     def put(
         self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None,
-        generated: AskGenerated | None = None,
+        origins: TokenOrigins | None = None,
     ) -> None:  # fmt: skip
         """Take the rows of one step under the slots of its real tokens. `version`: of the weights that ran. `rows`: anything that
         np.asarray reads as [N, M*K] of the spec's dtype, real tokens first; `live` says which of them to keep, None keeps all.
-        `generated` is asked, when the rows are filed, which are of generated tokens; None counts all as prompts. The arrays are
-        the store's from now on; what is wrong with them is found when they are filed."""
+        `origins` tells generated tokens from prompts; None counts all as prompts. The arrays are the store's from now on; what is
+        wrong with them is found when they are filed."""
+        self._steps.append((slots, rows, version, live, origins))
         self._noted_rows += slots.size
-        self._note((slots, rows, version, live, generated))
+        if self._noted_rows >= _MOST_ROWS or len(self._steps) >= _MOST_STEPS:
+            self.file()
 
     def clear(self, slots: Int[np.ndarray, " R"]) -> None:
         """Forget the rows of these slots."""
-        self.clear_pages(slots, 1)
+        self.file()
+        self._versions[slots] = _NO_ROW
 
-    def clear_pages(self, pages: Int[np.ndarray, " P"], page_size: int) -> None:
+    def clear_pages(self, pages: Int[np.ndarray, " P"]) -> None:
         """Forget the rows of these pages; page p holds slots [p * page_size, (p + 1) * page_size)."""
-        assert self._versions.size % page_size == 0, f"{self._versions.size} slots are no whole number of pages of {page_size}"
-        self._note((pages, page_size))
+        self._forgotten.append((pages, len(self._steps)))
+        if len(self._forgotten) >= 2 * _MOST_STEPS:
+            self.file()
 
     def file(self) -> None:
-        """Write down in the store what steps brought, in their order; every reader does so first. Steps between two forgettings are
-        written at once: of two rows of one slot, the later stays."""
-        notes, self._notes, self._noted_rows = self._notes, [], 0
+        """Write down in the store what steps brought; every reader does so first."""
+        steps, self._steps, self._noted_rows = self._steps, [], 0
+        forgotten, self._forgotten = self._forgotten, []
         try:
-            self._file(notes)
+            if forgotten:
+                self._forget(forgotten)
+            if steps:
+                self._write(steps)
+            for pages, _ in forgotten:
+                self._first_after[pages] = 0
         except BaseException:  # what was to be forgotten may stand there still: no row is known any more
-            self._versions[:] = _NO_ROW
+            self._versions[:], self._first_after[:] = _NO_ROW, 0
             raise
 
-    def _file(self, notes: Sequence[_Step | _Forgotten]) -> None:
-        together: list[_Step] = []
-        for note in notes:
-            if len(note) == 2:
-                self._write(together)
-                together = []
-                pages, page_size = note
-                self._versions.reshape(-1, page_size)[pages] = _NO_ROW
-            elif together and together[0][2] != note[2]:
-                self._write(together)
-                together = [note]
-            else:
-                together.append(note)
-        self._write(together)
+    def _forget(self, forgotten: Sequence[_Forgotten]) -> None:
+        """Forget what pages hold, and note for each which steps came later; of several times the last counts."""
+        pages = np.concatenate([pages for pages, _ in forgotten])
+        self._versions.reshape(-1, self._page_size)[pages] = _NO_ROW
+        self._first_after[pages] = np.repeat([after for _, after in forgotten], [pages.size for pages, _ in forgotten])
+
+    def _write(self, steps: Sequence[_Step]) -> None:
+        read = [_read(step, self._store) for step in steps]
+        counts = [slots.size for slots, _, _ in read]
+        slots, ids, generated = (np.concatenate(parts) for parts in zip(*read, strict=True))
+        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
+        self._counts.note(ids, generated)
+        versions = np.repeat(np.array([step[2] for step in steps], np.int32), counts)
+        assert versions.min(initial=0) > _NO_ROW, versions.min()
+        stay = np.repeat(np.arange(len(steps)), counts) >= self._first_after[slots // self._page_size]
+        if not stay.all():
+            slots, ids, versions = slots[stay], ids[stay], versions[stay]
+        self._store[slots] = ids
+        self._versions[slots] = versions
 
     def routing_stats(self, *, reset: bool, windows: bool) -> RoutingStats:
         """Counts of the rows that were filed since the last reset, with or without windows; `reset` begins anew afterwards."""
@@ -111,23 +128,6 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         if reset:
             self._counts.reset()
         return stats
-
-    def _write(self, steps: list[_Step]) -> None:
-        if not steps:
-            return
-        version, read = steps[0][2], [_read(step, self._store) for step in steps]
-        assert version > _NO_ROW, version
-        slots, ids = (read[0][0], read[0][1]) if len(read) == 1 else (np.concatenate([one[part] for one in read]) for part in (0, 1))
-        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
-        self._store[slots] = ids
-        self._versions[slots] = version
-        for _, rows, generated in read:
-            self._counts.note(rows, generated)
-
-    def _note(self, note: _Step | _Forgotten) -> None:
-        self._notes.append(note)
-        if len(self._notes) >= _MOST_NOTES or self._noted_rows >= _MOST_ROWS:
-            self.file()
 
     def gather(self, slots: Int[np.ndarray, " R"]) -> tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np.ndarray, " R"]]:
         """Copy out ids, valid bits and versions; ids of a row that is not valid mean nothing."""
@@ -160,11 +160,10 @@ def _read(
     step: _Step, store: UInt[np.ndarray, "Z M*K"]
 ) -> tuple[Int[np.ndarray, " R"], UInt[np.ndarray, "R M*K"], Bool[np.ndarray, " R"]]:
     """Slots and rows of the step that are kept, and which of them are of generated tokens."""
-    slots, rows, _, live, generated = step
+    slots, rows, _, live, origins = step
     ids: UInt[np.ndarray, "N M*K"] = np.asarray(rows)
     assert ids.dtype == store.dtype, (ids.dtype, store.dtype)
     assert ids.shape[0] >= slots.size and ids.shape[1:] == store.shape[1:], (ids.shape, slots.shape, store.shape)
-    told = np.zeros(slots.size, np.bool_) if generated is None else generated()
-    few = ids.shape[0] > _FEW_OF * slots.size  # a view would keep all the padding until it is counted
-    ids = ids[: slots.size].copy() if few else ids[: slots.size]
-    return (slots, ids, told) if live is None else (slots[live], ids[live], told[live])
+    generated = np.zeros(slots.size, np.bool_) if origins is None else origins.generated(slots.size)
+    ids = ids[: slots.size]
+    return (slots, ids, generated) if live is None else (slots[live], ids[live], generated[live])

@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt
 
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache, create_device_cache
-from routed_experts.capture.expert_counts import AskGenerated
 from routed_experts.capture.host_cache import SavedRows, _RoutedExpertsHostCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, CaptureUnsupportedError, RoutingIncompleteError
 from routed_experts.core.integrity import Violation
+from routed_experts.core.model_worker_batch import TokenOrigins
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_rows import version_spans_of
 from routed_experts.core.routing_stats import RoutingStats
@@ -54,11 +54,11 @@ class RoutedExpertsCapturer(ABC):
     @abstractmethod
     def on_forward_end(
         self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None,
-        generated: AskGenerated | None = None,
+        origins: TokenOrigins | None = None,
     ) -> None:  # fmt: skip
         """File a step's rows under the slots its tokens were written to; `version` of the weights that ran. `rows`: anything that
         np.asarray reads as [N, M*K] of the spec's dtype, the R real tokens first. `live`: which of them to file; None files all.
-        `generated` is asked, when they are filed, which are of generated tokens; None counts all as prompts."""
+        `origins` tells generated tokens from those of prompts; None counts all as prompts."""
 
     @abstractmethod
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
@@ -100,10 +100,8 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
     """Records."""
 
     def __init__(self, spec: CaptureSpec, *, num_slots: int, page_size: int) -> None:
-        assert num_slots % page_size == 0, f"{num_slots} slots are no whole number of pages of {page_size}"
         self.spec = spec
-        self.host_cache = _RoutedExpertsHostCache(num_slots, spec)
-        self._page_size = page_size
+        self.host_cache = _RoutedExpertsHostCache(num_slots, spec, page_size=page_size)
 
     @property
     def enabled(self) -> bool:
@@ -113,13 +111,13 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
         return create_device_cache(self.spec, num_tokens)
 
     def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:
-        self.host_cache.clear_pages(pages, self._page_size)
+        self.host_cache.clear_pages(pages)
 
     def on_forward_end(
         self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None,
-        generated: AskGenerated | None = None,
+        origins: TokenOrigins | None = None,
     ) -> None:  # fmt: skip
-        self.host_cache.put(slots, rows, version, live, generated)
+        self.host_cache.put(slots, rows, version, live, origins)
 
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
         return self.host_cache.gather(slots)
@@ -190,7 +188,7 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
 
     def on_forward_end(
         self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None,
-        generated: AskGenerated | None = None,
+        origins: TokenOrigins | None = None,
     ) -> None:  # fmt: skip
         return
 

@@ -5,7 +5,7 @@ zeros at the end. Dims: N padded tokens, B padded requests, W pages of a request
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt
@@ -50,6 +50,19 @@ class SamplingColumns:
     bias_values: Float[np.ndarray, "B X"] | None
 
 
+class TokenOrigins(NamedTuple):
+    """Positions of a step's tokens and prompt lengths of its rows; `token_rows` is None where token i is of row i."""
+
+    positions: Int[np.ndarray, " N"]
+    prompt_len: Int[np.ndarray, " B"]
+    token_rows: Int[np.ndarray, " N"] | None
+
+    def generated(self, num_tokens: int) -> Bool[np.ndarray, " num_tokens"]:
+        """Which of the first `num_tokens` tokens were generated; the others are of prompts."""
+        lengths = self.prompt_len if self.token_rows is None else self.prompt_len[self.token_rows]
+        return self.positions[:num_tokens] >= lengths[:num_tokens]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWorkerBatch:
     """One step. `return_routed_experts` tells which rows asked; rows of all are captured (DESIGN law 6)."""
@@ -72,10 +85,11 @@ class ModelWorkerBatch:
     prompt_targets: Int[np.ndarray, " N"] | None  # next prompt token of each token, when a row asks for prompt logprobs
     return_routed_experts: tuple[bool, ...]
 
-    def generated_tokens(self) -> Bool[np.ndarray, " num_tokens"]:
-        """Which real tokens were generated; the others are of prompts."""
-        rows = slice(self.num_tokens) if self.mode is ForwardMode.DECODE else self.token_rows[: self.num_tokens]
-        return self.positions[: self.num_tokens] >= self.sampling.prompt_len[rows]
+    @property
+    def origins(self) -> TokenOrigins:
+        """What tells generated tokens of the step from those of prompts."""
+        rows = None if self.mode is ForwardMode.DECODE else self.token_rows
+        return TokenOrigins(self.positions, self.sampling.prompt_len, rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,7 +140,7 @@ class EngineCore:
             if result.rows is not None:
                 live = self.scheduler.live_tokens(batch)
                 self.num_rows += batch.kv_slots.size if live is None else int(np.count_nonzero(live))
-                self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live, batch.generated_tokens)
+                self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live, batch.origins)
             now = time.monotonic()
             for req in self.scheduler.commit(batch, result):
                 matched = None if req.has_fed_last else self.ledger.stop_string(req)
