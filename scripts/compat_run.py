@@ -198,7 +198,8 @@ def page(results: Sequence[Result]) -> str:
     """docs/compatibility.md."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     rows = [
-        f"| {one.client.requirements[0].replace('==', ' ')} | {one.verdict} | {one.told.replace('|', '/')} | {one.seconds:.0f} |"
+        f"| {one.client.requirements[0].replace('==', ' ')} | {one.verdict} | {one.told.replace('|', '/')} "
+        f"| {'yes' if one.client.in_ci else ''} | {one.seconds:.0f} |"
         for one in results
     ]
     passed = sum(one.verdict == "pass" for one in results)
@@ -211,12 +212,13 @@ def page(results: Sequence[Result]) -> str:
             "",
             f"{passed} of {len(results)} pass. {date}, Python {platform.python_version()}, {platform.system()}, CPU.",
             "",
-            "| client | result | what was done | s |",
-            "|---|---|---|---|",
+            "| client | result | what was done | in CI | s |",
+            "|---|---|---|---|---|",
             *rows,
             "",
-            "playwright-core drives headless Chromium over the page at `/`. OpenAI's Python client and raw HTTP are also in the test suite",
-            "(`tests/server/test_serve_command.py`), as are the checks of slime and verl on an answer (`tests/server/test_native.py`).",
+            "Those in CI run in each `.ci/run` (`scripts/compat --ci`). playwright-core drives headless Chromium over the page at `/`. OpenAI's",
+            "Python client and raw HTTP are also in the test suite (`tests/server/test_serve_command.py`), as are the checks of slime and verl on",
+            "an answer (`tests/server/test_native.py`).",
             "",
             "Not tried: sglang-jax's `bench_serving.py`, which no package index has. The fields it reads (`text` cumulative in streams,",
             "`meta_info.completion_tokens`, `cached_tokens`, `routed_experts`, `/get_server_info`) are those of the tests of `/generate`.",

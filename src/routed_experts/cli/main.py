@@ -12,7 +12,7 @@ from pathlib import Path
 from routed_experts.cli import bench, chat, convert, doctor, generate, inspect_model, placement, serve, tiny
 from routed_experts.cli.flags import Parser
 from routed_experts.cli.start import PROGRAM, start_jax, version
-from routed_experts.core.errors import RoutedExpertsError
+from routed_experts.core.errors import MachineError, RoutedExpertsError
 from routed_experts.demo import demo_model_path
 
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return options.run(options, began)
     except RoutedExpertsError as error:
-        return _complain(options.command, error, code=2)
+        return _complain(options.command, error, code=1 if isinstance(error, MachineError) else 2)
     except BrokenPipeError:  # the reader of our output has left; nothing more may be written, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

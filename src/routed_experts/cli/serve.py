@@ -114,7 +114,7 @@ def _load(args: ServerArgs, experts: ExpertsConfig, service: "Service", began: f
             print(f"  {line}", file=sys.stderr, flush=True)
 
     bar = load_bar if sys.stderr.isatty() else None
-    return EngineDoor(Engine(**dataclasses.asdict(args), experts=experts, on_phase=on_phase, on_load=bar))
+    return EngineDoor(Engine(**dataclasses.asdict(args), experts=experts, on_phase=on_phase, on_load=bar, self_check=True))
 
 
 def _say_phase(service: "Service", name: str, seconds: float, detail: str) -> None:

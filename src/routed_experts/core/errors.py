@@ -18,6 +18,10 @@ class ConfigError(RoutedExpertsError):
     code = "config_error"
 
 
+class MachineError(ConfigError):
+    """The machine cannot do what is asked of it: a device that is not there, or memory that does not suffice. Commands exit with 1."""
+
+
 class CheckpointError(ConfigError):
     """A checkpoint is missing, damaged, or not of the shape its config promises."""
 

@@ -22,7 +22,8 @@ from routed_experts.core.placement import Placement
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.core import EngineCore
-from routed_experts.engine.self_check import check_determinism
+from routed_experts.engine.score import Scorer
+from routed_experts.engine.self_check import check_determinism, check_replay
 from routed_experts.engine.served_model import ServedModel, load_model, shapes_of, shards_of
 from routed_experts.engine.sharing import Sharing
 from routed_experts.execution.forward_batch import BatchShape
@@ -94,9 +95,10 @@ def assemble(
     on_load: Callable[[int, int], None] | None = None,
     experts: ExpertsConfig | None = None,
     placement: Placement | None = None,
+    self_check: bool = False,
 ) -> Assembly:
     """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded, bytes in all);
-    `experts` may share them out to the host, `placement` to devices. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    `experts` may share them out to the host, `placement` to devices; `self_check` plays captured rows back. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     shares = experts is not None and experts.num_resident is not None
     source, config = _open(args, model, load_format, in_parts=shares or placement is not None)
@@ -138,6 +140,10 @@ def assemble(
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
         compared = check_determinism(new_core, vocab_size=config.vocab_size, context_length=context_length, backends=names)
         clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
+    if self_check and capture is not None and parted is None:
+        scorer = Scorer(args, buckets, runner)
+        rows = check_replay(new_core, scorer, vocab_size=config.vocab_size, context_length=context_length)
+        clock.done("self-check", f"{rows} rows captured, and those that were played back are those that ran")
     caches = not args.disable_radix_cache
     return Assembly(
         core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size,

@@ -56,6 +56,7 @@ class Engine(EngineControl):
         load_format: str = "auto",
         experts: ExpertsConfig | None = None,
         placement: Placement | None = None,
+        self_check: bool = False,
         **server_args: Any,
     ) -> None:
         self.server_args = _args_of(model_path, server_args)
@@ -64,7 +65,7 @@ class Engine(EngineControl):
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         keep_programs()
         how: dict[str, Any] = {"registry": registry, "clock": clock, "load_format": load_format, "on_load": on_load}
-        how |= {"experts": experts, "placement": placement}
+        how |= {"experts": experts, "placement": placement, "self_check": self_check}
         self.compiles = CompileCount()
         try:
             assembly = assemble(args, model=model, **how)

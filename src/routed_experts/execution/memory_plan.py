@@ -14,7 +14,7 @@ from flax import nnx
 
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import ConfigError, MachineError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.memory.kv_pool import KVPoolSpec
 
@@ -70,7 +70,7 @@ def plan_memory(
     vocab_size: int,
 ) -> MemoryPlan:
     """Size the pool. `model` carries the model's shapes; its num_pages is not read. Of several devices, `model` and `state` are what one
-    holds. ConfigError if it does not fit, or if weights are of several dtypes."""
+    holds. MachineError if it does not fit, ConfigError if weights are of several dtypes."""
     require_one_dtype(state)
     weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     limit = int(device_bytes(args.tp_size) * args.mem_fraction_static)
@@ -83,7 +83,7 @@ def plan_memory(
     left = limit - weights - penalties - capture_device - model.state_bytes
     fitting = left // (model.bytes_per_token * args.page_size) - 1  # the padding page
     if fitting < 1:
-        raise ConfigError(
+        raise MachineError(
             f"weights of {weights / _MEBI:.1f} MiB leave no room for a KV page of {args.page_size} tokens "
             f"({args.page_size * model.bytes_per_token / _MEBI:.1f} MiB) below the limit of {limit / _MEBI:.1f} MiB; "
             "raise mem_fraction_static, or choose a smaller dtype or page_size"
@@ -91,7 +91,7 @@ def plan_memory(
     if args.max_total_tokens is None:
         pages = min(pages, fitting)
     elif pages > fitting:
-        raise ConfigError(
+        raise MachineError(
             f"max_total_tokens={args.max_total_tokens} needs {pages * args.page_size * model.bytes_per_token / _MEBI:.0f} MiB beside "
             f"{weights / _MEBI:.0f} MiB of weights, above the limit of {limit / _MEBI:.0f} MiB; lower it to "
             f"{fitting * args.page_size} or raise mem_fraction_static"
