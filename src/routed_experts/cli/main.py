@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from routed_experts.cli import bench, chat, convert, doctor, generate, inspect_model, placement, serve, tiny
+from routed_experts.cli import analyze, bench, chat, convert, doctor, generate, inspect_model, placement, serve, tiny
 from routed_experts.cli.flags import Parser
 from routed_experts.cli.start import PROGRAM, start_jax, version
 from routed_experts.core.errors import MachineError, RoutedExpertsError
@@ -57,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_flags(add("bench", "tokens a second, latencies, time until ready", bench.run))
     doctor.add_flags(add("doctor", "versions, devices, and capture == replay on this machine", doctor.run))
     convert.add_flags(add("convert", "turn routed experts from one file or wire form into another", convert.run))
+    analyze.add_flags(add("analyze", "numbers and pictures of recorded routing", analyze.run))
     placement.add_flags(add("placement", "plan where experts live from recorded routing, and what it would have done", placement.run))
     tiny.add_flags(add("tiny", "write a small checkpoint with tokenizer and chat template", tiny.run))
     return parser

@@ -98,7 +98,8 @@ def assemble(
     self_check: bool = False,
 ) -> Assembly:
     """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded, bytes in all);
-    `experts` may share them out to the host, `placement` to devices; `self_check` plays captured rows back. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    `experts` may share them out to the host, `placement` to devices; `self_check` plays captured rows back.
+    Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     shares = experts is not None and experts.num_resident is not None
     source, config = _open(args, model, load_format, in_parts=shares or placement is not None)

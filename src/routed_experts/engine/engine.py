@@ -42,7 +42,8 @@ class Engine(EngineControl):
     Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from tokenizer_path);
     `load_format="dummy"` gives a folder's config random weights; `experts` keeps some experts on the host (ExpertsConfig), `placement`
     says on which of `ep_size` devices their instances are;
-    `on_phase` is told of each phase of start-up, `on_load` of (bytes loaded, bytes in all).
+    `self_check` plays captured rows back before the engine is ready; `on_phase` is told of each phase of start-up, `on_load` of (bytes
+    loaded, bytes in all).
     Raises ConfigError, CheckpointError, PlacementError or CaptureUnsupportedError."""
 
     def __init__(
