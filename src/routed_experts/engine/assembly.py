@@ -120,15 +120,11 @@ def assemble(
     plan = plan_memory(args, buckets, shapes, served.held, capture, context_length=context_length, vocab_size=config.vocab_size)
     plan = plan if parted is None else dataclasses.replace(plan, experts_host=parted.host_bytes)
     clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())
+    on = None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool)
     spec = ProgramSpec(
-        graphdef=served.graphdef,
-        capture=capture,
-        kernels=kernels,
-        attention=attention,
-        num_pages=plan.pool.num_pages,
-        raw_logprobs=args.logprobs_mode == "raw",
-        on=None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool),
-    )
+        graphdef=served.graphdef, capture=capture, kernels=kernels, attention=attention, num_pages=plan.pool.num_pages,
+        raw_logprobs=args.logprobs_mode == "raw", on=on,
+    )  # fmt: skip
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     split = None if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
     runner = split or _runner(state, spec, sizes, config, placement)
@@ -137,18 +133,17 @@ def assemble(
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
     count = runner.compile()
     clock.done("compile", f"{count} programs")
+    sizes_of_check = {"vocab_size": config.vocab_size, "context_length": context_length}
     if args.deterministic:
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
-        compared = check_determinism(new_core, vocab_size=config.vocab_size, context_length=context_length, backends=names)
+        compared = check_determinism(new_core, backends=names, **sizes_of_check)
         clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
     if self_check and capture is not None and parted is None:
-        scorer = Scorer(args, buckets, runner)
-        rows = check_replay(new_core, scorer, vocab_size=config.vocab_size, context_length=context_length)
+        rows = check_replay(new_core, Scorer(args, buckets, runner), **sizes_of_check)
         clock.done("self-check", f"{rows} rows captured, and those that were played back are those that ran")
-    caches = not args.disable_radix_cache
     return Assembly(
         core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size,
-        prefix_cache=caches, served=served,
+        prefix_cache=not args.disable_radix_cache, served=served,
     )  # fmt: skip
 
 
