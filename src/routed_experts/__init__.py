@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ConfigError,
         EngineDeadError,
         InvalidRequestError,
+        MachineError,
         PlacementError,
         PromptTooLongError,
         QueueFullError,
@@ -42,9 +43,9 @@ if TYPE_CHECKING:
     from routed_experts.engine.score import ScoreOutput
 
 _ERRORS = (
-    "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError PlacementError "
-    "PromptTooLongError QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError "
-    "RoutingReplayError WeightsMismatchError"
+    "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError MachineError "
+    "PlacementError PromptTooLongError QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError "
+    "RoutingIncompleteError RoutingReplayError WeightsMismatchError"
 )
 _HOMES = MappingProxyType(
     {
@@ -79,6 +80,7 @@ __all__ = [
     "EngineDeadError",
     "ExpertsConfig",
     "InvalidRequestError",
+    "MachineError",
     "Placement",
     "PlacementError",
     "PromptTooLongError",
