@@ -27,9 +27,9 @@ from routed_experts.core.buckets import Buckets
 from routed_experts.core.errors import ConfigError, InvalidRequestError, PlacementError
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import kv_shapes
 from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry, Offer
 from routed_experts.engine.inspection import inspect_model
+from routed_experts.engine.planning import kv_shapes
 from routed_experts.engine.score import Scorer
 from routed_experts.engine.served_model import load_model, shards_of
 from routed_experts.execution.forward_batch import BatchShape
@@ -63,7 +63,7 @@ class Greedy(Bench):
         buckets = Buckets.of(args, context_length=args.context_length)
         self.spec = config.capture_spec
         plan = plan_memory(
-            args, buckets, kv_shapes(args, served.part, state), served.held, self.spec, context_length=96, vocab_size=config.vocab_size
+            args, kv_shapes(args, served.part, state), served.held, self.spec, context_length=96, vocab_size=config.vocab_size
         )
         spec = ProgramSpec(
             graphdef=served.graphdef, capture=self.spec, kernels=kernels, attention=attention, num_pages=plan.pool.num_pages,

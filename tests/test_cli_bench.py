@@ -68,3 +68,40 @@ def test_a_start_tells_its_phases(tmp_path):
 def test_what_cannot_be_measured_ends_with_a_sentence(argv, told, capsys):
     code, out, err = run(capsys, *argv)
     assert code in (1, 2) and told in err and err.count("\n") <= 3 and "Traceback" not in err and out == ""
+
+
+def test_buckets_are_chosen_from_what_steps_cost_here(tmp_path, capsys):
+    model, file, load = write_tiny_checkpoint(tmp_path / "model"), tmp_path / "told.json", tmp_path / "load.json"
+    load.write_text(json.dumps({"decode": {"1": 5, "2": 1}, "extend": {"7": 1, "16": 2}}))
+    limits = ["--max-num-seqs", "1", "--max-num-batched-tokens", "4"]  # of serving: sizes are measured without them
+    sizes = ["--precompile-bs-paddings", "2", "--precompile-token-paddings", "16", *limits]
+    code, out, _ = run(capsys, "buckets", model, *sizes, "--rounds", "1", "--most", "2", "--load", load, "--output", file)
+    rows = json.loads(file.read_text())["rows"]
+    measured = [row for row in rows if row["list"] == "measured"]
+    pairs = {(row["step"], int(row["load"].split()[0]), int(row["buckets"])) for row in measured}
+    decode = {("decode", size, bucket) for bucket in (1, 2) for size in (1, 2) if size <= bucket}
+    assert pairs == decode | {("extend", 4, 16), ("extend", 16, 16)}
+    assert all(row["ms"] > 0 for row in rows) and code == 0 and len(out.splitlines()) == len(rows) + 1
+    for step, largest in (("decode", 2), ("extend", 16)):
+        given, best = (row for row in rows if row["step"] == step and row["list"] != "measured")
+        assert given["buckets"] == str(largest) and best["list"] == "best of 2" and best["ms"] <= given["ms"]
+        assert len(best["buckets"].split()) <= 2 and best["buckets"].split()[-1] == str(largest)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--most", "0"], "--most 0 must be at least 1"), (["--load", "normal"], "load 'normal' is unknown; choose one of uniform"),
+        (["--load", "no_such.json"], "no_such.json"),
+    ],
+)  # fmt: skip
+def test_buckets_that_cannot_be_chosen_end_with_a_sentence(flags, told, tmp_path, capsys):
+    code, out, err = run(capsys, "buckets", write_tiny_checkpoint(tmp_path / "model"), *SIZES, *flags)
+    assert code in (1, 2) and told in err and err.count("\n") == 1 and out == ""
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "{}", '{"decode": {"0": 1}, "extend": {}}', '{"decode": {"5": 1}, "extend": {"2": 1}}'])
+def test_a_file_that_holds_no_load_is_refused_with_what_one_is(text, tmp_path, capsys):
+    (tmp_path / "load.json").write_text(text)
+    code, _, err = run(capsys, "buckets", "/no/such/model", *SIZES, "--load", tmp_path / "load.json")
+    assert code == 2 and "holds no load" in err and '{"decode": {"SIZE": COUNT, ...}' in err

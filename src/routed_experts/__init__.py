@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         EngineDeadError,
         InvalidRequestError,
         MachineError,
+        MemoryPlanError,
         PlacementError,
         PromptTooLongError,
         QueueFullError,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 _ERRORS = (
     "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError MachineError "
-    "PlacementError PromptTooLongError QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError "
+    "MemoryPlanError PlacementError PromptTooLongError QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError "
     "RoutingIncompleteError RoutingReplayError WeightsMismatchError"
 )
 _HOMES = MappingProxyType(
@@ -81,6 +82,7 @@ __all__ = [
     "ExpertsConfig",
     "InvalidRequestError",
     "MachineError",
+    "MemoryPlanError",
     "Placement",
     "PlacementError",
     "PromptTooLongError",

@@ -46,3 +46,16 @@ def test_a_step_beyond_the_largest_shape_is_a_mistake_of_the_scheduler():
     buckets = Buckets.of(ServerArgs(precompile_bs_paddings=(4,), precompile_token_paddings=(16,)), context_length=64)
     with pytest.raises(StopIteration):
         buckets.shape(17, 2, all_decode=False)
+
+
+@given(requests=SIZES, more_tokens=SIZES, prefill=st.integers(1, 90), data=st.data())
+def test_no_shape_is_compiled_that_no_step_can_take(requests, more_tokens, prefill, data):
+    """A step holds at most a token of every running request and the prompt tokens that one step may take in."""
+    tokens = tuple(requests[-1] + size for size in more_tokens)
+    limit = data.draw(st.sampled_from(("max_prefill_tokens", "chunked_prefill_size")))
+    args = ServerArgs(precompile_bs_paddings=requests, precompile_token_paddings=tokens, **{limit: prefill})
+    extend = Buckets.of(args, context_length=50).extend
+    most = min(prefill, tokens[-1]) + requests[-1]
+    assert extend == tokens[: len(extend)]
+    assert extend[-1] >= most or extend == tokens
+    assert len(extend) == 1 or extend[-2] < most

@@ -16,6 +16,7 @@ from routed_experts import (
     ConfigError,
     Engine,
     InvalidRequestError,
+    MemoryPlanError,
     PromptTooLongError,
     QueueFullError,
     RoutedExpertsError,
@@ -385,8 +386,6 @@ def test_weights_that_are_integers_are_refused(tmp_path):
         ({"moe_backend": "nope"}, "moe_backend='nope' is unknown; choose auto or one of"),
         ({"attention_backend": "nope"}, "attention_backend='nope' is unknown; choose auto or one of"),
         ({"context_length": 513}, "context_length=513 is above the model's 512"),
-        ({"max_total_tokens": 10**15}, "max_total_tokens=1000000000000000 needs"),
-        ({"mem_fraction_static": 1e-12}, "leave no room for a KV page"),
         ({"precompile_bs_paddings": [4, 2]}, "precompile_bs_paddings"),
         ({"precompile_bs_paddings": []}, "precompile_bs_paddings"),
         ({"precompile_token_paddings": [0, 32]}, "precompile_token_paddings"),
@@ -399,6 +398,17 @@ def test_weights_that_are_integers_are_refused(tmp_path):
 )
 def test_arguments_that_cannot_work_are_refused(folder, said, match):
     build_refused(ConfigError, model_path=str(folder), match=match.replace("?", r"\?"), **said)
+
+
+@pytest.mark.parametrize(
+    ("said", "match"),
+    [
+        ({"max_total_tokens": 10**15}, "max_total_tokens=1000000000000000 .*it fits with max_total_tokens="),
+        ({"mem_fraction_static": 1e-12}, "does not fit: weights .*it fits with mem_fraction_static=0.0"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_with_what_would(folder, said, match):
+    build_refused(MemoryPlanError, model_path=str(folder), match=match, **said)
 
 
 def test_a_backend_that_hides_its_ids_is_refused_at_build(folder):

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import MemoryPlanError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.execution.memory_plan import device_bytes, plan_memory
 from routed_experts.memory.kv_pool import KVPoolSpec
@@ -28,8 +27,7 @@ def plan(*, context=64, capture=SPEC, dtype=jnp.bfloat16, **args):
     settings = {"page_size": 16, "precompile_bs_paddings": (4,), "precompile_token_paddings": (32,)}
     server_args = ServerArgs(**(settings | args))
     pool = KVPoolSpec(num_pages=0, page_size=server_args.page_size, num_layers=4, num_kv_heads=2, head_dim=8, dtype=jnp.dtype(dtype))
-    buckets = Buckets.of(server_args, context_length=context)
-    return plan_memory(server_args, buckets, pool, nnx.state(TwoArrays()), capture, context_length=context, vocab_size=11)
+    return plan_memory(server_args, pool, nnx.state(TwoArrays()), capture, context_length=context, vocab_size=11)
 
 
 def test_weights_are_the_sum_of_their_leaves():
@@ -66,17 +64,20 @@ def test_capture_costs_one_byte_an_id_a_slot_and_nothing_when_off():
 
 def test_what_was_asked_and_does_not_fit_is_refused_with_what_would():
     limit = math.ceil(plan(max_total_tokens=160).weights * 3)
-    with pytest.raises(ConfigError, match=r"max_total_tokens=160000 needs .* MiB .*; lower it to \d+ or raise mem_fraction_static") as told:
+    told_of = r"weights .* KV pages .*, max_total_tokens=160000 .* above the limit of .*; it fits with"
+    with pytest.raises(MemoryPlanError, match=told_of) as told:
         plan(max_total_tokens=160_000, mem_fraction_static=limit / device_bytes())
-    fits = int(str(told.value).split("lower it to ")[1].split()[0])
+    (fits,) = (way["max_total_tokens"] for way in told.value.ways if "max_total_tokens" in way)
+    assert f"max_total_tokens={fits}" in str(told.value)
     assert plan(max_total_tokens=fits, mem_fraction_static=limit / device_bytes()).pool.num_pages == fits // 16 + 1
     assert "\n" not in str(told.value) and len(str(told.value)) <= 1024
 
 
 @pytest.mark.parametrize("asked", [None, 16, 1 << 40])
 def test_weights_that_leave_no_room_are_refused(asked):
-    with pytest.raises(ConfigError, match=r"leave no room for a KV page of 16 tokens .*raise mem_fraction_static"):
+    with pytest.raises(MemoryPlanError, match=r"weights 58\.6 KiB \+ penalties .* KV pages of 16 tokens.* above the limit of 0 B") as told:
         plan(max_total_tokens=asked, mem_fraction_static=1e-12)
+    assert len(str(told.value)) <= 1024
 
 
 def test_the_printed_plan_names_every_purpose_once():

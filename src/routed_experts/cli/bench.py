@@ -1,8 +1,9 @@
-"""`routed-experts bench throughput|serve|startup`: what a model does on this machine, as a table and as JSON. Random prompts that no cache
-knows; greedy, to the full length. Figures of one run on one machine: repeat them before they are told.
+"""`routed-experts bench throughput|serve|startup|buckets`: what a model does on this machine, as a table and as JSON. Random prompts
+that no cache knows; greedy, to the full length. Figures of one run on one machine: repeat them before they are told.
 
 throughput: capture on, off, and on again, each an engine of its own, so that a drift of the machine shows as a difference of the two.
-serve: a server that runs, over HTTP, with and without rows asked for.  startup: phases of a start with an empty and a full cache."""
+serve: a server that runs, over HTTP, with and without rows asked for.  startup: phases of a start with an empty and a full cache.
+buckets: padded sizes of steps (cli/bench_buckets.py)."""
 
 import argparse
 import dataclasses
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from routed_experts.cli import bench_buckets
 from routed_experts.cli.flags import add_engine_flags, engine_args
 from routed_experts.cli.start import start_jax
 from routed_experts.core.errors import ConfigError
@@ -56,6 +58,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--rounds", type=int, default=3, metavar="N", help="after one that warms up; default: 3")
     startup = add("startup", "seconds until ready, with an empty cache of programs and with a full one", run_startup, loads=True)
     startup.add_argument("--rounds", type=int, default=1, metavar="N", help="default: 1")
+    buckets = add("buckets", "cost of steps by padded size, and the sizes that are worth a program", bench_buckets.run_buckets, loads=True)
+    bench_buckets.add_flags(buckets)
     for kind in (throughput, startup):
         add_engine_flags(kind, leave_out=("model_path", "enable_return_routed_experts"))
 

@@ -1,5 +1,5 @@
 """The table of commands, and `main`, which runs one. A wrong use, or a model that cannot be served, ends with exit code 2 and at
-most three lines. What a command needs is imported when it runs."""
+most three lines; one that this machine has no room for, with 1. What a command needs is imported when it runs."""
 
 import argparse
 import io

@@ -20,9 +20,10 @@ class Buckets:
 
     @staticmethod
     def of(args: ServerArgs, *, context_length: int) -> "Buckets":
-        """The shapes that `args` ask for."""
+        """The shapes that `args` ask for, without those above what a step can take in: every running request's token, and a prefill."""
         width = -(-context_length // args.page_size)
         requests, tokens = args.precompile_bs_paddings, args.precompile_token_paddings
+        tokens = tokens[: 1 + sum(size < args.prefill_limit + args.running_limit for size in tokens)]
         if args.deterministic:
             return Buckets(decode=(), extend=tokens[-1:], max_requests=requests[-1], table_width=width)
         return Buckets(decode=requests, extend=tokens, max_requests=requests[-1], table_width=width)

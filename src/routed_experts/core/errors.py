@@ -3,6 +3,8 @@
 Each class has one HTTP status and one stable code, so that a server needs no table of its own. Messages say what came,
 what was wanted and what to do, in one line."""
 
+from collections.abc import Mapping
+
 
 class RoutedExpertsError(Exception):
     """Base of all errors of this package."""
@@ -20,6 +22,17 @@ class ConfigError(RoutedExpertsError):
 
 class MachineError(ConfigError):
     """The machine cannot do what is asked of it: a device that is not there, or memory that does not suffice. Commands exit with 1."""
+
+
+class MemoryPlanError(MachineError):
+    """A model does not fit the device with these arguments; raised before anything is allocated. `ways`: changes of the arguments, each
+    of which would make it fit; empty if none does."""
+
+    code = "does_not_fit"
+
+    def __init__(self, message: str, *, ways: tuple[Mapping[str, int | float], ...]) -> None:
+        super().__init__(message)
+        self.ways = ways
 
 
 class CheckpointError(ConfigError):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
@@ -22,17 +21,17 @@ from routed_experts.core.placement import Placement
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.core import EngineCore
+from routed_experts.engine.planning import EnginePlan, arrays_of, plan_engine
 from routed_experts.engine.score import Scorer
 from routed_experts.engine.self_check import check_determinism, check_replay
 from routed_experts.engine.served_model import ServedModel, load_model, shapes_of, shards_of
 from routed_experts.engine.sharing import Sharing
 from routed_experts.execution.forward_batch import BatchShape
-from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
+from routed_experts.execution.memory_plan import MemoryPlan
 from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
 from routed_experts.execution.on_mesh import OnMesh
 from routed_experts.execution.placed_runner import PlacedRunner
 from routed_experts.execution.programs import ProgramSpec
-from routed_experts.memory.kv_pool import KVPoolSpec, row_width
 from routed_experts.models.expert_store import SplitModel
 from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.interface import Decoder, DecoderConfig
@@ -110,16 +109,13 @@ def assemble(
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
     kernels, attention = registry.choose(args, config.needs, instances=0 if placement is None else placement.num_instances)
     clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
+    planned = None if sharing is not None else _planned(clock, args, config, arrays_of(source, args.dtype), shards)
     served, state, parted = _load(source, config, args.dtype, sharing, shards, on_load)
     jax.block_until_ready(state)
     clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
-    context_length = context_length_of(args, config.context_length)
-    buckets = Buckets.of(args, context_length=context_length)
-    capture = config.capture_spec if args.enable_return_routed_experts else None
-    shapes = kv_shapes(args, served.part, state)
-    plan = plan_memory(args, buckets, shapes, served.held, capture, context_length=context_length, vocab_size=config.vocab_size)
-    plan = plan if parted is None else dataclasses.replace(plan, experts_host=parted.host_bytes)
-    clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())
+    host_bytes = 0 if parted is None else parted.host_bytes  # what stays on the device is known once it is parted
+    planned = planned or _planned(clock, args, config, served.arrays, None, experts_host=host_bytes)
+    plan, buckets, capture = planned.memory, planned.buckets, planned.capture
     on = None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool)
     spec = ProgramSpec(
         graphdef=served.graphdef, capture=capture, kernels=kernels, attention=attention, num_pages=plan.pool.num_pages,
@@ -133,7 +129,7 @@ def assemble(
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
     count = runner.compile()
     clock.done("compile", f"{count} programs")
-    sizes_of_check = {"vocab_size": config.vocab_size, "context_length": context_length}
+    sizes_of_check = {"vocab_size": config.vocab_size, "context_length": planned.context_length}
     if args.deterministic:
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
         compared = check_determinism(new_core, backends=names, **sizes_of_check)
@@ -142,9 +138,25 @@ def assemble(
         rows = check_replay(new_core, Scorer(args, buckets, runner), **sizes_of_check)
         clock.done("self-check", f"{rows} rows captured, and those that were played back are those that ran")
     return Assembly(
-        core=core, plan=plan, buckets=buckets, context_length=context_length, capture=capture, vocab_size=config.vocab_size,
+        core=core, plan=plan, buckets=buckets, context_length=planned.context_length, capture=capture, vocab_size=config.vocab_size,
         prefix_cache=not args.disable_radix_cache, served=served,
     )  # fmt: skip
+
+
+def _planned(
+    clock: PhaseClock,
+    args: ServerArgs,
+    config: DecoderConfig,
+    arrays: nnx.State[Any, Any],
+    shards: Shards | None,
+    *,
+    experts_host: int = 0,
+) -> EnginePlan:
+    """The plan, told to the clock."""
+    planned = plan_engine(args, config, arrays, shards)
+    plan = dataclasses.replace(planned.memory, experts_host=experts_host)
+    clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())
+    return dataclasses.replace(planned, memory=plan)
 
 
 def _runner(
@@ -211,32 +223,3 @@ def _runner_config(args: ServerArgs, buckets: Buckets, plan: MemoryPlan, vocab_s
         for mode, tokens, requests in buckets.all_shapes()
     )
     return RunnerConfig(pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=vocab_size)
-
-
-def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
-    """The pool's shapes before its size is known. Keys and values have the weights' dtype, but float32 holds those of bfloat16
-    on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are the same."""
-    dtype = jnp.result_type(jax.tree.leaves(state)[0])
-    if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-        dtype = jnp.dtype("float32")
-    cache = config.cache
-    return KVPoolSpec(
-        num_layers=cache.num_layers,
-        num_pages=0,
-        page_size=args.page_size,
-        num_kv_heads=cache.num_kv_heads,
-        head_dim=cache.head_dim if cache.latent else row_width(cache.head_dim, jax.default_backend()),
-        dtype=dtype,
-        latent=cache.latent,
-        num_recurrent=cache.num_recurrent,
-        recurrent=cache.recurrent,
-        num_requests=args.running_limit + 1,
-    )
-
-
-def context_length_of(args: ServerArgs, trained: int) -> int:
-    if args.context_length is None:
-        return trained
-    if args.context_length > trained:
-        raise ConfigError(f"context_length={args.context_length} is above the model's {trained} positions; lower it to {trained}")
-    return args.context_length

@@ -5,12 +5,10 @@ import math
 
 import jax
 
-from routed_experts.core.buckets import Buckets
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import context_length_of, kv_shapes
+from routed_experts.engine.planning import plan_engine
 from routed_experts.engine.served_model import shards_of
-from routed_experts.execution.memory_plan import plan_memory
 from routed_experts.models.interface import DecoderConfig
 from routed_experts.models.registry import ModelFolder
 
@@ -40,18 +38,14 @@ def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
     folder = ModelFolder.open(args.model_path, load_format=load_format)
     config: DecoderConfig = folder.config
     dtype = folder.dtype(args.dtype)
-    state, shards = folder.shapes(dtype), shards_of(args, config)
-    part, held = (config, state) if shards is None else (config.part(shards.split), shards.part_of(state))
-    context_length = context_length_of(args, config.context_length)
-    buckets, spec = Buckets.of(args, context_length=context_length), config.capture_spec
-    shapes = kv_shapes(args, part, state)
-    capture = spec if args.enable_return_routed_experts else None
-    plan = plan_memory(args, buckets, shapes, held, capture, context_length=context_length, vocab_size=config.vocab_size)
+    arrays, spec = folder.shapes(dtype), config.capture_spec
+    planned = plan_engine(args, config, arrays, shards_of(args, config))
+    plan = planned.memory
     return Inspection(
         architecture=type(folder.config).__name__.removesuffix("Config"),
         dtype=str(dtype),
-        num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)),
-        context_length=context_length,
+        num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(arrays)),
+        context_length=planned.context_length,
         vocab_size=config.vocab_size,
         num_layers=config.num_layers,
         moe_layer_ids=() if spec is None else spec.layer_ids,

@@ -1,7 +1,7 @@
 """Memory plan: what an engine will allocate, said before it allocates anything. Knows shapes, not arrays.
 
-The pools get what `mem_fraction_static` of the device leaves after the weights and the step; never more than every running
-request can use twice over (once running, once cached)."""
+The pools get what `mem_fraction_static` of the device leaves after the weights and what stands beside them; never more than every
+running request can use twice over (once running, once cached). What a step computes with is not planned: it has the rest."""
 
 import dataclasses
 import math
@@ -12,13 +12,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.errors import ConfigError, MachineError
+from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.execution.memory_demand import MemoryDemand, size_of
 from routed_experts.memory.kv_pool import KVPoolSpec
 
-_MEBI = 1 << 20
 _COMPUTED = ("bfloat16", "float16", "float32")
 _LISTED = 4  # names of each dtype in an error
 
@@ -47,21 +46,20 @@ class MemoryPlan:
         """The plan as it is printed, one purpose a line."""
         tokens = (self.pool.num_pages - 1) * self.pool.page_size
         each = f"each of {self.num_devices} devices, as is all of this but the host's part"
-        store = f"experts, host   {_size(self.experts_host)}  all of them; residents are among the weights, too"
+        store = f"experts, host   {size_of(self.experts_host)}  all of them; residents are among the weights, too"
         return [
-            f"weights         {_size(self.weights)}",
-            f"penalties       {_size(self.penalties)}  what each request slot has said: five bytes a token of the vocabulary",
-            f"KV pages        {_size(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes",
-            f"capture, device {_size(self.capture_device)}  rows of two steps",
-            f"capture, host   {_size(self.capture_host)}  {self.pool.num_slots:,} slots of {self.row_bytes:,} bytes, one or two an id",
+            f"weights         {size_of(self.weights)}",
+            f"penalties       {size_of(self.penalties)}  what each request slot has said: five bytes a token of the vocabulary",
+            f"KV pages        {size_of(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes",
+            f"capture, device {size_of(self.capture_device)}  rows of two steps",
+            f"capture, host   {size_of(self.capture_host)}  {self.pool.num_slots:,} slots of {self.row_bytes:,} bytes, one or two an id",
             *([store] if self.experts_host else []),
-            f"limit           {_size(self.limit)}  mem_fraction_static of {'the device' if self.num_devices == 1 else each}",
+            f"limit           {size_of(self.limit)}  mem_fraction_static of {'the device' if self.num_devices == 1 else each}",
         ]
 
 
 def plan_memory(
     args: ServerArgs,
-    buckets: Buckets,
     model: KVPoolSpec,
     state: nnx.State[Any, Any],
     capture: CaptureSpec | None,
@@ -70,41 +68,29 @@ def plan_memory(
     vocab_size: int,
 ) -> MemoryPlan:
     """Size the pool. `model` carries the model's shapes; its num_pages is not read. Of several devices, `model` and `state` are what one
-    holds. MachineError if it does not fit, ConfigError if weights are of several dtypes."""
+    holds. Raises MemoryPlanError, with the values that would fit, if it does not; ConfigError if weights are of several dtypes."""
     require_one_dtype(state)
-    weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    limit = int(device_bytes(args.tp_size) * args.mem_fraction_static)
-    row_bytes = 0 if capture is None else capture.row_bytes
-    widest = max(tokens for _, tokens, _ in buckets.all_shapes())
-    penalties = (args.running_limit + 1) * vocab_size * (np.dtype(np.int32).itemsize + np.dtype(np.bool_).itemsize)
-    capture_device = 2 * widest * row_bytes
+    demand = MemoryDemand(
+        args=args,
+        model=model,
+        weights=sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        row_bytes=0 if capture is None else capture.row_bytes,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        device=device_bytes(args.tp_size),
+    )
+    demand.require_fit()
     slots = args.max_total_tokens or 2 * args.running_limit * context_length
-    pages = max(1, slots // args.page_size)
-    left = limit - weights - penalties - capture_device - model.state_bytes
-    fitting = left // (model.bytes_per_token * args.page_size) - 1  # the padding page
-    if fitting < 1:
-        raise MachineError(
-            f"weights of {weights / _MEBI:.1f} MiB leave no room for a KV page of {args.page_size} tokens "
-            f"({args.page_size * model.bytes_per_token / _MEBI:.1f} MiB) below the limit of {limit / _MEBI:.1f} MiB; "
-            "raise mem_fraction_static, or choose a smaller dtype or page_size"
-        )
-    if args.max_total_tokens is None:
-        pages = min(pages, fitting)
-    elif pages > fitting:
-        raise MachineError(
-            f"max_total_tokens={args.max_total_tokens} needs {pages * args.page_size * model.bytes_per_token / _MEBI:.0f} MiB beside "
-            f"{weights / _MEBI:.0f} MiB of weights, above the limit of {limit / _MEBI:.0f} MiB; lower it to "
-            f"{fitting * args.page_size} or raise mem_fraction_static"
-        )
+    pages = min(max(1, slots // args.page_size), demand.fitting_pages)
     pool = dataclasses.replace(model, num_pages=pages + 1)
     return MemoryPlan(
         pool=pool,
-        weights=weights,
-        penalties=penalties,
-        capture_device=capture_device,
-        capture_host=pool.num_slots * row_bytes,
-        row_bytes=row_bytes,
-        limit=limit,
+        weights=demand.weights,
+        penalties=demand.penalties,
+        capture_device=demand.capture_device,
+        capture_host=pool.num_slots * demand.row_bytes,
+        row_bytes=demand.row_bytes,
+        limit=demand.limit,
         num_devices=args.tp_size,
     )
 
@@ -131,11 +117,3 @@ def device_bytes(devices: int = 1) -> int:
     if stats is not None and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
-
-
-def _size(count: int) -> str:
-    """Bytes in the unit that suits them, aligned."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= scale:
-            return f"{count / scale:8.1f} {unit}"
-    return f"{count:8} B  "

@@ -24,6 +24,7 @@ def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int) ->
     """Rows of one block: K passes of maximum and lowest id."""
     weights, ids, block = (*refs[-3:],) if len(refs) == 4 else (*refs, None)
     experts, top_k, num_tokens = spec.num_experts, spec.top_k, logits.shape[1]
+    first = 0 if block is None else column[0] * top_k  # read here, once: behind a store each slot would read it anew, and wait
     tokens, lanes = pl.program_id(0) * rows + jnp.arange(rows), jnp.arange(power_of_two(experts))
     inside, real = tokens < num_tokens, (lanes < experts)[None, :]
     mask = inside[:, None] & real
@@ -40,7 +41,7 @@ def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int) ->
         left = jnp.where(mine, -2.0, left)
         plgpu.store(ids.at[tokens, k], chosen, mask=inside)
         if block is not None:
-            plgpu.store(block.at[column[0] * top_k + k, tokens], chosen, mask=inside)
+            plgpu.store(block.at[first + k, tokens], chosen, mask=inside)
     if spec.renormalize:
         top = functools.reduce(jnp.maximum, picked)
         picked = [jnp.exp(value - top) for value in picked]

@@ -46,11 +46,11 @@ inline std::vector<QueryPiece> query_pieces(const AttentionShape& s, const Paged
 
 // What a row (kv head, token, head of the group) knows of the keys so far: online softmax (Milakov and Gimelshein 2018).
 struct Mix {
-  Scratch query_scratch, score_scratch, turned_scratch, top_scratch, total_scratch, mixed_scratch;
-  float *queries, *scores, *turned, *top, *total, *mixed;
+  Scratch query_scratch, score_scratch, block_scratch, top_scratch, total_scratch, mixed_scratch;
+  float *queries, *scores, *block, *top, *total, *mixed;  // block: the keys, turned, or the values of a kv head
 
   void start(int64_t rows, int64_t dim) {
-    queries = query_scratch.floats(rows * dim), scores = score_scratch.floats(rows * kKeys), turned = turned_scratch.floats(dim * kKeys);
+    queries = query_scratch.floats(rows * dim), scores = score_scratch.floats(rows * kKeys), block = block_scratch.floats(dim * kKeys);
     top = top_scratch.floats(rows), total = total_scratch.zeros(rows), mixed = mixed_scratch.zeros(rows * dim);
     std::fill(top, top + rows, kNever);
   }
@@ -60,25 +60,21 @@ struct Mix {
     float* line = scores + row * kKeys;
     vf most = vf{} + top[row];
     for (int64_t t = 0; t < seen; t += kLanes) {
-      vf part = load(line + t);
-      for (int64_t i = seen - t; i < kLanes; i++) part[i] = kNever;
-      most = part > most ? part : most;
+      const vf part = load(line + t), known = first_lanes(seen - t) ? part : vf{} + kNever;
+      most = known > most ? known : most;
     }
-    float highest = most[0];
-    for (int i = 1; i < kLanes; i++) highest = std::max(highest, most[i]);
+    const float highest = largest(most);
     vf sums = {};
     for (int64_t t = 0; t < keys; t += kLanes) {
-      const int64_t count = std::clamp<int64_t>(seen - t, 0, kLanes);
-      vf weights = exp(load(line + t) - highest);
-      for (int i = count; i < kLanes; i++) weights[i] = 0;
+      const vf weights = t < seen ? (first_lanes(seen - t) ? exp(load(line + t) - highest) : vf{}) : vf{};
       store(line + t, weights);
       sums += weights;
     }
-    const float shrink = std::exp(top[row] - highest);
+    const float shrink = exp(vf{} + (top[row] - highest))[0];
+    if (shrink != 1.0f && total[row] != 0.0f)
+      for (int64_t c = 0; c < dim; c++) mixed[row * dim + c] *= shrink;
     top[row] = highest;
     total[row] = total[row] * shrink + sum(sums);
-    if (shrink != 1.0f)
-      for (int64_t c = 0; c < dim; c++) mixed[row * dim + c] *= shrink;
   }
 };
 
@@ -114,10 +110,25 @@ void score_many(const AttentionShape& s, Mix& mix, int64_t group, int64_t rows, 
         square[i] = key == nullptr ? vf{} : count == kLanes ? load(key) : load(key, count);
       }
       transpose(square);
-      for (int i = 0; i < count; i++) store(mix.turned + (c + i) * kKeys + t, square[i]);
+      for (int i = 0; i < count; i++) store(mix.block + (c + i) * kKeys + t, square[i]);
     }
   float* scores = mix.scores + group * rows * kKeys;
-  product(rows, mix.queries + group * rows * s.dim, s.dim, mix.turned, kKeys, s.dim, padded, scores, kKeys, true);
+  product(rows, mix.queries + group * rows * s.dim, s.dim, mix.block, kKeys, s.dim, padded, scores, kKeys, true);
+}
+
+// Weights times values. Slots of one page lie side by side; for many rows all are laid so, as every run costs a walk over the rows.
+template <class T>
+void blend(const AttentionShape& s, Mix& mix, int64_t group, int64_t rows, int64_t start, int64_t keys, const T* const* slots) {
+  const float* weights = mix.scores + group * rows * kKeys;
+  float* mixed = mix.mixed + group * rows * s.dim;
+  if (rows > kFewRows) {
+    for (int64_t t = 0; t < keys; t++) convert(slots[t] + (2 * group + 1) * s.row, mix.block + t * s.dim, s.dim);
+    return product(rows, weights, kKeys, mix.block, s.dim, keys, s.dim, mixed, s.dim);
+  }
+  for (int64_t t = 0, run = 0; t < keys; t += run) {
+    run = std::min(s.page - (start + t) % s.page, keys - t);
+    product(rows, weights + t, kKeys, slots[t] + (2 * group + 1) * s.row, s.stride(), run, s.dim, mixed, s.dim);
+  }
 }
 
 template <class Q, class T>
@@ -147,15 +158,12 @@ void attend(const AttentionShape& s, const PagedStep& step, const QueryPiece& pi
       if (rows > kFewRows) score_many(s, mix, g, rows, keys, slots);
       for (int64_t r = g * rows; r < (g + 1) * rows; r++)
         mix.weigh(r, keys, std::clamp<int64_t>(step.positions[token(r)] + 1 - start, 0, keys), s.dim);
-      const float* weights = mix.scores + g * rows * kKeys;
-      for (int64_t t = 0, run = 0; t < keys; t += run) {  // slots of one page lie side by side
-        run = std::min(s.page - (start + t) % s.page, keys - t);
-        product(rows, weights + t, kKeys, slots[t] + (2 * g + 1) * s.row, s.stride(), run, s.dim, mix.mixed + g * rows * s.dim, s.dim);
-      }
+      blend(s, mix, g, rows, start, keys, slots);
     }
   }
   for (int64_t r = 0; r < all; r++) {
-    for (int64_t c = 0; c < s.dim; c++) mix.mixed[r * s.dim + c] /= std::max(mix.total[r], 1e-30f);
+    const float inverse = 1.0f / std::max(mix.total[r], 1e-30f);
+    for (int64_t c = 0; c < s.dim; c++) mix.mixed[r * s.dim + c] *= inverse;
     convert(mix.mixed + r * s.dim, out + place(r), s.dim);
   }
 }

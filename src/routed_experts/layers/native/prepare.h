@@ -26,65 +26,46 @@ struct PrepareInputs {
 };
 
 template <class T>
-inline void round_to(float* values, int64_t count) {
-  if constexpr (!std::is_same_v<T, float>) {
-    T narrow[kLanes];
-    for (int64_t i = 0; i < count; i += kLanes) {
-      const int lanes = std::min<int64_t>(kLanes, count - i);
-      store(narrow, load(values + i, lanes));
-      store(values + i, load(narrow), lanes);
-    }
-  }
+inline vf rounded(vf v) {
+  if constexpr (std::is_same_v<T, float>) return v;
+  T narrow[kLanes];
+  store(narrow, v);
+  return load(narrow);
 }
 
-// Norm and rotary of one head, in `line` of C floats.
-template <class X, class T>
-void turn(const PrepareShape& s, const X* head, const T* scale, const float* cos, const float* sin, float* line, float* spare) {
-  convert(head, line, s.dim);
+// Norm and rotary of one head.
+template <class X, class T, class Out>
+void turn(const PrepareShape& s, const X* head, const T* scale, const float* cos, const float* sin, Out* out) {
   vf squares = {};
   for (int64_t c = 0; c < s.dim; c += kLanes) {
-    const vf part = c + kLanes <= s.dim ? load(line + c) : load(line + c, s.dim - c);
+    const vf part = load_upto(head + c, s.dim - c);
     squares += part * part;
   }
   const float inverse = 1.0f / std::sqrt(sum(squares) / s.dim + s.eps);
-  for (int64_t c = 0; c < s.dim; c++) line[c] *= inverse;
-  round_to<X>(line, s.dim);
-  convert(scale, spare, s.dim);
-  for (int64_t c = 0; c < s.dim; c++) line[c] *= spare[c];
-  round_to<X>(line, s.dim);
   const int64_t half = s.dim / 2;
-  int64_t c = 0;
-  for (; c + kLanes <= half; c += kLanes) {
-    const vf low = load(line + c), high = load(line + c + half);
-    store(line + c, low * load(cos + c) - high * load(sin + c));
-    store(line + c + half, high * load(cos + c + half) + low * load(sin + c + half));
+  for (int64_t c = 0; c < half; c += kLanes) {
+    const int64_t left = half - c;
+    auto normed = [&](int64_t at) { return rounded<X>(rounded<X>(load_upto(head + at, left) * inverse) * load_upto(scale + at, left)); };
+    auto turned = [&](vf a, vf b) { return rounded<X>(a + b); };
+    const vf low = normed(c), high = normed(c + half);
+    store_upto(out + c, turned(low * load_upto(cos + c, left), -(high * load_upto(sin + c, left))), left);
+    store_upto(out + c + half, turned(high * load_upto(cos + c + half, left), low * load_upto(sin + c + half, left)), left);
   }
-  for (; c < half; c++) {
-    const float low = line[c], high = line[c + half];
-    line[c] = low * cos[c] - high * sin[c];
-    line[c + half] = high * cos[c + half] + low * sin[c + half];
-  }
-  round_to<X>(line, s.dim);
 }
 
 template <class X, class T, class P>
 void prepare_token(const PrepareShape& s, const PrepareInputs<X, T>& in, int64_t n, X* queries, P* pool) {
-  thread_local Scratch scratch;
-  float *line = scratch.floats(2 * s.dim), *spare = line + s.dim;
   const X* row = in.qkv + n * (s.heads + 2 * s.groups) * s.dim;
   const float *cos = in.cos + n * s.dim, *sin = in.sin + n * s.dim;
-  for (int64_t h = 0; h < s.heads; h++) {
-    turn(s, row + h * s.dim, in.q_norm + s.layer * s.dim, cos, sin, line, spare);
-    convert(line, queries + (n * s.heads + h) * s.dim, s.dim);
-  }
+  for (int64_t h = 0; h < s.heads; h++)
+    turn(s, row + h * s.dim, in.q_norm + s.layer * s.dim, cos, sin, queries + (n * s.heads + h) * s.dim);
   if (!in.valid[n]) return;
   const int64_t at = in.positions[n], page = s.first_page + in.page_table[in.token_rows[n] * s.pages + at / s.page];
   P* slot = pool + (page * s.page + at % s.page) * 2 * s.groups * s.dim;
   for (int64_t g = 0; g < s.groups; g++) {
-    turn(s, row + (s.heads + g) * s.dim, in.k_norm + s.layer * s.dim, cos, sin, line, spare);
-    convert(line, slot + 2 * g * s.dim, s.dim);
-    convert(row + (s.heads + s.groups + g) * s.dim, line, s.dim);
-    convert(line, slot + (2 * g + 1) * s.dim, s.dim);
+    turn(s, row + (s.heads + g) * s.dim, in.k_norm + s.layer * s.dim, cos, sin, slot + 2 * g * s.dim);
+    const X* values = row + (s.heads + s.groups + g) * s.dim;
+    for (int64_t c = 0; c < s.dim; c += kLanes) store_upto(slot + (2 * g + 1) * s.dim + c, load_upto(values + c, s.dim - c), s.dim - c);
   }
 }
 

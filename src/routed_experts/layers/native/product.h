@@ -1,6 +1,6 @@
 // out[rows, cols] += x[rows, depth] * w[depth, cols] in float32, or = where `fresh`, for weights of any dtype that lie where they were
 // loaded.
-// Few rows are bound by memory: w is walked along its rows, eight at a time, as prefetchers like it. Many rows are bound by
+// Few rows are bound by memory: w is walked along its rows, eight at a time, as memory and prefetchers like it. Many rows are bound by
 // arithmetic: tiles of 6 rows by 4 vectors stay in registers, over a panel of w that stays in cache.
 // A row's result does not depend on the other rows of the call where `rows` takes the same path.
 #pragma once
@@ -12,7 +12,8 @@ namespace rex {
 
 constexpr int kTileRows = 6;
 constexpr int kTileVectors = 4;
-constexpr int kStreamRows = 8;   // up to this many rows are streamed
+constexpr int kStreamRows = 40;  // up to this many rows are streamed
+constexpr int kSingleRows = 8;   // up to this many by single vectors, more of them by pairs, which share what they multiply with
 constexpr int kStreamDepth = 8;  // rows of w walked side by side
 constexpr int kPackAhead = 16;   // rows
 constexpr int64_t kPanelDepth = 128;  // rows of a panel: 32 KiB, which stay in the first cache
@@ -56,19 +57,27 @@ inline void ragged_columns(int64_t rows, const float* x, int64_t ldx, const W* w
   }
 }
 
+template <int Depth, int Vectors, class W>
+[[gnu::always_inline]] inline void stream_columns(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, float* out, int64_t ldo) {
+  vf lines[Depth][Vectors];
+  for (int d = 0; d < Depth; d++)
+    for (int v = 0; v < Vectors; v++) lines[d][v] = load(w + d * ldw + v * kLanes);
+  for (int d = 0; d < Depth; d++) prefetch(w + (d + Depth) * ldw, Vectors * kLanes);
+  for (int64_t r = 0; r < rows; r++) {
+    vf sums[Vectors];
+    for (int v = 0; v < Vectors; v++) sums[v] = load(out + r * ldo + v * kLanes);
+    for (int d = 0; d < Depth; d++)
+      for (int v = 0; v < Vectors; v++) sums[v] += x[r * ldx + d] * lines[d][v];
+    for (int v = 0; v < Vectors; v++) store(out + r * ldo + v * kLanes, sums[v]);
+  }
+}
+
 template <int Depth, class W>
 inline void stream(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t cols, float* out, int64_t ldo) {
-  for (int64_t c = 0; c + kLanes <= cols; c += kLanes) {
-    vf lines[Depth];
-    for (int d = 0; d < Depth; d++) lines[d] = load(w + d * ldw + c);
-    if (c * sizeof(W) % 64 == 0)
-      for (int d = 0; d < Depth; d++) __builtin_prefetch(w + (d + Depth) * ldw + c, 0, 2);
-    for (int64_t r = 0; r < rows; r++) {
-      vf sums = load(out + r * ldo + c);
-      for (int d = 0; d < Depth; d++) sums += x[r * ldx + d] * lines[d];
-      store(out + r * ldo + c, sums);
-    }
-  }
+  int64_t c = 0;
+  for (; rows > kSingleRows && c + 2 * kLanes <= cols; c += 2 * kLanes)
+    stream_columns<Depth, 2>(rows, x, ldx, w + c, ldw, out + c, ldo);
+  for (; c + kLanes <= cols; c += kLanes) stream_columns<Depth, 1>(rows, x, ldx, w + c, ldw, out + c, ldo);
 }
 
 // A panel of w as floats, row after row: where w itself lies, its rows would push one another out of the cache.

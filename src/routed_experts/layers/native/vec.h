@@ -1,5 +1,6 @@
 // Vectors of 16 floats, and the loads and stores of every weight dtype. Compilers split them where registers are narrower.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -60,6 +61,16 @@ inline void store(T* p, vf v, int count) {
   std::memcpy(p, lanes, count * sizeof(T));
 }
 
+// As many lanes as there are, at most all.
+template <class T>
+inline vf load_upto(const T* p, int64_t count) {
+  return count >= kLanes ? load(p) : load(p, count);
+}
+template <class T>
+inline void store_upto(T* p, vf v, int64_t count) {
+  if (count >= kLanes) store(p, v); else store(p, v, count);
+}
+
 // Rows between memory and float scratch.
 template <class From, class To>
 inline void convert(const From* from, To* to, int64_t count) {
@@ -74,6 +85,22 @@ inline float sum(vf v) {
   const v8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
   const v4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
   return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+inline float largest(vf v) {
+  typedef float v8 __attribute__((vector_size(32)));
+  typedef float v4 __attribute__((vector_size(16)));
+  const v8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), b = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  const v8 c = a > b ? a : b;
+  const v4 d = __builtin_shufflevector(c, c, 0, 1, 2, 3), e = __builtin_shufflevector(c, c, 4, 5, 6, 7);
+  const v4 f = d > e ? d : e;
+  return std::max(std::max(f[0], f[2]), std::max(f[1], f[3]));
+}
+
+// True in the first `count` lanes.
+inline vi first_lanes(int64_t count) {
+  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return lane < (vi{} + static_cast<int32_t>(std::min<int64_t>(count, kLanes)));
 }
 
 // Exchange the lanes of a that have bit S with those of b that have it not.

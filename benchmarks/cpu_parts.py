@@ -1,0 +1,194 @@
+"""Where a step on the CPU spends its time: each part of the native kernels beside what memory and arithmetic allow it.
+
+    python benchmarks/cpu_parts.py [--batches 1 8 32] [--dtypes float32 bfloat16] [--rounds 3]
+
+The engine runs on its own kernels, compiled here once more with a clock at each part (cpu_parts.cpp includes the sources as they are), so
+parts are timed where they stand: same buffers, same threads awake. Steps are taken one by one, from scheduling to tokens and rows on the
+host, nothing overlapped; `overlapped` is what a decode step takes when they do. A part's floor is the longer of its bytes (weights that
+are read, of experts those that were chosen; keys and values) over the rate at which this machine's cores read memory, and its arithmetic
+over the rate at which they multiply and add in registers, both measured first (a float32 product of NumPy's is told beside). What fits
+the caches can be read faster than that. Kernels compute in float32 whatever the weights are. `norms` is the rest of the layers' kernel;
+`programs` the rest between dispatch and read-back: packing, starting two programs, embedding, angles, gathering, the record's narrowing;
+`host` all Python around. `sum / step` is of the medians of all of them over that of the step."""
+
+import argparse
+import ctypes
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import VOCABULARY, Prompts, benchmark_config, benchmark_model, build, print_table, write_result
+
+from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
+from routed_experts.engine.core import EngineCore
+from routed_experts.execution.model_runner import ModelRunner, PendingStep
+from routed_experts.layers.native import toolchain
+
+PARTS = ("experts", "attention", "projections", "router", "head", "sampler", "run")
+COLUMNS = ("experts", "attention", "projections", "router", "norms", "head", "sampler", "programs", "host")
+
+
+def clocked_library() -> ctypes.CDLL:
+    """The native kernels with clocks, in place of the engine's own; call it before an engine is built."""
+    command = toolchain.compiler()
+    assert command is not None, "no C++ compiler"
+    made = Path(tempfile.mkdtemp()) / "clocked.so"
+    include = (f"-I{jax.ffi.include_dir()}", f"-I{toolchain.HERE}")
+    source = str(Path(__file__).with_suffix(".cpp"))
+    subprocess.run([*command, *toolchain.FLAGS, *toolchain._vectors(), *include, source, "-o", str(made)], check=True)
+    library = ctypes.CDLL(str(made))
+    library.rex_part_seconds.restype, library.rex_read_rate.restype = ctypes.POINTER(ctypes.c_double), ctypes.c_double
+    library.rex_read_rate.argtypes, library.rex_multiply_rate.restype = (ctypes.c_int64, ctypes.c_int, ctypes.c_int), ctypes.c_double
+    toolchain.library = lambda: library
+    return library
+
+
+def product_rate(size: int = 1536, rounds: int = 8) -> float:
+    """Operations a second of a float32 product, the best of some."""
+    a, b = np.ones((size, size), np.float32), np.ones((size, size), np.float32)
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - start)
+    return 2.0 * size**3 / min(seconds)
+
+
+class ClockedRunner:
+    """A runner that notes when its steps begin and end, and what they held; stands in for it in the core."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self.weight_version, self.exact = runner, runner.weight_version, runner.exact
+        self.began = self.ended = 0.0
+        self.batch: ModelWorkerBatch | None = None
+        self.rows: np.ndarray | None = None
+
+    def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
+        """Pack, put, start."""
+        self.batch, self.began = batch, time.perf_counter()
+        return self._runner.dispatch(batch)
+
+    def read(self, pending: PendingStep) -> StepResult:
+        """Wait for the device."""
+        result = self._runner.read(pending)
+        jax.block_until_ready(result.rows)
+        self.ended, self.rows = time.perf_counter(), result.rows
+        return result
+
+
+def work_of(batch: ModelWorkerBatch, rows: np.ndarray, itemsize: int, pool_itemsize: int) -> dict[str, tuple[float, float]]:
+    """(bytes, operations) of each part that one step cannot do without."""
+    config, tokens = benchmark_config(), batch.kv_slots.size
+    layers, hidden, spec, mixed = config.num_layers, config.hidden_size, config.router, config.num_heads * config.head_dim
+    projected, key_row = mixed + 2 * config.num_kv_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
+    ids = np.asarray(rows)[:tokens].reshape(tokens, layers, spec.top_k)
+    chosen = sum(np.unique(ids[:, layer]).size for layer in range(layers))
+    requests, expert = int((np.diff(batch.query_starts) > 0).sum()), 3 * hidden * config.expert_width
+    looked_at = int((np.asarray(batch.positions)[:tokens] + 1).sum())
+    matrices, router = hidden * projected + mixed * hidden, hidden * spec.num_experts
+    return {
+        "experts": (chosen * expert * itemsize, 2.0 * layers * tokens * spec.top_k * expert),
+        "attention": (layers * (int(batch.seq_lens.sum()) + tokens) * key_row * pool_itemsize, 4.0 * layers * looked_at * mixed),
+        "projections": (layers * matrices * itemsize, 2.0 * layers * tokens * matrices),
+        "router": (layers * router * itemsize, 2.0 * layers * tokens * router),
+        "head": (hidden * VOCABULARY * itemsize, 2.0 * requests * hidden * VOCABULARY),
+    }
+
+
+def steps_of(core: EngineCore, clock: ClockedRunner, seconds: np.ndarray, batch: int, turn: int, itemsize: int) -> list[dict[str, object]]:
+    """One batch, step by step: milliseconds of its parts, and their work."""
+    core.flush_cache()
+    core.add(Prompts(turn).requests(batch, prompt=128, new=40, ask=True))
+    steps = []
+    while not core.is_idle:
+        seconds[:] = 0.0
+        start = time.perf_counter()
+        core.step()
+        core.drain()
+        total = time.perf_counter() - start
+        if clock.batch is None:
+            continue
+        part = dict(zip(PARTS, seconds.tolist(), strict=True))
+        layers = sum(part[name] for name in COLUMNS[:4])
+        span = clock.ended - clock.began
+        part |= {"norms": part["run"] - layers, "programs": span - part["run"] - part["head"] - part["sampler"], "host": total - span}
+        phase = "decode" if clock.batch.mode is ForwardMode.DECODE else "prefill"
+        work = work_of(clock.batch, clock.rows, itemsize, clock._runner.config.pool.dtype.itemsize)
+        steps.append({"phase": phase, "tokens": clock.batch.kv_slots.size, "step": total, "work": work} | part)
+        clock.batch = None
+    return steps
+
+
+def overlapped(core: EngineCore, batch: int, turn: int) -> float:
+    """Seconds of a decode step while the next one is in flight."""
+    core.flush_cache()
+    reqs = Prompts(1000 + turn).requests(batch, prompt=128, new=40, ask=True)
+    core.add(reqs)
+    while not all(req.is_prefilled for req in reqs):
+        core.step()
+    seconds, last = [], time.perf_counter()
+    while not core.is_idle:
+        core.step()
+        seconds.append(time.perf_counter() - last)
+        last = time.perf_counter()
+    return statistics.median(seconds)
+
+
+def rows_of(steps: list[dict[str, object]], rates: tuple[float, float], **said: object) -> list[dict[str, object]]:
+    """A row of milliseconds, one of floors, one of ratios, from the medians of alike steps."""
+    step = statistics.median(one["step"] for one in steps)
+    times = {name: statistics.median(one[name] for one in steps) * 1e3 for name in COLUMNS}
+    floors = {}
+    for name in steps[0]["work"]:
+        held, operations = (statistics.median(one["work"][name][place] for one in steps) for place in (0, 1))
+        floors[name] = max(held / rates[0], operations / rates[1]) * 1e3
+    named = sum(times[name] for name in COLUMNS)
+    told = {"ms": times, "floor": floors, "ms / floor": {name: times[name] / floor for name, floor in floors.items()}}
+    whole = {"ms": step * 1e3, "floor": sum(floors.values()), "ms / floor": step * 1e3 / sum(floors.values())}
+    shown = ("-",) * len(COLUMNS)
+    return [
+        {**said, "of": what, **dict(zip(COLUMNS, shown, strict=True)), **values, "step": whole[what], "sum / step": named / step / 1e3}
+        for what, values in told.items()
+    ]
+
+
+def main() -> None:
+    """Probe, run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    library = clocked_library()
+    threads = os.cpu_count() or 1
+    rates = library.rex_read_rate(1 << 29, threads, 6), library.rex_multiply_rate(threads, 6)
+    probe = {"read GB/s": rates[0] / 1e9, "float32 Gop/s": rates[1] / 1e9, "of them, NumPy's product": product_rate() / 1e9}
+    print(probe)
+    seconds = np.ctypeslib.as_array(library.rex_part_seconds(), (len(PARTS),))
+    table: list[dict[str, object]] = []
+    for dtype in args.dtypes:
+        core = build(benchmark_model(jnp.dtype(dtype)), capture=True).core
+        clock = ClockedRunner(core.runner)
+        for batch in args.batches:
+            core.runner = clock
+            runs = [steps_of(core, clock, seconds, batch, turn, jnp.dtype(dtype).itemsize) for turn in range(args.rounds + 1)]
+            core.runner = clock._runner
+            alone = statistics.median(overlapped(core, batch, turn) for turn in range(args.rounds)) * 1e3
+            steps = [step for run in runs[1:] for step in run]  # the first one warms up
+            for phase in ("decode", "prefill"):
+                most = max(step["tokens"] for step in steps if step["phase"] == phase)
+                alike = [step for step in steps if step["phase"] == phase and step["tokens"] == most]
+                said = {"dtype": dtype, "batch": batch, "phase": phase, "tokens": most}
+                table += rows_of(alike, rates, **said, overlapped=alone if phase == "decode" else "-")
+            print_table(table[-6:])
+    print(write_result("cpu_parts", table, probe=probe, rounds=args.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""`routed-experts bench buckets MODEL`: what steps cost on this machine by their padded size, and which sizes are worth a program.
+
+Every candidate is measured when it is full and when smaller ones are in it; of all lists of at most `--most` of them, the one of least
+expected cost is told, beside the list that was given. The flags to serve with are the last column's."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from routed_experts.cli.flags import add_engine_flags, engine_args
+from routed_experts.cli.start import start_jax
+from routed_experts.core.bucket_choice import LOADS, StepCosts, choose_buckets, expected_cost, load_of
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.server_args import ServerArgs
+
+Row = dict[str, object]
+
+
+def add_flags(kind: argparse.ArgumentParser) -> None:
+    """The flags of `bench buckets`."""
+    kind.add_argument("--most", type=int, default=3, metavar="K", help="sizes in a list; default: 3")
+    kind.add_argument("--rounds", type=int, default=3, metavar="N", help="looks at each pair of sizes, after one that warms up; default: 3")
+    kind.add_argument(
+        "--load", default=None, metavar="|".join((*LOADS, "FILE.json")),
+        help='how often each size comes: a file holds {"decode": {"SIZE": COUNT, ...}, "extend": ...}; default: both names',
+    )  # fmt: skip
+    kind.add_argument("--config-only", action="store_true", help="config.json alone is there: random weights")
+    add_engine_flags(kind, leave_out=("model_path", "deterministic"))
+
+
+def run_buckets(options: argparse.Namespace) -> list[Row]:
+    """Measure, choose; the rows of the table."""
+    if options.most < 1:
+        raise ConfigError(f"--most {options.most} must be at least 1")
+    args = ServerArgs(**engine_args(options))
+    given = {"decode": args.precompile_bs_paddings, "extend": args.precompile_token_paddings}
+    loads = [read_load(name, given) for name in (LOADS if options.load is None else (options.load,))]
+    start_jax(default_platform=None)
+    from routed_experts.engine.assembly import assemble
+    from routed_experts.engine.step_cost import candidates, measure_step_costs
+
+    wide = dataclasses.replace(
+        args,
+        precompile_bs_paddings=candidates(given["decode"], least=1),
+        precompile_token_paddings=candidates(given["extend"], least=16),
+        max_running_requests=None, chunked_prefill_size=None, max_prefill_tokens=None,
+    )  # fmt: skip
+    assembly = assemble(wide, load_format="dummy" if options.config_only else "auto")
+    decode, extend = measure_step_costs(assembly, wide, rounds=options.rounds)
+    return bucket_rows({"decode": decode, "extend": extend}, given, loads, most=options.most)
+
+
+def bucket_rows(
+    costs: Mapping[str, StepCosts],
+    given: Mapping[str, tuple[int, ...]],
+    loads: Sequence[tuple[str, Mapping[str, Mapping[int, float]]]],
+    *,
+    most: int,
+) -> list[Row]:
+    """What was measured, and for every load the mean cost of a step with the given list and with the best one; `to unpadded` is over that
+    of a step whose size has, or is next below, a bucket of its own: all candidates as one list."""
+    rows: list[Row] = []
+    for step, measured in costs.items():
+        for bucket in measured.buckets:
+            for size, seconds in sorted(measured.seconds[bucket].items()):
+                alone = measured.of(size, next(one for one in measured.buckets if one >= size))
+                rows.append(_row(step, "measured", f"{size} in", (bucket,), seconds, alone))
+    for name, by_step in loads:
+        for step, measured in costs.items():
+            load = {size: share for size, share in by_step[step].items() if size <= measured.buckets[-1]}
+            alone = expected_cost(measured.buckets, measured, load)
+            best = choose_buckets(measured, load, most=most)
+            kept = tuple(size for size in given[step] if size in measured.seconds)  # one token is no extend step
+            for told, buckets in (("given", kept), (f"best of {most}", best)):
+                rows.append(_row(step, told, name, buckets, expected_cost(buckets, measured, load), alone))
+    return rows
+
+
+def read_load(name: str, given: Mapping[str, tuple[int, ...]]) -> tuple[str, Mapping[str, Mapping[int, float]]]:
+    """A load by its name or from its file, for steps of up to the largest given sizes; sizes above them are cut off by the engine, too.
+    Raises ConfigError for what is no load."""
+    if not name.endswith(".json"):
+        return name, {step: load_of(name, sizes[-1]) for step, sizes in given.items()}
+    try:
+        told = json.loads(Path(name).read_text(encoding="utf-8"))
+        counts: dict[str, dict[int, float]] = {step: _counts(told[step], sizes[-1]) for step, sizes in given.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        wanted = '{"decode": {"SIZE": COUNT, ...}, "extend": {"SIZE": COUNT, ...}} with sizes of at least 1 and positive counts'
+        raise ConfigError(f"--load {name} holds no load ({type(error).__name__}: {error}); wanted {wanted}") from error
+    return name, counts
+
+
+def _counts(told: Any, largest: int) -> dict[int, float]:
+    counts = {int(size): float(count) for size, count in cast("dict[str, float]", told).items()}
+    if not counts or min(counts) < 1 or max(counts) > largest or not all(count > 0 for count in counts.values()):
+        raise ValueError(f"sizes {sorted(counts)} and counts {list(counts.values())}, sizes allowed up to {largest}")
+    return counts
+
+
+def _row(step: str, what: str, load: str, buckets: Sequence[int], seconds: float, alone: float) -> Row:
+    told = " ".join(map(str, buckets))
+    return {"step": step, "list": what, "load": load, "ms": 1e3 * seconds, "to unpadded": seconds / alone, "buckets": told}

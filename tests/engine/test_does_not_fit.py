@@ -1,0 +1,53 @@
+"""A model that does not fit is refused before a weight is loaded; started again with what the error says, it serves."""
+
+import jax
+import pytest
+
+import routed_experts
+from routed_experts.cli import main
+from routed_experts.core.errors import MemoryPlanError
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.inspection import inspect_model
+from routed_experts.execution.memory_plan import device_bytes
+from tiny import write_tiny_checkpoint
+
+SIZES = {"precompile_bs_paddings": (1, 2), "precompile_token_paddings": (8,), "context_length": 512, "page_size": 16}
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), max_position_embeddings=512))
+
+
+def refused(folder, **said):
+    loaded, alive = [], len(jax.live_arrays())
+    with pytest.raises(MemoryPlanError) as told:
+        routed_experts.Engine(folder, on_load=lambda *bytes_: loaded.append(bytes_), **said)
+    assert not loaded and len(jax.live_arrays()) == alive, "nothing is loaded or allocated before the plan is known to fit"
+    return told.value
+
+
+def test_it_serves_with_the_values_that_the_error_gives(folder):
+    fraction = 1.2 * MIB / device_bytes()  # the weights take 1.1 MiB
+    ways = refused(folder, **SIZES, mem_fraction_static=fraction).ways
+    contexts = [way for way in ways if "context_length" in way]
+    for way in [*contexts, {"mem_fraction_static": next(way["mem_fraction_static"] for way in ways if "mem_fraction_static" in way)}]:
+        said = SIZES | {"mem_fraction_static": fraction} | way
+        with routed_experts.Engine(folder, **said, enable_return_routed_experts=True) as engine:
+            out = engine.generate(input_ids=[5, 6, 7], max_new_tokens=2, return_routed_experts=True)
+            assert len(out["output_ids"]) >= 1 and any(line.startswith("weights") for line in engine.memory_plan)
+
+
+@pytest.mark.parametrize("said", [{"max_total_tokens": 10**13}, {"mem_fraction_static": 1e-9}])
+def test_inspect_says_what_an_engine_says(folder, said, capsys):
+    error = refused(folder, **SIZES, **said)
+    with pytest.raises(MemoryPlanError) as told:
+        inspect_model(ServerArgs(model_path=folder, **SIZES, **said))
+    assert str(told.value) == str(error) and "above the limit of" in str(error) and "it fits with" in str(error)
+    flags: list[str] = []
+    for name, value in (SIZES | said).items():
+        flags += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]
+    assert main(["inspect", folder, *flags]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and str(error) in err and err.count("\n") == 1
