@@ -137,8 +137,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_engine_starts(tmp_p
 def test_an_unknown_platform_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "abacus")
     done = run("generate", str(tmp_path / "model"), "--prompt", "a")
-    assert_refused(done.returncode, done.stderr)
-    assert "abacus" in done.stderr
+    assert done.returncode == 1 and "abacus" in done.stderr and done.stderr.count("\n") <= 3
 
 
 def test_generate_writes_answers_with_their_records(tmp_path):

@@ -52,7 +52,7 @@ def test_a_start_tells_its_phases(tmp_path):
     """One of the two starts of `bench startup`: with the programs that earlier tests have left, where they keep them."""
     model, cache = write_tiny_checkpoint(tmp_path / "model"), jax.config.jax_compilation_cache_dir or tmp_path
     row = _start(make_parser().parse_args(["bench", "startup", str(model), *SIZES]), str(cache))
-    phases = [row[name] for name in ("import", "config", "kernels", "load", "plan", "allocate", "compile")]
+    phases = [row[name] for name in ("import", "config", "kernels", "load", "plan", "allocate", "compile", "self-check")]
     assert min(phases) >= 0 and 0 < max(phases) <= row["ready"], row
     with pytest.raises(ConfigError, match="no folder"):
         _start(make_parser().parse_args(["bench", "startup", "/no/such/model"]), str(cache))

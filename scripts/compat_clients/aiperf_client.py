@@ -10,7 +10,7 @@ from pathlib import Path
 url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
 SAID = (
     "--endpoint-type chat --streaming --request-count 8 --concurrency 2 "
-    "--synthetic-input-tokens-mean 32 --output-tokens-mean 8 --ui none"
+    "--synthetic-input-tokens-mean 32 --output-tokens-mean 8 --extra-inputs ignore_eos:true --use-server-token-count --ui none"
 )
 
 
@@ -20,9 +20,11 @@ def main():
         subprocess.run([*command, "--tokenizer", os.environ["COMPAT_TOKENIZER"], *SAID.split()], check=True)
         told = json.loads((Path(name) / "profile_export_aiperf.json").read_text())
         assert told["completed_request_count"]["avg"] == 8 and told["request_error_rate"]["avg"] == 0, told["error_summary"]
+        lengths = told["output_sequence_length"]
+        assert lengths["min"] == lengths["max"] == 8, lengths
         scraped = (Path(name) / "server_metrics_export.json").read_text()
         assert "routed_experts_requests_accepted" in scraped
-        print(f"8 chat streams, none failed; {scraped.count('routed_experts_')} of our metrics scraped")
+        print(f"8 chat streams of exactly 8 tokens by usage, none failed; {scraped.count('routed_experts_')} of our metrics scraped")
 
 
 main()

@@ -23,6 +23,8 @@ def main():
         told = json.loads(summary.read_text())
         failed = [value for key, value in told.items() if "failed" in key.lower()]
         assert failed == [0], told
+        lengths = [value for key, value in told.items() if key == "Avg Output Tokens"]
+        assert lengths == [8], told
         print("8 chat streams of exactly 8 tokens, none failed")
 
 

@@ -23,9 +23,11 @@ def main():
         }
         flags = [part for key, value in said.items() for part in (f"--{key}", value)]
         subprocess.run([Path(sys.executable).parent / "guidellm", "run", *flags, "--disable-console-interactive"], check=True)
-        totals = json.loads(report.read_text())["benchmarks"][0]["metrics"]["request_totals"]
+        metrics = json.loads(report.read_text())["benchmarks"][0]["metrics"]
+        totals, tokens = metrics["request_totals"], metrics["output_token_count"]["successful"]
         assert totals["successful"] == 8 and totals["errored"] == 0, totals
-        print(f"{totals['successful']} streams, {totals['errored']} failed")
+        assert (tokens["min"], tokens["max"], tokens["total_sum"]) == (8, 8, 64), tokens
+        print("8 streams of exactly 8 tokens (ignore_eos, usage in every chunk), none failed")
 
 
 main()

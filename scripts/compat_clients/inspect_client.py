@@ -1,6 +1,8 @@
 """inspect-ai: a small task through openai-api/vllm/NAME."""
 
+import json
 import os
+import urllib.request
 
 from inspect_ai import Task
 from inspect_ai import eval as evaluate
@@ -20,8 +22,21 @@ def main():
     (log,) = evaluate(task, model=model, display="none", log_dir=os.environ["TMPDIR"], **config)
     assert log.status == "success", log.error
     usage = next(iter(log.stats.model_usage.values()))
-    assert len(log.samples) == 2 and usage.output_tokens > 0
-    print(f"openai-api/vllm: {len(log.samples)} samples, {usage.output_tokens} tokens, scored")
+    said = [asked(sample.input) for sample in samples]
+    assert [one.output.completion for one in log.samples] == [answer["choices"][0]["message"]["content"] for answer in said]
+    assert usage.output_tokens == sum(answer["usage"]["completion_tokens"] for answer in said)
+    right = [one.scores["includes"].value for one in log.samples]
+    assert right == ["C" if sample.target in one.output.completion else "I" for sample, one in zip(samples, log.samples, strict=True)]
+    print(f"openai-api/vllm: 2 samples, text and {usage.output_tokens} tokens as asked without it, scored {''.join(right)}")
+
+
+def asked(question):
+    """The same question by plain HTTP."""
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 32, "temperature": 0, "seed": 1}
+    request = urllib.request.Request(os.environ["COMPAT_URL"] + "/v1/chat/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
 
 
 main()

@@ -1,30 +1,47 @@
-"""langchain-openai: ChatOpenAI and OpenAI, at once and streamed, with usage, logprobs, content parts and rows in extra_body."""
+"""langchain-openai: ChatOpenAI and OpenAI, at once and streamed, with usage, logprobs, content parts, n, and rows."""
 
 import os
 
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI, OpenAI
+from rows import rows_of
 
 url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
+SAID = {"model": model, "base_url": f"{url}/v1", "api_key": "none", "max_tokens": 8, "temperature": 0, "max_retries": 0}
+QUESTION = "What is the capital of France?"
+
+
+class ChatWithRows(ChatOpenAI):
+    """Keeps what langchain leaves out of a choice, as its own subclasses for other vendors do."""
+
+    def _create_chat_result(self, response, generation_info=None):
+        result = super()._create_chat_result(response, generation_info)
+        for generation, choice in zip(result.generations, response.choices, strict=True):
+            generation.message.response_metadata["meta_info"] = choice.model_dump()["meta_info"]
+        return result
 
 
 def main():
-    said = {"model": model, "base_url": f"{url}/v1", "api_key": "none", "max_tokens": 8, "temperature": 0, "max_retries": 0}
-    chat = ChatOpenAI(**said, stream_usage=True)
-    whole = chat.invoke("What is the capital of France?")
-    assert whole.content and whole.usage_metadata["output_tokens"] > 0 and whole.response_metadata["finish_reason"] in ("stop", "length")
-    streamed = list(chat.stream("What is the capital of France?"))
+    chat = ChatOpenAI(**SAID, stream_usage=True)
+    whole = chat.invoke(QUESTION)
+    usage = whole.usage_metadata
+    assert whole.content and usage["output_tokens"] in range(1, 9) and whole.response_metadata["finish_reason"] in ("stop", "length")
+    streamed = list(chat.stream(QUESTION))
     assert "".join(chunk.content for chunk in streamed) == whole.content
-    assert any(chunk.usage_metadata for chunk in streamed)
-    parts = chat.invoke([HumanMessage(content=[{"type": "text", "text": "What is the capital of France?"}])])
-    assert parts.content == whole.content
-    told = ChatOpenAI(**said, logprobs=True, top_logprobs=2, seed=None).invoke("hello")
-    assert len(told.response_metadata["logprobs"]["content"][0]["top_logprobs"]) == 2
-    rows = ChatOpenAI(**said, extra_body={"return_routed_experts": True}).invoke("hello")
-    assert rows.content is not None
-    text = OpenAI(**said).invoke("The sea")
-    assert isinstance(text, str) and text
-    print("ChatOpenAI (invoke, stream with usage, content parts, logprobs, extra_body) and OpenAI")
+    (told,) = [chunk.usage_metadata for chunk in streamed if chunk.usage_metadata]
+    assert all(told[name] == usage[name] for name in ("input_tokens", "output_tokens"))
+    assert chat.invoke([HumanMessage(content=[{"type": "text", "text": QUESTION}])]).content == whole.content
+    told = ChatOpenAI(**SAID, logprobs=True, top_logprobs=2, seed=None).invoke(QUESTION).response_metadata["logprobs"]["content"]
+    assert len(told) == usage["output_tokens"] and whole.content.startswith(told[0]["token"])
+    assert all(len(one["top_logprobs"]) == 2 and one["logprob"] == max(top["logprob"] for top in one["top_logprobs"]) for one in told)
+    asking = ChatWithRows(**SAID, n=2, extra_body={"return_routed_experts": True})
+    results = [asking.generate([[HumanMessage(content=QUESTION)]]).generations[0] for _ in range(2)]
+    found = [rows_of(one.message.response_metadata, usage["total_tokens"]) for result in results for one in result]
+    assert len(found) == 4 and all(rows == found[0] for rows in found), "greedy: two choices, twice, the same rows"
+    assert all(one.message.content == whole.content for result in results for one in result)
+    text = OpenAI(**SAID)
+    assert (said := text.invoke("The sea")) and "".join(text.stream("The sea")) == said
+    print("ChatOpenAI (invoke, stream with usage, content parts, logprobs, n, rows decoded, equal in two calls) and OpenAI, streamed too")
 
 
 main()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 
 url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
@@ -19,6 +20,7 @@ test_split: test
 output_type: multiple_choice
 doc_to_text: "{{question}}"
 doc_to_choice: "{{choices}}"
+target_delimiter: ""
 doc_to_target: answer
 metric_list: [{metric: acc}]
 """
@@ -35,13 +37,28 @@ metric_list: [{metric: exact_match}]
 
 
 def evaluate(folder, task, kind, path, *more):
-    """Run one task; its results."""
+    """Run one task; its results, and what the model said to each sample, in order."""
     args = f"model={model},base_url={url}{path},num_concurrent=2,max_retries=1"
     command = [Path(sys.executable).parent / "lm_eval", "run", "--model", kind, "--tasks", task, "--include_path", folder]
     template, out = ["--apply_chat_template"] if "chat" in kind else [], folder / task
-    subprocess.run([*command, "--model_args", ",".join([args, *more]), "--output_path", out, *template], check=True)
-    (results,) = out.rglob("results*.json")
-    return json.loads(results.read_text())["results"][task]
+    subprocess.run([*command, "--model_args", ",".join([args, *more]), "--output_path", out, "--log_samples", *template],
+                   check=True)  # fmt: skip
+    (results,), (samples,) = out.rglob("results*.json"), out.rglob("samples*.jsonl")
+    told = sorted((json.loads(line) for line in samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+    return json.loads(results.read_text())["results"][task], [sample["resps"] for sample in told]
+
+
+def post(path, body):
+    """An answer by plain HTTP."""
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def logprob(question, choice):
+    """Of a choice after its question, by another route: the sum over its tokens."""
+    ids = [post("/tokenize", {"prompt": text})["tokens"] for text in (question, question + choice)]
+    return sum(post("/v1/score", {"token_ids": ids[1]})["data"][0]["logprobs"][len(ids[0]) - 1 :])
 
 
 def main():
@@ -52,11 +69,19 @@ def main():
         for task, text in (("compat_choice", CHOICE), ("compat_text", TEXT)):
             (folder / f"{task}.yaml").write_text(text % questions)
         remote = ("tokenizer_backend=remote", "tokenized_requests=True")
-        choice = evaluate(folder, "compat_choice", "local-completions", "/v1/completions", *remote)
-        assert 0 <= choice["acc,none"] <= 1
-        text = evaluate(folder, "compat_text", "local-chat-completions", "/v1/chat/completions")
-        assert "exact_match,none" in text
-        print(f"local-completions (echo, logprobs, remote tokenizer): acc {choice['acc,none']}; local-chat-completions: generate_until")
+        choice, said = evaluate(folder, "compat_choice", "local-completions", "/v1/completions", *remote)
+        wanted = [[logprob(one["question"], text) for text in one["choices"]] for one in QUESTIONS]
+        seen = [[float(answer[0][0]) for answer in sample] for sample in said]
+        pairs = zip((value for row in seen for value in row), (value for row in wanted for value in row), strict=True)
+        assert all(abs(one - other) < 1e-3 for one, other in pairs), (seen, wanted)
+        right = [row.index(max(row)) == one["answer"] for row, one in zip(wanted, QUESTIONS, strict=True)]
+        assert choice["acc,none"] == sum(right) / len(right), (choice, wanted)
+        _, said = evaluate(folder, "compat_text", "local-chat-completions", "/v1/chat/completions")
+        for one, sample in zip(QUESTIONS, said, strict=True):
+            body = {"messages": [{"role": "user", "content": one["question"]}], "max_tokens": 16, "temperature": 0, "stop": ["\n"]}
+            assert sample == [[post("/v1/chat/completions", body)["choices"][0]["message"]["content"]]], sample
+        print(f"local-completions (echo, logprobs, remote tokenizer): logprobs are those of /v1/score, acc {choice['acc,none']}; "
+              "local-chat-completions: generate_until says what chat says")  # fmt: skip
 
 
 main()

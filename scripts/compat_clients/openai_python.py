@@ -1,38 +1,71 @@
-"""OpenAI's Python client: lists, completions of text and ids, chat at once and streamed, typed errors, routed experts in extra_body."""
+"""OpenAI's Python client: lists, completions of text and ids, chat at once and streamed, logprobs, n, typed errors, routed experts."""
 
 import os
 
 import openai
+from rows import rows_of
 
 url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
-MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+CHAT = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
 ROWS = {"return_routed_experts": True}
 
 
 def main():
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     assert [one.id for one in client.models.list()] == [model]
-    said = client.completions.create(model=model, prompt="The sea", max_tokens=4, n=2, seed=1, logprobs=1, extra_body=ROWS)
-    assert said.usage.completion_tokens == 8 and all(len(choice.logprobs.tokens) == 4 for choice in said.choices)
-    assert all(choice.meta_info["routed_experts"] for choice in said.choices)
-    assert client.completions.create(model=model, prompt=[[5, 6], [7]], max_tokens=2).choices[1].text is not None
-    whole = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=8, temperature=0, extra_body=ROWS)
-    assert whole.choices[0].meta_info["routed_experts_info"]["shape"][0] == whole.usage.total_tokens - 1
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=8, temperature=0, **options))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole.choices[0].message.content
-    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
-    whole = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=64, temperature=0)
-    with client.chat.completions.stream(model=model, messages=MESSAGES, max_tokens=64, temperature=0) as events:
-        assert events.get_final_completion().choices[0].message.content == whole.choices[0].message.content
+    complete(client)
+    whole = chat_at_once(client)
+    chat_streamed(client, whole)
     for wrong, kind in (({"temperature": -1}, openai.BadRequestError), ({"model": "gpt"}, openai.NotFoundError)):
         try:
             client.completions.create(**{"model": model, "prompt": "a", **wrong})
         except kind as error:
-            assert error.code and error.type
+            assert error.code and error.type and [error.param] == list(wrong), error
         else:
             raise AssertionError(f"{wrong} was not refused")
-    print("models, completions (text, ids, n, logprobs), chat, streams with usage, typed errors, rows of every choice")
+    told = "models, completions (text, ids, n, seed, logprobs), chat, streams with usage, .stream(), typed errors"
+    print(f"{told}; rows decoded: int32 = npy, streamed = at once, every choice")
+
+
+def complete(client):
+    said = {"model": model, "prompt": "The sea", "max_tokens": 4, "n": 2, "seed": 1, "logprobs": 1}
+    both, again = (client.completions.create(**said, extra_body=ROWS) for _ in range(2))
+    assert both.usage.completion_tokens == 8 and [choice.index for choice in both.choices] == [0, 1]
+    assert [choice.text for choice in both.choices] == [choice.text for choice in again.choices], "the seed is the same"
+    for choice, other in zip(both.choices, again.choices, strict=True):
+        told = choice.logprobs
+        assert "".join(told.tokens) == choice.text and len(told.token_logprobs) == 4 and max(told.token_logprobs) <= 0
+        assert all(token in top for token, top in zip(told.tokens, told.top_logprobs, strict=True))
+        total = both.usage.prompt_tokens + 4
+        assert rows_of(choice.model_dump(), total) == rows_of(other.model_dump(), total)
+    ids = client.completions.create(model=model, prompt=[[5, 6], [7]], max_tokens=2)
+    assert [choice.index for choice in ids.choices] == [0, 1] and ids.usage.prompt_tokens == 3
+
+
+def chat_at_once(client):
+    whole = client.chat.completions.create(**CHAT, max_tokens=8, logprobs=True, top_logprobs=2, extra_body=ROWS)
+    (choice,) = whole.choices
+    told = choice.logprobs.content
+    assert len(told) == whole.usage.completion_tokens and choice.message.content.startswith(told[0].token)
+    assert all(len(one.top_logprobs) == 2 and one.logprob == max(top.logprob for top in one.top_logprobs) for one in told), "greedy"
+    as_npy = client.chat.completions.create(**CHAT, max_tokens=8, extra_body={**ROWS, "routed_experts_format": "npy"})
+    total = whole.usage.total_tokens
+    assert rows_of(choice.model_dump(), total) == rows_of(as_npy.choices[0].model_dump(), total)
+    return whole
+
+
+def chat_streamed(client, whole):
+    options = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": ROWS}
+    chunks = list(client.chat.completions.create(**CHAT, max_tokens=8, **options))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage.model_copy(update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details})
+    (last,) = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
+    total = whole.usage.total_tokens
+    assert last.finish_reason == whole.choices[0].finish_reason
+    assert rows_of(last.model_dump(), total) == rows_of(whole.choices[0].model_dump(), total)
+    long = client.chat.completions.create(**CHAT, max_tokens=64)
+    with client.chat.completions.stream(**CHAT, max_tokens=64) as events:
+        assert events.get_final_completion().choices[0].message.content == long.choices[0].message.content
 
 
 main()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ConfigError,
         EngineDeadError,
         InvalidRequestError,
+        MachineError,
         MemoryPlanError,
         PlacementError,
         PromptTooLongError,
@@ -44,9 +45,9 @@ if TYPE_CHECKING:
     from routed_experts.engine.score import ScoreOutput
 
 _ERRORS = (
-    "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError MemoryPlanError "
-    "PlacementError PromptTooLongError QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError RoutingIncompleteError "
-    "RoutingReplayError WeightsMismatchError"
+    "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError MachineError "
+    "MemoryPlanError PlacementError PromptTooLongError QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError "
+    "RoutingIncompleteError RoutingReplayError WeightsMismatchError"
 )
 _HOMES = MappingProxyType(
     {
@@ -82,6 +83,7 @@ __all__ = [
     "EngineDeadError",
     "ExpertsConfig",
     "InvalidRequestError",
+    "MachineError",
     "MemoryPlanError",
     "Placement",
     "PlacementConfig",

@@ -55,7 +55,7 @@ def unhurried(world, reqs):
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_pool_for_two_sequences_and_a_bit_serves_sixteen_as_if_there_were_room(world, seed, chunk):
     pages = int(2.3 * (40 + 24) / 4)
     drive = world.drive(pages=pages, chunked_prefill_size=chunk)

@@ -1,4 +1,4 @@
-"""News of a stream come an interval apart at least: tokens share them, and nothing is lost, late at the end, or slow at the start."""
+"""News of streams are told once an interval of the clock: tokens share them, and nothing is lost, late at the end, or slow at the start."""
 
 import dataclasses
 
@@ -58,8 +58,10 @@ def test_without_an_interval_each_token_is_news(clock):
 def test_tokens_of_an_interval_share_news_and_the_first_and_the_end_wait_for_nothing(clock):
     _, alone = run(clock, 0.0)
     drive, told = run(clock, 6.0)
-    assert [when for when, _ in told] == [0.0, 6.0, 12.0, 18.0, 19.0]
-    assert [len(out.new_token_ids) for _, out in told] == [1, 6, 6, 6, 1]
+    first = clock.now - 19  # of the last step, which told the last of 20 tokens
+    moments = [second for second in range(1, 19) if (first + second) % 6 == 0]  # multiples of the interval on the clock
+    assert [when for when, _ in told] == [0.0, *moments, 19.0] and len(moments) == 3
+    assert [len(out.new_token_ids) for _, out in told] == [1, *np.diff([0, *moments, 19])]
     tokens = [token for _, out in told for token in out.new_token_ids]
     assert tokens == [token for _, out in alone for token in out.new_token_ids]
     values = [value for _, out in told for value in out.output_logprobs.values]
@@ -77,3 +79,30 @@ def test_rows_that_are_streamed_come_with_their_tokens(clock):
 def test_slower_steps_tell_each_token(clock):
     _, told = run(clock, 0.9)
     assert [len(out.new_token_ids) for _, out in told] == [1] * 20
+
+
+def test_streams_are_told_at_the_same_moments(clock):
+    drive = tiny_world(moe_backend="tapped").drive()
+    reqs = {name: request(name, random_prompt(np.random.default_rng(0), 9), 20, stream=True) for name in "ab"}
+    for req in reqs.values():
+        req.source = dataclasses.replace(req.source, stream_interval_s=6.0)
+    moments = {name: [] for name in reqs}
+    take = drive._take
+
+    def noted(batch):
+        for out in batch.outs:
+            moments[out.rid].append(clock.now)
+        take(batch)
+
+    drive._take = noted
+
+    def tick(step):
+        clock.now += 1
+        if step == 4:
+            drive.add(reqs["b"])
+
+    drive.run(reqs["a"], before_step=tick)
+    between = {name: told[1:-1] for name, told in moments.items()}  # the first token and the end have moments of their own
+    assert moments["a"][0] < moments["b"][0] and all(len(told) >= 3 for told in between.values())
+    assert all(now % 6 == 0 for told in between.values() for now in told)
+    assert set(between["a"]) & set(between["b"])

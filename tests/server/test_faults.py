@@ -3,6 +3,7 @@ exactly one outcome, no page and no row leaks, and after each kind a request is 
 
 import concurrent.futures
 import json
+import time
 
 import numpy as np
 import pytest
@@ -136,6 +137,21 @@ def test_50_flushes_and_50_pauses_under_load(server, engine):
             said = call.result(30).json()
             assert said["output_ids"] == wanted["output_ids"]
             assert np.array_equal(record_from_response(said).ids, record_from_response(wanted).ids)
+
+
+@pytest.mark.parametrize("jump_s", [86_400.0, -86_400.0, 315_360_000.0])
+def test_a_clock_that_jumps_ends_nothing(server, engine, monkeypatch, jump_s):
+    """The wall clock of the machine is set, by a day or ten years, while requests run and rows are kept."""
+    url = server.post("/generate", {**SHORT, "routed_experts_format": "ref"}).json()["meta_info"]["routed_experts_ref"]
+    calls = begun(server, engine, [LONG] * 4)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+    assert server.client.get("/health").json()["state"] == "serving"
+    assert server.client.get(url).status_code == 200, "rows have not expired"
+    for call in calls:
+        said = call.result(60).json()
+        assert said["meta_info"]["finish_reason"]["type"] == "length" and 0 < said["meta_info"]["e2e_latency"] < 600
+        rows_fit(said)
 
 
 def test_20_good_and_10_refused_updates_under_load(server, engine):

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from routed_experts.cli import bench, chat, convert, doctor, generate, inspect_model, placement, serve, tiny
+from routed_experts.cli import analyze, bench, chat, convert, doctor, generate, inspect_model, placement, serve, tiny
 from routed_experts.cli.flags import Parser
 from routed_experts.cli.start import PROGRAM, start_jax, version
-from routed_experts.core.errors import MemoryPlanError, RoutedExpertsError
+from routed_experts.core.errors import MachineError, RoutedExpertsError
 from routed_experts.demo import demo_model_path
 
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return options.run(options, began)
     except RoutedExpertsError as error:
-        return _complain(options.command, error, code=1 if isinstance(error, MemoryPlanError) else 2)
+        return _complain(options.command, error, code=1 if isinstance(error, MachineError) else 2)
     except BrokenPipeError:  # the reader of our output has left; nothing more may be written, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -57,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_flags(add("bench", "tokens a second, latencies, time until ready", bench.run))
     doctor.add_flags(add("doctor", "versions, devices, and capture == replay on this machine", doctor.run))
     convert.add_flags(add("convert", "turn routed experts from one file or wire form into another", convert.run))
+    analyze.add_flags(add("analyze", "numbers and pictures of recorded routing", analyze.run))
     placement.add_flags(add("placement", "plan where experts live from recorded routing, and what it would have done", placement.run))
     tiny.add_flags(add("tiny", "write a small checkpoint with tokenizer and chat template", tiny.run))
     return parser

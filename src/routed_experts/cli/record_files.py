@@ -1,5 +1,6 @@
 """Records out of the files that commands and servers write, all that a file holds. Knows no plan and no model."""
 
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,14 +13,27 @@ from routed_experts.core.routed_experts import RoutedExperts
 SUFFIXES = (".jsonl", ".json", ".safetensors")
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """One record, and the answer that it came in: its fields beside the rows, none for a file that is a record alone."""
+
+    record: RoutedExperts
+    answer: Mapping[str, object]
+
+
 def read_records(files: Iterable[Path]) -> list[RoutedExperts]:
+    """The records of `read_answers`."""
+    return [one.record for one in read_answers(files)]
+
+
+def read_answers(files: Iterable[Path]) -> list[Recorded]:
     """Every record of .jsonl (`generate --output`: an answer a line), .json (an answer, or a list) and .safetensors files, in order.
 
     Raises ConfigError for another suffix, RoutingFormatError naming the file and what in it holds no routed experts."""
-    return [record for file in files for record in _all_of(file)]
+    return [one for file in files for one in _all_of(file)]
 
 
-def _all_of(file: Path) -> list[RoutedExperts]:
+def _all_of(file: Path) -> list[Recorded]:
     try:
         records = list(_records_of(file))
     except (RoutingFormatError, UnicodeDecodeError, RecursionError) as error:
@@ -29,11 +43,11 @@ def _all_of(file: Path) -> list[RoutedExperts]:
     return records
 
 
-def _records_of(file: Path) -> Iterator[RoutedExperts]:
+def _records_of(file: Path) -> Iterator[Recorded]:
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"{file} ends in {file.suffix!r}; name files that end in {', '.join(SUFFIXES)}")
     if file.suffix == ".safetensors":
-        yield RoutedExperts.from_bytes(file.read_bytes())
+        yield Recorded(record=RoutedExperts.from_bytes(file.read_bytes()), answer={})
         return
     text = file.read_text(encoding="utf-8")
     for number, said in enumerate(text.splitlines() if file.suffix == ".jsonl" else [text], start=1):
@@ -51,7 +65,7 @@ def _answers(said: str, where: str) -> list[object]:
     return cast("list[object]", read) if isinstance(read, list) else [read]
 
 
-def _choices(answer: object, where: str) -> Iterator[RoutedExperts]:
+def _choices(answer: object, where: str) -> Iterator[Recorded]:
     """The records of all choices of an answer."""
     if not isinstance(answer, Mapping):
         raise RoutingFormatError(f"{where} holds no answer but a {type(answer).__name__}; wanted the answer of a server as an object")
@@ -61,4 +75,4 @@ def _choices(answer: object, where: str) -> Iterator[RoutedExperts]:
         record = record_from_response(said, choice)
         if record is None:
             raise RoutingFormatError(f"{where} holds no routed experts; generate with --enable-return-routed-experts")
-        yield record
+        yield Recorded(record=record, answer=said)

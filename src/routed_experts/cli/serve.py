@@ -52,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--expert-metrics", action="store_true", told="a series for every expert of every layer in /metrics")
     add("--cors-origin", metavar="URL", told="one origin that browsers may call from; default: none")
     add("--request-timeout", type=float, metavar="S", told="default: 600")
-    add("--stream-interval", type=float, metavar="S", told="between two events of a stream at least; default: 0.02")
+    add("--stream-interval", type=float, metavar="S", told="streams are told once in it; default: 0.025")
     add("--max-body-bytes", type=_size, metavar="BYTES", told="default: 16MiB")
     add("--shutdown-timeout", type=float, metavar="S", told="for running requests after SIGTERM; default: 30")
     add("--stall-timeout", type=float, metavar="S", told="without a step while requests run, /health is 503; default: 30")
@@ -114,7 +114,7 @@ def _load(args: ServerArgs, shared: dict[str, Any], service: "Service", began: f
             print(f"  {line}", file=sys.stderr, flush=True)
 
     bar = load_bar if sys.stderr.isatty() else None
-    return EngineDoor(Engine(**dataclasses.asdict(args), **shared, on_phase=on_phase, on_load=bar))
+    return EngineDoor(Engine(**dataclasses.asdict(args), **shared, on_phase=on_phase, on_load=bar, self_check=True))
 
 
 def _say_phase(service: "Service", name: str, seconds: float, detail: str) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import MachineError
 
 PROGRAM = "routed-experts"
 
@@ -35,7 +35,7 @@ def start_jax(*, default_platform: str | None) -> Path | None:
     try:
         jax.devices()
     except RuntimeError as error:
-        raise ConfigError(f"JAX finds no device ({error}); set JAX_PLATFORMS to one of those that are there, such as cpu") from error
+        raise MachineError(f"JAX finds no device ({error}); set JAX_PLATFORMS to one of those that are there, such as cpu") from error
     return cache
 
 

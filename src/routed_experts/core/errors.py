@@ -20,7 +20,11 @@ class ConfigError(RoutedExpertsError):
     code = "config_error"
 
 
-class MemoryPlanError(ConfigError):
+class MachineError(ConfigError):
+    """The machine cannot do what is asked of it: a device that is not there, or memory that does not suffice. Commands exit with 1."""
+
+
+class MemoryPlanError(MachineError):
     """A model does not fit the device with these arguments; raised before anything is allocated. `ways`: changes of the arguments, each
     of which would make it fit; empty if none does."""
 

@@ -64,7 +64,7 @@ class TokenizedGenerateReqInput:
     logprob_start_len: int
     top_logprobs_num: int
     routed_experts: RoutedExpertsRequest
-    stream_interval_s: float = 0.0  # between two news at least; the first token and the end wait for nothing
+    stream_interval_s: float = 0.0  # news of a stream is told once an interval of the clock; the first token and the end wait for nothing
 
     @property
     def return_routed_experts(self) -> bool:

@@ -24,7 +24,8 @@ from routed_experts.engine.core import EngineCore
 from routed_experts.engine.departures import Departures
 from routed_experts.engine.planning import EnginePlan, arrays_of, plan_engine
 from routed_experts.engine.rebalancer import Rebalancer
-from routed_experts.engine.self_check import check_determinism
+from routed_experts.engine.score import Scorer
+from routed_experts.engine.self_check import check_determinism, check_replay
 from routed_experts.engine.served_model import ServedModel, load_model, refuse_processes, shapes_of, shards_of
 from routed_experts.engine.sharing import Sharing
 from routed_experts.execution.forward_batch import BatchShape
@@ -96,9 +97,11 @@ def assemble(
     on_load: Callable[[int, int], None] | None = None,
     experts: ExpertsConfig | None = None,
     placement: PlacementConfig | None = None,
+    self_check: bool = False,
 ) -> Assembly:
     """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded, bytes in all);
-    `experts` may share them out to the host, `placement` to devices. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    `experts` may share them out to the host, `placement` to devices; `self_check` plays captured rows back.
+    Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     refuse_processes()
     shares = experts is not None and experts.num_resident is not None
@@ -117,16 +120,11 @@ def assemble(
     host_bytes = 0 if parted is None else parted.host_bytes  # what stays on the device is known once it is parted
     planned = planned or _planned(clock, args, config, served.arrays, None, experts_host=host_bytes)
     plan, buckets, capture = planned.memory, planned.buckets, planned.capture
+    on = None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool)
     spec = ProgramSpec(
-        graphdef=served.graphdef,
-        capture=capture,
-        kernels=kernels,
-        attention=attention,
-        num_pages=plan.pool.num_pages,
-        raw_logprobs=args.logprobs_mode == "raw",
-        on=None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool),
-        counted=config.capture_spec if _counts(args, sharing, placement) else None,
-    )
+        graphdef=served.graphdef, capture=capture, kernels=kernels, attention=attention, num_pages=plan.pool.num_pages,
+        raw_logprobs=args.logprobs_mode == "raw", on=on, counted=config.capture_spec if _counts(args, sharing, placement) else None,
+    )  # fmt: skip
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     split = None if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
     runner = split or _runner(state, spec, sizes, config, placement)
@@ -134,11 +132,16 @@ def assemble(
     new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, sharing, rebalancer)
     core = new_core()
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
-    clock.done("compile", f"{runner.compile()} programs")
+    count = runner.compile()
+    clock.done("compile", f"{count} programs")
+    sizes_of_check = {"vocab_size": config.vocab_size, "context_length": planned.context_length}
     if args.deterministic:
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
-        compared = check_determinism(new_core, vocab_size=config.vocab_size, context_length=planned.context_length, backends=names)
+        compared = check_determinism(new_core, backends=names, **sizes_of_check)
         clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
+    if self_check and capture is not None and parted is None:
+        rows = check_replay(new_core, Scorer(args, buckets, runner), **sizes_of_check)
+        clock.done("self-check", f"{rows} rows captured, and those that were played back are those that ran")
     return Assembly(
         core=core, plan=plan, buckets=buckets, context_length=planned.context_length, capture=capture, vocab_size=config.vocab_size,
         prefix_cache=not args.disable_radix_cache, served=served, rebalancer=rebalancer,

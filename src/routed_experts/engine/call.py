@@ -4,7 +4,7 @@ Leaving early (an exception, a closed iterator, a cancelled task) aborts what is
 
 import asyncio
 import concurrent.futures
-import queue
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from routed_experts.core.capture_spec import CaptureSpec
@@ -12,7 +12,8 @@ from routed_experts.core.io_struct import BatchStrOut, FinishReason, TokenIDOut,
 from routed_experts.engine.answer import Answer, detokenizer_of
 from routed_experts.engine.core import ABORTED
 from routed_experts.engine.ledger import StopCheck
-from routed_experts.engine.loop import EngineLoop, Sink
+from routed_experts.engine.loop import EngineLoop
+from routed_experts.engine.sinks import EventMail, EventSink, Sink, ThreadSink
 from routed_experts.engine.tokenizer import Tokenizer
 from routed_experts.scheduling.schedule_batch import Req
 
@@ -42,17 +43,13 @@ class Call:
 
     def stream(self, loop: EngineLoop) -> Iterator[dict[str, object]]:
         """Yield each answer as it grows, cumulative; `index` tells which where there are several."""
-        inbox: queue.SimpleQueue[TokenIDOut] = queue.SimpleQueue()
-
-        def sink(out: TokenIDOut) -> bool:
-            inbox.put(out)
-            return True
-
+        sink = ThreadSink()
         accepted = self.submit(loop, sink)
         try:
             accepted.result()
             while self._open:
-                yield self._said(*self.take(inbox.get()))
+                for out in sink.coming.get():
+                    yield self._said(*self.take(out))
         finally:
             self.abort_open(loop, sink)
 
@@ -64,20 +61,12 @@ class Call:
 
     async def stream_async(self, loop: EngineLoop) -> AsyncIterator[dict[str, object]]:
         """`stream` for an event loop."""
-        events, inbox = asyncio.get_running_loop(), asyncio.Queue[TokenIDOut]()
-
-        def sink(out: TokenIDOut) -> bool:
-            try:
-                events.call_soon_threadsafe(inbox.put_nowait, out)
-            except RuntimeError:  # the event loop has been closed
-                return False
-            return True
-
+        sink = EventSink(EventMail(asyncio.get_running_loop()), max_waiting=sys.maxsize)
         accepted = self.submit(loop, sink)
         try:
             await asyncio.wrap_future(accepted)
             while self._open:
-                yield self._said(*self.take(await inbox.get()))
+                yield self._said(*self.take(await sink.coming.get()))
         finally:
             self.abort_open(loop, sink)
 

@@ -46,12 +46,15 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens, return the text that is now certain; tokens after a stop string are not looked at."""
+        if self._matcher.is_empty and not self._finished:  # nothing can stop it: all at once
+            self.num_tokens += len(token_ids)
+            return self._text.feed(token_ids)
         deltas: list[str] = []
         for token_id in token_ids:
             if self._finished:
                 break
             self.num_tokens += 1
-            text = self._text.feed(token_id)
+            text = self._text.feed([token_id])
             deltas.append(text if self.num_tokens < self._min_tokens else self._scan(text))  # no stop before min_tokens
         return "".join(deltas)
 
@@ -107,13 +110,18 @@ class _StopMatcher:
                 waiting.append(child)
 
     @property
+    def is_empty(self) -> bool:
+        """Is there no stop string at all."""
+        return not self._root.following
+
+    @property
     def depth(self) -> int:
         """How many of the last characters may be the beginning of a stop string."""
         return self._node.depth
 
     def feed(self, text: str) -> tuple[str, int] | None:
         """Read on; the stop string that completes, and how many characters of `text` it took."""
-        if not self._root.following:
+        if self.is_empty:
             return None
         for place, character in enumerate(text):
             self._node = self._next(self._node, character)
@@ -138,11 +146,11 @@ class _ByteLevelText:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.work = 0
 
-    def feed(self, token_id: int) -> str:
-        self.work += 1
-        if self._skip and self._tokenizer.is_special(token_id):
-            return ""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+    def feed(self, token_ids: Sequence[int]) -> str:
+        self.work += len(token_ids)
+        tokenizer, skip = self._tokenizer, self._skip
+        told = [tokenizer.token_bytes(token_id) for token_id in token_ids if not (skip and tokenizer.is_special(token_id))]
+        return self._decoder.decode(b"".join(told))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -160,7 +168,10 @@ class _WindowText:
         self._waiting: list[int] = []
         self.work = 0
 
-    def feed(self, token_id: int) -> str:
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self._feed_one, token_ids))
+
+    def _feed_one(self, token_id: int) -> str:
         if not self._tokenizer.token_string(token_id) or (self._skip and self._tokenizer.is_special(token_id)):
             return ""
         self._waiting.append(token_id)

@@ -43,7 +43,8 @@ class Engine(EngineControl):
     Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from tokenizer_path);
     `load_format="dummy"` gives a folder's config random weights; `experts` keeps some experts on the host (ExpertsConfig), `placement`
     says on which of `ep_size` devices their instances are (a plan, its file, or a PlacementConfig with how it is served);
-    `on_phase` is told of each phase of start-up, `on_load` of (bytes loaded, bytes in all).
+    `self_check` plays captured rows back before the engine is ready; `on_phase` is told of each phase of start-up, `on_load` of (bytes
+    loaded, bytes in all).
     Raises ConfigError, CheckpointError, PlacementError or CaptureUnsupportedError."""
 
     def __init__(
@@ -57,6 +58,7 @@ class Engine(EngineControl):
         load_format: str = "auto",
         experts: ExpertsConfig | None = None,
         placement: Placement | PlacementConfig | str | os.PathLike[str] | None = None,
+        self_check: bool = False,
         **server_args: Any,
     ) -> None:
         self.server_args = _args_of(model_path, server_args)
@@ -65,7 +67,7 @@ class Engine(EngineControl):
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         keep_programs()
         how: dict[str, Any] = {"registry": registry, "clock": clock, "load_format": load_format, "on_load": on_load}
-        how |= {"experts": experts, "placement": PlacementConfig.of(placement)}
+        how |= {"experts": experts, "placement": PlacementConfig.of(placement), "self_check": self_check}
         self.compiles = CompileCount()
         try:
             assembly = assemble(args, model=model, **how)

@@ -96,7 +96,8 @@ class Ledger:
         entry = self._live[req.rid]
         told, entry.num_told = entry.num_told, req.num_output
         interval = req.source.stream_interval_s
-        entry.next_news = time.monotonic() + interval if interval else 0.0
+        # At multiples of the interval on the clock, for all streams the same: one wake-up of those who wait for them, not one for each.
+        entry.next_news = (time.monotonic() // interval + 1) * interval if interval else 0.0
         if record is not None:
             entry.rows_told = record.start + record.num_rows
         ended = req.state is ReqState.FINISHED

@@ -15,13 +15,12 @@ from routed_experts.core.errors import EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
 from routed_experts.engine.core import ABORTED, EngineCore, has_work
 from routed_experts.engine.ledger import StopCheck
+from routed_experts.engine.sinks import Sink
 from routed_experts.scheduling.schedule_batch import Req
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _TOLD_CHARS = 400
-
-Sink = Callable[[TokenIDOut], bool]  # takes news, never raises; False when nobody listens any more
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +140,8 @@ class EngineLoop:
         with self._lock:
             self._stopping = True
         for rid, sink in tuple(self._sinks.items()):
-            sink(_dead(rid, _death(self._cause)))
+            sink.take(_dead(rid, _death(self._cause)))
+            sink.ring()
         for future in self._settling:
             future.set_exception(_death(self._cause))
         while not self._inbox.empty():
@@ -160,14 +160,18 @@ class EngineLoop:
 
     def _deliver(self, outs: Sequence[TokenIDOut]) -> None:
         gone: list[str] = []
+        told: list[Sink] = []
         for out in outs:
             sink = self._sinks.get(out.rid)
             if sink is None:
                 continue
-            if not sink(out):
+            told.append(sink)
+            if not sink.take(out):
                 gone.append(out.rid)
             if out.finish_reason is not None:
                 del self._sinks[out.rid]
+        for sink in told:
+            sink.ring()
         self._abort(gone, FinishReason(type="abort", message="the caller is gone"))
 
     def _abort(self, rids: Sequence[str], reason: FinishReason) -> None:

@@ -6,22 +6,22 @@ aborts what is still running. A reader that falls behind is aborted: news never 
 import asyncio
 from collections.abc import AsyncIterator
 
-from routed_experts.core.io_struct import BatchStrOut, FinishReason, TokenIDOut
+from routed_experts.core.io_struct import BatchStrOut, FinishReason
 from routed_experts.engine.answer import Answer
 from routed_experts.engine.call import Call
 from routed_experts.engine.core import ABORTED
 from routed_experts.engine.loop import EngineLoop
+from routed_experts.engine.sinks import EventMail, EventSink
 
 
 class OpenCall:
-    """One call of one event loop. `max_backlog`: news a request that may wait for the reader."""
+    """One call of one event loop. `max_backlog`: news a request that may wait for the reader; `mail`: shared with other
+    calls of the event loop."""
 
-    def __init__(self, call: Call, loop: EngineLoop, *, max_backlog: int) -> None:
+    def __init__(self, call: Call, loop: EngineLoop, *, max_backlog: int, mail: EventMail | None = None) -> None:
         self._call, self._loop = call, loop
-        self._events, self._inbox = asyncio.get_running_loop(), asyncio.Queue[TokenIDOut]()
-        self._max_waiting = max_backlog * len(call.answers)
         self._is_closed = False
-        self._sink = self._take  # one object: the loop aborts only what was submitted with the very same sink
+        self._sink = EventSink(mail or EventMail(asyncio.get_running_loop()), max_waiting=max_backlog * len(call.answers))
 
     @property
     def answers(self) -> tuple[Answer, ...]:
@@ -35,7 +35,7 @@ class OpenCall:
     async def news(self) -> AsyncIterator[tuple[int, BatchStrOut]]:
         """Yield (index of the sequence, its news) until all have ended. Raises the error that ended one of them."""
         while self._call.is_open:
-            out = await self._inbox.get()
+            out = await self._sink.coming.get()
             yield self._call.take(out)
 
     def close(self, reason: FinishReason = ABORTED) -> None:
@@ -43,10 +43,3 @@ class OpenCall:
         if not self._is_closed:
             self._is_closed = True
             self._call.abort_open(self._loop, self._sink, reason)
-
-    def _take(self, out: TokenIDOut) -> bool:
-        try:
-            self._events.call_soon_threadsafe(self._inbox.put_nowait, out)
-        except RuntimeError:  # the event loop has been closed
-            return False
-        return self._inbox.qsize() < self._max_waiting

@@ -2,6 +2,7 @@
 
 Knows nothing of HTTP. Nothing here enters the engine thread but a call's requests: a probe is answered while a step is stuck."""
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from routed_experts.engine.open_call import OpenCall
 from routed_experts.engine.places import stats_of
 from routed_experts.engine.rebalancer import PlacementStats
 from routed_experts.engine.routing_wish import RoutingDefaults
+from routed_experts.engine.sinks import EventMail
 from routed_experts.engine.tokenizer import Tokenizer
 from routed_experts.execution.placed_runner import PlacedRunner
 from routed_experts.execution.split_runner import SplitRunner
@@ -50,6 +52,7 @@ class EngineDoor:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._assembly = engine._assembly
+        self._mail: EventMail | None = None  # of the event loop that opened the last call
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -87,7 +90,10 @@ class EngineDoor:
         requests = [dataclasses.replace(request, stream_interval_s=interval_s) for request in requests]
         mode = self.engine.server_args.logprobs_mode
         call = Call(requests, self.tokenizer, single=False, logprobs_mode=mode, capture=self.capture)
-        return OpenCall(call, self.engine._loop, max_backlog=max_backlog)
+        mail, events = self._mail, asyncio.get_running_loop()
+        if mail is None or mail.events is not events:
+            self._mail = mail = EventMail(events)
+        return OpenCall(call, self.engine._loop, max_backlog=max_backlog, mail=mail)
 
     def snapshot(self) -> EngineSnapshot:
         """How the engine is, without asking its thread: counts may be a step apart from each other."""

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.errors import MachineError
 from routed_experts.models.cuts import Cut, Split
 
 AXIS = "tensor"
@@ -44,12 +44,12 @@ class Shards:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The first V devices on one axis. Raises ConfigError where there are fewer."""
+        """The first V devices on one axis. Raises MachineError where there are fewer."""
         devices = self.devices or jax.devices()
         if len(devices) < self.split.devices:
             kind = devices[0].platform
             remedy = ", or set XLA_FLAGS=--xla_force_host_platform_device_count, which makes several of one CPU" if kind == "cpu" else ""
-            raise ConfigError(f"tp_size={self.split.devices} is above the {len(devices)} {kind} devices here; lower it{remedy}")
+            raise MachineError(f"tp_size={self.split.devices} is above the {len(devices)} {kind} devices here; lower it{remedy}")
         return Mesh(np.array(devices[: self.split.devices]), (AXIS,))
 
     def spec(self, name: str, ndim: int) -> PartitionSpec:

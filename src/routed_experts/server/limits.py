@@ -50,7 +50,7 @@ class ServerSettings:
     expert_metrics: bool = False  # a series for every expert of every layer
     cors_origin: str | None = None
     request_timeout: float = 600.0
-    stream_interval: float = 0.02  # between two events of a stream at least; tokens that come sooner share the next
+    stream_interval: float = 0.025  # streams are told once in it; tokens that come sooner share the next event
     max_body_bytes: int = 16 << 20
     shutdown_timeout: float = 30.0
     stall_timeout: float = 30.0

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
@@ -81,23 +82,28 @@ class EventStream(Response):
             if not isinstance(error, RoutedExpertsError):
                 logger.exception("a stream failed")
             await _send(send, event(answer_of(error).body))
-        await _send(send, DONE)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
     async def _send_events(self, send: Send) -> None:
+        self._last_sent = time.monotonic()
+        comments = asyncio.create_task(self._comment(send))
+        try:
+            async for chunk in self._events:
+                await _send(send, chunk)
+                self._last_sent = time.monotonic()
+        finally:
+            comments.cancel()
+            await asyncio.wait({comments})
+
+    async def _comment(self, send: Send) -> None:
+        """Keep proxies from closing a quiet connection: a comment for each while without an event."""
         while True:
-            coming = asyncio.ensure_future(anext(self._events, None))
-            try:
-                while not (await asyncio.wait({coming}, timeout=SSE_COMMENT_S))[0]:
-                    await _send(send, b": waiting\n\n")  # keeps proxies from closing a quiet connection
-            finally:
-                if not coming.done():
-                    coming.cancel()
-                    await asyncio.wait({coming})
-            chunk = coming.result()
-            if chunk is None:
-                return
-            await _send(send, chunk)
+            rest = self._last_sent + SSE_COMMENT_S - time.monotonic()
+            if rest > 0:
+                await asyncio.sleep(rest)
+            else:
+                await _send(send, b": waiting\n\n")
+                self._last_sent = time.monotonic()
 
 
 async def watched(request: Request, work: Awaitable[_T], *, timeout_s: float) -> _T:

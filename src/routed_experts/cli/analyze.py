@@ -1,0 +1,176 @@
+"""`routed-experts analyze stats|plot|report|diff|tokens FILE...`: numbers and pictures of recorded routing. Reads no model but, for the
+text of tokens, its tokenizer; starts no engine. What a plan would have done with it: `routed-experts placement`."""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from routed_experts import analysis
+from routed_experts.analysis import RoutedText
+from routed_experts.cli.record_files import SUFFIXES, Recorded, read_answers, read_records
+from routed_experts.core.errors import ConfigError, RoutingAlignmentError
+from routed_experts.core.routed_experts import RoutedExperts
+
+if TYPE_CHECKING:
+    from routed_experts.engine.tokenizer import Tokenizer
+
+Table = dict[str, Sequence[float]]  # columns, a value for each MoE layer
+_PICTURES = (".png", ".svg", ".pdf")
+_UNKNOWN = "▪"  # stands for a token whose text is not known
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The kinds of `analyze` with their flags."""
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+
+    def add(name: str, told: str, run: Callable[[argparse.Namespace], None], files: str | int) -> argparse.ArgumentParser:
+        kind = kinds.add_parser(name, help=told, description=told, allow_abbrev=False)
+        kind.set_defaults(analyse=run)
+        kind.add_argument("files", type=Path, nargs=files, metavar="FILE", help=f"recorded routing: {', '.join(SUFFIXES)}")
+        return kind
+
+    stats = add("stats", "how evenly each layer spreads its load over experts", run_stats, "+")
+    diff = add("diff", "where two runs of the same tokens chose other experts", run_diff, 2)
+    for kind in (stats, diff):
+        kind.add_argument("--json", action="store_true", help="one JSON object")
+        kind.add_argument("--csv", action="store_true", help="comma-separated values")
+    plot = add("plot", "texts tinted by expert over the load of layers and experts, as a picture", run_plot, "+")
+    plot.add_argument("--output", type=Path, required=True, metavar="PICTURE", help=f"{', '.join(_PICTURES)}")
+    report = add("report", "the same as a page to point at, in one HTML file", run_report, "+")
+    report.add_argument("--output", type=Path, required=True, metavar="FILE.html")
+    tokens = add("tokens", "the experts of each token, a line each", run_tokens, "+")
+    for kind in (plot, report, tokens):
+        kind.add_argument("--layer", type=int, default=None, metavar="L", help="hidden layer to show (default: the middle MoE layer)")
+        kind.add_argument("--tokenizer", type=Path, default=None, metavar="DIR", help="checkpoint folder, for text of what generate wrote")
+
+
+def run(options: argparse.Namespace, began: float) -> int:
+    """Read, compute, show."""
+    options.analyse(options)
+    return 0
+
+
+def run_stats(options: argparse.Namespace) -> None:
+    """Balance of each layer over all records."""
+    records = read_records(options.files)
+    found, rows = analysis.balance(*records), len(analysis.known_rows(*records))
+    columns: Table = {
+        "max / mean load": found.max_load.tolist(),
+        "gini": found.gini.tolist(),
+        "std / mean": found.variation.tolist(),
+        "entropy": found.entropy.tolist(),
+        "dead experts": found.dead.tolist(),
+    }
+    first = records[0]
+    told = {"records": len(records), "rows": rows, "num_experts": first.num_experts, "top_k": first.top_k}
+    _show(told, first.layer_ids, columns, options)
+
+
+def run_diff(options: argparse.Namespace) -> None:
+    """Two files, record by record."""
+    ours, theirs = (read_records([file]) for file in options.files)
+    if len(ours) != len(theirs):
+        a, b = options.files
+        raise RoutingAlignmentError(f"{a} holds {len(ours)} records and {b} {len(theirs)}; give two runs of the same prompts")
+    found = [analysis.routing_difference(one, other) for one, other in zip(ours, theirs, strict=True)]
+    sizes = np.array([len(one.tokens) for one in found], np.float64)
+    overlap = np.concatenate([one.overlap for one in found])
+    jaccard = np.concatenate([one.jaccard for one in found])
+    rank1 = np.array([one.rank1_agreement for one in found])
+    columns: Table = {
+        "overlap": overlap.mean(axis=0).tolist(),
+        "jaccard": jaccard.mean(axis=0).tolist(),
+        "rank-1 agreement": np.average(rank1, axis=0, weights=sizes).tolist(),
+        "flip rate": (overlap < 1).mean(axis=0).tolist(),
+    }
+    changed = (overlap < 1).any(axis=1)
+    told = {"records": len(found), "tokens": len(overlap), "tokens that differ": int(changed.sum())}
+    _show(told, ours[0].layer_ids, columns, options)
+
+
+def run_plot(options: argparse.Namespace) -> None:
+    """A picture of all records."""
+    if options.output.suffix not in _PICTURES:
+        raise ConfigError(f"--output {options.output} is none of {', '.join(_PICTURES)}; name such a file")
+    texts = _texts(options)
+    analysis.draw_routing(texts, options.output, title=_title(texts), column=_column(texts[0].record, options.layer))
+    print(f"wrote {options.output}: {_title(texts)}")
+
+
+def run_report(options: argparse.Namespace) -> None:
+    """A page of all records."""
+    texts = _texts(options)
+    page = analysis.routing_page(texts, title=_title(texts), column=_column(texts[0].record, options.layer))
+    options.output.write_text(page, encoding="utf-8")
+    print(f"wrote {options.output}: {_title(texts)}, {len(page) / 1e3:,.0f} kB")
+
+
+def run_tokens(options: argparse.Namespace) -> None:
+    """Each token's place, experts and text."""
+    for text in _texts(options):
+        column = _column(text.record, options.layer)
+        print(f"# {text.title}, layer {text.record.layer_ids[column]}")
+        for token, piece in enumerate(text.pieces):
+            experts = " ".join(f"{expert:3}" for expert in text.experts(token, column)) or "no row"
+            print(f"{token:6}  {experts}  {analysis.printable(piece)!r}")
+
+
+def _texts(options: argparse.Namespace) -> list[RoutedText]:
+    """Every record with the text of its tokens, as far as it is known."""
+    from routed_experts.engine.tokenizer import Tokenizer
+
+    tokenizer = None if options.tokenizer is None else Tokenizer.from_directory(options.tokenizer)
+    recorded = read_answers(options.files)
+    analysis.known_rows(*(one.record for one in recorded))  # refuses records of several models
+    return [
+        RoutedText(title=f"answer {number}", pieces=_pieces(one, tokenizer), record=one.record)
+        for number, one in enumerate(recorded, start=1)
+    ]
+
+
+def _pieces(recorded: Recorded, tokenizer: "Tokenizer | None") -> tuple[str, ...]:
+    """Text of each token of what `generate --output` wrote; of other files squares."""
+    said = recorded.answer
+    if tokenizer is None or "output_ids" not in said or not ("prompt" in said or "input_ids" in said):
+        return (_UNKNOWN,) * recorded.record.num_tokens
+    prompt = cast("list[int]", said["input_ids"]) if "input_ids" in said else tokenizer.encode(str(said["prompt"]))
+    return analysis.pieces_of(tokenizer.token_bytes(token) for token in [*prompt, *cast("list[int]", said["output_ids"])])
+
+
+def _column(record: RoutedExperts, layer: int | None) -> int:
+    """Of a hidden layer, or of the middle one. Raises ConfigError for one without experts."""
+    if layer is None:
+        return len(record.layer_ids) // 2
+    if layer not in record.layer_ids:
+        raise ConfigError(f"--layer {layer} has no routed experts; choose one of {', '.join(map(str, record.layer_ids))}")
+    return record.layer_ids.index(layer)
+
+
+def _title(texts: Sequence[RoutedText]) -> str:
+    record = texts[0].record
+    rows = sum(text.record.num_rows for text in texts)
+    return f"{rows:,} rows of {len(texts)} answers, {len(record.layer_ids)} MoE layers × {record.num_experts} experts top-{record.top_k}"
+
+
+def _show(told: dict[str, int], layers: Sequence[int], columns: Table, options: argparse.Namespace) -> None:
+    """As JSON, as CSV, or as a table with the mean of the layers."""
+    if options.json:
+        known = {name: [None if np.isnan(value) else value for value in values] for name, values in columns.items()}
+        print(json.dumps({**told, "layers": list(layers), **known}))
+        return
+    rows = [[layer, *values] for layer, values in zip(layers, zip(*columns.values(), strict=True), strict=True)]
+    if options.csv:
+        csv.writer(sys.stdout).writerows([["layer", *columns], *rows])
+        return
+    print(" · ".join(f"{value:,} {name}" for name, value in told.items()))
+    table = [["layer", *columns], *([str(row[0]), *(f"{value:.4g}" for value in row[1:])] for row in rows)]
+    table.append(["mean", *(f"{np.mean(values):.4g}" for values in columns.values())])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))

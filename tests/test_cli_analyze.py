@@ -1,0 +1,123 @@
+"""`routed-experts analyze`: its numbers are those of plain loops over the records, its pictures are of the records that were given."""
+
+import ast
+import csv
+import dataclasses
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from routed_experts.capture import record_from_meta_info
+from routed_experts.cli import main
+from serving import borrow
+from tiny import write_tiny_checkpoint
+
+PROMPTS = ("The cat sat", "experts", "one two three")
+
+
+def run(capsys, *argv):
+    code = main(["analyze", *(str(word) for word in argv)])
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Answers as `generate --output` writes them, another run that differs in two tokens, and a record alone."""
+    folder = tmp_path_factory.mktemp("records")
+    with borrow(enable_return_routed_experts=True) as engine:
+        answers = engine.generate(list(PROMPTS), {"temperature": 0}, max_new_tokens=6, return_routed_experts=True)
+    lines = [{"prompt": prompt, **answer} for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    (folder / "out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "one.safetensors").write_bytes(record_from_meta_info(answers[0]).to_bytes())
+    write_tiny_checkpoint(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def records(files):
+    return [record_from_meta_info(json.loads(line)) for line in (files / "out.jsonl").read_text().splitlines()]
+
+
+def test_stats_are_those_of_a_loop(files, records, capsys):
+    code, out, _ = run(capsys, "stats", files / "out.jsonl", "--json")
+    told = json.loads(out)
+    rows = [row for record in records for row in record.ids.tolist()]
+    assert code == 0 and told["layers"] == [1, 2, 3] and (told["records"], told["rows"], told["num_experts"]) == (3, len(rows), 16)
+    for layer in range(3):
+        counts = Counter(expert for row in rows for expert in row[layer])
+        shares = [counts[expert] / (len(rows) * 4) for expert in range(16)]
+        assert told["dead experts"][layer] == shares.count(0)
+        assert told["max / mean load"][layer] == pytest.approx(max(shares) * 16)
+        assert told["entropy"][layer] == pytest.approx(-sum(share * math.log(share) for share in shares if share) / math.log(16))
+        assert told["std / mean"][layer] == pytest.approx(np.std(shares) / np.mean(shares))
+
+
+def test_tables_and_csv_tell_the_same(files, capsys):
+    _, out, _ = run(capsys, "stats", files / "out.jsonl", "--csv")
+    rows = list(csv.DictReader(out.splitlines()))
+    _, said, _ = run(capsys, "stats", files / "out.jsonl", "--json")
+    assert [int(row["layer"]) for row in rows] == [1, 2, 3]
+    assert [float(row["gini"]) for row in rows] == json.loads(said)["gini"]
+    _, table, _ = run(capsys, "stats", files / "out.jsonl")
+    lines = table.splitlines()
+    assert len(lines) == 6 and lines[-1].split()[0] == "mean" and f"{float(rows[0]['gini']):.4g}" in lines[2]
+
+
+def test_a_difference_is_where_it_was_made(files, records, capsys, tmp_path):
+    first = records[0]
+    ids = first.ids.copy()
+    free = next(expert for expert in range(16) if expert not in ids[2, 1])
+    ids[2, 1, 3] = free  # one of four experts of one token and layer
+    ids[4, 2, :2] = ids[4, 2, 1::-1]  # the same experts in another order
+    (tmp_path / "b.safetensors").write_bytes(dataclasses.replace(first, ids=ids).to_bytes())
+    code, out, _ = run(capsys, "diff", files / "one.safetensors", tmp_path / "b.safetensors", "--json")
+    told, rows = json.loads(out), first.num_rows
+    assert code == 0 and (told["tokens"], told["tokens that differ"]) == (rows, 1)
+    assert told["flip rate"] == pytest.approx([0, 1 / rows, 0])
+    assert told["overlap"] == pytest.approx([1, 1 - 0.25 / rows, 1])
+    assert told["rank-1 agreement"] == pytest.approx([1, 1, 1 - 1 / rows])
+    assert "1 tokens that differ" in run(capsys, "diff", files / "one.safetensors", tmp_path / "b.safetensors")[1]
+    same = json.loads(run(capsys, "diff", files / "out.jsonl", files / "out.jsonl", "--json")[1])
+    assert same["tokens that differ"] == 0 and same["records"] == 3 and same["overlap"] == [1, 1, 1]
+
+
+def test_tokens_stand_beside_their_experts(files, records, capsys):
+    code, out, _ = run(capsys, "tokens", files / "out.jsonl", "--layer", 2, "--tokenizer", files / "model")
+    blocks = out.split("# ")[1:]
+    assert code == 0 and len(blocks) == 3
+    for block, record, line in zip(blocks, records, (files / "out.jsonl").read_text().splitlines(), strict=True):
+        lines = [one.split(maxsplit=5) for one in block.splitlines()[1:]]  # token, four experts, text
+        assert [[int(word) for word in one[1:5]] for one in lines[:-1]] == record.ids[:, 1].tolist()
+        assert lines[-1][1:3] == ["no", "row"], "the last token was never fed"
+        assert "".join(ast.literal_eval(one[5]) for one in lines[:-1]).startswith(json.loads(line)["prompt"])
+    squares = run(capsys, "tokens", files / "one.safetensors")[1]
+    assert squares.count("▪") == records[0].num_tokens and "layer 2" in squares
+
+
+def test_pictures_and_pages_are_written(files, capsys, tmp_path):
+    code, out, _ = run(capsys, "report", files / "out.jsonl", "--output", tmp_path / "a.html", "--tokenizer", files / "model")
+    page = (tmp_path / "a.html").read_text()
+    assert code == 0 and "3 answers" in out and "3 texts" in page and "http://" not in page.replace("http://www.w3.org", "")
+    assert run(capsys, "plot", files / "out.jsonl", "--output", tmp_path / "a.png", "--layer", 3)[0] == 0
+    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert run(capsys, "plot", files / "one.safetensors", "--output", tmp_path / "a.svg")[0] == 0
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_what_is_wrong_is_said(files, capsys, tmp_path):
+    out = files / "out.jsonl"
+    (tmp_path / "bare.jsonl").write_text('{"text": "no rows"}\n')
+    for argv, words in (
+        (["stats", tmp_path / "bare.jsonl"], "bare.jsonl: line 1 holds no routed experts"),
+        (["stats", files / "model" / "config.json"], "holds no routed experts"),
+        (["diff", out, files / "one.safetensors"], "holds 3 records and"),
+        (["plot", out, "--output", tmp_path / "a.gif"], "is none of .png, .svg, .pdf"),
+        (["tokens", out, "--layer", 0], "--layer 0 has no routed experts; choose one of 1, 2, 3"),
+    ):
+        code, _, err = run(capsys, *argv)
+        assert code == 2 and words in err and err.count("\n") == 1 and "Traceback" not in err, err
+    code, _, err = run(capsys, "report", out, "--output", tmp_path / "no" / "a.html")
+    assert code == 1 and "a.html" in err
