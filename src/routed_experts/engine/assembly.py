@@ -140,7 +140,7 @@ def assemble(
         compared = check_determinism(new_core, backends=names, **sizes_of_check)
         clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
     if self_check and capture is not None and parted is None:
-        rows = check_replay(new_core, Scorer(args, buckets, runner), **sizes_of_check)
+        rows = check_replay(new_core, Scorer(args, buckets, runner, lambda start: start()), **sizes_of_check)
         clock.done("self-check", f"{rows} rows captured, and those that were played back are those that ran")
     return Assembly(
         core=core, plan=plan, buckets=buckets, context_length=planned.context_length, capture=capture, vocab_size=config.vocab_size,

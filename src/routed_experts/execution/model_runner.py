@@ -62,7 +62,7 @@ class ModelRunner:
         self._last_tokens = zeros(_shape((config.num_request_slots,), jnp.int32), on)
         self._spoken = zeros(abstract_spoken(config), on)  # now: the first penalty must not find the device full, nor compile
         self._everywhere = None if on is None else on.everywhere
-        self._counts = self._no_counts()
+        self._counts = _no_counts(self.spec, self._everywhere)
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
         self._copies = next(iter(self._last_tokens.devices())).platform != "cpu"  # there the host reads an output where it lies
 
@@ -110,13 +110,9 @@ class ModelRunner:
         """Slots by phase (prompt, generated), MoE layer and expert of the steps that were dispatched since they were taken last; on
         their way to the host, and there when these steps have ended. Later steps count from 0: nothing waits, and no program runs."""
         assert self._counts is not None, "an engine whose steps are counted"
-        taken, self._counts = self._counts, self._no_counts()
+        taken, self._counts = self._counts, _no_counts(self.spec, self._everywhere)
         taken.copy_to_host_async()
         return taken
-
-    def _no_counts(self) -> Int32[Array, "F M E"] | None:
-        wanted = self.spec.counts
-        return None if wanted is None else jax.device_put(np.zeros(wanted.shape, wanted.dtype), self._everywhere)
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
         """What `compile` compiles."""
@@ -186,6 +182,11 @@ class ModelRunner:
     def poison(self) -> None:
         """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""
         self._pool = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 3e4, leaf.dtype, device=leaf.sharding), self._pool)
+
+
+def _no_counts(spec: ProgramSpec, everywhere: Any) -> Int32[Array, "F M E"] | None:
+    wanted = spec.counts
+    return None if wanted is None else jax.device_put(np.zeros(wanted.shape, wanted.dtype), everywhere)
 
 
 def program_jobs(
