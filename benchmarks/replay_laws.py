@@ -43,7 +43,7 @@ def serving_laws(config: Qwen3MoeConfig, sizes: Sizes) -> Rows:
     bench = bench_of(model, sizes, tapped=False)
 
     def score(bench: Bench, tokens: np.ndarray, records: list[RoutedExperts] | None) -> tuple[np.ndarray, list[RoutedExperts]]:
-        scorer = Scorer(bench.args, bench.assembly.buckets, bench.runner)
+        scorer = Scorer(bench.args, bench.assembly.buckets, bench.runner, lambda start: start())
         outputs = scorer.run([*tokens], records, lambda: (bench.runner.state, 0))
         return np.stack([out.logprobs for out in outputs]), [out.routed_experts for out in outputs if out.routed_experts is not None]
 

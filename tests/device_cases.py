@@ -138,7 +138,8 @@ def dense(folder):
     for tp in (1, 2, 4):
         bench = Greedy(folder, tp, compiles=False)
         runner = bench.runner
-        told.append(Scorer(bench.args, bench.assembly.buckets, runner).run(prompts, None, lambda runner=runner: (runner.state, 0)))
+        scorer = Scorer(bench.args, bench.assembly.buckets, runner, lambda start: start())
+        told.append(scorer.run(prompts, None, lambda runner=runner: (runner.state, 0)))
     for one, *others in zip(*told, strict=True):
         for other in others:
             assert other.routed_experts is None
