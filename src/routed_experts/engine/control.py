@@ -2,7 +2,6 @@
 
 Every method may be called from any thread and acts between two steps."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -52,7 +51,7 @@ class EngineControl(EnginePlaces):
         refuse_split(self._assembly.core, "update_weights")
         if not isinstance(donate, bool):
             raise InvalidRequestError(f"donate={shown(donate)} must be True or False", param="donate")
-        with self._placing, self._scorer.turn if donate else contextlib.nullcontext():
+        with self._placing, self._scorer.turn:  # weights that were donated before are deleted by this exchange
             served, core = served_now(self._assembly), self._assembly.core
             load = lambda: served.placed(state_of(state, served.arrays), donate=donate)  # noqa: E731
             _exchange(self._loop, core, load, version=version, cache=cache, donate=donate)
@@ -61,7 +60,7 @@ class EngineControl(EnginePlaces):
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests go on.
         Raises WeightsMismatchError where config.json is of another model, CheckpointError where the folder is damaged."""
         refuse_split(self._assembly.core, "update_weights_from_disk")
-        with self._placing:
+        with self._placing, self._scorer.turn:
             served, core = served_now(self._assembly), self._assembly.core
             _exchange(self._loop, core, lambda: state_of_folder(path, served), version=version, cache=cache)
 
