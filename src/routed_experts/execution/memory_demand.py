@@ -44,7 +44,7 @@ class MemoryDemand:
 
     @property
     def capture_device(self) -> int:
-        """Bytes of the rows of two steps of the largest padded size."""
+        """Bytes of the rows of two steps of the largest padded size. Rows of small steps that wait to be filed are not in it."""
         shapes = Buckets.of(self.args, context_length=self.context_length).all_shapes()
         return 2 * max(tokens for _, tokens, _ in shapes) * self.row_bytes
 
