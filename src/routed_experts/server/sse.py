@@ -93,7 +93,9 @@ class EventStream(Response):
                 self._last_sent = time.monotonic()
         finally:
             comments.cancel()
-            await asyncio.wait({comments})
+            (end,) = await asyncio.gather(comments, return_exceptions=True)
+            if isinstance(end, Exception):  # it ended before it was cancelled
+                raise end
 
     async def _comment(self, send: Send) -> None:
         """Keep proxies from closing a quiet connection: a comment for each while without an event."""
