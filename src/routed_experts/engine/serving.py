@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from routed_experts.engine.arrivals import Arrivals
 from routed_experts.engine.call import Call
 from routed_experts.engine.engine import Engine
 from routed_experts.engine.open_call import OpenCall
@@ -22,7 +23,8 @@ class EngineDoor:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._assembly = engine._assembly
-        self._mail: EventMail | None = None  # of the event loop that opened the last call
+        self._mail: EventMail | None = None  # both of the event loop that opened the last call
+        self._arrivals: Arrivals | None = None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -60,10 +62,10 @@ class EngineDoor:
         requests = [dataclasses.replace(request, stream_interval_s=interval_s) for request in requests]
         mode = self.engine.server_args.logprobs_mode
         call = Call(requests, self.tokenizer, single=False, logprobs_mode=mode, capture=self.capture)
-        mail, events = self._mail, asyncio.get_running_loop()
-        if mail is None or mail.events is not events:
-            self._mail = mail = EventMail(events)
-        return OpenCall(call, self.engine._loop, max_backlog=max_backlog, mail=mail)
+        mail, arrivals, events, loop = self._mail, self._arrivals, asyncio.get_running_loop(), self.engine._loop
+        if mail is None or arrivals is None or mail.events is not events:
+            self._mail, self._arrivals = mail, arrivals = EventMail(events), Arrivals(events, loop)
+        return OpenCall(call, loop, max_backlog=max_backlog, mail=mail, arrivals=arrivals)
 
     def wait(self) -> BaseException | None:
         """Wait until the engine's thread has ended; the exception that ended it, or None after a shutdown."""
