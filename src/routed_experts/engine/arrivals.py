@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from routed_experts.engine.loop import EngineLoop, Submission
+from routed_experts.engine.loop import EngineLoop, Submission, is_idle, submit_all
 
 QUIET_S = 0.001  # without another call: then they go
 GATHER_S = 0.01  # at most, from the first call on
@@ -32,7 +32,7 @@ class Arrivals:
         self._last = time.monotonic()
         if not self._waiting:
             self._first = self._last
-            self.events.call_later(QUIET_S if self._loop.is_idle else 0.0, self._look)
+            self.events.call_later(QUIET_S if is_idle(self._loop) else 0.0, self._look)
         self._waiting.append((submission, accepted))
         await accepted
 
@@ -40,12 +40,12 @@ class Arrivals:
         """Hand over, or wait for those who still come."""
         now = time.monotonic()
         rest = min(self._last + QUIET_S, self._first + GATHER_S) - now
-        if rest > 0 and self._loop.is_idle:
+        if rest > 0 and is_idle(self._loop):
             self.events.call_later(rest, self._look)
             return
         waiting, self._waiting = [one for one in self._waiting if not one[1].done()], []
         if waiting:
-            handed = self._loop.submit_all([submission for submission, _ in waiting])
+            handed = submit_all(self._loop, [submission for submission, _ in waiting])
             handed.add_done_callback(lambda done: _pass_on(self.events, waiting, done))
 
 

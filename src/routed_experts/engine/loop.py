@@ -58,36 +58,7 @@ class EngineLoop:
     def submit(self, call: Submission) -> concurrent.futures.Future[None]:
         """Hand over the requests of one call, all or none; the future tells when they are in. QueueFullError if they do not fit,
         InvalidRequestError if an id is in use, EngineDeadError after the end. Cancelled in time, they never come in."""
-        return self._promise(lambda: self._accept(call))
-
-    def submit_all(self, calls: Sequence[Submission]) -> "concurrent.futures.Future[list[Exception | None]]":
-        """`submit` several at once, before the next step; the future gives what `submit` would have raised for each, or raises
-        EngineDeadError."""
-
-        def outcome(call: Submission) -> Exception | None:
-            try:
-                self._accept(call)
-            except RoutedExpertsError as refusal:
-                return refusal
-            return None
-
-        return self._promise(lambda: [outcome(call) for call in calls])
-
-    def _accept(self, call: Submission) -> None:
-        ledger, reqs = self._core.ledger, call.reqs
-        taken = next((req.rid for req in reqs if ledger.find(req.rid) is not None or ledger.has_group(req.source.group)), None)
-        if taken is not None:
-            text = f"rid={taken!r} is the id of a request that has not ended; choose another, or leave it out"
-            raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
-        if any(req.rid in self._sinks for req in reqs):  # aborted, but its caller has not been told: that comes first
-            _finish_step_in_flight(self)
-        self._core.add(reqs, call.stops)
-        self._sinks.update(dict.fromkeys((req.rid for req in reqs), call.sink))
-
-    @property
-    def is_idle(self) -> bool:
-        """Has every request that was taken in ended. From any thread, and perhaps no longer so."""
-        return self._core.ledger.num_live == 0
+        return self._promise(lambda: _accept(self, call))
 
     def call(self, function: Callable[[], _T]) -> _T:
         """Run a function on the engine thread between two steps and give its result."""
@@ -203,6 +174,38 @@ class EngineLoop:
     def _abort(self, rids: Sequence[str], reason: FinishReason) -> None:
         for rid in rids:
             self._core.abort(rid, reason)
+
+
+def submit_all(loop: EngineLoop, calls: Sequence[Submission]) -> "concurrent.futures.Future[list[Exception | None]]":
+    """`submit` several at once, before the next step; the future gives what `submit` would have raised for each, or raises
+    EngineDeadError."""
+
+    def outcome(call: Submission) -> Exception | None:
+        try:
+            _accept(loop, call)
+        except RoutedExpertsError as refusal:
+            return refusal
+        return None
+
+    return loop._promise(lambda: [outcome(call) for call in calls])
+
+
+def is_idle(loop: EngineLoop) -> bool:
+    """Has every request that was taken in ended. From any thread, and perhaps no longer so."""
+    return loop._core.ledger.num_live == 0
+
+
+def _accept(loop: EngineLoop, call: Submission) -> None:
+    """Engine thread: take in the requests of one call. Raises what `EngineLoop.submit` raises."""
+    ledger, reqs = loop._core.ledger, call.reqs
+    taken = next((req.rid for req in reqs if ledger.find(req.rid) is not None or ledger.has_group(req.source.group)), None)
+    if taken is not None:
+        text = f"rid={taken!r} is the id of a request that has not ended; choose another, or leave it out"
+        raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
+    if any(req.rid in loop._sinks for req in reqs):  # aborted, but its caller has not been told: that comes first
+        _finish_step_in_flight(loop)
+    loop._core.add(reqs, call.stops)
+    loop._sinks.update(dict.fromkeys((req.rid for req in reqs), call.sink))
 
 
 def _finish_step_in_flight(loop: EngineLoop) -> None:
