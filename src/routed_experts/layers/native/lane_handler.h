@@ -26,6 +26,13 @@ inline ffi::Error end_fault(const std::shared_ptr<Lane>& lane, ffi::AnyBuffer af
   return lane->last_ticket() == 0 ? ffi::Error::Internal("an errand ends that never began") : ffi::Error::Success();
 }
 
+// An errand without a desk.
+inline ffi::Error no_memory(const Errand& errand, const char* whose, const char* fix) {
+  const int64_t bytes = errand.x_bytes() + errand.words_bytes() + errand.out_bytes();
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(whose) + " refused " + std::to_string(bytes) + " bytes of the host's memory for " +
+                                     std::to_string(errand.tokens) + " tokens of host experts; " + fix);
+}
+
 inline void* on_heap(size_t bytes) { return std::aligned_alloc(256, (bytes + 255) / 256 * 256); }
 
 inline ffi::Error begin_on_cpu(ffi::AnyBuffer x, ffi::Buffer<ffi::S32> words, ffi::Result<ffi::AnyBuffer> same, int64_t lane_number,
@@ -34,6 +41,7 @@ inline ffi::Error begin_on_cpu(ffi::AnyBuffer x, ffi::Buffer<ffi::S32> words, ff
   if (ffi::Error fault = begin_fault(lane, x, words, same->untyped_data(), store, top_k); fault.failure()) return fault;
   const std::lock_guard<std::mutex> lock(lane->sending);
   const Errand errand = lane->next(x.dimensions()[0], top_k, x.dimensions()[1], x.element_type(), store, on_heap);
+  if (errand.desk.x == nullptr) return no_memory(errand, "the system", "free some, or serve fewer tokens a step");
   std::memcpy(errand.desk.x, x.untyped_data(), errand.x_bytes());
   std::memcpy(errand.desk.words, words.typed_data(), errand.words_bytes());
   lane->flags()->arrived.store(errand.ticket, std::memory_order_release);
@@ -65,7 +73,8 @@ inline ffi::Error begin_on_gpu(void* stream, ffi::AnyBuffer x, ffi::Buffer<ffi::
   if (!context.fine()) return refused("the stream's context");
   const std::lock_guard<std::mutex> lock(lane->sending);
   const Errand errand = lane->next(x.dimensions()[0], top_k, x.dimensions()[1], x.element_type(), store, pinned);
-  if (errand.desk.x == nullptr) return refused("host memory for the inputs of experts");
+  if (errand.desk.x == nullptr)
+    return no_memory(errand, "the NVIDIA driver", "let this process lock more (ulimit -l), or use host_backend='dispatch'");
   const auto from = [](const void* data) { return reinterpret_cast<Card::Address>(data); };
   if (card.to_host(errand.desk.x, from(x.untyped_data()), errand.x_bytes(), stream) != 0 ||
       card.to_host(errand.desk.words, from(words.typed_data()), errand.words_bytes(), stream) != 0)
