@@ -13,8 +13,7 @@ from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReq
 from routed_experts.engine.call import Call
 from routed_experts.engine.engine import Engine
 from routed_experts.engine.open_call import OpenCall
-from routed_experts.engine.places import stats_of
-from routed_experts.engine.rebalancer import PlacementStats
+from routed_experts.engine.placement_stats import PlacementStats
 from routed_experts.engine.routing_wish import RoutingDefaults
 from routed_experts.engine.sinks import EventMail
 from routed_experts.engine.tokenizer import Tokenizer
@@ -119,7 +118,7 @@ class EngineDoor:
             resident_hits=MappingProxyType({} if split is None else split.hit_ratios()),
             resident_swaps=0 if split is None else split.num_swapped,
             resident_failures=0 if split is None else split.num_failed,
-            placement=stats_of(self._assembly, core.runner) if isinstance(core.runner, PlacedRunner) else None,
+            placement=PlacementStats.of(self._assembly, core.runner) if isinstance(core.runner, PlacedRunner) else None,
         )
 
     def wait(self) -> BaseException | None:
