@@ -126,6 +126,16 @@ def test_an_unknown_expert_ends_the_step_and_the_lane():
         jax.block_until_ready(run(lane, x, 0, ids, weights))
 
 
+def test_other_stores_are_run_from_the_next_errand_on():
+    lane, (x, ids, weights) = HostLane([store_of(20), store_of(21)], num_experts=EXPERTS, num_threads=2), errand_of(22)
+    begin = functools.partial(run, lane, x, 1, ids, weights, store=1)
+    np.testing.assert_allclose(begin()[1], looped(store_of(21), 1, x, ids, weights), atol=2e-5)
+    lane.restock([store_of(23), store_of(24)])
+    np.testing.assert_allclose(begin()[1], looped(store_of(24), 1, x, ids, weights), atol=2e-5)
+    with pytest.raises(AssertionError):
+        lane.restock([store_of(23)])
+
+
 def test_a_lane_that_is_gone_is_named_and_its_number_is_given_again():
     lane = HostLane([store_of(13)], num_experts=EXPERTS, num_threads=2)
     x, ids, weights = errand_of(14)

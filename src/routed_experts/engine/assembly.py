@@ -120,7 +120,7 @@ def assemble(
     jax.block_until_ready(state)
     clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
     host_bytes = 0 if parted is None else parted.host_bytes  # what stays on the device is known once it is parted
-    planned = planned or _planned(clock, args, config, served.arrays, None, experts_host=host_bytes)
+    planned = planned or _planned(clock, args, config, shapes_of(state), None, experts_host=host_bytes)
     plan, buckets, capture = planned.memory, planned.buckets, planned.capture
     on = None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool)
     spec = ProgramSpec(
@@ -249,7 +249,7 @@ def _load(
     if sharing is None:
         return *load_model(source, config, shards, dtype=dtype, progress=on_load), None
     parted = sharing.load(source, dtype, progress=on_load)
-    return ServedModel.of(config, parted.rim[0], shapes_of(parted.state), None), parted.state, parted
+    return ServedModel.of(config, parted.rim[0], parted.whole, None), parted.state, parted
 
 
 def _without_prefixes(args: ServerArgs, config: DecoderConfig) -> ServerArgs:

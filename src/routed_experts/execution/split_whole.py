@@ -66,6 +66,10 @@ class HostSide:
         lane = HostLane([*model.host.values()], num_experts=model.residency.num_experts, num_threads=num_threads)
         return HostSide(lane=lane, stores={kind: number for number, kind in enumerate(model.host)})
 
+    def restock(self, model: SplitModel) -> None:
+        """Run another model's experts from now on; no errand may be under way."""
+        self.lane.restock([model.host[kind] for kind in self.stores])
+
 
 def whole_step(
     arrays: WholeArrays,

@@ -71,6 +71,14 @@ class Lane {
   std::atomic<int64_t> num_errands{0}, busy_ns{0};      // run so far, and how long the crew took
   std::mutex sending;                                   // held by `begin` and `end` while they enqueue
 
+  // Other arrays for its stores, two each; false while an errand is under way.
+  bool restock(const void* const* arrays) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (flags_ != nullptr && !reached(flags_->done.load(std::memory_order_acquire), last_.ticket)) return false;
+    for (Store& store : stores_) store.gate_up = *arrays++, store.down = *arrays++;
+    return true;
+  }
+
   const Store* store(int64_t index) const { return index >= 0 && index < int64_t(stores_.size()) ? &stores_[index] : nullptr; }
   bool failed() const { return failed_.load(); }
   Flags* flags() const { return flags_; }
@@ -174,7 +182,7 @@ class Lane {
     return known;
   }
 
-  const std::vector<Store> stores_;
+  std::vector<Store> stores_;  // the leader reads it behind `mutex_`, by which it took its errand
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<Errand> errands_;

@@ -110,6 +110,7 @@ extern "C" int64_t RexLaneOpen(int64_t threads, int64_t count, const void* const
   }
   return rex::Lanes::all().open(std::move(stores), threads);
 }
+extern "C" bool RexLaneRestock(int64_t lane, const void* const* arrays) { return rex::Lanes::all().at(lane)->restock(arrays); }
 extern "C" void RexLaneClose(int64_t lane) { rex::Lanes::all().close(lane); }
 extern "C" void RexLaneSet(int64_t number, bool in_turn, bool calls_back) {
   const auto lane = rex::Lanes::all().at(number);
