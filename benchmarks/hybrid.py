@@ -7,12 +7,13 @@ Random weights under Qwen3-30B-A3B's config at a few layers. Tokens are of two d
 share a direction, along which each router scores its experts by normal noise times --skew, and the head prefers the domain that it
 sees; tokens are drawn at temperature 1, so that requests do not fall into one loop. So what is captured is real routing, of skewed
 frequencies (0.4 is near what is published of Qwen3-30B-A3B: the most used 30 % of the experts of a layer run 70 % of its slots).
-`first` are experts 0..N-1; `static` are the most used of a run before it, with other prompts, exchanged live; `shifted` are those of the
-other domain; `adaptive` began as these and followed the load for --follow runs.
+`first` are experts 0..N-1; `static` are the most used of a run before it, with other prompts, exchanged live. What follows the load
+when the domain changes is residency.py's.
 Rows take turns: whole runs, of which the median decode step counts. `in turn` is the same step with one side waiting for the other:
 layer by layer the residents end before the host begins, and it ends before anything follows (in one program: the host's experts end
-before the residents begin). Over it, `overlap` is what running both sides at once gains: most where they take equally long. `home`, `host`:
-ms of each side in a step (with ffi the host's alone, while both run). `plain` is the engine without experts=.
+before the residents begin). Over it, `overlap` is what running both sides at once gains, at most `bound`: the step in turn over the
+longer of the host's part and all the rest. `home`, `host`: ms of each side in a step in turn (with ffi the host's alone). `plain`:
+without experts=.
 Slots on the accelerator are counted by the runner; bytes are those of the arrays there, and what the device says it uses. What is
 done is written after every engine. Programs are kept for the next engine: most of them are the same."""
 
@@ -180,19 +181,22 @@ class Bench:
         away, slots = (runner.slot_counts() - before).sum(axis=0) if split else (0, 1)
         wall, serial = statistics.median(together), statistics.median(turns) if turns else float("nan")
         steps = max(len(sides), 1) * (self.args.new - 1) / 1e3
+        told = {f"{side} ms": sum(spent[side] for spent in sides) / steps for side in ("home", "host")}
+        bound = serial / max(told["host ms"], serial - told["host ms"]) if turns else float("nan")
         return {
             "tok/s": batch * 1e3 / wall, "step ms": wall, "hits": 1.0 - away / slots, "in turn ms": serial, "overlap": serial / wall,
-            **{f"{side} ms": sum(spent[side] for spent in sides) / steps for side in ("home", "host")},
+            "bound": bound, "of bound": serial / wall / bound, **told,
         }  # fmt: skip
 
-    def followed(self, batch: int) -> int:
-        """Let the residents follow the load of the other domain for some runs; experts that were copied."""
-        runner, before = self.core.runner, self.core.runner.num_swapped
-        self.core._after_step = ResidencyFollower(self.core.capturer, runner).after_step
-        for _ in range(self.args.follow):
-            self.run(batch, domain=1)
-        self.core._after_step = None
-        return runner.num_swapped - before
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Let the residents follow the load meanwhile."""
+        core, spec = self.core, self.core.runner.model.config.capture_spec
+        core._after_step = ResidencyFollower(core.capturer, core.runner, top_k=spec.top_k).after_step
+        try:
+            yield
+        finally:
+            core._after_step = None
 
 
 def server_args(args: argparse.Namespace, folder: Path) -> ServerArgs:
@@ -213,12 +217,13 @@ def accelerator_bytes(core: EngineCore) -> dict[str, float]:
 
 
 def of_engine(model: FamilyDecoder, args: argparse.Namespace, folder: Path, backend: str, fraction: float) -> Iterator[dict[str, object]]:
-    """All rows of one number of residents; 1.0 once, for there `first` is everybody. The domain shifts at the largest batch."""
+    """All rows of one number of residents; 1.0 once, for there `first` is everybody."""
     config = json.loads((folder / "config.json").read_text())
     experts, batch = int(config["num_experts"]), max(args.batches)
     gc.collect()  # the tables of the last engine
     resident, late = round(fraction * experts), args.deferred
-    shared = ExpertsConfig(kt_num_gpu_experts=resident, kt_max_deferred_experts_per_token=late, host_backend=backend)
+    threads = args.threads if backend == "ffi" else None
+    shared = ExpertsConfig(kt_num_gpu_experts=resident, kt_max_deferred_experts_per_token=late, host_backend=backend, kt_cpuinfer=threads)
     core = assemble(server_args(args, folder), model=model, experts=shared).core
     runner, bench, memory = core.runner, Bench(core=core, args=args, domains=domains_of(config)), accelerator_bytes(core)
     if isinstance(runner, WholeRunner) and runner.host_side is not None:
@@ -230,9 +235,6 @@ def of_engine(model: FamilyDecoder, args: argparse.Namespace, folder: Path, back
             if name == "static":
                 runner.apply_residency(by_frequency(bench.run(batch, ask=True), runner.residency))
             yield {**row, "batch": batch, "who": name, "copied": 0, **bench.measured(batch), **memory}
-        if fraction < 1 and batch == max(args.batches) and fraction in args.shifts:
-            yield {**row, "batch": batch, "who": "shifted", "copied": 0, **bench.measured(batch, domain=1), **memory}
-            yield {**row, "batch": batch, "who": "adaptive", "copied": bench.followed(batch), **bench.measured(batch, domain=1), **memory}
         runner.apply_residency(dataclasses.replace(start, slot_of=start.slot_of.copy()))
     if isinstance(runner, WholeRunner) and runner.host_side is not None:
         print(f"signals by calls of the driver: {runner.host_side.lane.counts().calls_back}")
@@ -248,14 +250,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--backends", nargs="+", default=["ffi", "dispatch"])
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.95, 0.3, 0.1, 0.5, 0.7, 1.0])
-    parser.add_argument("--shifts", type=float, nargs="+", default=[0.3], help="of the fractions, those that see the domain shift")
-    parser.add_argument("--follow", type=int, default=4, help="runs for which residents follow the load before they are measured")
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--new", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--skew", type=float, default=0.4)
     parser.add_argument("--deferred", type=int, default=0, help="experts of a token that may come a layer late")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, help="ffi: threads of the host's experts")
     parser.add_argument("--calls", action="store_true", help="ffi: let the accelerator signal by calls of the driver")
     parser.add_argument("--small", action="store_true", help="a small model in float32, for CPU")
     parser.add_argument("--name", default="hybrid")
