@@ -174,6 +174,27 @@ def test_scores_are_those_of_an_undivided_engine(folder, backend):
     assert not np.allclose(live[0].logprobs, forced[0].logprobs, atol=1e-3)  # other routes are other numbers
 
 
+def test_auto_is_the_faster_one_that_can_be_had(monkeypatch):
+    def chosen(platform, **experts):
+        return sharing.backend_of(ExpertsConfig(kt_num_gpu_experts=2, **experts), platform)
+
+    assert chosen("gpu")[0] == "ffi"
+    assert chosen("gpu", kt_max_deferred_experts_per_token=1) == ("dispatch", "one program adds no expert late")
+    for platform in ("cpu", "tpu"):
+        backend, reason = chosen(platform)
+        assert backend == "dispatch" and reason.endswith(f"the default device is a {platform}")
+    assert chosen("gpu", host_backend="dispatch") == ("dispatch", "as asked")
+    monkeypatch.setattr(sharing, "why_not", lambda: "no C++ compiler was found")
+    assert chosen("gpu") == ("dispatch", "it needs the native library: no C++ compiler was found")
+
+
+def test_the_choice_is_told_at_start(folder):
+    told = []
+    with Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=2), on_phase=told.append, **SIZES):
+        (detail,) = (phase.detail for phase in told if phase.name == "kernels")
+    assert "experts on the host by dispatch: one program was measured" in detail
+
+
 def test_what_cannot_be_is_refused(folder, monkeypatch):
     def build(**experts):
         before = len(jax.live_arrays())

@@ -114,7 +114,7 @@ def assemble(
     devices = "" if shards is None else f", on {shards.mesh.size} devices"
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
     kernels, attention = registry.choose(args, config.needs, placing=placement)
-    clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
+    clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention{'' if sharing is None else f'; {sharing.told}'}")
     planned = None if sharing is not None else _planned(clock, args, config, arrays_of(source, args.dtype), shards)
     served, state, parted = _load(source, config, args.dtype, sharing, shards, on_load)
     jax.block_until_ready(state)
