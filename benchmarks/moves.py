@@ -3,8 +3,8 @@
     python benchmarks/moves.py [--devices 2] [--layers 4] [--batches 16 64] [--parts steps moves follow]
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python benchmarks/moves.py --quick      # CPU, a small model in float32
 
-Random weights under Qwen3-30B-A3B's config at a few layers, with routers that prefer some experts in each of two domains of tokens, as in
-hybrid.py; tokens are drawn at temperature 1. One expert in eight has a second instance, at first by chance.
+Random weights under Qwen3-30B-A3B's config at a few layers, with routers that prefer some experts in each of two domains of tokens
+(domains.py); tokens are drawn at temperature 1. One expert in eight has a second instance, at first by chance.
 `steps`: decode steps by whole experts without a placement, with replicas (water-filled), and with capacities (1.25 of the mean, and without
 bound); the engines take turns, ratios are over `replicas`. `rerouted`: share of slots that capacities led to another expert.
 `moves`: between decode steps a plan for this very load is moved to, a layer at a time. `move ms` is from draining the step in flight
@@ -26,7 +26,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from common import print_table, write_result
-from hybrid import SMALL, Domain, domains_of, skewed_model
+from domains import SMALL, Domain, domains_of, skewed_model
 from step import QWEN3_30B_A3B
 
 from routed_experts import Engine, PlacementConfig

@@ -3,7 +3,7 @@
     python benchmarks/residency.py [--layers 4] [--batches 64] [--fractions 0.1 0.3 0.5 0.7 0.9] [--backend ffi]
     python benchmarks/residency.py --quick      # CPU, a small model in float32
 
-Model, domains and skew are those of hybrid.py: tokens are drawn at temperature 1, a domain's routers prefer experts of their own. Each
+Model, domains and skew are those of domains.py; tokens are drawn at temperature 1, a domain's routers prefer experts of their own. Each
 policy sees --runs batches of one domain, then as many of the other. `first`: experts 0 to N-1. `static`: the most used of a run of the
 first domain with other prompts. `adaptive`: begins as these, and follows the load from the first step on
 (engine/residency_follower.py). tok/s are decode tokens of a median step, of each half and (of a mean step) over both; hits are shares of
@@ -23,7 +23,8 @@ from pathlib import Path
 import jax
 import numpy as np
 from common import print_table, write_result
-from hybrid import SMALL, Bench, by_frequency, domains_of, server_args, skewed_model
+from domains import SMALL, domains_of, skewed_model
+from hybrid import Bench, by_frequency, server_args
 from step import QWEN3_30B_A3B
 
 from routed_experts.core.experts_config import ExpertsConfig
