@@ -24,6 +24,7 @@ from engine.two_devices import (
     compile_events,
     exchange,
     hits_of,
+    metrics_of,
     version_of,
 )
 from routed_experts import ConfigError, Engine, ExpertsConfig, extract_routed_experts_from_meta_info
@@ -79,6 +80,7 @@ def test_any_number_of_residents_says_the_same(folder, undivided, other, undivid
         with compile_events() as seen:
             assert_served(engine, ask(engine), undivided_other, 5)
         assert seen == []
+        assert metrics_of(engine)["host_experts_seconds_total"] == lane_of(engine).counts().busy_s > 0
     rows = [extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided]
     np.testing.assert_allclose(hits, hits_of(held, np.concatenate(rows)), atol=1e-12)
     assert errands == steps * MOE_LAYERS  # of each step and MoE layer one

@@ -395,15 +395,21 @@ def test_a_long_step_runs_on_the_accelerator_alone(engine, undivided):
     assert tokens["host"] and max(tokens["host"]) < 9
 
 
-def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
+def metrics_of(engine):
     metrics = Metrics(compat=None)
     metrics.watch(EngineDoor(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
+    lines = (line.rsplit(" ", 1) for line in metrics.text(None).decode().splitlines() if not line.startswith("#"))
+    return {name.removeprefix("routed_experts_"): float(value) for name, value in lines}
+
+
+def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
     ask(engine)
     engine.residency()  # the counts of the last steps
-    told = dict(line.rsplit(" ", 1) for line in metrics.text(None).decode().splitlines() if not line.startswith("#"))
-    hits = [float(told[f'routed_experts_resident_hit_ratio{{layer="{layer}"}}']) for layer in (1, 2)]
+    told = metrics_of(engine)
+    hits = [told[f'resident_hit_ratio{{layer="{layer}"}}'] for layer in (1, 2)]
     np.testing.assert_allclose(hits, engine.residency()[1], atol=1e-9)
-    assert float(told["routed_experts_resident_swaps_total"]) == engine._assembly.core.runner.num_swapped
+    assert told["resident_swaps_total"] == engine._assembly.core.runner.num_swapped
+    assert told["deferred_slots_total"] == 0
 
 
 def test_deferred_experts_are_added_one_layer_later(folder, undivided, monkeypatch):
@@ -414,6 +420,12 @@ def test_deferred_experts_are_added_one_layer_later(folder, undivided, monkeypat
         with recorded_starts(engine) as started:
             engine.generate(input_ids=[5, 6], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=6)
         slot_of = engine.residency()[0].slot_of
+        counted = metrics_of(engine)["deferred_slots_total"]
+        engine.flush_cache()
+        with recorded_starts(engine) as again:
+            engine.generate(input_ids=[5, 6], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=6)
+        engine.residency()
+        more = metrics_of(engine)["deferred_slots_total"] - counted
         engine.flush_cache()
         monkeypatch.setattr(Sides, "alike", property(lambda sides: False))
         assert_same(ask(engine), answers)
@@ -438,6 +450,8 @@ def test_deferred_experts_are_added_one_layer_later(folder, undivided, monkeypat
         waited += int((later >= 0).sum())
         assert (np.asarray(last_now[1][3])[1:] == -1).all() and first[2][1].later is not None
     assert waited > 0
+    late = [step[5] for step in cut_into_steps(again)[1:]]  # what the first layer's host was sent late
+    assert more == sum(int((np.asarray(args[3]) >= 0).sum()) for _, args, _ in late) > 0
 
 
 def cut_into_steps(started):

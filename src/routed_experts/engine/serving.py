@@ -41,6 +41,8 @@ class EngineSnapshot:
     weight_version: int
     resident_hits: Mapping[int, float]  # by MoE layer, where experts are shared out with the host
     resident_swaps: int
+    deferred_slots: int  # whose experts came a layer late
+    host_experts_s: float  # that threads of the host ran experts inside programs
     resident_failures: int  # exchanges of residents that failed; those that were there stayed
     placement: PlacementStats | None  # None: experts are not placed
 
@@ -100,6 +102,7 @@ class EngineDoor:
         allocator, running = core.scheduler.pages.allocator, len(core.scheduler.running)
         idle = core.ledger.num_live == 0
         split = core.runner if isinstance(core.runner, SplitRunner) else None
+        host = None if split is None else split.host_counts()
         return EngineSnapshot(
             running=running,
             waiting=len(core.scheduler.waiting),
@@ -115,7 +118,9 @@ class EngineDoor:
             capture_rows=core.num_rows,
             capture_missing_rows=core.num_missing_rows,
             weight_version=core.runner.weight_version,
-            resident_hits=MappingProxyType({} if split is None else split.hit_ratios()),
+            resident_hits=MappingProxyType({} if host is None else dict(host.hits)),
+            deferred_slots=0 if host is None else host.deferred,
+            host_experts_s=0.0 if host is None else host.busy_s,
             resident_swaps=0 if split is None else split.num_swapped,
             resident_failures=0 if split is None else split.num_failed,
             placement=PlacementStats.of(self._assembly, core.runner) if isinstance(core.runner, PlacedRunner) else None,

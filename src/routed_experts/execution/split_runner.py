@@ -8,7 +8,8 @@ Programs are started in that order, and none is waited for here. Only where acce
 between them wait for what they copy; by then the residents have been started."""
 
 import collections
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +33,16 @@ from routed_experts.models.split_layers import Errand, LayerAt, layers_at
 _KEPT_TALLIES = 8  # counts of so many steps stay on the accelerator: they are read when they have long been there
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostCounts:
+    """`hits`: by hidden layer, the share of slots that residents ran. `deferred`: slots whose experts came a layer late. `busy_s`: how long
+    threads ran experts inside programs, those of scores too; the host's programs of a step that is cut are not timed."""
+
+    hits: Mapping[int, float]
+    deferred: int
+    busy_s: float
+
+
 class SplitRunner(ModelRunner):
     """Weights, pools and compiled programs of one model on an accelerator and its host."""
 
@@ -49,7 +60,7 @@ class SplitRunner(ModelRunner):
         self._numbers = {layer: jax.device_put(numbers_of(layer), sides.device) for layer in self._layers}
         self._places = {layer: jax.device_put(np.int32(layer.place), sides.host) for layer in self._layers}
         self._tallies: collections.deque[Array] = collections.deque()
-        self._counted = np.zeros((split.num_moe_layers, 2), np.int64)
+        self._counted = np.zeros((split.num_moe_layers, 3), np.int64)
         self._nothing: dict[int, Array] = {}  # by N: what a host without work gives
         self._bind(model.residency)
 
@@ -99,13 +110,15 @@ class SplitRunner(ModelRunner):
     def slot_counts(self) -> Int64[np.ndarray, "M 2"]:
         """Slots of each MoE layer since the start: those that ran on the host, and all. Waits for the step in flight."""
         self._note(keep=0)
-        return self._counted.copy()
+        return self._counted[:, :2].copy()
 
-    def hit_ratios(self) -> dict[int, float]:
-        """By hidden layer, the share of slots that residents ran, of steps that ended some steps ago; waits for nothing, any thread."""
+    def host_counts(self) -> HostCounts:
+        """Of steps that ended some steps ago; waits for nothing, any thread."""
         spec, counted = self.model.config.capture_spec, self._counted.copy()
         assert spec is not None
-        return {layer: 1.0 - away / all_ for layer, (away, all_) in zip(spec.layer_ids, counted.tolist(), strict=True) if all_}
+        hits = {layer: 1.0 - away / all_ for layer, (away, all_, _) in zip(spec.layer_ids, counted.tolist(), strict=True) if all_}
+        busy_s = sum(side.lane.counts().busy_s for side in tuple(self.host_sides))
+        return HostCounts(hits=hits, deferred=int(counted[:, 2].sum()), busy_s=busy_s)
 
     def _serve(self, model: SplitModel, tables: Tables) -> None:
         """Bind a model's arrays; its residents are those of the tables."""

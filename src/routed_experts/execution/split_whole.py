@@ -83,7 +83,7 @@ def whole_step(
     spec: SplitSpec,
     shape: BatchShape,
     host: HostSide | None,
-) -> tuple[Any, ForwardOut, Int32[Array, "M 2"]]:
+) -> tuple[Any, ForwardOut, Int32[Array, "M 3"]]:
     """Run all layers, without a host where no expert is there, and on the ids of `routed` where they are valid; returns the pool, the
     outputs of `programs.forward`, and the tally of the step's slots."""
     stream, tokens, packed = open_step(arrays.embed, last_tokens, packed, spec=spec, shape=shape)

@@ -138,6 +138,8 @@ class _EngineCollector(Collector):
             ("capture_rows", "Rows filed", seen.capture_rows),
             ("capture_missing_rows", "Requests that failed for a row that was not known", seen.capture_missing_rows),
             ("resident_swaps", "Experts copied to the accelerator while it served", seen.resident_swaps),
+            ("deferred_slots", "Slots whose experts, on the host, were added a layer late", seen.deferred_slots),
+            ("host_experts_seconds", "Seconds that threads of the host ran experts inside programs", seen.host_experts_s),
             ("resident_swap_failures", "Exchanges of resident experts that failed; those that were there stayed", seen.resident_failures),
             ("compile_cache_hits", "Programs that were read from the compilation cache, of this process", compiles.cache_hits),
         ):
