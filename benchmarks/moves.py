@@ -242,6 +242,8 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Run the parts, print, write."""
     args = parsed()
+    if args.dtype == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")
     config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.quick else {})
     found = dict[str, list[Row]]()
     with tempfile.TemporaryDirectory() as name:
