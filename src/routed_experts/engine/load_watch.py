@@ -60,7 +60,11 @@ class LoadWatch:
 
     def take_window(self) -> "Callable[[], Int64[np.ndarray, 'F M E']]":
         """End a window with the last step; what is given waits for the counts of all its steps, in any thread."""
-        self._take(told=True)
+        on_its_way = self._on_its_way
+        if self._num_steps or on_its_way is None or on_its_way[-1]:
+            self._take(told=True)
+        else:  # a beat has just ended: reading it now would wait for the step in flight
+            self._on_its_way = (*on_its_way[:-1], True)
         assert self._on_its_way is not None
         before, last, self._window = self._window, self._on_its_way[1], self._nothing()
         return lambda: before + np.asarray(last)
