@@ -28,9 +28,9 @@ inline ffi::Error end_fault(const std::shared_ptr<Lane>& lane, ffi::AnyBuffer af
 
 // An errand without a desk.
 inline ffi::Error no_memory(const Errand& errand, const char* whose, const char* fix) {
-  const int64_t bytes = errand.x_bytes() + errand.words_bytes() + errand.out_bytes();
-  return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(whose) + " refused " + std::to_string(bytes) + " bytes of the host's memory for " +
-                                     std::to_string(errand.tokens) + " tokens of host experts; " + fix);
+  const std::string bytes = std::to_string(errand.x_bytes() + errand.words_bytes() + errand.out_bytes());
+  const std::string told = std::string(whose) + " refused " + bytes + " bytes of the host's memory for ";
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, told + std::to_string(errand.tokens) + " tokens of host experts; " + fix);
 }
 
 inline void* on_heap(size_t bytes) { return std::aligned_alloc(256, (bytes + 255) / 256 * 256); }
