@@ -166,7 +166,7 @@ def driver(tmp_path_factory):
 
 
 def opened(driver, store):
-    """A lane of the library's over a store; it is closed by who opened it."""
+    """A lane of the library's over a store, which its caller keeps; it is closed by who opened it."""
     arrays = [np.asarray(array) for array in (store.gate_up, store.down)]
     places, dtypes = np.array([array.ctypes.data for array in arrays], np.uintp), np.array([11], np.int32)
     sizes = np.array([EXPERTS, LAYERS * EXPERTS, HIDDEN, WIDTH], np.int64)
@@ -199,7 +199,8 @@ def test_the_gpus_handlers_order_copies_and_signals(driver, words, in_turn):
 @pytest.mark.parametrize("words", [True, False])
 def test_a_lane_that_ends_lets_its_stream_go_and_gives_no_number(driver, words):
     """Two errands are enqueued, and the lane is closed before their input is there."""
-    lane, (fed, ids, weights) = opened(driver, store_of(16)), errand_of(17)
+    store, (fed, ids, weights) = store_of(16), errand_of(17)
+    lane = opened(driver, store)
     x, told, out = np.array(fed), words_for(0, ids, weights), np.zeros((TOKENS, HIDDEN), np.float32)
     numbers = (ctypes.c_int64(lane), ctypes.c_bool(words), *map(ctypes.c_int64, (TOKENS, TOP_K, HIDDEN)))
     assert driver.abandon_errand(*numbers, *map(pointer, (x, told, out)), ctypes.c_int64(30)), "the stream still waits"
@@ -209,7 +210,8 @@ def test_a_lane_that_ends_lets_its_stream_go_and_gives_no_number(driver, words):
 @pytest.mark.parametrize("granted", [0, 1])
 def test_memory_that_the_driver_refuses_is_told_and_asked_for_again(driver, granted):
     """Two blocks are wanted: the signals' and the desk's."""
-    lane, store, (fed, ids, weights) = opened(driver, store_of(18)), store_of(18), errand_of(19)
+    store, (fed, ids, weights) = store_of(18), errand_of(19)
+    lane = opened(driver, store)
     x, told, out = np.array(fed)[None], words_for(1, ids, weights)[None], np.zeros((1, TOKENS, HIDDEN), np.float32)
     numbers = (ctypes.c_int64(lane), ctypes.c_bool(True), *map(ctypes.c_int64, (1, TOKENS, TOP_K, HIDDEN)))
     send = functools.partial(driver.enqueue_errands, *numbers, *map(pointer, (x, told, out)))
