@@ -3,16 +3,16 @@
     python benchmarks/hybrid.py [--layers 4] [--batches 1 4 16 64] [--backends ffi dispatch] [--fractions 0.95 0.3 0.1 0.5 0.7 1]
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python benchmarks/hybrid.py --small      # CPU: device 1 plays the host
 
-Random weights under Qwen3-30B-A3B's config at a few layers. Tokens are of two domains, halves of the vocabulary: a domain's embeddings
-share a direction, along which each router scores its experts by normal noise times --skew, and the head prefers the domain that it
-sees; tokens are drawn at temperature 1, so that requests do not fall into one loop. So what is captured is real routing, of skewed
-frequencies (0.4 is near what is published of Qwen3-30B-A3B: the most used 30 % of the experts of a layer run 70 % of its slots).
-`first` are experts 0..N-1; `static` are the most used of a run before it, with other prompts, exchanged live; `shifted` are those of the
-other domain; `adaptive` began as these and followed the load for --follow runs.
+The model and its prompts are those of domains.py; tokens are drawn at temperature 1, so that requests do not fall into one loop.
+`first` are experts 0..N-1; `static` are the most used of a run before it, with other prompts, exchanged live. What follows the load
+when the domain changes is residency.py's.
 Rows take turns: whole runs, of which the median decode step counts. `in turn` is the same step with one side waiting for the other:
 layer by layer the residents end before the host begins, and it ends before anything follows (in one program: the host's experts end
-before the residents begin). Over it, `overlap` is what running both sides at once gains: most where they take equally long. `home`, `host`:
-ms of each side in a step (with ffi the host's alone, while both run). `plain` is the engine without experts=.
+before the residents begin). Over it, `overlap` is what running both sides at once gains. `home`, `host`: ms of each side in a step in turn
+(of residents with ffi: the bytes of those that a step reads, over --bandwidth, which is less than they take). `sum/max`: all that is not
+the host's, and the host's, over the longer of both: nothing gains more. `bound`: the step in turn over itself without the shorter of
+home and host, since a layer waits for the sum of the one before, and only residents can run beside the host. `of bound`: overlap
+over it. `plain`: without experts=.
 Slots on the accelerator are counted by the runner; bytes are those of the arrays there, and what the device says it uses. What is
 done is written after every engine. Programs are kept for the next engine: most of them are the same."""
 
@@ -28,9 +28,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from common import Prompts, print_table, write_result
+from common import print_table, write_result
+from domains import SMALL, Domain, domains_of, skewed_model
 from flax import nnx
 from step import QWEN3_30B_A3B, Run, drive
 
@@ -45,35 +45,7 @@ from routed_experts.engine.residency_follower import ResidencyFollower
 from routed_experts.execution.split_runner import SplitRunner
 from routed_experts.execution.whole_runner import WholeRunner
 from routed_experts.models.decoder import FamilyDecoder
-from routed_experts.models.expert_store import is_expert
-from routed_experts.models.registry import ModelFolder
 from routed_experts.placement.residency import most_used
-from routed_experts.scheduling.schedule_batch import Req
-
-SMALL = {
-    "vocab_size": 4096, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_experts": 32, "num_experts_per_tok": 4,
-    "moe_intermediate_size": 256,
-}  # fmt: skip
-
-
-def skewed_model(folder: Path, dtype: str, skew: float) -> FamilyDecoder:
-    """Random weights, experts on the host; a router's score of expert e is moved by its noise in that domain times skew."""
-    host = jax.devices("cpu")[-1]
-    opened = ModelFolder.open(folder, load_format="dummy", in_parts=True)
-    model = opened.load(jnp.dtype(dtype), place=lambda target: host if is_expert(target) else jax.devices()[0])
-    assert isinstance(model, FamilyDecoder) and model.head is not None
-    embed, head, router = model.embed, model.head, model.runs[0][0]["router"]
-    (vocabulary, dim), (num_layers, _, experts) = embed[...].shape, router[...].shape
-    directions = np.stack([np.ones(dim), np.where(np.arange(dim) % 2, 1.0, -1.0)])  # [domains, D], at right angles
-    of_token = jnp.asarray(directions[np.arange(vocabulary) // (vocabulary // 2)], embed[...].dtype)  # [V, D]
-    embed[...] = embed[...] + of_token
-    head[...] = head[...] + (of_token * (10 * 2**0.5 / dim)).T.astype(head[...].dtype)  # 10 for each token of the domain
-    noise = np.random.default_rng(11).standard_normal((num_layers, experts, 2)) * skew * 2**0.5 / dim  # a normed token has 1 / sqrt 2
-    along = np.einsum("led,dh->lhe", noise, directions)  # in each dim beside its own noise
-    own = np.asarray(router[...], np.float64)  # its own share along the directions would be a popularity, too
-    across = own - np.einsum("dh,lde->lhe", directions / dim, np.einsum("dh,lhe->lde", directions, own))
-    router[...] = jnp.asarray(across + along, router[...].dtype)
-    return model
 
 
 def on_accelerator(model: FamilyDecoder) -> FamilyDecoder:
@@ -117,21 +89,6 @@ def in_turn(runner: SplitRunner, spent: dict[str, float]) -> Iterator[None]:
     finally:
         runner._programs.clear()
         runner._programs.update(kept)
-
-
-@dataclasses.dataclass(kw_only=True)
-class Domain:
-    """Prompts of one half of the vocabulary that were never seen."""
-
-    vocabulary: int
-    number: int
-    seed: int = 0
-
-    def requests(self, batch: int, **how) -> list[Req]:
-        self.seed += 2
-        half = self.vocabulary // 2
-        sources = [req.source for req in Prompts(self.seed + self.number, half).requests(batch, temperature=1.0, **how)]
-        return [Req(dataclasses.replace(source, input_ids=source.input_ids + np.int32(self.number * half))) for source in sources]
 
 
 def step_ms(run: Run) -> float:
@@ -180,19 +137,35 @@ class Bench:
         away, slots = (runner.slot_counts() - before).sum(axis=0) if split else (0, 1)
         wall, serial = statistics.median(together), statistics.median(turns) if turns else float("nan")
         steps = max(len(sides), 1) * (self.args.new - 1) / 1e3
+        home, host = (sum(spent[side] for spent in sides) / steps for side in ("home", "host"))
+        if turns and np.isnan(home):
+            home = self.residents_ms(batch, domain)
+        bound = serial / (serial - min(home, host)) if turns else float("nan")
         return {
             "tok/s": batch * 1e3 / wall, "step ms": wall, "hits": 1.0 - away / slots, "in turn ms": serial, "overlap": serial / wall,
-            **{f"{side} ms": sum(spent[side] for spent in sides) / steps for side in ("home", "host")},
+            "sum/max": serial / max(host, serial - host) if turns else float("nan"), "bound": bound, "of bound": serial / wall / bound,
+            "home ms": home, "host ms": host,
         }  # fmt: skip
 
-    def followed(self, batch: int) -> int:
-        """Let the residents follow the load of the other domain for some runs; experts that were copied."""
-        runner, before = self.core.runner, self.core.runner.num_swapped
-        self.core._after_step = ResidencyFollower(self.core.capturer, runner).after_step
-        for _ in range(self.args.follow):
-            self.run(batch, domain=1)
-        self.core._after_step = None
-        return runner.num_swapped - before
+    def residents_ms(self, batch: int, domain: int) -> float:
+        """Of reading the residents that a decode step runs, all layers, from the accelerator's memory."""
+        runner, run = self.core.runner, self.run(batch, domain=domain, ask=True, new=8)
+        rows = np.stack([out.routed_experts.ids[self.args.prompt :] for out in run.outs])  # [B, steps, M, K]
+        slots = runner.residency.slot_of[np.arange(rows.shape[2])[:, None], rows]
+        read = [len(np.unique(layer[layer >= 0])) for step in np.moveaxis(slots, 1, 0) for layer in np.moveaxis(step, 1, 0)]
+        (table, *_) = runner.model.host.values()
+        one = sum(array.nbytes for array in (table.gate_up, table.down)) / table.down.shape[0]
+        return sum(read) / rows.shape[1] * one / self.args.bandwidth * 1e3
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Let the residents follow the load meanwhile."""
+        core, spec = self.core, self.core.runner.model.config.capture_spec
+        core._after_step = ResidencyFollower(core.capturer, core.runner, top_k=spec.top_k).after_step
+        try:
+            yield
+        finally:
+            core._after_step = None
 
 
 def server_args(args: argparse.Namespace, folder: Path) -> ServerArgs:
@@ -213,12 +186,13 @@ def accelerator_bytes(core: EngineCore) -> dict[str, float]:
 
 
 def of_engine(model: FamilyDecoder, args: argparse.Namespace, folder: Path, backend: str, fraction: float) -> Iterator[dict[str, object]]:
-    """All rows of one number of residents; 1.0 once, for there `first` is everybody. The domain shifts at the largest batch."""
+    """All rows of one number of residents; 1.0 once, for there `first` is everybody."""
     config = json.loads((folder / "config.json").read_text())
     experts, batch = int(config["num_experts"]), max(args.batches)
     gc.collect()  # the tables of the last engine
     resident, late = round(fraction * experts), args.deferred
-    shared = ExpertsConfig(kt_num_gpu_experts=resident, kt_max_deferred_experts_per_token=late, host_backend=backend)
+    threads = args.threads if backend == "ffi" else None
+    shared = ExpertsConfig(kt_num_gpu_experts=resident, kt_max_deferred_experts_per_token=late, host_backend=backend, kt_cpuinfer=threads)
     core = assemble(server_args(args, folder), model=model, experts=shared).core
     runner, bench, memory = core.runner, Bench(core=core, args=args, domains=domains_of(config)), accelerator_bytes(core)
     if isinstance(runner, WholeRunner) and runner.host_side is not None:
@@ -230,16 +204,9 @@ def of_engine(model: FamilyDecoder, args: argparse.Namespace, folder: Path, back
             if name == "static":
                 runner.apply_residency(by_frequency(bench.run(batch, ask=True), runner.residency))
             yield {**row, "batch": batch, "who": name, "copied": 0, **bench.measured(batch), **memory}
-        if fraction < 1 and batch == max(args.batches) and fraction in args.shifts:
-            yield {**row, "batch": batch, "who": "shifted", "copied": 0, **bench.measured(batch, domain=1), **memory}
-            yield {**row, "batch": batch, "who": "adaptive", "copied": bench.followed(batch), **bench.measured(batch, domain=1), **memory}
         runner.apply_residency(dataclasses.replace(start, slot_of=start.slot_of.copy()))
     if isinstance(runner, WholeRunner) and runner.host_side is not None:
         print(f"signals by calls of the driver: {runner.host_side.lane.counts().calls_back}")
-
-
-def domains_of(config: dict) -> tuple[Domain, Domain]:
-    return tuple(Domain(vocabulary=int(config["vocab_size"]), number=number) for number in (0, 1))
 
 
 def parsed() -> argparse.Namespace:
@@ -248,14 +215,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--backends", nargs="+", default=["ffi", "dispatch"])
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.95, 0.3, 0.1, 0.5, 0.7, 1.0])
-    parser.add_argument("--shifts", type=float, nargs="+", default=[0.3], help="of the fractions, those that see the domain shift")
-    parser.add_argument("--follow", type=int, default=4, help="runs for which residents follow the load before they are measured")
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--new", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--skew", type=float, default=0.4)
     parser.add_argument("--deferred", type=int, default=0, help="experts of a token that may come a layer late")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second of the accelerator's memory")
+    parser.add_argument("--threads", type=int, help="ffi: threads of the host's experts")
     parser.add_argument("--calls", action="store_true", help="ffi: let the accelerator signal by calls of the driver")
     parser.add_argument("--small", action="store_true", help="a small model in float32, for CPU")
     parser.add_argument("--name", default="hybrid")

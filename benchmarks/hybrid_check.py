@@ -14,7 +14,8 @@ from pathlib import Path
 import jax
 import numpy as np
 from common import print_table, write_result
-from hybrid import SMALL, Bench, domains_of, on_accelerator, server_args, skewed_model
+from domains import SMALL, domains_of, skewed_model
+from hybrid import Bench, on_accelerator, server_args
 from step import QWEN3_30B_A3B, Run
 
 from routed_experts.core.experts_config import ExpertsConfig

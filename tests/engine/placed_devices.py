@@ -118,7 +118,8 @@ def following(folder, tmp_path_factory):
     """Experts that follow the load, from one instance each, in order of the ids: the plan of a file."""
     plan = tmp_path_factory.mktemp("plans") / "plan.npz"
     ONE_EACH.save(plan)
-    with serving(folder, PlacementConfig(plan=plan, rebalance_every=6, layers_per_step=2)) as engine:
+    with serving(folder, PlacementConfig(plan=plan, rebalance_every=6, layers_per_step=2), self_check=True) as engine:
+        engine.counted_before, engine.steps_before = counts_of(engine), engine._assembly.rebalancer._num_steps
         yield engine
 
 
@@ -280,7 +281,8 @@ def test_a_retracted_request_tells_what_all_its_passes_changed(rerouting):
 
 
 def counts_of(engine):
-    return np.asarray(engine._loop.drained(engine._assembly.core.runner.take_counts))
+    """Of the steps since they were taken last."""
+    return engine._loop.drained(engine._assembly.watch.take_window)()
 
 
 def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
@@ -330,20 +332,86 @@ def test_experts_follow_a_skewed_load_and_nothing_is_told_otherwise(alone, follo
     shown = metrics_of(following)
     wanted = {"eplb_rebalances_total": stats.rebalances, "eplb_skipped_total": stats.skipped, "expert_copies_total": stats.copies}
     assert {name: shown[name] for name in wanted} == wanted
+    verdict = stats.verdict  # of the last plan
+    assert shown["eplb_gate_gain_seconds"] == pytest.approx(verdict.gain_s)
+    assert shown["eplb_gate_cost_seconds"] == pytest.approx(verdict.cost_s)
+    assert (shown["eplb_gate_worth"], shown["eplb_gate_copies"]) == (verdict.worth, verdict.copies)
+    assert shown['eplb_gate_balancedness{placement="now"}'] == pytest.approx(verdict.balancedness_now)
+    assert 0 < shown["eplb_last_move_seconds"] == pytest.approx(stats.last_move_s)
+
+
+def test_what_the_self_check_ran_is_no_load(following):
+    assert any(phase.name == "self-check" for phase in following.phases)
+    assert not following.counted_before.any() and following.steps_before == 0
+
+
+@contextlib.contextmanager
+def holding_still(engine):
+    """Experts stay where they are, and the test takes the counts."""
+    follower = engine._assembly.rebalancer
+    follower.settle()
+    config = follower._config
+    follower._config = dataclasses.replace(config, rebalance_every=10**6)
+    try:
+        yield
+    finally:
+        follower._config = config
+
+
+def test_balancedness_is_that_of_the_rows(following):
+    """Of all steps, by loops over rows and devices; where experts are placed at all, steps are counted."""
+    loop, watch, runner = following._loop, following._assembly.watch, following._assembly.core.runner
+    with holding_still(following):
+        loop.drained(watch.restart)
+        assert following.placement_stats().balance == {}
+        answers = [answer for seed in range(3) for answer in ask(following, [[*PROMPTS[seed], seed + 7], PROMPTS[3]])]
+        for _ in range(2):  # what is taken is read when something is taken after it
+            counts_of(following)
+        stats = following.placement_stats()
+    following.flush_cache()
+    placement, load = runner.placement, np.zeros((MOE_LAYERS, 2))
+    fed = [rows[meta["cached_tokens"] :] for rows, meta in zip(rows_of(answers), (one["meta_info"] for one in answers), strict=True)]
+    for row in np.concatenate(fed):
+        for layer in range(MOE_LAYERS):
+            for expert in row[layer]:
+                held = np.flatnonzero(placement.physical_to_logical_map[layer] == expert)
+                for instance in held:
+                    load[layer, instance // (placement.num_instances // 2)] += 1 / len(held)
+    told = stats.balance[1000]
+    assert told.balancedness == pytest.approx(np.mean(load.mean(axis=1) / load.max(axis=1)), abs=1e-5)
+    assert told.weighted == pytest.approx(load.mean(axis=1).sum() / load.max(axis=1).sum())
+    np.testing.assert_allclose(told.max_over_mean, load.max(axis=1) / load.mean(axis=1))
+    shown = metrics_of(following)
+    assert shown['eplb_balancedness{window="1000"}'] == pytest.approx(told.balancedness)
+    assert shown['eplb_balancedness_weighted{window="1000"}'] == pytest.approx(told.weighted)
+    by_layer = [shown[f'device_load_max_over_mean{{layer="{layer}"}}'] for layer in stats.layer_ids]
+    assert by_layer == pytest.approx(told.max_over_mean.tolist())
+
+
+def test_released_memory_is_no_failure(following):
+    """A plan that would pay comes when there is nothing to move: it is neither a move nor an error."""
+    follower, runner = following._assembly.rebalancer, following._assembly.core.runner
+    with holding_still(following):
+        following.release_memory_occupation(("kv_cache",))
+        before = following.placement_stats()
+        follower._windows.clear()
+        skewed = np.zeros((2, MOE_LAYERS, EXPERTS), np.int64)
+        for layer, experts in enumerate(runner.placement.physical_to_logical_map[:, : runner.placement.num_instances // 2]):
+            skewed[1, layer, experts] = 1000  # one device has it all
+        follower._look(lambda: skewed, 1e6, following._follow)
+        after = following.placement_stats()
+        following.resume_memory_occupation()
+    assert after.verdict.worth
+    assert (after.failed, after.rebalances, after.epoch) == (before.failed, before.rebalances, before.epoch)
 
 
 def test_counts_on_the_device_are_those_of_the_rows(following):
     """By phase, layer and expert."""
-    following._assembly.rebalancer.settle()
-    config = following._assembly.rebalancer._config
-    following._assembly.rebalancer._config = dataclasses.replace(config, rebalance_every=10**6)  # the test takes the counts
-    try:
+    with holding_still(following):
         counts_of(following)
         answers = ask(following)
         counted = counts_of(following)
-    finally:
-        following._assembly.rebalancer._config = config
-        following.flush_cache()
+    following.flush_cache()
     wanted = np.zeros((2, MOE_LAYERS, EXPERTS), int)
     for prompt, rows in zip(PROMPTS, rows_of(answers), strict=True):
         for phase, part in enumerate((rows[: len(prompt)], rows[len(prompt) :])):

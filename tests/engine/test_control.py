@@ -249,6 +249,36 @@ def test_donated_weights_are_the_engines_until_others_come_or_memory_is_released
         engine.update_weights({}, version=next_version(engine), donate="yes")
 
 
+def test_a_version_that_is_taken_meanwhile_waits_for_the_weights_that_were_promised_it(engine):
+    """Arrays are given away under a version; whoever names the served weights so meanwhile comes second, and the arrays are served."""
+    version, asked, renamed = next_version(engine), threading.Event(), threading.Event()
+
+    class Slow(dict):
+        """Names that take their time."""
+
+        def items(self):
+            asked.set()
+            renamed.wait(1)  # without a turn of its own the rename comes through
+            return super().items()
+
+    def rename():
+        try:
+            engine.update_weight_version(version)
+        finally:
+            renamed.set()
+
+    flat = nnx.to_flat_state(nnx.split(model_of(tiny_config(), oracle_of(34).tensors))[1])
+    slow = Slow({".".join(map(str, path)): leaf for path, leaf in flat})
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        update = pool.submit(engine.update_weights, slow, version=version, donate=True)
+        assert asked.wait(30)
+        late = pool.submit(rename)
+        assert update.result() is None
+        with pytest.raises(WeightsMismatchError, match=rf"version={version} must be an integer above {version}"):
+            late.result()
+    assert continues(oracle_of(34), PROMPT[:20], ask(engine, PROMPT[:20], 8)["output_ids"])
+
+
 def test_weights_from_disk_serve_the_next_request(engine, tmp_path):
     version = next_version(engine)
     engine.update_weights_from_disk(write_tiny_checkpoint(tmp_path, seed=31, tokenizer=False), version=version)

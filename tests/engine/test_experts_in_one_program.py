@@ -10,7 +10,23 @@ import jax.monitoring
 import numpy as np
 import pytest
 
-from engine.two_devices import EXPERTS, MODEL, MOE_LAYERS, PROMPTS, SIZES, TOP_K, any_residents, ask, assert_same, compile_events, hits_of
+from engine.two_devices import (
+    EXPERTS,
+    MODEL,
+    MOE_LAYERS,
+    PROMPTS,
+    SIZES,
+    TOP_K,
+    any_residents,
+    ask,
+    assert_same,
+    assert_served,
+    compile_events,
+    exchange,
+    hits_of,
+    metrics_of,
+    version_of,
+)
 from routed_experts import ConfigError, Engine, ExpertsConfig, extract_routed_experts_from_meta_info
 from routed_experts.engine import sharing
 from routed_experts.execution.whole_runner import WholeRunner
@@ -29,6 +45,17 @@ def undivided(folder):
         return ask(engine)
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("other"), seed=9, tokenizer=False, **MODEL))
+
+
+@pytest.fixture(scope="module")
+def undivided_other(other):
+    with Engine(other, **SIZES) as engine:
+        return ask(engine)
+
+
 @contextlib.contextmanager
 def shared_out(folder, **experts):
     with Engine(folder, experts=ExpertsConfig(host_backend="ffi", **experts), **SIZES) as engine:
@@ -42,12 +69,18 @@ def lane_of(engine):
 
 
 @pytest.mark.parametrize("num_resident", [0, 1, 5])
-def test_any_number_of_residents_says_the_same(folder, undivided, num_resident):
+def test_any_number_of_residents_says_the_same(folder, undivided, other, undivided_other, num_resident):
+    """Also after other weights have come, from disk or as arrays."""
     how = {"residency": any_residents(num_resident, num_resident)} if num_resident % 2 else {"kt_num_gpu_experts": num_resident}
     with shared_out(folder, **how, kt_cpuinfer=1 + num_resident % 2) as engine:
         assert_same(ask(engine), undivided)
         held, hits = engine.residency()
         steps, errands = engine._assembly.core.num_steps, lane_of(engine).counts().num_errands
+        exchange(engine, other, 5, given=num_resident % 2 == 0)
+        with compile_events() as seen:
+            assert_served(engine, ask(engine), undivided_other, 5)
+        assert seen == []
+        assert metrics_of(engine)["host_experts_seconds_total"] == lane_of(engine).counts().busy_s > 0
     rows = [extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided]
     np.testing.assert_allclose(hits, hits_of(held, np.concatenate(rows)), atol=1e-12)
     assert errands == steps * MOE_LAYERS  # of each step and MoE layer one
@@ -77,6 +110,35 @@ def test_swaps_under_load_change_nothing_and_compile_nothing(engine, undivided):
         assert_same(answer, undivided)
     assert len(swapped) > 3 and sum(swapped) > 8
     assert seen == []
+
+
+def test_weights_and_residents_change_at_once(engine, folder, undivided, other, undivided_other):
+    """The lane reads the new store from the next step on, and so does the one that scores run with."""
+    wanted, version, ended, swapped = (undivided, undivided_other), version_of(engine), threading.Event(), []
+    scores = []
+
+    def swap():
+        while not ended.is_set():
+            swapped.append(engine.apply_residency(any_residents(len(swapped), 2, epoch=10**6 + len(swapped))))
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        for number in range(1, 5):
+            exchange(engine, (folder, other)[number % 2], version + number, given=number > 2)
+            assert_same(ask(engine), wanted[number % 2])
+            scores.append(engine.score(PROMPTS[0]))
+    finally:
+        ended.set()
+        thread.join()
+    assert_served(engine, ask(engine), undivided, version + 4)
+    assert len(swapped) > 3
+    for first, again in (scores[0::2], scores[1::2]):
+        np.testing.assert_allclose(first.logprobs, again.logprobs, atol=1e-5, rtol=0)
+    for score, weights in zip(scores, (other, folder) * 2, strict=True):
+        told = [value for value, *_ in (undivided_other if weights == other else undivided)[0]["meta_info"]["input_token_logprobs"][1:]]
+        np.testing.assert_allclose(score.logprobs, told, atol=1e-5, rtol=0)
+    assert not np.allclose(scores[0].logprobs, scores[1].logprobs, atol=1e-3)
 
 
 def test_a_long_step_sends_the_host_nothing(engine, undivided):
@@ -112,6 +174,27 @@ def test_scores_are_those_of_an_undivided_engine(folder, backend):
             swapped += engine.apply_residency(any_residents(seed, 2, epoch=seed + 1))
         assert swapped > 0 and len(answer["output_ids"]) == 4
     assert not np.allclose(live[0].logprobs, forced[0].logprobs, atol=1e-3)  # other routes are other numbers
+
+
+def test_auto_is_the_faster_one_that_can_be_had(monkeypatch):
+    def chosen(platform, **experts):
+        return sharing.backend_of(ExpertsConfig(kt_num_gpu_experts=2, **experts), platform)
+
+    assert chosen("gpu")[0] == "ffi"
+    assert chosen("gpu", kt_max_deferred_experts_per_token=1) == ("dispatch", "one program adds no expert late")
+    for platform in ("cpu", "tpu"):
+        backend, reason = chosen(platform)
+        assert backend == "dispatch" and reason.endswith(f"the default device is a {platform}")
+    assert chosen("gpu", host_backend="dispatch") == ("dispatch", "as asked")
+    monkeypatch.setattr(sharing, "why_not", lambda: "no C++ compiler was found")
+    assert chosen("gpu") == ("dispatch", "it needs the native library: no C++ compiler was found")
+
+
+def test_the_choice_is_told_at_start(folder):
+    told = []
+    with Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=2), on_phase=told.append, **SIZES):
+        (detail,) = (phase.detail for phase in told if phase.name == "kernels")
+    assert "experts on the host by dispatch: one program was measured" in detail
 
 
 def test_what_cannot_be_is_refused(folder, monkeypatch):

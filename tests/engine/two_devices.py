@@ -3,6 +3,7 @@ test_experts_shared_out.py in a process of its own, for JAX shows two devices on
 
 import collections
 import contextlib
+import gc
 import threading
 from types import MappingProxyType
 
@@ -11,6 +12,7 @@ import jax.monitoring
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from routed_experts import (
@@ -23,9 +25,11 @@ from routed_experts import (
     ResidencyMap,
     extract_routed_experts_from_meta_info,
 )
+from routed_experts.capture.meta_info import record_from_meta_info
 from routed_experts.engine.serving import EngineDoor
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.split_jobs import Sides
+from routed_experts.models.registry import ModelFolder
 from routed_experts.server.metrics import Metrics
 from routed_experts.server.routing_store import RoutingStore
 from serving import assert_idle
@@ -54,6 +58,18 @@ def undivided(folder):
         assert type(engine._assembly.core.runner) is ModelRunner  # off: as if there were no such config
         with pytest.raises(InvalidRequestError, match="all experts on the accelerator"):
             engine.apply_residency(any_residents(0, 3))
+        return ask(engine)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """The same model with other weights."""
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("other"), seed=9, tokenizer=False, **MODEL)
+
+
+@pytest.fixture(scope="module")
+def undivided_other(other):
+    with Engine(str(other), **SIZES) as engine:
         return ask(engine)
 
 
@@ -94,6 +110,37 @@ def logprobs_of(answer):
     told = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
     best = [entry for place in (*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]) for entry in place]
     return np.array([value for value, *_ in (*told, *best)])
+
+
+def weights_of(folder):
+    """A whole model's arrays, on device 0."""
+    opened = ModelFolder.open(folder, in_parts=True)
+    return nnx.split(opened.load(opened.dtype("auto")))[1]
+
+
+def version_of(engine):
+    return engine._assembly.core.runner.weight_version
+
+
+def exchange(engine, folder, version, *, given):
+    """New weights, as arrays that are the engine's from now on (they are copied to where they belong, and deleted) or from disk."""
+    if not given:
+        engine.update_weights_from_disk(folder, version=version)
+        return
+    state = weights_of(folder)
+    with compile_events() as seen:
+        engine.update_weights(state, version=version, donate=True)
+    assert seen == []
+
+
+def assert_served(engine, answers, wanted, version):
+    assert_same(answers, wanted)
+    assert {answer["meta_info"]["weight_version"] for answer in answers} == {str(version)}
+    runner = engine._assembly.core.runner
+    for kind, table in runner.tables.items():  # residents are the new store's, byte for byte
+        held = ((layer.place * EXPERTS + runner.residency.experts[layer.column]).tolist() for layer in runner._layers if layer.kind == kind)
+        rows = np.array([*held], np.int64).reshape(-1)
+        np.testing.assert_array_equal(table.down, np.asarray(runner.model.host[kind].down)[rows])
 
 
 def assert_same(answers, wanted):
@@ -157,7 +204,8 @@ def test_there_are_two_devices():
 
 
 @pytest.mark.parametrize("num_resident", range(EXPERTS + 1))
-def test_any_number_of_residents_says_the_same(folder, undivided, num_resident):
+def test_any_number_of_residents_says_the_same(folder, undivided, other, undivided_other, num_resident):
+    """Also after other weights have come."""
     how = {"residency": any_residents(num_resident, num_resident)} if num_resident % 2 else {"kt_num_gpu_experts": num_resident}
     with shared_out(folder, **how) as engine:
         assert_same(ask(engine), undivided)
@@ -165,6 +213,13 @@ def test_any_number_of_residents_says_the_same(folder, undivided, num_resident):
         if num_resident == EXPERTS:  # nobody is on the host, and who is here stays in its slot
             assert engine.apply_residency(any_residents(1, EXPERTS, epoch=1)) == 0
             assert_same(ask(engine), undivided)
+        gc.collect()  # what is left over of loading
+        there = bytes_there()
+        exchange(engine, other, 5, given=num_resident % 2 == 0)
+        assert bytes_there() == there, "the accelerator holds residents and the rest once"
+        with compile_events() as seen:
+            assert_served(engine, ask(engine), undivided_other, 5)
+        assert seen == []
     rows = [extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided]
     rows = np.concatenate(rows)  # the last token of each was not fed
     np.testing.assert_allclose(hits, hits_of(held, rows), atol=1e-12)
@@ -202,6 +257,86 @@ def test_swaps_under_load_change_nothing_and_compile_nothing(engine, undivided):
     assert len(swapped) > 3 and sum(swapped) > 8
     assert seen == []
     assert engine._assembly.core.runner.num_swapped == sum(swapped)
+
+
+def test_weights_and_residents_change_at_once(engine, folder, undivided, other, undivided_other):
+    """Requests, swaps and updates in three threads: every answer is of one version's weights, or of two and says so."""
+    wanted, version, ended, swapped = {0: undivided, 1: undivided_other}, version_of(engine), threading.Event(), []
+
+    def swap():
+        while not ended.is_set():
+            swapped.append(engine.apply_residency(any_residents(len(swapped), 2, epoch=len(swapped) + 1)))
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        for number in range(1, 5):
+            exchange(engine, (folder, other)[number % 2], version + number, given=number > 2)
+            assert_same(ask(engine), wanted[number % 2])
+    finally:
+        ended.set()
+        thread.join()
+    assert_served(engine, ask(engine), undivided, version + 4)
+    assert len(swapped) > 3
+
+
+@pytest.mark.parametrize("cache", ["flush", "keep"])
+def test_a_running_request_goes_on_with_the_new_weights(engine, folder, other, cache):
+    """Tokens that it had are prefilled anew, or kept; each row is of the version that its span says."""
+    version = version_of(engine)
+    how = dict(sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=40, return_routed_experts=True)
+    news = engine.generate(input_ids=PROMPTS[1], stream=True, **how)
+    next(news)
+    engine.pause(mode="in_place")
+    engine.update_weights_from_disk(other, version=version + 1, cache=cache)
+    engine.resume()
+    *_, last = news
+    record, tokens = record_from_meta_info(last), [*PROMPTS[1], *last["output_ids"]]
+    (first, changed, old), (again, end, new) = record.version_spans
+    assert (first, changed, old, new) == (0, again, version, version + 1) and len(PROMPTS[1]) <= changed < end == len(tokens) - 1
+    scored = engine.score(tokens)
+    if cache == "flush":  # all that it stands on is of the new weights
+        np.testing.assert_array_equal(record.ids[changed:], scored.routed_experts.ids[changed:-1])
+    engine.update_weights_from_disk(folder, version=version + 2)
+    before = engine.score(tokens)
+    np.testing.assert_array_equal(record.ids[:changed], before.routed_experts.ids[:changed])
+    assert (scored.routed_experts.ids != before.routed_experts.ids).any()
+
+
+def test_weights_that_cannot_be_copied_leave_the_old_ones(engine, undivided, other):
+    runner, version = engine._assembly.core.runner, version_of(engine)
+    key = next(key for key in runner._programs if key[0] == "write")
+    kept, written = runner._programs[key], []
+
+    def fails_at_third(*args):
+        written.append(args)
+        if len(written) == 3:
+            raise MemoryError("no room for an expert")
+        return kept(*args)
+
+    runner._programs[key] = fails_at_third
+    try:
+        with pytest.raises(MemoryError, match="no room for an expert"):
+            engine.update_weights_from_disk(other, version=version + 1)
+    finally:
+        runner._programs[key] = kept
+    assert len(written) == 3 + 2 * MOE_LAYERS, "all were written back"
+    assert_served(engine, ask(engine), undivided, version)
+
+
+def test_an_array_under_two_names_is_given_away_once(engine, folder):
+    """It is copied under both before it is deleted, and so is what others hold left alone."""
+    state = {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(weights_of(folder))}
+    pair = ["runs.1.0.q_norm", "runs.1.0.k_norm"]
+    twice = jax.device_put(np.asarray(state[pair[0]]), jax.devices()[1])
+    mine, version = jax.device_put(np.asarray(state[pair[0]]), jax.devices()[1]), version_of(engine)
+    engine.update_weights(state | dict.fromkeys(pair, twice), version=version + 1, donate=True)
+    runner = engine._assembly.core.runner
+    layers = runner.model.layers[runner._layers[-1].kind]
+    assert twice.is_deleted() and not mine.is_deleted()
+    for name in pair:
+        np.testing.assert_array_equal(layers[name.rsplit(".", 1)[1]], mine)
+    engine.update_weights_from_disk(folder, version=version + 2)
 
 
 def test_copies_between_platforms_say_the_same(engine, undivided, monkeypatch):
@@ -260,15 +395,21 @@ def test_a_long_step_runs_on_the_accelerator_alone(engine, undivided):
     assert tokens["host"] and max(tokens["host"]) < 9
 
 
-def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
+def metrics_of(engine):
     metrics = Metrics(compat=None)
     metrics.watch(EngineDoor(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
+    lines = (line.rsplit(" ", 1) for line in metrics.text(None).decode().splitlines() if not line.startswith("#"))
+    return {name.removeprefix("routed_experts_"): float(value) for name, value in lines}
+
+
+def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
     ask(engine)
     engine.residency()  # the counts of the last steps
-    told = dict(line.rsplit(" ", 1) for line in metrics.text(None).decode().splitlines() if not line.startswith("#"))
-    hits = [float(told[f'routed_experts_resident_hit_ratio{{layer="{layer}"}}']) for layer in (1, 2)]
+    told = metrics_of(engine)
+    hits = [told[f'resident_hit_ratio{{layer="{layer}"}}'] for layer in (1, 2)]
     np.testing.assert_allclose(hits, engine.residency()[1], atol=1e-9)
-    assert float(told["routed_experts_resident_swaps_total"]) == engine._assembly.core.runner.num_swapped
+    assert told["resident_swaps_total"] == engine._assembly.core.runner.num_swapped
+    assert told["deferred_slots_total"] == 0
 
 
 def test_deferred_experts_are_added_one_layer_later(folder, undivided, monkeypatch):
@@ -279,6 +420,12 @@ def test_deferred_experts_are_added_one_layer_later(folder, undivided, monkeypat
         with recorded_starts(engine) as started:
             engine.generate(input_ids=[5, 6], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=6)
         slot_of = engine.residency()[0].slot_of
+        counted = metrics_of(engine)["deferred_slots_total"]
+        engine.flush_cache()
+        with recorded_starts(engine) as again:
+            engine.generate(input_ids=[5, 6], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=6)
+        engine.residency()
+        more = metrics_of(engine)["deferred_slots_total"] - counted
         engine.flush_cache()
         monkeypatch.setattr(Sides, "alike", property(lambda sides: False))
         assert_same(ask(engine), answers)
@@ -303,6 +450,8 @@ def test_deferred_experts_are_added_one_layer_later(folder, undivided, monkeypat
         waited += int((later >= 0).sum())
         assert (np.asarray(last_now[1][3])[1:] == -1).all() and first[2][1].later is not None
     assert waited > 0
+    late = [step[5] for step in cut_into_steps(again)[1:]]  # what the first layer's host was sent late
+    assert more == sum(int((np.asarray(args[3]) >= 0).sum()) for _, args, _ in late) > 0
 
 
 def cut_into_steps(started):
@@ -348,18 +497,21 @@ def test_experts_come_from_the_weight_path_and_all_else_from_the_model(folder, t
         runner = engine._assembly.core.runner
         (stored,), (table,) = runner.model.host.values(), runner.tables.values()
         router = runner.model.layers[runner._layers[1].kind]["router"]
+        down = np.array(table.down)  # the table is written anew, in place
+        engine.update_weights_from_disk(folder, version=1)  # with its own experts, in the host's number format
+        (later,) = engine._assembly.core.runner.model.host.values()
     mine, theirs = (load_file(path / "model.safetensors") for path in (folder, other))
     at = "model.layers.{}.mlp"
     np.testing.assert_array_equal(router, np.stack([mine[f"{at}.gate.weight".format(layer)].T for layer in (1, 2)]))
     experts = [theirs[f"{at}.experts.{expert}.down_proj.weight".format(layer)].T for layer in (1, 2) for expert in range(EXPERTS)]
     half = np.stack(experts).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(stored.down, half)
-    np.testing.assert_array_equal(table.down, half.reshape(MOE_LAYERS, EXPERTS, *half.shape[1:])[:, :2].reshape(-1, *half.shape[1:]))
+    np.testing.assert_array_equal(down, half.reshape(MOE_LAYERS, EXPERTS, *half.shape[1:])[:, :2].reshape(-1, *half.shape[1:]))
+    experts = [mine[f"{at}.experts.{expert}.down_proj.weight".format(layer)].T for layer in (1, 2) for expert in range(EXPERTS)]
+    np.testing.assert_array_equal(later.down, np.stack(experts).astype(ml_dtypes.bfloat16))
     assert table.down.dtype == np.float32  # residents have the model's dtype, and the numbers of the store
 
 
 def test_what_is_not_built_is_refused_by_name(engine):
-    with pytest.raises(InvalidRequestError, match="update_weights is not supported"):
-        engine.update_weights({}, version=1)
     with pytest.raises(PlacementError, match="num_resident=3; this engine's tables have 2"):
         engine.apply_residency(any_residents(0, 3))

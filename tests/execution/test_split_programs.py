@@ -143,7 +143,8 @@ def test_a_step_that_is_cut_is_the_step(name):
 
     rows = np.asarray(out.rows[:REAL], np.int64).reshape(REAL, num_moe, -1)  # logical ids: what the host was sent follows from them
     on_host = residency.slot_of[np.arange(num_moe)[None, :, None], rows] < 0
-    np.testing.assert_array_equal(tally, np.stack([on_host.sum(axis=(0, 2)), np.full(num_moe, rows[:, 0].size)], axis=1))
+    waited = np.zeros(num_moe, int)  # nothing is deferred
+    np.testing.assert_array_equal(tally, np.stack([on_host.sum(axis=(0, 2)), np.full(num_moe, rows[:, 0].size), waited], axis=1))
     sent = np.moveaxis(np.asarray(sent), 0, 1)  # [N, M, K]
     np.testing.assert_array_equal(sent[:REAL], np.where(on_host, rows, -1))
     assert (sent[REAL:] == -1).all()  # padding is no work

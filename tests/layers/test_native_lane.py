@@ -126,6 +126,16 @@ def test_an_unknown_expert_ends_the_step_and_the_lane():
         jax.block_until_ready(run(lane, x, 0, ids, weights))
 
 
+def test_other_stores_are_run_from_the_next_errand_on():
+    lane, (x, ids, weights) = HostLane([store_of(20), store_of(21)], num_experts=EXPERTS, num_threads=2), errand_of(22)
+    begin = functools.partial(run, lane, x, 1, ids, weights, store=1)
+    np.testing.assert_allclose(begin()[1], looped(store_of(21), 1, x, ids, weights), atol=2e-5)
+    lane.restock([store_of(23), store_of(24)])
+    np.testing.assert_allclose(begin()[1], looped(store_of(24), 1, x, ids, weights), atol=2e-5)
+    with pytest.raises(AssertionError):
+        lane.restock([store_of(23)])
+
+
 def test_a_lane_that_is_gone_is_named_and_its_number_is_given_again():
     lane = HostLane([store_of(13)], num_experts=EXPERTS, num_threads=2)
     x, ids, weights = errand_of(14)
@@ -150,7 +160,17 @@ def driver(tmp_path_factory):
     library = ctypes.CDLL(str(file))
     library.enqueue_errands.restype = ctypes.c_char_p
     library.RexLaneOpen.restype = ctypes.c_int64
+    library.abandon_errand.restype = ctypes.c_bool
+    library.grant(ctypes.c_int(1 << 30))
     return library
+
+
+def opened(driver, store):
+    """A lane of the library's over a store, which its caller keeps; it is closed by who opened it."""
+    arrays = [np.asarray(array) for array in (store.gate_up, store.down)]
+    places, dtypes = np.array([array.ctypes.data for array in arrays], np.uintp), np.array([11], np.int32)
+    sizes = np.array([EXPERTS, LAYERS * EXPERTS, HIDDEN, WIDTH], np.int64)
+    return driver.RexLaneOpen(*(ctypes.c_int64(number) for number in (2, 1)), *map(pointer, (places, dtypes, sizes)))
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
@@ -158,15 +178,11 @@ def driver(tmp_path_factory):
 def test_the_gpus_handlers_order_copies_and_signals(driver, words, in_turn):
     """Many errands are enqueued before the first has begun, all over one desk."""
     store, count = store_of(15), 60
-    arrays = [np.asarray(array) for array in (store.gate_up, store.down)]
-    places, dtypes = np.array([array.ctypes.data for array in arrays], np.uintp), np.array([11], np.int32)
-    sizes = np.array([EXPERTS, LAYERS * EXPERTS, HIDDEN, WIDTH], np.int64)
-    lane = driver.RexLaneOpen(*(ctypes.c_int64(number) for number in (2, 1)), *map(pointer, (places, dtypes, sizes)))
+    lane = opened(driver, store)
     driver.RexLaneSet(ctypes.c_int64(lane), ctypes.c_bool(in_turn), ctypes.c_bool(False))
     errands = [errand_of(seed) for seed in range(count)]
     x = np.stack([np.asarray(fed) for fed, _, _ in errands])
-    words_of = [np.concatenate([[i % LAYERS], e[1].ravel(), e[2].view(np.int32).ravel()]) for i, e in enumerate(errands)]
-    told = np.stack(words_of).astype(np.int32)
+    told = np.stack([words_for(i % LAYERS, *errand[1:]) for i, errand in enumerate(errands)])
     out = np.full(x.shape, np.nan, np.float32)
     numbers = (ctypes.c_int64(lane), ctypes.c_bool(words), *map(ctypes.c_int64, (count, TOKENS, TOP_K, HIDDEN)))
     complaint = driver.enqueue_errands(*numbers, *map(pointer, (x, told, out)))
@@ -178,6 +194,41 @@ def test_the_gpus_handlers_order_copies_and_signals(driver, words, in_turn):
     assert counts[2] == (not words)  # a driver that refuses words is called instead
     for index, (fed, ids, weights) in enumerate(errands):
         np.testing.assert_allclose(out[index], looped(store, index % LAYERS, fed, ids, weights), atol=2e-5)
+
+
+@pytest.mark.parametrize("words", [True, False])
+def test_a_lane_that_ends_lets_its_stream_go_and_gives_no_number(driver, words):
+    """Two errands are enqueued, and the lane is closed before their input is there."""
+    store, (fed, ids, weights) = store_of(16), errand_of(17)
+    lane = opened(driver, store)
+    x, told, out = np.array(fed), words_for(0, ids, weights), np.zeros((TOKENS, HIDDEN), np.float32)
+    numbers = (ctypes.c_int64(lane), ctypes.c_bool(words), *map(ctypes.c_int64, (TOKENS, TOP_K, HIDDEN)))
+    assert driver.abandon_errand(*numbers, *map(pointer, (x, told, out)), ctypes.c_int64(30)), "the stream still waits"
+    assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize("granted", [0, 1])
+def test_memory_that_the_driver_refuses_is_told_and_asked_for_again(driver, granted):
+    """Two blocks are wanted: the signals' and the desk's."""
+    store, (fed, ids, weights) = store_of(18), errand_of(19)
+    lane = opened(driver, store)
+    x, told, out = np.array(fed)[None], words_for(1, ids, weights)[None], np.zeros((1, TOKENS, HIDDEN), np.float32)
+    numbers = (ctypes.c_int64(lane), ctypes.c_bool(True), *map(ctypes.c_int64, (1, TOKENS, TOP_K, HIDDEN)))
+    send = functools.partial(driver.enqueue_errands, *numbers, *map(pointer, (x, told, out)))
+    driver.grant(ctypes.c_int(granted))
+    told_bytes = (2 * TOKENS * HIDDEN + 1 + 2 * TOKENS * TOP_K) * 4
+    complaint = send().decode()
+    assert complaint.startswith(f"the NVIDIA driver refused {told_bytes} bytes of the host's memory for {TOKENS} tokens")
+    assert complaint.endswith("let this process lock more (ulimit -l), or use host_backend='dispatch'")
+    driver.grant(ctypes.c_int(1 << 30))
+    assert send() is None
+    driver.RexLaneClose(ctypes.c_int64(lane))
+    np.testing.assert_allclose(out[0], looped(store, 1, fed, ids, weights), atol=2e-5)
+
+
+def words_for(place, ids, weights):
+    """What an errand is told of its slots."""
+    return np.concatenate([[place], ids.ravel(), weights.view(np.int32).ravel()]).astype(np.int32)
 
 
 def pointer(array):

@@ -31,7 +31,7 @@ class ExpertsConfig:
     kt_threadpool_count: int | None = None  # pools of those threads: 1
     kt_max_deferred_experts_per_token: int = 0  # d: of a token's d lightest experts those on the host are added a MoE layer later
     kt_gpu_prefill_token_threshold: int | None = None  # a step of at least that many tokens runs on the accelerator alone; 0, None: never
-    host_backend: str = "auto"  # `dispatch` (which auto is): a step is cut at every layer; `ffi`: a step is one program, not on a TPU
+    host_backend: str = "auto"  # `dispatch`: a step is cut at every layer; `ffi`: it is one program, not on a TPU; auto: the faster
     residency: str | ResidencyMap = "first"  # "first" N by id; "adaptive": these at first, then they follow the load; or those of a plan
 
     def __post_init__(self) -> None:

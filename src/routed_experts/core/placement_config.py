@@ -24,7 +24,8 @@ class PlacementConfig:
     best expert: it changes the model, a token's experts depend on the other requests, and answers say so. `on_exhausted`: a slot
     whose token finds room nowhere runs its best expert all the same ("overflow") or none ("drop").
     With `rebalance_every` the load of that many steps is planned for and weighed, and where it pays the experts move, `layers_per_step`
-    MoE layers between two steps. The gain is weighed as `expert_share` of the time that steps took, the copies by `link_bytes_per_s`."""
+    MoE layers between two steps. The gain is weighed as `expert_share` of the wall time that steps took (a step is one program, whose
+    experts cannot be timed by themselves), the copies by `link_bytes_per_s`."""
 
     plan: Placement | str | os.PathLike[str]  # or the .npz that Placement.save wrote
     mode: str = "replicas"

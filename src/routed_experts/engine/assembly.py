@@ -22,6 +22,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.core import EngineCore
 from routed_experts.engine.departures import Departures
+from routed_experts.engine.load_watch import LoadWatch
 from routed_experts.engine.planning import EnginePlan, arrays_of, plan_engine
 from routed_experts.engine.rebalancer import Rebalancer
 from routed_experts.engine.score import Scorer
@@ -85,6 +86,7 @@ class Assembly:
     prefix_cache: bool
     served: ServedModel
     rebalancer: Rebalancer | None  # None: experts move only when they are told to
+    watch: LoadWatch | None = None  # None: experts are not placed
 
 
 def assemble(
@@ -112,13 +114,13 @@ def assemble(
     devices = "" if shards is None else f", on {shards.mesh.size} devices"
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
     kernels, attention = registry.choose(args, config.needs, placing=placement)
-    clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention")
+    clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention{'' if sharing is None else f'; {sharing.told}'}")
     planned = None if sharing is not None else _planned(clock, args, config, arrays_of(source, args.dtype), shards)
     served, state, parted = _load(source, config, args.dtype, sharing, shards, on_load)
     jax.block_until_ready(state)
     clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
     host_bytes = 0 if parted is None else parted.host_bytes  # what stays on the device is known once it is parted
-    planned = planned or _planned(clock, args, config, served.arrays, None, experts_host=host_bytes)
+    planned = planned or _planned(clock, args, config, shapes_of(state), None, experts_host=host_bytes)
     plan, buckets, capture = planned.memory, planned.buckets, planned.capture
     on = None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool)
     spec = ProgramSpec(
@@ -128,8 +130,8 @@ def assemble(
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     split = None if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
     runner = split or _runner(state, spec, sizes, config, placement)
-    rebalancer = _rebalancer(runner, placement)
-    new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, sharing, rebalancer)
+    watch, rebalancer = followers = _followers(runner, placement)
+    new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, sharing, followers)
     core = new_core()
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
     count = runner.compile()
@@ -142,9 +144,10 @@ def assemble(
     if self_check and capture is not None and parted is None:
         rows = check_replay(new_core, Scorer(args, buckets, runner, lambda start: start()), **sizes_of_check)
         clock.done("self-check", f"{rows} rows captured, and those that were played back are those that ran")
+    _restart(followers)
     return Assembly(
         core=core, plan=plan, buckets=buckets, context_length=planned.context_length, capture=capture, vocab_size=config.vocab_size,
-        prefix_cache=not args.disable_radix_cache, served=served, rebalancer=rebalancer,
+        prefix_cache=not args.disable_radix_cache, served=served, rebalancer=rebalancer, watch=watch,
     )  # fmt: skip
 
 
@@ -174,32 +177,46 @@ def _runner(
     return PlacedRunner(state, spec, sizes, placement=placement.first, places=sparse_places(config), factor=factor)
 
 
-def _rebalancer(runner: ModelRunner, placement: PlacementConfig | None) -> Rebalancer | None:
-    """What moves experts by itself. Raises what planning for this placement would."""
-    if placement is None or placement.rebalance_every == 0:
-        return None
-    assert isinstance(runner, PlacedRunner) and runner.spec.counted is not None, type(runner)
-    return Rebalancer(placement, runner, top_k=runner.spec.counted.top_k)
+def _followers(runner: ModelRunner, placement: PlacementConfig | None) -> tuple[LoadWatch | None, Rebalancer | None]:
+    """What counts the load of placed experts, and what moves them by itself. Raises what planning for this placement would."""
+    if placement is None or not isinstance(runner, PlacedRunner):
+        return None, None
+    watch, spec = LoadWatch(runner), runner.spec.counted
+    assert spec is not None, "placed experts are counted"
+    return watch, Rebalancer(placement, runner, watch, top_k=spec.top_k) if placement.rebalance_every else None
+
+
+def _restart(followers: tuple[LoadWatch | None, Rebalancer | None]) -> None:
+    """What a check ran is no load."""
+    for one in followers:
+        if one is not None:
+            one.restart()
 
 
 def _counts(args: ServerArgs, sharing: Sharing | None, placement: PlacementConfig | None) -> bool:
-    """Whether steps count their experts on the device: somebody follows the load, or capacities need to be told what a step ran."""
+    """Whether steps count their experts on the device: somebody follows the load, or wants to know how even it is."""
     if sharing is not None:
         return sharing.counts and not args.enable_return_routed_experts
-    return placement is not None and (placement.rebalance_every > 0 or placement.reroutes)
+    return placement is not None
 
 
 def _new_core(
     args: ServerArgs, buckets: Buckets, runner: ModelRunner, capture: CaptureSpec | None, sharing: Sharing | None,
-    rebalancer: Rebalancer | None,
+    followers: tuple[LoadWatch | None, Rebalancer | None],
 ) -> EngineCore:  # fmt: skip
     """A core with queues, pages and rows of its own."""
     pool, enable = runner.config.pool, runner.spec.capture is not None
     capturer = RoutedExpertsCapturer.create(capture, num_slots=pool.num_slots, page_size=args.page_size, enable=enable)
     scheduler = Scheduler(args, buckets, num_pages=pool.num_pages, vocab_size=runner.config.vocab_size)
     follows = None if sharing is None else sharing.follower(capturer, runner)
+    told = [one.after_step for one in followers if one is not None]
+
+    def tell(took_s: float) -> None:
+        for one in told:
+            one(took_s)
+
     return EngineCore(
-        scheduler, runner, capturer, after_step=follows if rebalancer is None else rebalancer.after_step,
+        scheduler, runner, capturer, after_step=tell if told else follows,
         departures=None if runner.spec.kernels.peers.rerouter is None else Departures(pool.num_slots),
     )  # fmt: skip
 
@@ -232,7 +249,7 @@ def _load(
     if sharing is None:
         return *load_model(source, config, shards, dtype=dtype, progress=on_load), None
     parted = sharing.load(source, dtype, progress=on_load)
-    return ServedModel.of(config, parted.rim[0], shapes_of(parted.state), None), parted.state, parted
+    return ServedModel.of(config, parted.rim[0], parted.whole, None), parted.state, parted
 
 
 def _without_prefixes(args: ServerArgs, config: DecoderConfig) -> ServerArgs:

@@ -2,6 +2,7 @@
 
 Every method may be called from any thread and acts between two steps."""
 
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -22,9 +23,10 @@ from routed_experts.engine.assembly import Assembly
 from routed_experts.engine.core import EngineCore, Hold
 from routed_experts.engine.door import is_nested
 from routed_experts.engine.loop import EngineLoop
-from routed_experts.engine.occupation import refuse_released, refuse_split, served_now
+from routed_experts.engine.occupation import refuse_released, served_now
 from routed_experts.engine.places import EnginePlaces
 from routed_experts.engine.score import ScoreOutput
+from routed_experts.engine.served_model import ServedModel
 from routed_experts.engine.sharing import why_not_inside
 from routed_experts.engine.stats import EngineStats, engine_stats
 from routed_experts.engine.weights import Weights, state_of, state_of_folder
@@ -48,22 +50,23 @@ class EngineControl(EnginePlaces):
         With `donate=True` the arrays are the engine's from now on, whoever still refers to them: one that had to be copied to where it
         is served is deleted there and then, and one that is served is deleted when other weights take its place or
         `release_memory_occupation` gives it up. So after an exchange the devices hold one copy of the weights. During it they hold
-        the old and the new, unless the old were released before. It waits for a score that is under way."""
-        refuse_split(self._assembly.core, "update_weights")
+        the old and the new, unless the old were released before. It waits for a score that is under way.
+
+        With experts= the host holds the old and the new store during it, the accelerator but one table: residents are written into it
+        between two steps, one after another. A copy that fails leaves the old weights served, under the old version."""
         if not isinstance(donate, bool):
             raise InvalidRequestError(f"donate={shown(donate)} must be True or False", param="donate")
         with self._placing, self._scorer.turn:  # weights that were donated before are deleted by this exchange
             served, core = served_now(self._assembly), self._assembly.core
-            load = lambda: served.placed(state_of(state, served.arrays), donate=donate)  # noqa: E731
+            load = lambda: _placed(core, served, state_of(state, served.arrays), donate=donate)  # noqa: E731
             _exchange(self._loop, core, load, version=version, cache=cache, donate=donate)
 
     def update_weights_from_disk(self, path: str | Path, *, version: int, cache: str = "flush") -> None:
         """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests go on.
         Raises WeightsMismatchError where config.json is of another model, CheckpointError where the folder is damaged."""
-        refuse_split(self._assembly.core, "update_weights_from_disk")
         with self._placing, self._scorer.turn:
             served, core = served_now(self._assembly), self._assembly.core
-            _exchange(self._loop, core, lambda: state_of_folder(path, served), version=version, cache=cache)
+            _exchange(self._loop, core, lambda: _loaded(core, served, path), version=version, cache=cache)
 
     def update_weight_version(self, version: int) -> None:
         """Name the served weights anew: `version` must rise. Rows written from now on bear it; running requests keep their pages, and
@@ -72,9 +75,10 @@ class EngineControl(EnginePlaces):
 
         def rename() -> None:
             refuse_released(core, "update_weight_version")
-            core.update_weights(core.runner.state, version=version, cache="keep")
+            core.update_weights(None, version=version, cache="keep")
 
-        self._loop.drained(rename)
+        with self._placing:  # whoever loads weights has been told that its version will do
+            self._loop.drained(rename)
 
     def pause(self, *, mode: str) -> None:
         """Hold still until `resume`; requests that come in meanwhile queue. `mode` says what becomes of those there are: "wait"
@@ -190,6 +194,20 @@ def _refuse_unscorable(core: EngineCore) -> None:
         raise InvalidRequestError(f"score with experts= runs the host's experts inside a program, and here {reason}", param="experts")
 
 
+def _placed(core: EngineCore, served: ServedModel, state: nnx.State[Any, Any], *, donate: bool) -> nnx.State[Any, Any]:
+    """Whole arrays of the served model, each copied to where it is served; beside the steps."""
+    runner = core.runner
+    return runner.model.placed(state, donate=donate) if isinstance(runner, SplitRunner) else served.placed(state, donate=donate)
+
+
+def _loaded(core: EngineCore, served: ServedModel, path: str | Path) -> nnx.State[Any, Any]:
+    """The same of a folder; what the host keeps in another number format is held in both for a moment, an array at a time."""
+    runner = core.runner
+    if not isinstance(runner, SplitRunner):
+        return state_of_folder(path, served)
+    return runner.model.placed(state_of_folder(path, served, place=runner.model.device_of), donate=True)
+
+
 def _exchange(
     loop: EngineLoop, core: EngineCore, load: Callable[[], nnx.State[Any, Any]], *, version: int, cache: str, donate: bool = False
 ) -> None:
@@ -199,3 +217,5 @@ def _exchange(
     core.runner.check_version(version)  # before a donated array is touched
     state = load()
     loop.drained(lambda: core.update_weights(state, version=version, cache=cache, donate=donate))
+    if isinstance(core.runner, SplitRunner):
+        gc.collect()  # walks through trees of weights leave cycles behind, which hold the old store: the largest thing there is

@@ -110,9 +110,9 @@ class EngineCore:
         _forget_changed_pages(self.scheduler, self.capturer)
         return freed
 
-    def update_weights(self, state: nnx.State[Any, Any], *, version: int, cache: str, donate: bool = False) -> None:
-        """Run later steps with other weights. Old prefixes are never matched again; "flush" also sends running requests back
-        to prefill anew, "keep" leaves them their pages. Rows that were written stay. Drain first."""
+    def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, cache: str, donate: bool = False) -> None:
+        """Run later steps with other weights, or (None) with the same ones under another version. Old prefixes are never matched again;
+        "flush" also sends running requests back to prefill anew, "keep" leaves them their pages. Written rows stay. Drain first."""
         self.runner.update_weights(state, version=version, donate=donate)
         self.scheduler.weight_version = version
         self.released -= {"weights"}

@@ -2,7 +2,6 @@
 
 Every method may be called from any thread and acts between two steps."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from fractions import Fraction
@@ -17,7 +16,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import Assembly
 from routed_experts.engine.core import EngineCore
 from routed_experts.engine.occupation import EngineOccupation, refuse_released
-from routed_experts.engine.rebalancer import PlacementStats
+from routed_experts.engine.placement_stats import PlacementStats
 from routed_experts.execution.placed_runner import PlacedRunner
 from routed_experts.execution.split_runner import SplitRunner
 
@@ -28,7 +27,7 @@ class EnginePlaces(EngineOccupation):
     def __init__(self, args: ServerArgs, assembly: Assembly) -> None:
         super().__init__(args, assembly)
         if assembly.rebalancer is not None:
-            assembly.rebalancer.start(self._move)
+            assembly.rebalancer.start(self._follow)
 
     def apply_placement(self, placement: Placement) -> int:
         """Move the experts to where the placement has them, a MoE layer between two steps, while requests go on; returns how many
@@ -50,21 +49,29 @@ class EnginePlaces(EngineOccupation):
 
     def placement_stats(self) -> PlacementStats:
         """What became of the experts' places since the start. Raises InvalidRequestError on an engine without placement=."""
-        return stats_of(self._assembly, _placed_runner(self._assembly.core))
+        return PlacementStats.of(self._assembly, _placed_runner(self._assembly.core))
 
     def _move(self, placement: Placement, layers_per_step: int) -> int:
+        _placed_runner(self._assembly.core).check(placement)
+        with self._placing, self._scorer.turn:
+            refuse_released(self._assembly.core, "apply_placement")
+            return self._move_layers(placement, layers_per_step)
+
+    def _follow(self, placement: Placement, layers_per_step: int) -> int | None:
+        """The same for who follows the load; None while memory is released, for then there is nothing to move."""
+        with self._placing, self._scorer.turn:
+            return None if self._assembly.core.released else self._move_layers(placement, layers_per_step)
+
+    def _move_layers(self, placement: Placement, layers_per_step: int) -> int:
         runner = _placed_runner(self._assembly.core)
-        runner.check(placement)
 
         def move(layers: Sequence[tuple[int, int]]) -> int:
             return sum(runner.move_layer(*layer, placement) for layer in layers)
 
-        with self._placing, self._scorer.turn:
-            refuse_released(self._assembly.core, "apply_placement")
-            layers = runner.layers()
-            chunks = [layers[first : first + layers_per_step] for first in range(0, len(layers), layers_per_step)]
-            moved = [self._loop.drained(functools.partial(move, chunk)) for chunk in chunks]
-            runner.placement = placement
+        layers = runner.layers()
+        chunks = [layers[first : first + layers_per_step] for first in range(0, len(layers), layers_per_step)]
+        moved = [self._loop.drained(functools.partial(move, chunk)) for chunk in chunks]
+        runner.placement = placement
         return sum(moved)
 
     def apply_residency(self, residency: ResidencyMap) -> int:
@@ -94,11 +101,3 @@ def _placed_runner(core: EngineCore) -> PlacedRunner:
         text = "this engine has one instance of every expert, where it is; build it with Engine(..., ep_size=..., placement=...)"
         raise InvalidRequestError(text, param="placement")
     return core.runner
-
-
-def stats_of(assembly: Assembly, runner: PlacedRunner) -> PlacementStats:
-    """The counts of now, from any thread."""
-    follows, departures = assembly.rebalancer, assembly.core.departures
-    moved = {} if follows is None else {"rebalances": follows.num_rebalanced, "skipped": follows.num_skipped, "failed": follows.num_failed}
-    led_away = {} if departures is None else dataclasses.asdict(departures.total)
-    return PlacementStats(epoch=runner.placement.epoch, copies=runner.num_copied, **moved, **led_away)

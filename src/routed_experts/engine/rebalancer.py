@@ -4,12 +4,11 @@
     own thread                                                     waits for them, plans, weighs ^
 A plan that fails, or that is not worth its copies, leaves the experts where they are; no request hears of it."""
 
-import dataclasses
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -18,45 +17,38 @@ from routed_experts.core.errors import EngineDeadError
 from routed_experts.core.placement import Placement
 from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.routing_stats import recent_load
+from routed_experts.engine.load_watch import LoadWatch
 from routed_experts.execution.placed_runner import PlacedRunner
-from routed_experts.placement.gate import judge
+from routed_experts.placement.gate import Verdict, judge
 from routed_experts.placement.plan import eplb
 
 logger = logging.getLogger(__name__)
 _WINDOWS = 32  # that are averaged
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementStats:
-    """What became of the placements of an engine since its start. `rebalances`: plans that the experts moved for; `skipped`: plans that
-    were not worth it; `failed`: plans or moves that ended in an error; `copies`: instances that came from another device, whoever moved
-    them; `rerouted_slots`, `dropped_slots`: see Departed."""
-
-    epoch: int
-    rebalances: int = 0
-    skipped: int = 0
-    failed: int = 0
-    copies: int = 0
-    rerouted_slots: int = 0
-    dropped_slots: int = 0
-
-
 class Rebalancer:
-    """Looks at every window of `rebalance_every` steps; while one is planned for, the next one waits and grows."""
+    """Looks at every window of `rebalance_every` steps; while one is planned for, the next one waits and grows. `verdict`: what the gate
+    said of the last plan; `last_move_s`: from the first layer of the last move that it made to the last one, the steps between them too."""
 
-    def __init__(self, config: PlacementConfig, runner: PlacedRunner, *, top_k: int) -> None:
+    def __init__(self, config: PlacementConfig, runner: PlacedRunner, watch: LoadWatch, *, top_k: int) -> None:
         self.num_rebalanced = self.num_skipped = self.num_failed = 0
-        self._config, self._runner, self._top_k = config, runner, top_k
-        self._apply: Callable[[Placement, int], int] | None = None
+        self.verdict: Verdict | None = None
+        self.last_move_s: float | None = None
+        self._config, self._runner, self._watch, self._top_k = config, runner, watch, top_k
+        self._apply: Callable[[Placement, int], int | None] | None = None
         self._windows: deque[Int[np.ndarray, "F M E"]] = deque(maxlen=_WINDOWS)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rebalancer")  # its thread begins with the first window
         self._planning: Future[None] | None = None
         self._num_steps, self._seconds = 0, 0.0
         self._plan(np.ones((runner.placement.num_layers, runner.placement.num_experts)))  # what cannot be planned is refused now
 
-    def start(self, apply: Callable[[Placement, int], int]) -> None:
-        """Move experts by this from now on; any thread may call it."""
+    def start(self, apply: Callable[[Placement, int], int | None]) -> None:
+        """Move experts by this from now on, which any thread may call; it gives None where nothing can be moved now."""
         self._apply = apply
+
+    def restart(self) -> None:
+        """Begin the window anew."""
+        self._num_steps, self._seconds = 0, 0.0
 
     def after_step(self, took_s: float) -> None:
         """Count a step that took so long; with the last one of a window, send its counts off. Engine thread."""
@@ -65,7 +57,7 @@ class Rebalancer:
         if self._num_steps < self._config.rebalance_every or busy or self._apply is None:
             return
         seconds, self._num_steps, self._seconds = self._seconds, 0, 0.0
-        self._planning = self._worker.submit(self._look, self._runner.take_counts(), seconds, self._apply)
+        self._planning = self._worker.submit(self._look, self._watch.take_window(), seconds, self._apply)
 
     def settle(self) -> None:
         """Wait until no window is planned for."""
@@ -76,10 +68,12 @@ class Rebalancer:
         """End its thread; the loop has been stopped, so nothing keeps it."""
         self._worker.shutdown(cancel_futures=True)
 
-    def _look(self, counts: Any, seconds: float, apply: Callable[[Placement, int], int]) -> None:
+    def _look(
+        self, counts: "Callable[[], Int[np.ndarray, 'F M E']]", seconds: float, apply: Callable[[Placement, int], int | None]
+    ) -> None:
         """Plan for a window's counts, and move if that pays."""
         try:
-            self._windows.append(np.asarray(counts))
+            self._windows.append(counts())
             if not self._windows[-1].any():
                 return
             config, now = self._config, self._runner.placement
@@ -90,11 +84,15 @@ class Rebalancer:
                 link_bytes_per_s=config.link_bytes_per_s,
             )  # fmt: skip
             logger.debug("a window of %.3f s: %s", seconds, verdict)
+            self.verdict = verdict
             if not verdict.worth:
                 self.num_skipped += 1
                 return
-            apply(plan, config.layers_per_step)
-            self.num_rebalanced += 1
+            began = time.monotonic()
+            if apply(plan, config.layers_per_step) is None:
+                logger.debug("memory is released: there is nothing to move")
+                return
+            self.num_rebalanced, self.last_move_s = self.num_rebalanced + 1, time.monotonic() - began
         except EngineDeadError:
             logger.debug("the engine ended while its experts were planned for")
         except Exception:

@@ -44,6 +44,8 @@ class Sharing:
     residency: ResidencyMap
     sides: Sides
     host_experts: MoeBackend
+    backend: str  # dispatch or ffi
+    reason: str  # why that one
 
     @staticmethod
     def check(experts: ExpertsConfig, args: ServerArgs, config: DecoderConfig, registry: BackendRegistry) -> "Sharing":
@@ -61,12 +63,13 @@ class Sharing:
             if size != 1:
                 raise ConfigError(f"{name}={size} with experts=: one accelerator shares with its host in this release; leave it at 1")
         sides = _sides()
-        _check_threads(experts)
-        if experts.host_backend == "ffi" and (reason := why_not_inside(sides.device.platform)):
-            raise ConfigError(f"host_backend='ffi' cannot be had: {reason}; or take 'dispatch'")
+        backend, reason = backend_of(experts, sides.device.platform)
+        _check_threads(experts, backend)
         auto = dataclasses.replace(args, moe_backend="auto", attention_backend="auto")
         host_experts = registry.choose(auto, platform="cpu")[0].moe
-        return Sharing(experts=experts, config=config, residency=residency, sides=sides, host_experts=host_experts)
+        return Sharing(
+            experts=experts, config=config, residency=residency, sides=sides, host_experts=host_experts, backend=backend, reason=reason
+        )
 
     def load(self, source: ModelFolder | Decoder | None, dtype: str, *, progress: Callable[[int, int], None] | None) -> SplitModel:
         """Load a folder, or take a module's arrays, to where they belong. Raises CheckpointError for a kt_weight_path that lacks experts
@@ -96,11 +99,16 @@ class Sharing:
             deferred=self.experts.kt_max_deferred_experts_per_token,
             counted=spec.counted,
         )
-        if self.experts.host_backend != "ffi" and split.has_host:
+        if self.backend != "ffi" and split.has_host:
             return SplitRunner(model, split, spec, config, sides=self.sides, streams_from=self.experts.streams_from)
         threads = self.experts.kt_cpuinfer or usual_threads()
         streams_from = self.experts.streams_from if split.has_host else None
         return WholeRunner(model, split, spec, config, sides=self.sides, streams_from=streams_from, num_threads=threads)
+
+    @property
+    def told(self) -> str:
+        """What runs the host's experts, and why."""
+        return f"experts on the host by {self.backend}: {self.reason}"
 
     @property
     def counts(self) -> bool:
@@ -128,12 +136,31 @@ def usual_threads() -> int:
     return max(1, _num_cores() - 1)
 
 
-def _check_threads(experts: ExpertsConfig) -> None:
+def backend_of(experts: ExpertsConfig, platform: str) -> tuple[str, str]:
+    """How the host's experts run beside a default device of this platform (`dispatch` or `ffi`), and why so: `auto` is what was measured to
+    be the faster, where it can be had. Raises ConfigError where `ffi` is asked for and cannot."""
+    asked = experts.host_backend
+    if asked == "dispatch":
+        return asked, "as asked"
+    if asked == "ffi":
+        if missing := why_not_inside(platform):
+            raise ConfigError(f"host_backend='ffi' cannot be had: {missing}; or take 'dispatch'")
+        return asked, "as asked"
+    if experts.kt_max_deferred_experts_per_token:
+        return "dispatch", "one program adds no expert late"
+    if platform != "gpu":
+        return "dispatch", f"one program was measured to be the faster on NVIDIA GPUs alone, and the default device is a {platform}"
+    if missing := why_not_inside(platform):
+        return "dispatch", missing
+    return "ffi", "one program takes 0.3 to 0.7 of the time of a step that is cut (H200)"
+
+
+def _check_threads(experts: ExpertsConfig, backend: str) -> None:
     """Raise ConfigError for a number of threads that the host's experts cannot have."""
     cores, wanted = _num_cores(), experts.kt_cpuinfer
     if wanted is None:
         return
-    if experts.host_backend == "ffi":
+    if backend == "ffi":
         if wanted > cores:
             raise ConfigError(f"kt_cpuinfer={wanted} is above the {cores} cores that this process may run on; lower it to at most {cores}")
     elif wanted != cores:

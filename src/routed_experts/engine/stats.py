@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from routed_experts.engine.assembly import Assembly
-from routed_experts.engine.places import stats_of
-from routed_experts.engine.rebalancer import PlacementStats
+from routed_experts.engine.placement_stats import PlacementStats
 from routed_experts.execution.placed_runner import PlacedRunner
 from routed_experts.execution.split_runner import SplitRunner
 
@@ -36,6 +35,8 @@ class EngineStats:
     weight_version: int
     resident_hits: Mapping[int, float]  # by MoE layer, where experts are shared out with the host
     resident_swaps: int
+    deferred_slots: int  # whose experts came a layer late
+    host_experts_s: float  # that threads of the host ran experts inside programs
     resident_failures: int  # exchanges of residents that failed; those that were there stayed
     placement: PlacementStats | None  # None: experts are not placed
 
@@ -45,6 +46,7 @@ def engine_stats(assembly: Assembly) -> EngineStats:
     core = assembly.core
     allocator = core.scheduler.pages.allocator
     split = core.runner if isinstance(core.runner, SplitRunner) else None
+    host = None if split is None else split.host_counts()
     return EngineStats(
         running=len(core.scheduler.running),
         waiting=len(core.scheduler.waiting),
@@ -60,8 +62,10 @@ def engine_stats(assembly: Assembly) -> EngineStats:
         capture_rows=core.num_rows,
         capture_missing_rows=core.num_missing_rows,
         weight_version=core.runner.weight_version,
-        resident_hits=MappingProxyType({} if split is None else split.hit_ratios()),
+        resident_hits=MappingProxyType({} if host is None else dict(host.hits)),
+        deferred_slots=0 if host is None else host.deferred,
+        host_experts_s=0.0 if host is None else host.busy_s,
         resident_swaps=0 if split is None else split.num_swapped,
         resident_failures=0 if split is None else split.num_failed,
-        placement=stats_of(assembly, core.runner) if isinstance(core.runner, PlacedRunner) else None,
+        placement=PlacementStats.of(assembly, core.runner) if isinstance(core.runner, PlacedRunner) else None,
     )

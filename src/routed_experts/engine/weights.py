@@ -4,7 +4,7 @@ A form is an nnx.State, an nnx.Module of the same class, or nested (or dotted) m
 
 import dataclasses
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,9 @@ def state_of(new: Weights, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
     return nnx.from_flat_state([(path, leaf.replace(_held(given[name]))) for name, (path, leaf) in wanted.items()])
 
 
-def state_of_folder(path: str | Path, served: ServedModel) -> nnx.State[Any, Any]:
-    """Load a checkpoint of the served architecture, in the served dtype, to where it is served. Raises WeightsMismatchError where its
+def state_of_folder(path: str | Path, served: ServedModel, *, place: Callable[[str], Any] = lambda name: None) -> nnx.State[Any, Any]:
+    """Load a checkpoint of the served architecture, in the served dtype, to where it is served (on one accelerator and its host: where
+    `place` says, by name). Raises WeightsMismatchError where its
     config.json says another model, and what ModelFolder.open raises where there is none that can be read."""
     if not isinstance(path, str | Path):
         raise WeightsMismatchError(f"model_path={shown(path)} must be the path of a checkpoint folder", param="model_path")
@@ -55,7 +56,7 @@ def state_of_folder(path: str | Path, served: ServedModel) -> nnx.State[Any, Any
         text = f"model_path={shown(str(path))} is another model: its config differs in {', '.join(names[:_SHOWN]) or 'architecture'}"
         raise WeightsMismatchError(f"{text}; build an Engine of its own for it", param="model_path")
     dtype = jnp.result_type(jax.tree.leaves(served.arrays)[0])
-    state = nnx.split(folder.load(dtype, shards=served.shards))[1]
+    state = nnx.split(folder.load(dtype, shards=served.shards, place=place))[1]
     gc.collect()  # nnx.merge leaves a cycle that holds every array: these would stay beside those that replace them
     _refuse_broken(dict(_leaves(state)), param="model_path")
     return state if served.shards is None else with_maps(state, served.shards.placed_maps())

@@ -22,7 +22,7 @@ from routed_experts.execution.on_mesh import EVERYWHERE, POOL, WEIGHTS, jit_on_a
 from routed_experts.execution.programs import ForwardOut, FullInputs, ProgramSpec, SpokenTokens, forward, sample_tokens, score_prompt
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models.shards import buffers_of, give_up
+from routed_experts.models.shards import Gifts, buffers_of
 
 MAX_WEIGHT_VERSION = 2**31 - 1  # rows keep theirs as int32
 
@@ -143,20 +143,24 @@ class ModelRunner:
             changed=None if pending.changed is None else np.asarray(pending.changed),
         )
 
-    def update_weights(self, state: nnx.State[Any, Any], *, version: int, donate: bool = False) -> None:
-        """Run all later steps with other weights of the same tree, shapes and dtypes. Arrays that lie where the served ones do are
+    def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, donate: bool = False) -> None:
+        """Run all later steps with other weights of the same tree, shapes and dtypes (None: with the same ones, under another version).
+        Arrays that lie where the served ones do are
         taken as they are, others are copied there now, so that no step has to. With `donate` the arrays are the runner's from now on:
         one that was copied is deleted, and all are when others take their place. Raises WeightsMismatchError."""
         self.check_version(version)
+        if state is None:
+            self.weight_version = version
+            return
         old, new = (dict(jax.tree_util.tree_flatten_with_path(s)[0]) for s in (self.state, state))
         wrong = [f"{jax.tree_util.keystr(k)}: {_said(new.get(k))} for {_said(v)}" for k, v in old.items() if _said(new.get(k)) != _said(v)]
         wrong += [f"{jax.tree_util.keystr(k)}: {_said(v)} is not in the model" for k, v in new.items() if k not in old]
         if wrong:
             raise WeightsMismatchError(f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:4])}", param="state")
-        placed = [_placed_like(*pair, donate) for pair in zip(jax.tree.leaves(state), self._weights, strict=True)]
+        gifts = Gifts(jax.tree.leaves(state) if donate else ())
+        placed = [_placed_like(*pair, gifts) for pair in zip(jax.tree.leaves(state), self._weights, strict=True)]
         self._weights, self.weight_version = placed, version
-        kept = _still_served(self._owned, placed)
-        self._owned = placed if donate else kept
+        self._owned = owned_now(self._owned, placed, donate=donate)
 
     def release(self, *, pool: bool, weights: bool) -> None:
         """Free the pool, and let go of the weights: of them only shapes and places are kept, for those that come next. No step may
@@ -257,6 +261,12 @@ def _shape(size: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(size, dtype)
 
 
+def owned_now(owned: Sequence[Array], served: Sequence[Array], *, donate: bool) -> list[Array]:
+    """Arrays that are the engine's once others are served; what was its own and is served no more is deleted."""
+    kept = _still_served(owned, served)
+    return list(served) if donate else kept
+
+
 def _still_served(owned: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
     """Those of `owned` that are among the weights, by where they lie; the others are deleted."""
     served = set[int]().union(*map(buffers_of, weights)) if owned else set[int]()
@@ -271,11 +281,10 @@ def _still_served(owned: Sequence[Array], weights: Sequence[Array]) -> list[Arra
     return kept
 
 
-def _placed_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStruct, donate: bool) -> Array:
+def _placed_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStruct, gifts: Gifts) -> Array:
     owned = leaf if isinstance(leaf, jax.Array) else np.array(leaf)  # the CPU device may keep a host array as it is, and so see its changes
     placed = jax.device_put(owned, served.sharding)
-    if donate:
-        give_up(leaf, placed)
+    gifts.copied(leaf, placed)
     return placed
 
 

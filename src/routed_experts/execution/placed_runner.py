@@ -45,9 +45,9 @@ class PlacedRunner(ModelRunner):
             told = f"the placement has {theirs} and max_replicas={widths[1]}"
             raise PlacementError(f"{told}; this engine was built with {ours} and {widths[0]}: plan with these")
 
-    def update_weights(self, state: nnx.State[Any, Any], *, version: int, donate: bool = False) -> None:
+    def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, donate: bool = False) -> None:
         """As a ModelRunner does; weights that are new lie as `placement` says, also where a change of it had stopped half way."""
-        same = all(new is old for new, old in zip(jax.tree.leaves(state), self._weights, strict=False))
+        same = state is None or all(new is old for new, old in zip(jax.tree.leaves(state), self._weights, strict=False))
         super().update_weights(state, version=version, donate=donate)
         if not same:
             self._held = self.placement.physical_to_logical_map.copy()

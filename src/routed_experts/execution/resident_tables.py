@@ -1,11 +1,12 @@
 """Exchange experts in the accelerator's tables. Knows nothing of steps, nor of why an expert is where it is.
 
 A table is donated to each write, so it is bound anew after each: a write that fails leaves what the ones before it wrote.
-Dims: N resident experts of a layer, J rows of a store."""
+Dims: M MoE layers, N resident experts of a layer, J rows of a store."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Int32
 
@@ -24,6 +25,15 @@ def exchange(
     for slot in np.flatnonzero(held != new).tolist():
         _write(model, tables, programs, layer, slot, int(new[slot]))
         held[slot] = new[slot]
+
+
+def refill(model: SplitModel, tables: Tables, programs: Programs, layers: Sequence[LayerAt], held: Int32[np.ndarray, "M N"]) -> None:
+    """Write every resident of these layers anew, from the model's store; waits until they are there."""
+    for layer in layers:
+        if layer.kind in tables:
+            for slot, expert in enumerate(held[layer.column].tolist()):
+                _write(model, tables, programs, layer, slot, expert)
+    jax.block_until_ready(tables)
 
 
 def _write(model: SplitModel, tables: Tables, programs: Programs, layer: LayerAt, slot: int, expert: int) -> None:

@@ -25,6 +25,7 @@ class SplitForward:
     def __init__(self, runner: SplitRunner, between_steps: Between, *, num_threads: int) -> None:
         self._runner, self._between_steps = runner, between_steps
         self._host = HostSide.of(runner.model, num_threads=num_threads) if runner.split.has_host else None
+        runner.host_sides += [self._host] if self._host is not None else []  # it has new weights when the runner has them
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
         self._making = threading.Lock()
 

@@ -73,7 +73,7 @@ def open_step(
     """The stream before the first layer, the step's tokens, and its metadata, now on the accelerator."""
     tokens = unpack(packed, shape).resolve_tokens(last_tokens)
     capture = create_device_cache(spec.counted if spec.capture is None else spec.capture, shape.num_tokens)
-    tally = jnp.zeros((spec.num_moe_layers, 2), jnp.int32)
+    tally = jnp.zeros((spec.num_moe_layers, 3), jnp.int32)
     return Stream(embed(spec.config, table, tokens), capture, tally), tokens, packed
 
 

@@ -8,26 +8,39 @@ Programs are started in that order, and none is waited for here. Only where acce
 between them wait for what they copy; by then the residents have been started."""
 
 import collections
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Int64
 
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.model_worker_batch import ModelWorkerBatch
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.execution.forward_batch import BatchShape, pack
-from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
+from routed_experts.execution.model_runner import ModelRunner, RunnerConfig, owned_now
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
-from routed_experts.execution.resident_tables import exchange
+from routed_experts.execution.resident_tables import Tables, exchange, refill
 from routed_experts.execution.split_jobs import Sides, SplitJobs, numbers_of
 from routed_experts.execution.split_programs import SplitSpec
+from routed_experts.execution.split_whole import HostSide
 from routed_experts.models.expert_store import SplitModel, host_rows
 from routed_experts.models.split_layers import Errand, LayerAt, layers_at
 
 _KEPT_TALLIES = 8  # counts of so many steps stay on the accelerator: they are read when they have long been there
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostCounts:
+    """`hits`: by hidden layer, the share of slots that residents ran. `deferred`: slots whose experts came a layer late. `busy_s`: how long
+    threads ran experts inside programs, those of scores too; the host's programs of a step that is cut are not timed."""
+
+    hits: Mapping[int, float]
+    deferred: int
+    busy_s: float
 
 
 class SplitRunner(ModelRunner):
@@ -41,12 +54,13 @@ class SplitRunner(ModelRunner):
         self.exact = not (split.deferred and split.has_host)
         self.model, self.split, self._sides, self._streams_from = model, split, sides, streams_from
         self.tables = dict(model.tables)
+        self.host_sides = list[HostSide]()  # lanes over the host's store, of this runner's steps and of others'
         self._layers = layers_at(model.config)
         self._homes = frozenset(kind for kind in model.tables if split.has_home(kind))
         self._numbers = {layer: jax.device_put(numbers_of(layer), sides.device) for layer in self._layers}
         self._places = {layer: jax.device_put(np.int32(layer.place), sides.host) for layer in self._layers}
         self._tallies: collections.deque[Array] = collections.deque()
-        self._counted = np.zeros((split.num_moe_layers, 2), np.int64)
+        self._counted = np.zeros((split.num_moe_layers, 3), np.int64)
         self._nothing: dict[int, Array] = {}  # by N: what a host without work gives
         self._bind(model.residency)
 
@@ -74,16 +88,44 @@ class SplitRunner(ModelRunner):
         self._bind(wanted)
         return copied
 
+    def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, donate: bool = False) -> None:
+        """As a ModelRunner does, with a whole model's arrays, which lie where `SplitModel.placed` puts them. The host's store is the new
+        one's; residents are written into the tables that there are, so the accelerator holds them once. Raises WeightsMismatchError, and
+        what a copy raises: then the weights before it are served on. No step, and no score, may be under way."""
+        if state is None:
+            return super().update_weights(None, version=version)
+        self.check_version(version)
+        new, tables, held = self.model.with_arrays(state), self.tables, self.residency.experts
+        self.tables = {}  # while they hold some of both, and if they stay so, no step can run
+        try:
+            refill(new, tables, self._programs, self._layers, held)
+        except Exception:
+            refill(self.model, tables, self._programs, self._layers, held)
+            self._serve(self.model, tables)
+            raise
+        self._serve(new, tables)
+        self._weights, self.weight_version = jax.tree.leaves(new.rim[1]), version
+        self._owned = owned_now(self._owned, jax.tree.leaves(state), donate=donate)
+
     def slot_counts(self) -> Int64[np.ndarray, "M 2"]:
         """Slots of each MoE layer since the start: those that ran on the host, and all. Waits for the step in flight."""
-        self._count(keep=0)
-        return self._counted.copy()
+        self._note(keep=0)
+        return self._counted[:, :2].copy()
 
-    def hit_ratios(self) -> dict[int, float]:
-        """By hidden layer, the share of slots that residents ran, of steps that ended some steps ago; waits for nothing, any thread."""
+    def host_counts(self) -> HostCounts:
+        """Of steps that ended some steps ago; waits for nothing, any thread."""
         spec, counted = self.model.config.capture_spec, self._counted.copy()
         assert spec is not None
-        return {layer: 1.0 - away / all_ for layer, (away, all_) in zip(spec.layer_ids, counted.tolist(), strict=True) if all_}
+        hits = {layer: 1.0 - away / all_ for layer, (away, all_, _) in zip(spec.layer_ids, counted.tolist(), strict=True) if all_}
+        busy_s = sum(side.lane.counts().busy_s for side in tuple(self.host_sides))
+        return HostCounts(hits=hits, deferred=int(counted[:, 2].sum()), busy_s=busy_s)
+
+    def _serve(self, model: SplitModel, tables: Tables) -> None:
+        """Bind a model's arrays; its residents are those of the tables."""
+        self.model, self.tables = model, tables
+        for side in self.host_sides:
+            side.restock(model)
+        self._bind(self.residency)
 
     def _bind(self, residency: ResidencyMap) -> None:
         """Make the maps that the programs take."""
@@ -148,21 +190,15 @@ class SplitRunner(ModelRunner):
 
     def _at_host(self, shape: BatchShape, layer: LayerAt, fed: Any, ids: Any, weights: Any) -> Any:
         if isinstance(ids, np.ndarray) and (ids < 0).all():  # it had to be waited for: then no work is not done at all
-            return self._nothing_of(shape.num_tokens, fed.shape[1])
+            rows = shape.num_tokens
+            if rows not in self._nothing:
+                self._nothing[rows] = jax.device_put(np.zeros((rows, fed.shape[1]), np.float32), self._sides.device)
+            return self._nothing[rows]
         program, stored = self._programs["host", shape.num_tokens, layer.kind], self.model.host[layer.kind]
         return program(stored, self._places[layer], fed, ids, weights)
 
-    def _nothing_of(self, rows: int, width: int) -> Array:
-        if rows not in self._nothing:
-            self._nothing[rows] = jax.device_put(np.zeros((rows, width), np.float32), self._sides.device)
-        return self._nothing[rows]
-
-    def _note(self, tally: Array) -> None:
-        """Keep the tally of a step that was started."""
-        self._tallies.append(tally)
-        self._count(keep=_KEPT_TALLIES)
-
-    def _count(self, *, keep: int) -> None:
-        """Add up the tallies of all steps but the last `keep`, which may be in flight."""
+    def _note(self, *tallies: Array, keep: int = _KEPT_TALLIES) -> None:
+        """Keep the tallies of steps that were started, and add up those of all but the last `keep`, which may be in flight."""
+        self._tallies.extend(tallies)
         while len(self._tallies) > keep:
             self._counted += np.asarray(self._tallies.popleft())

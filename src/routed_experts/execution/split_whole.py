@@ -66,6 +66,10 @@ class HostSide:
         lane = HostLane([*model.host.values()], num_experts=model.residency.num_experts, num_threads=num_threads)
         return HostSide(lane=lane, stores={kind: number for number, kind in enumerate(model.host)})
 
+    def restock(self, model: SplitModel) -> None:
+        """Run another model's experts from now on; no errand may be under way."""
+        self.lane.restock([model.host[kind] for kind in self.stores])
+
 
 def whole_step(
     arrays: WholeArrays,
@@ -79,7 +83,7 @@ def whole_step(
     spec: SplitSpec,
     shape: BatchShape,
     host: HostSide | None,
-) -> tuple[Any, ForwardOut, Int32[Array, "M 2"]]:
+) -> tuple[Any, ForwardOut, Int32[Array, "M 3"]]:
     """Run all layers, without a host where no expert is there, and on the ids of `routed` where they are valid; returns the pool, the
     outputs of `programs.forward`, and the tally of the step's slots."""
     stream, tokens, packed = open_step(arrays.embed, last_tokens, packed, spec=spec, shape=shape)

@@ -40,6 +40,7 @@ class WholeRunner(SplitRunner):
         assert not (split.deferred and split.has_host), "errands of a lane end before the next begins"
         super().__init__(model, split, spec, config, sides=sides, streams_from=streams_from)
         self.host_side = HostSide.of(model, num_threads=num_threads) if split.has_host else None
+        self.host_sides += [self.host_side] if self.host_side is not None else []
 
     def _bind(self, residency: ResidencyMap) -> None:
         super()._bind(residency)

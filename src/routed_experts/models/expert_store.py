@@ -8,7 +8,7 @@ J rows of a block."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from routed_experts.core.placement import ResidencyMap
 from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.models.decoder import FamilyDecoder
 from routed_experts.models.family_config import FamilyConfig
+from routed_experts.models.shards import Gifts
 from routed_experts.models.split_layers import LayerAt, LayerKind, layers_at
 
 _TABLE_ARRAYS = ("gate_up", "down")
@@ -42,7 +43,8 @@ class RimArrays:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SplitModel:
-    """A model's arrays by where they are. `state`: all that is on the accelerator, as the decoder's own tree; `rim` is a decoder without
+    """A model's arrays by where they are. `state`: all that is on the accelerator, as the decoder's own tree
+    (of its tables, as they were at first); `rim` is a decoder without
     layers, what stands before and behind them."""
 
     config: FamilyConfig
@@ -55,6 +57,48 @@ class SplitModel:
     residency: ResidencyMap
 
     @property
+    def whole(self) -> nnx.State[Any, Any]:
+        """Names, shapes and dtypes of the model's arrays as they are before it is parted."""
+        kept, flat = self._kept(), nnx.to_flat_state(self.state)
+        return nnx.from_flat_state([(path, leaf.replace(jax.ShapeDtypeStruct(kept[path].shape, leaf.dtype))) for path, leaf in flat])
+
+    def placed(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
+        """Arrays of a whole model, in the places of this one's: experts on the host, in its number format, the rest on the accelerator.
+        What is there already is not copied; with `donate` a device's array that had to be copied is deleted."""
+        flat, gifts, kept = list[Any](), Gifts(jax.tree.leaves(state) if donate else ()), self._kept()
+        for path, leaf in nnx.to_flat_state(state):
+            given, like = leaf.get_raw_value(), kept[path]
+            owned = np.array(given) if isinstance(given, np.ndarray) else given  # the caller may change its own
+            placed = jax.device_put(owned, like.sharding)
+            placed = placed if placed.dtype == like.dtype else placed.astype(like.dtype)
+            gifts.copied(given, placed)
+            flat.append((path, leaf.replace(placed)))
+        return nnx.from_flat_state(flat)
+
+    def device_of(self, name: str) -> Any:
+        """The device where the array of a dotted name is kept."""
+        (device,) = next(array for path, array in self._kept().items() if ".".join(map(str, path)) == name).devices()
+        return device
+
+    def with_arrays(self, state: nnx.State[Any, Any]) -> "SplitModel":
+        """The same with arrays that `placed` gave, but for its tables: they are written anew, in place."""
+        given = dict(nnx.to_flat_state(state))
+        flat = [(path, leaf if is_expert(str(path[-1])) else given[path]) for path, leaf in nnx.to_flat_state(self.state)]
+        host = _stored({path: leaf.get_raw_value() for path, leaf in given.items() if is_expert(str(path[-1]))})
+        return _parted(self.config, flat, self.rim[0], self.tables, host, self.residency)
+
+    def _kept(self) -> dict[tuple[Any, ...], Array]:
+        """Where the arrays of the whole model are now, by path."""
+        found = dict[tuple[Any, ...], Array]()
+        for path, leaf in nnx.to_flat_state(self.state):
+            stored = self.host[_kind_of(path)] if is_expert(str(path[-1])) else None
+            if stored is None:
+                found[path] = leaf.get_raw_value()
+            else:
+                found[path] = stored.gate_up if path[-1] == "gate_up" else stored.down
+        return found
+
+    @property
     def host_bytes(self) -> int:
         """Of the host's store."""
         return sum(array.nbytes for array in jax.tree.leaves([*self.host.values()]))
@@ -63,36 +107,55 @@ class SplitModel:
 def split_model(model: FamilyDecoder, residency: ResidencyMap, *, device: Any, host: Any, host_dtype: jnp.dtype | None) -> SplitModel:
     """Part a model whose experts may still be anywhere; those that are on the host in `host_dtype` (None: the model's) are not copied."""
     config, flat = model.config, nnx.to_flat_state(nnx.split(model)[1])
-    experts: dict[LayerKind, dict[str, Array]] = {}
+    experts = dict[tuple[Any, ...], Array]()
     for path, leaf in flat:
         if is_expert(str(path[-1])):
             array = jax.device_put(leaf[...], host)
-            there = array if host_dtype is None else array.astype(host_dtype)
-            experts.setdefault(_kind_of(path), {})[str(path[-1])] = there
-    stored = {kind: ExpertTable(**arrays) for kind, arrays in experts.items()}
-    dtype = model.embed[...].dtype
+            experts[path] = array if host_dtype is None else array.astype(host_dtype)
+    stored, dtype = _stored(experts), model.embed[...].dtype
     tables = {kind: _fill_table(kind, table, config, residency, device, dtype) for kind, table in stored.items()}
-    filled, layers = [], dict[LayerKind, dict[str, Array]]()
+    filled = list[Any]()
     for path, leaf in flat:
         if is_expert(str(path[-1])):
             table = tables[_kind_of(path)]
-            array = table.gate_up if path[-1] == "gate_up" else table.down
+            filled.append((path, leaf.replace(table.gate_up if path[-1] == "gate_up" else table.down)))
         else:
-            array = jax.device_put(leaf[...], device)
-            if path[0] == "runs":
-                layers.setdefault(_kind_of(path), {})[str(path[-1])] = array
-        filled.append((path, leaf.replace(array)))
+            filled.append((path, leaf.replace(jax.device_put(leaf[...], device))))
     rim = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(dataclasses.replace(config, layers=()), rngs=nnx.Rngs(0), dtype=dtype)))[0]
-    around = nnx.from_flat_state([(path, leaf) for path, leaf in filled if path[0] != "runs"])
-    ends = {str(path[0]): leaf[...] for path, leaf in filled if path[0] != "runs"}
+    return _parted(config, filled, rim, tables, stored, residency)
+
+
+def _stored(experts: Mapping[tuple[Any, ...], Array]) -> dict[LayerKind, ExpertTable]:
+    """Arrays of experts, by path, as stores."""
+    found = dict[LayerKind, dict[str, Array]]()
+    for path, array in experts.items():
+        found.setdefault(_kind_of(path), {})[str(path[-1])] = array
+    return {kind: ExpertTable(**arrays) for kind, arrays in found.items()}
+
+
+def _parted(
+    config: FamilyConfig,
+    flat: Sequence[tuple[Any, Any]],
+    rim: nnx.GraphDef[Any],
+    tables: Mapping[LayerKind, ExpertTable],
+    host: Mapping[LayerKind, ExpertTable],
+    residency: ResidencyMap,
+) -> SplitModel:
+    """A parted model, of the decoder's own tree with tables for experts."""
+    layers = dict[LayerKind, dict[str, Array]]()
+    for path, leaf in flat:
+        if path[0] == "runs" and not is_expert(str(path[-1])):
+            layers.setdefault(_kind_of(path), {})[str(path[-1])] = leaf.get_raw_value()
+    ends = [(path, leaf) for path, leaf in flat if path[0] != "runs"]
+    named = {str(path[0]): leaf.get_raw_value() for path, leaf in ends}
     return SplitModel(
         config=config,
-        state=nnx.from_flat_state(filled),
-        rim=(rim, around),
-        rim_arrays=RimArrays(embed=ends["embed"], norm=ends["norm"], norm_bias=ends.get("norm_bias")),
+        state=nnx.from_flat_state(list(flat)),
+        rim=(rim, nnx.from_flat_state(ends)),
+        rim_arrays=RimArrays(embed=named["embed"], norm=named["norm"], norm_bias=named.get("norm_bias")),
         layers=layers,
         tables=tables,
-        host=stored,
+        host=host,
         residency=residency,
     )
 

@@ -5,7 +5,8 @@ Parts of one array stand side by side along the axis of its cut, in the order of
 cut each for itself, its columns are in another order than in the model's own array. Dims: V devices."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -84,12 +85,11 @@ class Shards:
 
     def place(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
         """Copy a model's whole arrays to the devices, to each its part; with `donate` each is deleted once it is copied."""
-        flat: list[Any] = []
+        flat, gifts = list[Any](), Gifts(jax.tree.leaves(state) if donate else ())
         for path, leaf in nnx.to_flat_state(state):
             given = leaf.get_raw_value()
             placed = self.place_array(_dotted(path), given)
-            if donate:
-                give_up(given, placed)
+            gifts.copied(given, placed)
             flat.append((path, leaf.replace(placed)))
         return nnx.from_flat_state(flat)
 
@@ -118,11 +118,24 @@ def buffers_of(array: Array) -> set[int]:
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
 
-def give_up(array: object, copy: Array) -> None:
-    """Delete a device's array that was copied; one that shares memory with its copy is left alone, and so is one of the host."""
-    if isinstance(array, jax.Array) and not array.is_deleted() and not buffers_of(array) & buffers_of(copy):
+class Gifts:
+    """Arrays that were given away. One may have several names, and is deleted once it was copied under the last of them; one that shares
+    memory with a copy of it is left alone, and so is one of the host."""
+
+    def __init__(self, arrays: Iterable[object]) -> None:
+        self._names = Counter(at for array in arrays if isinstance(array, jax.Array) for at in buffers_of(array))
+        self._served = set[int]()
+
+    def copied(self, array: object, copy: Array) -> None:
+        """An array was copied, under one of its names; who was not given away stays."""
+        if not self._names or not isinstance(array, jax.Array):
+            return
+        own = buffers_of(array)
+        self._served |= own & buffers_of(copy)
+        self._names.subtract(own)
         jax.block_until_ready(copy)
-        array.delete()
+        if not own & self._served and all(self._names[at] == 0 for at in own):
+            array.delete()
 
 
 def _take(array: Array | np.ndarray, cut: Cut, device: int, devices: int) -> Shaped[Array, "..."] | np.ndarray:

@@ -77,11 +77,12 @@ class LayerNumbers:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """What goes from layer to layer. `tally`: of each MoE layer, the slots of this step that were not the table's, and all slots."""
+    """What goes from layer to layer. `tally`: of each MoE layer, the slots of this step that were not the table's, all slots, and those
+    that were added a layer late."""
 
     x: Float[Array, "N D"]
     capture: _RoutedExpertsDeviceCache | None
-    tally: Int32[Array, "M 2"]
+    tally: Int32[Array, "M 3"]
 
 
 @jax.tree_util.register_dataclass
@@ -129,10 +130,11 @@ def run_to_experts(
     slots = lax.dynamic_index_in_dim(slot_of, numbers.column, keepdims=False)[routing.ids]
     valid = step.valid[:, None]
     away, later = jnp.where(valid & (slots < 0), routing.ids.astype(jnp.int32), -1), None
-    counts = jnp.stack([jnp.sum(away >= 0, dtype=jnp.int32), jnp.sum(step.valid, dtype=jnp.int32) * routing.ids.shape[1]])
+    counted = [jnp.sum(away >= 0, dtype=jnp.int32), jnp.sum(step.valid, dtype=jnp.int32) * routing.ids.shape[1]]
     if deferred:
         waits = lightest(routing.weights, deferred) & (numbers.column < slot_of.shape[0] - 1)
         away, later = jnp.where(waits, -1, away), jnp.where(waits, away, -1)
+    late = jnp.zeros((), jnp.int32) if later is None else jnp.sum(later >= 0, dtype=jnp.int32)
     errand = Errand(
         fed=fed,
         slots=jnp.where(valid, slots, -1),
@@ -141,7 +143,7 @@ def run_to_experts(
         weights=routing.weights,
         normed=normed if layer.feed.weigh_inputs and layer.feed.shared_width else None,
     )
-    return Stream(x, capture, stream.tally.at[numbers.column].add(counts)), errand, cache
+    return Stream(x, capture, stream.tally.at[numbers.column].add(jnp.stack([*counted, late]))), errand, cache
 
 
 def lightest(weights: Float[Array, "N K"], count: int) -> Bool[Array, "N K"]:

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from routed_experts.core.integrity import Violation
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import shown
-from routed_experts.engine.rebalancer import PlacementStats
+from routed_experts.engine.placement_stats import PlacementStats
 from routed_experts.engine.serving import EngineDoor
 from routed_experts.engine.stats import EngineStats
 from routed_experts.server.limits import MAX_LOGGED_NAMES
@@ -139,6 +139,8 @@ class _EngineCollector(Collector):
             ("capture_rows", "Rows filed", seen.capture_rows),
             ("capture_missing_rows", "Requests that failed for a row that was not known", seen.capture_missing_rows),
             ("resident_swaps", "Experts copied to the accelerator while it served", seen.resident_swaps),
+            ("deferred_slots", "Slots whose experts, on the host, were added a layer late", seen.deferred_slots),
+            ("host_experts_seconds", "Seconds that threads of the host ran experts inside programs", seen.host_experts_s),
             ("resident_swap_failures", "Exchanges of resident experts that failed; those that were there stayed", seen.resident_failures),
             ("compile_cache_hits", "Programs that were read from the compilation cache, of this process", compiles.cache_hits),
         ):
@@ -188,6 +190,8 @@ def _placement(stats: PlacementStats | None) -> Iterator[Metric]:
     """What became of placed experts."""
     if stats is None:
         return
+    yield from _balance(stats)
+    yield from _gate(stats)
     yield GaugeMetricFamily(f"{_PREFIX}_placement_epoch", "Rises with every change of the placement", value=float(stats.epoch))
     for name, told, count in (
         ("eplb_rebalances", "Plans that experts were moved for", stats.rebalances),
@@ -198,6 +202,41 @@ def _placement(stats: PlacementStats | None) -> Iterator[Metric]:
         ("dropped_slots", "Slots that capacities left without an expert", stats.dropped_slots),
     ):
         yield CounterMetricFamily(f"{_PREFIX}_{name}", told, value=float(count))
+
+
+def _balance(stats: PlacementStats) -> Iterator[Metric]:
+    """How evenly devices were loaded of late."""
+    of_layers = {str(steps): told.balancedness for steps, told in stats.balance.items()}
+    summed = {str(steps): told.weighted for steps, told in stats.balance.items()}
+    for name, told, by_window in (
+        ("eplb_balancedness", "Mean over layers of mean over largest device load", of_layers),
+        ("eplb_balancedness_weighted", "Mean device loads over the largest, summed over layers", summed),
+    ):
+        yield _labelled(GaugeMetricFamily(f"{_PREFIX}_{name}", f"{told}, in the last steps", labels=["window"]), by_window)
+    if stats.balance:
+        longest = stats.balance[max(stats.balance)].max_over_mean.tolist()
+        told = "Largest over mean device load of a layer, in the longest window"
+        by_layer = {str(layer): ratio for layer, ratio in zip(stats.layer_ids, longest, strict=True)}
+        yield _labelled(GaugeMetricFamily(f"{_PREFIX}_device_load_max_over_mean", told, labels=["layer"]), by_layer)
+
+
+def _gate(stats: PlacementStats) -> Iterator[Metric]:
+    """What was said of the last plan, once there was one."""
+    if (verdict := stats.verdict) is None:
+        return
+    for name, told, value in (
+        ("gain_seconds", "Time that the last plan would have saved in its window", verdict.gain_s),
+        ("cost_seconds", "Time that its copies would take", verdict.cost_s),
+        ("copies", "Expert instances that it would copy", verdict.copies),
+        ("worth", "Whether that was worth it", verdict.worth),
+    ):
+        yield GaugeMetricFamily(f"{_PREFIX}_eplb_gate_{name}", told, value=float(value))
+    balanced = {"now": verdict.balancedness_now, "new": verdict.balancedness_new}
+    told = "Balancedness (weighted) of the last window as experts were, and by the last plan"
+    yield _labelled(GaugeMetricFamily(f"{_PREFIX}_eplb_gate_balancedness", told, labels=["placement"]), balanced)
+    if stats.last_move_s is not None:
+        told = "What the last move took, the steps between its layers included"
+        yield GaugeMetricFamily(f"{_PREFIX}_eplb_last_move_seconds", told, value=stats.last_move_s)
 
 
 def _pages(seen: EngineStats) -> dict[str, int]:

@@ -63,11 +63,21 @@ class Lane {
     }
     wake_.notify_one();
     leader_.join();
+    for (const Errand& errand : errands_) give_up(errand);
+    if (flags_ != nullptr) flags_->done.store(last_.ticket, std::memory_order_release);  // a stream may still wait for it
   }
 
   std::atomic<bool> in_turn{false}, calls_back{false};  // `begin` waits for `done` too; signals by calls of the driver
   std::atomic<int64_t> num_errands{0}, busy_ns{0};      // run so far, and how long the crew took
   std::mutex sending;                                   // held by `begin` and `end` while they enqueue
+
+  // Other arrays for its stores, two each; false while an errand is under way.
+  bool restock(const void* const* arrays) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (flags_ != nullptr && !reached(flags_->done.load(std::memory_order_acquire), last_.ticket)) return false;
+    for (Store& store : stores_) store.gate_up = *arrays++, store.down = *arrays++;
+    return true;
+  }
 
   const Store* store(int64_t index) const { return index >= 0 && index < int64_t(stores_.size()) ? &stores_[index] : nullptr; }
   bool failed() const { return failed_.load(); }
@@ -75,12 +85,16 @@ class Lane {
   uint32_t last_ticket() const { return last_.ticket; }
   const float* desk_out() const { return last_.desk.out; }
 
-  // The next errand, its desk large enough; not yet queued. Only under `sending`.
+  // The next errand, its desk large enough; not yet queued. Its desk is null where memory is refused: then there is none. Only under
+  // `sending`.
   Errand next(int64_t tokens, int64_t top_k, int64_t hidden, ffi::DataType dtype, int64_t store, Allocate allocate) {
     Errand errand{last_.ticket + 1, tokens, top_k, hidden, store, dtype, {}};
     const size_t bytes = padded(errand.x_bytes()) + padded(errand.words_bytes()) + padded(errand.out_bytes());
-    if (bytes > room_) desk_ = static_cast<std::byte*>(allocate(bytes)), room_ = bytes;  // what is in flight keeps the old one
-    if (flags_ == nullptr) flags_ = new (allocate(sizeof(Flags))) Flags;
+    if (flags_ == nullptr)
+      if (void* memory = allocate(sizeof(Flags)); memory != nullptr) flags_ = new (memory) Flags;
+    if (bytes > room_)
+      if (void* memory = allocate(bytes); memory != nullptr) desk_ = static_cast<std::byte*>(memory), room_ = bytes;
+    if (flags_ == nullptr || bytes > room_) return errand;  // what is in flight keeps the old desk
     std::byte* words = desk_ + padded(errand.x_bytes());
     errand.desk = {desk_, reinterpret_cast<int32_t*>(words), reinterpret_cast<float*>(words + padded(errand.words_bytes()))};
     return last_ = errand;
@@ -113,20 +127,20 @@ class Lane {
       for (Errand errand; take(errand);) {
         const Flags& flags = *flags_;
         for (int spins = 0; !reached(flags.arrived.load(std::memory_order_acquire), errand.ticket);) {
-          if (over_.load()) return;
+          if (over_.load()) return give_up(errand);
           rest(spins, kCrewPatience);
         }
         const auto begin = std::chrono::steady_clock::now();
-        if (!run(team, errand)) {
-          failed_.store(true);  // the next errand is refused; of this one nobody can be told, so it gives no number
-          std::fill_n(errand.desk.out, errand.tokens * errand.hidden, NAN);
-        }
+        if (!run(team, errand)) failed_.store(true), give_up(errand);  // the next errand is refused
         busy_ns.fetch_add(std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count());
         num_errands.fetch_add(1);
         flags_->done.store(errand.ticket, std::memory_order_release);
       }
     }
   }
+
+  // Of an errand that is not run nobody can be told, so it gives no number.
+  static void give_up(const Errand& errand) { std::fill_n(errand.desk.out, errand.tokens * errand.hidden, NAN); }
 
   // The next errand; false when none has come for a while.
   bool take(Errand& errand) {
@@ -168,7 +182,7 @@ class Lane {
     return known;
   }
 
-  const std::vector<Store> stores_;
+  std::vector<Store> stores_;  // the leader reads it behind `mutex_`, by which it took its errand
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<Errand> errands_;

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, UInt
 
 from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.layers.native import toolchain
@@ -33,6 +33,8 @@ def registered() -> bool:
     library.RexLaneOpen.restype = ctypes.c_int64
     library.RexLaneOpen.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     library.RexLaneClose.argtypes = (ctypes.c_int64,)
+    library.RexLaneRestock.restype = ctypes.c_bool
+    library.RexLaneRestock.argtypes = (ctypes.c_int64, ctypes.c_void_p)
     library.RexLaneSet.argtypes = (ctypes.c_int64, ctypes.c_bool, ctypes.c_bool)
     library.RexLaneTold.argtypes = (ctypes.c_int64, ctypes.c_void_p)
     return True
@@ -54,17 +56,21 @@ class HostLane:
 
     def __init__(self, stores: Sequence[ExpertTable], *, num_experts: int, num_threads: int) -> None:
         assert registered() and num_threads >= 1, num_threads
-        self._stores = tuple(stores)
-        arrays = [array for store in stores for array in (store.gate_up, store.down)]
-        assert all(device.platform == "cpu" for array in arrays for device in array.devices()), "stores lie in the host's memory"
-        jax.block_until_ready(arrays)
-        places = np.array([array.unsafe_buffer_pointer() for array in arrays], np.uintp)
+        self._stores, places = tuple(stores), _places(stores)
         dtypes = np.array([_DTYPES[str(store.down.dtype)] for store in stores], np.int32)
         shapes = [(num_experts, *(store.down.shape[place] for place in (0, 2, 1))) for store in stores]
         sizes = np.array(shapes, np.int64)  # [stores, 4]: experts, rows, hidden, width
         self._library = toolchain.library()
         self._number = self._library.RexLaneOpen(num_threads, len(stores), places.ctypes.data, dtypes.ctypes.data, sizes.ctypes.data)
         weakref.finalize(self, self._library.RexLaneClose, self._number)
+
+    def restock(self, stores: Sequence[ExpertTable]) -> None:
+        """Run the experts of other stores of the same shapes and dtypes from now on. No errand may be under way."""
+        same = [jax.tree.map(lambda array: (array.shape, array.dtype), list(each)) for each in (self._stores, stores)]
+        assert same[0] == same[1], same
+        places = _places(stores)
+        assert self._library.RexLaneRestock(self._number, places.ctypes.data), "an errand is under way"
+        self._stores = tuple(stores)
 
     def begin(
         self, x: Float[Array, "N D"], place: Int[Array, ""], ids: Int[Array, "N K"], weights: Float[Array, "N K"], *, store: int
@@ -92,3 +98,11 @@ class HostLane:
         told = np.zeros(3, np.int64)
         self._library.RexLaneTold(self._number, told.ctypes.data)
         return LaneCounts(num_errands=int(told[0]), busy_s=int(told[1]) / 1e9, calls_back=bool(told[2]))
+
+
+def _places(stores: Sequence[ExpertTable]) -> UInt[np.ndarray, " arrays"]:
+    """Where the arrays of stores lie, once they are there."""
+    arrays = [array for store in stores for array in (store.gate_up, store.down)]
+    assert all(device.platform == "cpu" for array in arrays for device in array.devices()), "stores lie in the host's memory"
+    jax.block_until_ready(arrays)
+    return np.array([array.unsafe_buffer_pointer() for array in arrays], np.uintp)

@@ -26,6 +26,13 @@ inline ffi::Error end_fault(const std::shared_ptr<Lane>& lane, ffi::AnyBuffer af
   return lane->last_ticket() == 0 ? ffi::Error::Internal("an errand ends that never began") : ffi::Error::Success();
 }
 
+// An errand without a desk.
+inline ffi::Error no_memory(const Errand& errand, const char* whose, const char* fix) {
+  const std::string bytes = std::to_string(errand.x_bytes() + errand.words_bytes() + errand.out_bytes());
+  const std::string told = std::string(whose) + " refused " + bytes + " bytes of the host's memory for ";
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, told + std::to_string(errand.tokens) + " tokens of host experts; " + fix);
+}
+
 inline void* on_heap(size_t bytes) { return std::aligned_alloc(256, (bytes + 255) / 256 * 256); }
 
 inline ffi::Error begin_on_cpu(ffi::AnyBuffer x, ffi::Buffer<ffi::S32> words, ffi::Result<ffi::AnyBuffer> same, int64_t lane_number,
@@ -34,6 +41,7 @@ inline ffi::Error begin_on_cpu(ffi::AnyBuffer x, ffi::Buffer<ffi::S32> words, ff
   if (ffi::Error fault = begin_fault(lane, x, words, same->untyped_data(), store, top_k); fault.failure()) return fault;
   const std::lock_guard<std::mutex> lock(lane->sending);
   const Errand errand = lane->next(x.dimensions()[0], top_k, x.dimensions()[1], x.element_type(), store, on_heap);
+  if (errand.desk.x == nullptr) return no_memory(errand, "the system", "free some, or serve fewer tokens a step");
   std::memcpy(errand.desk.x, x.untyped_data(), errand.x_bytes());
   std::memcpy(errand.desk.words, words.typed_data(), errand.words_bytes());
   lane->flags()->arrived.store(errand.ticket, std::memory_order_release);
@@ -65,7 +73,8 @@ inline ffi::Error begin_on_gpu(void* stream, ffi::AnyBuffer x, ffi::Buffer<ffi::
   if (!context.fine()) return refused("the stream's context");
   const std::lock_guard<std::mutex> lock(lane->sending);
   const Errand errand = lane->next(x.dimensions()[0], top_k, x.dimensions()[1], x.element_type(), store, pinned);
-  if (errand.desk.x == nullptr) return refused("host memory for the inputs of experts");
+  if (errand.desk.x == nullptr)
+    return no_memory(errand, "the NVIDIA driver", "let this process lock more (ulimit -l), or use host_backend='dispatch'");
   const auto from = [](const void* data) { return reinterpret_cast<Card::Address>(data); };
   if (card.to_host(errand.desk.x, from(x.untyped_data()), errand.x_bytes(), stream) != 0 ||
       card.to_host(errand.desk.words, from(words.typed_data()), errand.words_bytes(), stream) != 0)
@@ -101,6 +110,7 @@ extern "C" int64_t RexLaneOpen(int64_t threads, int64_t count, const void* const
   }
   return rex::Lanes::all().open(std::move(stores), threads);
 }
+extern "C" bool RexLaneRestock(int64_t lane, const void* const* arrays) { return rex::Lanes::all().at(lane)->restock(arrays); }
 extern "C" void RexLaneClose(int64_t lane) { rex::Lanes::all().close(lane); }
 extern "C" void RexLaneSet(int64_t number, bool in_turn, bool calls_back) {
   const auto lane = rex::Lanes::all().at(number);

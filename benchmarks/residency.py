@@ -1,0 +1,124 @@
+"""Who should be resident: first N, by frequency, adaptive, at several numbers of residents, on prompts whose domain changes half way.
+
+    python benchmarks/residency.py [--layers 4] [--batches 64] [--fractions 0.1 0.3 0.5 0.7 0.9] [--backend ffi]
+    python benchmarks/residency.py --quick      # CPU, a small model in float32
+
+Model, domains and skew are those of domains.py; tokens are drawn at temperature 1, a domain's routers prefer experts of their own. Each
+policy sees --runs batches of one domain, then as many of the other. `first`: experts 0 to N-1. `static`: the most used of a run of the
+first domain with other prompts. `adaptive`: begins as these, and follows the load from the first step on
+(engine/residency_follower.py). tok/s are decode tokens of a median step, of each half and (of a mean step) over both; hits are shares of
+slots that residents ran, of each half and of the last run; `copied`: experts brought to the accelerator. `gain` is tok/s over both
+halves against `first` at that number."""
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from common import print_table, write_result
+from domains import SMALL, domains_of, skewed_model
+from hybrid import Bench, by_frequency, server_args
+from step import QWEN3_30B_A3B
+
+from routed_experts.core.experts_config import ExpertsConfig
+from routed_experts.engine.assembly import assemble
+from routed_experts.execution.split_runner import SplitRunner
+from routed_experts.models.decoder import FamilyDecoder
+
+
+def halves(bench: Bench, batch: int, runs: int) -> dict[str, float]:
+    """Runs of one domain, then of the other."""
+    runner, told = bench.core.runner, dict[str, float]()
+    everything = list[float]()
+    for number, half in enumerate(("before", "after")):
+        steps, start = list[float](), runner.slot_counts()
+        for _ in range(runs):
+            last = runner.slot_counts()
+            steps += bench.run(batch, domain=number).steps
+        counts = runner.slot_counts()
+        told[f"tok/s {half}"], told[f"hits {half}"] = batch / statistics.median(steps), hits(counts - start)
+        everything += steps
+    told["hits last"], told["tok/s"] = hits(counts - last), batch / statistics.mean(everything)
+    return told
+
+
+def hits(counts: np.ndarray) -> float:
+    """Share of slots that residents ran."""
+    away, slots = counts.sum(axis=0)
+    return float(1.0 - away / slots)
+
+
+def of_fraction(model: FamilyDecoder, args: argparse.Namespace, folder: Path, fraction: float) -> Iterator[dict[str, object]]:
+    """All policies at one number of residents."""
+    gc.collect()  # the tables of the last engine
+    config = json.loads((folder / "config.json").read_text())
+    shared = ExpertsConfig(kt_num_gpu_experts=round(fraction * int(config["num_experts"])), host_backend=args.backend)
+    core = assemble(server_args(args, folder), model=model, experts=shared).core
+    runner, first = core.runner, core.runner.residency
+    assert isinstance(runner, SplitRunner)
+    for batch in args.batches:
+        plain = float("nan")
+        for policy in ("first", "static", "adaptive"):
+            bench = Bench(core=core, args=args, domains=domains_of(config))  # the same prompts for all
+            learned = by_frequency(bench.run(batch, ask=True), first)
+            wanted = first if policy == "first" else learned
+            runner.apply_residency(dataclasses.replace(wanted, slot_of=wanted.slot_of.copy()))
+            bench.run(batch, new=4)
+            copied = runner.num_swapped
+            if policy == "adaptive":
+                with bench.following():
+                    told = halves(bench, batch, args.runs)
+            else:
+                told = halves(bench, batch, args.runs)
+            plain = told["tok/s"] if policy == "first" else plain
+            row = {"resident": fraction, "batch": batch, "policy": policy, **told, "gain": told["tok/s"] / plain}
+            yield row | {"copied": runner.num_swapped - copied}
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batches", type=int, nargs="+", default=[64])
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.1, 0.3, 0.5, 0.7, 0.9])
+    parser.add_argument("--backend", default="ffi", choices=("ffi", "dispatch"))
+    parser.add_argument("--runs", type=int, default=6, help="batches of each domain")
+    parser.add_argument("--prompt", type=int, default=16)
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--skew", type=float, default=0.4)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quick", action="store_true", help="a small model in float32, short runs")
+    parser.add_argument("--name", default="residency")
+    args = parser.parse_args()
+    if args.quick:
+        vars(args).update(dtype="float32", layers=2, batches=[4], fractions=[0.25, 0.5], runs=2, new=24)
+    return args
+
+
+def main() -> None:
+    """Run, print, write after every number of residents."""
+    args, rows = parsed(), list[dict[str, object]]()
+    config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.quick else {})
+    told = {"layers": args.layers, "skew": args.skew, "prompt": args.prompt, "new": args.new, "runs": args.runs, "backend": args.backend}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        (folder / "config.json").write_text(json.dumps(config))
+        model = skewed_model(folder, args.dtype, args.skew)
+        for fraction in args.fractions:
+            begin = time.perf_counter()
+            rows += of_fraction(model, args, folder, fraction)
+            print(f"{fraction}: {time.perf_counter() - begin:.0f} s; {write_result(args.name, rows, **told)}", flush=True)
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()

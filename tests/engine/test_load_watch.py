@@ -1,0 +1,89 @@
+"""LoadWatch: windows of steps, over a runner that counts what it is told; loops over steps are the measure."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from routed_experts.core.placement import Placement
+from routed_experts.engine.load_watch import LoadWatch
+
+LAYERS, EXPERTS = 2, 8
+PLACEMENTS = [Placement.identity(LAYERS, EXPERTS, num_devices) for num_devices in (2, 2)]
+
+
+class Late:
+    """Counts that hold the step in flight: whoever reads them before it has ended waits for it."""
+
+    def __init__(self, counts, runner):
+        self._counts, self._runner, self._ready = counts, runner, len(runner.steps) + 1
+
+    def __array__(self, dtype=None, copy=None):
+        assert len(self._runner.steps) >= self._ready, "somebody waits for the step in flight"
+        return self._counts
+
+
+class Counting:
+    """Steps as a runner counts them."""
+
+    def __init__(self):
+        self.spec = SimpleNamespace(counts=jax.ShapeDtypeStruct((2, LAYERS, EXPERTS), np.int32))
+        self.placement, self.steps, self.held = PLACEMENTS[0], [], np.zeros((2, LAYERS, EXPERTS), np.int32)
+
+    def step(self, rng):
+        self.steps.append(rng.integers(0, 9, (2, LAYERS, EXPERTS)).astype(np.int32))
+        self.held = self.held + self.steps[-1]
+
+    def take_counts(self):
+        taken, self.held = self.held, np.zeros_like(self.held)
+        return Late(taken, self)
+
+
+@pytest.mark.parametrize("every", [10**6, 1, 7, 10, 25])
+def test_windows_are_the_last_steps_and_nothing_is_lost(every):
+    """Whoever plans takes a window `every` steps: it has each step once, and the gauges are of the steps that they name."""
+    rng, runner = np.random.default_rng(every), Counting()
+    watch, taken = LoadWatch(runner), []
+    for step in range(1, 1301):
+        if step == 700:
+            runner.placement = PLACEMENTS[1]
+        runner.step(rng)
+        watch.after_step(0.001)
+        if step % every == 0:
+            taken.append(watch.take_window())
+    runner.steps.append(None)  # one more has ended, and is not looked at
+    windows = [np.asarray(read()) for read in taken]
+    runner.steps.append(None)
+    for index, window in enumerate(windows):
+        np.testing.assert_array_equal(window, sum(runner.steps[index * every : (index + 1) * every]))
+    watch.take_window()
+    runner.steps.append(None)
+    watch.take_window()
+    balance, steps = watch.balance(), runner.steps[:1300]
+    assert set(balance) == {10, 100, 1000}
+    for wanted, told in balance.items():
+        assert wanted <= told.num_steps < wanted + 20, "few parts of beats"
+        load = np.zeros((LAYERS, 2))
+        for counts in steps[-told.num_steps :]:
+            load += counts.sum(axis=0).reshape(LAYERS, 2, EXPERTS // 2).sum(axis=2)
+        assert told.balancedness == pytest.approx(np.mean(load.mean(axis=1) / load.max(axis=1)), abs=1e-6)
+        np.testing.assert_allclose(told.max_over_mean, load.max(axis=1) / load.mean(axis=1))
+    assert len(watch._beats) < 320, "memory is bounded, however short the windows are"
+
+
+def test_nothing_is_told_before_there_was_a_load_and_after_a_restart():
+    runner = Counting()
+    watch = LoadWatch(runner)
+    for _ in range(30):
+        runner.steps.append(None)  # nothing is counted
+        watch.after_step(0.001)
+    assert watch.balance() == {}
+    for _ in range(30):
+        runner.step(np.random.default_rng(0))
+        watch.after_step(0.001)
+    assert watch.balance()[10].num_steps == 10
+    watch.restart()
+    read = watch.take_window()
+    runner.step(np.random.default_rng(1))
+    assert watch.balance() == {} and not read().any()
