@@ -69,17 +69,18 @@ struct RunScratch {
 // x += y, where there is one; normed = x / rms(x) * scale.
 template <class T, class Out>
 void add_and_norm_row(int64_t width, float eps, float* x, const float* y, const T* scale, Out* normed) {
-  thread_local Scratch scratch;
-  float* line = scratch.floats(width);
-  for (int64_t d = 0; y != nullptr && d < width; d++) x[d] += y[d];
   vf squares = {};
-  int64_t d = 0;
-  for (; d + kLanes <= width; d += kLanes) squares += load(x + d) * load(x + d);
-  if (const int left = width - d) squares += load(x + d, left) * load(x + d, left);
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const int64_t left = width - d;
+    vf part = load_upto(x + d, left);
+    if (y != nullptr) store_upto(x + d, part += load_upto(y + d, left), left);
+    squares += part * part;
+  }
   const float inverse = 1.0f / std::sqrt(sum(squares) / width + eps);
-  convert(scale, line, width);
-  for (d = 0; d < width; d++) line[d] *= x[d] * inverse;
-  convert(line, normed, width);
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const int64_t left = width - d;
+    store_upto(normed + d, load_upto(scale + d, left) * (load_upto(x + d, left) * inverse), left);
+  }
 }
 
 template <class T, class Out>

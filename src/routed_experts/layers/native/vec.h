@@ -79,6 +79,11 @@ inline void convert(const From* from, To* to, int64_t count) {
   if (i < count) store(to + i, load(from + i, count - i), count - i);
 }
 
+template <class From, class To>
+inline void scale_to(const From* from, float factor, To* to, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) store_upto(to + i, load_upto(from + i, count - i) * factor, count - i);
+}
+
 inline float sum(vf v) {
   typedef float v8 __attribute__((vector_size(32)));
   typedef float v4 __attribute__((vector_size(16)));
