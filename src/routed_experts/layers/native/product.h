@@ -3,9 +3,11 @@
 // Few rows are bound by memory: w is walked along its rows, eight at a time, as memory and prefetchers like it. Many rows are bound by
 // arithmetic: tiles of 6 rows by 4 vectors stay in registers from the first number to the last, while a panel of w streams from the
 // second cache, which is fast enough; what w has next is asked for from memory meanwhile.
-// A row's result does not depend on the other rows of the call where `rows` takes the same path.
+// A row's result does not depend on the other rows of the call where `rows` takes the same path. Many rows of bfloat16 are multiplied
+// with weights of bfloat16 as pairs of neighbours, where the processor does that: twice the work an instruction, sums in float32.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 
 #include "vec.h"
 
@@ -33,19 +35,19 @@ struct Ahead {
   }
 };
 
-template <int Rows, int Vectors, class W>
-inline void tile(bool fresh, const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t depth, float* out, int64_t ldo,
-                 Ahead<W>& ahead) {
+// U: float or pair; `depth`, `ldx` and `ldw` count them.
+template <int Rows, int Vectors, class U, class W>
+inline void tile(bool fresh, const U* x, int64_t ldx, const U* w, int64_t ldw, int64_t depth, float* out, int64_t ldo, Ahead<W>& ahead) {
   vf sums[Rows][Vectors];
   for (int r = 0; r < Rows; r++)
     for (int v = 0; v < Vectors; v++) sums[r][v] = fresh ? vf{} : load(out + r * ldo + v * kLanes);
   for (int64_t begin = 0; begin < depth; begin += kAskEvery) {
     ahead.ask();
     for (int64_t d = begin, end = std::min(depth, begin + kAskEvery); d < end; d++) {
-      vf column[Vectors];
+      decltype(load(w)) column[Vectors];
       for (int v = 0; v < Vectors; v++) column[v] = load(w + d * ldw + v * kLanes);
       for (int r = 0; r < Rows; r++)
-        for (int v = 0; v < Vectors; v++) sums[r][v] += x[r * ldx + d] * column[v];
+        for (int v = 0; v < Vectors; v++) sums[r][v] = add_product(sums[r][v], x + r * ldx + d, column[v]);
     }
   }
   for (int r = 0; r < Rows; r++)
@@ -61,13 +63,13 @@ inline void tile_rows(int64_t rows, Rest&... rest) {
 }
 
 // Rows 0..rows-1 of out over one panel, in tiles that differ by one row at most; `width` is 4, 2 or 1 vectors.
-template <class W>
-inline void sweep(int64_t rows, int64_t width, bool fresh, const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t depth, float* out,
+template <class U, class W>
+inline void sweep(int64_t rows, int64_t width, bool fresh, const U* x, int64_t ldx, const U* w, int64_t ldw, int64_t depth, float* out,
                   int64_t ldo, Ahead<W>& ahead) {
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   for (int64_t t = 0, r = 0, end = 0; t < tiles; t++, r = end) {
     end = rows * (t + 1) / tiles;
-    const float* from = x + r * ldx;
+    const U* from = x + r * ldx;
     float* to = out + r * ldo;
     if (width == 4 * kLanes) {
       tile_rows<4>(end - r, fresh, from, ldx, w, ldw, depth, to, ldo, ahead);
@@ -118,30 +120,41 @@ inline void stream(int64_t rows, const float* x, int64_t ldx, const W* w, int64_
   for (; c + kLanes <= cols; c += kLanes) stream_columns<Depth, 1>(rows, x, ldx, w + c, ldw, out + c, ldo);
 }
 
-// A panel of w as floats, row after row: where w itself lies, its rows would push one another out of the cache.
+// A panel of w, row after row: where w itself lies, its rows would push one another out of the cache.
 template <class W>
-inline const float* pack(const W* w, int64_t ldw, int64_t depth, int64_t width) {
-  thread_local Scratch scratch;
-  float* panel = scratch.floats(kPanelDepth * kTileVectors * kLanes);
+inline void pack(const W* w, int64_t ldw, int64_t depth, int64_t width, float* panel) {
   for (int64_t d = 0; d < depth; d++) {
     prefetch(w + (d + kPackAhead) * ldw, width);
     for (int64_t c = 0; c < width; c += kLanes) store(panel + d * width + c, load(w + d * ldw + c));
   }
-  return panel;
+}
+inline void pack(const bf16* w, int64_t ldw, int64_t depth, int64_t width, pair* panel) {  // depth: of pairs
+  for (int64_t d = 0; d < depth; d++, w += 2 * ldw) {
+    prefetch(w + kPackAhead * ldw, width);
+    prefetch(w + (kPackAhead + 1) * ldw, width);
+    for (int64_t c = 0; c < width; c += kLanes) {
+      const vu low = __builtin_convertvector(read<vh>(w + c), vu), high = __builtin_convertvector(read<vh>(w + ldw + c), vu);
+      store(panel + d * width + c, low | high << 16);
+    }
+  }
 }
 
-// The product of many rows, of columns 0..whole-1, which are whole vectors.
-template <class W>
-void tiled(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t whole, float* out, int64_t ldo,
+// The product of many rows, of columns 0..whole-1, which are whole vectors. U: what is multiplied; depth, ldx: counted in it.
+template <class U, class W>
+void tiled(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t whole, float* out, int64_t ldo,
            bool fresh) {
+  constexpr int64_t kRows = std::is_same_v<U, pair> ? 2 : 1;  // of w, in one of U
+  thread_local Scratch scratch;
+  U* panel = scratch.take<U>(kPanelDepth * kTileVectors * kLanes);
   for (int64_t d = 0, deep = 0; d < depth; d += deep) {
     deep = std::min(kPanelDepth, depth - d);
+    const W* from = w + d * kRows * ldw;
     for (int64_t c = 0, width = 0; c < whole; c += width) {
       width = panel_width(c, whole);
       const int64_t next = c + width;
-      const float* panel = pack(w + d * ldw + c, ldw, deep, width);
+      pack(from + c, ldw, deep, width, panel);
       Ahead<W> ahead;
-      if (next < whole) ahead = {w + d * ldw + next, ldw, deep, panel_width(next, whole)};
+      if (next < whole) ahead = {from + next, ldw, deep * kRows, panel_width(next, whole)};
       sweep(rows, width, fresh && d == 0, x + d, ldx, panel, width, deep, out + c, ldo, ahead);
     }
   }
@@ -177,6 +190,17 @@ void product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw,
     tiled(rows, x, ldx, w, ldw, depth, whole, out, ldo, fresh);
   }
   if (whole < cols) ragged_columns(rows, x, ldx, w + whole, ldw, depth, cols - whole, out + whole, ldo);
+}
+
+// Whether many rows of bfloat16 may be multiplied as pairs with a matrix of bfloat16: where that is one instruction, and nothing is left.
+inline bool pairs_fit(int64_t rows, int64_t depth, int64_t cols) {
+  return kHasPairs && rows > kStreamRows && depth % 2 == 0 && cols % kLanes == 0;
+}
+
+// The product of such rows; `ldx` is even.
+inline void product(int64_t rows, const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
+                    bool fresh) {
+  tiled(rows, reinterpret_cast<const pair*>(x), ldx / 2, w, ldw, depth / 2, cols, out, ldo, fresh);
 }
 
 }  // namespace rex
