@@ -1,7 +1,6 @@
 """Large pages under arrays of the CPU: contents and addresses stay, and the kernel's own account says what was moved."""
 
 import re
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -25,13 +24,12 @@ def large_bytes(address):
 def test_arrays_keep_place_and_contents_and_the_kernel_says_what_was_moved():
     array = jnp.arange(5 * LARGE // 4, dtype=jnp.int32)
     (address,) = buffers_of(array)
-    before = large_bytes(address) if sys.platform == "linux" else 0
     moved = ask_for_large_pages([array])
     assert buffers_of(array) == {address}
     np.testing.assert_array_equal(array, np.arange(5 * LARGE // 4))
     assert 0 <= moved <= array.nbytes
     if moved:  # a kernel before 6.1 and one that is told never to refuse
-        assert large_bytes(address + LARGE) >= max(before, 4 * LARGE)
+        assert large_bytes(address + LARGE) >= 4 * LARGE  # whole ones that begin and end in the array
 
 
 def test_small_arrays_are_left_alone():
