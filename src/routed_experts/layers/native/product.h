@@ -15,7 +15,7 @@ namespace rex {
 
 constexpr int kTileRows = 6;
 constexpr int kTileVectors = 4;  // of a tile at most
-constexpr int kStreamRows = 40;  // up to this many rows are streamed
+constexpr int kStreamRows = 16;  // up to this many rows are streamed
 constexpr int kSingleRows = 8;   // up to this many by single vectors, more of them by pairs, which share what they multiply with
 constexpr int kStreamDepth = 8;  // rows of w walked side by side
 constexpr int kPackAhead = 16;   // rows
