@@ -15,8 +15,7 @@ namespace rex {
 
 constexpr int kTileRows = 6;
 constexpr int kTileVectors = 4;  // of a tile at most
-constexpr int kStreamRows = 16;  // up to this many rows are streamed
-constexpr int kSingleRows = 8;   // up to this many by single vectors, more of them by pairs, which share what they multiply with
+constexpr int kStreamRows = 8;   // up to this many rows are streamed; more of them pay for a panel
 constexpr int kStreamDepth = 8;  // rows of w walked side by side
 constexpr int kPackAhead = 16;   // rows
 constexpr int64_t kPanelDepth = 512;  // rows of a panel: 128 KiB, which stay in the second cache
@@ -112,12 +111,17 @@ template <int Depth, int Vectors, class W>
   }
 }
 
+// Side by side what one line of the cache holds; one row is a case of its own, in which nothing is counted.
 template <int Depth, class W>
 inline void stream(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t cols, float* out, int64_t ldo) {
+  constexpr int kVectors = sizeof(float) / sizeof(W);
   int64_t c = 0;
-  for (; rows > kSingleRows && c + 2 * kLanes <= cols; c += 2 * kLanes)
-    stream_columns<Depth, 2>(rows, x, ldx, w + c, ldw, out + c, ldo);
-  for (; c + kLanes <= cols; c += kLanes) stream_columns<Depth, 1>(rows, x, ldx, w + c, ldw, out + c, ldo);
+  if (rows == 1) {
+    for (; c + kVectors * kLanes <= cols; c += kVectors * kLanes) stream_columns<Depth, kVectors>(1, x, ldx, w + c, ldw, out + c, ldo);
+  } else {
+    for (; c + kVectors * kLanes <= cols; c += kVectors * kLanes) stream_columns<Depth, kVectors>(rows, x, ldx, w + c, ldw, out + c, ldo);
+  }
+  if (c + kLanes <= cols) stream_columns<Depth, 1>(rows, x, ldx, w + c, ldw, out + c, ldo);
 }
 
 // A panel of w, row after row: where w itself lies, its rows would push one another out of the cache.
