@@ -1,7 +1,9 @@
 """What capture costs: off, on and asked by none, on and asked by all; interleaved step by step in one process.
 
     python benchmarks/capture.py [--rounds 8] [--batches 8 32] [--new 128] [--block 16]
+    python benchmarks/capture.py --dummy --batches 1 16 --block 16 --new 384 --rounds 3 --name capture_h200
 
+The benchmark model in float32; with --dummy Qwen3-30B-A3B in bfloat16 with random weights (benchmarks/step.py), for a GPU.
 Engine cores over the same weights take steps in turn, in an order that is drawn anew for every step, each step from its dispatch to its
 tokens on the host, so that neighbours in time are compared and drift of the machine falls on all alike. Where in memory a pool happens to
 lie moves a step by a percent or two, so the pools change hands with every round, and a second engine without capture shows what is left
@@ -10,14 +12,20 @@ of such luck. `ratio` is throughput relative to off: the median over groups of n
 rows, among them."""
 
 import argparse
+import json
 import random
 import statistics
+import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from common import Prompts, benchmark_model, build, print_table, write_result
+from step import QWEN3_30B_A3B
 
 from routed_experts.engine.core import EngineCore
+from routed_experts.models.registry import ModelFolder
 
 VARIANTS = ("off", "off again", "on, unasked", "on, asked")
 
@@ -40,6 +48,13 @@ def pools_change_hands(cores: list[EngineCore]) -> None:
         core.runner._pool = pool
 
 
+def dummy_model() -> Any:
+    """Qwen3-30B-A3B, weights made on the device."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+        return ModelFolder.open(Path(folder), load_format="dummy").load(jnp.dtype("bfloat16"))
+
+
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -49,9 +64,11 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--block", type=int, default=1, help="decode steps that overlap; 1: none")
     parser.add_argument("--name", default="capture_cpu")
+    parser.add_argument("--dummy", action="store_true")
     args = parser.parse_args()
-    model = benchmark_model(jnp.dtype("float32"))
-    cores = {name: build(model, capture=name.startswith("on")).core for name in VARIANTS}
+    model = dummy_model() if args.dummy else benchmark_model(jnp.dtype("float32"))
+    sizes = {"precompile_bs_paddings": tuple(sorted(args.batches))} if args.dummy else {}
+    cores = {name: build(model, capture=name.startswith("on"), **sizes).core for name in VARIANTS}
     rows: list[dict[str, object]] = []
     order = random.Random(0)
     for batch in args.batches:

@@ -140,7 +140,7 @@ class ModelRunner:
             prompt_logprobs=None if scored is None else _floats(scored[:, 0]),
             prompt_top_ids=None if scored is None else scored[:, 1 : 1 + top],
             prompt_top_logprobs=None if scored is None else _floats(scored[:, 1 + top :]),
-            rows=pending.rows,
+            rows=np.asarray(pending.rows) if self._copies and pending.rows is not None else pending.rows,  # the device's are freed
             weight_version=pending.weight_version,
             changed=None if pending.changed is None else np.asarray(pending.changed),
         )

@@ -21,42 +21,63 @@ ROWS = 4  # of a block; comparing every expert with every other in one pass took
 
 
 def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, replays: bool, captured: bool) -> None:
-    """Rows of one block: K passes of maximum and lowest id. Refs: rows to replay and their flags, the block; weights, ids, the live
-    choice, the block."""
+    """Rows of one block. Refs: rows to replay and their flags, the block; weights, ids, the live choice, the block. An expert's lane
+    keeps its place among the chosen and stores for itself: what is known by lane is not gathered by slot, which takes a pass each."""
     given, valid = refs[:2] if replays else (None, None)
     weights, ids, *rest = refs[2 * replays + captured :]
     native, block = rest[0] if replays else None, rest[-1] if captured else None
     experts, top_k, num_tokens = spec.num_experts, spec.top_k, logits.shape[1]
-    first = 0 if block is None else column[0] * top_k  # read here, once: behind a store each slot would read it anew, and wait
-    tokens, lanes = pl.program_id(0) * rows + jnp.arange(rows), jnp.arange(power_of_two(experts))
-    inside, real = tokens < num_tokens, (lanes < experts)[None, :]
+    first = 0 if block is None else column[0] * top_k  # read here, once: behind a store it would be read anew, and waited for
+    tokens, lanes = pl.program_id(0) * rows + jnp.arange(rows), jnp.arange(power_of_two(experts))[None, :]
+    inside, real = tokens < num_tokens, lanes < experts
     mask = inside[:, None] & real
-    parts = [load_or_zero(logits.at[part, tokens[:, None], lanes[None, :]], mask) for part in range(logits.shape[0])]
+    parts = [load_or_zero(logits.at[part, tokens[:, None], lanes], mask) for part in range(logits.shape[0])]
     wide = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
     powers = jnp.where(real, jnp.exp(wide - jnp.max(jnp.where(real, wide, -jnp.inf), axis=1)[:, None]), 0.0)
-    scores = jnp.where(real, powers / jnp.sum(powers, axis=1)[:, None], -1.0)
-    forced = None if valid is None else plgpu.load(valid.at[tokens], mask=inside, other=0) != 0
-    left, picked = scores, []
-    for k in range(top_k):
-        best = jnp.max(left, axis=1)
-        chosen = jnp.min(jnp.where(left == best[:, None], lanes[None, :], experts - 1), axis=1).astype(jnp.int32)  # NaN: an id all the same
-        mine = lanes[None, :] == chosen[:, None]
-        left = jnp.where(mine, -2.0, left)
-        if given is not None and native is not None and forced is not None:
-            plgpu.store(native.at[tokens, k], chosen, mask=inside)
-            chosen = jnp.where(forced, plgpu.load(given.at[tokens, k], mask=inside, other=0), chosen)
-            mine = lanes[None, :] == chosen[:, None]
-        picked.append(jnp.sum(jnp.where(mine, wide if spec.renormalize else scores, 0.0), axis=1))
-        plgpu.store(ids.at[tokens, k], chosen, mask=inside)
+    scores = powers / jnp.sum(powers, axis=1)[:, None]
+    live = _places(jnp.where(real, jnp.where(scores == scores, scores, 0.0), -1.0), lanes, top_k)  # NaN: distinct ids all the same
+    if given is None or valid is None or native is None:
+        values = _weights(wide, scores, live < top_k, spec)
+        mine = inside[:, None] & (live < top_k)
+        own = jnp.broadcast_to(lanes, live.shape)
+        plgpu.store(ids.at[tokens[:, None], live], own, mask=mine)
+        plgpu.store(weights.at[tokens[:, None], live], values, mask=mine)
         if block is not None:
-            plgpu.store(block.at[first + k, tokens], chosen, mask=inside)
-    if spec.renormalize:
-        top = functools.reduce(jnp.maximum, picked)
-        picked = [jnp.exp(value - top) for value in picked]
-        total = functools.reduce(jnp.add, picked)
-        picked = [value / total for value in picked]
-    for k, value in enumerate(picked):
-        plgpu.store(weights.at[tokens, k], value, mask=inside)
+            plgpu.store(block.at[first + live, tokens[:, None]], own, mask=mine)
+        return
+    forced = plgpu.load(valid.at[tokens], mask=inside, other=0) != 0
+    chosen, picked = [], jnp.zeros(live.shape, jnp.bool_)
+    for k in range(top_k):
+        own = jnp.sum(jnp.where(live == k, lanes, 0), axis=1).astype(jnp.int32)
+        plgpu.store(native.at[tokens, k], own, mask=inside)
+        chosen.append(jnp.where(forced, plgpu.load(given.at[tokens, k], mask=inside, other=0), own))
+        picked |= lanes == chosen[k][:, None]
+    values = _weights(wide, scores, picked, spec)
+    for k, expert in enumerate(chosen):
+        plgpu.store(ids.at[tokens, k], expert, mask=inside)
+        plgpu.store(weights.at[tokens, k], jnp.sum(jnp.where(lanes == expert[:, None], values, 0.0), axis=1), mask=inside)
+        if block is not None:
+            plgpu.store(block.at[first + k, tokens], expert, mask=inside)
+
+
+def _places(left: Any, lanes: Any, top_k: int) -> Any:
+    """The place of each lane among the chosen of its row, the highest first and the lowest id among equals; `top_k` for the others.
+    Lanes that hold less than 0 are never chosen."""
+    places = jnp.full(left.shape, top_k, jnp.int32)
+    for k in range(top_k):
+        best = jnp.max(left, axis=1)[:, None]
+        chosen = jnp.min(jnp.where(left == best, lanes, lanes.shape[1]), axis=1)[:, None]
+        places = jnp.where(lanes == chosen, k, places)
+        left = jnp.where(lanes == chosen, -2.0, left)
+    return places
+
+
+def _weights(wide: Any, scores: Any, picked: Any, spec: RouterSpec) -> Any:
+    """Weights by lane: scores, or where the family does so, a softmax over the picked lanes alone."""
+    if not spec.renormalize:
+        return scores
+    powers = jnp.where(picked, jnp.exp(wide - jnp.max(jnp.where(picked, wide, -jnp.inf), axis=1)[:, None]), 0.0)
+    return powers / jnp.sum(powers, axis=1)[:, None]
 
 
 def route_rows(
