@@ -1,10 +1,11 @@
 """What HTTP adds: tokens a second through /generate streams beside the same engine in process, time to the first byte, and what
 returning routes costs. The demo model, on CPU; the client is a process of its own that reads bytes and parses none.
 
-    python benchmarks/over_http.py [--batch 32] [--new 256] [--rounds 5]
+    python benchmarks/over_http.py [--batch 32] [--new 256] [--rounds 20]
 
-Rounds are interleaved, each with prompts that no cache knows. On a machine of two cores the client takes some of one from the engine:
-its CPU seconds are given. The routes are a synthetic record of 4,096 tokens, 48 layers, top-8, 128 experts."""
+Each way runs between two calls that wait for all at once, and is compared with their mean: the speed of a shared machine changes within a
+second. Every run has prompts that no cache knows. On a machine of two cores the client takes some of one from the engine: its CPU
+seconds are given. The routes are a synthetic record of 4,096 tokens, 48 layers, top-8, 128 experts."""
 
 import argparse
 import asyncio
@@ -27,7 +28,7 @@ from routed_experts.demo import demo_model_path
 from routed_experts.engine.serving import EngineDoor
 from routed_experts.server.app import make_app
 from routed_experts.server.limits import ServerSettings
-from routed_experts.server.run import bind, server_config, url_of
+from routed_experts.server.run import bind, server_config, set_start_up_aside, url_of
 from routed_experts.server.service import Service
 
 PROMPT = 16
@@ -38,29 +39,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--client", metavar="PORT", type=int, help="be the client: bodies come on standard input, one a line")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--client", metavar="PORT", type=int, help="be the client: lists of bodies come on standard input")
     args = parser.parse_args()
     if args.client:
-        print(json.dumps(asyncio.run(read_all(args.client, sys.stdin.read().splitlines()))))
+        for line in sys.stdin:
+            print(json.dumps(asyncio.run(read_all(args.client, json.loads(line)))), flush=True)
         return
     sizes = {"precompile_bs_paddings": (args.batch,), "precompile_token_paddings": (512,), "max_running_requests": args.batch}
     with Engine(str(demo_model_path()), enable_return_routed_experts=True, max_total_tokens=32_768, **sizes) as engine:
-        port = serve(engine)
-        noise = np.random.default_rng(0)
-        rounds = [one_round(engine, port, args, noise) for _ in range(args.rounds + 1)][1:]  # the first warms up
-    names = ("at once", "streamed in process", "rows too, in process", "HTTP", "HTTP with rows")
-    base = [found["at once"]["tokens/s"] for found in rounds]
+        command = [sys.executable, __file__, "--client", str(serve(engine))]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+            noise = np.random.default_rng(0)
+            rounds = [one_round(engine, client, args, noise) for _ in range(args.rounds + 2)][2:]  # the first two warm up
+            client.stdin.close()
     rows: list[dict[str, object]] = []
-    for name in names:
+    for name in rounds[0]:
         speed = [found[name]["tokens/s"] for found in rounds]
-        ratio = [one / other for one, other in zip(speed, base, strict=True)]
+        ratio = [found[name]["of at once"] for found in rounds]
         first = [seconds for found in rounds for seconds in found[name].get("first", ())]
         rows.append(
             {
                 "how": name,
                 "tokens/s": statistics.median(speed),
                 "of at once": statistics.median(ratio),
+                "quartiles": [float(np.percentile(ratio, share)) for share in (25, 75)],
                 "first byte p50 ms": 1e3 * float(np.percentile(first, 50)) if first else "-",
                 "first byte p99 ms": 1e3 * float(np.percentile(first, 99)) if first else "-",
                 "client CPU s": statistics.median(found[name].get("cpu", 0.0) for found in rounds),
@@ -76,14 +79,15 @@ def serve(engine: Engine) -> int:
     """A server over this engine, in a thread; its port."""
     service = Service(ServerSettings(port=0), model_path="demo")
     service.serve(EngineDoor(engine))
+    set_start_up_aside()
     listener = bind(service.settings)
     server = uvicorn.Server(server_config(make_app(service, version="0")[0]))
     threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True).start()
     return int(url_of(listener).rsplit(":", 1)[1])
 
 
-def one_round(engine: Engine, port: int, args: argparse.Namespace, noise: np.random.Generator) -> dict[str, dict]:
-    """Every way once, in turn."""
+def one_round(engine: Engine, client: subprocess.Popen, args: argparse.Namespace, noise: np.random.Generator) -> dict[str, dict]:
+    """Every way once, each between two calls at once."""
 
     def prompts() -> list[list[int]]:
         return noise.integers(0, 2000, size=(args.batch, PROMPT)).tolist()
@@ -100,22 +104,29 @@ def one_round(engine: Engine, port: int, args: argparse.Namespace, noise: np.ran
 
     def over_http(**said: object) -> dict[str, object]:
         bodies = [json.dumps({"input_ids": ids, "sampling_params": sampling, "stream": True, **said}) for ids in prompts()]
-        command = [sys.executable, __file__, "--client", str(port)]
-        done = subprocess.run(command, input="\n".join(bodies), capture_output=True, text=True, check=True)
-        told = json.loads(done.stdout)
+        client.stdin.write(json.dumps(bodies) + "\n")
+        client.stdin.flush()
+        told = json.loads(client.stdout.readline())
         return {"tokens/s": args.batch * args.new / told["seconds"], "first": told["first"], "cpu": told["cpu"]}
 
     ways: dict[str, Callable[[], dict[str, object]]] = {
-        "at once": in_process,
         "streamed in process": lambda: in_process(stream=True),
         "rows too, in process": lambda: in_process(return_routed_experts=True),
         "HTTP": over_http,
         "HTTP with rows": lambda: over_http(return_routed_experts=True),
     }
-    found: dict[str, dict[str, object]] = {}
-    for name, way in ways.items():
+
+    def run(way: Callable[[], dict[str, object]]) -> dict[str, object]:
         engine.flush_cache()
-        found[name] = way()
+        return way()
+
+    before = run(in_process)
+    found: dict[str, dict[str, object]] = {"at once": {**before, "of at once": 1.0}}
+    for name, way in ways.items():
+        told, after = run(way), run(in_process)
+        seconds = [1 / one["tokens/s"] for one in (before, told, after)]
+        found[name] = {**told, "of at once": (seconds[0] + seconds[2]) / 2 / seconds[1]}
+        before = after
     return found
 
 

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,8 @@ from routed_experts.demo import demo_model_path
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ROOT / "scripts" / "compat_clients"
-INSTALL_S, CI_INSTALL_S, RUN_S = 1200, 240, 300
+INSTALL_S, CI_INSTALL_S, RUN_S, START_S = 1200, 240, 300, 180
+LATE = 124  # the exit code of a command that was ended at its limit
 TRIES = 3  # of an installation: registries have bad moments
 TORCH = "torch==2.13.0"  # for those that want one: the build that the tests use
 
@@ -36,6 +38,7 @@ class Client:
     program: str
     requirements: tuple[str, ...]
     in_ci: bool = False
+    alone: bool = False  # a load under which no other client should compare answers: run by itself, last
 
     @property
     def is_node(self) -> bool:
@@ -50,7 +53,7 @@ CLIENTS = (
     Client("page", "page_browser.mjs", ("playwright-core@1.65.1", "@sparticuz/chromium@153.0.0"), in_ci=True),
     Client("litellm", "litellm_client.py", ("litellm==1.106.2",), in_ci=True),  # 1.107.0 was withdrawn: keep the pin
     Client("langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",), in_ci=True),
-    Client("locust", "locust_client.py", ("locust==2.47.0",), in_ci=True),
+    Client("locust", "locust_client.py", ("locust==2.47.0",), in_ci=True, alone=True),
     Client("lm-eval", "lm_eval_client.py", ("lm-eval[api]==0.4.13", TORCH)),
     Client("inspect-ai", "inspect_client.py", ("inspect-ai==0.3.285", "openai")),
     Client("guidellm", "guidellm_client.py", ("guidellm==0.8.1", TORCH)),
@@ -97,7 +100,9 @@ def main() -> int:
         url = stack.enter_context(serving(folder / "logs" / "server.log"))
         place = Place(folder, url, CI_INSTALL_S if options.ci else INSTALL_S)
         with ThreadPoolExecutor(2 if options.ci else 1) as pool:
-            results = list(pool.map(lambda one: try_client(one, place), chosen))
+            ended = dict(pool.map(lambda one: (one.name, try_client(one, place)), (one for one in chosen if not one.alone)))
+        ended |= {one.name: try_client(one, place) for one in chosen if one.alone}
+    results = [ended[one.name] for one in chosen]
     if options.only is None and not options.ci:
         (ROOT / "docs" / "compatibility.md").write_text(page(results), encoding="utf-8")
     # Without node some clients cannot run. Where a person asks for the quick ones, that is told and no more; in CI it is a failure.
@@ -107,17 +112,21 @@ def main() -> int:
 
 @contextlib.contextmanager
 def serving(log: Path) -> Iterator[str]:
-    """A server process of the demo model; its address once it is ready."""
+    """A server process of the demo model; its address once it is ready. One that is not within START_S is killed, and nothing runs."""
     command = [sys.executable, "-m", "routed_experts", "serve", str(demo_model_path()), "--port", "0", "--served-model-name", "demo"]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     with log.open("w") as told, subprocess.Popen([*command, "--enable-return-routed-experts"], stdout=subprocess.PIPE, stderr=told,
                                                  text=True, env=env) as process:  # fmt: skip
+        late = threading.Timer(START_S, process.kill)
+        late.start()
         try:
             line = process.stdout.readline() if process.stdout else ""
+            late.cancel()
             if "ready in" not in line:
                 raise SystemExit(f"the server did not start: {' '.join(log.read_text().splitlines()[-3:])}")
             yield line.rsplit(" ", 1)[1].strip()
         finally:
+            late.cancel()
             process.terminate()
 
 
@@ -153,13 +162,17 @@ def installed(client: Client, place: Place, log: Path) -> str:
             (folder / "package.json").write_text("{}")
             command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", *client.requirements]
         else:  # our pip installs into it: a pip of its own would take longer than most clients
-            subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+            status, output = run([sys.executable, "-m", "venv", "--without-pip", str(folder)], folder, log, limit_s=place.install_s)
+            if status != 0:
+                break
             pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--disable-pip-version-check"]
             command = [*pip, "--no-input", *client.requirements]
         status, output = run(command, folder, log, limit_s=place.install_s)
         if status == 0:
             stamp.write_text(wanted)
             return ""
+        if status == LATE:  # as long again would not end well
+            break
     return last_line(output, folder)
 
 
@@ -175,14 +188,14 @@ def ran(client: Client, place: Place, log: Path) -> tuple[str, str]:
 
 
 def run(command: Sequence[str], folder: Path, log: Path, *, limit_s: float, **said: str) -> tuple[int, str]:
-    """Run a command; its exit code and what it printed, which also goes to the log. Beyond the limit it ends with 124."""
+    """Run a command; its exit code and what it printed, which also goes to the log. Beyond the limit it ends with LATE."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | said  # a client sees its own packages alone
     try:
         done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                               timeout=limit_s, check=False, stdin=subprocess.DEVNULL)  # fmt: skip
         status, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired:
-        status, output = 124, f"it took longer than {limit_s:g} s"
+        status, output = LATE, f"it took longer than {limit_s:g} s"
     with log.open("a", encoding="utf-8") as told:
         told.write(f"$ {' '.join(command)}\n{output}\n[{status}]\n")
     return status, output

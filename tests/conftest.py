@@ -1,6 +1,7 @@
 """How every test runs: on the CPU, with strict promotion, and with the TPU compiler where it is installed. Knows no test."""
 
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 
@@ -32,6 +33,17 @@ def programs_of_a_module() -> Iterator[None]:
     (vm.max_map_count, 65,530); one more ends it."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def logs_of_a_test() -> Iterator[None]:
+    """A command that ran in this process has set up logs to the standard error of its test, which is closed afterwards: take them back,
+    so that servers of later tests do not write there."""
+    yield
+    root, ours = logging.getLogger(), logging.getLogger("routed_experts")
+    if any(type(one) is logging.StreamHandler for one in root.handlers):
+        root.handlers[:] = [one for one in root.handlers if type(one) is not logging.StreamHandler]
+        ours.setLevel(logging.NOTSET)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from routed_experts.capture import record_from_meta_info
 from routed_experts.cli import main
+from routed_experts.cli.record_files import read_answers
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.demo import demo_model_path
 from serving import borrow
@@ -79,6 +80,20 @@ def test_generate_reads_json_lines(tmp_path, capsys):
         for line, answer in zip(lines, said, strict=True):
             wanted = engine.generate(line.get("prompt"), {"temperature": 0, "max_new_tokens": 4}, line.get("input_ids"))
             assert answer["output_ids"] == wanted["output_ids"]
+    rows = ["--return-routed-experts", "--output", tmp_path / "out.safetensors"]
+    assert run(capsys, "generate", folder, *flags, *SIZES, *rows)[0] == 0
+    kept = read_answers([tmp_path / "out.safetensors"])
+    for one, answer in zip(kept, said, strict=True):
+        assert {name: one.answer[name] for name in ("text", "output_ids")} == {name: answer[name] for name in ("text", "output_ids")}
+        tokens = [*one.answer["input_ids"], *one.answer["output_ids"]]
+        with borrow(enable_return_routed_experts=True) as engine:
+            assert engine.score(tokens).routed_experts[: len(tokens) - 1].ids.tolist() == one.record.ids.tolist()
+    assert kept[1].answer["tag"] == 1 and kept[1].answer["input_ids"] == [5, 6, 7]
+    assert run(capsys, "convert", tmp_path / "out.safetensors", tmp_path / "b.safetensors", "--line", 2)[0] == 0
+    assert RoutedExperts.from_bytes((tmp_path / "b.safetensors").read_bytes()) == kept[1].record
+    assert run(capsys, "convert", tmp_path / "out.safetensors", tmp_path / "b.safetensors", "--line", 4)[0] == 2
+    code, out, _ = run(capsys, "analyze", "tokens", tmp_path / "out.safetensors", "--tokenizer", folder)
+    assert code == 0 and "'The'" in out and out.count("# answer") == 3
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n', encoding="utf-8")
     code, _, err = run(capsys, "generate", folder, "--input", tmp_path / "bad.jsonl", *SIZES)
     assert code == 2 and "line 2" in err

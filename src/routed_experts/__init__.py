@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RoutingIncompleteError,
         RoutingReplayError,
         WeightsMismatchError,
+        WriteError,
     )
     from routed_experts.core.experts_config import ExpertsConfig
     from routed_experts.core.placement import Placement, ResidencyMap
@@ -43,16 +44,18 @@ if TYPE_CHECKING:
     from routed_experts.engine.llm import LLM
     from routed_experts.engine.outputs import CompletionOutput, RequestOutput
     from routed_experts.engine.score import ScoreOutput
+    from routed_experts.engine.stats import EngineStats
 
 _ERRORS = (
     "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError MachineError "
     "MemoryPlanError PlacementError PromptTooLongError QueueFullError RoutedExpertsError RoutingAlignmentError RoutingFormatError "
-    "RoutingIncompleteError RoutingReplayError WeightsMismatchError"
+    "RoutingIncompleteError RoutingReplayError WeightsMismatchError WriteError"
 )
 _HOMES = MappingProxyType(
     {
         "CompletionOutput": "engine.outputs",
         "Engine": "engine.engine",
+        "EngineStats": "engine.stats",
         "ExpertsConfig": "core.experts_config",
         "LLM": "engine.llm",
         "Placement": "core.placement",
@@ -81,6 +84,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineDeadError",
+    "EngineStats",
     "ExpertsConfig",
     "InvalidRequestError",
     "MachineError",
@@ -104,6 +108,7 @@ __all__ = [
     "ScoreOutput",
     "ServerArgs",
     "WeightsMismatchError",
+    "WriteError",
     "extract_routed_experts_from_meta_info",
     "get_global_experts_capturer",
     "set_global_experts_capturer",

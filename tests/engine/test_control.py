@@ -1,7 +1,9 @@
 """Pauses and new weights by the doors of the engine: what was running ends as it would have, whatever held it in between."""
 
 import concurrent.futures
+import gc
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from oracles.worlds import model_of
 from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequestError, RoutingStats, WeightsMismatchError
 from routed_experts.capture.meta_info import record_from_meta_info
 from routed_experts.models.checkpoint import save
-from serving import SMALL, Begun, assert_idle, on_engine_thread
+from serving import SMALL, Begun, assert_idle, on_engine_thread, serve
 from tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -302,3 +304,22 @@ def test_counts_are_the_bincount_of_all_rows_when_nothing_is_cached(engine):
     again = engine.reset_routing_stats().num_tokens - stats.num_tokens  # its prefix is known by now: fewer tokens of it are fed
     assert 0 < again[0] < 90 and again[1] == 8
     assert not engine.routing_stats().num_tokens.any()
+
+
+def test_replaced_weights_are_free_without_a_collection_of_garbage(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path)
+    with serve(folder) as engine:
+        core = engine._assembly.core
+        gc.collect()
+        gc.disable()
+        try:
+            for version, from_disk in enumerate((False, True, True, False, False), start=1):
+                served = [weakref.ref(array) for array in jax.tree.leaves(core.runner.state)]
+                if from_disk:
+                    engine.update_weights_from_disk(folder, version=version)
+                else:
+                    engine.update_weights(jax.tree.map(jnp.copy, core.runner.state), version=version)
+                engine.generate(input_ids=[5], max_new_tokens=2)  # no step of the old weights is in flight any more
+                assert not [one for one in served if one() is not None], version
+        finally:
+            gc.enable()

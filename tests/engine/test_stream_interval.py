@@ -1,6 +1,7 @@
 """News of streams are told once an interval of the clock: tokens share them, and nothing is lost, late at the end, or slow at the start."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -79,6 +80,31 @@ def test_rows_that_are_streamed_come_with_their_tokens(clock):
 def test_slower_steps_tell_each_token(clock):
     _, told = run(clock, 0.9)
     assert [len(out.new_token_ids) for _, out in told] == [1] * 20
+
+
+@pytest.mark.parametrize(("others", "times"), [(0, 1), (15, 1), (16, 2), (32, 3), (48, 4), (80, 4)])
+def test_many_requests_at_a_time_are_told_less_often(clock, others, times):
+    drive = tiny_world(moe_backend="tapped").drive()
+    req = request("a", random_prompt(np.random.default_rng(0), 9), 20, stream=True)
+    req.source = dataclasses.replace(req.source, stream_interval_s=2.0)
+    moments = []
+    take = drive._take
+
+    def noted(batch):
+        moments.extend(clock.now for out in batch.outs if out.rid == "a")
+        take(batch)
+
+    drive._take = noted
+
+    def tick(step):
+        clock.now += 1
+        if step == 0:
+            drive.add(*(request(f"b{number}", [5 + number], 20) for number in range(others)))
+
+    drive.run(req, before_step=tick)
+    told = moments[1:-1]  # the first token and the end have moments of their own
+    assert len(told) >= 2 and all(now % (2 * times) == 0 for now in told)
+    assert all(after - before == 2 * times for before, after in itertools.pairwise(told))
 
 
 def test_streams_are_told_at_the_same_moments(clock):

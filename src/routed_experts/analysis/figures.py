@@ -16,6 +16,7 @@ from routed_experts.analysis.colours import CIVIDIS, expert_palette, ink_on, sca
 from routed_experts.analysis.load import known_rows, utilization
 from routed_experts.analysis.routed_text import RoutedText, printable
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.new_file import new_file
 
 _WIDTH, _MARGIN = 10.0, 0.45  # inches
 _CHAR_PT, _LINE_PT, _FONT_PT = 5.72, 21.0, 9.5  # DejaVu Sans Mono is 0.602 em wide
@@ -63,7 +64,9 @@ def draw_routing(
     caption = f"u = c·E / (T·K): rows of a layer that went to an expert, relative to uniform; T rows, K = {first.top_k}, "
     caption += f"E = {first.num_experts}. The strip gives each expert's colour above."
     figure.text(_MARGIN / _WIDTH, 0.16 / height, caption, fontsize=8, color=_SOFT, va="center")
-    figure.savefig(path, dpi=dpi, metadata={"Software": None} if str(path).endswith(".png") else None)
+    with new_file(path) as part:
+        form = part.suffix.removeprefix(".") or "png"
+        figure.savefig(part, format=form, dpi=dpi, metadata={"Software": None} if form == "png" else None)
 
 
 def place_tokens(pieces: Sequence[str], *, columns: int) -> list[PlacedToken]:

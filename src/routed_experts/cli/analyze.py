@@ -15,6 +15,7 @@ from routed_experts import analysis
 from routed_experts.analysis import RoutedText
 from routed_experts.cli.record_files import SUFFIXES, Recorded, read_answers, read_records
 from routed_experts.core.errors import ConfigError, RoutingAlignmentError
+from routed_experts.core.new_file import new_file
 from routed_experts.core.routed_experts import RoutedExperts
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ def run_report(options: argparse.Namespace) -> None:
     """A page of all records."""
     texts = _texts(options)
     page = analysis.routing_page(texts, title=_title(texts), column=_column(texts[0].record, options.layer))
-    options.output.write_text(page, encoding="utf-8")
+    with new_file(options.output) as part:
+        part.write_text(page, encoding="utf-8")
     print(f"wrote {options.output}: {_title(texts)}, {len(page) / 1e3:,.0f} kB")
 
 

@@ -28,6 +28,7 @@ from routed_experts.cli import bench_buckets
 from routed_experts.cli.flags import add_engine_flags, engine_args
 from routed_experts.cli.start import start_jax
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.new_file import new_file
 from routed_experts.core.server_args import ServerArgs
 
 Row = dict[str, object]
@@ -74,7 +75,8 @@ def run(options: argparse.Namespace, began: float) -> int:
     print_table(rows)
     if options.output is not None:
         said = {name: str(value) for name, value in vars(options).items() if name not in ("run", "measure", "api_key")}
-        options.output.write_text(json.dumps({"command": said, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        with new_file(options.output) as part:
+            part.write_text(json.dumps({"command": said, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -1,19 +1,25 @@
 """`routed-experts convert A B`: routed experts from one file or wire form into another. Reads no model and starts no device."""
 
 import argparse
+import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from routed_experts.capture.answer_file import decode_answers, holds_answers
 from routed_experts.capture.meta_info import record_from_response
 from routed_experts.capture.wire import encode_listed, encode_meta_info
+from routed_experts.core.array_files import write_arrays
 from routed_experts.core.errors import ConfigError, RoutingFormatError
+from routed_experts.core.new_file import new_file
 from routed_experts.core.record_forms import FORMS
 from routed_experts.core.routed_experts import RoutedExperts
 
 WIRE_FORMATS = ("int32", "npy", "list")
+_T = TypeVar("_T")
 _PAIRS = ("vllm021", "megatron")
 
 
@@ -22,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="A", help="an answer (.json), a line of many (.jsonl), or a record (.safetensors)")
     parser.add_argument("target", type=Path, metavar="B", help=".safetensors (the record), .json (a wire format), .npy or .npz (--to)")
     parser.add_argument("--choice", type=int, default=0, metavar="I", help="of an answer with several; default: 0")
-    parser.add_argument("--line", type=int, default=1, metavar="N", help="of a .jsonl file; default: 1")
+    parser.add_argument("--line", type=int, default=1, metavar="N", help="of a file of many answers, as generate writes; default: 1")
     parser.add_argument("--format", choices=WIRE_FORMATS, default="int32", help="of a .json target; default: int32")
     parser.add_argument("--layers", choices=("all", "moe"), default=None, help="of a .json target; default: all for int32, else moe")
     parser.add_argument("--to", choices=FORMS, default="sglang", help="whose array a .npy target holds; default: sglang")
@@ -34,9 +40,11 @@ def run(options: argparse.Namespace, began: float) -> int:
     record = _read(options.source, choice=options.choice, line=options.line)
     target: Path = options.target
     if target.suffix == ".safetensors":
-        target.write_bytes(record.to_bytes())
+        with new_file(target) as part:
+            part.write_bytes(record.to_bytes())
     elif target.suffix == ".json":
-        target.write_text(json.dumps({"meta_info": _wire(record, options)}) + "\n", encoding="utf-8")
+        with new_file(target) as part:
+            part.write_text(json.dumps({"meta_info": _wire(record, options)}) + "\n", encoding="utf-8")
     elif target.suffix in (".npy", ".npz"):
         _write_arrays(record, target, options)
     else:
@@ -47,13 +55,13 @@ def run(options: argparse.Namespace, began: float) -> int:
 
 def _read(source: Path, *, choice: int, line: int) -> RoutedExperts:
     if source.suffix == ".safetensors":
-        return RoutedExperts.from_bytes(source.read_bytes())
+        encoded = source.read_bytes()
+        if not holds_answers(encoded):
+            return RoutedExperts.from_bytes(encoded)
+        return _known(_chosen(decode_answers(encoded), source, line).record, source)
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".jsonl":
-        lines = [one for one in text.splitlines() if one.strip()]
-        if not 1 <= line <= len(lines):
-            raise ConfigError(f"--line {line}, but {source} has {len(lines)}; choose 1 to {len(lines)}")
-        text = lines[line - 1]
+        text = _chosen([one for one in text.splitlines() if one.strip()], source, line)
     try:
         said = json.loads(text)
     except ValueError as error:
@@ -63,7 +71,16 @@ def _read(source: Path, *, choice: int, line: int) -> RoutedExperts:
         if not 0 <= choice < len(answers):
             raise ConfigError(f"--choice {choice}, but {source} has {len(answers)} answers")
         said, choice = answers[choice], 0
-    record = record_from_response(said, choice)
+    return _known(record_from_response(said, choice), source)
+
+
+def _chosen(answers: Sequence[_T], source: Path, line: int) -> _T:
+    if not 1 <= line <= len(answers):
+        raise ConfigError(f"--line {line}, but {source} has {len(answers)}; choose 1 to {len(answers)}")
+    return answers[line - 1]
+
+
+def _known(record: RoutedExperts | None, source: Path) -> RoutedExperts:
     if record is None:
         raise RoutingFormatError(f"{source} holds no routed experts; ask the server with return_routed_experts true")
     return record
@@ -83,8 +100,11 @@ def _write_arrays(record: RoutedExperts, target: Path, options: argparse.Namespa
         wanted = ".npz" if options.to in _PAIRS else ".npy"
         raise ConfigError(f"--to {options.to} is written as {wanted}; {target} ends in {target.suffix}")
     if options.to == "vllm021":
-        np.savez(target, prompt=arrays[0], generated=arrays[1])
+        write_arrays(target, {"prompt": arrays[0], "generated": arrays[1]})
     elif options.to == "megatron":
-        np.savez(target, mask=arrays[1], **{f"layer_{index}": layer for index, layer in enumerate(arrays[0])})
+        write_arrays(target, {"mask": arrays[1], **{f"layer_{index}": layer for index, layer in enumerate(arrays[0])}})
     else:
-        np.save(target, arrays, allow_pickle=False)
+        encoded = io.BytesIO()  # not the file itself: NumPy does not look whether the last bytes reach it
+        np.save(encoded, arrays, allow_pickle=False)
+        with new_file(target) as part:
+            part.write_bytes(encoded.getbuffer())

@@ -8,12 +8,20 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
+from routed_experts.capture.answer_file import FiledAnswer, encode_answers
+from routed_experts.capture.meta_info import record_from_meta_info
 from routed_experts.cli.flags import add_engine_flags, add_expert_flags, add_placement_flags, engine_args, expert_args, placement_args
 from routed_experts.cli.start import load_bar, start_jax
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.new_file import new_file
 from routed_experts.core.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from routed_experts.engine.engine import Engine
 
 BATCH = 256  # prompts of one call
 
@@ -26,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--input", type=Path, metavar="FILE", help='JSON lines: {"prompt": TEXT} or {"input_ids": [...]}, - for stdin')
     parser.add_argument("--max-new-tokens", type=int, default=None, metavar="N", help="default: 128")
     parser.add_argument("--temperature", type=float, default=None, metavar="T", help="default: 1; 0 is greedy")
-    parser.add_argument("--output", type=Path, default=None, metavar="FILE", help="JSON lines, one an answer, with the rows")
+    parser.add_argument("--output", type=Path, default=None, metavar="FILE", help="JSON lines with the rows, or .safetensors")
     add_engine_flags(parser, leave_out=("model_path", "skip_tokenizer_init"))
     add_expert_flags(parser)
     add_placement_flags(parser)
@@ -37,28 +45,36 @@ def run(options: argparse.Namespace, began: float) -> int:
     args, experts, placement = ServerArgs(**engine_args(options)), expert_args(options), placement_args(options)
     prompts = [{"prompt": text} for text in options.prompt] if options.prompt else list(_read(options.input))
     with ExitStack() as stack:
-        lines = None if options.output is None else stack.enter_context(options.output.open("w", encoding="utf-8"))
+        part = None if options.output is None else stack.enter_context(new_file(options.output))
         start_jax(default_platform=None)
         from routed_experts.engine.engine import Engine
 
         bar = load_bar if sys.stderr.isatty() else None
         engine = stack.enter_context(Engine(**dataclasses.asdict(args), experts=experts, placement=placement, on_load=bar))
         print(f"ready in {time.perf_counter() - began:.1f} s", file=sys.stderr)
-        for prompt, answer in _answers(engine, prompts, options, wants_rows=args.enable_return_routed_experts):
-            if lines is None:
+        answers = _answers(engine, prompts, options, wants_rows=args.enable_return_routed_experts)
+        if part is None:
+            for answer in answers:
                 print(answer["text"])
-            else:
-                lines.write(json.dumps({**prompt, **answer}, ensure_ascii=False) + "\n")
-            if args.enable_return_routed_experts:
-                info = answer["meta_info"]["routed_experts_info"]
-                print(f"routed_experts {tuple(info['shape'])} {info['dtype']}", file=sys.stderr)
+        elif part.suffix == ".safetensors":
+            part.write_bytes(encode_answers([_filed(engine, answer) for answer in answers]))
+        else:
+            with part.open("w", encoding="utf-8") as lines:
+                lines.writelines(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
     return 0
 
 
-def _answers(
-    engine: Any, prompts: list[dict[str, Any]], options: argparse.Namespace, *, wants_rows: bool
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each prompt with its answer. Prompts of one kind that follow each other share a call."""
+def _filed(engine: "Engine", answer: dict[str, Any]) -> FiledAnswer:
+    """An answer with the ids of its whole sequence."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None, "generate has no --skip-tokenizer-init"
+    prompt = answer["input_ids"] if "input_ids" in answer else tokenizer.encode(answer["prompt"])
+    token_ids = np.array([*prompt, *answer["output_ids"]], np.int32)
+    return FiledAnswer(answer=answer, token_ids=token_ids, record=record_from_meta_info(answer))
+
+
+def _answers(engine: "Engine", prompts: list[dict[str, Any]], options: argparse.Namespace, *, wants_rows: bool) -> Iterator[dict[str, Any]]:
+    """Each prompt's fields with those of its answer. Prompts of one kind that follow each other share a call."""
     place = 0
     while place < len(prompts):
         kind = "prompt" if "prompt" in prompts[place] else "input_ids"
@@ -67,13 +83,19 @@ def _answers(
             if kind not in prompt:
                 break
             some.append(prompt)
+        said = [prompt[kind] for prompt in some]
         answers = engine.generate(
-            **{kind: [prompt[kind] for prompt in some]},
-            sampling_params=None if options.temperature is None else {"temperature": options.temperature},
+            said if kind == "prompt" else None,
+            None if options.temperature is None else {"temperature": options.temperature},
+            said if kind == "input_ids" else None,
             max_new_tokens=options.max_new_tokens,
             return_routed_experts=wants_rows,
         )
-        yield from zip(some, cast("list[dict[str, Any]]", answers), strict=True)
+        for prompt, answer in zip(some, cast("list[dict[str, Any]]", answers), strict=True):
+            if wants_rows:
+                info = answer["meta_info"]["routed_experts_info"]
+                print(f"routed_experts {tuple(info['shape'])} {info['dtype']}", file=sys.stderr)
+            yield {**prompt, **answer}
         place += len(some)
         if len(prompts) > BATCH:
             print(f"{place} of {len(prompts)} prompts", file=sys.stderr)

@@ -24,13 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that has no Δ shows ?, and the command goes on
     options = make_parser().parse_args(argv)
     try:
-        return options.run(options, began)
+        code = options.run(options, began)
+        sys.stdout.flush()  # a full disk behind it is told now
+        return code
     except RoutedExpertsError as error:
         return _complain(options.command, error, code=1 if isinstance(error, MachineError) else 2)
-    except BrokenPipeError:  # the reader of our output has left; nothing more may be written, not even at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output has left
+        _give_up_output()
         return 1
     except OSError as error:
+        _give_up_output()
         return _complain(options.command, error, code=1)
     except KeyboardInterrupt:
         return 130
@@ -70,6 +73,14 @@ def _demo(options: argparse.Namespace, began: float) -> int:
     model = demo_model_path() if options.model is None else options.model
     told = DemoOptions(model=model, output=options.output, began=began, imported=time.perf_counter(), cache=cache, version=version())
     return run_demo(told, sys.stdout)
+
+
+def _give_up_output() -> None:
+    """If standard output takes no more, what is left for it goes nowhere, not even at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(command: str, error: Exception, *, code: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
+from routed_experts.capture.answer_file import decode_answers, holds_answers
 from routed_experts.capture.meta_info import record_from_response
 from routed_experts.core.errors import ConfigError, RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
@@ -27,7 +28,8 @@ def read_records(files: Iterable[Path]) -> list[RoutedExperts]:
 
 
 def read_answers(files: Iterable[Path]) -> list[Recorded]:
-    """Every record of .jsonl (`generate --output`: an answer a line), .json (an answer, or a list) and .safetensors files, in order.
+    """Every record of .jsonl (`generate --output`: an answer a line), .json (an answer, or a list) and .safetensors files (a record, or
+    what `generate --output` wrote), in order.
 
     Raises ConfigError for another suffix, RoutingFormatError naming the file and what in it holds no routed experts."""
     return [one for file in files for one in _all_of(file)]
@@ -47,7 +49,7 @@ def _records_of(file: Path) -> Iterator[Recorded]:
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"{file} ends in {file.suffix!r}; name files that end in {', '.join(SUFFIXES)}")
     if file.suffix == ".safetensors":
-        yield Recorded(record=RoutedExperts.from_bytes(file.read_bytes()), answer={})
+        yield from _in_tensors(file.read_bytes())
         return
     text = file.read_text(encoding="utf-8")
     for number, said in enumerate(text.splitlines() if file.suffix == ".jsonl" else [text], start=1):
@@ -55,6 +57,17 @@ def _records_of(file: Path) -> Iterator[Recorded]:
             where = f"line {number}" if file.suffix == ".jsonl" else "the file"
             for answer in _answers(said, where):
                 yield from _choices(answer, where)
+
+
+def _in_tensors(encoded: bytes) -> Iterator[Recorded]:
+    """One record, or those of a file of answers."""
+    if not holds_answers(encoded):
+        yield Recorded(record=RoutedExperts.from_bytes(encoded), answer={})
+        return
+    for number, filed in enumerate(decode_answers(encoded), start=1):
+        if filed.record is None:
+            raise RoutingFormatError(f"answer {number} holds no routed experts; generate with --enable-return-routed-experts")
+        yield Recorded(record=filed.record, answer=filed.answer)
 
 
 def _answers(said: str, where: str) -> list[object]:

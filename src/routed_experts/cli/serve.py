@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from routed_experts.cli.config_file import with_config
 from routed_experts.cli.flags import add_engine_flags, add_expert_flags, add_placement_flags, engine_args, expert_args, placement_args
 from routed_experts.cli.start import PROGRAM, load_bar, start_jax, version
 from routed_experts.core.errors import ConfigError
@@ -32,6 +33,12 @@ _DIALECTS, _FORMATS = ("sglang", "vllm021", "vllm"), ("int32", "npy", "list", "r
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `serve`. What is not given is left to the settings' own defaults."""
     parser.add_argument("model_path", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="checkpoint folder")
+    parser.add_argument("--config", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="flags as YAML or JSON; those typed win")
+    add_file_flags(parser)
+
+
+def add_file_flags(parser: argparse.ArgumentParser) -> None:
+    """Those that a file may name as well."""
     group = parser.add_argument_group("server")
 
     def add(*flags: str, told: str, **taking: Any) -> None:
@@ -58,8 +65,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--stall-timeout", type=float, metavar="S", told="without a step while requests run, /health is 503; default: 30")
     add("--weights-root", metavar="DIR", told="weights may be updated from folders below it; default: none")
     add("--strict-fields", action="store_true", told="refuse every unknown field of a body")
-    group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="default: info")
-    group.add_argument("--log-format", choices=("text", "json"), default="text", help="default: text")
+    add("--log-level", choices=LOG_LEVELS, told="default: info")
+    add("--log-format", choices=("text", "json"), told="default: text")
     add_engine_flags(parser, leave_out=())
     add_expert_flags(parser)
     add_placement_flags(parser)
@@ -67,10 +74,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, began: float) -> int:
     """Serve until SIGTERM (0) or the engine's death (3)."""
+    if "config" in options:
+        options = with_config(options, options.config, add_file_flags)
     args, shared = ServerArgs(**engine_args(options)), {"experts": expert_args(options), "placement": placement_args(options)}
     if args.model_path is None:
         raise ConfigError("no model was named; say routed-experts serve MODEL")
-    _set_up_logs(options.log_level, options.log_format)
+    _set_up_logs(vars(options).get("log_level", "info"), vars(options).get("log_format", "text"))
     try:
         limits = importlib.import_module("routed_experts.server.limits")
         run_module = importlib.import_module("routed_experts.server.run")

@@ -2,9 +2,11 @@
 
 import argparse
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.new_file import new_file
 from routed_experts.demo import demo_model_path
 
 
@@ -18,7 +20,10 @@ def run(options: argparse.Namespace, began: float) -> int:
     folder: Path = options.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there and not an empty folder; name another")
-    shutil.copytree(demo_model_path(), folder, dirs_exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:  # all of the files, or none
+        for file in demo_model_path().iterdir():
+            shutil.copyfile(file, stack.enter_context(new_file(folder / file.name)))
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"wrote {folder}: {', '.join(sorted(file.name for file in folder.iterdir()))} ({size / 1e6:.1f} MB)")
     print(f"try: routed-experts serve {folder} --enable-return-routed-experts")

@@ -1,4 +1,5 @@
-"""Arrays in an .npz file, read with their dtypes and dims checked; nothing in the file runs code. Knows not what they mean."""
+"""Arrays in an .npz file, written whole and read with their dtypes and dims checked; nothing in the file runs code. Knows not what
+they mean."""
 
 import os
 import zipfile
@@ -8,8 +9,16 @@ from typing import Any
 import numpy as np
 
 from routed_experts.core.errors import RoutingFormatError
+from routed_experts.core.new_file import new_file
 
 ArrayForms = Mapping[str, tuple[type[Any], int]]  # by name: dtype and number of dims
+
+
+def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write an .npz, with that suffix if `path` has another, as NumPy does. Raises WriteError; then nothing is left of it."""
+    said = os.fspath(path)
+    with new_file(said if said.endswith(".npz") else f"{said}.npz") as part, part.open("wb") as stream:
+        np.savez(stream, allow_pickle=False, **arrays)
 
 
 def read_arrays(path: str | os.PathLike[str], forms: ArrayForms, *, what: str) -> dict[str, np.ndarray]:

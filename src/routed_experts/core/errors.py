@@ -24,6 +24,13 @@ class MachineError(ConfigError):
     """The machine cannot do what is asked of it: a device that is not there, or memory that does not suffice. Commands exit with 1."""
 
 
+class WriteError(MachineError, OSError):
+    """A file that was asked for could not be written, such as on a full disk; nothing half-written stands under its name."""
+
+    status = 500
+    code = "write_error"
+
+
 class MemoryPlanError(MachineError):
     """A model does not fit the device with these arguments; raised before anything is allocated. `ways`: changes of the arguments, each
     of which would make it fit; empty if none does."""

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 from jaxtyping import Int, Int32
 
-from routed_experts.core.array_files import read_arrays
+from routed_experts.core.array_files import read_arrays, write_arrays
 from routed_experts.core.errors import PlacementError
 
 _PLACEMENT_FORMS = MappingProxyType(
@@ -99,7 +99,7 @@ class Placement:
         return self.num_instances // self.num_devices
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write an .npz that `read` reads."""
+        """Write an .npz that `read` reads. Raises WriteError."""
         _save(self, path)
 
     @staticmethod
@@ -191,7 +191,7 @@ class ResidencyMap:
         return ResidencyMap.of(held, num_experts=self.num_experts, epoch=self.epoch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write an .npz that `read` reads."""
+        """Write an .npz that `read` reads. Raises WriteError."""
         _save(self, path)
 
     @staticmethod
@@ -206,8 +206,7 @@ class ResidencyMap:
 
 
 def _save(plan: Placement | ResidencyMap, path: str | os.PathLike[str]) -> None:
-    arrays = {field.name: np.asarray(getattr(plan, field.name)) for field in fields(plan)}
-    np.savez(path, allow_pickle=False, **arrays)
+    write_arrays(path, {field.name: np.asarray(getattr(plan, field.name)) for field in fields(plan)})
 
 
 def default_max_replicas(num_instances: int, num_experts: int) -> int:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 from jaxtyping import Float64, Int, Int32, Int64
 
-from routed_experts.core.array_files import read_arrays
+from routed_experts.core.array_files import read_arrays, write_arrays
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.routed_experts import RoutedExperts
 
@@ -103,11 +103,9 @@ class RoutingStats:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write an .npz that `read` reads."""
-        np.savez(
-            path, counts=self.counts, num_tokens=self.num_tokens, windows=self.windows, layer_ids=np.array(self.layer_ids, np.int64),
-            top_k=np.int64(self.top_k), allow_pickle=False,
-        )  # fmt: skip
+        """Write an .npz that `read` reads. Raises WriteError."""
+        arrays = {"counts": self.counts, "num_tokens": self.num_tokens, "windows": self.windows}
+        write_arrays(path, {**arrays, "layer_ids": np.array(self.layer_ids, np.int64), "top_k": np.array(self.top_k, np.int64)})
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> "RoutingStats":

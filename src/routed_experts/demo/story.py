@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from routed_experts.analysis import draw_routing, routing_page
+from routed_experts.core.new_file import new_file
 from routed_experts.demo.check import ReplayCheck, check_replay
 from routed_experts.demo.screen import Screen
 from routed_experts.demo.spoken import Spoken, speak
@@ -138,7 +139,8 @@ def _paint(options: DemoOptions, answers: Sequence[Spoken], column: int, screen:
     options.output.mkdir(parents=True, exist_ok=True)
     texts = [answer.routed_text() for answer in answers]
     page = options.output / "routing.html"
-    page.write_text(routing_page(texts, title=TITLE, column=column), encoding="utf-8")
+    with new_file(page) as part:
+        part.write_text(routing_page(texts, title=TITLE, column=column), encoding="utf-8")
     screen.line(f"  {page}   open it in a browser: every layer, every token")
     if importlib.util.find_spec("matplotlib") is None:
         screen.line("  no routing.png: install routed-experts[plot] for it")

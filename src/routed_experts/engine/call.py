@@ -3,7 +3,6 @@
 Leaving early (an exception, a closed iterator, a cancelled task) aborts what is still running."""
 
 import asyncio
-import concurrent.futures
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 
@@ -12,7 +11,7 @@ from routed_experts.core.io_struct import BatchStrOut, FinishReason, TokenIDOut,
 from routed_experts.engine.answer import Answer, detokenizer_of
 from routed_experts.engine.core import ABORTED
 from routed_experts.engine.ledger import StopCheck
-from routed_experts.engine.loop import EngineLoop
+from routed_experts.engine.loop import EngineLoop, Submission
 from routed_experts.engine.sinks import EventMail, EventSink, Sink, ThreadSink
 from routed_experts.engine.tokenizer import Tokenizer
 from routed_experts.scheduling.schedule_batch import Req
@@ -44,7 +43,7 @@ class Call:
     def stream(self, loop: EngineLoop) -> Iterator[dict[str, object]]:
         """Yield each answer as it grows, cumulative; `index` tells which where there are several."""
         sink = ThreadSink()
-        accepted = self.submit(loop, sink)
+        accepted = loop.submit(self.submission(sink))
         try:
             accepted.result()
             while self._open:
@@ -62,7 +61,7 @@ class Call:
     async def stream_async(self, loop: EngineLoop) -> AsyncIterator[dict[str, object]]:
         """`stream` for an event loop."""
         sink = EventSink(EventMail(asyncio.get_running_loop()), max_waiting=sys.maxsize)
-        accepted = self.submit(loop, sink)
+        accepted = loop.submit(self.submission(sink))
         try:
             await asyncio.wrap_future(accepted)
             while self._open:
@@ -85,10 +84,10 @@ class Call:
         """Has one of the requests not ended."""
         return bool(self._open)
 
-    def submit(self, loop: EngineLoop, sink: Sink) -> concurrent.futures.Future[None]:
-        """Hand the requests over, all or none; the future tells when they are in."""
+    def submission(self, sink: Sink) -> Submission:
+        """The requests, to be handed over once."""
         reqs = [Req(answer.request) for answer in self._answers.values()]
-        return loop.submit(reqs, {req.rid: self._stop_check(req.source) for req in reqs if req.source.sampling.stop}, sink)
+        return Submission(reqs, {req.rid: self._stop_check(req.source) for req in reqs if req.source.sampling.stop}, sink)
 
     def _stop_check(self, request: TokenizedGenerateReqInput) -> StopCheck:
         """Finds stop strings on the engine thread, with a detokenizer of its own; the answer's finds the same ones."""

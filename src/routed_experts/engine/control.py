@@ -26,6 +26,7 @@ from routed_experts.engine.occupation import refuse_released, refuse_split, serv
 from routed_experts.engine.places import EnginePlaces
 from routed_experts.engine.score import ScoreOutput
 from routed_experts.engine.sharing import why_not_inside
+from routed_experts.engine.stats import EngineStats, engine_stats
 from routed_experts.engine.weights import Weights, state_of, state_of_folder
 from routed_experts.execution.split_runner import SplitRunner
 from routed_experts.replay.check import check_record
@@ -95,6 +96,11 @@ class EngineControl(EnginePlaces):
         """The mode of the pause that holds, or None."""
         hold = self._assembly.core.hold
         return None if hold is None else hold.value
+
+    def stats(self) -> EngineStats:
+        """How the engine is: requests that run, wait and have ended, steps, pages, rows. Answers at once, also while a step is stuck
+        and after the engine has ended."""
+        return engine_stats(self._assembly)
 
     def routing_stats(self) -> RoutingStats:
         """How often each expert was chosen since the engine started or `reset_routing_stats`: of every token that a step fed for

@@ -12,6 +12,7 @@ from routed_experts.core.io_struct import Departed, Logprobs, TokenIDOut
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 
+NEWS_TOGETHER, MAX_SPREAD = 16, 4  # more requests are told less often, in all at most as often as so many, down to a quarter
 StopCheck = Callable[[int], str | None]  # the next token id -> the stop string that it completed
 
 
@@ -95,7 +96,7 @@ class Ledger:
         """What a request has to tell since it was last asked; an ended one leaves the ledger."""
         entry = self._live[req.rid]
         told, entry.num_told = entry.num_told, req.num_output
-        interval = req.source.stream_interval_s
+        interval = req.source.stream_interval_s * min(MAX_SPREAD, 1 + (len(self._live) - 1) // NEWS_TOGETHER)
         # At multiples of the interval on the clock, for all streams the same: one wake-up of those who wait for them, not one for each.
         entry.next_news = (time.monotonic() // interval + 1) * interval if interval else 0.0
         if record is not None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from routed_experts.core.errors import EngineDeadError, InvalidRequestError
+from routed_experts.core.errors import EngineDeadError, InvalidRequestError, RoutedExpertsError
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
 from routed_experts.engine.core import ABORTED, EngineCore, has_work
 from routed_experts.engine.ledger import StopCheck
@@ -31,6 +31,15 @@ class Command:
     fail: Callable[[], None]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Submission:
+    """The requests of one call, the stop checks of those that have any, and where their news goes."""
+
+    reqs: Sequence[Req]
+    stops: Mapping[str, StopCheck]
+    sink: Sink
+
+
 class EngineLoop:
     """Owns the engine thread. All public methods may be called from any thread."""
 
@@ -46,22 +55,10 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, reqs: Sequence[Req], stops: Mapping[str, StopCheck], sink: Sink) -> concurrent.futures.Future[None]:
+    def submit(self, call: Submission) -> concurrent.futures.Future[None]:
         """Hand over the requests of one call, all or none; the future tells when they are in. QueueFullError if they do not fit,
         InvalidRequestError if an id is in use, EngineDeadError after the end. Cancelled in time, they never come in."""
-
-        def accept() -> None:
-            ledger = self._core.ledger
-            taken = next((req.rid for req in reqs if ledger.find(req.rid) is not None or ledger.has_group(req.source.group)), None)
-            if taken is not None:
-                text = f"rid={taken!r} is the id of a request that has not ended; choose another, or leave it out"
-                raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
-            if any(req.rid in self._sinks for req in reqs):  # aborted, but its caller has not been told: that comes first
-                _finish_step_in_flight(self)
-            self._core.add(reqs, stops)
-            self._sinks.update(dict.fromkeys((req.rid for req in reqs), sink))
-
-        return self._promise(accept)
+        return self._promise(lambda: _accept(self, call))
 
     def call(self, function: Callable[[], _T]) -> _T:
         """Run a function on the engine thread between two steps and give its result."""
@@ -177,6 +174,38 @@ class EngineLoop:
     def _abort(self, rids: Sequence[str], reason: FinishReason) -> None:
         for rid in rids:
             self._core.abort(rid, reason)
+
+
+def submit_all(loop: EngineLoop, calls: Sequence[Submission]) -> "concurrent.futures.Future[list[Exception | None]]":
+    """`submit` several at once, before the next step; the future gives what `submit` would have raised for each, or raises
+    EngineDeadError."""
+
+    def outcome(call: Submission) -> Exception | None:
+        try:
+            _accept(loop, call)
+        except RoutedExpertsError as refusal:
+            return refusal
+        return None
+
+    return loop._promise(lambda: [outcome(call) for call in calls])
+
+
+def is_idle(loop: EngineLoop) -> bool:
+    """Has every request that was taken in ended. From any thread, and perhaps no longer so."""
+    return loop._core.ledger.num_live == 0
+
+
+def _accept(loop: EngineLoop, call: Submission) -> None:
+    """Engine thread: take in the requests of one call. Raises what `EngineLoop.submit` raises."""
+    ledger, reqs = loop._core.ledger, call.reqs
+    taken = next((req.rid for req in reqs if ledger.find(req.rid) is not None or ledger.has_group(req.source.group)), None)
+    if taken is not None:
+        text = f"rid={taken!r} is the id of a request that has not ended; choose another, or leave it out"
+        raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
+    if any(req.rid in loop._sinks for req in reqs):  # aborted, but its caller has not been told: that comes first
+        _finish_step_in_flight(loop)
+    loop._core.add(reqs, call.stops)
+    loop._sinks.update(dict.fromkeys((req.rid for req in reqs), call.sink))
 
 
 def _finish_step_in_flight(loop: EngineLoop) -> None:

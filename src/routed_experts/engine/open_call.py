@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 from routed_experts.core.io_struct import BatchStrOut, FinishReason
 from routed_experts.engine.answer import Answer
+from routed_experts.engine.arrivals import Arrivals
 from routed_experts.engine.call import Call
 from routed_experts.engine.core import ABORTED
 from routed_experts.engine.loop import EngineLoop
@@ -15,11 +16,14 @@ from routed_experts.engine.sinks import EventMail, EventSink
 
 
 class OpenCall:
-    """One call of one event loop. `max_backlog`: news a request that may wait for the reader; `mail`: shared with other
+    """One call of one event loop. `max_backlog`: news a request that may wait for the reader; `mail`, `arrivals`: shared with other
     calls of the event loop."""
 
-    def __init__(self, call: Call, loop: EngineLoop, *, max_backlog: int, mail: EventMail | None = None) -> None:
+    def __init__(
+        self, call: Call, loop: EngineLoop, *, max_backlog: int, mail: EventMail | None = None, arrivals: Arrivals | None = None
+    ) -> None:
         self._call, self._loop = call, loop
+        self._arrivals = arrivals or Arrivals(asyncio.get_running_loop(), loop)
         self._is_closed = False
         self._sink = EventSink(mail or EventMail(asyncio.get_running_loop()), max_waiting=max_backlog * len(call.answers))
 
@@ -28,9 +32,14 @@ class OpenCall:
         """What each sequence has told so far, in order: prompt x n + choice."""
         return self._call.answers
 
+    @property
+    def is_open(self) -> bool:
+        """Is there news to come."""
+        return self._call.is_open
+
     async def accepted(self) -> None:
         """Hand the requests over, all or none. Raises QueueFullError, InvalidRequestError (an id in use) or EngineDeadError."""
-        await asyncio.wrap_future(self._call.submit(self._loop, self._sink))
+        await self._arrivals.submit(self._call.submission(self._sink))
 
     async def news(self) -> AsyncIterator[tuple[int, BatchStrOut]]:
         """Yield (index of the sequence, its news) until all have ended. Raises the error that ended one of them."""

@@ -3,6 +3,7 @@
 A form is an nnx.State, an nnx.Module of the same class, or nested (or dotted) mappings of arrays such as nnx.to_pure_dict gives."""
 
 import dataclasses
+import gc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def state_of_folder(path: str | Path, served: ServedModel) -> nnx.State[Any, Any
         raise WeightsMismatchError(f"{text}; build an Engine of its own for it", param="model_path")
     dtype = jnp.result_type(jax.tree.leaves(served.arrays)[0])
     state = nnx.split(folder.load(dtype, shards=served.shards))[1]
+    gc.collect()  # nnx.merge leaves a cycle that holds every array: these would stay beside those that replace them
     _refuse_broken(dict(_leaves(state)), param="model_path")
     return state if served.shards is None else with_maps(state, served.shards.placed_maps())
 
@@ -78,9 +80,7 @@ def _leaves(new: object) -> Iterator[tuple[str, object]]:
     """Dotted names and arrays, whatever form they came in."""
     if isinstance(new, nnx.Module):
         new = nnx.split(new)[1]
-    if isinstance(new, nnx.State):
-        yield from ((".".join(map(str, path)), leaf) for path, leaf in nnx.to_flat_state(new))
-    elif isinstance(new, Mapping):
+    if isinstance(new, Mapping | nnx.State):  # nnx.to_flat_state leaves a cycle that holds every array
         for name, part in new.items():
             if isinstance(part, Mapping | nnx.State | nnx.Module):
                 yield from ((f"{name}.{rest}", leaf) for rest, leaf in _leaves(part))

@@ -12,9 +12,11 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from routed_experts.core.errors import CheckpointError
+from routed_experts.core.new_file import new_file
 from routed_experts.models.config_reader import read_json_object
 from routed_experts.models.tensor_file import WEIGHT_DTYPES, TensorFile
 
@@ -119,12 +121,16 @@ def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: It
 
 
 def save(path: Path | str, config: Mapping[str, object], tensors: Mapping[str, np.ndarray]) -> Path:
-    """Write config.json and model.safetensors as Hugging Face does; the folder is made."""
+    """Write config.json and model.safetensors as Hugging Face does; the folder is made. Raises WriteError, and then neither is new."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     whole = {name: np.require(tensor, requirements="C") for name, tensor in tensors.items()}
-    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with new_file(folder / "config.json") as told, new_file(folder / "model.safetensors") as weights:
+        told.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        try:
+            save_file(whole, weights, metadata={"format": "pt"})
+        except SafetensorError as error:  # what the system said stands in its text alone
+            raise OSError(str(error)) from error
     return folder
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Float, Float64
 
 from routed_experts.analysis import known_rows
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.new_file import new_file
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.placement.coverage import lru_coverage, static_coverage
 from routed_experts.placement.dispatch import count_experts
@@ -38,7 +39,9 @@ def draw_plans(
     if residents is not None:
         _draw_residency(axes[-1], records, learned, residents)
     figure.suptitle(title, fontsize=12, weight="bold", x=0.01, ha="left")
-    figure.savefig(path, dpi=_DPI, metadata={"Software": None} if str(path).endswith(".png") else None)
+    with new_file(path) as part:
+        form = part.suffix.removeprefix(".") or "png"
+        figure.savefig(part, format=form, dpi=_DPI, metadata={"Software": None} if form == "png" else None)
 
 
 def _draw_devices(axes: Any, name: str, load: Float64[np.ndarray, "M V"], layer_ids: tuple[int, ...], top: float) -> Any:

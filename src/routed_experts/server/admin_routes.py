@@ -24,7 +24,7 @@ from routed_experts.server.service import Service
 
 async def flush_cache(request: Request, service: Service) -> Response:
     """Forget all cached prefixes; refused while requests run, and then nothing is freed."""
-    seen = service.open_door.snapshot()
+    seen = service.open_door.engine.stats()
     if seen.accepted > sum(seen.finished.values()):
         text = f"{seen.running} requests run and {seen.waiting} wait; try again when they have ended"
         raise ApiError(text, status=400, code="requests_running")
@@ -70,7 +70,7 @@ async def update_weights_from_disk(request: Request, service: Service) -> Respon
     body = await read_struct(request, UpdateWeightsRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
     said, door = body.value, service.open_door
     folder = await asyncio.to_thread(_under_root, settings.weights_root, said.model_path)
-    version = _version(said.weight_version, served=door.snapshot().weight_version)
+    version = _version(said.weight_version, served=door.engine.stats().weight_version)
     cache = "keep" if said.flush_cache is False else "flush"
     await asyncio.to_thread(door.engine.update_weights_from_disk, folder, version=version, cache=cache)
     return json_reply({"success": True, "message": "updated", "weight_version": str(version)})
@@ -81,7 +81,7 @@ async def update_weight_version(request: Request, service: Service) -> Response:
     settings = service.settings
     body = await read_struct(request, UpdateWeightVersionRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
     said, door = body.value, service.open_door
-    version = _version(said.new_version, served=door.snapshot().weight_version, param="new_version")
+    version = _version(said.new_version, served=door.engine.stats().weight_version, param="new_version")
     if said.abort_all_requests is not False:
         await asyncio.to_thread(door.engine.abort, abort_all=True)
     await asyncio.to_thread(door.engine.update_weight_version, version)

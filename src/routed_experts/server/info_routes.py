@@ -65,7 +65,7 @@ async def model_info(request: Request, service: Service) -> Response:
 async def server_info(request: Request, service: Service) -> Response:
     """Say how the engine is set up and what it has done, by an allow-list."""
     told = service.door.engine.get_server_info()
-    seen = service.door.snapshot()
+    seen = service.door.engine.stats()
     state: dict[str, object] = {
         "num_running_reqs": seen.running,
         "num_queue_reqs": seen.waiting,
@@ -169,4 +169,4 @@ def _moe(service: Service) -> dict[str, object]:
 
 
 def _weight_version(service: Service) -> str:
-    return str(service.door.snapshot().weight_version)
+    return str(service.door.engine.stats().weight_version)

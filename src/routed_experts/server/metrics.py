@@ -1,4 +1,4 @@
-"""Metrics: Prometheus text of one server. Counts come from the engine's snapshot and from what the routes report. Knows no route."""
+"""Metrics: Prometheus text of one server. Counts come from the stats of the engine and from what the routes report. Knows no route."""
 
 import dataclasses
 import logging
@@ -14,7 +14,8 @@ from routed_experts.core.integrity import Violation
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import shown
 from routed_experts.engine.rebalancer import PlacementStats
-from routed_experts.engine.serving import EngineDoor, EngineSnapshot
+from routed_experts.engine.serving import EngineDoor
+from routed_experts.engine.stats import EngineStats
 from routed_experts.server.limits import MAX_LOGGED_NAMES
 from routed_experts.server.routing_stats import load_entropy, load_imbalance
 from routed_experts.server.routing_store import RoutingStore
@@ -118,7 +119,7 @@ class _EngineCollector(Collector):
         self._compat: Literal["vllm", "sglang"] | None = compat
 
     def collect(self) -> Iterator[Metric]:
-        seen = self._door.snapshot()
+        seen = self._door.engine.stats()
         usage = 1.0 - (seen.free_pages + seen.cached_pages) / seen.total_pages
         for name, told, value in (
             ("requests_running", "Requests in the batch", seen.running),
@@ -199,12 +200,12 @@ def _placement(stats: PlacementStats | None) -> Iterator[Metric]:
         yield CounterMetricFamily(f"{_PREFIX}_{name}", told, value=float(count))
 
 
-def _pages(seen: EngineSnapshot) -> dict[str, int]:
+def _pages(seen: EngineStats) -> dict[str, int]:
     active = seen.total_pages - seen.free_pages - seen.cached_pages
     return {"free": seen.free_pages, "cached": seen.cached_pages, "active": active}
 
 
-def _renamed(compat: str | None, seen: EngineSnapshot, usage: float) -> dict[str, float]:
+def _renamed(compat: str | None, seen: EngineStats, usage: float) -> dict[str, float]:
     if compat == "vllm":
         return {
             "vllm:num_requests_running": seen.running,

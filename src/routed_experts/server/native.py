@@ -24,7 +24,7 @@ from routed_experts.server.openai_fields import name_call, seed_of
 from routed_experts.server.protocol import GenerateRequest
 from routed_experts.server.reply import json_reply
 from routed_experts.server.service import Service
-from routed_experts.server.sse import event
+from routed_experts.server.sse import DONE, event
 
 DEFAULT_MAX_TOKENS = 128
 # Of SGLang's sampling parameters those that its clients send as a matter of course and that change nothing here.
@@ -99,8 +99,12 @@ class _NativeCall(HttpCall):
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
         async for index, news in self._call.news():
             self._noted(index, news)
-            for said in await self._said(index):
-                yield event(said if self._options.single else {**said, "index": index})
+            *early, last = [
+                event(said if self._options.single else {**said, "index": index}) for said in await self._said(index)
+            ]
+            for chunk in early:
+                yield chunk
+            yield last if self._call.is_open else last + DONE
 
     async def _said(self, index: int) -> list[dict[str, object]]:
         """What the answer says now; with large streamed rows in several pieces, of which the last has the finish reason. Large rows are

@@ -118,7 +118,7 @@ class Service:
         """The state now."""
         if self._door is None:
             return Health(state="starting", phase=self._phase, last_step_age_s=0.0, running=0, waiting=0)
-        seen = self._door.snapshot()
+        seen = self._door.engine.stats()
         state = "paused" if self._door.engine.paused or self._door.engine.released else "serving"
         if state == "serving" and seen.last_step_age_s > self.settings.stall_timeout:
             state = "stalled"

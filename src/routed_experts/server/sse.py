@@ -35,7 +35,8 @@ class OutOfTime(ApiError):
 
 
 class EventStream(Response):
-    """Sends what `events` yields; an error becomes one error event, and [DONE] comes last. `close` runs at the end, whatever it was, and
+    """Sends what `events` yields; an error becomes one error event, and [DONE] comes last, with the last event if that brings it
+    along: a write less for each stream. `close` runs at the end, whatever it was, and
     `expire` before it when time is up. A reader that has not taken the last words some seconds after `timeout_s` is cut off."""
 
     media_type = "text/event-stream"
@@ -72,9 +73,10 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        last = DONE
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._send_events(send)
+                last = await self._send_events(send)
         except TimeoutError:
             self._expire()
             await _send(send, event(answer_of(OutOfTime(self._timeout_s)).body))
@@ -82,18 +84,24 @@ class EventStream(Response):
             if not isinstance(error, RoutedExpertsError):
                 logger.exception("a stream failed")
             await _send(send, event(answer_of(error).body))
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, send: Send) -> bytes:
+        """Send all that comes, but for the last words, which are returned: [DONE], and what came with it."""
         self._last_sent = time.monotonic()
         comments = asyncio.create_task(self._comment(send))
         try:
             async for chunk in self._events:
+                if chunk.endswith(DONE):
+                    return chunk
                 await _send(send, chunk)
                 self._last_sent = time.monotonic()
+            return DONE
         finally:
             comments.cancel()
-            await asyncio.wait({comments})
+            (end,) = await asyncio.gather(comments, return_exceptions=True)
+            if isinstance(end, Exception):  # it ended before it was cancelled
+                raise end
 
     async def _comment(self, send: Send) -> None:
         """Keep proxies from closing a quiet connection: a comment for each while without an event."""

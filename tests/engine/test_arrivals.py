@@ -1,0 +1,88 @@
+"""Calls of an event loop that come together reach the engine together, each with an outcome of its own."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from routed_experts import Engine, EngineDeadError, InvalidRequestError
+from routed_experts.core.io_struct import GenerateReqInput
+from routed_experts.engine.routing_wish import NATIVE
+from routed_experts.engine.serving import EngineDoor
+from serving import SMALL, borrow
+from tiny import write_tiny_checkpoint
+
+PROMPTS = [[5 + number] * 4 for number in range(4)]
+SAMPLING = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+
+
+def requests_of(door, prompt, **said):
+    given = GenerateReqInput(input_ids=prompt, sampling_params=SAMPLING, **said)
+    return door.admit(given, default_max_tokens=5, routing=NATIVE)
+
+
+async def answer(door, prompt, **said):
+    call = door.open(requests_of(door, prompt, **said), max_backlog=100)
+    try:
+        await call.accepted()
+        async for _ in call.news():
+            continue
+    finally:
+        call.close()
+    return list(call.answers[0].token_ids)
+
+
+def test_those_that_come_together_share_their_first_step():
+    with borrow(enable_return_routed_experts=True) as engine:
+        before = engine.stats().num_steps
+        wanted = [one["output_ids"] for one in engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)]
+        between = engine.stats().num_steps
+        engine.flush_cache()
+
+        async def run():
+            door = EngineDoor(engine)
+            return await asyncio.gather(*(answer(door, prompt) for prompt in PROMPTS))
+
+        assert asyncio.run(run()) == wanted
+        assert engine.stats().num_steps - between == between - before, "no step for one of them alone"
+
+
+def test_one_that_is_refused_refuses_no_other():
+    with borrow(enable_return_routed_experts=True) as engine:
+
+        async def run():
+            door = EngineDoor(engine)
+            calls = [answer(door, prompt, rid="same" if number in (1, 2) else f"r{number}") for number, prompt in enumerate(PROMPTS)]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        said = asyncio.run(run())
+        assert [type(one) for one in said] == [list, list, InvalidRequestError, list] and said[2].code == "duplicate_request_id"
+
+
+def test_one_that_leaves_before_it_is_handed_over_never_comes_in():
+    with borrow(enable_return_routed_experts=True) as engine:
+        before = engine.stats().accepted
+
+        async def run():
+            door = EngineDoor(engine)
+            leaving, staying = (asyncio.create_task(answer(door, prompt)) for prompt in PROMPTS[:2])
+            await asyncio.sleep(0)  # both wait for company
+            leaving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await leaving
+            return await staying
+
+        assert len(asyncio.run(run())) == 5
+        assert engine.stats().accepted - before == 1
+
+
+def test_an_engine_that_has_ended_says_so_to_each(tmp_path):
+    with Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL) as engine:
+        door = EngineDoor(engine)
+
+    async def run():
+        return await asyncio.gather(*(answer(door, prompt) for prompt in PROMPTS), return_exceptions=True)
+
+    assert [type(one) for one in asyncio.run(run())] == [EngineDeadError] * 4
+    with pytest.raises(EngineDeadError):
+        engine.generate(input_ids=PROMPTS[0])

@@ -1,0 +1,50 @@
+"""Engine.stats: counts that add up, at once, whatever the engine does."""
+
+import dataclasses
+import threading
+
+import pytest
+
+from routed_experts import CaptureDisabledError, Engine
+from serving import SMALL, Begun, borrow, on_engine_thread
+from tiny import write_tiny_checkpoint
+
+
+def test_requests_pages_and_rows_are_counted():
+    with borrow(enable_return_routed_experts=True) as engine:
+        before = engine.stats()
+        assert (before.running, before.waiting, before.cached_pages, before.last_step_age_s) == (0, 0, 0, 0.0)
+        assert before.free_pages == before.total_pages and before.accepted == sum(before.finished.values())
+        begun = Begun(engine, *([5 + i] * 20 for i in range(4)), max_new_tokens=8, sampling_params={"ignore_eos": True})
+        during = engine.stats()  # frozen
+        assert (during.running, during.waiting, during.accepted - before.accepted) == (4, 0, 4)
+        pages_of_20 = -(-20 // engine.server_args.page_size)
+        assert during.total_pages - during.free_pages >= 4 * pages_of_20 and during.last_step_age_s > 0
+        engine.resume()
+        begun.results()
+        after = engine.stats()
+        assert (after.running, after.waiting, after.finished["length"] - before.finished.get("length", 0)) == (0, 0, 4)
+        assert after.capture_rows - before.capture_rows == 4 * (20 + 8 - 1) and after.capture_missing_rows == 0
+        assert after.num_steps > during.num_steps > before.num_steps
+        assert after.free_pages + after.cached_pages == after.total_pages and after.cached_pages > 0
+        assert (after.weight_version, after.placement, dict(after.resident_hits)) == (0, None, {})
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            after.running = 1
+
+
+def test_it_answers_while_a_step_is_stuck_and_after_the_end(tmp_path):
+    with Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL) as engine:
+        stuck, release = threading.Event(), threading.Event()
+
+        def block(core):
+            stuck.set()
+            assert release.wait(60)
+
+        blocker = threading.Thread(target=on_engine_thread, args=(engine, block))
+        blocker.start()
+        assert stuck.wait(30) and engine.stats().capture_rows == 0
+        release.set()
+        blocker.join(30)
+        with pytest.raises(CaptureDisabledError):
+            engine.generate("a", return_routed_experts=True)
+    assert engine.stats().accepted == 0

@@ -1,0 +1,80 @@
+"""`serve --config FILE`: the file says what the command line may, the command line wins, and what is wrong is named."""
+
+import argparse
+import json
+
+import pytest
+
+from routed_experts.cli import main, make_parser
+from routed_experts.cli.config_file import with_config
+from routed_experts.cli.serve import add_file_flags
+from routed_experts.core.errors import ConfigError
+
+TYPED = {  # a value of each kind of flag, as typed
+    "host": "::1", "routing-store-bytes": "2MiB", "api-key-file": "keys/one", "metrics-compat": "vllm", "request-timeout": "2.5",
+    "precompile-bs-paddings": "2 4", "dtype": "float32", "max-model-len": "64", "log-level": "debug",
+}  # fmt: skip
+SWITCHES = ("strict-fields", "enable-return-routed-experts", "no-enable-prefix-caching", "enable-expert-parallel")
+
+
+def read(tmp_path, said, *typed, name="serve.yaml"):
+    (tmp_path / name).write_text(said if isinstance(said, str) else json.dumps(said))
+    options = make_parser().parse_args(["serve", *typed, "--config", str(tmp_path / name)])
+    found = vars(with_config(options, options.config, add_file_flags))
+    return {key: value for key, value in found.items() if key not in ("command", "run", "config")}
+
+
+def typed(*words):
+    return {key: value for key, value in vars(make_parser().parse_args(["serve", *words])).items() if key not in ("command", "run")}
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.yml", "a.json"])
+def test_a_file_says_what_the_same_flags_say(tmp_path, name):
+    values = {key: [int(one) for one in value.split()] if " " in value else value for key, value in TYPED.items()}
+    words = [word for key, value in TYPED.items() for word in (f"--{key}", *value.split())]
+    wanted = typed("MODEL", *words, *(f"--{switch}" for switch in SWITCHES))
+    assert read(tmp_path, {"model": "MODEL", **values, **dict.fromkeys(SWITCHES, True)}, name=name) == wanted
+    spelled = {key.replace("-", "_"): value for key, value in values.items()} | dict.fromkeys(SWITCHES, True)
+    assert read(tmp_path, {"model_path": "MODEL", **spelled}, name=name) == wanted
+
+
+def test_every_flag_of_serve_may_stand_in_a_file():
+    parser = argparse.ArgumentParser()
+    add_file_flags(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
+    serve = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)).choices["serve"]
+    known = {flag for action in serve._actions for flag in action.option_strings}
+    assert known - flags == {"-h", "--help", "--config"}
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(tmp_path):
+    said = "model: OTHER\nport: 1\nprecompile-bs-paddings: [2]\nstrict-fields: false\nseed: null\nlog-level: debug\n"
+    assert read(tmp_path, said) == typed("OTHER", "--port", "1", "--precompile-bs-paddings", "2", "--log-level", "debug")
+    found = read(tmp_path, said, "MODEL", "--port", "2", "--precompile-bs-paddings", "4", "8")
+    assert found == typed("MODEL", "--port", "2", "--precompile-bs-paddings", "4", "8", "--log-level", "debug")
+    assert read(tmp_path, "# nothing\n", "MODEL") == typed("MODEL")
+
+
+@pytest.mark.parametrize(("said", "told"), [
+    ("prot: 1", "prot is no flag of serve; did you mean port?"), ("nonsense-of-mine: 1", "--help"), ("config: a.yaml", "config"),
+    ("enable_return_routed_expert: true", "enable-return-routed-experts"), ("port: many", "port: invalid int value: 'many'"),
+    ("port: true", "port is True"), ("port: [1, 2]", "port is a list"), ("port: {a: 1}", "port is {'a': 1}"),
+    ("strict-fields: maybe", "true or false"), ("strict-fields: 1", "true or false"), ("dtype: int3", "invalid choice: 'int3'"),
+    ("port: 1\nport: 2", "port stands there twice"), ("context-length: 1\nmax_model_len: 2", "context-length are one flag"),
+    ("- port", "holds a list"), ("port: [", "is no YAML"), ("a: !!python/object/apply:os.getcwd []", "is no YAML"), ("7", "holds a int"),
+    ("precompile-bs-paddings: [a]", "precompile-bs-paddings: invalid int value"), ("trust-remote-code: true", "never run"),
+])  # fmt: skip
+def test_what_is_wrong_names_the_file_and_the_key(tmp_path, said, told):
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, said, "MODEL")
+    assert told in str(caught.value) and str(tmp_path / "serve.yaml") in str(caught.value)
+
+
+def test_the_command_reads_it(tmp_path, capsys):
+    (tmp_path / "serve.yaml").write_text("model: /no/such/model\n")
+    assert main(["serve", "--config", str(tmp_path / "serve.yaml")]) == 2
+    assert "/no/such/model" in capsys.readouterr().err
+    for name in ("serve.toml", "missing.yaml"):
+        assert main(["serve", "MODEL", "--config", str(tmp_path / name)]) == 2
+        err = capsys.readouterr().err
+        assert name in err and err.count("\n") == 1
