@@ -1,15 +1,13 @@
-"""What the benchmarks share: the benchmark model, a driver that times prefill and decode apart, and the form of a result.
+"""What the benchmarks share: the benchmark model, prompts, and the form of a result.
 
 The model is the one of the peers' table: Qwen3-MoE, hidden 512, 6 layers, 8 query and 4 key-value heads of 128, 32 experts of
 width 256, top-4, vocabulary 8,192; random weights, with a router spread enough that routing is diverse."""
 
-import dataclasses
 import json
 import os
 import platform
 import re
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerat
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import Assembly, assemble
-from routed_experts.engine.core import EngineCore
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.checkpoint import save
 from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
@@ -103,14 +100,6 @@ def build(model: Qwen3Moe, *, capture: bool, **changes: object) -> Assembly:
     return assemble(args, model=model)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """Tokens per second of one run."""
-
-    prefill: float
-    decode: float
-
-
 class Prompts:
     """Random prompts, never twice the same, so that no prefix is cached."""
 
@@ -119,9 +108,14 @@ class Prompts:
 
     def requests(self, batch: int, *, prompt: int, new: int, ask: bool, temperature: float = 0.0, logprobs: bool = False) -> list[Req]:
         """`batch` requests of `prompt` random tokens that generate `new` each."""
-        return [self._request(prompt, new, ask, temperature, logprobs) for _ in range(batch)]
+        drawn = (self._noise.integers(0, self._vocabulary, size=prompt).astype(np.int32) for _ in range(batch))
+        return [self._request(ids, new, ask, temperature, logprobs) for ids in drawn]
 
-    def _request(self, prompt: int, new: int, ask: bool, temperature: float, logprobs: bool) -> Req:
+    def given(self, prompts: list[np.ndarray], *, new: int, ask: bool) -> list[Req]:
+        """Requests of these prompts, as `requests` makes them."""
+        return [self._request(ids, new, ask, 0.0, False) for ids in prompts]
+
+    def _request(self, input_ids: np.ndarray, new: int, ask: bool, temperature: float, logprobs: bool) -> Req:
         self._count += 1
         rid = str(self._count)
         sampling = SamplingParams(temperature=temperature, max_tokens=new, seed=self._count).resolve()
@@ -129,7 +123,7 @@ class Prompts:
             rid=rid,
             group=rid,
             choice=0,
-            input_ids=self._noise.integers(0, self._vocabulary, size=prompt).astype(np.int32),
+            input_ids=input_ids,
             sampling=sampling,
             stop_token_ids=frozenset(),
             extra_key=None,
@@ -140,21 +134,6 @@ class Prompts:
             routed_experts=RoutedExpertsRequest(asked=ask),
         )
         return Req(source)
-
-
-def run(core: EngineCore, reqs: list[Req]) -> Timing:
-    """Drive requests to their end; prefill ends when every prompt has been read back."""
-    core.flush_cache()
-    start = time.perf_counter()
-    core.add(reqs)
-    while not all(req.is_prefilled for req in reqs):
-        core.step()
-    middle, done = time.perf_counter(), sum(req.num_output for req in reqs)
-    while not core.is_idle:
-        core.step()
-    end = time.perf_counter()
-    total = sum(req.num_output for req in reqs)
-    return Timing(prefill=sum(req.prompt_len for req in reqs) / (middle - start), decode=(total - done) / (end - middle))
 
 
 def machine() -> dict[str, object]:

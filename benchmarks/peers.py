@@ -3,9 +3,9 @@
     python benchmarks/peers.py [--rounds 3] [--batches 1 8 32] [--dtype float32] [--peer NAME=PYTHON ...]
 
 NAME is transformers, vllm or llama_cpp (peer_programs/), PYTHON the interpreter of an environment that has it; without --peer,
-transformers of this environment. Ours runs with capture on and asked for by every request. Rounds alternate; a ratio is that of one
-round; medians are given. `same` is the share of greedy tokens before the first difference that equal ours: a peer that computes
-something else would be no peer."""
+transformers of this environment. Ours runs with capture on and asked for by every request. Prefill is a run of one new token, and
+decode what the whole run takes more, for all alike. Rounds alternate; a ratio is that of one round; medians are given. `same` is the
+share of greedy tokens before the first difference that equal ours: a peer that computes something else would be no peer."""
 
 import argparse
 import dataclasses
@@ -14,10 +14,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
-from common import Prompts, benchmark_model, build, print_table, run, write_checkpoint, write_result
+import numpy as np
+from common import Prompts, benchmark_model, build, print_table, write_checkpoint, write_result
+
+from routed_experts.engine.core import EngineCore
 
 PROGRAMS = Path(__file__).parent / "peer_programs"
 
@@ -57,6 +61,22 @@ class Peer:
     def close(self) -> None:
         """End the process."""
         self._process.communicate()
+
+
+def ours_of(core: EngineCore, prompts: Prompts, ids: list[np.ndarray], new: int) -> Timing:
+    """One round of this engine, measured as its peers are."""
+    seconds, reqs = [], []
+    for count in (1, new):
+        reqs = prompts.given(ids, new=count, ask=True)
+        core.flush_cache()
+        start = time.perf_counter()
+        core.add(reqs)
+        while not core.is_idle:
+            core.step()
+        seconds.append(time.perf_counter() - start)
+    first, whole = seconds
+    tokens = [req.tokens[req.prompt_len : req.num_known].tolist() for req in reqs]
+    return Timing(prefill=sum(map(len, ids)) / first, decode=len(ids) * (new - 1) / (whole - first), tokens=tokens)
 
 
 def same(ours: list[list[int]], theirs: list[list[int]]) -> float:
@@ -114,13 +134,11 @@ def main() -> None:
         theirs: dict[str, list[Timing]] = {peer.name: [] for peer in peers}
         for turn in range(-1, args.rounds):  # the first round warms up
             new = args.new if turn >= 0 else 8
-            reqs = prompts.requests(batch, prompt=args.prompt, new=new, ask=True)
-            ids = [req.source.input_ids.tolist() for req in reqs]
-            timing = run(core, reqs)
-            said = [req.tokens[req.prompt_len : req.num_known].tolist() for req in reqs]
-            answers = {peer.name: peer.run(ids, new) for peer in peers}
+            ids = [req.source.input_ids for req in prompts.requests(batch, prompt=args.prompt, new=1, ask=True)]
+            own = ours_of(core, prompts, ids, new)
+            answers = {peer.name: peer.run([list(map(int, prompt)) for prompt in ids], new) for peer in peers}
             if turn >= 0:
-                ours.append(Timing(prefill=timing.prefill, decode=timing.decode, tokens=said))
+                ours.append(own)
                 for name, answer in answers.items():
                     theirs[name].append(answer)
         rows += table(batch, ours, theirs)

@@ -40,7 +40,10 @@ def test_experts_equal_the_loop_in_every_dtype(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize(("rows", "depth", "cols"), [(1, 64, 64), (3, 7, 5), (8, 130, 200), (9, 33, 17), (200, 96, 300), (400, 16, 257)])
+@pytest.mark.parametrize(
+    ("rows", "depth", "cols"),
+    [(1, 64, 64), (3, 7, 5), (8, 130, 200), (9, 33, 17), (200, 96, 300), (400, 16, 257), (70, 1030, 112), (600, 96, 320)],
+)
 def test_linear_equals_float64_in_every_dtype(dtype, rows, depth, cols):
     rng = np.random.default_rng(12)
     x, weights = jnp.asarray(rng.standard_normal((rows, depth)), dtype), jnp.asarray(rng.standard_normal((3, depth, cols)), dtype)

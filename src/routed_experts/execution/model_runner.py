@@ -22,6 +22,7 @@ from routed_experts.execution.on_mesh import EVERYWHERE, POOL, WEIGHTS, jit_on_a
 from routed_experts.execution.programs import ForwardOut, FullInputs, ProgramSpec, SpokenTokens, forward, sample_tokens, score_prompt
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.kv_pool import KVPoolSpec
+from routed_experts.memory.large_pages import ask_for_large_pages
 from routed_experts.models.shards import Gifts, buffers_of
 
 MAX_WEIGHT_VERSION = 2**31 - 1  # rows keep theirs as int32
@@ -58,6 +59,7 @@ class ModelRunner:
         self._owned = list[Array]()  # of the weights: those that were donated
         self._weights, self._tree = jax.tree.flatten(state)  # leaves: a call costs time by the leaf, and more by the node
         on = spec.on
+        ask_for_large_pages(self._weights)
         self.allocate_pool()
         self._last_tokens = zeros(_shape((config.num_request_slots,), jnp.int32), on)
         self._spoken = zeros(abstract_spoken(config), on)  # now: the first penalty must not find the device full, nor compile
@@ -159,6 +161,7 @@ class ModelRunner:
             raise WeightsMismatchError(f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:4])}", param="state")
         gifts = Gifts(jax.tree.leaves(state) if donate else ())
         placed = [_placed_like(*pair, gifts) for pair in zip(jax.tree.leaves(state), self._weights, strict=True)]
+        ask_for_large_pages(placed)
         self._weights, self.weight_version = placed, version
         self._owned = owned_now(self._owned, placed, donate=donate)
 
@@ -182,6 +185,7 @@ class ModelRunner:
         """Make the pool, empty; no step may be in flight."""
         on = self.spec.on
         self._pool = zeros(self.config.pool.abstract, on, EVERYWHERE if on is None else on.pool)
+        ask_for_large_pages(jax.tree.leaves(self._pool))
 
     def poison(self) -> None:
         """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""

@@ -11,8 +11,8 @@
 namespace rex {
 
 constexpr int64_t kKeys = 64;       // keys of a block
-constexpr int64_t kQueries = 64;    // query tokens of a piece of work
-constexpr int64_t kFewRows = 16;    // up to this many, keys are used as they lie; more of them pay for turning the block around
+constexpr int64_t kQueries = 128;   // query tokens of a piece of work
+constexpr int64_t kFewRows = 16;    // of a kv head; up to this many, keys are used as they lie; more of them pay for turning the block around
 constexpr float kNever = -1e30f;    // a score that no softmax sees
 
 struct AttentionShape {
@@ -31,27 +31,30 @@ struct QueryPiece {
   int64_t group, groups;        // kv heads of the piece
 };
 
-// All kv heads together read a slot as it lies; where pieces are too few for the cores, each kv head is one.
+// Few queries: all kv heads together read a slot as it lies. Many, or pieces too few for the cores: each kv head is one.
 inline std::vector<QueryPiece> query_pieces(const AttentionShape& s, const PagedStep& step, int64_t threads) {
   std::vector<QueryPiece> pieces;
+  auto queries = [&](int64_t b) { return step.query_starts[b + 1] - step.query_starts[b]; };
   int64_t tiles = 0;
-  for (int64_t b = 0; b < s.requests; b++) tiles += (step.query_starts[b + 1] - step.query_starts[b] + kQueries - 1) / kQueries;
-  const int64_t together = tiles >= 2 * threads ? s.groups : 1;
-  for (int64_t b = 0; b < s.requests; b++)
+  for (int64_t b = 0; b < s.requests; b++) tiles += (queries(b) + kQueries - 1) / kQueries;
+  for (int64_t b = 0; b < s.requests; b++) {
+    const int64_t together = tiles >= 2 * threads && queries(b) * s.share() <= kFewRows ? s.groups : 1;
     for (int64_t t = step.query_starts[b]; t < step.query_starts[b + 1]; t += kQueries)
       for (int64_t g = 0; g < s.groups; g += together)
         pieces.push_back({b, t, std::min<int64_t>(t + kQueries, step.query_starts[b + 1]), g, together});
+  }
   return pieces;
 }
 
 // What a row (kv head, token, head of the group) knows of the keys so far: online softmax (Milakov and Gimelshein 2018).
 struct Mix {
-  Scratch query_scratch, score_scratch, block_scratch, top_scratch, total_scratch, mixed_scratch;
-  float *queries, *scores, *block, *top, *total, *mixed;  // block: the keys, turned, or the values of a kv head
+  Scratch query_scratch, score_scratch, key_scratch, value_scratch, top_scratch, total_scratch, mixed_scratch;
+  float *queries, *scores, *keys, *values, *top, *total, *mixed;  // keys, turned, and values: of a block of a kv head
 
   void start(int64_t rows, int64_t dim) {
-    queries = query_scratch.floats(rows * dim), scores = score_scratch.floats(rows * kKeys), block = block_scratch.floats(dim * kKeys);
-    top = top_scratch.floats(rows), total = total_scratch.zeros(rows), mixed = mixed_scratch.zeros(rows * dim);
+    queries = query_scratch.floats(rows * dim), scores = score_scratch.floats(rows * kKeys);
+    keys = key_scratch.floats(dim * kKeys), values = value_scratch.floats(kKeys * dim);
+    top = top_scratch.floats(rows), total = total_scratch.zeros(rows), mixed = mixed_scratch.floats(rows * dim);
     std::fill(top, top + rows, kNever);
   }
 
@@ -97,37 +100,46 @@ void score_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, 
   }
 }
 
-// The same for many rows: the keys of one kv head are turned around, so that a product of tiles does it.
+// Weights times values as they lie; slots of one page lie side by side.
 template <class T>
-void score_many(const AttentionShape& s, Mix& mix, int64_t group, int64_t rows, int64_t keys, const T* const* slots) {
-  const int64_t padded = (keys + kLanes - 1) / kLanes * kLanes;
-  for (int64_t t = 0; t < padded; t += kLanes)
+void blend_few(const AttentionShape& s, Mix& mix, int64_t group, int64_t rows, int64_t start, int64_t keys, const T* const* slots) {
+  const float* weights = mix.scores + group * rows * kKeys;
+  float* mixed = mix.mixed + group * rows * s.dim;
+  for (int64_t t = 0, run = 0; t < keys; t += run) {
+    run = std::min(s.page - (start + t) % s.page, keys - t);
+    product(rows, weights + t, kKeys, slots[t] + (2 * group + 1) * s.row, s.stride(), run, s.dim, mixed, s.dim);
+  }
+}
+
+// A block of one kv head for many rows: its keys turned around, and its values side by side, so that tiles multiply with them.
+template <class T>
+void lay(const AttentionShape& s, Mix& mix, int64_t keys, const T* const* slots) {
+  for (int64_t t = 0; t < keys; t += kLanes)
     for (int64_t c = 0; c < s.dim; c += kLanes) {
       const int count = std::min<int64_t>(kLanes, s.dim - c);
       vf square[kLanes];
       for (int i = 0; i < kLanes; i++) {
-        const T* key = t + i < keys ? slots[t + i] + 2 * group * s.row + c : nullptr;
+        const T* key = t + i < keys ? slots[t + i] + c : nullptr;
         square[i] = key == nullptr ? vf{} : count == kLanes ? load(key) : load(key, count);
       }
       transpose(square);
-      for (int i = 0; i < count; i++) store(mix.block + (c + i) * kKeys + t, square[i]);
+      for (int i = 0; i < count; i++) store(mix.keys + (c + i) * kKeys + t, square[i]);
     }
-  float* scores = mix.scores + group * rows * kKeys;
-  product(rows, mix.queries + group * rows * s.dim, s.dim, mix.block, kKeys, s.dim, padded, scores, kKeys, true);
+  for (int64_t t = 0; t < keys; t++) convert(slots[t] + s.row, mix.values + t * s.dim, s.dim);
 }
 
-// Weights times values. Slots of one page lie side by side; for many rows all are laid so, as every run costs a walk over the rows.
-template <class T>
-void blend(const AttentionShape& s, Mix& mix, int64_t group, int64_t rows, int64_t start, int64_t keys, const T* const* slots) {
-  const float* weights = mix.scores + group * rows * kKeys;
-  float* mixed = mix.mixed + group * rows * s.dim;
-  if (rows > kFewRows) {
-    for (int64_t t = 0; t < keys; t++) convert(slots[t] + (2 * group + 1) * s.row, mix.block + t * s.dim, s.dim);
-    return product(rows, weights, kKeys, mix.block, s.dim, keys, s.dim, mixed, s.dim);
-  }
-  for (int64_t t = 0, run = 0; t < keys; t += run) {
-    run = std::min(s.page - (start + t) % s.page, keys - t);
-    product(rows, weights + t, kKeys, slots[t] + (2 * group + 1) * s.row, s.stride(), run, s.dim, mixed, s.dim);
+// The rows of one kv head, a tile at a time, each against the keys that its last row sees; seen(row): how many of the block. The first
+// block, of which every row sees some, is fresh.
+template <class Seen>
+void mix_many(const AttentionShape& s, Mix& mix, int64_t rows, bool fresh, const Seen& seen) {
+  for (int64_t r = 0, end = 0; r < rows; r = end) {
+    end = std::min(rows, r + kTileRows);
+    const int64_t most = seen(end - 1), padded = (most + kLanes - 1) / kLanes * kLanes;
+    if (most == 0) continue;
+    float* scores = mix.scores + r * kKeys;
+    product_in_cache(end - r, mix.queries + r * s.dim, s.dim, mix.keys, kKeys, s.dim, padded, scores, kKeys, true);
+    for (int64_t i = r; i < end; i++) mix.weigh(i, padded, seen(i), s.dim);
+    product_in_cache(end - r, scores, kKeys, mix.values, s.dim, most, s.dim, mix.mixed + r * s.dim, s.dim, fresh);
   }
 }
 
@@ -145,27 +157,23 @@ void attend(const AttentionShape& s, const PagedStep& step, const QueryPiece& pi
     return pool + (listed * s.page + at % s.page) * s.stride() + 2 * piece.group * s.row;
   };
   mix.start(all, s.dim);
-  for (int64_t r = 0; r < all; r++) {
-    convert(queries + place(r), mix.queries + r * s.dim, s.dim);
-    for (int64_t c = 0; c < s.dim; c++) mix.queries[r * s.dim + c] *= scale;
-  }
+  for (int64_t r = 0; r < all; r++) scale_to(queries + place(r), scale, mix.queries + r * s.dim, s.dim);
   for (int64_t start = 0; start < length; start += kKeys) {
     const int64_t keys = std::min(kKeys, length - start);
     const T *slots[kKeys], *next[kKeys];
     for (int64_t t = 0; t < kKeys; t++) slots[t] = slot(start + t), next[t] = slot(start + kKeys + t);
-    if (rows <= kFewRows) score_few(s, mix, piece.groups, rows, keys, slots, next);
-    for (int64_t g = 0; g < piece.groups; g++) {
-      if (rows > kFewRows) score_many(s, mix, g, rows, keys, slots);
-      for (int64_t r = g * rows; r < (g + 1) * rows; r++)
-        mix.weigh(r, keys, std::clamp<int64_t>(step.positions[token(r)] + 1 - start, 0, keys), s.dim);
-      blend(s, mix, g, rows, start, keys, slots);
+    auto seen = [&](int64_t row) { return std::clamp<int64_t>(step.positions[token(row)] + 1 - start, 0, keys); };
+    if (rows > kFewRows) {
+      lay(s, mix, keys, slots);
+      mix_many(s, mix, rows, start == 0, seen);
+      continue;
     }
+    if (start == 0) std::fill(mix.mixed, mix.mixed + all * s.dim, 0.0f);
+    score_few(s, mix, piece.groups, rows, keys, slots, next);
+    for (int64_t r = 0; r < all; r++) mix.weigh(r, keys, seen(r), s.dim);
+    for (int64_t g = 0; g < piece.groups; g++) blend_few(s, mix, g, rows, start, keys, slots);
   }
-  for (int64_t r = 0; r < all; r++) {
-    const float inverse = 1.0f / std::max(mix.total[r], 1e-30f);
-    for (int64_t c = 0; c < s.dim; c++) mix.mixed[r * s.dim + c] *= inverse;
-    convert(mix.mixed + r * s.dim, out + place(r), s.dim);
-  }
+  for (int64_t r = 0; r < all; r++) scale_to(mix.mixed + r * s.dim, 1.0f / std::max(mix.total[r], 1e-30f), out + place(r), s.dim);
 }
 
 template <class Q, class T>

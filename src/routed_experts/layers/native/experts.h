@@ -4,8 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "parallel.h"
-#include "product.h"
+#include "linear.h"
 
 namespace rex {
 
@@ -16,6 +15,7 @@ constexpr int64_t kPartColumns = 128;  // a part of an expert reads runs of at l
 struct ExpertShape {
   int64_t tokens, top_k, hidden, width, experts, first;
   bool partial = false;
+  bool exact = false;  // rows are not rounded to the weights' dtype
   bool nobodys(int32_t id) const { return partial && id == -1; }
   int64_t out_step() const { return hidden + kPad; }
 };
@@ -50,7 +50,8 @@ inline bool plan(const ExpertShape& s, const int32_t* ids, const bool* valid, st
   return true;
 }
 
-inline void gate(const float* both, int64_t width, float* hidden) {  // [2F] -> [F]
+template <class Out>
+inline void gate(const float* both, int64_t width, Out* hidden) {  // [2F] -> [F]
   int64_t f = 0;
   auto gated = [](vf g, vf up) { return g / (1.0f + exp(-g)) * up; };
   for (; f + kLanes <= width; f += kLanes) store(hidden + f, gated(load(both + f), load(both + width + f)));
@@ -61,24 +62,40 @@ template <class X, class T>
 struct ExpertRun {
   const ExpertShape& s;
   const X* x;
+  const bf16* halves;  // the same, where many rows are multiplied as pairs; else null
   const T *gate_up, *down;
   const int32_t* order;
   float* outputs;  // [slots, out_step]
   float* hidden;   // [slots, F]; where experts are run in parts
 
-  const float* rows(const Piece& piece) const {
+  template <class R>
+  const R* rows(const Piece& piece) const {
     thread_local Scratch scratch;
-    float* wide = scratch.floats((piece.end - piece.begin) * s.hidden);
-    for (int64_t i = piece.begin; i < piece.end; i++) convert(x + order[i] / s.top_k * s.hidden, wide + (i - piece.begin) * s.hidden, s.hidden);
-    return wide;
+    R* gathered = scratch.take<R>((piece.end - piece.begin) * s.hidden);
+    for (int64_t i = piece.begin; i < piece.end; i++) {
+      const int64_t token = order[i] / s.top_k;
+      R* row = gathered + (i - piece.begin) * s.hidden;
+      if constexpr (std::is_same_v<R, bf16>) std::memcpy(row, halves + token * s.hidden, s.hidden * sizeof(R));
+      else convert(x + token * s.hidden, row, s.hidden);
+    }
+    return gathered;
   }
 
   // A whole expert: its hidden values stay in cache.
   void whole(const Piece& piece) const {
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (halves != nullptr && piece.end - piece.begin > kStreamRows) return whole_as<bf16>(piece);
+    }
+    whole_as<float>(piece);
+  }
+
+  template <class R>
+  void whole_as(const Piece& piece) const {
     thread_local Scratch both_scratch, hidden_scratch;
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, step = wide + kPad;
-    float *inner = hidden_scratch.floats(count * s.width), *both = both_scratch.floats(count * step);
-    product(count, rows(piece), s.hidden, gate_up + (s.first + piece.expert) * s.hidden * wide, wide, s.hidden, wide, both, step, true);
+    R* inner = hidden_scratch.take<R>(count * s.width);
+    float* both = both_scratch.floats(count * step);
+    product(count, rows<R>(piece), s.hidden, gate_up + (s.first + piece.expert) * s.hidden * wide, wide, s.hidden, wide, both, step, true);
     for (int64_t i = 0; i < count; i++) gate(both + i * step, s.width, inner + i * s.width);
     finish(piece, inner, 0, s.hidden);
   }
@@ -88,7 +105,7 @@ struct ExpertRun {
     thread_local Scratch scratch;
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, part = end - begin, step = 2 * part + kPad;
     float* both = scratch.floats(count * step);
-    const float* from = rows(piece);
+    const float* from = rows<float>(piece);
     const T* weights = gate_up + (s.first + piece.expert) * s.hidden * wide + begin;
     product(count, from, s.hidden, weights, wide, s.hidden, part, both, step, true);
     product(count, from, s.hidden, weights + s.width, wide, s.hidden, part, both + part, step, true);
@@ -96,7 +113,8 @@ struct ExpertRun {
   }
 
   // Columns begin..end of what the expert gives.
-  void finish(const Piece& piece, const float* inner, int64_t begin, int64_t end) const {
+  template <class R>
+  void finish(const Piece& piece, const R* inner, int64_t begin, int64_t end) const {
     const int64_t count = piece.end - piece.begin;
     float* out = outputs + piece.begin * s.out_step() + begin;
     const T* weights = down + (s.first + piece.expert) * s.width * s.hidden + begin;
@@ -139,11 +157,15 @@ bool experts(Team& team, const ExpertShape& s, const X* x, const int32_t* ids, c
   if (!plan(s, ids, valid, order, pieces)) return false;
   std::vector<int32_t> place(s.tokens * s.top_k, -1);
   for (size_t i = 0; i < order.size(); i++) place[order[i]] = i;
-  thread_local Scratch out_scratch, hidden_scratch;
+  thread_local Scratch out_scratch, hidden_scratch, half_scratch;
   float* outputs = out_scratch.floats(order.size() * s.out_step());
   const int64_t parts = expert_parts(s, order.size(), pieces.size(), team.size());
   float* hidden = parts == 1 ? nullptr : hidden_scratch.floats(order.size() * s.width);
-  const ExpertRun<X, T> run{s, x, gate_up, down, order.data(), outputs, hidden};
+  const bf16* halves = nullptr;
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (parts == 1 && !s.exact && pairs_fit(s.tokens, s.hidden, s.hidden) && s.width % kLanes == 0) halves = as_halves(team, half_scratch, x, s.tokens, s.hidden);
+  }
+  const ExpertRun<X, T> run{s, x, halves, gate_up, down, order.data(), outputs, hidden};
   if (parts == 1) {
     team.each(pieces.size(), [&](int64_t i) { run.whole(pieces[i]); });
   } else {

@@ -8,11 +8,12 @@
 
 namespace rex {
 
-constexpr int64_t kLinearRows = 352;  // of a piece at most: they and what they give stay in the second cache
+constexpr int64_t kHalvedRows = 64;
+constexpr int64_t kLinearRows = 512;  // of a piece at most
 
 // Columns of a piece: long runs of a row where memory is the limit, but enough pieces for all cores.
 inline int64_t piece_columns(int64_t rows, int64_t cols, int64_t threads) {
-  if (rows > kStreamRows) return 256;
+  if (rows > kStreamRows) return 128;
   return std::clamp<int64_t>(cols / (2 * threads) / 64 * 64, 128, 1024);
 }
 
@@ -25,10 +26,19 @@ inline const float* as_floats(Scratch& scratch, const T* x, int64_t count) {
   return wide;
 }
 
+// Rows as bfloat16: rounded by all cores, where they are wider.
+template <class T>
+inline const bf16* as_halves(Team& team, Scratch& scratch, const T* x, int64_t rows, int64_t width) {
+  if constexpr (std::is_same_v<T, bf16>) return x;
+  bf16* narrow = scratch.take<bf16>(rows * width);
+  each_block(team, rows, kHalvedRows, [&](int64_t begin, int64_t end) { convert(x + begin * width, narrow + begin * width, (end - begin) * width); });
+  return narrow;
+}
+
 // Columns c.. of rows r.., straight into y where it holds floats and many rows; few rows add up in scratch, whose rows do not
 // push one another out of the cache.
-template <class T, class Out>
-void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, const float* x, const T* weights, Out* y) {
+template <class From, class T, class Out>
+void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, const From* x, const T* weights, Out* y) {
   thread_local Scratch scratch;
   if constexpr (std::is_same_v<Out, float>) {
     if (height > kStreamRows) return product(height, x, depth, weights, cols, depth, width, y, cols, true);
@@ -39,17 +49,23 @@ void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, co
   for (int64_t i = 0; i < height; i++) convert(out + i * step, y + i * cols, width);
 }
 
+// `exact`: x is not rounded to the weights' dtype.
 template <class X, class T, class Out>
-void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, const T* weights, Out* y) {
+void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, const T* weights, Out* y, bool exact = false) {
   thread_local Scratch scratch;
-  const float* from = as_floats(scratch, x, rows * depth);
   const int64_t most = piece_columns(rows, cols, team.size());
   const int64_t across = (cols + most - 1) / most, down = (rows + kLinearRows - 1) / kLinearRows;
-  team.each(across * down, [&](int64_t item) {
-    const int64_t c = item % across * most, r = rows * (item / across) / down, end = rows * (item / across + 1) / down;
-    const int64_t width = std::min(most, cols - c);
-    linear_piece(end - r, width, depth, cols, from + r * depth, weights + c, y + r * cols + c);
-  });
+  auto run = [&](const auto* from) {
+    team.each(across * down, [&](int64_t item) {
+      const int64_t c = item % across * most, r = rows * (item / across) / down, end = rows * (item / across + 1) / down;
+      const int64_t width = std::min(most, cols - c);
+      linear_piece(end - r, width, depth, cols, from + r * depth, weights + c, y + r * cols + c);
+    });
+  };
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (!exact && pairs_fit(rows, depth, cols)) return run(as_halves(team, scratch, x, rows, depth));
+  }
+  run(as_floats(scratch, x, rows * depth));
 }
 
 }  // namespace rex

@@ -1,49 +1,88 @@
 // out[rows, cols] += x[rows, depth] * w[depth, cols] in float32, or = where `fresh`, for weights of any dtype that lie where they were
 // loaded.
 // Few rows are bound by memory: w is walked along its rows, eight at a time, as memory and prefetchers like it. Many rows are bound by
-// arithmetic: tiles of 6 rows by 4 vectors stay in registers, over a panel of w that stays in cache.
-// A row's result does not depend on the other rows of the call where `rows` takes the same path.
+// arithmetic: tiles of 6 rows by 4 vectors stay in registers from the first number to the last, while a panel of w streams from the
+// second cache, which is fast enough; what w has next is asked for from memory meanwhile.
+// A row's result does not depend on the other rows of the call where `rows` takes the same path. Many rows of bfloat16 are multiplied
+// with weights of bfloat16 as pairs of neighbours, where the processor does that: twice the work an instruction, sums in float32.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 
 #include "vec.h"
 
 namespace rex {
 
 constexpr int kTileRows = 6;
-constexpr int kTileVectors = 4;
-constexpr int kStreamRows = 40;  // up to this many rows are streamed
-constexpr int kSingleRows = 8;   // up to this many by single vectors, more of them by pairs, which share what they multiply with
+constexpr int kTileVectors = 4;  // of a tile at most
+constexpr int kStreamRows = 8;   // up to this many rows are streamed; more of them pay for a panel
 constexpr int kStreamDepth = 8;  // rows of w walked side by side
 constexpr int kPackAhead = 16;   // rows
-constexpr int64_t kPanelDepth = 128;  // rows of a panel: 32 KiB, which stay in the first cache
+constexpr int64_t kPanelDepth = 512;  // rows of a panel: 128 KiB, which stay in the second cache
+constexpr int64_t kAskEvery = 8;  // rows of a panel between two looks ahead
 constexpr int kPad = kLanes;     // between rows of scratch: rows a power of two apart would share a few lines of the cache
 
-template <int Rows, int Vectors, class W>
-inline void tile(bool fresh, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, float* out, int64_t ldo) {
+// Rows of a matrix that will be read soon, asked for one by one while other work goes on.
+template <class W>
+struct Ahead {
+  const W* row = nullptr;
+  int64_t step = 0, left = 0, width = 0;  // to the next row, rows, numbers of a row
+  void ask() {
+    if (left == 0) return;
+    prefetch(row, width);
+    row += step, left--;
+  }
+};
+
+// U: float or pair; `depth`, `ldx` and `ldw` count them.
+template <int Rows, int Vectors, class U, class W>
+inline void tile(bool fresh, const U* x, int64_t ldx, const U* w, int64_t ldw, int64_t depth, float* out, int64_t ldo, Ahead<W>& ahead) {
   vf sums[Rows][Vectors];
   for (int r = 0; r < Rows; r++)
     for (int v = 0; v < Vectors; v++) sums[r][v] = fresh ? vf{} : load(out + r * ldo + v * kLanes);
-  for (int64_t d = 0; d < depth; d++) {
-    vf column[Vectors];
-    for (int v = 0; v < Vectors; v++) column[v] = load(w + d * ldw + v * kLanes);
-    for (int r = 0; r < Rows; r++)
-      for (int v = 0; v < Vectors; v++) sums[r][v] += x[r * ldx + d] * column[v];
+  for (int64_t begin = 0; begin < depth; begin += kAskEvery) {
+    ahead.ask();
+    for (int64_t d = begin, end = std::min(depth, begin + kAskEvery); d < end; d++) {
+      decltype(load(w)) column[Vectors];
+      for (int v = 0; v < Vectors; v++) column[v] = load(w + d * ldw + v * kLanes);
+      for (int r = 0; r < Rows; r++)
+        for (int v = 0; v < Vectors; v++) sums[r][v] = add_product(sums[r][v], x + r * ldx + d, column[v]);
+    }
   }
   for (int r = 0; r < Rows; r++)
     for (int v = 0; v < Vectors; v++) store(out + r * ldo + v * kLanes, sums[r][v]);
 }
 
-template <int Vectors, class W>
-inline void tile_rows(int rows, bool fresh, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, float* out, int64_t ldo) {
-  switch (rows) {
-    case 1: return tile<1, Vectors>(fresh, x, ldx, w, ldw, depth, out, ldo);
-    case 2: return tile<2, Vectors>(fresh, x, ldx, w, ldw, depth, out, ldo);
-    case 3: return tile<3, Vectors>(fresh, x, ldx, w, ldw, depth, out, ldo);
-    case 4: return tile<4, Vectors>(fresh, x, ldx, w, ldw, depth, out, ldo);
-    case 5: return tile<5, Vectors>(fresh, x, ldx, w, ldw, depth, out, ldo);
-    default: return tile<6, Vectors>(fresh, x, ldx, w, ldw, depth, out, ldo);
+template <int Vectors, int Most = kTileRows, class... Rest>
+inline void tile_rows(int64_t rows, Rest&... rest) {
+  if constexpr (Most > 1) {
+    if (rows < Most) return tile_rows<Vectors, Most - 1>(rows, rest...);
   }
+  tile<Most, Vectors>(rest...);
+}
+
+// Rows 0..rows-1 of out over one panel, in tiles that differ by one row at most; `width` is 4, 2 or 1 vectors.
+template <class U, class W>
+inline void sweep(int64_t rows, int64_t width, bool fresh, const U* x, int64_t ldx, const U* w, int64_t ldw, int64_t depth, float* out,
+                  int64_t ldo, Ahead<W>& ahead) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  for (int64_t t = 0, r = 0, end = 0; t < tiles; t++, r = end) {
+    end = rows * (t + 1) / tiles;
+    const U* from = x + r * ldx;
+    float* to = out + r * ldo;
+    if (width == 4 * kLanes) {
+      tile_rows<4>(end - r, fresh, from, ldx, w, ldw, depth, to, ldo, ahead);
+    } else if (width == 2 * kLanes) {
+      tile_rows<2>(end - r, fresh, from, ldx, w, ldw, depth, to, ldo, ahead);
+    } else {
+      tile_rows<1>(end - r, fresh, from, ldx, w, ldw, depth, to, ldo, ahead);
+    }
+  }
+}
+
+// Columns of the panel that begins at c, of `whole` vectors' worth.
+inline int64_t panel_width(int64_t c, int64_t whole) {
+  return c + 4 * kLanes <= whole ? 4 * kLanes : c + 2 * kLanes <= whole ? 2 * kLanes : kLanes;
 }
 
 // The last columns, fewer than a vector.
@@ -72,30 +111,77 @@ template <int Depth, int Vectors, class W>
   }
 }
 
+// Side by side what one line of the cache holds; one row is a case of its own, in which nothing is counted.
 template <int Depth, class W>
 inline void stream(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t cols, float* out, int64_t ldo) {
+  constexpr int kVectors = sizeof(float) / sizeof(W);
   int64_t c = 0;
-  for (; rows > kSingleRows && c + 2 * kLanes <= cols; c += 2 * kLanes)
-    stream_columns<Depth, 2>(rows, x, ldx, w + c, ldw, out + c, ldo);
-  for (; c + kLanes <= cols; c += kLanes) stream_columns<Depth, 1>(rows, x, ldx, w + c, ldw, out + c, ldo);
+  if (rows == 1) {
+    for (; c + kVectors * kLanes <= cols; c += kVectors * kLanes) stream_columns<Depth, kVectors>(1, x, ldx, w + c, ldw, out + c, ldo);
+  } else {
+    for (; c + kVectors * kLanes <= cols; c += kVectors * kLanes) stream_columns<Depth, kVectors>(rows, x, ldx, w + c, ldw, out + c, ldo);
+  }
+  if (c + kLanes <= cols) stream_columns<Depth, 1>(rows, x, ldx, w + c, ldw, out + c, ldo);
 }
 
-// A panel of w as floats, row after row: where w itself lies, its rows would push one another out of the cache.
+// A panel of w, row after row: where w itself lies, its rows would push one another out of the cache.
 template <class W>
-inline const float* pack(const W* w, int64_t ldw, int64_t depth, int64_t width) {
-  thread_local Scratch scratch;
-  float* panel = scratch.floats(kPanelDepth * kTileVectors * kLanes);
+inline void pack(const W* w, int64_t ldw, int64_t depth, int64_t width, float* panel) {
   for (int64_t d = 0; d < depth; d++) {
     prefetch(w + (d + kPackAhead) * ldw, width);
     for (int64_t c = 0; c < width; c += kLanes) store(panel + d * width + c, load(w + d * ldw + c));
   }
-  return panel;
+}
+inline void pack(const bf16* w, int64_t ldw, int64_t depth, int64_t width, pair* panel) {  // depth: of pairs
+  for (int64_t d = 0; d < depth; d++, w += 2 * ldw) {
+    prefetch(w + kPackAhead * ldw, width);
+    prefetch(w + (kPackAhead + 1) * ldw, width);
+    for (int64_t c = 0; c < width; c += kLanes) {
+      const vu low = __builtin_convertvector(read<vh>(w + c), vu), high = __builtin_convertvector(read<vh>(w + ldw + c), vu);
+      store(panel + d * width + c, low | high << 16);
+    }
+  }
+}
+
+// The product of many rows, of columns 0..whole-1, which are whole vectors. U: what is multiplied; depth, ldx: counted in it.
+template <class U, class W>
+void tiled(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t whole, float* out, int64_t ldo,
+           bool fresh) {
+  constexpr int64_t kRows = std::is_same_v<U, pair> ? 2 : 1;  // of w, in one of U
+  thread_local Scratch scratch;
+  U* panel = scratch.take<U>(kPanelDepth * kTileVectors * kLanes);
+  for (int64_t d = 0, deep = 0; d < depth; d += deep) {
+    deep = std::min(kPanelDepth, depth - d);
+    const W* from = w + d * kRows * ldw;
+    for (int64_t c = 0, width = 0; c < whole; c += width) {
+      width = panel_width(c, whole);
+      const int64_t next = c + width;
+      pack(from + c, ldw, deep, width, panel);
+      Ahead<W> ahead;
+      if (next < whole) ahead = {from + next, ldw, deep * kRows, panel_width(next, whole)};
+      sweep(rows, width, fresh && d == 0, x + d, ldx, panel, width, deep, out + c, ldo, ahead);
+    }
+  }
+}
+
+// The product of rows with a matrix of floats that lies close together in cache.
+inline void product_in_cache(int64_t rows, const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t depth, int64_t cols, float* out,
+                             int64_t ldo, bool fresh) {
+  const int64_t whole = cols - cols % kLanes;
+  Ahead<float> nothing;
+  for (int64_t c = 0, width = 0; c < whole; c += width) {
+    width = panel_width(c, whole);
+    sweep(rows, width, fresh, x, ldx, w + c, ldw, depth, out + c, ldo, nothing);
+  }
+  if (whole == cols) return;
+  for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo + whole, out + r * ldo + cols, 0.0f);
+  ragged_columns(rows, x, ldx, w + whole, ldw, depth, cols - whole, out + whole, ldo);
 }
 
 template <class W>
 void product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
              bool fresh = false) {
-  const int64_t whole = cols - cols % kLanes, tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t whole = cols - cols % kLanes;
   if (fresh) {
     const int64_t first = rows <= kStreamRows ? 0 : whole;  // tiles begin at 0 by themselves
     for (int64_t r = 0; r < rows; r++) std::fill(out + r * ldo + first, out + r * ldo + cols, 0.0f);
@@ -105,23 +191,20 @@ void product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw,
     for (; d + kStreamDepth <= depth; d += kStreamDepth) stream<kStreamDepth>(rows, x + d, ldx, w + d * ldw, ldw, cols, out, ldo);
     for (; d < depth; d++) stream<1>(rows, x + d, ldx, w + d * ldw, ldw, cols, out, ldo);
   } else {
-    for (int64_t d = 0; d < depth; d += kPanelDepth) {
-      const int64_t deep = std::min(kPanelDepth, depth - d);
-      for (int64_t c = 0, width = 0; c < whole; c += width) {
-        width = c + kTileVectors * kLanes <= whole ? kTileVectors * kLanes : kLanes;
-        const float* panel = pack(w + d * ldw + c, ldw, deep, width);
-        for (int64_t t = 0, r = 0, end = 0; t < tiles; t++, r = end) {  // tiles differ by one row at most
-          end = rows * (t + 1) / tiles;
-          if (width > kLanes) {
-            tile_rows<kTileVectors>(end - r, fresh && d == 0, x + r * ldx + d, ldx, panel, width, deep, out + r * ldo + c, ldo);
-          } else {
-            tile_rows<1>(end - r, fresh && d == 0, x + r * ldx + d, ldx, panel, width, deep, out + r * ldo + c, ldo);
-          }
-        }
-      }
-    }
+    tiled(rows, x, ldx, w, ldw, depth, whole, out, ldo, fresh);
   }
   if (whole < cols) ragged_columns(rows, x, ldx, w + whole, ldw, depth, cols - whole, out + whole, ldo);
+}
+
+// Whether many rows of bfloat16 may be multiplied as pairs with a matrix of bfloat16: where that is one instruction, and nothing is left.
+inline bool pairs_fit(int64_t rows, int64_t depth, int64_t cols) {
+  return kHasPairs && rows > kStreamRows && depth % 2 == 0 && cols % kLanes == 0;
+}
+
+// The product of such rows; `ldx` is even.
+inline void product(int64_t rows, const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
+                    bool fresh) {
+  tiled(rows, reinterpret_cast<const pair*>(x), ldx / 2, w, ldw, depth / 2, cols, out, ldo, fresh);
 }
 
 }  // namespace rex

@@ -69,17 +69,18 @@ struct RunScratch {
 // x += y, where there is one; normed = x / rms(x) * scale.
 template <class T, class Out>
 void add_and_norm_row(int64_t width, float eps, float* x, const float* y, const T* scale, Out* normed) {
-  thread_local Scratch scratch;
-  float* line = scratch.floats(width);
-  for (int64_t d = 0; y != nullptr && d < width; d++) x[d] += y[d];
   vf squares = {};
-  int64_t d = 0;
-  for (; d + kLanes <= width; d += kLanes) squares += load(x + d) * load(x + d);
-  if (const int left = width - d) squares += load(x + d, left) * load(x + d, left);
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const int64_t left = width - d;
+    vf part = load_upto(x + d, left);
+    if (y != nullptr) store_upto(x + d, part += load_upto(y + d, left), left);
+    squares += part * part;
+  }
   const float inverse = 1.0f / std::sqrt(sum(squares) / width + eps);
-  convert(scale, line, width);
-  for (d = 0; d < width; d++) line[d] *= x[d] * inverse;
-  convert(line, normed, width);
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const int64_t left = width - d;
+    store_upto(normed + d, load_upto(scale + d, left) * (load_upto(x + d, left) * inverse), left);
+  }
 }
 
 template <class T, class Out>
@@ -98,20 +99,21 @@ void run_layers(Team& team, const RunShape& s, const RunWeights<T>& w, const Run
   const AttentionShape attention_shape{s.tokens, s.heads, s.groups, s.dim, s.requests, s.pages, s.page, s.dim};
   const RouterShape router_shape{s.tokens, s.experts, s.top_k, s.renormalize, stride};
   const PrepareInputs<float, T> prepared{a.qkv, w.q_norm, w.k_norm, in.cos, in.sin, in.positions, in.token_rows, in.page_table, in.valid};
+  const bool exact = s.tokens == s.requests;
   convert(x, a.stream, s.tokens * s.hidden);
   add_and_norm(team, s, a.stream, nullptr, w.input_norm, a.normed);
   for (int64_t layer = 0; layer < s.layers; layer++) {
     const int64_t first_page = (s.first_layer + layer) * s.layer_pages;
-    linear(team, s.tokens, s.hidden, s.projected(), a.normed, w.qkv + layer * s.hidden * s.projected(), a.qkv);
+    linear(team, s.tokens, s.hidden, s.projected(), a.normed, w.qkv + layer * s.hidden * s.projected(), a.qkv, exact);
     prepare(team, PrepareShape{s.tokens, s.heads, s.groups, s.dim, s.pages, s.page, first_page, layer, s.eps}, prepared, a.queries, cache);
     attention(team, attention_shape, PagedStep{in.positions, in.query_starts, in.page_table, first_page}, a.queries, cache, a.mixed);
-    linear(team, s.tokens, s.heads * s.dim, s.hidden, a.mixed, w.out + layer * s.heads * s.dim * s.hidden, a.y);
+    linear(team, s.tokens, s.heads * s.dim, s.hidden, a.mixed, w.out + layer * s.heads * s.dim * s.hidden, a.y, exact);
     add_and_norm(team, s, a.stream, a.y, w.post_norm + layer * s.hidden, a.normed);
-    linear(team, s.tokens, s.hidden, s.experts, a.normed, w.router + layer * s.hidden * s.experts, a.logits);
+    linear(team, s.tokens, s.hidden, s.experts, a.normed, w.router + layer * s.hidden * s.experts, a.logits, true);
     int32_t* column = block == nullptr ? nullptr : block + (s.first_column + layer) * s.top_k * stride;
     const GivenRows mine{given.ids == nullptr ? nullptr : given.ids + layer * stride * s.top_k, given.valid};
     route(team, router_shape, a.logits, mine, a.ids, a.weights, column);
-    const ExpertShape expert_shape{s.tokens, s.top_k, s.hidden, s.width, s.experts, layer * s.experts};
+    const ExpertShape expert_shape{s.tokens, s.top_k, s.hidden, s.width, s.experts, layer * s.experts, false, exact};
     experts(team, expert_shape, a.normed, a.ids, a.weights, in.valid, w.gate_up, w.down, a.y);  // ids of `route` are in range
     if (layer + 1 < s.layers) add_and_norm(team, s, a.stream, a.y, w.input_norm + (layer + 1) * s.hidden, a.normed);
   }

@@ -5,6 +5,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 namespace rex {
 
@@ -23,6 +26,10 @@ struct f16 {
   _Float16 value;
 };
 
+struct pair {  // two neighbours of bfloat16, the first in the lower half
+  uint32_t bits;
+};
+
 template <class Vector, class T>
 inline Vector read(const T* p) {
   Vector v;
@@ -34,7 +41,10 @@ inline vf load(const float* p) { return read<vf>(p); }
 inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16); }
 inline vf load(const f16* p) { return __builtin_convertvector(read<vx>(p), vf); }
 
+inline vu load(const pair* p) { return read<vu>(p); }
+
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
+inline void store(pair* p, vu v) { std::memcpy(p, &v, sizeof(v)); }
 inline void store(bf16* p, vf v) {  // to nearest, ties to even; a NaN stays one
   vu bits = (vu)v;
   vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -71,12 +81,33 @@ inline void store_upto(T* p, vf v, int64_t count) {
   if (count >= kLanes) store(p, v); else store(p, v, count);
 }
 
+// sums + x * column, of floats or of pairs, both products of which are added in float32.
+inline vf add_product(vf sums, const float* x, vf column) { return sums + *x * column; }
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairs = true;  // the processor does it in one instruction
+inline vf add_product(vf sums, const pair* x, vu column) {
+  return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)(vu{} + x->bits), (__m512bh)column);
+}
+#else
+constexpr bool kHasPairs = false;
+inline vf add_product(vf sums, const pair* x, vu column) {
+  const vu both = vu{} + x->bits, high = vu{} + 0xffff0000u;
+  sums += (vf)(both & high) * (vf)(column & high);
+  return sums + (vf)(both << 16) * (vf)(column << 16);
+}
+#endif
+
 // Rows between memory and float scratch.
 template <class From, class To>
 inline void convert(const From* from, To* to, int64_t count) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
   if (i < count) store(to + i, load(from + i, count - i), count - i);
+}
+
+template <class From, class To>
+inline void scale_to(const From* from, float factor, To* to, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) store_upto(to + i, load_upto(from + i, count - i) * factor, count - i);
 }
 
 inline float sum(vf v) {
@@ -148,6 +179,10 @@ class Scratch {
       size_ = size;
     }
     return data_;
+  }
+  template <class T>
+  T* take(int64_t count) {
+    return reinterpret_cast<T*>(floats((count * sizeof(T) + sizeof(float) - 1) / sizeof(float)));
   }
   float* zeros(int64_t count) {
     std::memset(floats(count), 0, count * sizeof(float));
