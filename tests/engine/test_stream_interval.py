@@ -82,29 +82,23 @@ def test_slower_steps_tell_each_token(clock):
     assert [len(out.new_token_ids) for _, out in told] == [1] * 20
 
 
-@pytest.mark.parametrize(("others", "times"), [(0, 1), (15, 1), (16, 2), (32, 3), (48, 4), (80, 4)])
-def test_many_requests_at_a_time_are_told_less_often(clock, others, times):
-    drive = tiny_world(moe_backend="tapped").drive()
-    req = request("a", random_prompt(np.random.default_rng(0), 9), 20, stream=True)
+@pytest.mark.parametrize(
+    ("others", "stream", "waiting", "times"),
+    [
+        *[(0, True, 0, 1), (15, True, 0, 1), (16, True, 0, 2), (32, True, 0, 3), (48, True, 0, 4), (80, True, 0, 4)],
+        *[(48, False, 0, 1), (0, True, 48, 1)],
+    ],
+)
+def test_many_streams_at_a_time_are_told_less_often(clock, others, stream, waiting, times):
+    """Those that only wait for their end do not count, nor do those that are still in the queue."""
+    book, req = ledger.Ledger(), request("a", [5, 6], 20, stream=True)
     req.source = dataclasses.replace(req.source, stream_interval_s=2.0)
-    moments = []
-    take = drive._take
-
-    def noted(batch):
-        moments.extend(clock.now for out in batch.outs if out.rid == "a")
-        take(batch)
-
-    drive._take = noted
-
-    def tick(step):
-        clock.now += 1
-        if step == 0:
-            drive.add(*(request(f"b{number}", [5 + number], 20) for number in range(others)))
-
-    drive.run(req, before_step=tick)
-    told = moments[1:-1]  # the first token and the end have moments of their own
-    assert len(told) >= 2 and all(now % (2 * times) == 0 for now in told)
-    assert all(after - before == 2 * times for before, after in itertools.pairwise(told))
+    running = [request(f"b{number}", [5 + number], 20, stream=stream) for number in range(others)]
+    for one in [req, *running, *(request(f"c{number}", [5 + number], 20, stream=True) for number in range(waiting))]:
+        book.enter(one, None)
+    book.begin([req, *running])
+    book.news(req, record=None, error=None, weight_version=0)
+    assert next(now for now in itertools.count(clock.now) if book.is_due(req, now)) == (clock.now // (2 * times) + 1) * 2 * times
 
 
 def test_streams_are_told_at_the_same_moments(clock):

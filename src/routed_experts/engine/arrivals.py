@@ -40,9 +40,13 @@ class Arrivals:
         """Hand over, or wait for those who still come."""
         now = time.monotonic()
         rest = min(self._last + QUIET_S, self._first + GATHER_S) - now
-        if rest > 0 and is_idle(self._loop):
+        if self._waiting and rest > 0 and is_idle(self._loop):
             self.events.call_later(rest, self._look)
-            return
+        else:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """Hand over now whoever waits: before a command that is about all who have called, as an abort is."""
         waiting, self._waiting = [one for one in self._waiting if not one[1].done()], []
         if waiting:
             handed = submit_all(self._loop, [submission for submission, _ in waiting])

@@ -31,6 +31,7 @@ from routed_experts.engine.sharing import why_not_inside
 from routed_experts.engine.stats import EngineStats, engine_stats
 from routed_experts.engine.weights import Weights, state_of, state_of_folder
 from routed_experts.execution.split_runner import SplitRunner
+from routed_experts.memory.large_pages import ask_for_large_pages
 from routed_experts.replay.check import check_record
 
 
@@ -216,6 +217,7 @@ def _exchange(
         raise InvalidRequestError(f"cache={shown(cache)} is unknown; choose flush or keep", param="cache")
     core.runner.check_version(version)  # before a donated array is touched
     state = load()
+    ask_for_large_pages(leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))  # here: beside the steps
     loop.drained(lambda: core.update_weights(state, version=version, cache=cache, donate=donate))
     if isinstance(core.runner, SplitRunner):
         gc.collect()  # walks through trees of weights leave cycles behind, which hold the old store: the largest thing there is

@@ -12,7 +12,7 @@ from routed_experts.core.io_struct import Departed, Logprobs, TokenIDOut
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 
-NEWS_TOGETHER, MAX_SPREAD = 16, 4  # more requests are told less often, in all at most as often as so many, down to a quarter
+NEWS_TOGETHER, MAX_SPREAD = 16, 4  # more streams are told less often, in all at most as often as so many, down to a quarter
 StopCheck = Callable[[int], str | None]  # the next token id -> the stop string that it completed
 
 
@@ -34,6 +34,7 @@ class Ledger:
         self.accepted = 0
         self._finished: dict[str, int] = {}
         self._live: dict[str, _Entry] = {}
+        self._num_told = 0  # streams that have begun
 
     @property
     def finished(self) -> Mapping[str, int]:
@@ -61,6 +62,7 @@ class Ledger:
         for entry in (self._live[req.rid] for req in reqs):
             if entry.queue_s is None:
                 entry.queue_s = time.monotonic() - entry.since
+                self._num_told += entry.req.source.stream
 
     def is_due(self, req: Req, now: float) -> bool:
         """Is it time to tell what a stream has. `now` on the monotonic clock."""
@@ -96,7 +98,7 @@ class Ledger:
         """What a request has to tell since it was last asked; an ended one leaves the ledger."""
         entry = self._live[req.rid]
         told, entry.num_told = entry.num_told, req.num_output
-        interval = req.source.stream_interval_s * min(MAX_SPREAD, 1 + (len(self._live) - 1) // NEWS_TOGETHER)
+        interval = req.source.stream_interval_s * min(MAX_SPREAD, 1 + max(self._num_told - 1, 0) // NEWS_TOGETHER)
         # At multiples of the interval on the clock, for all streams the same: one wake-up of those who wait for them, not one for each.
         entry.next_news = (time.monotonic() // interval + 1) * interval if interval else 0.0
         if record is not None:
@@ -106,6 +108,7 @@ class Ledger:
             assert req.finish_reason is not None, req.rid
             _count(self._finished, "error" if error is not None else req.finish_reason.type)
             del self._live[req.rid]
+            self._num_told -= entry.queue_s is not None and req.source.stream
         return TokenIDOut(
             rid=req.rid,
             new_token_ids=tuple(req.output_ids[told:].tolist()),

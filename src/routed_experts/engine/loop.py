@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from routed_experts.core.errors import EngineDeadError, InvalidRequestError, RoutedExpertsError
+from routed_experts.core.errors import EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
 from routed_experts.engine.core import ABORTED, EngineCore, has_work
 from routed_experts.engine.ledger import StopCheck
@@ -183,8 +183,8 @@ def submit_all(loop: EngineLoop, calls: Sequence[Submission]) -> "concurrent.fut
     def outcome(call: Submission) -> Exception | None:
         try:
             _accept(loop, call)
-        except RoutedExpertsError as refusal:
-            return refusal
+        except Exception as cause:  # this caller's to handle; what is wrong with the engine ends it after this
+            return cause
         return None
 
     return loop._promise(lambda: [outcome(call) for call in calls])

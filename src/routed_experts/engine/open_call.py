@@ -17,13 +17,12 @@ from routed_experts.engine.sinks import EventMail, EventSink
 
 class OpenCall:
     """One call of one event loop. `max_backlog`: news a request that may wait for the reader; `mail`, `arrivals`: shared with other
-    calls of the event loop."""
+    calls of the event loop; without `arrivals` it goes to the engine by itself, at once."""
 
     def __init__(
         self, call: Call, loop: EngineLoop, *, max_backlog: int, mail: EventMail | None = None, arrivals: Arrivals | None = None
     ) -> None:
-        self._call, self._loop = call, loop
-        self._arrivals = arrivals or Arrivals(asyncio.get_running_loop(), loop)
+        self._call, self._loop, self._arrivals = call, loop, arrivals
         self._is_closed = False
         self._sink = EventSink(mail or EventMail(asyncio.get_running_loop()), max_waiting=max_backlog * len(call.answers))
 
@@ -39,7 +38,11 @@ class OpenCall:
 
     async def accepted(self) -> None:
         """Hand the requests over, all or none. Raises QueueFullError, InvalidRequestError (an id in use) or EngineDeadError."""
-        await self._arrivals.submit(self._call.submission(self._sink))
+        submission = self._call.submission(self._sink)
+        if self._arrivals is None:
+            await asyncio.wrap_future(self._loop.submit(submission))
+        else:
+            await self._arrivals.submit(submission)
 
     async def news(self) -> AsyncIterator[tuple[int, BatchStrOut]]:
         """Yield (index of the sequence, its news) until all have ended. Raises the error that ended one of them."""

@@ -67,6 +67,11 @@ class EngineDoor:
             self._mail, self._arrivals = mail, arrivals = EventMail(events), Arrivals(events, loop)
         return OpenCall(call, loop, max_backlog=max_backlog, mail=mail, arrivals=arrivals)
 
+    def let_in(self) -> None:
+        """Let calls in that wait for company: before a command that is about all who have called. Event loop only."""
+        if self._arrivals is not None:
+            self._arrivals.hand_over()
+
     def wait(self) -> BaseException | None:
         """Wait until the engine's thread has ended; the exception that ended it, or None after a shutdown."""
         loop = self.engine._loop

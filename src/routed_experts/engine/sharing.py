@@ -132,10 +132,8 @@ def _num_cores() -> int:
 
 
 def usual_threads() -> int:
-    """Threads of the host's experts. A quarter of the cores, at least one, is left to those who start programs and drive the accelerator: a
-    thread of the experts that has to wait for a core holds up all of them."""
-    cores = _num_cores()
-    return max(1, cores - max(1, cores // 4))
+    """Threads of the host's experts: one core is left to start programs."""
+    return max(1, _num_cores() - 1)
 
 
 def backend_of(experts: ExpertsConfig, platform: str) -> tuple[str, str]:

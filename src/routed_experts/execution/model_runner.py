@@ -161,7 +161,6 @@ class ModelRunner:
             raise WeightsMismatchError(f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:4])}", param="state")
         gifts = Gifts(jax.tree.leaves(state) if donate else ())
         placed = [_placed_like(*pair, gifts) for pair in zip(jax.tree.leaves(state), self._weights, strict=True)]
-        ask_for_large_pages(placed)
         self._weights, self.weight_version = placed, version
         self._owned = owned_now(self._owned, placed, donate=donate)
 

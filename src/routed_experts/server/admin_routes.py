@@ -39,7 +39,9 @@ async def abort_request(request: Request, service: Service) -> Response:
     said, everything = body.value, body.value.abort_all is True
     if (not said.rid) != everything:
         raise InvalidRequestError("send either rid, or abort_all true", param="rid")
-    count = await asyncio.to_thread(service.open_door.engine.abort, said.rid or None, abort_all=everything)
+    door = service.open_door
+    door.let_in()
+    count = await asyncio.to_thread(door.engine.abort, said.rid or None, abort_all=everything)
     return json_reply({"success": True, "aborted": count})
 
 
@@ -48,7 +50,9 @@ async def pause_generation(request: Request, service: Service) -> Response:
     settings = service.settings
     body = await read_struct(request, PauseRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields, empty=True)
     mode = body.value.mode or "abort"
-    engine = service.open_door.engine
+    door = service.open_door
+    door.let_in()
+    engine = door.engine
     if mode == "wait":  # for as long as what has started runs
         await service.waiting_room.wait(lambda: engine.pause(mode="wait"))
     else:
@@ -83,6 +87,7 @@ async def update_weight_version(request: Request, service: Service) -> Response:
     said, door = body.value, service.open_door
     version = _version(said.new_version, served=door.engine.stats().weight_version, param="new_version")
     if said.abort_all_requests is not False:
+        door.let_in()
         await asyncio.to_thread(door.engine.abort, abort_all=True)
     await asyncio.to_thread(door.engine.update_weight_version, version)
     return json_reply({"success": True, "message": "updated", "new_version": str(version), "weight_version": str(version)})

@@ -69,7 +69,7 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
 
 def set_start_up_aside() -> None:
     """What start-up made stays: full collections of garbage pass over it from now on. They would stop the engine and the server for 0.1 s
-    and more, several times a minute under load. What is no longer referred to is freed all the same."""
+    and more. What is no longer referred to is freed all the same; cycles of it are not: those that there are go first."""
     gc.collect()
     gc.freeze()
 
@@ -156,8 +156,10 @@ class ServerProcess:
     async def _drain_and_leave(self) -> None:
         await _first(self._gate.idle.wait(), self._hurry.wait(), timeout_s=self._service.settings.shutdown_timeout)
         with contextlib.suppress(RoutedExpertsError):  # still loading, or already dead: nothing runs
-            engine = self._service.door.engine
+            door = self._service.door
+            engine = door.engine
             if not self._gate.idle.is_set():
+                door.let_in()
                 await asyncio.to_thread(engine.abort, abort_all=True)
                 await _first(self._gate.idle.wait(), timeout_s=LAST_WORDS_S)
             await asyncio.to_thread(engine.shutdown)

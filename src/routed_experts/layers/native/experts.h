@@ -15,7 +15,7 @@ constexpr int64_t kPartColumns = 128;  // a part of an expert reads runs of at l
 struct ExpertShape {
   int64_t tokens, top_k, hidden, width, experts, first;
   bool partial = false;
-  bool exact = false;  // rows are not rounded to the weights' dtype
+  bool exact = true;  // rows are not rounded to the weights' dtype, however many there are
   bool nobodys(int32_t id) const { return partial && id == -1; }
   int64_t out_step() const { return hidden + kPad; }
 };
@@ -62,7 +62,7 @@ template <class X, class T>
 struct ExpertRun {
   const ExpertShape& s;
   const X* x;
-  const bf16* halves;  // the same, where many rows are multiplied as pairs; else null
+  const bf16* halves;  // the same, where all rows are multiplied as pairs; else null
   const T *gate_up, *down;
   const int32_t* order;
   float* outputs;  // [slots, out_step]
@@ -84,7 +84,7 @@ struct ExpertRun {
   // A whole expert: its hidden values stay in cache.
   void whole(const Piece& piece) const {
     if constexpr (std::is_same_v<T, bf16>) {
-      if (halves != nullptr && piece.end - piece.begin > kStreamRows) return whole_as<bf16>(piece);
+      if (halves != nullptr) return whole_as<bf16>(piece);
     }
     whole_as<float>(piece);
   }
@@ -123,7 +123,8 @@ struct ExpertRun {
 };
 
 // Into how many parts each expert is cut, so that no core waits long for another's last one: few rows are bound by memory, and there
-// a part costs as much as its share of the weights. Sums are never cut, so a row's result is the same by a bit.
+// a part costs as much as its share of the weights. Sums are never cut, so a row's result is the same by a bit. Rows as pairs are not
+// run in parts: how a row is multiplied is the caller's choice alone, and never hangs on how many there are beside it.
 inline int64_t expert_parts(const ExpertShape& s, int64_t slots, int64_t pieces, int64_t threads) {
   if (threads < 2 || slots > pieces * kStreamRows) return 1;
   const int64_t most = std::max<int64_t>(1, std::min(s.width, s.hidden) / kPartColumns);
@@ -159,11 +160,12 @@ bool experts(Team& team, const ExpertShape& s, const X* x, const int32_t* ids, c
   for (size_t i = 0; i < order.size(); i++) place[order[i]] = i;
   thread_local Scratch out_scratch, hidden_scratch, half_scratch;
   float* outputs = out_scratch.floats(order.size() * s.out_step());
-  const int64_t parts = expert_parts(s, order.size(), pieces.size(), team.size());
+  const bool pairs = std::is_same_v<T, bf16> && !s.exact && pairs_fit(s.hidden, s.hidden) && s.width % kLanes == 0;
+  const int64_t parts = pairs ? 1 : expert_parts(s, order.size(), pieces.size(), team.size());
   float* hidden = parts == 1 ? nullptr : hidden_scratch.floats(order.size() * s.width);
   const bf16* halves = nullptr;
   if constexpr (std::is_same_v<T, bf16>) {
-    if (parts == 1 && !s.exact && pairs_fit(s.tokens, s.hidden, s.hidden) && s.width % kLanes == 0) halves = as_halves(team, half_scratch, x, s.tokens, s.hidden);
+    if (pairs) halves = as_halves(team, half_scratch, x, s.tokens, s.hidden);
   }
   const ExpertRun<X, T> run{s, x, halves, gate_up, down, order.data(), outputs, hidden};
   if (parts == 1) {

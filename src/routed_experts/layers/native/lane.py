@@ -56,7 +56,7 @@ class HostLane:
 
     def __init__(self, stores: Sequence[ExpertTable], *, num_experts: int, num_threads: int) -> None:
         assert registered() and num_threads >= 1, num_threads
-        self._stores, places = tuple(stores), _places(stores)
+        self._stores, self._views, places = tuple(stores), _views(stores), _places(stores)
         dtypes = np.array([_DTYPES[str(store.down.dtype)] for store in stores], np.int32)
         shapes = [(num_experts, *(store.down.shape[place] for place in (0, 2, 1))) for store in stores]
         sizes = np.array(shapes, np.int64)  # [stores, 4]: experts, rows, hidden, width
@@ -70,7 +70,7 @@ class HostLane:
         assert same[0] == same[1], same
         places = _places(stores)
         assert self._library.RexLaneRestock(self._number, places.ctypes.data), "an errand is under way"
-        self._stores = tuple(stores)
+        self._stores, self._views = tuple(stores), _views(stores)
 
     def begin(
         self, x: Float[Array, "N D"], place: Int[Array, ""], ids: Int[Array, "N K"], weights: Float[Array, "N K"], *, store: int
@@ -98,6 +98,11 @@ class HostLane:
         told = np.zeros(3, np.int64)
         self._library.RexLaneTold(self._number, told.ctypes.data)
         return LaneCounts(num_errands=int(told[0]), busy_s=int(told[1]) / 1e9, calls_back=bool(told[2]))
+
+
+def _views(stores: Sequence[ExpertTable]) -> list[np.ndarray]:
+    """Views that hold the memory of stores, also where somebody deletes or donates their arrays: threads read it where it lies."""
+    return [np.asarray(array) for array in jax.tree.leaves(list(stores))]
 
 
 def _places(stores: Sequence[ExpertTable]) -> UInt[np.ndarray, " arrays"]:

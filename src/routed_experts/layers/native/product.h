@@ -196,10 +196,9 @@ void product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw,
   if (whole < cols) ragged_columns(rows, x, ldx, w + whole, ldw, depth, cols - whole, out + whole, ldo);
 }
 
-// Whether many rows of bfloat16 may be multiplied as pairs with a matrix of bfloat16: where that is one instruction, and nothing is left.
-inline bool pairs_fit(int64_t rows, int64_t depth, int64_t cols) {
-  return kHasPairs && rows > kStreamRows && depth % 2 == 0 && cols % kLanes == 0;
-}
+// Whether rows of bfloat16 may be multiplied as pairs with a matrix of bfloat16: where that is one instruction, and nothing is left. How
+// many rows there are is no question: a row's sums must not depend on that.
+inline bool pairs_fit(int64_t depth, int64_t cols) { return kHasPairs && depth % 2 == 0 && cols % kLanes == 0; }
 
 // The product of such rows; `ldx` is even.
 inline void product(int64_t rows, const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,

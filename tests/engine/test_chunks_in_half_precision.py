@@ -1,0 +1,34 @@
+"""In bfloat16 too, how a prompt is cut into steps changes no bit of what the CPU's kernels say of it."""
+
+import numpy as np
+import pytest
+
+from routed_experts import Engine
+from routed_experts.capture.meta_info import record_from_meta_info
+from routed_experts.demo import demo_model_path
+
+PROMPT = np.random.default_rng(0).integers(3, 900, 150).tolist()
+
+
+def answer(chunk):
+    sizes = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (chunk,), "chunked_prefill_size": chunk, "context_length": 256}
+    sampling = {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
+    with Engine(str(demo_model_path()), enable_return_routed_experts=True, disable_radix_cache=True, dtype="bfloat16", **sizes) as engine:
+        said = engine.generate(
+            input_ids=PROMPT, sampling_params=sampling, return_routed_experts=True, return_logprob=True, logprob_start_len=0
+        )
+    told = [entry[0] for entry in said["meta_info"]["input_token_logprobs"][1:]]
+    return said["output_ids"], record_from_meta_info(said).ids, np.array(told)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return answer(160)
+
+
+@pytest.mark.parametrize("chunk", [16, 50])
+def test_chunks_do_not_change_a_bit(whole, chunk):
+    (tokens, ids, logprobs), (wanted_tokens, wanted_ids, wanted_logprobs) = answer(chunk), whole
+    assert tokens == wanted_tokens
+    assert np.array_equal(ids, wanted_ids)
+    assert np.array_equal(logprobs, wanted_logprobs)
