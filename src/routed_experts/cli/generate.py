@@ -82,17 +82,15 @@ def _new_lines(path: Path) -> Generator[Path, None, None]:
 
 
 def _keep_lines(part: Path) -> None:
-    """Cut a last line that is not whole, which takes no room on a disk that is full. Without any the file goes."""
+    """Cut a last line that is not whole, which takes no room on a disk that is full."""
     whole = num_lines = 0
     with part.open("rb+") as stream:
         for line in stream:
             if line.endswith(b"\n"):
                 whole, num_lines = whole + len(line), num_lines + 1
-        stream.truncate(whole)
-    if num_lines:
-        print(f"{num_lines} answers so far are kept, a line each, in {part}", file=sys.stderr)
-    else:
-        part.unlink()
+        if num_lines:
+            stream.truncate(whole)
+            print(f"{num_lines} answers so far are kept, a line each, in {part}", file=sys.stderr)
 
 
 def _filed(engine: "Engine", answer: dict[str, Any]) -> FiledAnswer:

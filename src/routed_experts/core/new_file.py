@@ -25,7 +25,8 @@ _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)  # nobody may make a file the
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str], *, keep: bool = False) -> Generator[Path, None, None]:
     """Lend a path in the folder of `path`, of the same suffix, to write a file to; at the end the file is synced and renamed to `path`.
-    After an error what stood at `path` still stands, and nothing is left of the new file; `keep` leaves it under the name that was lent.
+    After an error what stood at `path` still stands, and nothing is left of the new file; `keep` leaves it, unless empty, under the name
+    that was lent.
 
     A device or a pipe is lent itself, and so is a file whose folder takes no other. Where the name cannot be given (a file that is a mount
     of its own), the bytes are copied into the file that stands there; if that fails too, they are kept where the WriteError says.
@@ -45,7 +46,7 @@ def new_file(path: str | os.PathLike[str], *, keep: bool = False) -> Generator[P
         if isinstance(error, WriteError | BrokenPipeError) or not (ours or _is_of(part, error)):
             raise
         size = os.path.getsize(part) if part.is_file() else 0
-        if part != target and keep:
+        if part != target and keep and size:
             left = f"{'all of it' if whole else 'what was written'} is kept in {part}"
         elif part != target or not part.is_file():
             left = "what stood there still stands" if target.is_file() else "nothing is left of it"
@@ -53,7 +54,7 @@ def new_file(path: str | os.PathLike[str], *, keep: bool = False) -> Generator[P
             left = "what stands there now is not whole"
         raise _told(path, error, f"after {size:,} bytes; {left}", "move that to its place" if whole else "look after that disk") from error
     finally:
-        if part != target and not keep:
+        if part != target and not (keep and part.is_file() and os.path.getsize(part)):
             _drop(part)
 
 
