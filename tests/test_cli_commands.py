@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from routed_experts.capture import record_from_meta_info
-from routed_experts.cli import main
+from routed_experts.cli import generate, main
 from routed_experts.cli.record_files import read_answers
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.demo import demo_model_path
@@ -97,6 +97,51 @@ def test_generate_reads_json_lines(tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n', encoding="utf-8")
     code, _, err = run(capsys, "generate", folder, "--input", tmp_path / "bad.jsonl", *SIZES)
     assert code == 2 and "line 2" in err
+    half = '{"prompt": "a", "tag": "\\ud800"}'
+    for bad, told in ((half, "half a character"), ('{"prompt": 5}', "as text"), ('{"input_ids": ["a"]}', "token ids")):
+        (tmp_path / "bad.jsonl").write_text(bad + "\n", encoding="utf-8")
+        code, _, err = run(capsys, "generate", folder, "--input", tmp_path / "bad.jsonl", "--output", tmp_path / "never.jsonl", *SIZES)
+        assert code == 2 and told in err and "line 1" in err and "ready" not in err
+
+
+def test_answers_outlive_a_refusal_and_an_interrupt(tmp_path, capsys, monkeypatch):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    monkeypatch.setattr(generate, "BATCH", 1)
+    lines = [{"prompt": "The cat"}, {"input_ids": [5, 6]}, {"input_ids": [10**6]}]  # the last is no token of the model
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    flags = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--max-new-tokens", 2]
+    code, _, err = run(capsys, "generate", folder, *flags, *SIZES)
+    (kept,) = tmp_path.glob(".*.part.jsonl")
+    assert code == 2 and f"2 answers so far are kept, a line each, in {kept}" in err
+    assert [len(json.loads(line)["output_ids"]) for line in kept.read_text(encoding="utf-8").splitlines()] == [2, 2]
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(("written", "left"), [("", None), ('{"a": 1}\n{"b"', '{"a": 1}\n')])
+def test_an_interrupt_leaves_whole_lines(tmp_path, capsys, written, left):
+    def interrupted():
+        with generate._new_lines(tmp_path / "out.jsonl") as part:
+            part.write_text(written)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    kept = list(tmp_path.iterdir())
+    assert [file.read_text() for file in kept] == ([] if left is None else [left])
+    err = capsys.readouterr().err
+    assert all(f"1 answers so far are kept, a line each, in {file}" in err for file in kept) and bool(err) == bool(kept)
+
+
+def test_lines_end_at_line_feeds_alone(answers, capsys, tmp_path):
+    folder, record = answers
+    said = json.loads((folder / "a.json").read_text(encoding="utf-8"))
+    first = {"text": "a\u2028 b\u2029 c\x85 d", "meta_info": {}}
+    text = "\r\n".join(json.dumps(one, ensure_ascii=False) for one in (first, said)) + "\n"
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8", newline="")
+    assert run(capsys, "convert", tmp_path / "a.jsonl", tmp_path / "b.safetensors", "--line", 2)[0] == 0
+    assert RoutedExperts.from_bytes((tmp_path / "b.safetensors").read_bytes()) == record
+    (tmp_path / "one.jsonl").write_text(json.dumps({**said, "text": first["text"]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [one.record for one in read_answers([tmp_path / "one.jsonl"])] == [record]
 
 
 @pytest.fixture(scope="module")

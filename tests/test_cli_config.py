@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_every_flag_of_serve_may_stand_in_a_file():
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(tmp_path):
-    said = "model: OTHER\nport: 1\nprecompile-bs-paddings: [2]\nstrict-fields: false\nseed: null\nlog-level: debug\n"
+    said = "model: OTHER\nport: 1\nprecompile-bs-paddings: [2]\nstrict-fields: false\nlog-level: debug\n"
     assert read(tmp_path, said) == typed("OTHER", "--port", "1", "--precompile-bs-paddings", "2", "--log-level", "debug")
     found = read(tmp_path, said, "MODEL", "--port", "2", "--precompile-bs-paddings", "4", "8")
     assert found == typed("MODEL", "--port", "2", "--precompile-bs-paddings", "4", "8", "--log-level", "debug")
@@ -58,11 +59,13 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(tmp_p
 @pytest.mark.parametrize(("said", "told"), [
     ("prot: 1", "prot is no flag of serve; did you mean port?"), ("nonsense-of-mine: 1", "--help"), ("config: a.yaml", "config"),
     ("enable_return_routed_expert: true", "enable-return-routed-experts"), ("port: many", "port: invalid int value: 'many'"),
-    ("port: true", "port is True"), ("port: [1, 2]", "port is a list"), ("port: {a: 1}", "port is {'a': 1}"),
+    ("port: true", "port is True"), ("port: [1, 2]", "port is a list"), ("port: {a: 1}", "port is {'a'"),
     ("strict-fields: maybe", "true or false"), ("strict-fields: 1", "true or false"), ("dtype: int3", "invalid choice: 'int3'"),
     ("port: 1\nport: 2", "port stands there twice"), ("context-length: 1\nmax_model_len: 2", "context-length are one flag"),
-    ("- port", "holds a list"), ("port: [", "is no YAML"), ("a: !!python/object/apply:os.getcwd []", "is no YAML"), ("7", "holds a int"),
+    ("- port", "holds a list"), ("port: [", "is no YAML"), ("a: !!python/object/apply:os.getcwd []", "is no YAML"),
+    ("7", "holds a single value"),
     ("precompile-bs-paddings: [a]", "precompile-bs-paddings: invalid int value"), ("trust-remote-code: true", "never run"),
+    ("weights-root: ~", "weights-root has no value"), ("api-key:", "api-key has no value"), ("port: &a [*a]", "port is ["),
 ])  # fmt: skip
 def test_what_is_wrong_names_the_file_and_the_key(tmp_path, said, told):
     with pytest.raises(ConfigError) as caught:
@@ -78,3 +81,32 @@ def test_the_command_reads_it(tmp_path, capsys):
         assert main(["serve", "MODEL", "--config", str(tmp_path / name)]) == 2
         err = capsys.readouterr().err
         assert name in err and err.count("\n") == 1
+
+
+def test_values_are_taken_as_they_are_written(tmp_path):
+    for text in ("0123456", "1.10", "12:30", "1_0", "0x10", "2026-01-01", "1e3"):
+        assert read(tmp_path, f"api-key: {text}\nmodel: {text}\n") == typed(text, "--api-key", text)
+    said = '{\n\t"api-key": 1.10, "port": 80}'
+    assert read(tmp_path, said, name="b.json") == typed("--api-key", "1.10", "--port", "80")
+
+
+def test_json_that_is_wrong_is_named_and_needs_no_yaml(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert read(tmp_path, {"port": 1}, name="a.json") == typed("--port", "1")
+    cases = (("{", "is no JSON"), ("[]", "holds a list"), ('{"port": 1, "port": 2}', "twice"), ('{"port": {"a": 1}}', "port is {"),
+             ('{"port": null}', "no value"), ('{"port": true}', "port is True"))  # fmt: skip
+    for said, told in cases:
+        with pytest.raises(ConfigError) as caught:
+            read(tmp_path, said, name="a.json")
+        assert told in str(caught.value) and "a.json" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"pyyaml.*routed-experts\[serve\]"):
+        read(tmp_path, "port: 1")
+
+
+@pytest.mark.parametrize(("said", "words"), [
+    ("api-key: a", ("--api-key-file", "b")), ("api-key-file: a", ("--api-key", "b")), ("admin-api-key: a", ("--admin-api-key-file", "b")),
+    ("admin-api-key-file: a", ("--admin-api-key", "b")), ("ep-size: 4", ("--enable-expert-parallel", "--tp-size", "2")),
+    ("enable-expert-parallel: true", ("--ep-size", "2")),
+])  # fmt: skip
+def test_what_is_typed_wins_over_another_name_of_the_same_thing(tmp_path, said, words):
+    assert read(tmp_path, said, *words) == typed(*words)

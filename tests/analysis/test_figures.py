@@ -45,6 +45,11 @@ def test_a_picture_is_written_whatever_the_text(tmp_path, ending):
     assert written.startswith({"png": b"\x89PNG", "svg": b"<?xml"}[ending])
 
 
+def test_a_name_without_an_ending_gets_one(tmp_path):
+    draw_routing([text_of("abcdef")], tmp_path / "fig", title="t", dpi=40)
+    assert [file.name for file in tmp_path.iterdir()] == ["fig.png"] and (tmp_path / "fig.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_picture_is_the_same_each_time(tmp_path):
     for name in "ab":
         draw_routing([text_of("abcdef")], tmp_path / f"{name}.png", title="t", dpi=40)

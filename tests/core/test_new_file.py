@@ -3,6 +3,8 @@
 import errno
 import os
 import stat
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +16,8 @@ def names(folder):
     return sorted(file.name for file in folder.iterdir())
 
 
-def fail(target, error):
-    with new_file(target) as part:
+def fail(target, error, *, keep=False):
+    with new_file(target, keep=keep) as part:
         part.write_text("half")
         raise error
 
@@ -73,3 +75,87 @@ def test_links_modes_devices_and_folders(tmp_path):
         pass
     with pytest.raises(WriteError, match="make the folder"), new_file(tmp_path / "no" / "a"):
         pass
+
+
+@pytest.fixture
+def unprivileged():
+    """A folder of a user to whom modes apply: root becomes another for the test."""
+    with tempfile.TemporaryDirectory() as folder:
+        was = os.geteuid()
+        if was == 0:
+            os.chown(folder, 65534, 65534)
+            os.seteuid(65534)
+        try:
+            yield Path(folder)
+        finally:
+            os.chmod(folder, 0o700)
+            os.seteuid(was)
+
+
+def refuse_renames(monkeypatch, code=errno.EBUSY):
+    def refused(source, target):
+        raise OSError(code, os.strerror(code), os.fspath(source), None, os.fspath(target))
+
+    monkeypatch.setattr(os, "replace", refused)
+
+
+def test_a_file_that_cannot_be_replaced_is_filled(tmp_path, monkeypatch):
+    refuse_renames(monkeypatch)  # as for a file that is a mount of its own
+    target = tmp_path / "a.json"
+    target.write_text("old and longer")
+    with new_file(target) as part:
+        part.write_text("new")
+    assert (names(tmp_path), target.read_text()) == (["a.json"], "new")
+
+
+def test_what_finds_no_place_is_kept_and_named(tmp_path, monkeypatch):
+    refuse_renames(monkeypatch, errno.EACCES)
+    with pytest.raises(WriteError) as caught, new_file(tmp_path / "a.json") as part:
+        part.write_text("new")
+    assert f"kept in {part}; move that to its place" in str(caught.value) and "Permission denied" in str(caught.value)
+    assert part.read_text() == "new" and not (tmp_path / "a.json").exists()
+
+
+def test_a_folder_that_takes_no_file_and_a_file_that_takes_no_bytes(unprivileged):
+    target = unprivileged / "a.json"
+    target.write_text("old")
+    unprivileged.chmod(0o500)
+    with new_file(target) as part:
+        part.write_text("new")
+    assert target.read_text() == "new"
+    with pytest.raises(WriteError, match="make the folder writable"), new_file(unprivileged / "b"):
+        pass
+    unprivileged.chmod(0o700)
+    target.chmod(0o444)
+    with pytest.raises(WriteError, match="make the file writable"), new_file(target):
+        raise AssertionError("lent, though it cannot be written")
+    assert target.read_text() == "new" and names(unprivileged) == ["a.json"]
+
+
+def test_a_secret_is_secret_while_it_is_written(tmp_path):
+    target = tmp_path / "a.json"
+    target.touch(mode=0o600)
+    with new_file(target) as part:
+        assert stat.S_IMODE(part.stat().st_mode) == 0o600
+
+
+def test_the_suffix_is_that_of_the_name_that_was_given(tmp_path):
+    (tmp_path / "real.png").touch()
+    (tmp_path / "link.svg").symlink_to(tmp_path / "real.png")
+    with new_file(tmp_path / "link.svg") as part:
+        assert part.suffix == ".svg"
+
+
+def test_a_file_as_a_folder_and_errors_of_others(tmp_path):
+    (tmp_path / "x.txt").touch()
+    with pytest.raises(WriteError, match="its folder is a file"), new_file(tmp_path / "x.txt" / "y.json"):
+        pass
+    with pytest.raises(TimeoutError), new_file(tmp_path / "a"):
+        raise TimeoutError(errno.ETIMEDOUT, "a server did not answer")
+
+
+def test_kept_on_request(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fail(tmp_path / "a", KeyboardInterrupt, keep=True)
+    (part,) = tmp_path.iterdir()
+    assert part.read_text() == "half" and part.name != "a"

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class PlacedToken:
 def draw_routing(
     texts: Sequence[RoutedText], path: str | os.PathLike[str], *, title: str, column: int | None = None, dpi: int = 160
 ) -> None:
-    """Write a PNG, SVG or PDF, as `path` ends; `column` is the MoE layer that tints the texts, the middle one unless said.
+    """Write a PNG, SVG or PDF, as `path` ends, else `path`.png; `column` is the MoE layer that tints the texts, the middle one unless said.
 
     Raises ConfigError where matplotlib is missing."""
     records = [text.record for text in texts]
@@ -64,8 +65,9 @@ def draw_routing(
     caption = f"u = c·E / (T·K): rows of a layer that went to an expert, relative to uniform; T rows, K = {first.top_k}, "
     caption += f"E = {first.num_experts}. The strip gives each expert's colour above."
     figure.text(_MARGIN / _WIDTH, 0.16 / height, caption, fontsize=8, color=_SOFT, va="center")
-    with new_file(path) as part:
-        form = part.suffix.removeprefix(".") or "png"
+    named = Path(path if Path(path).suffix else f"{os.fspath(path)}.png")
+    form = named.suffix.removeprefix(".")
+    with new_file(named) as part:
         figure.savefig(part, format=form, dpi=dpi, metadata={"Software": None} if form == "png" else None)
 
 

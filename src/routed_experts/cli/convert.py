@@ -12,6 +12,7 @@ import numpy as np
 from routed_experts.capture.answer_file import decode_answers, holds_answers
 from routed_experts.capture.meta_info import record_from_response
 from routed_experts.capture.wire import encode_listed, encode_meta_info
+from routed_experts.cli.record_files import lines_of
 from routed_experts.core.array_files import write_arrays
 from routed_experts.core.errors import ConfigError, RoutingFormatError
 from routed_experts.core.new_file import new_file
@@ -61,7 +62,7 @@ def _read(source: Path, *, choice: int, line: int) -> RoutedExperts:
         return _known(_chosen(decode_answers(encoded), source, line).record, source)
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".jsonl":
-        text = _chosen([one for one in text.splitlines() if one.strip()], source, line)
+        text = _chosen([one for one in lines_of(text) if one.strip()], source, line)
     try:
         said = json.loads(text)
     except ValueError as error:

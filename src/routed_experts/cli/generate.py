@@ -1,11 +1,13 @@
 """`routed-experts generate`: prompts in, text or JSON lines out. Knows the engine by its public door."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -43,9 +45,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, began: float) -> int:
     """Generate for all prompts, in order."""
     args, experts, placement = ServerArgs(**engine_args(options)), expert_args(options), placement_args(options)
-    prompts = [{"prompt": text} for text in options.prompt] if options.prompt else list(_read(options.input))
+    prompts = [_checked({"prompt": text}, "--prompt") for text in options.prompt] if options.prompt else list(_read(options.input))
+    filed = options.output is not None and options.output.suffix == ".safetensors"
     with ExitStack() as stack:
-        part = None if options.output is None else stack.enter_context(new_file(options.output))
+        lent = None if options.output is None else new_file(options.output) if filed else _new_lines(options.output)
+        part = None if lent is None else stack.enter_context(lent)
         start_jax(default_platform=None)
         from routed_experts.engine.engine import Engine
 
@@ -56,12 +60,37 @@ def run(options: argparse.Namespace, began: float) -> int:
         if part is None:
             for answer in answers:
                 print(answer["text"])
-        elif part.suffix == ".safetensors":
+        elif filed:
             part.write_bytes(encode_answers([_filed(engine, answer) for answer in answers]))
         else:
             with part.open("w", encoding="utf-8") as lines:
                 lines.writelines(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
     return 0
+
+
+@contextlib.contextmanager
+def _new_lines(path: Path) -> Generator[Path, None, None]:
+    """A new file of which an error or Ctrl-C leaves the whole lines; where they are is told on standard error."""
+    part: Path | None = None
+    try:
+        with new_file(path, keep=True) as part:
+            yield part
+    except BaseException:
+        if part is not None and part.is_file() and part != Path(os.path.realpath(path)):
+            _keep_lines(part)
+        raise
+
+
+def _keep_lines(part: Path) -> None:
+    """Cut a last line that is not whole, which takes no room on a disk that is full."""
+    whole = num_lines = 0
+    with part.open("rb+") as stream:
+        for line in stream:
+            if line.endswith(b"\n"):
+                whole, num_lines = whole + len(line), num_lines + 1
+        if num_lines:
+            stream.truncate(whole)
+            print(f"{num_lines} answers so far are kept, a line each, in {part}", file=sys.stderr)
 
 
 def _filed(engine: "Engine", answer: dict[str, Any]) -> FiledAnswer:
@@ -113,8 +142,24 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
 def _prompt(line: str, where: str) -> dict[str, Any]:
     try:
         said = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f'{where} is no JSON ({error}); write one object a line: {{"prompt": "text"}}') from error
     if not isinstance(said, dict) or ("prompt" in said) == ("input_ids" in said):
         raise ConfigError(f"{where} must be an object with prompt or input_ids; correct the line")
-    return cast("dict[str, Any]", said)
+    return _checked(cast("dict[str, Any]", said), where)
+
+
+def _checked(said: dict[str, Any], where: str) -> dict[str, Any]:
+    """A prompt, if the engine can take it and its fields can be written beside its answer."""
+    ids: object = said.get("input_ids")
+    if not isinstance(said.get("prompt", ""), str) or not ("prompt" in said or _are_ids(ids)):
+        raise ConfigError(f"{where} must hold prompt as text or input_ids as a list of token ids; correct the line")
+    try:
+        json.dumps(said, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where} holds {error.object[error.start]!a}, half a character, which no file can hold; take it out") from error
+    return said
+
+
+def _are_ids(ids: object) -> bool:
+    return isinstance(ids, list) and all(type(one) is int and one >= 0 for one in cast("list[object]", ids))

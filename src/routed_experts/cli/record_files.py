@@ -35,6 +35,11 @@ def read_answers(files: Iterable[Path]) -> list[Recorded]:
     return [one for file in files for one in _all_of(file)]
 
 
+def lines_of(text: str) -> list[str]:
+    """The lines of a .jsonl file. They end at line feeds alone: JSON may hold the other characters that `str.splitlines` cuts at."""
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
 def _all_of(file: Path) -> list[Recorded]:
     try:
         records = list(_records_of(file))
@@ -52,7 +57,7 @@ def _records_of(file: Path) -> Iterator[Recorded]:
         yield from _in_tensors(file.read_bytes())
         return
     text = file.read_text(encoding="utf-8")
-    for number, said in enumerate(text.splitlines() if file.suffix == ".jsonl" else [text], start=1):
+    for number, said in enumerate(lines_of(text) if file.suffix == ".jsonl" else [text], start=1):
         if said.strip():
             where = f"line {number}" if file.suffix == ".jsonl" else "the file"
             for answer in _answers(said, where):

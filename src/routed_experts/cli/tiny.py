@@ -21,7 +21,7 @@ def run(options: argparse.Namespace, began: float) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there and not an empty folder; name another")
     folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:  # all of the files, or none
+    with ExitStack() as stack:  # none has its name before all are written
         for file in demo_model_path().iterdir():
             shutil.copyfile(file, stack.enter_context(new_file(folder / file.name)))
     size = sum(file.stat().st_size for file in folder.iterdir())

@@ -3,8 +3,10 @@
 Knows no architecture and no device: each model brings a table that says for every tensor where in its stacked arrays it
 belongs; `check` compares the table with the headers, models/weight_loader.py fills the arrays."""
 
+import errno
 import fnmatch
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,7 +123,8 @@ def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: It
 
 
 def save(path: Path | str, config: Mapping[str, object], tensors: Mapping[str, np.ndarray]) -> Path:
-    """Write config.json and model.safetensors as Hugging Face does; the folder is made. Raises WriteError, and then neither is new."""
+    """Write config.json and model.safetensors as Hugging Face does; the folder is made.
+    Raises WriteError; neither is new then, unless it is config.json that could not be given its name: the weights are new already."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     whole = {name: np.require(tensor, requirements="C") for name, tensor in tensors.items()}
@@ -130,7 +133,7 @@ def save(path: Path | str, config: Mapping[str, object], tensors: Mapping[str, n
         try:
             save_file(whole, weights, metadata={"format": "pt"})
         except SafetensorError as error:  # what the system said stands in its text alone
-            raise OSError(str(error)) from error
+            raise OSError(errno.EIO, str(error), os.fspath(weights)) from error
     return folder
 
 

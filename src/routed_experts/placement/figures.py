@@ -5,6 +5,7 @@ Dims: M MoE layers, E experts, V devices."""
 import importlib
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ def draw_plans(
     path: str | os.PathLike[str], records: Sequence[RoutedExperts], learned: Float[np.ndarray, "M E"], *,
     devices: Mapping[str, Float64[np.ndarray, "M V"]], residents: int | None, title: str = "Where experts would live",
 ) -> None:  # fmt: skip
-    """Write a PNG, SVG or PDF, as `path` ends. `learned` is the load that plans were made from, `devices` the loads that replay found,
-    by name; `residents` marks a number of them, None leaves residency out. Raises ConfigError where matplotlib is missing."""
+    """Write a PNG, SVG or PDF, as `path` ends, else `path`.png. `learned` is the load that plans were made from, `devices` the loads that
+    replay found, by name; `residents` marks a number of them, None leaves residency out. Raises ConfigError where matplotlib is missing."""
     panels = len(devices) + (residents is not None)
     figure = _library("matplotlib.figure").Figure(figsize=(_WIDTH, _PANEL + 0.9), facecolor="white", layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
@@ -39,8 +40,9 @@ def draw_plans(
     if residents is not None:
         _draw_residency(axes[-1], records, learned, residents)
     figure.suptitle(title, fontsize=12, weight="bold", x=0.01, ha="left")
-    with new_file(path) as part:
-        form = part.suffix.removeprefix(".") or "png"
+    named = Path(path if Path(path).suffix else f"{os.fspath(path)}.png")
+    form = named.suffix.removeprefix(".")
+    with new_file(named) as part:
         figure.savefig(part, format=form, dpi=_DPI, metadata={"Software": None} if form == "png" else None)
 
 
