@@ -1,8 +1,8 @@
 // A run of pre-norm layers, attention and experts, as one kernel: the same loops as the handlers of their parts, one after another, by
 // one team. Padding tokens, which stand last, are left out. All that is between the weights is kept in float32, whatever their dtype is:
 // half precision would cost conversions and gain no room. The stream is rounded where it leaves the run, keys and values as the pool is.
-// Where weights are bfloat16 and the processor multiplies pairs, what enters a product is rounded to it, but for routers and for steps
-// in which every request has one token; every row of a step alike, so that no row hangs on its neighbours.
+// With REX_PAIRS (vec.h) what enters a product with bfloat16 weights is rounded to it, but for routers and for steps in which every request has
+// one token; every row of a step alike.
 #pragma once
 #include <cmath>
 
