@@ -81,34 +81,90 @@ struct Mix {
   }
 };
 
-// Queries times keys as they lie, for all kv heads of a piece, slot by slot.
-template <class T>
-void score_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, int64_t keys, const T* const* slots, const T* const* next) {
-  for (int64_t t = 0; t < keys; t++) {
-    if (next[t] != nullptr) prefetch(next[t], 2 * groups * s.row);
-    for (int64_t g = 0; g < groups; g++) {
-      const T* key = slots[t] + 2 * g * s.row;
-      for (int64_t r = g * rows; r < (g + 1) * rows; r++) {
-        const float* q = mix.queries + r * s.dim;
-        vf sums = {};
-        int64_t c = 0;
-        for (; c + kLanes <= s.dim; c += kLanes) sums += load(q + c) * load(key + c);
-        if (const int rest = s.dim - c) sums += load(q + c, rest) * load(key + c, rest);
-        mix.scores[r * kKeys + t] = sum(sums);
-      }
+// Keys first .. first + 3 of a block, each against Rows queries of one kv head; keys beyond the last are the last once more.
+template <int Rows, class T>
+inline void score_four(const AttentionShape& s, const float* queries, int64_t offset, int64_t first, int64_t keys, const T* const* slots,
+                       float* scores) {
+  const T* key[4];
+  for (int i = 0; i < 4; i++) key[i] = slots[std::min(first + i, keys - 1)] + offset;
+  vf sums[Rows][4] = {};
+  auto add = [&](int64_t c, auto take) {
+    vf lines[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) lines[i] = take(key[i] + c);
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; r++) {
+      const vf q = take(queries + r * s.dim + c);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) sums[r][i] += q * lines[i];
     }
+  };
+  int64_t c = 0;
+  for (; c + kLanes <= s.dim; c += kLanes) add(c, [](const auto* p) { return load(p); });
+  if (const int rest = s.dim - c) add(c, [rest](const auto* p) { return load(p, rest); });
+  for (int r = 0; r < Rows; r++) store_four(scores + r * kKeys + first, sums[r]);  // a row of scores has whole vectors
+}
+
+// values of a block, as they lie, times the weights of Rows rows of one kv head, Vectors vectors of columns: sums stay in registers.
+template <int Rows, int Vectors, class T>
+inline void blend_columns(const AttentionShape& s, const float* weights, int64_t offset, int64_t keys, const T* const* slots, float* mixed) {
+  vf sums[Rows][Vectors];
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < Vectors; v++) sums[r][v] = load(mixed + r * s.dim + v * kLanes);
+  for (int64_t t = 0; t < keys; t++) {
+    vf lines[Vectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; v++) lines[v] = load(slots[t] + offset + v * kLanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; v++) sums[r][v] += weights[r * kKeys + t] * lines[v];
+  }
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < Vectors; v++) store(mixed + r * s.dim + v * kLanes, sums[r][v]);
+}
+
+template <int Rows, class T>
+inline void blend_rows(const AttentionShape& s, const float* weights, int64_t offset, int64_t keys, const T* const* slots, float* mixed) {
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= s.dim; c += 4 * kLanes) blend_columns<Rows, 4>(s, weights, offset + c, keys, slots, mixed + c);
+  for (; c + kLanes <= s.dim; c += kLanes) blend_columns<Rows, 1>(s, weights, offset + c, keys, slots, mixed + c);
+  if (const int rest = s.dim - c)
+    for (int r = 0; r < Rows; r++) {
+      vf sums = load(mixed + r * s.dim + c, rest);
+      for (int64_t t = 0; t < keys; t++) sums += weights[r * kKeys + t] * load(slots[t] + offset + c, rest);
+      store(mixed + r * s.dim + c, sums, rest);
+    }
+}
+
+// Rows 0..rows-1 by fours, then twos and ones: body(first, how many, as a constant).
+template <int Most = 4, class Body>
+inline void by_rows(int64_t rows, const Body& body, int64_t first = 0) {
+  for (; first + Most <= rows; first += Most) body(first, std::integral_constant<int, Most>());
+  if constexpr (Most > 1) by_rows<Most / 2>(rows, body, first);
+}
+
+// Few queries of each kv head of a piece: keys and values are used as they lie. A slot is touched from end to end before its keys are
+// used: processors fetch ahead of who reads in order, not of who skips the values.
+template <class T>
+void score_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, int64_t keys, const T* const* slots) {
+  for (int64_t t = 0; t < keys; t += 4) {
+    for (int64_t i = t; i < std::min(t + 4, keys); i++) touch(slots[i], 2 * groups * s.row);
+    for (int64_t g = 0; g < groups; g++)
+      by_rows(rows, [&](int64_t r, auto count) {
+        const int64_t row = g * rows + r;
+        score_four<count()>(s, mix.queries + row * s.dim, 2 * g * s.row, t, keys, slots, mix.scores + row * kKeys);
+      });
   }
 }
 
-// Weights times values as they lie; slots of one page lie side by side.
 template <class T>
-void blend_few(const AttentionShape& s, Mix& mix, int64_t group, int64_t rows, int64_t start, int64_t keys, const T* const* slots) {
-  const float* weights = mix.scores + group * rows * kKeys;
-  float* mixed = mix.mixed + group * rows * s.dim;
-  for (int64_t t = 0, run = 0; t < keys; t += run) {
-    run = std::min(s.page - (start + t) % s.page, keys - t);
-    product(rows, weights + t, kKeys, slots[t] + (2 * group + 1) * s.row, s.stride(), run, s.dim, mixed, s.dim);
-  }
+void blend_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, int64_t keys, const T* const* slots) {
+  for (int64_t g = 0; g < groups; g++)
+    by_rows(rows, [&](int64_t r, auto count) {
+      const int64_t row = g * rows + r;
+      blend_rows<count()>(s, mix.scores + row * kKeys, (2 * g + 1) * s.row, keys, slots, mix.mixed + row * s.dim);
+    });
 }
 
 // A block of one kv head for many rows: its keys turned around, and its values side by side, so that tiles multiply with them.
@@ -152,7 +208,6 @@ void attend(const AttentionShape& s, const PagedStep& step, const QueryPiece& pi
   auto token = [&](int64_t row) { return piece.begin + row % rows / share; };
   auto place = [&](int64_t row) { return (token(row) * s.heads + (piece.group + row / rows) * share + row % share) * s.dim; };
   auto slot = [&](int64_t at) -> const T* {
-    if (at >= length) return nullptr;
     const int64_t listed = step.first_page + step.page_table[piece.request * s.pages + at / s.page];
     return pool + (listed * s.page + at % s.page) * s.stride() + 2 * piece.group * s.row;
   };
@@ -160,8 +215,8 @@ void attend(const AttentionShape& s, const PagedStep& step, const QueryPiece& pi
   for (int64_t r = 0; r < all; r++) scale_to(queries + place(r), scale, mix.queries + r * s.dim, s.dim);
   for (int64_t start = 0; start < length; start += kKeys) {
     const int64_t keys = std::min(kKeys, length - start);
-    const T *slots[kKeys], *next[kKeys];
-    for (int64_t t = 0; t < kKeys; t++) slots[t] = slot(start + t), next[t] = slot(start + kKeys + t);
+    const T* slots[kKeys];
+    for (int64_t t = 0; t < keys; t++) slots[t] = slot(start + t);
     auto seen = [&](int64_t row) { return std::clamp<int64_t>(step.positions[token(row)] + 1 - start, 0, keys); };
     if (rows > kFewRows) {
       lay(s, mix, keys, slots);
@@ -169,9 +224,9 @@ void attend(const AttentionShape& s, const PagedStep& step, const QueryPiece& pi
       continue;
     }
     if (start == 0) std::fill(mix.mixed, mix.mixed + all * s.dim, 0.0f);
-    score_few(s, mix, piece.groups, rows, keys, slots, next);
+    score_few(s, mix, piece.groups, rows, keys, slots);
     for (int64_t r = 0; r < all; r++) mix.weigh(r, keys, seen(r), s.dim);
-    for (int64_t g = 0; g < piece.groups; g++) blend_few(s, mix, g, rows, start, keys, slots);
+    blend_few(s, mix, piece.groups, rows, keys, slots);
   }
   for (int64_t r = 0; r < all; r++) scale_to(mix.mixed + r * s.dim, 1.0f / std::max(mix.total[r], 1e-30f), out + place(r), s.dim);
 }

@@ -122,13 +122,15 @@ struct ExpertRun {
   }
 };
 
-// Into how many parts each expert is cut, so that no core waits long for another's last one: few rows are bound by memory, and there
-// a part costs as much as its share of the weights. Sums are never cut, so a row's result is the same by a bit. Rows as pairs are not
-// run in parts: how a row is multiplied is the caller's choice alone, and never hangs on how many there are beside it.
+// Into how many parts each expert is cut: one, but where there are so few that whole ones would leave cores without work for more than a
+// fifth of the time. A part reads its columns in runs, a whole expert its weights as they lie, which is a third faster. Sums are never cut,
+// so a row's result is the same by a bit. Rows as pairs are not run in parts: how a row is multiplied is the caller's choice alone, and
+// never hangs on how many there are beside it.
 inline int64_t expert_parts(const ExpertShape& s, int64_t slots, int64_t pieces, int64_t threads) {
-  if (threads < 2 || slots > pieces * kStreamRows) return 1;
+  const int64_t rounds = (pieces + threads - 1) / threads;
+  if (slots > pieces * kStreamRows || 4 * rounds * threads <= 5 * pieces) return 1;
   const int64_t most = std::max<int64_t>(1, std::min(s.width, s.hidden) / kPartColumns);
-  return std::clamp<int64_t>((16 * threads + pieces - 1) / std::max<int64_t>(pieces, 1), 1, most);
+  return std::clamp<int64_t>((16 * threads + pieces - 1) / pieces, 1, most);
 }
 
 // Column `part` of `parts` begins here; whole vectors.

@@ -15,8 +15,10 @@ namespace rex {
 
 constexpr int kTileRows = 6;
 constexpr int kTileVectors = 4;  // of a tile at most
-constexpr int kStreamRows = 8;   // up to this many rows are streamed; more of them pay for a panel
+constexpr int kStreamRows = 16;  // up to this many rows are streamed; more of them pay for a panel
 constexpr int kStreamDepth = 8;  // rows of w walked side by side
+constexpr int64_t kStreamFloats = 8192;  // of out that stay in the first cache
+constexpr int kAskRows = 3;      // from so many rows on w is asked for ahead; for fewer the processor's own guess is the faster
 constexpr int kPackAhead = 16;   // rows
 constexpr int64_t kPanelDepth = 512;  // rows of a panel: 128 KiB, which stay in the second cache
 constexpr int64_t kAskEvery = 8;  // rows of a panel between two looks ahead
@@ -96,19 +98,50 @@ inline void ragged_columns(int64_t rows, const float* x, int64_t ldx, const W* w
   }
 }
 
+// out[0..Rows-1] += x times lines of w, in registers; loops are unrolled by order, or the lines would be put on the stack.
+template <int Rows, int Depth, int Vectors>
+[[gnu::always_inline]] inline void add_lines(const float* x, int64_t ldx, const vf (&lines)[Depth][Vectors], float* out, int64_t ldo) {
+  vf sums[Rows][Vectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < Vectors; v++) sums[r][v] = load(out + r * ldo + v * kLanes);
+#pragma GCC unroll 8
+  for (int d = 0; d < Depth; d++)
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 2
+      for (int v = 0; v < Vectors; v++) sums[r][v] += x[r * ldx + d] * lines[d][v];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 2
+    for (int v = 0; v < Vectors; v++) store(out + r * ldo + v * kLanes, sums[r][v]);
+}
+
+// The last rows, fewer than twice Group: by halves of them.
+template <int Group, int Depth, int Vectors>
+[[gnu::always_inline]] inline void add_rest(int64_t rows, const float* x, int64_t ldx, const vf (&lines)[Depth][Vectors], float* out, int64_t ldo) {
+  if (rows & Group) {
+    add_lines<Group>(x, ldx, lines, out, ldo);
+    x += Group * ldx, out += Group * ldo;
+  }
+  if constexpr (Group > 1) add_rest<Group / 2>(rows, x, ldx, lines, out, ldo);
+}
+
 template <int Depth, int Vectors, class W>
 [[gnu::always_inline]] inline void stream_columns(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, float* out, int64_t ldo) {
   vf lines[Depth][Vectors];
+#pragma GCC unroll 8
   for (int d = 0; d < Depth; d++)
+#pragma GCC unroll 2
     for (int v = 0; v < Vectors; v++) lines[d][v] = load(w + d * ldw + v * kLanes);
-  for (int d = 0; d < Depth; d++) prefetch(w + (d + Depth) * ldw, Vectors * kLanes);
-  for (int64_t r = 0; r < rows; r++) {
-    vf sums[Vectors];
-    for (int v = 0; v < Vectors; v++) sums[v] = load(out + r * ldo + v * kLanes);
-    for (int d = 0; d < Depth; d++)
-      for (int v = 0; v < Vectors; v++) sums[v] += x[r * ldx + d] * lines[d][v];
-    for (int v = 0; v < Vectors; v++) store(out + r * ldo + v * kLanes, sums[v]);
-  }
+  if (rows >= kAskRows)
+#pragma GCC unroll 8
+    for (int d = 0; d < Depth; d++) prefetch(w + (d + Depth) * ldw, Vectors * kLanes);
+  constexpr int kGroup = 8 / Vectors;  // lines and sums fill three quarters of the registers
+  int64_t r = 0;
+  for (; r + kGroup <= rows; r += kGroup) add_lines<kGroup>(x + r * ldx, ldx, lines, out + r * ldo, ldo);
+  add_rest<kGroup / 2>(rows - r, x + r * ldx, ldx, lines, out + r * ldo, ldo);
 }
 
 // Side by side what one line of the cache holds; one row is a case of its own, in which nothing is counted.
@@ -122,6 +155,26 @@ inline void stream(int64_t rows, const float* x, int64_t ldx, const W* w, int64_
     for (; c + kVectors * kLanes <= cols; c += kVectors * kLanes) stream_columns<Depth, kVectors>(rows, x, ldx, w + c, ldw, out + c, ldo);
   }
   if (c + kLanes <= cols) stream_columns<Depth, 1>(rows, x, ldx, w + c, ldw, out + c, ldo);
+}
+
+// x in blocks of kStreamDepth columns, the rows of a block one after another: rows that far apart would push one another out of the cache.
+inline void block_rows(int64_t rows, const float* x, int64_t ldx, int64_t depth, float* blocks) {
+  for (int64_t d = 0; d < depth; d += kStreamDepth)
+    for (int64_t r = 0; r < rows; r++, blocks += kStreamDepth) std::memcpy(blocks, x + r * ldx + d, kStreamDepth * sizeof(float));
+}
+
+template <class W>
+void streamed(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
+  thread_local Scratch scratch;
+  const int64_t deep = depth - depth % kStreamDepth, most = kStreamFloats / rows / 64 * 64;
+  float* blocks = scratch.floats(rows * deep);
+  block_rows(rows, x, ldx, deep, blocks);
+  for (int64_t c = 0, width = 0; c < cols; c += width) {
+    width = std::min(cols - c, most);
+    for (int64_t d = 0; d < deep; d += kStreamDepth)
+      stream<kStreamDepth>(rows, blocks + d * rows, kStreamDepth, w + d * ldw + c, ldw, width, out + c, ldo);
+    for (int64_t d = deep; d < depth; d++) stream<1>(rows, x + d, ldx, w + d * ldw + c, ldw, width, out + c, ldo);
+  }
 }
 
 // A panel of w, row after row: where w itself lies, its rows would push one another out of the cache.
@@ -187,9 +240,7 @@ void product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw,
     for (int64_t r = 0; r < rows; r++) std::fill(out + r * ldo + first, out + r * ldo + cols, 0.0f);
   }
   if (rows <= kStreamRows) {
-    int64_t d = 0;
-    for (; d + kStreamDepth <= depth; d += kStreamDepth) stream<kStreamDepth>(rows, x + d, ldx, w + d * ldw, ldw, cols, out, ldo);
-    for (; d < depth; d++) stream<1>(rows, x + d, ldx, w + d * ldw, ldw, cols, out, ldo);
+    streamed(rows, x, ldx, w, ldw, depth, whole, out, ldo);
   } else {
     tiled(rows, x, ldx, w, ldw, depth, whole, out, ldo, fresh);
   }

@@ -120,6 +120,22 @@ inline float sum(vf v) {
   return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
+// The sums of four vectors, one after another; a vector's sum is the same bits in each of the four places.
+inline void store_four(float* p, const vf (&v)[4]) {
+  typedef float v4 __attribute__((vector_size(16)));
+  auto halves = [](vf x, vf y) {  // [8 of x, 8 of y]
+    return __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  };
+  const vf x = halves(v[0], v[1]), y = halves(v[2], v[3]);
+  vf z = __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+         __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);  // four of each
+  z += __builtin_shufflevector(z, z, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  z += __builtin_shufflevector(z, z, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  const v4 sums = {z[0], z[4], z[8], z[12]};
+  std::memcpy(p, &sums, sizeof(sums));
+}
+
 inline float largest(vf v) {
   typedef float v8 __attribute__((vector_size(32)));
   typedef float v4 __attribute__((vector_size(16)));
@@ -199,10 +215,17 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// Ask for memory that will be read soon; any address may be named.
+// Ask for memory that will be read soon; any address may be named. Always inlined: GCC takes a function of nothing else for one that does
+// nothing, and drops its calls.
 template <class T>
-inline void prefetch(const T* p, int64_t count) {
+[[gnu::always_inline]] inline void prefetch(const T* p, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 2);
+}
+
+// Read a number of each line of the cache, and forget it.
+template <class T>
+inline void touch(const T* p, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) (void)*reinterpret_cast<const volatile char*>(p + i);
 }
 
 // e^x, relative error below 2e-7 (Cephes, expf: 2^n times a polynomial); x is clipped to [-87.3, 88]; NaN stays NaN.
