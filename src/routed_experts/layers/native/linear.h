@@ -13,7 +13,7 @@ constexpr int64_t kLinearRows = 512;  // of a piece at most
 
 // Columns of a piece: long runs of a row where memory is the limit, but enough pieces for all cores.
 inline int64_t piece_columns(int64_t rows, int64_t cols, int64_t threads) {
-  if (rows > kStreamRows) return 128;
+  if (rows > kStreamRows) return std::clamp<int64_t>(cols / (4 * threads) / 64 * 64, 128, 512);
   return std::clamp<int64_t>(cols / threads / 64 * 64, 128, 1024);
 }
 

@@ -15,7 +15,7 @@ namespace rex {
 
 constexpr int kTileRows = 6;
 constexpr int kTileVectors = 4;  // of a tile at most
-constexpr int kStreamRows = 16;  // up to this many rows are streamed; more of them pay for a panel
+constexpr int kStreamRows = 24;  // up to this many rows are streamed; more of them pay for a panel
 constexpr int kStreamDepth = 8;  // rows of w walked side by side
 constexpr int64_t kStreamFloats = 8192;  // of out that stay in the first cache
 constexpr int kAskRows = 3;      // from so many rows on w is asked for ahead; for fewer the processor's own guess is the faster

@@ -219,7 +219,7 @@ class Scratch {
 // nothing, and drops its calls.
 template <class T>
 [[gnu::always_inline]] inline void prefetch(const T* p, int64_t count) {
-  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 2);
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 3);
 }
 
 // Read a number of each line of the cache, and forget it.
