@@ -54,7 +54,7 @@ def programs(folder: str) -> list[dict[str, object]]:
 
     from routed_experts.core.server_args import ServerArgs
     from routed_experts.engine.assembly import assemble
-    from routed_experts.execution.model_runner import program_jobs
+    from routed_experts.execution.program_table import program_jobs
 
     runner = assemble(arguments(ServerArgs, folder), load_format="dummy").core.runner
     jax.config.update("jax_enable_compilation_cache", False)

@@ -34,8 +34,9 @@ from routed_experts.engine.score import Scorer
 from routed_experts.engine.served_model import load_model, shards_of
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import plan_memory
-from routed_experts.execution.model_runner import ModelRunner, RunnerConfig, program_jobs
+from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.on_mesh import OnMesh
+from routed_experts.execution.program_table import RunnerConfig, program_jobs
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels

@@ -16,7 +16,8 @@ from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, ModelW
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS
 from routed_experts.execution.forward_batch import BatchShape
-from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
+from routed_experts.execution.model_runner import ModelRunner
+from routed_experts.execution.program_table import RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
 from tiny import VOCAB_SIZE, tiny_config, tiny_tensors
@@ -34,8 +35,8 @@ def oracle():
     return FullSequence(tiny_config(), tiny_tensors(tiny_config()))
 
 
-def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False):
-    """An uncompiled runner of the tiny MoE."""
+def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, told=False):
+    """An uncompiled runner of the tiny MoE; with `told` rows of decode steps come with their tokens."""
     model = model_of(tiny_config(), tiny_tensors(tiny_config()))
     graphdef, state = nnx.split(model)
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
@@ -55,6 +56,7 @@ def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False):
         attention=attention,
         num_pages=NUM_PAGES,
         raw_logprobs=raw_logprobs,
+        told=config.capture_spec.row_ids if told else 0,
     )
     return ModelRunner(state, spec, RunnerConfig(pool=pool, num_request_slots=NUM_SLOTS, shapes=shapes, vocab_size=VOCAB_SIZE))
 

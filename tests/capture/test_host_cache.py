@@ -98,12 +98,27 @@ def test_a_slot_outside_the_store_is_refused(slots, error):
         cache.gather(np.array(slots))
 
 
-@pytest.mark.parametrize("rows", [np.zeros((2, 3), np.uint16), np.zeros((1, 4), np.uint16), np.zeros((2, 4), np.int32)])
-def test_rows_of_another_shape_or_dtype_are_refused(rows):
+@pytest.mark.parametrize(
+    "rows",
+    [np.zeros((2, 3), np.uint16), np.zeros((1, 4), np.uint16), np.zeros((2, 4), np.int64), np.zeros((2, 4), np.uint8),
+     np.zeros((2, 4), np.float32), np.full((2, 4), -1, np.int32), np.full((2, 4), 1 << 16, np.int32)],
+)  # fmt: skip
+def test_rows_of_another_shape_or_dtype_or_with_ids_that_do_not_fit_are_refused(rows):
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
     cache.put(np.array([1, 2]), rows, 0)
     with pytest.raises(AssertionError):
         cache.file()
+
+
+def test_rows_may_come_wide_and_narrow_in_turn():
+    cache, noise = _RoutedExpertsHostCache(NUM_SLOTS, SPEC), np.random.default_rng(0)
+    wanted = noise.integers(0, 300, (6, 4))
+    for step, dtype in enumerate((np.uint16, np.int32, np.uint16)):
+        rows = np.pad(wanted[2 * step : 2 * step + 2], ((0, step), (0, 0)), constant_values=-1 if dtype is np.int32 else 7)
+        cache.put(np.arange(2 * step, 2 * step + 2), rows.astype(dtype), step)  # what pads a step may be anything
+    ids, valid, versions = cache.gather(np.arange(6))
+    assert np.array_equal(ids.reshape(6, 4), wanted) and ids.dtype == np.uint16
+    assert valid.all() and versions.tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_the_size_is_one_byte_an_id_a_slot_and_four_for_its_version():

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from routed_experts.engine.backends import ATTENTION, KERNELS
-from routed_experts.execution import model_runner, programs
+from routed_experts.execution import program_table, programs
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.decoder import FamilyDecoder
@@ -57,8 +57,8 @@ def lowered_without_rows(name, shape, kernels, attention, *, capture):
         num_layers=cache.num_layers, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim,
         dtype=jnp.dtype(jnp.float32), latent=cache.latent,
     )  # fmt: skip
-    runner = model_runner.RunnerConfig(pool=pool, num_request_slots=NUM_SLOTS, shapes=(shape,), vocab_size=COMMON["vocab_size"])
-    inputs = model_runner.abstract_inputs(state, spec, runner, shape)
+    runner = program_table.RunnerConfig(pool=pool, num_request_slots=NUM_SLOTS, shapes=(shape,), vocab_size=COMMON["vocab_size"])
+    inputs = program_table.abstract_inputs(state, spec, runner, shape)
     traced = jax.make_jaxpr(functools.partial(programs.forward, spec=spec, shape=shape))(*inputs)
     used = [True] * len(traced.out_avals)
     used[-1] = not capture

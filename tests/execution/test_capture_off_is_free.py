@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from routed_experts.engine.backends import ATTENTION, KERNELS
-from routed_experts.execution import model_runner, programs
+from routed_experts.execution import program_table, programs
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models import fused_run, qwen3_moe, sparse_block
@@ -150,8 +150,8 @@ class Build:
 
 
 POOL = KVPoolSpec(num_layers=5, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_kv_heads=2, head_dim=16, dtype=jnp.dtype(jnp.bfloat16))
-RUNNER = model_runner.RunnerConfig(pool=POOL, num_request_slots=NUM_SLOTS, shapes=(DECODE, EXTEND), vocab_size=313)
-REAL = Build(qwen3_moe, programs, model_runner, has_feature=True)
+RUNNER = program_table.RunnerConfig(pool=POOL, num_request_slots=NUM_SLOTS, shapes=(DECODE, EXTEND), vocab_size=313)
+REAL = Build(qwen3_moe, programs, program_table, has_feature=True)
 
 
 def build_from(model_text, programs_text):
@@ -163,8 +163,8 @@ def build_from(model_text, programs_text):
         model_text = model_text.replace(f"routed_experts.models.{name}", f"never.{name}")
     model = module_of("never.qwen3_moe", model_text)
     own_programs = module_of("never.programs", programs_text)
-    table = inspect.getsource(model_runner).replace("routed_experts.execution.programs", "never.programs")
-    return Build(model, own_programs, module_of("never.model_runner", table), has_feature=False)
+    table = inspect.getsource(program_table).replace("routed_experts.execution.programs", "never.programs")
+    return Build(model, own_programs, module_of("never.program_table", table), has_feature=False)
 
 
 @functools.cache
@@ -235,7 +235,7 @@ def test_on_without_its_output_is_off(shape):
 
     def left_of(capture):
         spec, state = REAL.spec(capture=capture)
-        inputs = model_runner.abstract_inputs(state, spec, RUNNER, shape)
+        inputs = program_table.abstract_inputs(state, spec, RUNNER, shape)
         traced = jax.make_jaxpr(functools.partial(programs.forward, spec=spec, shape=shape))(*inputs)
         used = [True] * len(traced.out_avals)
         used[-1] = not capture

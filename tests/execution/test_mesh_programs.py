@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS
-from routed_experts.execution.model_runner import program_jobs
 from routed_experts.execution.on_mesh import OnMesh
+from routed_experts.execution.program_table import program_jobs
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.models.cuts import Split
 from routed_experts.models.qwen3_moe import Qwen3Moe

@@ -2,6 +2,8 @@
 
 The oracle is float64 and knows no pages; the columns of a step are compared with it, so a column that is read as another is seen."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,8 @@ from oracles.margins import differences
 from oracles.worlds import other_oracle, other_weights, random_prompt
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, SamplerForm
-from routed_experts.execution.model_runner import PendingStep, program_jobs
+from routed_experts.execution.model_runner import PendingStep
+from routed_experts.execution.program_table import program_jobs
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from small_runner import DECODE, EXTEND, Fed, build, compiled, oracle, read, run, step_of
 
@@ -133,6 +136,26 @@ def test_what_was_read_is_not_touched_by_later_steps():
     again = read(runner, pending)
     for result in (first, again):
         assert np.array_equal(result.rows, kept[0]) and np.array_equal(result.tokens, kept[1])
+
+
+@pytest.mark.parametrize("form", list(SamplerForm), ids=lambda form: form.name)
+def test_rows_that_come_with_the_tokens_are_those_that_come_alone(form):
+    telling = build(told=True, shapes=(EXTEND, DECODE))
+    telling.compile()
+    fed = [Fed(part.slot, part.pages, (17 + at,), start=len(part.ids), prompt_len=len(part.ids)) for at, part in enumerate(PROMPT_PARTS)]
+    results, pendings = [], []
+    for runner in (compiled(), telling):
+        prompts = run(runner, step_of(*PROMPT_PARTS))
+        pending = runner.dispatch(step_of(*fed, form=form, mode=ForwardMode.DECODE))
+        later = runner.dispatch(step_of(*(dataclasses.replace(part, ids=(5,)) for part in fed), mode=ForwardMode.DECODE))
+        results.append((prompts, read(runner, pending), read(runner, later), read(runner, pending)))
+        pendings.append(pending)
+    assert pendings[0].rows is not None and pendings[1].rows is None, "an array less"
+    for alone, told in zip(*results, strict=True):
+        assert np.array_equal(alone.rows, told.rows) and alone.rows.shape == told.rows.shape
+        for name in ("tokens", "logprobs", "top_ids", "top_logprobs"):
+            assert np.array_equal(getattr(alone, name), getattr(told, name)), name
+    assert (results[1][1].top_ids is not None) == (form is SamplerForm.FULL)
 
 
 def test_the_table_of_programs_is_what_is_compiled():

@@ -11,7 +11,7 @@ import pytest
 from oracles.worlds import random_prompt
 from routed_experts.core.model_worker_batch import ForwardMode, SamplerForm
 from routed_experts.execution.forward_batch import pack, unpack
-from routed_experts.execution.model_runner import abstract_inputs, program_jobs
+from routed_experts.execution.program_table import abstract_inputs, program_jobs
 from routed_experts.execution.programs import SpokenTokens, count_spoken, forward
 from small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, Fed, build, compiled, oracle, run, step_of
 from tiny import VOCAB_SIZE

@@ -13,7 +13,7 @@ import pytest
 from layers.test_attention import make_step
 from model_steps import PAGES, drifted_rows, run_steps, tiny_model
 from routed_experts.core.model_worker_batch import SamplerForm
-from routed_experts.execution.model_runner import program_jobs
+from routed_experts.execution.program_table import program_jobs
 from routed_experts.layers.attention import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.layer_run import RunArrays, RunPlaces, RunRouting, StepArrays

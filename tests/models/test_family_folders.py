@@ -20,7 +20,7 @@ from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import DEFAULT_BACKENDS
 from routed_experts.execution.forward_batch import BatchShape
-from routed_experts.execution.model_runner import RunnerConfig, program_jobs
+from routed_experts.execution.program_table import RunnerConfig, program_jobs
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.memory.kv_pool import KVPoolSpec

@@ -12,7 +12,7 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.routed_experts import expert_id_dtype
 from routed_experts.execution.forward_batch import BatchShape
-from routed_experts.execution.model_runner import RunnerConfig, program_jobs
+from routed_experts.execution.program_table import RunnerConfig, program_jobs
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.attention import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels

@@ -129,7 +129,7 @@ class Machine:
 
     def check(self, batch) -> None:
         """What must hold of any step."""
-        rows = self.scheduler._in_flight[batch.step]
+        rows, _ = self.scheduler._in_flight[batch.step]
         counts = [row.count for row in rows]
         assert batch.num_tokens == sum(counts) <= self.buckets.extend[-1] <= max(self.args.precompile_token_paddings)
         assert sum(count for count in counts if count > 1) <= self.args.prefill_limit

@@ -31,7 +31,7 @@ class _RoutedExpertsDeviceCache:
     @staticmethod
     def create(num_tokens: int, spec: CaptureSpec, *, reroutes: bool = False) -> "_RoutedExpertsDeviceCache":
         """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time. `reroutes`: under capacities."""
-        shape = (spec.num_moe_layers * spec.top_k, num_tokens)
+        shape = (spec.row_ids, num_tokens)
         departed = jnp.zeros((num_tokens, 2), jnp.int32) if reroutes else None
         return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec, departed=departed)
 

@@ -11,6 +11,7 @@ Dims: Z slots, P pages, R rows, M MoE layers, K experts per token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from jaxtyping import Bool, Int, Int32, UInt
 from routed_experts.capture.expert_counts import ExpertCounts
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.integrity import Violation
-from routed_experts.core.model_worker_batch import TokenOrigins
+from routed_experts.core.model_worker_batch import ALL_GENERATED, TokenOrigins
 from routed_experts.core.routing_stats import RoutingStats
 
 _NUM_SHOWN = 8
@@ -49,7 +50,7 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
     def __init__(self, num_slots: int, spec: CaptureSpec, *, page_size: int = 1) -> None:
         assert num_slots >= 1 and num_slots % page_size == 0, f"{num_slots} slots are no whole number of pages of {page_size}"
         self._spec, self._page_size = spec, page_size
-        self._store: UInt[np.ndarray, "Z M*K"] = np.zeros((num_slots, spec.num_moe_layers * spec.top_k), spec.dtype)
+        self._store: UInt[np.ndarray, "Z M*K"] = np.zeros((num_slots, spec.row_ids), spec.dtype)
         self._versions: Int32[np.ndarray, " Z"] = np.full(num_slots, _NO_ROW, np.int32)
         self._first_after: Int32[np.ndarray, " P"] = np.zeros(num_slots // page_size, np.int32)  # 0 but while filing
         self._counts = ExpertCounts(spec)
@@ -67,7 +68,7 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         origins: TokenOrigins | None = None,
     ) -> None:  # fmt: skip
         """Take the rows of one step under the slots of its real tokens. `version`: of the weights that ran. `rows`: anything that
-        np.asarray reads as [N, M*K] of the spec's dtype, real tokens first; `live` says which of them to keep, None keeps all.
+        np.asarray reads as [N, M*K] of the spec's dtype or int32, real tokens first; `live` says which of them to keep, None keeps all.
         `origins` tells generated tokens from prompts; None counts all as prompts. The arrays are the store's from now on; what is
         wrong with them is found when they are filed."""
         self._steps.append((slots, rows, version, live, origins))
@@ -108,15 +109,19 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         self._first_after[pages] = np.repeat([after for _, after in forgotten], [pages.size for pages, _ in forgotten])
 
     def _write(self, steps: Sequence[_Step]) -> None:
-        read = [_read(step, self._store) for step in steps]
-        counts = [slots.size for slots, _, _ in read]
-        slots, ids, generated = (np.concatenate(parts) for parts in zip(*read, strict=True))
+        counts = [step[0].size for step in steps]
+        slots = np.concatenate([step[0] for step in steps])
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
-        self._counts.note(ids, generated)
+        ids = _narrow([_rows_of(step, self._store) for step in steps], self._store.dtype)
+        live, generated = _marks(steps, counts)
         versions = np.repeat(np.array([step[2] for step in steps], np.int32), counts)
         assert versions.min(initial=0) > _NO_ROW, versions.min()
-        stay = np.repeat(np.arange(len(steps)), counts) >= self._first_after[slots // self._page_size]
-        if not stay.all():
+        if live is not None:
+            slots, ids, generated, versions = slots[live], ids[live], generated[live], versions[live]
+        self._counts.note(ids, generated)
+        if self._first_after.any():
+            order = np.repeat(np.arange(len(steps)), counts)
+            stay = (order if live is None else order[live]) >= self._first_after[slots // self._page_size]
             slots, ids, versions = slots[stay], ids[stay], versions[stay]
         self._store[slots] = ids
         self._versions[slots] = versions
@@ -159,14 +164,31 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         return [Violation(name="row_without_page", detail=detail)]
 
 
-def _read(
-    step: _Step, store: UInt[np.ndarray, "Z M*K"]
-) -> tuple[Int[np.ndarray, " R"], UInt[np.ndarray, "R M*K"], Bool[np.ndarray, " R"]]:
-    """Slots and rows of the step that are kept, and which of them are of generated tokens."""
-    slots, rows, _, live, origins = step
-    ids: UInt[np.ndarray, "N M*K"] = np.asarray(rows)
-    assert ids.dtype == store.dtype, (ids.dtype, store.dtype)
+def _rows_of(step: _Step, store: UInt[np.ndarray, "Z M*K"]) -> Int[np.ndarray, "R M*K"]:
+    """The rows of a step's real tokens, as they came."""
+    slots, rows, *_ = step
+    ids: Int[np.ndarray, "N M*K"] = np.asarray(rows)
+    assert ids.dtype in (store.dtype, np.int32), (ids.dtype, store.dtype)
     assert ids.shape[0] >= slots.size and ids.shape[1:] == store.shape[1:], (ids.shape, slots.shape, store.shape)
-    generated = np.zeros(slots.size, np.bool_) if origins is None else origins.generated(slots.size)
-    ids = ids[: slots.size]
-    return (slots, ids, generated) if live is None else (slots[live], ids[live], generated[live])
+    return ids[: slots.size]
+
+
+def _narrow(parts: Sequence[Int[np.ndarray, "R M*K"]], dtype: np.dtype[Any]) -> UInt[np.ndarray, "R M*K"]:
+    """The parts as one array of a store's dtype."""
+    ids = np.concatenate(parts)
+    narrow = ids.astype(dtype, copy=False)
+    assert np.array_equal(narrow, ids), f"ids from {ids.min()} to {ids.max()}: wanted those of {dtype}"
+    return narrow
+
+
+def _marks(steps: Sequence[_Step], counts: Sequence[int]) -> tuple[Bool[np.ndarray, " R"] | None, Bool[np.ndarray, " R"]]:
+    """Which rows of these steps are kept, None for all, and which are of generated tokens."""
+    live = np.ones(sum(counts), np.bool_) if any(step[3] is not None for step in steps) else None
+    generated = np.repeat([step[4] is ALL_GENERATED for step in steps], counts)
+    for (_, _, _, kept, origins), size, end in zip(steps, counts, accumulate(counts), strict=True):
+        mine = slice(end - size, end)
+        if kept is not None and live is not None:
+            live[mine] = kept
+        if origins is not None and origins is not ALL_GENERATED:
+            generated[mine] = origins.generated(size)
+    return live, generated

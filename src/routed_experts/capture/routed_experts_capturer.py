@@ -57,7 +57,7 @@ class RoutedExpertsCapturer(ABC):
         origins: TokenOrigins | None = None,
     ) -> None:  # fmt: skip
         """File a step's rows under the slots its tokens were written to; `version` of the weights that ran. `rows`: anything that
-        np.asarray reads as [N, M*K] of the spec's dtype, the R real tokens first. `live`: which of them to file; None files all.
+        np.asarray reads as [N, M*K] of the spec's dtype or int32, the R real tokens first. `live`: which of them to file; None files all.
         `origins` tells generated tokens from those of prompts; None counts all as prompts."""
 
     @abstractmethod
@@ -152,7 +152,7 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
         return self.host_cache.nbytes
 
     def device_bytes(self, num_tokens: int) -> int:
-        return num_tokens * (self.spec.num_moe_layers * self.spec.top_k * np.dtype(np.int32).itemsize + self.spec.row_bytes)
+        return num_tokens * (self.spec.row_ids * np.dtype(np.int32).itemsize + self.spec.row_bytes)
 
     def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
         return self.host_cache.check_integrity(owned_slots)

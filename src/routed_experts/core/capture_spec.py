@@ -56,6 +56,11 @@ class CaptureSpec:
         return len(self.layer_ids)
 
     @property
+    def row_ids(self) -> int:
+        """Ids of one token's row, M * K."""
+        return self.num_moe_layers * self.top_k
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one token's row, M * K ids."""
-        return self.num_moe_layers * self.top_k * self.dtype.itemsize
+        return self.row_ids * self.dtype.itemsize

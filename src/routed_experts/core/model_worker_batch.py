@@ -5,7 +5,7 @@ zeros at the end. Dims: N padded tokens, B padded requests, W pages of a request
 
 import dataclasses
 import enum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt
@@ -51,16 +51,18 @@ class SamplingColumns:
 
 
 class TokenOrigins(NamedTuple):
-    """Positions of a step's tokens and prompt lengths of its rows; `token_rows` is None where token i is of row i."""
+    """Positions of a step's tokens, prompt lengths of its rows, and of which row each token is."""
 
     positions: Int[np.ndarray, " N"]
     prompt_len: Int[np.ndarray, " B"]
-    token_rows: Int[np.ndarray, " N"] | None
+    token_rows: Int[np.ndarray, " N"]
 
     def generated(self, num_tokens: int) -> Bool[np.ndarray, " num_tokens"]:
         """Which of the first `num_tokens` tokens were generated; the others are of prompts."""
-        lengths = self.prompt_len if self.token_rows is None else self.prompt_len[self.token_rows]
-        return self.positions[:num_tokens] >= lengths[:num_tokens]
+        return (self.positions >= self.prompt_len[self.token_rows])[:num_tokens]
+
+
+ALL_GENERATED: Final = TokenOrigins(*np.zeros((3, 0), np.int32))  # of a step that decodes: known without a look
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +90,9 @@ class ModelWorkerBatch:
     @property
     def origins(self) -> TokenOrigins:
         """What tells generated tokens of the step from those of prompts."""
-        rows = None if self.mode is ForwardMode.DECODE else self.token_rows
-        return TokenOrigins(self.positions, self.sampling.prompt_len, rows)
+        if self.mode is ForwardMode.DECODE:
+            return ALL_GENERATED
+        return TokenOrigins(self.positions, self.sampling.prompt_len, self.token_rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,9 +31,10 @@ from routed_experts.engine.served_model import ServedModel, load_model, refuse_p
 from routed_experts.engine.sharing import Sharing
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import MemoryPlan
-from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
+from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.on_mesh import OnMesh
 from routed_experts.execution.placed_runner import PlacedRunner
+from routed_experts.execution.program_table import RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.models.expert_store import SplitModel
 from routed_experts.models.family_config import FamilyConfig
@@ -126,6 +127,7 @@ def assemble(
     spec = ProgramSpec(
         graphdef=served.graphdef, capture=capture, kernels=kernels, attention=attention, num_pages=plan.pool.num_pages,
         raw_logprobs=args.logprobs_mode == "raw", on=on, counted=config.capture_spec if _counts(args, sharing, placement) else None,
+        told=_told(capture, whole=on is None and sharing is None),
     )  # fmt: skip
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     split = None if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
@@ -134,8 +136,7 @@ def assemble(
     new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, sharing, followers)
     core = new_core()
     clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
-    count = runner.compile()
-    clock.done("compile", f"{count} programs")
+    clock.done("compile", f"{runner.compile()} programs")
     sizes_of_check = {"vocab_size": config.vocab_size, "context_length": planned.context_length}
     if args.deterministic:
         names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
@@ -149,6 +150,11 @@ def assemble(
         core=core, plan=plan, buckets=buckets, context_length=planned.context_length, capture=capture, vocab_size=config.vocab_size,
         prefix_cache=not args.disable_radix_cache, served=served, rebalancer=rebalancer, watch=watch,
     )  # fmt: skip
+
+
+def _told(capture: CaptureSpec | None, *, whole: bool) -> int:
+    """Ids of a row where rows come with the tokens: from a CPU, whose memory is the host's, where a step is one program on one device."""
+    return capture.row_ids if capture is not None and whole and jax.default_backend() == "cpu" else 0
 
 
 def _planned(

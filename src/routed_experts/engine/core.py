@@ -146,7 +146,7 @@ class EngineCore:
             batch, result = finished.batch, self.runner.read(finished)
             if result.rows is not None:
                 live = self.scheduler.live_tokens(batch)
-                self.num_rows += batch.kv_slots.size if live is None else int(np.count_nonzero(live))
+                self.num_rows += batch.num_tokens if live is None else int(np.count_nonzero(live))
                 self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live, batch.origins)
             if self.departures is not None and result.changed is not None:
                 self.departures.file(batch, result.changed, self.scheduler.live_tokens(batch), self.scheduler.running)

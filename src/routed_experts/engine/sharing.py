@@ -18,7 +18,8 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import BackendRegistry
 from routed_experts.engine.core import AfterStep
 from routed_experts.engine.residency_follower import ResidencyFollower
-from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
+from routed_experts.execution.model_runner import ModelRunner
+from routed_experts.execution.program_table import RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.split_jobs import Sides
 from routed_experts.execution.split_programs import SplitSpec

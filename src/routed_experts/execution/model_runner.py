@@ -4,7 +4,6 @@ Knows nothing of queues; it takes a ModelWorkerBatch and gives, one step late, a
 Host mutation: it rebinds what it donated. Every program is compiled before the first step; none afterwards."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,26 +15,16 @@ from flax import nnx
 from jaxtyping import Array, Int32, UInt
 
 from routed_experts.core.errors import WeightsMismatchError
-from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, ModelWorkerBatch, SamplerForm, StepResult
+from routed_experts.core.model_worker_batch import ModelWorkerBatch, SamplerForm, StepResult
 from routed_experts.execution.forward_batch import BatchShape, pack, shape_of
-from routed_experts.execution.on_mesh import EVERYWHERE, POOL, WEIGHTS, jit_on_all, whole, zeros
-from routed_experts.execution.programs import ForwardOut, FullInputs, ProgramSpec, SpokenTokens, forward, sample_tokens, score_prompt
+from routed_experts.execution.on_mesh import EVERYWHERE, zeros
+from routed_experts.execution.program_table import RunnerConfig, abstract_spoken, program_jobs
+from routed_experts.execution.programs import ForwardOut, FullInputs, ProgramSpec
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
-from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.memory.large_pages import ask_for_large_pages
 from routed_experts.models.shards import Gifts, buffers_of
 
 MAX_WEIGHT_VERSION = 2**31 - 1  # rows keep theirs as int32
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerConfig:
-    """Static sizes of a runner, of one device where it runs on several. `shapes` are the padded steps it compiles for."""
-
-    pool: KVPoolSpec
-    num_request_slots: int  # slot 0 is padding
-    shapes: tuple[BatchShape, ...]
-    vocab_size: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +34,7 @@ class PendingStep:
     batch: ModelWorkerBatch
     sampled: Int32[Array, "B columns"]
     scored: Int32[Array, "N columns"] | None
-    rows: UInt[Array, "N MK"] | None
+    rows: UInt[Array, "N MK"] | None  # None, too, where `sampled` has them
     weight_version: int
     changed: Int32[Array, "N 2"] | None = None
 
@@ -61,13 +50,13 @@ class ModelRunner:
         on = spec.on
         ask_for_large_pages(self._weights)
         self.allocate_pool()
-        self._last_tokens = zeros(_shape((config.num_request_slots,), jnp.int32), on)
+        self._last_tokens = zeros(jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), on)
         self._spoken = zeros(abstract_spoken(config), on)  # now: the first penalty must not find the device full, nor compile
         self._everywhere = None if on is None else on.everywhere
         self._counts = _no_counts(self.spec, self._everywhere)
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
         self._copies = next(iter(self._last_tokens.devices())).platform != "cpu"  # there the host reads an output where it lies
-
+        
     @property
     def state(self) -> nnx.State[Any, Any]:
         """The weights that the next step runs with."""
@@ -105,8 +94,9 @@ class ModelRunner:
             for array in (sampled, scored, out.rows, out.changed):
                 if array is not None:
                     array.copy_to_host_async()
-        version = self.weight_version
-        return PendingStep(batch=batch, sampled=sampled, scored=scored, rows=out.rows, weight_version=version, changed=out.changed)
+        return PendingStep(
+            batch=batch, sampled=sampled, scored=scored, rows=out.rows, weight_version=self.weight_version, changed=out.changed
+        )
 
     def take_counts(self) -> Int32[Array, "F M E"]:
         """Slots by phase (prompt, generated), MoE layer and expert of the steps that were dispatched since they were taken last; on
@@ -132,24 +122,26 @@ class ModelRunner:
         sampled = np.asarray(pending.sampled)
         top, full = min(MAX_TOP_LOGPROBS, self.config.vocab_size), pending.batch.form is SamplerForm.FULL
         scored = None if pending.scored is None else np.asarray(pending.scored)
+        rows = np.asarray(pending.rows) if self._copies and pending.rows is not None else pending.rows  # the device's are freed
+        if self.spec.told and rows is None:
+            rows = sampled[:, -self.spec.told :]
         return StepResult(
             tokens=sampled[:, 0],
             logprobs=_floats(sampled[:, 1]),
             top_ids=sampled[:, 2 : 2 + top] if full else None,
-            top_logprobs=_floats(sampled[:, 2 + top :]) if full else None,
+            top_logprobs=_floats(sampled[:, 2 + top : 2 + 2 * top]) if full else None,
             prompt_logprobs=None if scored is None else _floats(scored[:, 0]),
             prompt_top_ids=None if scored is None else scored[:, 1 : 1 + top],
             prompt_top_logprobs=None if scored is None else _floats(scored[:, 1 + top :]),
-            rows=np.asarray(pending.rows) if self._copies and pending.rows is not None else pending.rows,  # the device's are freed
+            rows=rows,
             weight_version=pending.weight_version,
             changed=None if pending.changed is None else np.asarray(pending.changed),
         )
 
     def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, donate: bool = False) -> None:
         """Run all later steps with other weights of the same tree, shapes and dtypes (None: with the same ones, under another version).
-        Arrays that lie where the served ones do are
-        taken as they are, others are copied there now, so that no step has to. With `donate` the arrays are the runner's from now on:
-        one that was copied is deleted, and all are when others take their place. Raises WeightsMismatchError."""
+        Arrays that lie where the served ones do are taken as they are, others are copied there now, so that no step has to. With `donate`
+        they are the runner's from now on: deleted once copied, or when others take their place. Raises WeightsMismatchError."""
         self.check_version(version)
         if state is None:
             self.weight_version = version
@@ -194,74 +186,6 @@ class ModelRunner:
 def _no_counts(spec: ProgramSpec, everywhere: Any) -> Int32[Array, "F M E"] | None:
     wanted = spec.counts
     return None if wanted is None else jax.device_put(np.zeros(wanted.shape, wanted.dtype), everywhere)
-
-
-def program_jobs(
-    state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig
-) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
-    """The table of programs: key to a call that lowers it. `state` may be arrays or their shapes; programs take its leaves."""
-    jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
-    tree, on = jax.tree.structure(state), spec.on
-    same = (EVERYWHERE,)
-    for shape in config.shapes:
-        args = abstract_inputs(state, spec, config, shape)
-        args = (jax.tree.leaves(args[0]), *args[1:], *(() if spec.counts is None else (spec.counts,)))
-        program = _on_leaves(functools.partial(forward, spec=spec, shape=shape), tree)
-        donated = (1,) if spec.counts is None else (1, 4)
-        run = jit_on_all(program, on, takes=(WEIGHTS, POOL, *same * (len(args) - 2)), gives=(POOL, *same), donate_argnums=donated)
-        out = jax.eval_shape(run, *args)[1]
-        jobs["forward", shape] = functools.partial(run.lower, *args)
-        jobs |= sampling_jobs(state, spec, config, shape, out)
-    return jobs
-
-
-def sampling_jobs(
-    state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, out: ForwardOut
-) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
-    """The programs that follow the layers of a step, whose outputs have the shapes of `out`."""
-    jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
-    tree, args, on = jax.tree.structure(state), abstract_inputs(state, spec, config, shape), spec.on
-    leaves, same = jax.tree.leaves(args[0]), (EVERYWHERE,)
-    for form in SamplerForm:
-        full = spoken = None
-        if form is SamplerForm.FULL:
-            bias = (shape.num_requests, MAX_BIAS)
-            full = FullInputs(out.tokens, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
-            spoken = abstract_spoken(config)
-        program = _on_leaves(functools.partial(sample_tokens, spec=spec, shape=shape, form=form), tree)
-        run = jit_on_all(program, on, takes=(WEIGHTS, *same * 5), gives=same * 3, donate_argnums=(2, 4))
-        jobs["sample", shape, form] = functools.partial(run.lower, leaves, out.last_hidden, args[2], args[3], spoken, full)
-    if shape.mode is ForwardMode.EXTEND:
-        run = jit_on_all(_on_leaves(functools.partial(score_prompt, spec=spec), tree), on, takes=(WEIGHTS, *same * 2), gives=EVERYWHERE)
-        jobs["score", shape.num_tokens] = functools.partial(run.lower, leaves, out.hidden, out.tokens)
-    return jobs
-
-
-def _on_leaves(program: Callable[..., Any], tree: Any) -> Callable[..., Any]:
-    """The same program, with the weights as a list of leaves."""
-
-    def on_leaves(weights: Sequence[Array], *rest: Any) -> Any:
-        return program(jax.tree.unflatten(tree, weights), *rest)
-
-    return on_leaves
-
-
-def abstract_inputs(state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape) -> tuple[Any, ...]:
-    """Shapes and dtypes of the arguments of `forward`. Weights keep their sharding: it names the devices that are compiled for."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    pool = whole(config.pool.abstract, spec.on, EVERYWHERE if spec.on is None else spec.on.pool)
-    return shapes, pool, jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), shape.packed
-
-
-def abstract_spoken(config: RunnerConfig) -> SpokenTokens:
-    """Shapes of the counts that penalties need."""
-    size = (config.num_request_slots, config.vocab_size)
-    return SpokenTokens(_shape(size, jnp.int32), _shape(size, jnp.bool_))
-
-
-def _shape(size: tuple[int, ...], dtype: Any) -> Any:
-    """A ShapeDtypeStruct that stands for an array while programs are lowered."""
-    return jax.ShapeDtypeStruct(size, dtype)
 
 
 def owned_now(owned: Sequence[Array], served: Sequence[Array], *, donate: bool) -> list[Array]:

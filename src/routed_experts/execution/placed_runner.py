@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.placement import Placement
 from routed_experts.execution.expert_moves import abstract_moves, move_experts, plan_moves
-from routed_experts.execution.model_runner import ModelRunner, RunnerConfig
+from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.on_mesh import EVERYWHERE, jit_on_all
+from routed_experts.execution.program_table import RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.models.placed_experts import CAPACITY, REPLICAS
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
 from routed_experts.capture.device_cache import create_device_cache
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.model_worker_batch import SamplerForm
+from routed_experts.core.model_worker_batch import ForwardMode, SamplerForm
 from routed_experts.core.routing_stats import PHASES
 from routed_experts.execution.forward_batch import BatchShape, ForwardBatch, unpack
 from routed_experts.execution.hybrid_ops import hybrid_ops
@@ -40,7 +40,10 @@ _MODES = {
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSpec:
     """What all programs of an engine share; static. `on`: the mesh that they run on, None for one device; on a mesh `graphdef` is one
-    device's share of the model. `counted`: the experts of a step are counted on the device; None: they are not."""
+    device's share of the model. `counted`: the experts of a step are counted on the device; None: they are not. `told`: ids of a
+    row, where rows of a step that decodes leave in the table of its tokens (0: they do not). They go there behind the metadata that both
+    programs see, as int32: where the host reads outputs where they lie, an array less is worth more than narrow ids. Elsewhere rows leave
+    alone."""
 
     graphdef: nnx.GraphDef[Any]
     capture: CaptureSpec | None  # None: off
@@ -50,6 +53,7 @@ class ProgramSpec:
     raw_logprobs: bool
     on: OnMesh | None = None
     counted: CaptureSpec | None = None
+    told: int = 0
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct | None:
@@ -62,7 +66,7 @@ class ProgramSpec:
 @dataclasses.dataclass(frozen=True)
 class ForwardOut:
     """Outputs of `forward`. `rows` leave the device, and `changed`: slots of each token that capacities moved or left empty. `counts` are
-    donated to the next step; the rest feeds the programs that follow."""
+    donated to the next step; the rest feeds the programs that follow. `packed` has rows behind it that are told with the tokens."""
 
     hidden: Float[Array, "N D"]
     last_hidden: Float[Array, "B D"]
@@ -117,6 +121,8 @@ def forward(
     paged = batch.paged
     hidden, pool, capture = model(tokens, paged.positions, paged.valid, ops, pool, capture, kernels=spec.kernels, routed=routed)
     rows = None if capture is None or spec.capture is None else capture.rows()
+    if capture is not None and spec.told and shape.mode is ForwardMode.DECODE:
+        packed, rows = jnp.concatenate([packed, capture.ids.reshape(-1)]), None
     counts = None if capture is None or counts is None else capture.counted(counts, paged.valid, batch.generated)
     changed = None if capture is None else capture.departed
     last_hidden = jnp.take(hidden, batch.last_token_of_row, axis=0)
@@ -155,6 +161,8 @@ def sample_tokens(
     if full is not None:
         values, ids = top_logprobs(source)
         columns += [ids, _bits(values)]
+    if spec.told and shape.mode is ForwardMode.DECODE:
+        columns.append(packed[shape.packed.size :].reshape(spec.told, shape.num_tokens).T)
     return last_tokens.at[batch.request_slots].set(tokens), spoken, jnp.concatenate(columns, axis=1)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
 from routed_experts.execution.forward_batch import BatchShape
-from routed_experts.execution.model_runner import RunnerConfig, sampling_jobs
+from routed_experts.execution.program_table import RunnerConfig, sampling_jobs
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.split_programs import (
     SplitSpec,

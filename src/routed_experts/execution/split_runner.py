@@ -21,7 +21,8 @@ from routed_experts.core.errors import PlacementError
 from routed_experts.core.model_worker_batch import ModelWorkerBatch
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.execution.forward_batch import BatchShape, pack
-from routed_experts.execution.model_runner import ModelRunner, RunnerConfig, owned_now
+from routed_experts.execution.model_runner import ModelRunner, owned_now
+from routed_experts.execution.program_table import RunnerConfig
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
 from routed_experts.execution.resident_tables import Tables, exchange, refill
 from routed_experts.execution.split_jobs import Sides, SplitJobs, numbers_of

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from routed_experts.core.model_worker_batch import ModelWorkerBatch
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.execution.forward_batch import BatchShape, pack
-from routed_experts.execution.model_runner import RunnerConfig, sampling_jobs
+from routed_experts.execution.program_table import RunnerConfig, sampling_jobs
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
 from routed_experts.execution.split_jobs import Sides, SplitJobs, maps_of, shapes_of
 from routed_experts.execution.split_programs import SplitSpec

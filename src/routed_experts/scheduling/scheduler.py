@@ -41,8 +41,7 @@ class Scheduler:
         self.waiting: collections.deque[Req] = collections.deque()
         self.running: list[Req] = []
         self._leaders: dict[str, Req] = {}  # group -> its first choice, while later choices may wait for it
-        self._in_flight: dict[int, tuple[Row, ...]] = {}
-        self._released_before: dict[int, int] = {}  # step in flight -> requests that had been released when it was scheduled
+        self._in_flight: dict[int, tuple[tuple[Row, ...], int]] = {}  # by step: its rows, and how many had been released before
         self._num_released = 0
         self._step = 0
         self.num_retracted = 0
@@ -77,7 +76,7 @@ class Scheduler:
         if not rows:
             return None
         batch = self._builder.build(rows, step=self._step)
-        self._in_flight[self._step], self._released_before[self._step] = tuple(rows), self._num_released
+        self._in_flight[self._step] = tuple(rows), self._num_released
         self._step += 1
         for row in rows:
             row.req.num_fed = row.start + row.count
@@ -88,8 +87,8 @@ class Scheduler:
         """Take in what a step computed. Returns the requests that gained a token, those that it ended among them (they keep
         their pages until `release`)."""
         advanced: list[Req] = []
-        del self._released_before[batch.step]
-        for index, row in enumerate(self._in_flight.pop(batch.step)):
+        rows, _ = self._in_flight.pop(batch.step)
+        for index, row in enumerate(rows):
             req = row.req
             if req.state is ReqState.FINISHED:
                 continue
@@ -111,8 +110,8 @@ class Scheduler:
 
     def live_tokens(self, batch: ModelWorkerBatch) -> Bool[np.ndarray, " num_tokens"] | None:
         """Which tokens of a step in flight still belong to a request that has not ended: a mask, or None for all."""
-        rows = self._in_flight[batch.step]
-        if self._released_before[batch.step] == self._num_released:  # nobody has ended since
+        rows, released = self._in_flight[batch.step]
+        if released == self._num_released:  # nobody has ended since
             return None
         return np.repeat([row.req.state is not ReqState.FINISHED for row in rows], [row.count for row in rows])
 

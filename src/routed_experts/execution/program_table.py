@@ -1,0 +1,95 @@
+"""The table of programs: every padded step of an engine, as calls that lower what it needs. Knows no arrays, only their shapes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, SamplerForm
+from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.on_mesh import EVERYWHERE, POOL, WEIGHTS, jit_on_all, whole
+from routed_experts.execution.programs import ForwardOut, FullInputs, ProgramSpec, SpokenTokens, forward, sample_tokens, score_prompt
+from routed_experts.memory.kv_pool import KVPoolSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """Static sizes of a runner, of one device where it runs on several. `shapes` are the padded steps it compiles for."""
+
+    pool: KVPoolSpec
+    num_request_slots: int  # slot 0 is padding
+    shapes: tuple[BatchShape, ...]
+    vocab_size: int
+
+
+def program_jobs(
+    state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig
+) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
+    """The table of programs: key to a call that lowers it. `state` may be arrays or their shapes; programs take its leaves."""
+    jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
+    tree, on = jax.tree.structure(state), spec.on
+    same = (EVERYWHERE,)
+    for shape in config.shapes:
+        args = abstract_inputs(state, spec, config, shape)
+        args = (jax.tree.leaves(args[0]), *args[1:], *(() if spec.counts is None else (spec.counts,)))
+        program = _on_leaves(functools.partial(forward, spec=spec, shape=shape), tree)
+        donated = (1,) if spec.counts is None else (1, 4)
+        run = jit_on_all(program, on, takes=(WEIGHTS, POOL, *same * (len(args) - 2)), gives=(POOL, *same), donate_argnums=donated)
+        out = jax.eval_shape(run, *args)[1]
+        jobs["forward", shape] = functools.partial(run.lower, *args)
+        jobs |= sampling_jobs(state, spec, config, shape, out)
+    return jobs
+
+
+def sampling_jobs(
+    state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, out: ForwardOut
+) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
+    """The programs that follow the layers of a step, whose outputs have the shapes of `out`."""
+    jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
+    tree, args, on = jax.tree.structure(state), abstract_inputs(state, spec, config, shape), spec.on
+    leaves, same = jax.tree.leaves(args[0]), (EVERYWHERE,)
+    for form in SamplerForm:
+        full = spoken = None
+        if form is SamplerForm.FULL:
+            bias = (shape.num_requests, MAX_BIAS)
+            full = FullInputs(out.tokens, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
+            spoken = abstract_spoken(config)
+        program = _on_leaves(functools.partial(sample_tokens, spec=spec, shape=shape, form=form), tree)
+        run = jit_on_all(program, on, takes=(WEIGHTS, *same * 5), gives=same * 3, donate_argnums=(2, 4))
+        jobs["sample", shape, form] = functools.partial(run.lower, leaves, out.last_hidden, args[2], out.packed, spoken, full)
+    if shape.mode is ForwardMode.EXTEND:
+        run = jit_on_all(_on_leaves(functools.partial(score_prompt, spec=spec), tree), on, takes=(WEIGHTS, *same * 2), gives=EVERYWHERE)
+        jobs["score", shape.num_tokens] = functools.partial(run.lower, leaves, out.hidden, out.tokens)
+    return jobs
+
+
+def _on_leaves(program: Callable[..., Any], tree: Any) -> Callable[..., Any]:
+    """The same program, with the weights as a list of leaves."""
+
+    def on_leaves(weights: Sequence[Array], *rest: Any) -> Any:
+        return program(jax.tree.unflatten(tree, weights), *rest)
+
+    return on_leaves
+
+
+def abstract_inputs(state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape) -> tuple[Any, ...]:
+    """Shapes and dtypes of the arguments of `forward`. Weights keep their sharding: it names the devices that are compiled for."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    pool = whole(config.pool.abstract, spec.on, EVERYWHERE if spec.on is None else spec.on.pool)
+    return shapes, pool, jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), shape.packed
+
+
+def abstract_spoken(config: RunnerConfig) -> SpokenTokens:
+    """Shapes of the counts that penalties need."""
+    size = (config.num_request_slots, config.vocab_size)
+    return SpokenTokens(_shape(size, jnp.int32), _shape(size, jnp.bool_))
+
+
+def _shape(size: tuple[int, ...], dtype: Any) -> Any:
+    """A ShapeDtypeStruct that stands for an array while programs are lowered."""
+    return jax.ShapeDtypeStruct(size, dtype)
