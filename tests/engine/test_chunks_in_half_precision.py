@@ -1,4 +1,5 @@
-"""In bfloat16 too, how a prompt is cut into steps changes no bit of what the CPU's kernels say of it."""
+"""In bfloat16 too, how a prompt is cut into steps changes no bit of what the CPU's kernels say of it, nor whether tokens are decoded one by
+one or scored together."""
 
 import numpy as np
 import pytest
@@ -12,13 +13,15 @@ PROMPT = np.random.default_rng(0).integers(3, 900, 150).tolist()
 
 def answer(chunk):
     sizes = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (chunk,), "chunked_prefill_size": chunk, "context_length": 256}
-    sampling = {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
     with Engine(str(demo_model_path()), enable_return_routed_experts=True, disable_radix_cache=True, dtype="bfloat16", **sizes) as engine:
         said = engine.generate(
             input_ids=PROMPT, sampling_params=sampling, return_routed_experts=True, return_logprob=True, logprob_start_len=0
         )
-    told = [entry[0] for entry in said["meta_info"]["input_token_logprobs"][1:]]
-    return said["output_ids"], record_from_meta_info(said).ids, np.array(told)
+        (scored,) = engine.score([PROMPT + said["output_ids"]])
+    meta = said["meta_info"]
+    told = [entry[0] for entry in meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]]
+    return said["output_ids"], record_from_meta_info(said).ids, np.array(told), scored
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,17 @@ def whole():
 
 @pytest.mark.parametrize("chunk", [16, 50])
 def test_chunks_do_not_change_a_bit(whole, chunk):
-    (tokens, ids, logprobs), (wanted_tokens, wanted_ids, wanted_logprobs) = answer(chunk), whole
+    (tokens, ids, logprobs, scored), (wanted_tokens, wanted_ids, wanted_logprobs, wanted_scored) = answer(chunk), whole
     assert tokens == wanted_tokens
     assert np.array_equal(ids, wanted_ids)
     assert np.array_equal(logprobs, wanted_logprobs)
+    assert np.array_equal(scored.routed_experts.ids, wanted_scored.routed_experts.ids)
+    assert np.array_equal(scored.logprobs, wanted_scored.logprobs)
+
+
+def test_score_has_the_rows_and_logprobs_of_the_rollout(whole):
+    """The logprob of a token that was chosen is rounded in another formula, its logits are the same."""
+    _, ids, logprobs, scored = whole
+    assert np.array_equal(scored.routed_experts.ids[: len(ids)], ids)
+    assert np.array_equal(scored.logprobs[: len(PROMPT) - 1], logprobs[: len(PROMPT) - 1])
+    np.testing.assert_allclose(scored.logprobs, logprobs, atol=2e-6)

@@ -95,11 +95,10 @@ class Given:
         return jax.block_until_ready(jax.jit(given.call)(given.x, given.pool, given.block))
 
 
-def given(*, dtype=jnp.float32, layers=2, experts=5, top_k=2, hidden=40, width=24, num_tokens=24, num_requests=5):
+def given(*, dtype=jnp.float32, layers=2, experts=5, top_k=2, hidden=40, width=24, dim=8, num_tokens=24, num_requests=5):
     """Two requests in a padded step, over the pool of two layers."""
-    rng, heads, groups, dim = np.random.default_rng(5), 4, 2, 16
+    rng, heads, groups = np.random.default_rng(5), 4, 2
     made = make_step([(3, 7), (20, 1)], page_size=8, heads=heads, groups=groups, num_tokens=num_tokens, num_requests=num_requests)
-    dim = made.queries.shape[2]
 
     def weights(*shape):
         return jnp.asarray(rng.standard_normal(shape) / np.sqrt(shape[-2]), dtype)

@@ -12,7 +12,7 @@ namespace rex {
 
 constexpr int64_t kKeys = 64;       // keys of a block
 constexpr int64_t kQueries = 128;   // query tokens of a piece of work
-constexpr int64_t kFewRows = 16;    // of a kv head; up to this many, keys are used as they lie; more of them pay for turning the block around
+constexpr int64_t kFewRows = 16;    // of a kv head; up to this many, values are used as they lie; more of them pay for laying out a block
 constexpr float kNever = -1e30f;    // a score that no softmax sees
 
 struct AttentionShape {
@@ -81,28 +81,52 @@ struct Mix {
   }
 };
 
-// Keys first .. first + 3 of a block, each against Rows queries of one kv head; keys beyond the last are the last once more.
-template <int Rows, class T>
-inline void score_four(const AttentionShape& s, const float* queries, int64_t offset, int64_t first, int64_t keys, const T* const* slots,
-                       float* scores) {
-  const T* key[4];
-  for (int i = 0; i < 4; i++) key[i] = slots[std::min(first + i, keys - 1)] + offset;
-  vf sums[Rows][4] = {};
-  auto add = [&](int64_t c, auto take) {
-    vf lines[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) lines[i] = take(key[i] + c);
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; r++) {
-      const vf q = take(queries + r * s.dim + c);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) sums[r][i] += q * lines[i];
+// Where 16 keys of a block lie, from `first` on; those beyond the last are the last once more.
+template <class T>
+inline void sixteen(int64_t first, int64_t keys, const T* const* slots, const T* (&lines)[kLanes]) {
+  for (int64_t i = 0; i < kLanes; i++) lines[i] = slots[std::min(first + i, keys - 1)];
+}
+
+// Count numbers of 16 lines from `at` on, turned: vector i holds number at + i of each.
+template <int Count, class T>
+inline void turn(const T* const* lines, int64_t at, int count, vf (&square)[kLanes]) {
+  for (int i = 0; i < kLanes; i++) square[i] = Count == kLanes ? load(lines[i] + at) : load(lines[i] + at, count);
+  transpose(square);
+}
+
+// Queries times numbers c.. of 16 keys of a kv head: Count of them, or where that is 0 the last ones of a row.
+template <int Count, class T>
+inline void score_square(const AttentionShape& s, const float* queries, int64_t rows, int64_t c, const T* const* lines, int64_t offset,
+                         float* scores) {
+  const int count = Count ? Count : s.dim - c;
+  vf square[kLanes];
+  turn<Count>(lines, offset + c, count, square);
+  for (int64_t r = 0; r < rows; r++) {
+    const float* q = queries + r * s.dim + c;
+    vf sums = c == 0 ? vf{} : load(scores + r * kKeys);
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i++) sums = add_product(sums, q + i, square[i]);
+    store(scores + r * kKeys, sums);
+  }
+}
+
+// Queries times keys, for all kv heads of a piece. The sums are those of `mix_many` by a bit: how many tokens of a request a step holds must
+// not change what a row says. A slot is touched from end to end before its keys are used: processors fetch ahead of who reads in order, not
+// of who skips the values.
+template <class T>
+void score_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, int64_t keys, const T* const* slots) {
+  for (int64_t t = 0; t < keys; t += kLanes) {
+    const T* lines[kLanes];
+    sixteen(t, keys, slots, lines);
+    for (const T* line : lines) touch(line, 2 * groups * s.row);
+    for (int64_t g = 0; g < groups; g++) {
+      const float* queries = mix.queries + g * rows * s.dim;
+      float* scores = mix.scores + g * rows * kKeys + t;
+      int64_t c = 0;
+      for (; c + kLanes <= s.dim; c += kLanes) score_square<kLanes>(s, queries, rows, c, lines, 2 * g * s.row, scores);
+      if (c < s.dim) score_square<0>(s, queries, rows, c, lines, 2 * g * s.row, scores);
     }
-  };
-  int64_t c = 0;
-  for (; c + kLanes <= s.dim; c += kLanes) add(c, [](const auto* p) { return load(p); });
-  if (const int rest = s.dim - c) add(c, [rest](const auto* p) { return load(p, rest); });
-  for (int r = 0; r < Rows; r++) store_four(scores + r * kKeys + first, sums[r]);  // a row of scores has whole vectors
+  }
 }
 
 // values of a block, as they lie, times the weights of Rows rows of one kv head, Vectors vectors of columns: sums stay in registers.
@@ -144,20 +168,7 @@ inline void by_rows(int64_t rows, const Body& body, int64_t first = 0) {
   if constexpr (Most > 1) by_rows<Most / 2>(rows, body, first);
 }
 
-// Few queries of each kv head of a piece: keys and values are used as they lie. A slot is touched from end to end before its keys are
-// used: processors fetch ahead of who reads in order, not of who skips the values.
-template <class T>
-void score_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, int64_t keys, const T* const* slots) {
-  for (int64_t t = 0; t < keys; t += 4) {
-    for (int64_t i = t; i < std::min(t + 4, keys); i++) touch(slots[i], 2 * groups * s.row);
-    for (int64_t g = 0; g < groups; g++)
-      by_rows(rows, [&](int64_t r, auto count) {
-        const int64_t row = g * rows + r;
-        score_four<count()>(s, mix.queries + row * s.dim, 2 * g * s.row, t, keys, slots, mix.scores + row * kKeys);
-      });
-  }
-}
-
+// Weights times values as they lie, for all kv heads of a piece; the sums, too, are those of `mix_many`.
 template <class T>
 void blend_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, int64_t keys, const T* const* slots) {
   for (int64_t g = 0; g < groups; g++)
@@ -170,17 +181,16 @@ void blend_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, 
 // A block of one kv head for many rows: its keys turned around, and its values side by side, so that tiles multiply with them.
 template <class T>
 void lay(const AttentionShape& s, Mix& mix, int64_t keys, const T* const* slots) {
-  for (int64_t t = 0; t < keys; t += kLanes)
+  for (int64_t t = 0; t < keys; t += kLanes) {
+    const T* lines[kLanes];
+    sixteen(t, keys, slots, lines);
     for (int64_t c = 0; c < s.dim; c += kLanes) {
       const int count = std::min<int64_t>(kLanes, s.dim - c);
       vf square[kLanes];
-      for (int i = 0; i < kLanes; i++) {
-        const T* key = t + i < keys ? slots[t + i] + c : nullptr;
-        square[i] = key == nullptr ? vf{} : count == kLanes ? load(key) : load(key, count);
-      }
-      transpose(square);
+      if (count == kLanes) turn<kLanes>(lines, c, count, square); else turn<0>(lines, c, count, square);
       for (int i = 0; i < count; i++) store(mix.keys + (c + i) * kKeys + t, square[i]);
     }
+  }
   for (int64_t t = 0; t < keys; t++) convert(slots[t] + s.row, mix.values + t * s.dim, s.dim);
 }
 

@@ -15,7 +15,6 @@ constexpr int64_t kPartColumns = 128;  // a part of an expert reads runs of at l
 struct ExpertShape {
   int64_t tokens, top_k, hidden, width, experts, first;
   bool partial = false;
-  bool exact = true;  // rows are not rounded to the weights' dtype, however many there are
   bool nobodys(int32_t id) const { return partial && id == -1; }
   int64_t out_step() const { return hidden + kPad; }
 };
@@ -58,44 +57,31 @@ inline void gate(const float* both, int64_t width, Out* hidden) {  // [2F] -> [F
   if (const int rest = width - f) store(hidden + f, gated(load(both + f, rest), load(both + width + f, rest)), rest);
 }
 
-template <class X, class T>
+// R: what rows and hidden values are rounded to before they are multiplied.
+template <class R, class X, class T>
 struct ExpertRun {
   const ExpertShape& s;
   const X* x;
-  const bf16* halves;  // the same, where all rows are multiplied as pairs; else null
   const T *gate_up, *down;
   const int32_t* order;
   float* outputs;  // [slots, out_step]
-  float* hidden;   // [slots, F]; where experts are run in parts
+  R* hidden;       // [slots, F]; where experts are run in parts
 
-  template <class R>
   const R* rows(const Piece& piece) const {
     thread_local Scratch scratch;
     R* gathered = scratch.take<R>((piece.end - piece.begin) * s.hidden);
-    for (int64_t i = piece.begin; i < piece.end; i++) {
-      const int64_t token = order[i] / s.top_k;
-      R* row = gathered + (i - piece.begin) * s.hidden;
-      if constexpr (std::is_same_v<R, bf16>) std::memcpy(row, halves + token * s.hidden, s.hidden * sizeof(R));
-      else convert(x + token * s.hidden, row, s.hidden);
-    }
+    for (int64_t i = piece.begin; i < piece.end; i++)
+      convert(x + order[i] / s.top_k * s.hidden, gathered + (i - piece.begin) * s.hidden, s.hidden);
     return gathered;
   }
 
   // A whole expert: its hidden values stay in cache.
   void whole(const Piece& piece) const {
-    if constexpr (std::is_same_v<T, bf16>) {
-      if (halves != nullptr) return whole_as<bf16>(piece);
-    }
-    whole_as<float>(piece);
-  }
-
-  template <class R>
-  void whole_as(const Piece& piece) const {
     thread_local Scratch both_scratch, hidden_scratch;
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, step = wide + kPad;
     R* inner = hidden_scratch.take<R>(count * s.width);
     float* both = both_scratch.floats(count * step);
-    product(count, rows<R>(piece), s.hidden, gate_up + (s.first + piece.expert) * s.hidden * wide, wide, s.hidden, wide, both, step, true);
+    product(count, rows(piece), s.hidden, gate_up + (s.first + piece.expert) * s.hidden * wide, wide, s.hidden, wide, both, step, true);
     for (int64_t i = 0; i < count; i++) gate(both + i * step, s.width, inner + i * s.width);
     finish(piece, inner, 0, s.hidden);
   }
@@ -105,7 +91,7 @@ struct ExpertRun {
     thread_local Scratch scratch;
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, part = end - begin, step = 2 * part + kPad;
     float* both = scratch.floats(count * step);
-    const float* from = rows<float>(piece);
+    const R* from = rows(piece);
     const T* weights = gate_up + (s.first + piece.expert) * s.hidden * wide + begin;
     product(count, from, s.hidden, weights, wide, s.hidden, part, both, step, true);
     product(count, from, s.hidden, weights + s.width, wide, s.hidden, part, both + part, step, true);
@@ -113,7 +99,6 @@ struct ExpertRun {
   }
 
   // Columns begin..end of what the expert gives.
-  template <class R>
   void finish(const Piece& piece, const R* inner, int64_t begin, int64_t end) const {
     const int64_t count = piece.end - piece.begin;
     float* out = outputs + piece.begin * s.out_step() + begin;
@@ -124,8 +109,7 @@ struct ExpertRun {
 
 // Into how many parts each expert is cut: one, but where there are so few that whole ones would leave cores without work for more than a
 // fifth of the time. A part reads its columns in runs, a whole expert its weights as they lie, which is a third faster. Sums are never cut,
-// so a row's result is the same by a bit. Rows as pairs are not run in parts: how a row is multiplied is the caller's choice alone, and
-// never hangs on how many there are beside it.
+// so a row's result is the same by a bit.
 inline int64_t expert_parts(const ExpertShape& s, int64_t slots, int64_t pieces, int64_t threads) {
   const int64_t rounds = (pieces + threads - 1) / threads;
   if (slots > pieces * kStreamRows || 4 * rounds * threads <= 5 * pieces) return 1;
@@ -152,6 +136,24 @@ void combine(const ExpertShape& s, int64_t n, const int32_t* place, const float*
   }
 }
 
+template <class R, class X, class T>
+void run_pieces(Team& team, ExpertRun<R, X, T> run, const std::vector<Piece>& pieces, int64_t slots) {
+  thread_local Scratch scratch;
+  const int64_t parts = expert_parts(run.s, slots, pieces.size(), team.size());
+  if (parts == 1) return team.each(pieces.size(), [&](int64_t i) { run.whole(pieces[i]); });
+  run.hidden = scratch.take<R>(slots * run.s.width);
+  const int64_t items = pieces.size() * parts;
+  team.each(items, [&](int64_t i) {
+    run.begin(pieces[i / parts], part_start(run.s.width, i % parts, parts), part_start(run.s.width, i % parts + 1, parts));
+  });
+  team.each(items, [&](int64_t i) {
+    const Piece& piece = pieces[i / parts];
+    const int64_t begin = part_start(run.s.hidden, i % parts, parts), end = part_start(run.s.hidden, i % parts + 1, parts);
+    run.finish(piece, run.hidden + piece.begin * run.s.width, begin, end);
+  });
+}
+
+// With weights of bfloat16 rows and hidden values are rounded to that and multiplied as pairs, where they fit.
 template <class X, class T, class Y>
 bool experts(Team& team, const ExpertShape& s, const X* x, const int32_t* ids, const float* weights, const bool* valid,
              const T* gate_up, const T* down, Y* y) {
@@ -160,28 +162,17 @@ bool experts(Team& team, const ExpertShape& s, const X* x, const int32_t* ids, c
   if (!plan(s, ids, valid, order, pieces)) return false;
   std::vector<int32_t> place(s.tokens * s.top_k, -1);
   for (size_t i = 0; i < order.size(); i++) place[order[i]] = i;
-  thread_local Scratch out_scratch, hidden_scratch, half_scratch;
-  float* outputs = out_scratch.floats(order.size() * s.out_step());
-  const bool pairs = std::is_same_v<T, bf16> && !s.exact && pairs_fit(s.hidden, s.hidden) && s.width % kLanes == 0;
-  const int64_t parts = pairs ? 1 : expert_parts(s, order.size(), pieces.size(), team.size());
-  float* hidden = parts == 1 ? nullptr : hidden_scratch.floats(order.size() * s.width);
-  const bf16* halves = nullptr;
+  thread_local Scratch scratch;
+  float* outputs = scratch.floats(order.size() * s.out_step());
+  auto run = [&](auto kind) {
+    run_pieces(team, ExpertRun<decltype(kind), X, T>{s, x, gate_up, down, order.data(), outputs, nullptr}, pieces, order.size());
+  };
+  bool pairs = false;
   if constexpr (std::is_same_v<T, bf16>) {
-    if (pairs) halves = as_halves(team, half_scratch, x, s.tokens, s.hidden);
+    pairs = pairs_fit(s.hidden, s.width) && pairs_fit(s.width, s.hidden);
+    if (pairs) run(bf16{});
   }
-  const ExpertRun<X, T> run{s, x, halves, gate_up, down, order.data(), outputs, hidden};
-  if (parts == 1) {
-    team.each(pieces.size(), [&](int64_t i) { run.whole(pieces[i]); });
-  } else {
-    const int64_t items = pieces.size() * parts;
-    team.each(items, [&](int64_t i) {
-      run.begin(pieces[i / parts], part_start(s.width, i % parts, parts), part_start(s.width, i % parts + 1, parts));
-    });
-    team.each(items, [&](int64_t i) {
-      const Piece& piece = pieces[i / parts];
-      run.finish(piece, hidden + piece.begin * s.width, part_start(s.hidden, i % parts, parts), part_start(s.hidden, i % parts + 1, parts));
-    });
-  }
+  if (!pairs) run(float{});
   each_block(team, s.tokens, kCombineRows, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n++) combine(s, n, place.data(), weights, valid[n], outputs, y);
   });

@@ -35,13 +35,13 @@ inline const bf16* as_halves(Team& team, Scratch& scratch, const T* x, int64_t r
   return narrow;
 }
 
-// Columns c.. of rows r.., straight into y where it holds floats and many rows, or rows of pairs; few rows add up in scratch, whose
-// rows do not push one another out of the cache.
+// Columns c.. of rows r.., straight into y where it holds floats and many rows; few rows add up in scratch, whose rows do not push one
+// another out of the cache.
 template <class From, class T, class Out>
 void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, const From* x, const T* weights, Out* y) {
   thread_local Scratch scratch;
   if constexpr (std::is_same_v<Out, float>) {
-    if (height > kStreamRows || !std::is_same_v<From, float>) return product(height, x, depth, weights, cols, depth, width, y, cols, true);
+    if (height > kStreamRows) return product(height, x, depth, weights, cols, depth, width, y, cols, true);
   }
   const int64_t step = width + kPad;
   float* out = scratch.floats(height * step);
@@ -49,9 +49,9 @@ void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, co
   for (int64_t i = 0; i < height; i++) convert(out + i * step, y + i * cols, width);
 }
 
-// `exact`: x is not rounded to the weights' dtype, and no row is multiplied as pairs.
+// With weights of bfloat16 x is rounded to that and multiplied as pairs, where they fit, unless it is to be `exact`.
 template <class X, class T, class Out>
-void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, const T* weights, Out* y, bool exact = true) {
+void linear(Team& team, int64_t rows, int64_t depth, int64_t cols, const X* x, const T* weights, Out* y, bool exact = false) {
   thread_local Scratch scratch;
   const int64_t most = piece_columns(rows, cols, team.size());
   const int64_t across = (cols + most - 1) / most, down = (rows + kLinearRows - 1) / kLinearRows;

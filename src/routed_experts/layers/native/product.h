@@ -3,8 +3,8 @@
 // Few rows are bound by memory: w is walked along its rows, eight at a time, as memory and prefetchers like it. Many rows are bound by
 // arithmetic: tiles of 6 rows by 4 vectors stay in registers from the first number to the last, while a panel of w streams from the
 // second cache, which is fast enough; what w has next is asked for from memory meanwhile.
-// A row's result does not depend on the other rows of the call where `rows` takes the same path. Many rows of bfloat16 are multiplied
-// with weights of bfloat16 as pairs of neighbours, where the processor does that: twice the work an instruction, sums in float32.
+// Rows of bfloat16 are multiplied with weights of bfloat16 as pairs of neighbours: twice the work an instruction, sums in float32.
+// All ways add the same products in the same order, so a row's result does not depend on the other rows of the call by a bit.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -16,9 +16,11 @@ namespace rex {
 constexpr int kTileRows = 6;
 constexpr int kTileVectors = 4;  // of a tile at most
 constexpr int kStreamRows = 24;  // up to this many rows are streamed; more of them pay for a panel
-constexpr int kStreamDepth = 8;  // rows of w walked side by side
+constexpr int kStreamDepth = 8;  // rows of w, or pairs of them, walked side by side
 constexpr int64_t kStreamFloats = 8192;  // of out that stay in the first cache
 constexpr int kAskRows = 3;      // from so many rows on w is asked for ahead; for fewer the processor's own guess is the faster
+template <class U>
+constexpr int kRowsOf = std::is_same_v<U, pair> ? 2 : 1;  // of w, in one of what is multiplied
 constexpr int kPackAhead = 16;   // rows
 constexpr int64_t kPanelDepth = 512;  // rows of a panel: 128 KiB, which stay in the second cache
 constexpr int64_t kAskEvery = 8;  // rows of a panel between two looks ahead
@@ -35,6 +37,13 @@ struct Ahead {
     row += step, left--;
   }
 };
+
+// A vector of w as U's.
+template <class U, class W>
+inline auto take(const W* w, int64_t ldw) {
+  if constexpr (std::is_same_v<U, pair>) return zip(w, w + ldw);
+  else return load(w);
+}
 
 // U: float or pair; `depth`, `ldx` and `ldw` count them.
 template <int Rows, int Vectors, class U, class W>
@@ -99,8 +108,8 @@ inline void ragged_columns(int64_t rows, const float* x, int64_t ldx, const W* w
 }
 
 // out[0..Rows-1] += x times lines of w, in registers; loops are unrolled by order, or the lines would be put on the stack.
-template <int Rows, int Depth, int Vectors>
-[[gnu::always_inline]] inline void add_lines(const float* x, int64_t ldx, const vf (&lines)[Depth][Vectors], float* out, int64_t ldo) {
+template <int Rows, int Depth, int Vectors, class U, class Line>
+[[gnu::always_inline]] inline void add_lines(const U* x, int64_t ldx, const Line (&lines)[Depth][Vectors], float* out, int64_t ldo) {
   vf sums[Rows][Vectors];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
@@ -111,7 +120,7 @@ template <int Rows, int Depth, int Vectors>
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 2
-      for (int v = 0; v < Vectors; v++) sums[r][v] += x[r * ldx + d] * lines[d][v];
+      for (int v = 0; v < Vectors; v++) sums[r][v] = add_product(sums[r][v], x + r * ldx + d, lines[d][v]);
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 2
@@ -119,8 +128,9 @@ template <int Rows, int Depth, int Vectors>
 }
 
 // The last rows, fewer than twice Group: by halves of them.
-template <int Group, int Depth, int Vectors>
-[[gnu::always_inline]] inline void add_rest(int64_t rows, const float* x, int64_t ldx, const vf (&lines)[Depth][Vectors], float* out, int64_t ldo) {
+template <int Group, int Depth, int Vectors, class U, class Line>
+[[gnu::always_inline]] inline void add_rest(int64_t rows, const U* x, int64_t ldx, const Line (&lines)[Depth][Vectors], float* out,
+                                            int64_t ldo) {
   if (rows & Group) {
     add_lines<Group>(x, ldx, lines, out, ldo);
     x += Group * ldx, out += Group * ldo;
@@ -128,16 +138,18 @@ template <int Group, int Depth, int Vectors>
   if constexpr (Group > 1) add_rest<Group / 2>(rows, x, ldx, lines, out, ldo);
 }
 
-template <int Depth, int Vectors, class W>
-[[gnu::always_inline]] inline void stream_columns(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, float* out, int64_t ldo) {
-  vf lines[Depth][Vectors];
+// `Depth` and `ldx` count U's.
+template <int Depth, int Vectors, class U, class W>
+[[gnu::always_inline]] inline void stream_columns(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, float* out, int64_t ldo) {
+  constexpr int kRows = Depth * kRowsOf<U>;
+  decltype(take<U>(w, ldw)) lines[Depth][Vectors];
 #pragma GCC unroll 8
   for (int d = 0; d < Depth; d++)
 #pragma GCC unroll 2
-    for (int v = 0; v < Vectors; v++) lines[d][v] = load(w + d * ldw + v * kLanes);
+    for (int v = 0; v < Vectors; v++) lines[d][v] = take<U>(w + d * kRowsOf<U> * ldw + v * kLanes, ldw);
   if (rows >= kAskRows)
-#pragma GCC unroll 8
-    for (int d = 0; d < Depth; d++) prefetch(w + (d + Depth) * ldw, Vectors * kLanes);
+#pragma GCC unroll 16
+    for (int d = 0; d < kRows; d++) prefetch(w + (d + kRows) * ldw, Vectors * kLanes);
   constexpr int kGroup = 8 / Vectors;  // lines and sums fill three quarters of the registers
   int64_t r = 0;
   for (; r + kGroup <= rows; r += kGroup) add_lines<kGroup>(x + r * ldx, ldx, lines, out + r * ldo, ldo);
@@ -145,8 +157,8 @@ template <int Depth, int Vectors, class W>
 }
 
 // Side by side what one line of the cache holds; one row is a case of its own, in which nothing is counted.
-template <int Depth, class W>
-inline void stream(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t cols, float* out, int64_t ldo) {
+template <int Depth, class U, class W>
+inline void stream(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t cols, float* out, int64_t ldo) {
   constexpr int kVectors = sizeof(float) / sizeof(W);
   int64_t c = 0;
   if (rows == 1) {
@@ -158,41 +170,32 @@ inline void stream(int64_t rows, const float* x, int64_t ldx, const W* w, int64_
 }
 
 // x in blocks of kStreamDepth columns, the rows of a block one after another: rows that far apart would push one another out of the cache.
-inline void block_rows(int64_t rows, const float* x, int64_t ldx, int64_t depth, float* blocks) {
+template <class U>
+inline void block_rows(int64_t rows, const U* x, int64_t ldx, int64_t depth, U* blocks) {
   for (int64_t d = 0; d < depth; d += kStreamDepth)
-    for (int64_t r = 0; r < rows; r++, blocks += kStreamDepth) std::memcpy(blocks, x + r * ldx + d, kStreamDepth * sizeof(float));
+    for (int64_t r = 0; r < rows; r++, blocks += kStreamDepth) std::memcpy(blocks, x + r * ldx + d, kStreamDepth * sizeof(U));
 }
 
-template <class W>
-void streamed(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
+template <class U, class W>
+void streamed(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo) {
   thread_local Scratch scratch;
-  const int64_t deep = depth - depth % kStreamDepth, most = kStreamFloats / rows / 64 * 64;
-  float* blocks = scratch.floats(rows * deep);
+  const int64_t deep = depth - depth % kStreamDepth, most = kStreamFloats / rows / 64 * 64, step = kRowsOf<U> * ldw;
+  U* blocks = scratch.take<U>(rows * deep);
   block_rows(rows, x, ldx, deep, blocks);
   for (int64_t c = 0, width = 0; c < cols; c += width) {
     width = std::min(cols - c, most);
     for (int64_t d = 0; d < deep; d += kStreamDepth)
-      stream<kStreamDepth>(rows, blocks + d * rows, kStreamDepth, w + d * ldw + c, ldw, width, out + c, ldo);
-    for (int64_t d = deep; d < depth; d++) stream<1>(rows, x + d, ldx, w + d * ldw + c, ldw, width, out + c, ldo);
+      stream<kStreamDepth>(rows, blocks + d * rows, kStreamDepth, w + d * step + c, ldw, width, out + c, ldo);
+    for (int64_t d = deep; d < depth; d++) stream<1>(rows, x + d, ldx, w + d * step + c, ldw, width, out + c, ldo);
   }
 }
 
-// A panel of w, row after row: where w itself lies, its rows would push one another out of the cache.
-template <class W>
-inline void pack(const W* w, int64_t ldw, int64_t depth, int64_t width, float* panel) {
-  for (int64_t d = 0; d < depth; d++) {
-    prefetch(w + (d + kPackAhead) * ldw, width);
-    for (int64_t c = 0; c < width; c += kLanes) store(panel + d * width + c, load(w + d * ldw + c));
-  }
-}
-inline void pack(const bf16* w, int64_t ldw, int64_t depth, int64_t width, pair* panel) {  // depth: of pairs
-  for (int64_t d = 0; d < depth; d++, w += 2 * ldw) {
-    prefetch(w + kPackAhead * ldw, width);
-    prefetch(w + (kPackAhead + 1) * ldw, width);
-    for (int64_t c = 0; c < width; c += kLanes) {
-      const vu low = __builtin_convertvector(read<vh>(w + c), vu), high = __builtin_convertvector(read<vh>(w + ldw + c), vu);
-      store(panel + d * width + c, low | high << 16);
-    }
+// A panel of w, U after U: where w itself lies, its rows would push one another out of the cache. `depth` counts U's.
+template <class U, class W>
+inline void pack(const W* w, int64_t ldw, int64_t depth, int64_t width, U* panel) {
+  for (int64_t d = 0; d < depth; d++, w += kRowsOf<U> * ldw) {
+    for (int row = 0; row < kRowsOf<U>; row++) prefetch(w + (kPackAhead + row) * ldw, width);
+    for (int64_t c = 0; c < width; c += kLanes) store(panel + d * width + c, take<U>(w + c, ldw));
   }
 }
 
@@ -200,18 +203,17 @@ inline void pack(const bf16* w, int64_t ldw, int64_t depth, int64_t width, pair*
 template <class U, class W>
 void tiled(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t whole, float* out, int64_t ldo,
            bool fresh) {
-  constexpr int64_t kRows = std::is_same_v<U, pair> ? 2 : 1;  // of w, in one of U
   thread_local Scratch scratch;
   U* panel = scratch.take<U>(kPanelDepth * kTileVectors * kLanes);
   for (int64_t d = 0, deep = 0; d < depth; d += deep) {
     deep = std::min(kPanelDepth, depth - d);
-    const W* from = w + d * kRows * ldw;
+    const W* from = w + d * kRowsOf<U> * ldw;
     for (int64_t c = 0, width = 0; c < whole; c += width) {
       width = panel_width(c, whole);
       const int64_t next = c + width;
       pack(from + c, ldw, deep, width, panel);
       Ahead<W> ahead;
-      if (next < whole) ahead = {from + next, ldw, deep * kRows, panel_width(next, whole)};
+      if (next < whole) ahead = {from + next, ldw, deep * kRowsOf<U>, panel_width(next, whole)};
       sweep(rows, width, fresh && d == 0, x + d, ldx, panel, width, deep, out + c, ldo, ahead);
     }
   }
@@ -231,30 +233,33 @@ inline void product_in_cache(int64_t rows, const float* x, int64_t ldx, const fl
   ragged_columns(rows, x, ldx, w + whole, ldw, depth, cols - whole, out + whole, ldo);
 }
 
+// Few rows or many, of columns 0..whole-1. U: what is multiplied; depth, ldx: counted in it.
+template <class U, class W>
+void whole_product(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t whole, float* out, int64_t ldo,
+                   bool fresh) {
+  if (rows > kStreamRows) return tiled(rows, x, ldx, w, ldw, depth, whole, out, ldo, fresh);
+  for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo, out + r * ldo + whole, 0.0f);
+  streamed(rows, x, ldx, w, ldw, depth, whole, out, ldo);
+}
+
 template <class W>
 void product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
              bool fresh = false) {
   const int64_t whole = cols - cols % kLanes;
-  if (fresh) {
-    const int64_t first = rows <= kStreamRows ? 0 : whole;  // tiles begin at 0 by themselves
-    for (int64_t r = 0; r < rows; r++) std::fill(out + r * ldo + first, out + r * ldo + cols, 0.0f);
-  }
-  if (rows <= kStreamRows) {
-    streamed(rows, x, ldx, w, ldw, depth, whole, out, ldo);
-  } else {
-    tiled(rows, x, ldx, w, ldw, depth, whole, out, ldo, fresh);
-  }
-  if (whole < cols) ragged_columns(rows, x, ldx, w + whole, ldw, depth, cols - whole, out + whole, ldo);
+  whole_product(rows, x, ldx, w, ldw, depth, whole, out, ldo, fresh);
+  if (whole == cols) return;
+  for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo + whole, out + r * ldo + cols, 0.0f);
+  ragged_columns(rows, x, ldx, w + whole, ldw, depth, cols - whole, out + whole, ldo);
 }
 
-// Whether rows of bfloat16 may be multiplied as pairs with a matrix of bfloat16: where that is one instruction, and nothing is left. How
-// many rows there are is no question: a row's sums must not depend on that.
-inline bool pairs_fit(int64_t depth, int64_t cols) { return kHasPairs && depth % 2 == 0 && cols % kLanes == 0; }
+// Whether rows are multiplied with a matrix of bfloat16 as pairs: where nothing is left. It is the matrix alone that decides: a row's sums
+// must not depend on how many rows there are, nor on which part of the columns somebody asks for.
+inline bool pairs_fit(int64_t depth, int64_t cols) { return depth % 2 == 0 && cols % kLanes == 0; }
 
-// The product of such rows; `ldx` is even.
+// The product of such rows, rounded to bfloat16, with such a matrix or whole vectors of its columns; `ldx` is even.
 inline void product(int64_t rows, const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
                     bool fresh) {
-  tiled(rows, reinterpret_cast<const pair*>(x), ldx / 2, w, ldw, depth / 2, cols, out, ldo, fresh);
+  whole_product(rows, reinterpret_cast<const pair*>(x), ldx / 2, w, ldw, depth / 2, cols, out, ldo, fresh);
 }
 
 }  // namespace rex

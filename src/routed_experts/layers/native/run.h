@@ -1,8 +1,7 @@
 // A run of pre-norm layers, attention and experts, as one kernel: the same loops as the handlers of their parts, one after another, by
 // one team. Padding tokens, which stand last, are left out. All that is between the weights is kept in float32, whatever their dtype is:
 // half precision would cost conversions and gain no room. The stream is rounded where it leaves the run, keys and values as the pool is.
-// With REX_PAIRS (vec.h) what enters a product with bfloat16 weights is rounded to it, but for routers and for steps in which every request has
-// one token; every row of a step alike.
+// Only what enters a product with bfloat16 weights is rounded to that, but for routers.
 #pragma once
 #include <cmath>
 
@@ -101,21 +100,20 @@ void run_layers(Team& team, const RunShape& s, const RunWeights<T>& w, const Run
   const AttentionShape attention_shape{s.tokens, s.heads, s.groups, s.dim, s.requests, s.pages, s.page, s.dim};
   const RouterShape router_shape{s.tokens, s.experts, s.top_k, s.renormalize, stride};
   const PrepareInputs<float, T> prepared{a.qkv, w.q_norm, w.k_norm, in.cos, in.sin, in.positions, in.token_rows, in.page_table, in.valid};
-  const bool exact = s.tokens == s.requests;
   convert(x, a.stream, s.tokens * s.hidden);
   add_and_norm(team, s, a.stream, nullptr, w.input_norm, a.normed);
   for (int64_t layer = 0; layer < s.layers; layer++) {
     const int64_t first_page = (s.first_layer + layer) * s.layer_pages;
-    linear(team, s.tokens, s.hidden, s.projected(), a.normed, w.qkv + layer * s.hidden * s.projected(), a.qkv, exact);
+    linear(team, s.tokens, s.hidden, s.projected(), a.normed, w.qkv + layer * s.hidden * s.projected(), a.qkv);
     prepare(team, PrepareShape{s.tokens, s.heads, s.groups, s.dim, s.pages, s.page, first_page, layer, s.eps}, prepared, a.queries, cache);
     attention(team, attention_shape, PagedStep{in.positions, in.query_starts, in.page_table, first_page}, a.queries, cache, a.mixed);
-    linear(team, s.tokens, s.heads * s.dim, s.hidden, a.mixed, w.out + layer * s.heads * s.dim * s.hidden, a.y, exact);
+    linear(team, s.tokens, s.heads * s.dim, s.hidden, a.mixed, w.out + layer * s.heads * s.dim * s.hidden, a.y);
     add_and_norm(team, s, a.stream, a.y, w.post_norm + layer * s.hidden, a.normed);
     linear(team, s.tokens, s.hidden, s.experts, a.normed, w.router + layer * s.hidden * s.experts, a.logits, true);
     int32_t* column = block == nullptr ? nullptr : block + (s.first_column + layer) * s.top_k * stride;
     const GivenRows mine{given.ids == nullptr ? nullptr : given.ids + layer * stride * s.top_k, given.valid};
     route(team, router_shape, a.logits, mine, a.ids, a.weights, column);
-    const ExpertShape expert_shape{s.tokens, s.top_k, s.hidden, s.width, s.experts, layer * s.experts, false, exact};
+    const ExpertShape expert_shape{s.tokens, s.top_k, s.hidden, s.width, s.experts, layer * s.experts};
     experts(team, expert_shape, a.normed, a.ids, a.weights, in.valid, w.gate_up, w.down, a.y);  // ids of `route` are in range
     if (layer + 1 < s.layers) add_and_norm(team, s, a.stream, a.y, w.input_norm + (layer + 1) * s.hidden, a.normed);
   }

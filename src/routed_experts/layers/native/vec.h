@@ -26,7 +26,7 @@ struct f16 {
   _Float16 value;
 };
 
-struct pair {  // two neighbours of bfloat16, the first in the lower half
+struct [[gnu::may_alias]] pair {  // two neighbours of bfloat16, the first in the lower half
   uint32_t bits;
 };
 
@@ -42,6 +42,10 @@ inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p),
 inline vf load(const f16* p) { return __builtin_convertvector(read<vx>(p), vf); }
 
 inline vu load(const pair* p) { return read<vu>(p); }
+inline vu zip(const bf16* first, const bf16* second) {  // pairs of one number of each
+  return (vu)__builtin_shufflevector(read<vh>(first), read<vh>(second), 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25,
+                                     10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
 
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
 inline void store(pair* p, vu v) { std::memcpy(p, &v, sizeof(v)); }
@@ -81,17 +85,14 @@ inline void store_upto(T* p, vf v, int64_t count) {
   if (count >= kLanes) store(p, v); else store(p, v, count);
 }
 
-// sums + x * column, of floats or of pairs, both products of which are added in float32.
+// sums + x * column, of floats or of pairs, both products of which are added in float32: by one instruction, where the processor has it
+// (which takes subnormal numbers for 0).
 inline vf add_product(vf sums, const float* x, vf column) { return sums + *x * column; }
-#if defined(__AVX512BF16__) && defined(REX_PAIRS)
-constexpr bool kHasPairs = true;  // the processor does it in one instruction
+#if defined(__AVX512BF16__)
 inline vf add_product(vf sums, const pair* x, vu column) {
   return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)(vu{} + x->bits), (__m512bh)column);
 }
 #else
-// Left out unless it is compiled with -DREX_PAIRS. It takes 0.6 of the time of a prompt with bfloat16 weights, but rounds what enters a product in
-// steps with prompts and not in those without: what a request is told would hang on who else runs beside it, and a repeated one would differ.
-constexpr bool kHasPairs = false;
 inline vf add_product(vf sums, const pair* x, vu column) {
   const vu both = vu{} + x->bits, high = vu{} + 0xffff0000u;
   sums += (vf)(both & high) * (vf)(column & high);
@@ -118,22 +119,6 @@ inline float sum(vf v) {
   const v8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
   const v4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
   return (b[0] + b[2]) + (b[1] + b[3]);
-}
-
-// The sums of four vectors, one after another; a vector's sum is the same bits in each of the four places.
-inline void store_four(float* p, const vf (&v)[4]) {
-  typedef float v4 __attribute__((vector_size(16)));
-  auto halves = [](vf x, vf y) {  // [8 of x, 8 of y]
-    return __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  };
-  const vf x = halves(v[0], v[1]), y = halves(v[2], v[3]);
-  vf z = __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-         __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);  // four of each
-  z += __builtin_shufflevector(z, z, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-  z += __builtin_shufflevector(z, z, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  const v4 sums = {z[0], z[4], z[8], z[12]};
-  std::memcpy(p, &sums, sizeof(sums));
 }
 
 inline float largest(vf v) {

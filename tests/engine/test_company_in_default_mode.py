@@ -1,0 +1,81 @@
+"""What a request is told on the kernels that a CPU takes by itself hangs on that request alone, to the last bit: not on who runs beside
+it, on who comes in between, on how its prompt is cut, on what the prefix cache held, nor on the padded sizes.
+
+In bfloat16 with a dense first layer, and in float32 where every layer is one of experts: plain code between kernels, as around a dense
+layer, is fused otherwise in every program, which float32 shows in its last bits and bfloat16 rounds away. Requests of a step are sampled
+alike: the choice of greedy steps is a kernel of its own, and says logprobs with another rounding."""
+
+import tempfile
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine.test_exactness_grid import Cell, prompts, told_by
+from oracles.driver import Bench, request
+from oracles.worlds import random_prompt
+from routed_experts.models.registry import ModelFolder
+from tiny import write_tiny_checkpoint
+
+SIZES = dict(page_size=8, context_length=320, precompile_bs_paddings=(8,), precompile_token_paddings=(16, 256))
+GIVEN = prompts((280, 17, 60, 1, 33, 100, 9, 5), seed=4)
+WORLDS = {"bfloat16": {}, "float32": {"mlp_only_layers": []}}
+TEMPERATURES = 0.0, 1.0
+CELLS = [
+    Cell(batch=8, chunk=256, radix="off", preempt=False, n=1),
+    Cell(batch=8, chunk=16, radix="off", preempt=False, n=1),
+    Cell(batch=8, chunk=16, radix="warm", preempt=True, n=1),
+    Cell(batch=3, chunk=7, radix="on", preempt=False, n=1),
+    Cell(batch=3, chunk=256, radix="warm", preempt=True, n=1),
+]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def world(request):
+    with tempfile.TemporaryDirectory() as folder:
+        opened = ModelFolder.open(write_tiny_checkpoint(folder, tokenizer=False, **WORLDS[request.param]))
+        return Bench(opened.load(jnp.dtype(request.param)), **SIZES)
+
+
+def asked(index, temperature):
+    how = {"prompt_logprobs_from": 0} if index % 2 else {}
+    return request(f"p{index}", GIVEN[index], 24, seed=index, temperature=temperature, **how)
+
+
+@pytest.fixture(scope="module")
+def alone(world):
+    told = {}
+    for temperature in TEMPERATURES:
+        for index in range(len(GIVEN)):
+            drive = world.drive(max_running_requests=1, disable_radix_cache=True)
+            drive.run(asked(index, temperature))
+            told[temperature] = told.get(temperature, {}) | told_by(drive)
+    return told
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_each_sequence_says_in_company_what_it_says_alone(world, alone, cell, temperature):
+    drive = world.drive(max_running_requests=cell.batch, chunked_prefill_size=cell.chunk, disable_radix_cache=cell.radix == "off")
+    order = np.random.default_rng(1).permutation(len(GIVEN))
+    if cell.radix == "warm":
+        drive.run(*(request(f"warm{index}", GIVEN[index], 1) for index in order), check=False)
+        drive.told.clear()
+    meddle = (lambda step: step % 3 == 2 and drive.retract_victim()) if cell.preempt else None
+    drive.run(*(asked(index, temperature) for index in order), before_step=meddle, check=False)
+    assert len(drive.told) == len(GIVEN)
+    for rid, told in told_by(drive).items():
+        assert told == alone[temperature][rid], rid
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("index", [1, 4])
+def test_a_call_said_again_is_the_same_while_prompts_of_others_arrive(world, alone, index, temperature):
+    """Some of its steps hold prompts, and in some every request has one token: neither may round otherwise."""
+    rng = np.random.default_rng(6)
+    drive = world.drive(disable_radix_cache=True)
+    others = {step: request(f"q{step}", random_prompt(rng, 3 * step), 4, temperature=temperature) for step in (3, 4, 9, 15, 16)}
+    drive.run(asked(index, temperature), before_step=lambda step: step in others and drive.add(others[step]), check=False)
+    modes = {batch.mode for batch, _ in drive.log.forwards}
+    assert len(drive.told) == 6 and len(modes) > 1, modes
+    assert told_by(drive)[f"p{index}"] == alone[temperature][f"p{index}"]

@@ -1,0 +1,300 @@
+"""What the native kernels say of a row hangs on that row and the weights alone, by a bit: not on how many rows stand beside it, on which
+ones, on their order, on how a prompt is cut into steps, nor on how many threads there are; in every dtype. Rows that meet weights of
+bfloat16 are rounded to that, once, and multiplied as pairs, against float64; routers round nothing."""
+
+import ctypes
+import dataclasses
+import functools
+import itertools
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layers.test_moe import random_call, silu, with_rows
+from layers.test_native_run import given
+from routed_experts.layers.attention import PagedBatch
+from routed_experts.layers.expert_slots import ExpertTable
+from routed_experts.layers.layer_run import RunPlaces, StepArrays
+from routed_experts.layers.native import toolchain
+from routed_experts.layers.native.lane import HostLane
+from routed_experts.layers.native.ops import NATIVE_ATTENTION, native_experts, native_linear
+from routed_experts.layers.native.run import native_run
+from routed_experts.layers.paged_attend import PagedAttend
+
+DTYPES = "bfloat16", "float32", "float16"
+ROWS, COUNTS, FEW_COUNTS = 64, (*range(1, 21), 25, 64), (1, 8, 25, 64)
+MATRICES = [(96, 320), (1040, 48), (33, 48), (64, 40)]  # [D, O]: pairs; two panels deep; depth is odd; columns are ragged: no pairs
+EXPERTS = [(256, 272), (64, 48), (40, 24)]  # D, F: parts, whole experts, no pairs
+HALF = 2.0**-8  # the most that bfloat16 rounds away, relative
+LINEAR, EXPERT_SUMS = jax.jit(native_linear, static_argnames="dtype"), jax.jit(native_experts)
+
+
+def bits(array):
+    array = np.asarray(array)
+    return array.view(f"u{array.itemsize}")
+
+
+def groups(counts=COUNTS):
+    """Rows of 0..63 in another order, of every count."""
+    rng = np.random.default_rng(1)
+    return [rng.permutation(ROWS)[:count] for count in counts]
+
+
+def matrix(dtype, shape):
+    rng = np.random.default_rng(2)
+    return jnp.asarray(rng.standard_normal((ROWS, shape[0])), dtype), jnp.asarray(rng.standard_normal((1, *shape)), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", MATRICES)
+def test_a_row_of_a_product_is_its_own(dtype, shape):
+    x, weights = matrix(dtype, shape)
+    wanted = bits(LINEAR(x, weights, 0, dtype=jnp.float32))
+    for rows in groups(COUNTS if shape == MATRICES[0] else FEW_COUNTS):
+        np.testing.assert_array_equal(bits(LINEAR(x[rows], weights, 0, dtype=jnp.float32)), wanted[rows])
+
+
+def expert_call(dtype, shape):
+    """64 rows of two slots over 4 experts, where few rows are streamed and many tiled."""
+    call = random_call(3, (ROWS, 2, 4, *shape), valid=np.ones(ROWS, bool))
+    return dataclasses.replace(call, **{name: vars(call)[name].astype(dtype) for name in ("x", "gate_up", "down")})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", EXPERTS)
+def test_a_row_of_experts_is_its_own(dtype, shape):
+    call, rng = expert_call(dtype, shape), np.random.default_rng(4)
+    wanted = bits(EXPERT_SUMS(call))
+    for rows in groups():
+        order = rng.permutation(ROWS)  # where they stand; the others are padding
+        arrays = {name: np.asarray(vars(call)[name])[rng.permutation(ROWS)] for name in ("x", "ids", "weights")}
+        for name, array in arrays.items():
+            array[order[: rows.size]] = np.asarray(vars(call)[name])[rows]
+        out = EXPERT_SUMS(with_rows(call, **arrays, valid=np.isin(np.arange(ROWS), order[: rows.size])))
+        np.testing.assert_array_equal(bits(out)[order[: rows.size]], wanted[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", EXPERTS[:2])
+def test_a_lane_gives_the_same_rows_with_any_number_of_threads(dtype, shape):
+    """Of weights, and of rows that come in another dtype."""
+    call = expert_call(dtype, shape)
+    store, rng = ExpertTable(call.gate_up, call.down), np.random.default_rng(5)
+    for fed in dict.fromkeys([dtype, "float32"]):
+        x, told = call.x.astype(fed), []
+        for num_threads in (1, 2, 3):
+            lane = HostLane([store], num_experts=4, num_threads=num_threads)
+            send = functools.partial(errand, lane)
+            told.append(bits(send(x, call.ids, call.weights)))
+            for count in (1, 5, 20):
+                rows = rng.permutation(ROWS)[:count]
+                np.testing.assert_array_equal(bits(send(x[rows], call.ids[rows], call.weights[rows])), told[0][rows])
+        for other in told[1:]:
+            np.testing.assert_array_equal(other, told[0])
+
+
+def errand(lane, x, ids, weights):
+    return jax.jit(lambda *given: lane.end(lane.begin(given[0], jnp.int32(0), *given[1:], store=0))[1])(x, ids, weights)
+
+
+class Served:
+    """A run of two layers over 64 requests, who have up to 48 tokens each: what each token's row is, and who is asked for what."""
+
+    PAGE, WIDTH, TOKENS = 8, 6, 96
+
+    def __init__(self, dtype, hidden, width, experts=6):
+        rng, self.case = np.random.default_rng(6), given(dtype=dtype, experts=experts, hidden=hidden, width=width, dim=20)
+        pages = 1 + ROWS * self.WIDTH
+        self.table = 1 + np.arange(ROWS * self.WIDTH).reshape(ROWS, self.WIDTH)
+        self.rows = jnp.asarray(rng.standard_normal((ROWS, 48, hidden)), dtype)
+        self.angles = rng.standard_normal((2, 48, 20)).astype(np.float32)
+        self.pool = jnp.asarray(rng.standard_normal((2 * pages, self.PAGE, 4, 20)), jnp.float32)
+        self.block = jnp.full((6, self.TOKENS), -7, jnp.int32)
+        self.num_pages, self._run = pages, jax.jit(self._traced)
+
+    def _traced(self, x, pool, angles, batch):
+        step = StepArrays(cos=angles[0], sin=angles[1], valid=batch.valid)
+        attend = PagedAttend(backend=NATIVE_ATTENTION, batch=batch, num_pages=self.num_pages)
+        places = RunPlaces(first_layer=0, first_column=1)
+        return native_run(x, self.case.arrays, step, attend, pool, self.block, None, places, self.case.spec)
+
+    def step(self, asked, pool=None):
+        """Run (request, first position, tokens), in that order. Gives stream, norm and ids of each, as bits, and the pool."""
+        total, counts = sum(count for _, _, count in asked), [count for _, _, count in asked]
+        requests, positions = np.zeros(self.TOKENS, np.int32), np.zeros(self.TOKENS, np.int32)
+        requests[:total] = np.repeat([request for request, _, _ in asked], counts)
+        positions[:total] = np.concatenate([np.arange(start, start + count) for _, start, count in asked])
+        named, ends = [request for request, _, _ in asked] + [0] * (ROWS - len(asked)), np.cumsum([0, *counts])
+        batch = PagedBatch(
+            positions=jnp.asarray(positions),
+            token_rows=jnp.asarray(np.repeat(np.arange(len(asked) + 1), [*counts, self.TOKENS - total]), jnp.int32),
+            valid=jnp.arange(self.TOKENS) < total,
+            query_starts=jnp.asarray(np.pad(ends, (0, ROWS + 1 - ends.size), mode="edge"), jnp.int32),
+            seq_lens=jnp.zeros(ROWS, jnp.int32),
+            page_table=jnp.asarray(self.table[named], jnp.int32),
+            decode=False,
+        )
+        out = self._run(self.rows[requests, positions], self.pool if pool is None else pool, jnp.asarray(self.angles[:, positions]), batch)
+        columns = [bits(out[0]), bits(out[1]), np.asarray(out[3])[2:].T]
+        return [[column[begin:end] for column in columns] for begin, end in itertools.pairwise(ends)], out[2]
+
+    def kept(self, pool, request):
+        """Keys and values of a request, in both layers."""
+        return bits(pool).reshape(2, self.num_pages, -1)[:, self.table[request]]
+
+
+RUNS = [*((dtype, 64, 48) for dtype in DTYPES), ("bfloat16", 40, 24)]
+
+
+@functools.cache
+def served(case):
+    return Served(*case)
+
+
+@pytest.mark.parametrize("case", RUNS, ids=str)
+def test_a_request_of_a_run_is_its_own(case):
+    """64 requests with one token each, alone, in groups of every count, and beside prompts."""
+    run, rng = served(case), np.random.default_rng(7)
+    tokens = [(request, request % 40, 1) for request in range(ROWS)]
+    wanted, pool = run.step(tokens)
+    kept = [run.kept(pool, request) for request in range(ROWS)]
+    for count, rows in zip(COUNTS, groups(), strict=True):
+        asked = [tokens[row] for row in rows]
+        if count <= 20:
+            others = rng.permutation(np.setdiff1d(np.arange(ROWS), rows))[:2]
+            asked[count // 2 : count // 2] = [(request, 3, 7 + request % 19) for request in others]
+        told, pool = run.step(asked)
+        for (request, _, number), outs in zip(asked, told, strict=True):
+            if number == 1:
+                for ours, alone in zip(outs, wanted[request], strict=True):
+                    np.testing.assert_array_equal(ours, alone)
+                np.testing.assert_array_equal(run.kept(pool, request), kept[request])
+
+
+@pytest.mark.parametrize("case", RUNS, ids=str)
+def test_how_a_prompt_is_cut_changes_no_bit(case):
+    """Few queries of a request meet its keys in another loop than many, and few rows the weights."""
+    run, length = served(case), 45
+    (whole,), pool = run.step([(9, 0, length)])
+    kept = run.kept(pool, 9)
+    for cuts in ((20, 25), (9, 8, 7, 21), (1, 44), (44, 1), (2, 3, 4, 5, 6, 25), (1,) * length):
+        pool, start, parts = None, 0, []
+        for count in cuts:
+            told, pool = run.step([(17, 5, 1), (9, start, count), (30, 0, 11)], pool)
+            parts.append(told[1])
+            start += count
+        for ours, wanted in zip(zip(*parts, strict=True), whole, strict=True):
+            np.testing.assert_array_equal(np.concatenate(ours), wanted)
+        np.testing.assert_array_equal(run.kept(pool, 9), kept)
+
+
+def everything():
+    """Sums of each kind, in each dtype, as bits by name."""
+    told = {}
+    for dtype in DTYPES:
+        x, weights = matrix(dtype, MATRICES[0])
+        told |= {f"{dtype} product {n}": bits(LINEAR(x[:n], weights, 0, dtype=jnp.float32)) for n in (1, 7, 64)}
+        told |= {f"{dtype} experts {shape}": bits(EXPERT_SUMS(expert_call(dtype, shape))) for shape in EXPERTS[:2]}
+        outs, _ = served((dtype, 64, 48)).step([(9, 0, 45), (17, 5, 1)])
+        told |= {f"{dtype} run {place}": array for place, array in enumerate(outs[0] + outs[1])}
+    return told
+
+
+ON_ONE_CORE = """
+import os, sys
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+import numpy as np
+from layers.test_native_rows import everything
+np.savez(sys.argv[1], **everything())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a process is given one core as Linux does it")
+def test_one_thread_says_what_all_of_them_say(tmp_path):
+    """XLA gives a kernel as many threads as the process has cores."""
+    file, tests = tmp_path / "told.npz", Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
+    subprocess.run([sys.executable, "-c", ON_ONE_CORE, str(file)], env=environment, check=True, timeout=300)
+    ours, theirs = everything(), np.load(file)
+    assert sorted(ours) == sorted(theirs)
+    for name, wanted in ours.items():
+        np.testing.assert_array_equal(theirs[name], wanted, err_msg=name)
+
+
+@pytest.mark.parametrize("shape", MATRICES)
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_products_of_bfloat16_are_those_of_float64(shape, count):
+    """Products of two are exact in float32, and so only sums round: half of 2^-23, relative, of the sum so far, at each addition."""
+    x, weights = (np.asarray(array, np.float64) for array in matrix("bfloat16", shape))
+    out = np.asarray(LINEAR(jnp.asarray(x[:count], jnp.bfloat16), jnp.asarray(weights, jnp.bfloat16), 0, dtype=jnp.float32), np.float64)
+    bound = shape[0] * 2.0**-24 * (np.abs(x[:count]) @ np.abs(weights[0]))
+    assert np.all(np.abs(out - x[:count] @ weights[0]) <= bound)
+
+
+PRODUCT_ALONE = """
+#include "product.h"
+extern "C" void multiply(int64_t rows, int64_t depth, int64_t cols, const rex::bf16* x, const rex::bf16* w, float* out) {
+  rex::product(rows, x, depth, w, cols, depth, cols, out, cols, true);
+}
+"""
+
+
+def test_a_processor_that_knows_no_pairs_has_the_same_products(tmp_path):
+    """Compiled without the instruction, where there is one to leave out: each number's products are added one after the other."""
+    source, made = tmp_path / "product.cpp", tmp_path / "product.so"
+    source.write_text(PRODUCT_ALONE)
+    without = ["-mno-avx512bf16"] if platform.machine() == "x86_64" else []
+    command = [*(toolchain.compiler() or ()), *toolchain.FLAGS, *without, f"-I{toolchain.HERE}", str(source), "-o", str(made)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    multiply = ctypes.CDLL(str(made)).multiply
+    multiply.argtypes, multiply.restype = (ctypes.c_int64,) * 3 + (ctypes.c_void_p,) * 3, None
+    x, weights = (np.ascontiguousarray(array) for array in matrix("bfloat16", (1040, 112)))
+    wide, matrix_wide = x.astype(np.float64), weights[0].astype(np.float64)
+    bound, told = 1040 * 2.0**-24 * (np.abs(wide) @ np.abs(matrix_wide)), []
+    for rows in (1, 5, 9, 64):
+        told.append(np.empty((rows, 112), np.float32))
+        multiply(rows, 1040, 112, x.ctypes.data, weights.ctypes.data, told[-1].ctypes.data)
+    assert np.all(np.abs(told[-1] - wide @ matrix_wide) <= bound)
+    for few in told[:-1]:
+        np.testing.assert_array_equal(bits(few), bits(told[-1])[: len(few)])
+
+
+@pytest.mark.parametrize("shape", EXPERTS)
+def test_experts_of_bfloat16_round_hidden_values_once(shape):
+    """And what they give."""
+    call = expert_call("bfloat16", shape)
+    x, gate_up, down = (np.asarray(vars(call)[name], np.float64) for name in ("x", "gate_up", "down"))
+    wanted, bound = np.zeros_like(x), np.zeros_like(x)
+    for n, k in np.ndindex(*call.ids.shape):
+        gate, up = np.split(x[n] @ gate_up[call.ids[n, k]], 2)
+        hidden, weight = silu(gate) * up, float(call.weights[n, k])
+        wanted[n] += weight * (hidden @ down[call.ids[n, k]])
+        bound[n] += weight * HALF * (np.abs(hidden) @ np.abs(down[call.ids[n, k]]))
+    out = np.asarray(EXPERT_SUMS(call), np.float64)
+    assert np.all(np.abs(out - wanted) <= 1.01 * bound + HALF * np.abs(wanted) + 1e-4)
+
+
+def test_a_router_of_bfloat16_sees_rows_that_are_not_rounded():
+    """Two experts whose scores of each row are a hair apart, the first one's higher: rounded norms would often have it otherwise."""
+    rng, apart = np.random.default_rng(8), np.repeat([1.0, -1.0], 8)
+    drawn = 1 + rng.integers(0, 128, (60_000, 16)) / 128
+    close = drawn[drawn @ apart == 1 / 128][:96]
+    x = np.concatenate([close, np.full((96, 1), 2.0), rng.integers(-99, 99, (96, 47)) / 64], axis=1)  # as bfloat16 has them
+    router = np.zeros((2, 64, 16))  # as many columns as make pairs
+    router[:, :16, 0], router[:, :16, 1], router[:, 16, :2] = apart / 2, -apart / 2, 4.0
+
+    run = Served("bfloat16", 64, 48, experts=16)
+    arrays = run.case.arrays
+    still = dataclasses.replace(arrays, router=jnp.asarray(router, jnp.bfloat16), out=jnp.zeros_like(arrays.out))  # the stream is x
+    run.case, run.rows = dataclasses.replace(run.case, arrays=still), run.rows.at[:24, :4].set(x.reshape(24, 4, 64).astype(jnp.bfloat16))
+    ids = np.concatenate([outs[2][:, :2] for outs in run.step([(request, 0, 4) for request in range(24)])[0]])
+    assert np.array_equal(ids, np.tile([0, 1], (96, 1)))
+    rounded = (x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + arrays.eps)).astype(jnp.bfloat16).astype(np.float64)
+    assert np.mean(rounded[:, :16] @ apart < 0) > 0.1
