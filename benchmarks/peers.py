@@ -4,8 +4,9 @@
 
 NAME is transformers, vllm or llama_cpp (peer_programs/), PYTHON the interpreter of an environment that has it; without --peer,
 transformers of this environment. Ours runs with capture on and asked for by every request. Prefill is a run of one new token, and
-decode what the whole run takes more, for all alike. Rounds alternate; a ratio is that of one round; medians are given. `same` is the
-share of greedy tokens before the first difference that equal ours: a peer that computes something else would be no peer."""
+decode what the whole run takes more, for all alike. Rounds alternate, with half a second between two turns; a ratio is that of one
+round; medians are given. `same` is the share of greedy tokens before the first difference that equal ours: a peer that computes
+something else would be no peer."""
 
 import argparse
 import dataclasses
@@ -22,6 +23,8 @@ import numpy as np
 from common import Prompts, benchmark_model, build, print_table, write_checkpoint, write_result
 
 from routed_experts.engine.core import EngineCore
+
+_REST_S = 0.5  # threads of an engine's OpenMP look for work for 0.2 s after its turn: the next one begins when the cores are free
 
 PROGRAMS = Path(__file__).parent / "peer_programs"
 
@@ -135,8 +138,12 @@ def main() -> None:
         for turn in range(-1, args.rounds):  # the first round warms up
             new = args.new if turn >= 0 else 8
             ids = [req.source.input_ids for req in prompts.requests(batch, prompt=args.prompt, new=1, ask=True)]
+            time.sleep(_REST_S)
             own = ours_of(core, prompts, ids, new)
-            answers = {peer.name: peer.run([list(map(int, prompt)) for prompt in ids], new) for peer in peers}
+            answers: dict[str, Timing] = {}
+            for peer in peers:
+                time.sleep(_REST_S)
+                answers[peer.name] = peer.run([list(map(int, prompt)) for prompt in ids], new)
             if turn >= 0:
                 ours.append(own)
                 for name, answer in answers.items():
