@@ -45,17 +45,44 @@ inline auto take(const W* w, int64_t ldw) {
   else return load(w);
 }
 
-// U: float or pair; `depth`, `ldx` and `ldw` count them.
-template <int Rows, int Vectors, class U, class W>
-inline void tile(bool fresh, const U* x, int64_t ldx, const U* w, int64_t ldw, int64_t depth, float* out, int64_t ldo, Ahead<W>& ahead) {
+// Where a tile finds its columns: in a panel, while rows that will be read soon are asked for.
+template <class U, class W>
+struct Packed {
+  const U* panel;
+  int64_t ld;
+  Ahead<W>& ahead;
+  void look() const { ahead.ask(); }
+  auto column(int64_t d, int v) const { return load(panel + d * ld + v * kLanes); }
+};
+
+// Or in w itself, and it fills the panel: to wait for memory takes no time of its own.
+template <class U, class W>
+struct Packing {
+  const W* w;
+  int64_t ldw;
+  U* panel;
+  int64_t ld;
+  void look() const {}
+  auto column(int64_t d, int v) const {
+    const W* from = w + d * kRowsOf<U> * ldw + v * kLanes;
+    for (int row = 0; row < kRowsOf<U>; row++) prefetch(from + (kPackAhead + row) * ldw, kLanes);
+    const auto line = take<U>(from, ldw);
+    store(panel + d * ld + v * kLanes, line);
+    return line;
+  }
+};
+
+// U: float or pair; `depth` and `ldx` count them.
+template <int Rows, int Vectors, class U, class Source>
+inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, int64_t depth, float* out, int64_t ldo) {
   vf sums[Rows][Vectors];
   for (int r = 0; r < Rows; r++)
     for (int v = 0; v < Vectors; v++) sums[r][v] = fresh ? vf{} : load(out + r * ldo + v * kLanes);
   for (int64_t begin = 0; begin < depth; begin += kAskEvery) {
-    ahead.ask();
+    source.look();
     for (int64_t d = begin, end = std::min(depth, begin + kAskEvery); d < end; d++) {
-      decltype(load(w)) column[Vectors];
-      for (int v = 0; v < Vectors; v++) column[v] = load(w + d * ldw + v * kLanes);
+      decltype(source.column(d, 0)) column[Vectors];
+      for (int v = 0; v < Vectors; v++) column[v] = source.column(d, v);
       for (int r = 0; r < Rows; r++)
         for (int v = 0; v < Vectors; v++) sums[r][v] = add_product(sums[r][v], x + r * ldx + d, column[v]);
     }
@@ -65,28 +92,29 @@ inline void tile(bool fresh, const U* x, int64_t ldx, const U* w, int64_t ldw, i
 }
 
 template <int Vectors, int Most = kTileRows, class... Rest>
-inline void tile_rows(int64_t rows, Rest&... rest) {
+inline void tile_rows(int64_t rows, const Rest&... rest) {
   if constexpr (Most > 1) {
     if (rows < Most) return tile_rows<Vectors, Most - 1>(rows, rest...);
   }
   tile<Most, Vectors>(rest...);
 }
 
-// Rows 0..rows-1 of out over one panel, in tiles that differ by one row at most; `width` is 4, 2 or 1 vectors.
+// Rows first..rows-1 of out over one panel, in tiles that differ by one row at most; `width` is 4, 2 or 1 vectors.
 template <class U, class W>
-inline void sweep(int64_t rows, int64_t width, bool fresh, const U* x, int64_t ldx, const U* w, int64_t ldw, int64_t depth, float* out,
-                  int64_t ldo, Ahead<W>& ahead) {
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int64_t t = 0, r = 0, end = 0; t < tiles; t++, r = end) {
-    end = rows * (t + 1) / tiles;
+inline void sweep(int64_t first, int64_t rows, int64_t width, bool fresh, const U* x, int64_t ldx, const U* panel, int64_t ld, int64_t depth,
+                  float* out, int64_t ldo, Ahead<W>& ahead) {
+  const int64_t left = rows - first, tiles = (left + kTileRows - 1) / kTileRows;
+  const Packed<U, W> source{panel, ld, ahead};
+  for (int64_t t = 0, r = first, end = 0; t < tiles; t++, r = end) {
+    end = first + left * (t + 1) / tiles;
     const U* from = x + r * ldx;
     float* to = out + r * ldo;
     if (width == 4 * kLanes) {
-      tile_rows<4>(end - r, fresh, from, ldx, w, ldw, depth, to, ldo, ahead);
+      tile_rows<4>(end - r, fresh, from, ldx, source, depth, to, ldo);
     } else if (width == 2 * kLanes) {
-      tile_rows<2>(end - r, fresh, from, ldx, w, ldw, depth, to, ldo, ahead);
+      tile_rows<2>(end - r, fresh, from, ldx, source, depth, to, ldo);
     } else {
-      tile_rows<1>(end - r, fresh, from, ldx, w, ldw, depth, to, ldo, ahead);
+      tile_rows<1>(end - r, fresh, from, ldx, source, depth, to, ldo);
     }
   }
 }
@@ -190,16 +218,8 @@ void streamed(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, in
   }
 }
 
-// A panel of w, U after U: where w itself lies, its rows would push one another out of the cache. `depth` counts U's.
-template <class U, class W>
-inline void pack(const W* w, int64_t ldw, int64_t depth, int64_t width, U* panel) {
-  for (int64_t d = 0; d < depth; d++, w += kRowsOf<U> * ldw) {
-    for (int row = 0; row < kRowsOf<U>; row++) prefetch(w + (kPackAhead + row) * ldw, width);
-    for (int64_t c = 0; c < width; c += kLanes) store(panel + d * width + c, take<U>(w + c, ldw));
-  }
-}
-
-// The product of many rows, of columns 0..whole-1, which are whole vectors. U: what is multiplied; depth, ldx: counted in it.
+// The product of many rows, of columns 0..whole-1, which are whole vectors. U: what is multiplied; depth, ldx: counted in it. A panel of w
+// is filled by the first tile: where w itself lies, its rows would push one another out of the cache.
 template <class U, class W>
 void tiled(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t whole, float* out, int64_t ldo,
            bool fresh) {
@@ -208,13 +228,21 @@ void tiled(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64
   for (int64_t d = 0, deep = 0; d < depth; d += deep) {
     deep = std::min(kPanelDepth, depth - d);
     const W* from = w + d * kRowsOf<U> * ldw;
+    const bool anew = fresh && d == 0;
     for (int64_t c = 0, width = 0; c < whole; c += width) {
       width = panel_width(c, whole);
       const int64_t next = c + width;
-      pack(from + c, ldw, deep, width, panel);
+      const Packing<U, W> source{from + c, ldw, panel, width};
+      if (width == 4 * kLanes) {
+        tile<kTileRows, 4>(anew, x + d, ldx, source, deep, out + c, ldo);
+      } else if (width == 2 * kLanes) {
+        tile<kTileRows, 2>(anew, x + d, ldx, source, deep, out + c, ldo);
+      } else {
+        tile<kTileRows, 1>(anew, x + d, ldx, source, deep, out + c, ldo);
+      }
       Ahead<W> ahead;
       if (next < whole) ahead = {from + next, ldw, deep * kRowsOf<U>, panel_width(next, whole)};
-      sweep(rows, width, fresh && d == 0, x + d, ldx, panel, width, deep, out + c, ldo, ahead);
+      sweep(kTileRows, rows, width, anew, x + d, ldx, panel, width, deep, out + c, ldo, ahead);
     }
   }
 }
@@ -226,7 +254,7 @@ inline void product_in_cache(int64_t rows, const float* x, int64_t ldx, const fl
   Ahead<float> nothing;
   for (int64_t c = 0, width = 0; c < whole; c += width) {
     width = panel_width(c, whole);
-    sweep(rows, width, fresh, x, ldx, w + c, ldw, depth, out + c, ldo, nothing);
+    sweep(0, rows, width, fresh, x, ldx, w + c, ldw, depth, out + c, ldo, nothing);
   }
   if (whole == cols) return;
   for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo + whole, out + r * ldo + cols, 0.0f);
