@@ -74,21 +74,23 @@ double best_seconds(int threads, int rounds, const Body& body) {
 
 }  // namespace rex
 
-// Float32 operations a second of `threads` that multiply and add in registers, 12 chains each.
-extern "C" double rex_multiply_rate(int threads, int rounds) {
+// Operations a second of `threads` that multiply and add in registers, 12 chains each: of float32, or of bfloat16 as pairs of neighbours.
+extern "C" double rex_multiply_rate(int threads, int rounds, bool pairs) {
   constexpr int64_t kTurns = 20'000'000 / 12;
   constexpr int kChains = 12;
   std::vector<float> totals(threads);
   const double seconds = rex::best_seconds(threads, rounds, [&](int t) {
     rex::vf sums[kChains], by = rex::vf{} + 0.999f, add = rex::vf{} + 1e-3f;
+    const rex::pair x{0x3c003c00u + uint32_t(t)};
+    rex::vu column = rex::vu{} + 0x3c003c01u;
     for (int c = 0; c < kChains; c++) sums[c] = rex::vf{} + float(c);
     for (int64_t i = 0; i < kTurns; i++)
 #pragma GCC unroll 12
-      for (int c = 0; c < kChains; c++) sums[c] = sums[c] * by + add;
+      for (int c = 0; c < kChains; c++) sums[c] = pairs ? rex::add_product(sums[c], &x, column) : sums[c] * by + add;
     for (int c = 1; c < kChains; c++) sums[0] += sums[c];
     totals[t] = rex::sum(sums[0]);
   });
-  return totals[0] != 0 ? 2.0 * threads * kTurns * kChains * rex::kLanes / seconds : 0;
+  return totals[0] != 0 ? (pairs ? 4.0 : 2.0) * threads * kTurns * kChains * rex::kLanes / seconds : 0;
 }
 
 // Bytes a second that `threads` read from memory together, each its own part of `bytes`, the best of `rounds`.

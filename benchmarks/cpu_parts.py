@@ -6,9 +6,9 @@ The engine runs on its own kernels, compiled here once more with a clock at each
 parts are timed where they stand: same buffers, same threads awake. Steps are taken one by one, from scheduling to tokens and rows on the
 host, nothing overlapped; `overlapped` is what a decode step takes when they do. A part's floor is the longer of its bytes (weights that
 are read, of experts those that were chosen; keys and values) over the rate at which this machine's cores read memory, and its arithmetic
-over the rate at which they multiply and add in registers, both measured first (a float32 product of NumPy's is told beside). What fits
-the caches can be read faster than that. Kernels compute in float32 whatever the weights are. `norms` is the rest of the layers' kernel;
-`programs` the rest between dispatch and read-back: packing, starting two programs, embedding, angles, gathering, the record's narrowing;
+over the rate at which they multiply and add in registers, float32 or, with weights of bfloat16, pairs of bfloat16; both measured first (a
+float32 product of NumPy's is told beside). What fits the caches can be read faster than that. `norms` is the rest of the layers' kernel;
+`programs` the rest between dispatch and read-back: packing, starting two programs, embedding, angles, gathering;
 `host` all Python around. `sum / step` is of the medians of all of them over that of the step."""
 
 import argparse
@@ -31,6 +31,7 @@ from routed_experts.execution.model_runner import ModelRunner, PendingStep
 from routed_experts.layers.native import toolchain
 
 PARTS = ("experts", "attention", "projections", "router", "head", "sampler", "run")
+MATRICES = ("experts", "projections", "head")  # multiplied in the weights' dtype; the rest is float32
 COLUMNS = ("experts", "attention", "projections", "router", "norms", "head", "sampler", "programs", "host")
 
 
@@ -45,6 +46,7 @@ def clocked_library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(made))
     library.rex_part_seconds.restype, library.rex_read_rate.restype = ctypes.POINTER(ctypes.c_double), ctypes.c_double
     library.rex_read_rate.argtypes, library.rex_multiply_rate.restype = (ctypes.c_int64, ctypes.c_int, ctypes.c_int), ctypes.c_double
+    library.rex_multiply_rate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_bool)
     toolchain.library = lambda: library
     return library
 
@@ -140,14 +142,15 @@ def overlapped(core: EngineCore, batch: int, turn: int) -> float:
     return statistics.median(seconds)
 
 
-def rows_of(steps: list[dict[str, object]], rates: tuple[float, float], **said: object) -> list[dict[str, object]]:
+def rows_of(steps: list[dict[str, object]], rates: dict[str, float], **said: object) -> list[dict[str, object]]:
     """A row of milliseconds, one of floors, one of ratios, from the medians of alike steps."""
     step = statistics.median(one["step"] for one in steps)
     times = {name: statistics.median(one[name] for one in steps) * 1e3 for name in COLUMNS}
     floors = {}
     for name in steps[0]["work"]:
         held, operations = (statistics.median(one["work"][name][place] for one in steps) for place in (0, 1))
-        floors[name] = max(held / rates[0], operations / rates[1]) * 1e3
+        multiplied = rates[said["dtype"] if name in MATRICES else "float32"]
+        floors[name] = max(held / rates["read"], operations / multiplied) * 1e3
     named = sum(times[name] for name in COLUMNS)
     told = {"ms": times, "floor": floors, "ms / floor": {name: times[name] / floor for name, floor in floors.items()}}
     whole = {"ms": step * 1e3, "floor": sum(floors.values()), "ms / floor": step * 1e3 / sum(floors.values())}
@@ -167,8 +170,10 @@ def main() -> None:
     args = parser.parse_args()
     library = clocked_library()
     threads = os.cpu_count() or 1
-    rates = library.rex_read_rate(1 << 29, threads, 6), library.rex_multiply_rate(threads, 6)
-    probe = {"read GB/s": rates[0] / 1e9, "float32 Gop/s": rates[1] / 1e9, "of them, NumPy's product": product_rate() / 1e9}
+    rates = {"read": library.rex_read_rate(1 << 29, threads, 6)}
+    rates |= {dtype: library.rex_multiply_rate(threads, 6, dtype == "bfloat16") for dtype in ("float32", "bfloat16")}
+    probe = {"read GB/s": rates["read"] / 1e9, "float32 Gop/s": rates["float32"] / 1e9, "of them, NumPy's product": product_rate() / 1e9}
+    probe["bfloat16 Gop/s"] = rates["bfloat16"] / 1e9
     print(probe)
     seconds = np.ctypeslib.as_array(library.rex_part_seconds(), (len(PARTS),))
     table: list[dict[str, object]] = []

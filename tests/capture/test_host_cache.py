@@ -132,7 +132,10 @@ def test_what_waits_to_be_filed_is_bounded():
         cache.put(np.array([step % NUM_SLOTS]), np.full((1, 4), step % 300, np.uint16), step)
         cache.clear_pages(np.array([(step + 5) % NUM_SLOTS // PAGE_SIZE]))
         assert len(cache._steps) < host_cache._MOST_STEPS
-    cache.put(np.arange(4000) % NUM_SLOTS, np.zeros((4000, 4), np.uint16), 1000)
+    for step in range(1000, 1040):  # what pads a step waits as well
+        cache.put(np.array([step % NUM_SLOTS]), np.zeros((100, 4), np.int32), step)
+        assert sum(len(rows) for _, rows, *_ in cache._steps) < host_cache._MOST_ROWS
+    cache.put(np.arange(4000) % NUM_SLOTS, np.zeros((4000, 4), np.uint16), 2000)
     assert not cache._steps, "a large step is filed at once"
     for _ in range(1000):
         cache.clear_pages(np.array([1]))

@@ -334,6 +334,8 @@ def test_counts_are_the_bincount_of_all_rows_when_nothing_is_cached(engine):
     again = engine.reset_routing_stats().num_tokens - stats.num_tokens  # its prefix is known by now: fewer tokens of it are fed
     assert 0 < again[0] < 90 and again[1] == 8
     assert not engine.routing_stats().num_tokens.any()
+    engine.generate(input_ids=[[7]], sampling_params=GREEDY | {"max_tokens": 5})  # its prompt fits a step that decodes
+    assert engine.reset_routing_stats().num_tokens.tolist() == [1, 4]
 
 
 def test_replaced_weights_are_free_without_a_collection_of_garbage(tmp_path):

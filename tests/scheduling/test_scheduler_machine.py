@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy_device import VOCAB, NumpyDevice, says, source
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.io_struct import FinishReason
+from routed_experts.core.model_worker_batch import ALL_GENERATED
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
@@ -138,6 +139,11 @@ class Machine:
         assert (slots > 0).all() and np.unique(slots).size == slots.size
         assert np.unique(batch.kv_slots).size == batch.num_tokens, "two tokens of a step are written to one slot"
         assert (batch.kv_slots >= self.args.page_size).all(), "a token is written to the padding page"
+        generated = batch.positions[: batch.num_tokens] >= np.repeat([row.req.prompt_len for row in rows], counts)
+        if batch.origins is ALL_GENERATED:
+            assert generated.all()
+        else:
+            assert np.array_equal(batch.origins.generated(batch.num_tokens), generated)
         for row in rows:
             rid, start = row.req.rid, row.start
             if rid not in self.fed:  # just admitted: what it did not feed came from the cache, whole pages of it

@@ -26,7 +26,7 @@ from routed_experts.core.routing_stats import RoutingStats
 _NUM_SHOWN = 8
 _NO_ROW = -1  # a weight version that no weights have
 _MOST_STEPS = 128  # that wait to be filed
-_MOST_ROWS = 2048  # of theirs together, so that filing never holds a step up for long
+_MOST_ROWS = 2048  # of theirs together, padding among them, so that filing never holds a step up for long
 
 # A step that waits to be filed: slots, rows, version, which of them live, and where its tokens come from. Plain: making it is all that
 # a step waits for.
@@ -72,7 +72,7 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         `origins` tells generated tokens from prompts; None counts all as prompts. The arrays are the store's from now on; what is
         wrong with them is found when they are filed."""
         self._steps.append((slots, rows, version, live, origins))
-        self._noted_rows += slots.size
+        self._noted_rows += len(rows)  # padding waits as well
         if self._noted_rows >= _MOST_ROWS or len(self._steps) >= _MOST_STEPS:
             self.file()
 
@@ -174,11 +174,17 @@ def _rows_of(step: _Step, store: UInt[np.ndarray, "Z M*K"]) -> Int[np.ndarray, "
 
 
 def _narrow(parts: Sequence[Int[np.ndarray, "R M*K"]], dtype: np.dtype[Any]) -> UInt[np.ndarray, "R M*K"]:
-    """The parts as one array of a store's dtype."""
-    ids = np.concatenate(parts)
-    narrow = ids.astype(dtype, copy=False)
+    """The parts as one array of a store's dtype; those that are wide are narrowed together."""
+    wide = [part for part in parts if part.dtype != dtype]
+    if not wide:
+        return np.concatenate(parts)
+    ids = np.concatenate(wide)
+    narrow = ids.astype(dtype)
     assert np.array_equal(narrow, ids), f"ids from {ids.min()} to {ids.max()}: wanted those of {dtype}"
-    return narrow
+    if len(wide) == len(parts):
+        return narrow
+    narrowed = iter(np.split(narrow, np.cumsum([len(part) for part in wide])[:-1]))
+    return np.concatenate([part if part.dtype == dtype else next(narrowed) for part in parts])
 
 
 def _marks(steps: Sequence[_Step], counts: Sequence[int]) -> tuple[Bool[np.ndarray, " R"] | None, Bool[np.ndarray, " R"]]:

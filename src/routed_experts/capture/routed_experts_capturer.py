@@ -89,7 +89,7 @@ class RoutedExpertsCapturer(ABC):
 
     @abstractmethod
     def device_bytes(self, num_tokens: int) -> int:
-        """Device memory of a step of `num_tokens` padded tokens, in bytes: the int32 block and the rows that leave."""
+        """Device memory of a step of `num_tokens` padded tokens, in bytes: the int32 block and the rows that leave (narrow ones)."""
 
     @abstractmethod
     def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:

@@ -62,12 +62,13 @@ class TokenOrigins(NamedTuple):
         return (self.positions >= self.prompt_len[self.token_rows])[:num_tokens]
 
 
-ALL_GENERATED: Final = TokenOrigins(*np.zeros((3, 0), np.int32))  # of a step that decodes: known without a look
+ALL_GENERATED: Final = TokenOrigins(*np.zeros((3, 0), np.int32))  # of a step without tokens of prompts: known without a look
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWorkerBatch:
-    """One step. `return_routed_experts` tells which rows asked; rows of all are captured (DESIGN law 6)."""
+    """One step. `return_routed_experts` tells which rows asked; rows of all are captured (DESIGN law 6). `all_generated`: no token is of a
+    prompt, which a step of one token a row may have too."""
 
     step: int
     mode: ForwardMode
@@ -86,13 +87,12 @@ class ModelWorkerBatch:
     samples: tuple[bool, ...]  # by real row: does it sample a token, or is it a chunk before the last
     prompt_targets: Int[np.ndarray, " N"] | None  # next prompt token of each token, when a row asks for prompt logprobs
     return_routed_experts: tuple[bool, ...]
+    all_generated: bool = False
 
     @property
     def origins(self) -> TokenOrigins:
         """What tells generated tokens of the step from those of prompts."""
-        if self.mode is ForwardMode.DECODE:
-            return ALL_GENERATED
-        return TokenOrigins(self.positions, self.sampling.prompt_len, self.token_rows)
+        return ALL_GENERATED if self.all_generated else TokenOrigins(self.positions, self.sampling.prompt_len, self.token_rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ class ModelRunner:
         self._counts = _no_counts(self.spec, self._everywhere)
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
         self._copies = next(iter(self._last_tokens.devices())).platform != "cpu"  # there the host reads an output where it lies
-        
+
     @property
     def state(self) -> nnx.State[Any, Any]:
         """The weights that the next step runs with."""

@@ -1,7 +1,8 @@
 """The jitted programs of a step, as pure functions of arrays. Knows nothing of schedules, pools' owners or threads.
 
-A step is two programs: `forward` (tokens to hidden states; writes the KV pool in place; hands out the routed experts as one
-fresh array) and `sample` (hidden states to tokens). `prompt_logprobs` follows where a prompt's logprobs were asked for.
+A step is two programs: `forward` (tokens to hidden states; writes the KV pool in place; hands out the routed experts, as one
+fresh array or behind the step's metadata) and `sample` (hidden states to tokens). `prompt_logprobs` follows where a prompt's
+logprobs were asked for.
 Capture off is None at trace time: the program is the one that never heard of it.
 Dims: N padded tokens, B padded requests, R request slots, V vocabulary, M MoE layers, K experts per token, T top logprobs."""
 
@@ -142,7 +143,7 @@ def sample_tokens(
     form: SamplerForm,
 ) -> tuple[Int[Array, " R"], SpokenTokens | None, Int32[Array, "B columns"]]:
     """Choose the next token of every row. Returns the slots' last tokens, and one int32 array a row: token, logprob bits, and
-    in the FULL form T top ids and the bits of T top logprobs."""
+    in the FULL form T top ids and the bits of T top logprobs, and last the routed experts where they are told."""
     batch = unpack(packed, shape)
     raw = nnx.merge(spec.graphdef, state).logits(last_hidden, linear=spec.kernels.head)
     logits = raw

@@ -44,8 +44,8 @@ class BatchBuilder:
         columns["repetition"][slot], columns["prompt_len"][slot] = sampling.repetition_penalty, req.prompt_len
         columns["choice"][slot], self._seeds[slot] = req.source.choice, sampling.seed_words
 
-    def build(self, rows: Sequence[Row], *, step: int) -> ModelWorkerBatch:
-        """Pad the rows to the smallest bucket. Rows stand in the given order."""
+    def build(self, rows: Sequence[Row], *, step: int, all_generated: bool = False) -> ModelWorkerBatch:
+        """Pad the rows to the smallest bucket. Rows stand in the given order. `all_generated`: none of them feeds a token of a prompt."""
         counts = [row.count for row in rows]
         total, scored = sum(counts), any(wants_scores(row) for row in rows)
         mode, padded_tokens, padded_rows = self._buckets.shape(total, len(rows), all_decode=total == len(rows) and not scored)
@@ -67,6 +67,7 @@ class BatchBuilder:
         page, offset = np.divmod(positions[:total], self._page_size)
         return ModelWorkerBatch(
             step=step,
+            all_generated=all_generated,
             mode=mode,
             form=max(forms),
             num_tokens=total,

@@ -67,7 +67,7 @@ class Scheduler:
     def schedule(self) -> ModelWorkerBatch | None:
         """Choose the rows of the next step; None when nothing can run now."""
         rows = [Row(req, req.num_fed, 1, True) for req in self.running if req.wants_decode and self.pages.grow(req, req.num_fed + 1)]
-        budget = min(self._args.prefill_limit, self._buckets.extend[-1] - len(rows))
+        decoding, budget = len(rows), min(self._args.prefill_limit, self._buckets.extend[-1] - len(rows))
         for req in self.running:
             if req.state is ReqState.RUNNING and req.num_pending == 0 and not req.wants_decode and budget > 0 and req.num_unfed > 0:
                 rows.append(_chunk(req, budget))
@@ -75,7 +75,7 @@ class Scheduler:
         budget = self._admit(rows, budget)
         if not rows:
             return None
-        batch = self._builder.build(rows, step=self._step)
+        batch = self._builder.build(rows, step=self._step, all_generated=len(rows) == decoding)
         self._in_flight[self._step] = tuple(rows), self._num_released
         self._step += 1
         for row in rows:
