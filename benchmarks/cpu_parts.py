@@ -171,7 +171,7 @@ def main() -> None:
     library = clocked_library()
     threads = os.cpu_count() or 1
     rates = {"read": library.rex_read_rate(1 << 29, threads, 6)}
-    rates |= {dtype: library.rex_multiply_rate(threads, 6, dtype == "bfloat16") for dtype in ("float32", "bfloat16")}
+    rates |= {dtype: library.rex_multiply_rate(threads, 20, dtype == "bfloat16") for dtype in ("float32", "bfloat16")}
     probe = {"read GB/s": rates["read"] / 1e9, "float32 Gop/s": rates["float32"] / 1e9, "of them, NumPy's product": product_rate() / 1e9}
     probe["bfloat16 Gop/s"] = rates["bfloat16"] / 1e9
     print(probe)

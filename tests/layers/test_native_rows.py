@@ -32,7 +32,6 @@ DTYPES = "bfloat16", "float32", "float16"
 ROWS, COUNTS, FEW_COUNTS = 64, (*range(1, 21), 25, 64), (1, 8, 25, 64)
 MATRICES = [(96, 320), (1040, 48), (33, 48), (64, 40)]  # [D, O]: pairs; two panels deep; depth is odd; columns are ragged: no pairs
 EXPERTS = [(256, 272), (64, 48), (40, 24)]  # D, F: parts, whole experts, no pairs
-HALF = 2.0**-8  # the most that bfloat16 rounds away, relative
 LINEAR, EXPERT_SUMS = jax.jit(native_linear, static_argnames="dtype"), jax.jit(native_experts)
 
 
@@ -216,7 +215,10 @@ np.savez(sys.argv[1], **everything())
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a process is given one core as Linux does it")
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+@pytest.mark.skipif(CORES < 2, reason="a process that may have two cores is given one of them, as Linux does it")
 def test_one_thread_says_what_all_of_them_say(tmp_path):
     """XLA gives a kernel as many threads as the process has cores."""
     file, tests = tmp_path / "told.npz", Path(__file__).parents[1]
@@ -266,19 +268,27 @@ def test_a_processor_that_knows_no_pairs_has_the_same_products(tmp_path):
         np.testing.assert_array_equal(bits(few), bits(told[-1])[: len(few)])
 
 
+def rounded(array):
+    return np.asarray(jnp.asarray(array, jnp.bfloat16), np.float64)
+
+
 @pytest.mark.parametrize("shape", EXPERTS)
 def test_experts_of_bfloat16_round_hidden_values_once(shape):
-    """And what they give."""
+    """And what they give: nearly all of it is what one rounding gives, and much less what none gives, or one more. Where rows and weights
+    make no pairs, hidden values stay float32."""
     call = expert_call("bfloat16", shape)
     x, gate_up, down = (np.asarray(vars(call)[name], np.float64) for name in ("x", "gate_up", "down"))
-    wanted, bound = np.zeros_like(x), np.zeros_like(x)
-    for n, k in np.ndindex(*call.ids.shape):
+    ways = {"once": rounded, "never": lambda hidden: hidden, "twice": rounded}
+    wanted = {way: np.zeros_like(x) for way in ways}
+    for (n, k), (way, last) in itertools.product(np.ndindex(*call.ids.shape), ways.items()):
         gate, up = np.split(x[n] @ gate_up[call.ids[n, k]], 2)
-        hidden, weight = silu(gate) * up, float(call.weights[n, k])
-        wanted[n] += weight * (hidden @ down[call.ids[n, k]])
-        bound[n] += weight * HALF * (np.abs(hidden) @ np.abs(down[call.ids[n, k]]))
+        gate, up = (rounded(gate), rounded(up)) if way == "twice" else (gate, up)
+        wanted[way][n] += float(call.weights[n, k]) * (last(silu(gate) * up) @ down[call.ids[n, k]])
     out = np.asarray(EXPERT_SUMS(call), np.float64)
-    assert np.all(np.abs(out - wanted) <= 1.01 * bound + HALF * np.abs(wanted) + 1e-4)
+    same = {way: float(np.mean(rounded(values) == out)) for way, values in wanted.items()}
+    print(same)
+    best = "once" if shape[0] % 16 == 0 and shape[1] % 16 == 0 else "never"
+    assert same[best] > 0.95 and all(share < 0.85 for way, share in same.items() if way != best), same
 
 
 def test_a_router_of_bfloat16_sees_rows_that_are_not_rounded():
