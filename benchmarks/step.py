@@ -239,10 +239,10 @@ def main() -> None:
         write_result(args.name, rows, phases=phases, kernels=kernels, prompt=args.prompt, new=args.new, rounds=args.rounds)
         print_table(rows[-len(VARIANTS) :])
         if batch in args.profile:
-            kernels[str(batch)] = kernel_times(
-                cores["on"], Prompts(99, int(config["vocab_size"])), batch, args.prompt if batch > 1 else 128
-            )
-            print_table(kernels[str(batch)])
+            for name, core in cores.items():
+                prompts = Prompts(99, int(config["vocab_size"]))
+                told = kernels[f"{batch} {name}"] = kernel_times(core, prompts, batch, args.prompt if batch > 1 else 128)
+                print_table(told)
     print_table(rows)
     print(write_result(args.name, rows, phases=phases, kernels=kernels, prompt=args.prompt, new=args.new, rounds=args.rounds))
 

@@ -1,5 +1,6 @@
 """A model that does not fit is refused before a weight is loaded; started again with what the error says, it serves."""
 
+import gc
 import jax
 import pytest
 
@@ -21,10 +22,12 @@ def folder(tmp_path_factory):
 
 
 def refused(folder, **said):
+    gc.collect()  # what other tests left may go at any time
     loaded, alive = [], len(jax.live_arrays())
     with pytest.raises(MemoryPlanError) as told:
         routed_experts.Engine(folder, on_load=lambda *bytes_: loaded.append(bytes_), **said)
-    assert not loaded and len(jax.live_arrays()) == alive, "nothing is loaded or allocated before the plan is known to fit"
+    gc.collect()
+    assert not loaded and len(jax.live_arrays()) <= alive, "nothing is loaded or allocated before the plan is known to fit"
     return told.value
 
 
