@@ -1,6 +1,7 @@
 """A model that does not fit is refused before a weight is loaded; started again with what the error says, it serves."""
 
 import gc
+
 import jax
 import pytest
 

@@ -3,6 +3,7 @@
 A checkpoint of each family is written by transformers; then one key of its config.json is changed, or one tensor of its file."""
 
 import functools
+import gc
 import json
 import shutil
 
@@ -100,6 +101,7 @@ def test_every_fault_of_a_config_is_refused_by_name_before_memory_is_taken(folde
     folder = shutil.copytree(folder_of(name), tmp_path / "copy")
     values = json.loads((folder / "config.json").read_text())
     assert ModelFolder.open(folder).config.num_layers == values["num_hidden_layers"]
+    gc.collect()  # what other tests left may go at any time
     held, checked, wrong = len(jax.live_arrays()), 0, []
     for change, words in faults(name, values):
         if not change:
@@ -110,7 +112,7 @@ def test_every_fault_of_a_config_is_refused_by_name_before_memory_is_taken(folde
             wrong.append((change, told))
         checked += 1
     assert not wrong, wrong
-    assert len(jax.live_arrays()) == held, "memory was taken"
+    assert len(jax.live_arrays()) <= held, "memory was taken"
     assert checked >= 25
 
 
