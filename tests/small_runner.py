@@ -56,7 +56,7 @@ def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, told=Fal
         attention=attention,
         num_pages=NUM_PAGES,
         raw_logprobs=raw_logprobs,
-        told=config.capture_spec.row_ids if told else 0,
+        told=config.capture_spec.row_words if told else 0,
     )
     return ModelRunner(state, spec, RunnerConfig(pool=pool, num_request_slots=NUM_SLOTS, shapes=shapes, vocab_size=VOCAB_SIZE))
 

@@ -1,6 +1,7 @@
 """The device cache against a NumPy loop: under jit, in a scan, twice in a row, and never by side effect."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,19 @@ def test_a_scanned_step_returns_the_rows_of_a_numpy_loop(num_experts):
     rows = scanned(spec)(ids)
     assert rows.dtype == spec.dtype
     assert np.array_equal(np.asarray(rows), rows_by_loop(ids))
+
+
+@pytest.mark.parametrize("num_experts", [8, 256, 257, 512])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 8])
+def test_packed_words_are_the_same_rows_to_the_byte(num_experts, top_k):
+    spec = CaptureSpec(num_hidden_layers=5, layer_ids=(0, 2, 4), num_experts=num_experts, top_k=top_k)
+    ids = np.random.default_rng(top_k).integers(0, num_experts, (spec.row_ids, 7)).astype(np.int32)
+    ids[-1, -1], ids[0, 0] = num_experts - 1, -1  # -1: not written
+    cache = replace(_RoutedExpertsDeviceCache.create(7, spec), ids=jnp.asarray(ids))
+    words = np.asarray(jax.jit(lambda cache: cache.words())(cache))
+    assert words.dtype == np.int32 and words.shape == (spec.row_words, 7)
+    for row, packed in zip(np.asarray(cache.rows()), words.T, strict=True):
+        assert packed.tobytes() == row.tobytes().ljust(4 * spec.row_words, b"\0")
 
 
 def test_unrolled_layers_and_whole_runs_give_the_same_rows():

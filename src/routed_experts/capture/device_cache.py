@@ -1,12 +1,13 @@
 """Routed experts of one step, on the device. Knows nothing of requests, of KV slots or of the host.
 
 A pytree value made inside the jitted step: each write returns a new value, so it rides in a scan's carry and leaves no tracer
-behind. It stays int32 and token-minor, [M*K, N], until `rows` narrows and turns all of it at once, or `ids` leave as they are, among
+behind. It stays int32 and token-minor, [M*K, N], until `rows` narrows and turns all of it at once, or `words` packs it, to leave among
 what a step tells. On TPU small operations count, not bytes, and top-k leaves its ids token-minor: so a layer's write is one or two
 operations and a step adds two to four; a block [M, N*K] took three a layer and six or seven a step (benchmarks/tpu_report.py counts them).
 What is not written holds -1, which narrows to an id no router gives (255 of 256 experts excepted: then the row repeats it).
-Dims: N padded tokens, M MoE layers, K experts per token; run: layers of a run."""
+Dims: N padded tokens, M MoE layers, K experts per token, W words of a packed row; run: layers of a run."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -74,6 +75,14 @@ class _RoutedExpertsDeviceCache:
     def rows(self) -> UInt[Array, "N M*K"]:
         """Return the step's rows: one a token, narrowed to the spec's dtype."""
         return self.ids.T.astype(self.spec.dtype)  # [M*K, N] -> [N, M*K]
+
+    def words(self) -> Int32[Array, "W N"]:
+        """The same rows packed into words (CaptureSpec.row_words), token-minor still: a little-endian host sees them as narrow ids."""
+        bits = 8 * self.spec.dtype.itemsize
+        ids = self.ids & ((1 << bits) - 1)  # as `rows` narrows
+        ids = jnp.pad(ids, ((0, self.spec.row_words * (32 // bits) - ids.shape[0]), (0, 0)))
+        block = ids.reshape(self.spec.row_words, 32 // bits, self.num_tokens)
+        return functools.reduce(jnp.bitwise_or, (block[:, place] << bits * place for place in range(block.shape[1])))
 
     def _written(self, first: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]) -> "_RoutedExpertsDeviceCache":
         if isinstance(first, int):  # a traced index cannot be checked here: dynamic_update_slice would clamp it

@@ -64,3 +64,8 @@ class CaptureSpec:
     def row_bytes(self) -> int:
         """Bytes of one token's row, M * K ids."""
         return self.row_ids * self.dtype.itemsize
+
+    @property
+    def row_words(self) -> int:
+        """32-bit words of one token's row where its ids are packed, the first in the lowest byte; zeros fill the last word."""
+        return -(-self.row_bytes // 4)

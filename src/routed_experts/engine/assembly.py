@@ -153,8 +153,8 @@ def assemble(
 
 
 def _told(capture: CaptureSpec | None, *, whole: bool) -> int:
-    """Ids of a row where rows come with the tokens: from a CPU, whose memory is the host's, where a step is one program on one device."""
-    return capture.row_ids if capture is not None and whole and jax.default_backend() == "cpu" else 0
+    """Words of a row where rows come with the tokens: from a CPU, whose memory is the host's, where a step is one program on one device."""
+    return capture.row_words if capture is not None and whole and jax.default_backend() == "cpu" else 0
 
 
 def _planned(

@@ -124,7 +124,7 @@ class ModelRunner:
         scored = None if pending.scored is None else np.asarray(pending.scored)
         rows = np.asarray(pending.rows) if self._copies and pending.rows is not None else pending.rows  # the device's are freed
         if self.spec.told and rows is None:
-            rows = sampled[:, -self.spec.told :]
+            rows = sampled
         return StepResult(
             tokens=sampled[:, 0],
             logprobs=_floats(sampled[:, 1]),

@@ -41,10 +41,9 @@ _MODES = {
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSpec:
     """What all programs of an engine share; static. `on`: the mesh that they run on, None for one device; on a mesh `graphdef` is one
-    device's share of the model. `counted`: the experts of a step are counted on the device; None: they are not. `told`: ids of a
-    row, where rows of a step that decodes leave in the table of its tokens (0: they do not). They go there behind the metadata that both
-    programs see, as int32: where the host reads outputs where they lie, an array less is worth more than narrow ids. Elsewhere rows leave
-    alone."""
+    device's share of the model. `counted`: the experts of a step are counted on the device; None: they are not. `told`: words of a
+    packed row, where rows of a step that decodes leave in the table of its tokens (0: they do not). They go there behind the metadata
+    that both programs see: where the host reads outputs where they lie, an array less is worth most. Elsewhere rows leave alone."""
 
     graphdef: nnx.GraphDef[Any]
     capture: CaptureSpec | None  # None: off
@@ -123,7 +122,7 @@ def forward(
     hidden, pool, capture = model(tokens, paged.positions, paged.valid, ops, pool, capture, kernels=spec.kernels, routed=routed)
     rows = None if capture is None or spec.capture is None else capture.rows()
     if capture is not None and spec.told and shape.mode is ForwardMode.DECODE:
-        packed, rows = jnp.concatenate([packed, capture.ids.reshape(-1)]), None
+        packed, rows = jnp.concatenate([packed, capture.words().reshape(-1)]), None
     counts = None if capture is None or counts is None else capture.counted(counts, paged.valid, batch.generated)
     changed = None if capture is None else capture.departed
     last_hidden = jnp.take(hidden, batch.last_token_of_row, axis=0)
@@ -143,7 +142,7 @@ def sample_tokens(
     form: SamplerForm,
 ) -> tuple[Int[Array, " R"], SpokenTokens | None, Int32[Array, "B columns"]]:
     """Choose the next token of every row. Returns the slots' last tokens, and one int32 array a row: token, logprob bits, and
-    in the FULL form T top ids and the bits of T top logprobs, and last the routed experts where they are told."""
+    in the FULL form T top ids and the bits of T top logprobs, and last the packed rows of experts where they are told."""
     batch = unpack(packed, shape)
     raw = nnx.merge(spec.graphdef, state).logits(last_hidden, linear=spec.kernels.head)
     logits = raw
