@@ -66,9 +66,10 @@ class ExpertCounts:
         while low < len(rows):
             part = slice(low, low + min(step, WINDOW_TOKENS - self._filling_rows))
             assert rows[part].max(initial=0) < self._spec.num_experts, f"expert {rows[part].max()} of {self._spec.num_experts}"
-            keys = self._starts[generated[part].astype(np.intp)] + rows[part]
-            self._filling += np.bincount(keys.ravel(), minlength=self._before.size).reshape(self._shape)
-            self._filling_rows += len(keys)
+            for phase, mine in enumerate(_by_phase(rows[part], generated[part])):
+                keys = self._starts[phase] + mine  # phase by phase: to look up each row's own starts takes three times as long
+                self._filling += np.bincount(keys.ravel(), minlength=self._before.size).reshape(self._shape)
+            self._filling_rows += len(rows[part])
             low = part.stop
             if self._filling_rows == WINDOW_TOKENS:
                 self._before = self._before + self._filling  # `latest` may have handed out the old one
@@ -115,3 +116,11 @@ class ExpertCounts:
             counts=counts, num_tokens=counts[:, 0].sum(axis=1) // self._spec.top_k,
             windows=np.array(windows, np.int32).reshape(-1, *self._shape), layer_ids=self._spec.layer_ids, top_k=self._spec.top_k,
         )  # fmt: skip
+
+
+def _by_phase(rows: UInt[np.ndarray, "R M*K"], generated: Bool[np.ndarray, " R"]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of prompts, and those of generated tokens; copied only where there are both."""
+    num_generated = int(np.count_nonzero(generated))
+    if num_generated in (0, len(rows)):
+        return (rows[num_generated:], rows[:num_generated])
+    return (rows[~generated], rows[generated])
