@@ -8,8 +8,11 @@ Engine cores over the same weights take steps in turn, in an order that is drawn
 tokens on the host, so that neighbours in time are compared and drift of the machine falls on all alike. Where in memory a pool happens to
 lie moves a step by a percent or two, so the pools change hands with every round, and a second engine without capture shows what is left
 of such luck. `ratio` is throughput relative to off: the median over groups of neighbouring steps, `+-` the standard error of that median
-(1.25 sigma / sqrt(n), sigma from the quartiles); `whole` is that of all steps together, the last one of a request, which gathers its
-rows, among them."""
+(1.25 sigma / sqrt(n), sigma from the quartiles). A median does not see what few steps do, so that is timed by itself: `seldom us` is
+the time by the step in which rows were filed and experts counted (the engine's thread and the worker's, as if nothing went on beside
+the worker), and `with it` the ratio with that added to every step; where steps overlap that is a bound, for filing overlaps too.
+`on, both` are the two engines with capture beside the two without, group by group: the programs are the same whether rows are asked for
+or not. `whole` is that of all steps together, the last one of a request, which gathers its rows, among them."""
 
 import argparse
 import json
@@ -17,6 +20,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +52,24 @@ def some_steps(core: EngineCore, count: int) -> float:
     return taken / (count - 2)
 
 
+class Seldom:
+    """Seconds of a core in which rows are filed and experts counted."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.seconds = 0.0
+        cache = getattr(core.capturer, "host_cache", None)
+        if cache is not None:
+            cache.file, cache._counts.add = self._timed(cache.file), self._timed(cache._counts.add)
+
+    def _timed(self, call: Callable[..., None]) -> Callable[..., None]:
+        def timed(*args: Any) -> None:
+            start = time.perf_counter()
+            call(*args)
+            self.seconds += time.perf_counter() - start
+
+        return timed
+
+
 def pools_change_hands(cores: list[EngineCore]) -> None:
     """Each idle core gets the KV pool of the next; what lies in it belongs to no request."""
     pools = [core.runner._pool for core in cores]
@@ -61,6 +83,32 @@ def dummy_model() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
         return ModelFolder.open(Path(folder), load_format="dummy").load(jnp.dtype("bfloat16"))
+
+
+def count_of(args: argparse.Namespace, phase: str) -> int:
+    """Steps that are timed together."""
+    return args.block if phase == "decode" else 1
+
+
+def halves(taken: dict[str, list[float]]) -> tuple[tuple[list[float], list[float]], tuple[list[float], list[float]]]:
+    """Steps of the two engines without capture, and of the two with it."""
+    return (taken["off"], taken["off again"]), (taken["on, unasked"], taken["on, asked"])
+
+
+def compared(base: list[float], mine: list[float], rare: float) -> dict[str, object]:
+    """Steps of one engine beside those of another that were taken next to them; `rare`: seconds by the step that a median does not see."""
+    ratios = sorted(a / b for a, b in zip(base, mine, strict=True))
+    quarter, ratio = len(ratios) // 4, statistics.median(ratios)
+    return {
+        "steps": len(mine),
+        "median ms": statistics.median(mine) * 1e3,
+        "ratio": ratio,
+        "+-": 1.25 * (ratios[-1 - quarter] - ratios[quarter]) / 1.35 / len(ratios) ** 0.5,
+        "seldom us": rare * 1e6,
+        "with it": 1 / (1 / ratio + rare / statistics.median(base)),
+        "quartiles": f"{ratios[quarter]:.3f}..{ratios[-1 - quarter]:.3f}",
+        "whole": sum(base) / sum(mine),
+    }
 
 
 def main() -> None:
@@ -77,10 +125,12 @@ def main() -> None:
     model = dummy_model() if args.dummy else benchmark_model(jnp.dtype("float32"))
     sizes = {"precompile_bs_paddings": tuple(sorted(args.batches))} if args.dummy else {}
     cores = {name: build(model, capture=name.startswith("on"), **sizes).core for name in VARIANTS}
+    seldom = {name: Seldom(core) for name, core in cores.items()}
     rows: list[dict[str, object]] = []
     order = random.Random(0)
     for batch in args.batches:
         steps: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in VARIANTS}
+        extra = {name: {"prefill": 0.0, "decode": 0.0} for name in VARIANTS}
         for turn in range(-1, args.rounds):  # the first round warms up
             pools_change_hands(list(cores.values()))
             for name, core in cores.items():
@@ -90,31 +140,22 @@ def main() -> None:
             while not all(core.is_idle for core in cores.values()):
                 phase = "decode" if all(req.is_prefilled for req in cores["off"].scheduler.running) else "prefill"
                 phase = "prefill" if cores["off"].scheduler.waiting else phase
-                count = args.block if phase == "decode" else 1
+                count = count_of(args, phase)
                 for name in order.sample(VARIANTS, len(VARIANTS)):
+                    before = seldom[name].seconds
                     seconds = some_steps(cores[name], count)
                     if turn >= 0:
                         steps[name][phase].append(seconds)
+                        extra[name][phase] += seldom[name].seconds - before
         for phase in ("prefill", "decode"):
-            base = steps["off"][phase]
-            for name in VARIANTS:
-                mine = steps[name][phase]
-                ratios = sorted(a / b for a, b in zip(base, mine, strict=True))
-                quarter = len(ratios) // 4
-                rows.append(
-                    {
-                        "batch": batch,
-                        "phase": phase,
-                        "capture": name,
-                        "steps": len(mine),
-                        "median ms": statistics.median(mine) * 1e3,
-                        "ratio": statistics.median(ratios),
-                        "+-": 1.25 * (ratios[-1 - quarter] - ratios[quarter]) / 1.35 / len(ratios) ** 0.5,
-                        "quartiles": f"{ratios[quarter]:.3f}..{ratios[-1 - quarter]:.3f}",
-                        "whole": sum(base) / sum(mine),
-                    }
-                )
-        print_table(rows[-2 * len(VARIANTS) :])
+            taken = {name: of_phase[phase] for name, of_phase in steps.items()}
+            rare = {name: of_phase[phase] / len(taken[name]) / count_of(args, phase) for name, of_phase in extra.items()}
+            taken["off, both"], taken["on, both"] = ([sum(pair) / 2 for pair in zip(*pairs, strict=True)] for pairs in halves(taken))
+            rare["off, both"], rare["on, both"] = 0.0, statistics.mean((rare["on, unasked"], rare["on, asked"]))
+            for name in (*VARIANTS, "on, both"):
+                base = taken["off, both" if name == "on, both" else "off"]
+                rows.append({"batch": batch, "phase": phase, "capture": name, **compared(base, taken[name], rare[name])})
+        print_table(rows[-2 * (len(VARIANTS) + 1) :])
         write_result(args.name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new)
     print(write_result(args.name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new))
 

@@ -135,10 +135,11 @@ def test_rows_may_come_as_ids_and_packed_behind_other_columns_in_turn(num_expert
     assert valid.all() and versions.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
-def test_a_step_that_lacks_rows_is_found_beside_one_that_is_padded():
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16])
+def test_a_step_that_lacks_rows_is_found_beside_one_that_is_padded(dtype):
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
-    cache.put(np.arange(4), np.zeros((6, 4), np.uint16), 0)
-    cache.put(np.arange(4, 8), np.zeros((2, 4), np.uint16), 0)
+    cache.put(np.arange(4), np.zeros((6, 4), dtype), 0)
+    cache.put(np.arange(4, 8), np.zeros((2, 4), dtype), 0)
     with pytest.raises(AssertionError):
         cache.file()
 
@@ -179,4 +180,7 @@ def test_the_padding_of_a_step_is_not_kept_until_its_rows_are_counted():
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
     cache.put(np.arange(2), np.zeros((64, 4), np.uint16), 0)
     cache.file()
-    assert [(rows.base.nbytes, rows.shape) for rows, _ in cache._counts._noted] == [(2 * SPEC.row_bytes, (2, 4))]
+    cache.put(np.arange(2), np.zeros((64, 9), np.int32), 0)
+    cache.file()
+    owned = [(rows if rows.base is None else rows.base, rows.shape) for rows, _ in cache._counts._noted]
+    assert [(base.nbytes, shape) for base, shape in owned] == [(2 * SPEC.row_bytes, (2, 4))] * 2

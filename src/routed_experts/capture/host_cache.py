@@ -114,7 +114,8 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         counts = [step[0].size for step in steps]
         slots = np.concatenate([step[0] for step in steps])
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
-        ids: UInt[np.ndarray, "R M*K"] = _words_of(steps, counts, self._spec).view(self._spec.dtype)[:, : self._spec.row_ids]
+        ids = _ids_of(steps, counts, self._spec)
+        assert len(ids) == slots.size, f"{len(ids)} rows for {slots.size} tokens"
         live, generated = _marks(steps, counts)
         versions = np.repeat(np.array([step[2] for step in steps], np.int32), counts)
         assert versions.min(initial=0) > _NO_ROW, versions.min()
@@ -172,23 +173,27 @@ def _whole(ids: UInt[np.ndarray, "R M*K"]) -> np.ndarray:
     return ids.view(f"V{ids.shape[1] * ids.itemsize}")[:, 0]
 
 
-def _words_of(steps: Sequence[_Step], counts: Sequence[int], spec: CaptureSpec) -> Int32[np.ndarray, "R W"]:
-    """The packed rows of these steps' real tokens, one behind the other."""
-    tables = [_packed(np.asarray(step[1]), spec) for step in steps]
+def _ids_of(steps: Sequence[_Step], counts: Sequence[int], spec: CaptureSpec) -> UInt[np.ndarray, "R M*K"]:
+    """The rows of these steps' real tokens, one behind the other."""
+    tables = [np.asarray(step[1]) for step in steps]
+    if not any(table.dtype == _INT32 for table in tables):
+        return np.concatenate([_checked(table, spec)[:count] for table, count in zip(tables, counts, strict=True)])
+    tables = [table if table.dtype == _INT32 else _packed(_checked(table, spec), spec) for table in tables]
     if [len(table) for table in tables] != counts or len({table.shape[1] for table in tables}) > 1:  # padding, or some have more columns
         tables = [table[:count, -spec.row_words :] for table, count in zip(tables, counts, strict=True)]
     words = np.ascontiguousarray(np.concatenate(tables)[:, -spec.row_words :])
-    assert words.shape == (sum(counts), spec.row_words), (words.shape, sum(counts), spec.row_words)
-    return words
+    assert words.shape[1] == spec.row_words, (words.shape, spec.row_words)
+    return words.view(spec.dtype)[:, : spec.row_ids]
 
 
-def _packed(rows: Int[np.ndarray, "N X"], spec: CaptureSpec) -> Int32[np.ndarray, "N X"]:
-    """Rows that came as ids, packed; a table stays as it is."""
-    if rows.dtype == _INT32:
-        return rows
-    assert rows.dtype == spec.dtype and rows.shape[1:] == (spec.row_ids,), (rows.dtype, rows.shape, spec.dtype, spec.row_ids)
-    words: Int32[np.ndarray, "N W"] = np.zeros((len(rows), spec.row_words), np.int32)
-    words.view(spec.dtype)[:, : spec.row_ids] = rows
+def _checked(ids: Int[np.ndarray, "N X"], spec: CaptureSpec) -> UInt[np.ndarray, "N M*K"]:
+    assert ids.dtype == spec.dtype and ids.shape[1:] == (spec.row_ids,), (ids.dtype, ids.shape, spec.dtype, spec.row_ids)
+    return ids
+
+
+def _packed(ids: UInt[np.ndarray, "N M*K"], spec: CaptureSpec) -> Int32[np.ndarray, "N W"]:
+    words: Int32[np.ndarray, "N W"] = np.zeros((len(ids), spec.row_words), np.int32)
+    words.view(spec.dtype)[:, : spec.row_ids] = ids
     return words
 
 
