@@ -90,6 +90,11 @@ def count_of(args: argparse.Namespace, phase: str) -> int:
     return args.block if phase == "decode" else 1
 
 
+def decodes(core: EngineCore) -> bool:
+    """Whether no prompt waits or is being read."""
+    return all(req.is_prefilled for req in core.scheduler.running) and not core.scheduler.waiting
+
+
 def halves(taken: dict[str, list[float]]) -> tuple[tuple[list[float], list[float]], tuple[list[float], list[float]]]:
     """Steps of the two engines without capture, and of the two with it."""
     return (taken["off"], taken["off again"]), (taken["on, unasked"], taken["on, asked"])
@@ -138,8 +143,7 @@ def main() -> None:
                 ask = name == "on, asked"
                 core.add(Prompts(turn + 1).requests(batch, prompt=args.prompt, new=args.new, ask=ask))  # the same for all
             while not all(core.is_idle for core in cores.values()):
-                phase = "decode" if all(req.is_prefilled for req in cores["off"].scheduler.running) else "prefill"
-                phase = "prefill" if cores["off"].scheduler.waiting else phase
+                phase = "decode" if all([decodes(core) for core in cores.values()]) else "prefill"  # looks at all: who is seen is in cache
                 count = count_of(args, phase)
                 for name in order.sample(VARIANTS, len(VARIANTS)):
                     before = seldom[name].seconds
