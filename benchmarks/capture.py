@@ -56,16 +56,25 @@ class Seldom:
     """Seconds of a core in which rows are filed and experts counted."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.seconds = 0.0
-        cache = getattr(core.capturer, "host_cache", None)
-        if cache is not None:
-            cache.file, cache._counts.add = self._timed(cache.file), self._timed(cache._counts.add)
+        self._taken: dict[str, float] = {"file": 0.0, "add": 0.0}  # each is one thread's
+        self._counts: Any = None
+        if core.capturer.enabled:
+            cache: Any = core.capturer.host_cache
+            self._counts = cache._counts
+            cache.file, self._counts.add = self._timed("file", cache.file), self._timed("add", self._counts.add)
 
-    def _timed(self, call: Callable[..., None]) -> Callable[..., None]:
+    @property
+    def seconds(self) -> float:
+        """Until now; waits for the worker."""
+        if self._counts is not None:
+            self._counts._worker.submit(lambda: None).result()
+        return sum(self._taken.values())
+
+    def _timed(self, name: str, call: Callable[..., None]) -> Callable[..., None]:
         def timed(*args: Any) -> None:
             start = time.perf_counter()
             call(*args)
-            self.seconds += time.perf_counter() - start
+            self._taken[name] += time.perf_counter() - start
 
         return timed
 

@@ -15,6 +15,14 @@ SPEC = CaptureSpec(num_hidden_layers=3, layer_ids=(0, 2), num_experts=300, top_k
 SLOTS = st.lists(st.integers(0, NUM_SLOTS - 1), unique=True, max_size=NUM_SLOTS)
 
 
+def packed(rows, num_experts):
+    """Rows packed by hand: ids as bytes, the lowest first, zeros up to a whole word."""
+    size = 1 if num_experts <= 256 else 2
+    of_rows = [b"".join(int(one).to_bytes(size, "little") for one in row) for row in rows]
+    words = [[int.from_bytes(row[at : at + 4].ljust(4, b"\0"), "little", signed=True) for at in range(0, len(row), 4)] for row in of_rows]
+    return np.array(words, np.int32).reshape(len(rows), -1) if words else np.zeros((0, 2), np.int32)
+
+
 class HostCacheMachine(RuleBasedStateMachine):
     """The model is a dict from slot to (row, version); poison falls between any two operations."""
 
@@ -29,12 +37,13 @@ class HostCacheMachine(RuleBasedStateMachine):
         self.cache.put(np.array(slots, np.int32), rows, version)
         self.known |= {slot: (row.tolist(), version) for slot, row in zip(slots, rows, strict=True)}
 
-    @rule(slots=SLOTS, padding=st.integers(0, 3), data=st.data())
-    def put_some(self, slots, padding, data):
-        """A padded step of which some requests have ended."""
+    @rule(slots=SLOTS, padding=st.integers(0, 3), columns=st.none() | st.integers(0, 7), data=st.data())
+    def put_some(self, slots, padding, columns, data):
+        """A padded step of which some requests have ended; with `columns`, packed behind so many others."""
         live = np.array(data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots))), bool)
         rows = np.random.default_rng(len(slots)).integers(0, 300, (len(slots) + padding, 4)).astype(np.uint16)
-        self.cache.put(np.array(slots, np.int32), rows, 5, live)
+        brought = rows if columns is None else np.hstack([np.full((len(rows), columns), -7, np.int32), packed(rows, 300)])
+        self.cache.put(np.array(slots, np.int32), brought, 5, live)
         self.known |= {slot: (row.tolist(), 5) for slot, row, kept in zip(slots, rows[: len(slots)], live, strict=True) if kept}
 
     @rule(slots=SLOTS)
@@ -110,14 +119,6 @@ def test_rows_of_another_shape_or_dtype_are_refused(rows):
         cache.file()
 
 
-def packed(rows, num_experts):
-    """Rows packed by hand: ids as bytes, the lowest first, zeros up to a whole word."""
-    size = 1 if num_experts <= 256 else 2
-    of_rows = [b"".join(int(one).to_bytes(size, "little") for one in row) for row in rows]
-    words = [[int.from_bytes(row[at : at + 4].ljust(4, b"\0"), "little", signed=True) for at in range(0, len(row), 4)] for row in of_rows]
-    return np.array(words, np.int32)
-
-
 @pytest.mark.parametrize("num_experts", [32, 256, 300])
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4])
 def test_rows_may_come_as_ids_and_packed_behind_other_columns_in_turn(num_experts, top_k):
@@ -174,6 +175,20 @@ def test_after_a_filing_that_failed_no_row_is_known():
     with pytest.raises(AssertionError):
         cache.file()
     assert not cache.gather(np.arange(NUM_SLOTS))[1].any(), "page 0 was to be forgotten"
+
+
+def test_rows_may_lie_in_any_order_of_axes():
+    cache, rows = _RoutedExpertsHostCache(NUM_SLOTS, SPEC), np.arange(16, dtype=np.uint16).reshape(4, 4)
+    cache.put(np.arange(4), np.asfortranarray(rows), 0)
+    assert np.array_equal(cache.gather(np.arange(4))[0].reshape(4, 4), rows)
+
+
+@pytest.mark.parametrize("rows", [np.full((2, 4), 300, np.uint16), np.full((2, 2), -1, np.int32)])
+def test_ids_of_no_expert_are_refused_before_a_record_leaves(rows):
+    cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
+    cache.put(np.arange(2), rows, 0)
+    with pytest.raises(AssertionError, match="of 300"):
+        cache.gather(np.arange(2))
 
 
 def test_the_padding_of_a_step_is_not_kept_until_its_rows_are_counted():

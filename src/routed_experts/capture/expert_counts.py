@@ -67,6 +67,8 @@ class ExpertCounts:
             part = slice(low, low + min(step, WINDOW_TOKENS - self._filling_rows))
             assert rows[part].max(initial=0) < self._spec.num_experts, f"expert {rows[part].max()} of {self._spec.num_experts}"
             for phase, mine in enumerate(_by_phase(rows[part], generated[part])):
+                if not len(mine):
+                    continue
                 keys = self._starts[phase] + mine  # phase by phase: to look up each row's own starts takes three times as long
                 self._filling += np.bincount(keys.ravel(), minlength=self._before.size).reshape(self._shape)
             self._filling_rows += len(rows[part])
@@ -118,7 +120,9 @@ class ExpertCounts:
         )  # fmt: skip
 
 
-def _by_phase(rows: UInt[np.ndarray, "R M*K"], generated: Bool[np.ndarray, " R"]) -> tuple[np.ndarray, np.ndarray]:
+def _by_phase(
+    rows: UInt[np.ndarray, "R M*K"], generated: Bool[np.ndarray, " R"]
+) -> tuple[UInt[np.ndarray, "prompt M*K"], UInt[np.ndarray, "new M*K"]]:
     """Rows of prompts, and those of generated tokens; copied only where there are both."""
     num_generated = int(np.count_nonzero(generated))
     if num_generated in (0, len(rows)):

@@ -116,6 +116,7 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
         ids = _ids_of(steps, counts, self._spec)
         assert len(ids) == slots.size, f"{len(ids)} rows for {slots.size} tokens"
+        assert ids.max(initial=0) < self._spec.num_experts, f"expert {ids.max()} of {self._spec.num_experts}"  # what was not written, too
         live, generated = _marks(steps, counts)
         versions = np.repeat(np.array([step[2] for step in steps], np.int32), counts)
         assert versions.min(initial=0) > _NO_ROW, versions.min()
@@ -169,7 +170,7 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
 
 
 def _whole(ids: UInt[np.ndarray, "R M*K"]) -> np.ndarray:
-    """The same rows [R], each as one item of so many bytes: filed by index so, they go three times as fast."""
+    """The same rows [R], each as one item of so many bytes, which NumPy files by index faster than rows of single ids."""
     return ids.view(f"V{ids.shape[1] * ids.itemsize}")[:, 0]
 
 
@@ -177,8 +178,9 @@ def _ids_of(steps: Sequence[_Step], counts: Sequence[int], spec: CaptureSpec) ->
     """The rows of these steps' real tokens, one behind the other."""
     tables = [np.asarray(step[1]) for step in steps]
     if not any(table.dtype == _INT32 for table in tables):
-        return np.concatenate([_checked(table, spec)[:count] for table, count in zip(tables, counts, strict=True)])
-    tables = [table if table.dtype == _INT32 else _packed(_checked(table, spec), spec) for table in tables]
+        return np.ascontiguousarray(np.concatenate([_checked(table, spec)[:count] for table, count in zip(tables, counts, strict=True)]))
+    parts = zip(tables, counts, strict=True)
+    tables = [table if table.dtype == _INT32 else _packed(_checked(table, spec)[:count], spec) for table, count in parts]
     if [len(table) for table in tables] != counts or len({table.shape[1] for table in tables}) > 1:  # padding, or some have more columns
         tables = [table[:count, -spec.row_words :] for table, count in zip(tables, counts, strict=True)]
     words = np.ascontiguousarray(np.concatenate(tables)[:, -spec.row_words :])
@@ -186,13 +188,13 @@ def _ids_of(steps: Sequence[_Step], counts: Sequence[int], spec: CaptureSpec) ->
     return words.view(spec.dtype)[:, : spec.row_ids]
 
 
-def _checked(ids: Int[np.ndarray, "N X"], spec: CaptureSpec) -> UInt[np.ndarray, "N M*K"]:
+def _checked(ids: Int[np.ndarray, "N any"], spec: CaptureSpec) -> UInt[np.ndarray, "N M*K"]:
     assert ids.dtype == spec.dtype and ids.shape[1:] == (spec.row_ids,), (ids.dtype, ids.shape, spec.dtype, spec.row_ids)
     return ids
 
 
-def _packed(ids: UInt[np.ndarray, "N M*K"], spec: CaptureSpec) -> Int32[np.ndarray, "N W"]:
-    words: Int32[np.ndarray, "N W"] = np.zeros((len(ids), spec.row_words), np.int32)
+def _packed(ids: UInt[np.ndarray, "R M*K"], spec: CaptureSpec) -> Int32[np.ndarray, "R W"]:
+    words: Int32[np.ndarray, "R W"] = np.zeros((len(ids), spec.row_words), np.int32)
     words.view(spec.dtype)[:, : spec.row_ids] = ids
     return words
 

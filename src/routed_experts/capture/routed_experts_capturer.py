@@ -57,7 +57,8 @@ class RoutedExpertsCapturer(ABC):
         origins: TokenOrigins | None = None,
     ) -> None:  # fmt: skip
         """File a step's rows under the slots its tokens were written to; `version` of the weights that ran. `rows`: anything that
-        np.asarray reads as [N, M*K] of the spec's dtype or int32, the R real tokens first. `live`: which of them to file; None files all.
+        np.asarray reads as [N, M*K] of the spec's dtype, or as an int32 table whose last columns are packed rows (CaptureSpec.row_words),
+        the R real tokens first. `live`: which of them to file; None files all.
         `origins` tells generated tokens from those of prompts; None counts all as prompts."""
 
     @abstractmethod

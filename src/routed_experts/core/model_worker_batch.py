@@ -97,9 +97,9 @@ class ModelWorkerBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step computed, on the host. `rows` are its routed experts [N, M*K], or an int32 table whose last W columns are packed rows
-    (CaptureSpec.row_words), real tokens first, or None without capture: any array that np.asarray can read, which is left to who files
-    them. `changed`: of each token, slots that capacities moved to other experts and slots that they left empty; None: there are none."""
+    """What a step computed, on the host. `rows` are its routed experts [N, M*K], or an int32 table whose last columns are packed rows
+    (CaptureSpec.row_words of them), real tokens first, or None without capture: any array that np.asarray can read, which is left to
+    who files them. `changed`: of each token, slots that capacities moved to other experts and slots that they left empty; None: none."""
 
     tokens: Int[np.ndarray, " B"]
     logprobs: Float[np.ndarray, " B"]
