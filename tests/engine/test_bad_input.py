@@ -449,16 +449,17 @@ def assert_a_full_queue_takes_nothing(engine):
     next(stream)
 
     def crowd(core):
-        before, seen = core.ledger.num_live, []
+        before, seen, taken = core.ledger.num_live, [], []
         for count in (4, 3, 1):
             reqs = [Req(engine._door.admit(GenerateReqInput(text="a"))[0]) for _ in range(count)]
             try:
                 core.add(reqs)
+                taken += reqs
             except QueueFullError as error:
                 assert_readable(error)
                 seen.append((count, core.ledger.num_live - before, len(core.scheduler.waiting), core.ledger.finished["rejected"]))
-        for rid in core.ledger.live()[1:]:
-            core.abort(rid)
+        for req in taken:
+            core.abort(req.rid)
         return seen
 
     assert on_engine_thread(engine, crowd) == [(4, 0, 0, 4), (1, 3, 3, 5)], "a call is taken whole or not at all"
