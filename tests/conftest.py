@@ -1,5 +1,6 @@
 """How every test runs: on the CPU, with strict promotion, and with the TPU compiler where it is installed. Knows no test."""
 
+import gc
 import importlib.util
 import logging
 import os
@@ -25,6 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and config.pluginmanager.hasplugin("cacheprovider"):
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))  # .pytest_cache: of this checkout alone
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now lives as long as the process: no collection of garbage need look at it (0.4 s each)."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

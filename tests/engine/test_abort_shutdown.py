@@ -208,7 +208,7 @@ def test_an_id_that_only_looks_like_part_of_a_call_is_another_request(engine):
 
 
 def test_abort_of_one_choice_by_its_id(engine):
-    call = Background(engine, "once upon", GREEDY | {"n": 2, "max_tokens": 60}, rid="pair")
+    call = Background(engine, "once upon", LONG | {"n": 2}, rid="pair")
     assert engine.abort("pair-1") == 1
     assert [one["meta_info"]["finish_reason"]["type"] for one in call.result()] == ["length", "abort"]
 

@@ -106,7 +106,7 @@ def leave_early(engine):
     stream = engine.generate(LONG, {"ignore_eos": True}, max_new_tokens=64, stream=True)
     next(stream)
     stream.close()
-    stream = engine.generate(PROMPT, {"ignore_eos": True}, max_new_tokens=64, rid="leaving", stream=True)
+    stream = engine.generate(PROMPT, {"ignore_eos": True}, max_new_tokens=200, rid="leaving", stream=True)
     next(stream)
     engine.abort("leaving")
     assert [*stream][-1]["meta_info"]["finish_reason"]["type"] == "abort"
