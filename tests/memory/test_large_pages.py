@@ -1,5 +1,7 @@
 """Large pages under arrays of the CPU: contents and addresses stay, and the kernel's own account says what was moved."""
 
+import ctypes
+import os
 import re
 from pathlib import Path
 
@@ -10,26 +12,57 @@ from routed_experts.memory.large_pages import LARGE, ask_for_large_pages
 from routed_experts.models.shards import buffers_of
 
 
-def large_bytes(address):
-    """Bytes of large pages in the mapping that holds `address`, by /proc/self/smaps."""
-    inside = False
+def mappings(low, high):
+    """Those of this process that hold a part of [low, high), by /proc/self/smaps: where each begins and ends, its bytes of large pages."""
+    found = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(span[1], 16) <= address < int(span[2], 16)
-        elif inside and line.startswith("AnonHugePages:"):
-            return int(line.split()[1]) * 1024
-    return 0
+            begin, end = (int(place, 16) for place in span.groups())
+        elif line.startswith("AnonHugePages:") and begin < high and low < end:
+            found.append((begin, end, int(line.split()[1]) * 1024))
+    return found
+
+
+def whole_pages(low, high):
+    """Large pages that begin and end in [low, high)."""
+    return max(0, high // LARGE - -(-low // LARGE))
+
+
+def assert_on_large_pages(array):
+    """All of it that can be: a page is large where one mapping holds it whole (NumPy asks for large pages under its own arrays, and so
+    parts the heap into several)."""
+    (low,) = buffers_of(array)
+    held = mappings(low, low + array.nbytes)
+    assert held
+    for begin, end, large in held:
+        assert large >= LARGE * whole_pages(max(begin, low), min(end, low + array.nbytes)), held
+
+
+def asked_for(array):
+    """Bytes that were moved, of an array 0, 1, 2 ..., which keeps its place and contents."""
+    place = buffers_of(array)
+    moved = ask_for_large_pages([array])
+    assert buffers_of(array) == place
+    np.testing.assert_array_equal(array, np.arange(array.size))
+    assert 0 <= moved <= array.nbytes
+    return moved
 
 
 def test_arrays_keep_place_and_contents_and_the_kernel_says_what_was_moved():
     array = jnp.arange(5 * LARGE // 4, dtype=jnp.int32)
-    (address,) = buffers_of(array)
-    moved = ask_for_large_pages([array])
-    assert buffers_of(array) == {address}
-    np.testing.assert_array_equal(array, np.arange(5 * LARGE // 4))
-    assert 0 <= moved <= array.nbytes
-    if moved:  # a kernel before 6.1 and one that is told never to refuse
-        assert large_bytes(address + LARGE) >= 4 * LARGE  # whole ones that begin and end in the array
+    if asked_for(array):  # a kernel before 6.1 and one that is told never to refuse
+        assert_on_large_pages(array)
+
+
+def test_an_array_over_two_mappings_is_moved_in_each():
+    array, page = jnp.arange(5 * LARGE // 4, dtype=jnp.int32), os.sysconf("SC_PAGE_SIZE")
+    (low,) = buffers_of(array)
+    border = -(-low // LARGE) * LARGE + 5 * LARGE // 2  # amid a large page
+    rest = (low + array.nbytes) // page * page - border
+    refused = ctypes.CDLL(None).madvise(ctypes.c_void_p(border), ctypes.c_size_t(rest), 14)  # MADV_HUGEPAGE: another mapping from here
+    assert refused or len(mappings(low, low + array.nbytes)) > 1  # a kernel without large pages refuses
+    if asked_for(array):
+        assert_on_large_pages(array)
 
 
 def test_small_arrays_are_left_alone():
