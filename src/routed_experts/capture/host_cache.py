@@ -127,7 +127,8 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         if self._first_after.any():
             order = np.repeat(np.arange(len(steps), dtype=np.int32), counts)
             stay = (order if live is None else order[live]) >= self._first_after[slots // self._page_size]
-            slots, rows, versions = slots[stay], rows[stay], versions[stay]
+            if not stay.all():
+                slots, rows, versions = slots[stay], rows[stay], versions[stay]
         self._rows[slots] = rows
         self._versions[slots] = versions
 
