@@ -5,6 +5,8 @@ import contextlib
 import functools
 import tempfile
 
+import jax
+
 from routed_experts import Engine
 from routed_experts.engine import pausing
 from routed_experts.engine.core import Hold
@@ -35,6 +37,18 @@ def borrow(**args):
 def _shared(**args):
     with tempfile.TemporaryDirectory() as folder:
         return Engine(str(write_tiny_checkpoint(folder)), **(SMALL | args))
+
+
+@contextlib.contextmanager
+def nothing_allocated():
+    """What happens within leaves no array behind that was not there before; what others left may go at any time, and says nothing."""
+    before = jax.live_arrays()  # held: an array that went could give its name to a new one
+    known = {id(array) for array in before}
+    try:
+        yield
+    finally:
+        new = [array.shape for array in jax.live_arrays() if id(array) not in known]
+        assert not new, f"{len(new)} arrays were allocated, the first {new[:4]}"
 
 
 def assert_idle(engine):

@@ -33,7 +33,7 @@ from routed_experts.models.shards import AXIS
 from routed_experts.placement import rebalance
 from routed_experts.server.metrics import Metrics
 from routed_experts.server.routing_store import RoutingStore
-from serving import assert_idle
+from serving import assert_idle, nothing_allocated
 from tiny import VOCAB_SIZE, write_tiny_checkpoint
 
 EXPERTS, TOP_K, MOE_LAYERS = 16, 4, 2
@@ -438,11 +438,8 @@ def test_a_plan_that_fails_ends_nothing(alone, following, caplog, monkeypatch):
 
 def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, following, tmp_path):
     def build(placement, **args):
-        before = len(jax.live_arrays())
-        try:
+        with nothing_allocated():
             Engine(folder, placement=placement, **(HOW | args))
-        finally:
-            assert len(jax.live_arrays()) == before
 
     bounded = dict(plan=ONE_EACH, mode="reroute", capacity_factor=1)
     with pytest.raises(ConfigError, match="deterministic=True with placement="):

@@ -5,8 +5,6 @@ import contextlib
 import dataclasses
 import threading
 
-import jax
-import jax.monitoring
 import numpy as np
 import pytest
 
@@ -30,7 +28,7 @@ from engine.two_devices import (
 from routed_experts import ConfigError, Engine, ExpertsConfig, extract_routed_experts_from_meta_info
 from routed_experts.engine import sharing
 from routed_experts.execution.whole_runner import WholeRunner
-from serving import assert_idle
+from serving import assert_idle, nothing_allocated
 from tiny import write_tiny_checkpoint
 
 
@@ -199,11 +197,8 @@ def test_the_choice_is_told_at_start(folder):
 
 def test_what_cannot_be_is_refused(folder, monkeypatch):
     def build(**experts):
-        before = len(jax.live_arrays())
-        try:
+        with nothing_allocated():
             Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=2, host_backend="ffi", **experts), **SIZES)
-        finally:
-            assert len(jax.live_arrays()) == before
 
     with pytest.raises(ConfigError, match=r"kt_max_deferred_experts_per_token=1 with host_backend='ffi'.*leave it at 0"):
         build(kt_max_deferred_experts_per_token=1)

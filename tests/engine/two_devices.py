@@ -32,7 +32,7 @@ from routed_experts.execution.split_jobs import Sides
 from routed_experts.models.registry import ModelFolder
 from routed_experts.server.metrics import Metrics
 from routed_experts.server.routing_store import RoutingStore
-from serving import assert_idle
+from serving import assert_idle, nothing_allocated
 from tiny import write_tiny_checkpoint
 
 EXPERTS, TOP_K, MOE_LAYERS = 6, 2, 2
@@ -469,11 +469,8 @@ def assert_given(given, *programs):
 
 def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path):
     def build(experts, **args):
-        before = len(jax.live_arrays())
-        try:
+        with nothing_allocated():
             Engine(str(folder), experts=ExpertsConfig(**experts), **(SIZES | args))
-        finally:
-            assert len(jax.live_arrays()) == before
 
     with pytest.raises(ConfigError, match="kt_num_gpu_experts=7 is above the 6 experts"):
         build({"kt_num_gpu_experts": 7})
