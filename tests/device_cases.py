@@ -77,7 +77,7 @@ class Greedy(Bench):
         sizes = RunnerConfig(pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=config.vocab_size)
         self.runner = ModelRunner(state, spec, sizes)
         jobs = program_jobs(state, spec, sizes)
-        wanted = [key for key in jobs if compiles and (key[0] != "sample" or key[2] is SamplerForm.GREEDY)]
+        wanted = [key for key in jobs if compiles and (key[0] != "sample" or key[-1] is SamplerForm.GREEDY)]
         self.runner._programs = {key: jobs[key]().compile() for key in wanted}
         self.assembly = SimpleNamespace(plan=plan, buckets=buckets, vocab_size=config.vocab_size)
         self.tap, self._weights, self._version = SimpleNamespace(clear=lambda: None), self.runner.state, 0

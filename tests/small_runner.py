@@ -35,9 +35,9 @@ def oracle():
     return FullSequence(tiny_config(), tiny_tensors(tiny_config()))
 
 
-def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, told=False):
-    """An uncompiled runner of the tiny MoE; with `told` rows of decode steps come with their tokens."""
-    model = model_of(tiny_config(), tiny_tensors(tiny_config()))
+def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, told=False, model=None):
+    """An uncompiled runner of the tiny MoE, or of another `model`; with `told` rows of decode steps come with their tokens."""
+    model = model or model_of(tiny_config(), tiny_tensors(tiny_config()))
     graphdef, state = nnx.split(model)
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
     config = model.config

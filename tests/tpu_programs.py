@@ -21,7 +21,8 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.program_table import RunnerConfig, abstract_spoken, program_jobs
-from routed_experts.execution.programs import ProgramSpec, SpokenTokens
+from routed_experts.execution.programs import ProgramSpec
+from routed_experts.execution.sampler import SpokenTokens
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
@@ -46,7 +47,7 @@ class World:
     @property
     def counts(self) -> SpokenTokens:
         """What penalties count."""
-        return abstract_spoken(self.runner)
+        return abstract_spoken(self.runner.num_request_slots, self.runner.vocab_size)
 
 
 def world_of(config: Qwen3MoeConfig, *, num_pages: int, decode: int, extend: int, num_request_slots: int) -> World:
@@ -122,7 +123,7 @@ def jobs(chip: str, *, capture: bool, world: World = SMALL, plain: bool = False)
 
 
 def name_of(key: Key) -> str:
-    """A program without its sizes, such as "sample extend greedy"."""
+    """A program without its sizes, such as "forward extend" or "sample greedy"."""
     named = [part for part in key if isinstance(part, SamplerForm) or not isinstance(part, int)]
     words = [part.mode if isinstance(part, BatchShape) else part for part in named]
     return " ".join(word.name.lower() if isinstance(word, ForwardMode | SamplerForm) else str(word) for word in words)

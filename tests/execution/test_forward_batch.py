@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, ModelWorkerBatch, SamplerForm, SamplingColumns
-from routed_experts.execution.forward_batch import BatchShape, pack, shape_of, unpack
+from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, pack, shape_of, unpack, unpack_sampler
 
 SHAPES = [
     BatchShape(mode=ForwardMode.DECODE, num_tokens=1, num_requests=1, table_width=1),
@@ -55,13 +55,16 @@ def test_what_is_packed_is_unpacked_bit_for_bit(shape, seed):
     packed = pack(batch)
     assert (packed.shape, packed.dtype) == (shape.packed.shape, shape.packed.dtype)
     out = jax.jit(unpack, static_argnums=1)(packed, shape)
+    sampler = jax.jit(unpack_sampler, static_argnums=1)(packed[: num_sampler_words(shape.num_requests)], shape.num_requests)
     sampling = batch.sampling
     pairs = {
-        name: (getattr(out.sampling, name), getattr(sampling, name))
+        name: (getattr(sampler.sampling, name), getattr(sampling, name))
         for name in ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "position")
     }
-    pairs |= {name: (getattr(out, name), getattr(sampling, name)) for name in ("presence", "frequency", "repetition", "prompt_len")}
-    pairs |= {name: (getattr(out, name), getattr(batch, name)) for name in ("token_ids", "request_slots")}
+    pairs |= {name: (getattr(sampler, name), getattr(sampling, name)) for name in ("presence", "frequency", "repetition")}
+    pairs |= {"prompt_len": (out.prompt_len, sampling.prompt_len), "token_ids": (out.token_ids, batch.token_ids)}
+    pairs |= {"request_slots": (out.request_slots, batch.request_slots)}
+    assert bits(sampler.request_slots) == bits(batch.request_slots), "both look at it"
     paged = ("positions", "token_rows", "query_starts", "seq_lens", "page_table")
     pairs |= {name: (getattr(out.paged, name), getattr(batch, name)) for name in paged}
     assert {name for name, (came, went) in pairs.items() if bits(came) != bits(went)} == set()
@@ -96,6 +99,7 @@ def test_unknown_tokens_are_the_last_ones_of_their_slots():
 
 def test_the_last_token_of_a_row_is_the_one_before_the_next_row():
     batch = dataclasses.replace(random_batch(SHAPES[2], 3), query_starts=np.array([0, 5, 6, 6], np.int32))
-    assert np.asarray(unpack(pack(batch), SHAPES[2]).last_token_of_row).tolist() == [4, 5, 5]
+    places = np.arange(64)[:, None]
+    assert np.asarray(unpack(pack(batch), SHAPES[2]).of_last_tokens(places)).tolist() == [[4], [5], [5]]
     empty = dataclasses.replace(batch, query_starts=np.zeros(4, np.int32))
-    assert np.asarray(unpack(pack(empty), SHAPES[2]).last_token_of_row).tolist() == [0, 0, 0]
+    assert np.asarray(unpack(pack(empty), SHAPES[2]).of_last_tokens(places)).tolist() == [[0], [0], [0]]

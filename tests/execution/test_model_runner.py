@@ -165,15 +165,17 @@ def test_the_table_of_programs_is_what_is_compiled():
     runner = compiled()
     jobs = program_jobs(runner.state, runner.spec, runner.config)
     assert jobs.keys() == runner._programs.keys()
-    forms = {("sample", shape, form) for shape in (EXTEND, DECODE) for form in SamplerForm}
-    assert jobs.keys() == {("forward", EXTEND), ("forward", DECODE), ("score", EXTEND.num_tokens)} | forms
+    shapes = {(name, shape) for name in ("forward", "count") for shape in (EXTEND, DECODE)}
+    forms = {("sample", EXTEND.num_requests, 0, form) for form in SamplerForm}
+    assert EXTEND.num_requests == DECODE.num_requests, "steps of as many requests share their samplers"
+    assert jobs.keys() == {("score", EXTEND.num_tokens)} | shapes | forms
 
 
 def test_compiling_tells_how_far_it_is():
     runner, told = build(shapes=(DECODE,)), []
     count = runner.compile(progress=lambda done, of: told.append((done, of)))
     assert told == [(index, count) for index in range(1, count + 1)]
-    assert count == 1 + len(SamplerForm)
+    assert count == len(("forward", "count")) + len(SamplerForm)
 
 
 def leaves(state):

@@ -1,6 +1,7 @@
 """The programs of a step against loops and the model in NumPy: which arrays they give away, where they write, what they count.
 What they look like as compiled code: test_capture_off_is_free.py and test_tpu_programs.py."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oracles.worlds import random_prompt
+from oracles.worlds import model_of, random_prompt
 from routed_experts.core.model_worker_batch import ForwardMode, SamplerForm
-from routed_experts.execution.forward_batch import pack, unpack
-from routed_experts.execution.program_table import abstract_inputs, program_jobs
-from routed_experts.execution.programs import SpokenTokens, count_spoken, forward
+from routed_experts.execution.forward_batch import pack
+from routed_experts.execution.program_table import abstract_inputs, program_jobs, sampler_key
+from routed_experts.execution.programs import forward
+from routed_experts.execution.sampler import SpokenTokens, count_spoken
 from small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, Fed, build, compiled, oracle, run, step_of
-from tiny import VOCAB_SIZE
+from tiny import VOCAB_SIZE, tiny_config, tiny_tensors
 
 TOLERANCE = {"rtol": 0, "atol": 2e-4}
 PROMPT = tuple(random_prompt(np.random.default_rng(11), 24).tolist())
@@ -32,9 +34,21 @@ def test_only_pools_counts_and_last_tokens_are_given_away():
     jobs = program_jobs(runner.state, runner.spec, runner.config)
     for shape in (EXTEND, DECODE):
         assert donated(jobs["forward", shape]()) == {"[0][1]"}
-        assert donated(jobs["sample", shape, SamplerForm.GREEDY]()) == {"[0][2]"}
-        assert donated(jobs["sample", shape, SamplerForm.FULL]()) == {"[0][2]", "[0][4].generated", "[0][4].prompt"}
+        assert donated(jobs["count", shape]()) == {"[0][0].generated", "[0][0].prompt"}
+        for form in SamplerForm:
+            assert donated(jobs[sampler_key(runner.spec, shape, form)]()) == {"[0][1]"}
     assert donated(jobs["score", EXTEND.num_tokens]()) == set()
+
+
+def test_models_of_one_vocabulary_share_their_samplers():
+    """By the text, which is what the compilation cache goes by: neither a model, nor its pool, nor the tokens of a step are in it."""
+    wide = tiny_config(hidden_size=96, num_hidden_layers=2, num_experts=8, mlp_only_layers=[], tie_word_embeddings=True)
+    longer = dataclasses.replace(EXTEND, num_tokens=64, table_width=16)
+    runners = build(), build(shapes=(longer,), model=model_of(wide, tiny_tensors(wide)))
+    tables = [program_jobs(runner.state, runner.spec, runner.config) for runner in runners]
+    assert tables[0].keys() & tables[1].keys() == {sampler_key(runners[0].spec, EXTEND, form) for form in SamplerForm}
+    for key in tables[0].keys() & tables[1].keys():
+        assert tables[0][key]().as_text() == tables[1][key]().as_text(), key
 
 
 def test_rows_leave_in_the_smallest_type():
@@ -106,10 +120,10 @@ def test_tokens_are_counted_as_a_loop_counts_them(seed):
         for slot, start in zip(rng.permutation(np.arange(1, NUM_SLOTS))[:4], rng.choice([0, 1, 5, 12], 4), strict=True)
     ][: rng.integers(1, 5)]
     batch = step_of(*fed)
-    counted, penalties = jax.jit(lambda spoken, packed: count_spoken(spoken, batch.token_ids, unpack(packed, EXTEND)))(spoken, pack(batch))
+    counted, of_rows = jax.jit(functools.partial(count_spoken, shape=EXTEND))(spoken, batch.token_ids, pack(batch))
     generated, prompt = count_by_loop(spoken, batch)
     assert np.array_equal(np.asarray(counted.generated)[1:], generated[1:])  # slot 0 is padding
     assert np.array_equal(np.asarray(counted.prompt)[1:], prompt[1:])
     slots = batch.request_slots[: len(fed)]
-    assert np.array_equal(penalties.generated_counts[: len(fed)], generated[slots])
-    assert np.array_equal(penalties.prompt_seen[: len(fed)], prompt[slots])
+    assert np.array_equal(of_rows.generated[: len(fed)], generated[slots])
+    assert np.array_equal(of_rows.prompt[: len(fed)], prompt[slots])

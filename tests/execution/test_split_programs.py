@@ -115,8 +115,7 @@ def cut_step(parted, split, *, streams=False):
                     given += (stream_step(block, block_slots[layer.column], errand, spec=split),)
                 else:
                     given += (host_step(stored, numbers.place, errand.fed, errand.away, errand.weights, spec=split),)
-        ends = parted.rim_arrays.norm, parted.rim_arrays.norm_bias
-        return pool, close_step(*ends, stream, given, tokens, words, spec=split, shape=SHAPE), stream.tally, jnp.stack(sent)
+        return pool, close_step(parted.rim_arrays, stream, given, tokens, words, spec=split, shape=SHAPE), stream.tally, jnp.stack(sent)
 
     return jax.jit(step)(pool_of(parted.config).allocate(), metadata())
 

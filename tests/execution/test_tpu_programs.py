@@ -42,14 +42,12 @@ VMEM = 128 * MIB
 MAX_TEMP_BYTES = {
     "forward decode": 3 * MIB,
     "forward extend": 3 * MIB,
-    "sample decode greedy": MIB,
-    "sample decode random": MIB,
-    "sample decode filtered": MIB,
-    "sample decode full": 4 * MIB,
-    "sample extend greedy": MIB,
-    "sample extend random": MIB,
-    "sample extend filtered": MIB,
-    "sample extend full": 4 * MIB,
+    "sample greedy": MIB,
+    "sample random": MIB,
+    "sample filtered": MIB,
+    "sample full": 4 * MIB,
+    "count decode": MIB,
+    "count extend": MIB,
     "score": MIB,
 }
 FORWARD = {f"forward {shape.mode.value}": shape for shape in SMALL.runner.shapes}
@@ -95,7 +93,7 @@ def test_no_layer_of_experts_is_copied(chip, name):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", ["sample decode full", "sample extend full"])
+@pytest.mark.parametrize("name", ["count decode", "count extend"])
 def test_the_counts_of_penalties_are_updated_in_place(chip, name):
     program = compiled(chip, name, capture=True)
     sizes = {leaf: leaf.size * leaf.dtype.itemsize for leaf in (SMALL.counts.generated, SMALL.counts.prompt)}

@@ -13,7 +13,7 @@ import pytest
 from layers.test_attention import make_step
 from model_steps import PAGES, drifted_rows, run_steps, tiny_model
 from routed_experts.core.model_worker_batch import SamplerForm
-from routed_experts.execution.program_table import program_jobs
+from routed_experts.execution.program_table import program_jobs, sampler_key
 from routed_experts.layers.attention import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.layer_run import RunArrays, RunPlaces, RunRouting, StepArrays
@@ -259,6 +259,6 @@ def test_an_engine_on_cpu_takes_both():
     """One kernel for all MoE layers of the tiny model, none for their parts; one for the greedy choice."""
     runner = build()
     jobs = program_jobs(runner.state, runner.spec, runner.config)
-    forward, greedy = jobs["forward", DECODE]().as_text(), jobs["sample", DECODE, SamplerForm.GREEDY]().as_text()
+    forward, greedy = jobs["forward", DECODE]().as_text(), jobs[sampler_key(runner.spec, DECODE, SamplerForm.GREEDY)]().as_text()
     assert forward.count("@RexLayerRun") == 1 and not re.search(r"@Rex(Experts|Router|RecordingRouter)\b", forward)
     assert greedy.count("@RexChoose") == 1

@@ -141,7 +141,7 @@ def programs(name, monkeypatch):
 
     def wanted(runner):
         jobs = program_jobs(runner.state, runner.spec, runner.config)
-        return {key: job for key, job in jobs.items() if name in ALL_FORMS or key[0] != "sample" or key[2] is SamplerForm.GREEDY}
+        return {key: job for key, job in jobs.items() if name in ALL_FORMS or key[0] != "sample" or key[-1] is SamplerForm.GREEDY}
 
     monkeypatch.setattr(ModelRunner, "_jobs", wanted)
 

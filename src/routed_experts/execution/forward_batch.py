@@ -1,10 +1,12 @@
 """ForwardBatch: one step on the device, unpacked from a single int32 array. Knows nothing of the model.
 
-All metadata of a step is one host-to-device put; floats travel as their bits. Dims: N padded tokens, B padded requests,
+All metadata of a step is one host-to-device put; floats travel as their bits. What the sampler reads stands first and depends on the
+padded requests alone, so that a sampler knows nothing of the step's tokens. Dims: N padded tokens, B padded requests, R request slots,
 W pages of a request."""
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -32,28 +34,34 @@ class BatchShape:
         """Name and shape of every array in the packed form, in order."""
         n, b, w = (self.num_tokens,), (self.num_requests,), self.table_width
         tokens = {"num_tokens": (), "token_ids": n, "positions": n, "token_rows": n}
-        rows = {"query_starts": (b[0] + 1,), "seq_lens": b, "request_slots": b, "page_table": (b[0], w)}
-        sampling = {"top_k": b, "seed": (b[0], 2), "choice": b, "position": b, "prompt_len": b}
-        return tokens | rows | sampling | dict.fromkeys(_FLOATS, b)
+        rows = {"query_starts": (b[0] + 1,), "seq_lens": b, "prompt_len": b, "page_table": (b[0], w)}
+        return sampler_segments(self.num_requests) | tokens | rows
 
     @property
     def packed(self) -> jax.ShapeDtypeStruct:
         """Shape of the packed array."""
-        return jax.ShapeDtypeStruct((sum(math.prod(shape) for shape in self.segments().values()),), jnp.int32)
+        return jax.ShapeDtypeStruct((_words_of(self.segments()),), jnp.int32)
+
+
+def sampler_segments(num_requests: int) -> dict[str, tuple[int, ...]]:
+    """Name and shape of what the sampler reads, in order: the beginning of the packed form."""
+    b = (num_requests,)
+    return {"request_slots": b, "top_k": b, "seed": (num_requests, 2), "choice": b, "position": b} | dict.fromkeys(_FLOATS, b)
+
+
+def num_sampler_words(num_requests: int) -> int:
+    """How many words of the packed form the sampler reads."""
+    return _words_of(sampler_segments(num_requests))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ForwardBatch:
-    """A step's metadata on the device."""
+    """A step's metadata on the device, as the layers need it."""
 
     token_ids: Int[Array, " N"]
     request_slots: Int[Array, " B"]
     paged: PagedBatch
-    sampling: SamplingBatch
-    presence: Float[Array, " B"]
-    frequency: Float[Array, " B"]
-    repetition: Float[Array, " B"]
     prompt_len: Int[Array, " B"]
 
     def resolve_tokens(self, last_tokens: Int[Array, " R"]) -> Int[Array, " N"]:
@@ -66,10 +74,21 @@ class ForwardBatch:
         """Which tokens were generated; the others are of prompts, or padding."""
         return self.paged.positions >= self.prompt_len[self.paged.token_rows]
 
-    @property
-    def last_token_of_row(self) -> Int[Array, " B"]:
-        """Index among the step's tokens of each request's last one (0 for padding rows)."""
-        return jnp.maximum(self.paged.query_starts[1:] - 1, 0)
+    def of_last_tokens(self, x: Float[Array, "N D"]) -> Float[Array, "B D"]:
+        """What there is of each request's last token (of the step's first one for padding rows)."""
+        return jnp.take(x, jnp.maximum(self.paged.query_starts[1:] - 1, 0), axis=0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplerBatch:
+    """The same, as the sampler needs it."""
+
+    request_slots: Int[Array, " B"]
+    sampling: SamplingBatch
+    presence: Float[Array, " B"]
+    frequency: Float[Array, " B"]
+    repetition: Float[Array, " B"]
 
 
 def shape_of(batch: ModelWorkerBatch) -> BatchShape:
@@ -111,14 +130,8 @@ def pack(batch: ModelWorkerBatch) -> Int32[np.ndarray, " words"]:
 
 
 def unpack(packed: Int[Array, " words"], shape: BatchShape) -> ForwardBatch:
-    """Cut the packed array into its parts; static slices, no data movement that XLA does not fuse."""
-    parts: dict[str, Array] = {}
-    start = 0
-    for name, dims in shape.segments().items():
-        size = math.prod(dims)
-        part = packed[start : start + size].reshape(dims)
-        parts[name] = lax.bitcast_convert_type(part, jnp.float32) if name in _FLOATS else part
-        start += size
+    """Cut the packed array into the parts that layers need; static slices, no data movement that XLA does not fuse."""
+    parts = _cut(packed, shape.segments())
     valid: Bool[Array, " N"] = jnp.arange(shape.num_tokens) < parts["num_tokens"]
     paged = PagedBatch(
         positions=parts["positions"],
@@ -129,8 +142,28 @@ def unpack(packed: Int[Array, " words"], shape: BatchShape) -> ForwardBatch:
         page_table=parts["page_table"],
         decode=shape.mode is ForwardMode.DECODE,
     )
+    return ForwardBatch(paged=paged, **{name: parts[name] for name in ("token_ids", "request_slots", "prompt_len")})
+
+
+def unpack_sampler(words: Int[Array, " words"], num_requests: int) -> SamplerBatch:
+    """Cut the first words of the packed array into the parts that the sampler needs; what stands behind them is not looked at."""
+    parts = _cut(words, sampler_segments(num_requests))
     seed = lax.bitcast_convert_type(parts["seed"], jnp.uint32)
     names = ("temperature", "top_k", "top_p", "min_p", "choice", "position")
     sampling = SamplingBatch(seed=seed, **{name: parts[name] for name in names})
-    rest = {name: parts[name] for name in ("presence", "frequency", "repetition", "prompt_len", "token_ids", "request_slots")}
-    return ForwardBatch(paged=paged, sampling=sampling, **rest)
+    return SamplerBatch(sampling=sampling, **{name: parts[name] for name in ("request_slots", "presence", "frequency", "repetition")})
+
+
+def _cut(words: Int[Array, " words"], segments: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+    parts: dict[str, Array] = {}
+    start = 0
+    for name, dims in segments.items():
+        size = math.prod(dims)
+        part = words[start : start + size].reshape(dims)
+        parts[name] = lax.bitcast_convert_type(part, jnp.float32) if name in _FLOATS else part
+        start += size
+    return parts
+
+
+def _words_of(segments: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(map(math.prod, segments.values()))

@@ -18,8 +18,9 @@ from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import ModelWorkerBatch, SamplerForm, StepResult
 from routed_experts.execution.forward_batch import BatchShape, pack, shape_of
 from routed_experts.execution.on_mesh import EVERYWHERE, zeros
-from routed_experts.execution.program_table import RunnerConfig, abstract_spoken, program_jobs
-from routed_experts.execution.programs import ForwardOut, FullInputs, ProgramSpec
+from routed_experts.execution.program_table import RunnerConfig, abstract_spoken, program_jobs, sampler_key
+from routed_experts.execution.programs import ForwardOut, ProgramSpec
+from routed_experts.execution.sampler import FullInputs
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.large_pages import ask_for_large_pages
 from routed_experts.models.shards import Gifts, buffers_of
@@ -51,7 +52,8 @@ class ModelRunner:
         ask_for_large_pages(self._weights)
         self.allocate_pool()
         self._last_tokens = zeros(jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), on)
-        self._spoken = zeros(abstract_spoken(config), on)  # now: the first penalty must not find the device full, nor compile
+        spoken = abstract_spoken(config.num_request_slots, config.vocab_size)
+        self._spoken = zeros(spoken, on)  # now: the first penalty must not find the device full, nor compile
         self._everywhere = None if on is None else on.everywhere
         self._counts = _no_counts(self.spec, self._everywhere)
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
@@ -75,17 +77,15 @@ class ModelRunner:
 
     def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
         """Start a step's programs; returns at once. The first call carries the metadata over, a host array among its arguments."""
-        shape = shape_of(batch)
-        out = self._forward(batch, shape)
+        shape, packed = shape_of(batch), pack(batch)
+        out = self._forward(batch, shape, packed)
         full = None
         if batch.form is SamplerForm.FULL:
             bias = jax.device_put((batch.sampling.bias_ids, batch.sampling.bias_values), self._everywhere)
-            full = FullInputs(out.tokens, *bias)
-        program = self._programs["sample", shape, batch.form]
-        spoken = self._spoken if full is not None else None
-        self._last_tokens, spoken, sampled = program(self._weights, out.last_hidden, self._last_tokens, out.packed, spoken, full)
-        if spoken is not None:
-            self._spoken = spoken
+            self._spoken, spoken = self._programs["count", shape](self._spoken, out.tokens, packed)
+            full = FullInputs(spoken, *bias)
+        program = self._programs[sampler_key(self.spec, shape, batch.form)]
+        self._last_tokens, sampled = program(out.logits, self._last_tokens, out.words, full)
         scored = None
         if batch.prompt_targets is not None:
             targets = jax.device_put(batch.prompt_targets, self._everywhere)
@@ -110,10 +110,10 @@ class ModelRunner:
         """What `compile` compiles."""
         return program_jobs(self.state, self.spec, self.config)
 
-    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape) -> ForwardOut:
+    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Int32[np.ndarray, " words"]) -> ForwardOut:
         """Start all layers of a step."""
         counted = () if self._counts is None else (self._counts,)
-        self._pool, out = self._programs["forward", shape](self._weights, self._pool, self._last_tokens, pack(batch), *counted)
+        self._pool, out = self._programs["forward", shape](self._weights, self._pool, self._last_tokens, packed, *counted)
         self._counts = out.counts
         return out
 

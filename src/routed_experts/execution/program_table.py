@@ -13,7 +13,8 @@ from jaxtyping import Array
 from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, SamplerForm
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.on_mesh import EVERYWHERE, POOL, WEIGHTS, jit_on_all, whole
-from routed_experts.execution.programs import ForwardOut, FullInputs, ProgramSpec, SpokenTokens, forward, sample_tokens, score_prompt
+from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
+from routed_experts.execution.sampler import FullInputs, SamplerSpec, SpokenTokens, counting_program, sampler_program
 from routed_experts.memory.kv_pool import KVPoolSpec
 
 
@@ -49,23 +50,43 @@ def program_jobs(
 def sampling_jobs(
     state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, out: ForwardOut
 ) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
-    """The programs that follow the layers of a step, whose outputs have the shapes of `out`."""
+    """The programs that follow the layers of a step, whose outputs have the shapes of `out`. Steps of other sizes may need some of the
+    same ones, under the same keys."""
     jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
-    tree, args, on = jax.tree.structure(state), abstract_inputs(state, spec, config, shape), spec.on
-    leaves, same = jax.tree.leaves(args[0]), (EVERYWHERE,)
+    weights, on = abstract_inputs(state, spec, config, shape)[0], spec.on
+    leaves, last_tokens = jax.tree.leaves(weights), _shape((config.num_request_slots,), jnp.int32)
+    at = leaves[0].sharding if on is None else None  # of what runs there too, but has no weights
     for form in SamplerForm:
-        full = spoken = None
+        full = None
         if form is SamplerForm.FULL:
-            bias = (shape.num_requests, MAX_BIAS)
-            full = FullInputs(out.tokens, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
-            spoken = abstract_spoken(config)
-        program = _on_leaves(functools.partial(sample_tokens, spec=spec, shape=shape, form=form), tree)
-        run = jit_on_all(program, on, takes=(WEIGHTS, *same * 5), gives=same * 3, donate_argnums=(2, 4))
-        jobs["sample", shape, form] = functools.partial(run.lower, leaves, out.last_hidden, args[2], out.packed, spoken, full)
+            bias, said = (shape.num_requests, MAX_BIAS), abstract_spoken(shape.num_requests, config.vocab_size)
+            full = FullInputs(said, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
+        run = sampler_program(_sampler_spec(spec, shape, form), on)
+        jobs[sampler_key(spec, shape, form)] = functools.partial(run.lower, *_lying((out.logits, last_tokens, out.words, full), at))
+    spoken = abstract_spoken(config.num_request_slots, config.vocab_size)
+    jobs["count", shape] = functools.partial(counting_program(shape, on).lower, *_lying((spoken, out.tokens, shape.packed), at))
     if shape.mode is ForwardMode.EXTEND:
+        same = (EVERYWHERE,)
+        tree = jax.tree.structure(weights)
         run = jit_on_all(_on_leaves(functools.partial(score_prompt, spec=spec), tree), on, takes=(WEIGHTS, *same * 2), gives=EVERYWHERE)
         jobs["score", shape.num_tokens] = functools.partial(run.lower, leaves, out.hidden, out.tokens)
     return jobs
+
+
+def sampler_key(spec: ProgramSpec, shape: BatchShape, form: SamplerForm) -> tuple[object, ...]:
+    """Where the sampler of a step stands in the table."""
+    return "sample", shape.num_requests, spec.told_in(shape), form
+
+
+def _sampler_spec(spec: ProgramSpec, shape: BatchShape, form: SamplerForm) -> SamplerSpec:
+    choose = spec.kernels.choose if form is SamplerForm.GREEDY else None
+    told = spec.told_in(shape)
+    return SamplerSpec(form=form, num_requests=shape.num_requests, told=told, raw_logprobs=spec.raw_logprobs, choose=choose)
+
+
+def _lying(shapes: Any, sharding: Any) -> Any:
+    """The same shapes with a sharding, which names the device that is compiled for."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
 
 def _on_leaves(program: Callable[..., Any], tree: Any) -> Callable[..., Any]:
@@ -84,9 +105,9 @@ def abstract_inputs(state: nnx.State[Any, Any], spec: ProgramSpec, config: Runne
     return shapes, pool, jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), shape.packed
 
 
-def abstract_spoken(config: RunnerConfig) -> SpokenTokens:
+def abstract_spoken(num_rows: int, vocab_size: int) -> SpokenTokens:
     """Shapes of the counts that penalties need."""
-    size = (config.num_request_slots, config.vocab_size)
+    size = (num_rows, vocab_size)
     return SpokenTokens(_shape(size, jnp.int32), _shape(size, jnp.bool_))
 
 

@@ -48,7 +48,7 @@ class SplitForward:
     def _program(self, rest: tuple[Any, ...], routed: Any, spec: ProgramSpec, shape: BatchShape) -> jax.stages.Compiled:
         key = (shape, spec.num_pages, routed is not None)
         if key not in self._programs:
-            split = dataclasses.replace(self._runner.split, num_pages=spec.num_pages, deferred=0)
+            split = dataclasses.replace(self._runner.split, num_pages=spec.num_pages, deferred=0, samples=spec.samples)
             step = functools.partial(whole_step, spec=split, shape=shape, host=self._host)
             arrays = (WholeArrays.of(self._runner.model, self._runner.tables), *rest, self._runner.slot_of, None, routed)
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays)

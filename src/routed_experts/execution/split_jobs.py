@@ -116,10 +116,9 @@ class SplitJobs:
                 if errand is not None:
                     self._of_experts(shape, layer, packed, errand)
             given = (jax.ShapeDtypeStruct(stream.x.shape, jnp.float32),) * split.num_given(layer, shape)
-        closing, norms = functools.partial(close_step, **static), (shapes_of(rim.norm), shapes_of(rim.norm_bias))
-        counts = self.spec.counts
-        counted, donated = ((), ()) if counts is None else ((counts,), (6,))
-        out = self._job(("close", shape, len(given)), closing, *norms, stream, given, tokens, packed, *counted, donate=donated)
+        closing, counts = functools.partial(close_step, **static), self.spec.counts
+        counted, donated = ((), ()) if counts is None else ((counts,), (5,))
+        out = self._job(("close", shape, len(given)), closing, shapes_of(rim), stream, given, tokens, packed, *counted, donate=donated)
         self.found.update(sampling_jobs(self.state, self.spec, self.config, shape, out))
 
     def _of_experts(self, shape: BatchShape, layer: LayerAt, packed: Any, errand: Errand) -> None:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from routed_experts.capture.device_cache import create_device_cache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import ForwardMode
-from routed_experts.execution.forward_batch import BatchShape, unpack
+from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack
 from routed_experts.execution.hybrid_ops import hybrid_ops
 from routed_experts.execution.programs import ForwardOut
 from routed_experts.layers.attention import AttentionBackend
@@ -22,6 +22,7 @@ from routed_experts.layers.moe import MoeBackend
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.memory.kv_pool import HybridPool
 from routed_experts.models.decoder import embed, finish
+from routed_experts.models.expert_store import RimArrays
 from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.feed_forward import Sparse
 from routed_experts.models.interface import SequenceOps
@@ -45,6 +46,7 @@ class SplitSpec:
     num_resident: int
     deferred: int = 0
     counted: CaptureSpec | None = None  # the experts of a step are counted on the device; None: they are not
+    samples: bool = True  # tokens are chosen behind the layers
 
     @property
     def has_host(self) -> bool:
@@ -133,8 +135,7 @@ def stream_step(block: ExpertTable, block_slots: Int32[Array, " E"], errand: Err
 
 
 def close_step(
-    scale: Float[Array, " D"],
-    bias: Float[Array, " D"] | None,
+    rim: RimArrays,
     stream: Stream,
     given: Sequence[Float32[Array, "N D"]],
     tokens: Int[Array, " N"],
@@ -145,12 +146,13 @@ def close_step(
     shape: BatchShape,
 ) -> ForwardOut:
     """Add what the last experts gave, and norm: the outputs of `programs.forward`."""
-    hidden = finish(spec.config, add_experts(spec.config, stream.x, given), scale, bias)
+    hidden = finish(spec.config, add_experts(spec.config, stream.x, given), rim.norm, rim.norm_bias)
     batch, capture = unpack(packed, shape), stream.capture
     rows = None if capture is None or spec.capture is None else capture.rows()
     if capture is not None and counts is not None:
         counts = capture.counted(counts, batch.paged.valid, batch.generated)
-    return ForwardOut(hidden, jnp.take(hidden, batch.last_token_of_row, axis=0), tokens, packed, rows, counts)
+    logits = rim.logits(batch.of_last_tokens(hidden), linear=spec.kernels.head) if spec.samples else None
+    return ForwardOut(hidden, logits, tokens, packed[: num_sampler_words(shape.num_requests)], rows, counts)
 
 
 def step_of(spec: SplitSpec, packed: Int32[Array, " words"], shape: BatchShape, *, recurrent: bool) -> Step:

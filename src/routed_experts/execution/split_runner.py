@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int64
+from jaxtyping import Array, Int32, Int64
 
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.model_worker_batch import ModelWorkerBatch
 from routed_experts.core.placement import ResidencyMap
-from routed_experts.execution.forward_batch import BatchShape, pack
+from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.model_runner import ModelRunner, owned_now
 from routed_experts.execution.program_table import RunnerConfig
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
@@ -146,18 +146,18 @@ class SplitRunner(ModelRunner):
         )  # fmt: skip
         return jobs.collect()
 
-    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape) -> ForwardOut:
+    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Int32[np.ndarray, " words"]) -> ForwardOut:
         """Start all layers of a step."""
         programs, rim = self._programs, self.model.rim_arrays
-        stream, tokens, packed = programs["open", shape](rim.embed, self._last_tokens, pack(batch))
+        stream, tokens, here = programs["open", shape](rim.embed, self._last_tokens, packed)
         streams = self._streams(batch, shape)
         given, waiting = tuple[Any, ...](), list[Any]()
         for layer in self._layers:
             program, arrays = programs["layer", shape, layer.kind, len(given)], self.model.layers[layer.kind]
-            stream, errand, self._pool = program(stream, self._pool, arrays, self._numbers[layer], packed, given, self.slot_of)
-            given = () if errand is None else tuple(self._run_experts(shape, layer, packed, errand, waiting, streams=streams))
+            stream, errand, self._pool = program(stream, self._pool, arrays, self._numbers[layer], here, given, self.slot_of)
+            given = () if errand is None else tuple(self._run_experts(shape, layer, here, errand, waiting, streams=streams))
         counted = () if self._counts is None else (self._counts,)
-        out = programs["close", shape, len(given)](rim.norm, rim.norm_bias, stream, given, tokens, packed, *counted)
+        out = programs["close", shape, len(given)](rim, stream, given, tokens, here, *counted)
         self._counts = out.counts
         self._note(stream.tally)
         return out

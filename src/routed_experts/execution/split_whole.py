@@ -1,7 +1,7 @@
 """A step of a model whose experts are shared out, as one program: the host's experts are errands of a lane that begin and end inside it.
 A pure function of arrays but for the lane. Knows nothing of pools' owners or of devices.
 
-    embed -> [ attention, router -> begin -> residents -> end -> both added ] for each layer -> normed
+    embed -> [ attention, router -> begin -> residents -> end -> both added ] for each layer -> normed -> scores
 
 Layers of a run are scanned, so the program does not grow with depth. Dims: N padded tokens, R request slots, D hidden, M MoE layers,
 E experts."""
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float32, Int, Int32
 
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ForwardOut
@@ -23,7 +23,7 @@ from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.layers.native.lane import HostLane
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.memory.kv_pool import HybridPool
-from routed_experts.models.expert_store import SplitModel
+from routed_experts.models.expert_store import RimArrays, SplitModel
 from routed_experts.models.interface import TokenRouting
 from routed_experts.models.layer_parts import Step
 from routed_experts.models.split_layers import LayerKind, LayerNumbers, Stream, add_experts, layers_at, run_at_home, run_to_experts
@@ -32,11 +32,9 @@ from routed_experts.models.split_layers import LayerKind, LayerNumbers, Stream, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WholeArrays:
-    """What the accelerator holds of the layers, by run and by place in its pattern. A layer without experts has no table."""
+    """What the accelerator holds: the rim, and of the layers by run and by place in its pattern. A layer without experts has no table."""
 
-    embed: Float[Array, "V D"]
-    norm: Float[Array, " D"]
-    norm_bias: Float[Array, " D"] | None
+    rim: RimArrays
     layers: tuple[tuple[dict[str, Array], ...], ...]
     tables: tuple[tuple[ExpertTable | None, ...], ...]
 
@@ -45,9 +43,7 @@ class WholeArrays:
         """A parted model's, with the tables that it has now."""
         kinds = [[LayerKind(run=run, index=index) for index in range(len(one.pattern))] for run, one in enumerate(model.config.runs)]
         return WholeArrays(
-            model.rim_arrays.embed,
-            model.rim_arrays.norm,
-            model.rim_arrays.norm_bias,
+            model.rim_arrays,
             tuple(tuple(model.layers[kind] for kind in run) for run in kinds),
             tuple(tuple(tables.get(kind) for kind in run) for run in kinds),
         )
@@ -86,12 +82,12 @@ def whole_step(
 ) -> tuple[Any, ForwardOut, Int32[Array, "M 3"]]:
     """Run all layers, without a host where no expert is there, and on the ids of `routed` where they are valid; returns the pool, the
     outputs of `programs.forward`, and the tally of the step's slots."""
-    stream, tokens, packed = open_step(arrays.embed, last_tokens, packed, spec=spec, shape=shape)
+    stream, tokens, packed = open_step(arrays.rim.embed, last_tokens, packed, spec=spec, shape=shape)
     step = step_of(spec, packed, shape, recurrent=isinstance(pool, HybridPool))
     for number in range(len(spec.config.runs)):
         body = _pattern(number, arrays, step, slot_of, spec, host)
         (stream, pool), _ = lax.scan(body, (stream, pool), (_numbers(number, spec), _routed(number, spec, routed)))
-    out = close_step(arrays.norm, arrays.norm_bias, stream, (), tokens, packed, counts, spec=spec, shape=shape)
+    out = close_step(arrays.rim, stream, (), tokens, packed, counts, spec=spec, shape=shape)
     return pool, out, stream.tally
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
 
 from routed_experts.core.model_worker_batch import ModelWorkerBatch
 from routed_experts.core.placement import ResidencyMap
-from routed_experts.execution.forward_batch import BatchShape, pack
+from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.program_table import RunnerConfig, sampling_jobs
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
 from routed_experts.execution.split_jobs import Sides, SplitJobs, maps_of, shapes_of
@@ -64,13 +66,13 @@ class WholeRunner(SplitRunner):
             jobs |= sampling_jobs(self.state, self.spec, self.config, shape, out)
         return jobs
 
-    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape) -> ForwardOut:
+    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Int32[np.ndarray, " words"]) -> ForwardOut:
         """Start a step."""
         if self._streams(batch, shape):
-            return super()._forward(batch, shape)
+            return super()._forward(batch, shape, packed)
         program = self._programs["whole", shape]
         counted = () if self._counts is None else (self._counts,)
-        self._pool, out, tally = program(self._arrays, self._pool, self._last_tokens, pack(batch), self.slot_of, *counted)
+        self._pool, out, tally = program(self._arrays, self._pool, self._last_tokens, packed, self.slot_of, *counted)
         self._counts = out.counts
         self._note(tally)
         return out

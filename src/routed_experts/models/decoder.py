@@ -50,8 +50,7 @@ class FamilyDecoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR) -> Float[Array, "N V"]:
         """Scores of the vocabulary, float32."""
-        scores = linear.run(hidden, self.unembedding()[None], 0, jnp.float32)
-        return scores if self.head_bias is None else scores + self.head_bias[...].astype(jnp.float32)
+        return vocabulary_scores(hidden, self.unembedding(), None if self.head_bias is None else self.head_bias[...], linear)
 
     def unembedding(self) -> Float[Array, "D V"]:
         """The matrix that `logits` multiplies by."""
@@ -137,6 +136,14 @@ def finish(
     """What leaves the last layer, as the head takes it."""
     x = _normed(config, x, scale, bias)
     return x * config.logit_scale if config.logit_scale != 1.0 else x
+
+
+def vocabulary_scores(
+    hidden: Float[Array, "N D"], head: Float[Array, "D V"], bias: Float[Array, " V"] | None, linear: LinearBackend
+) -> Float[Array, "N V"]:
+    """What the head makes of hidden states, float32."""
+    scores = linear.run(hidden, head[None], 0, jnp.float32)
+    return scores if bias is None else scores + bias.astype(jnp.float32)
 
 
 def _normed(

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.layers.expert_slots import ExpertTable
-from routed_experts.models.decoder import FamilyDecoder
+from routed_experts.layers.linear import LinearBackend
+from routed_experts.models.decoder import FamilyDecoder, vocabulary_scores
 from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.shards import Gifts
 from routed_experts.models.split_layers import LayerAt, LayerKind, layers_at
@@ -32,20 +33,26 @@ def is_expert(target: str) -> bool:
     return target.rsplit(".", 1)[-1] in _TABLE_ARRAYS
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RimArrays:
-    """What a step takes before and behind its layers."""
+    """What a step takes before and behind its layers. `head` None: embeddings are tied."""
 
     embed: Float[Array, "V D"]
     norm: Float[Array, " D"]
     norm_bias: Float[Array, " D"] | None
+    head: Float[Array, "D V"] | None
+    head_bias: Float[Array, " V"] | None
+
+    def logits(self, hidden: Float[Array, "B D"], *, linear: LinearBackend) -> Float[Array, "B V"]:
+        """Scores of the vocabulary, float32."""
+        return vocabulary_scores(hidden, self.embed.T if self.head is None else self.head, self.head_bias, linear)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SplitModel:
-    """A model's arrays by where they are. `state`: all that is on the accelerator, as the decoder's own tree
-    (of its tables, as they were at first); `rim` is a decoder without
-    layers, what stands before and behind them."""
+    """A model's arrays by where they are. `state`: all that is on the accelerator, as the decoder's own tree (of its tables, as they were
+    at first); `rim` is a decoder without layers, what stands before and behind them."""
 
     config: FamilyConfig
     state: nnx.State[Any, Any]
@@ -152,7 +159,13 @@ def _parted(
         config=config,
         state=nnx.from_flat_state(list(flat)),
         rim=(rim, nnx.from_flat_state(ends)),
-        rim_arrays=RimArrays(embed=named["embed"], norm=named["norm"], norm_bias=named.get("norm_bias")),
+        rim_arrays=RimArrays(
+            embed=named["embed"],
+            norm=named["norm"],
+            norm_bias=named.get("norm_bias"),
+            head=named.get("head"),
+            head_bias=named.get("head_bias"),
+        ),
         layers=layers,
         tables=tables,
         host=host,

@@ -1,0 +1,131 @@
+"""The jitted programs behind the layers of a step, as pure functions of arrays: scores of the vocabulary to tokens. Knows no model.
+
+`sample_tokens` depends on the padded requests and the vocabulary, on nothing else of a step or of its model: the steps of an engine
+share it, and so do models of one vocabulary, through the compilation cache. In the FULL form `count_spoken` comes before it.
+Dims: N padded tokens, B padded requests, R request slots, V vocabulary, X bias entries, T top logprobs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from routed_experts.core.model_worker_batch import SamplerForm
+from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack, unpack_sampler
+from routed_experts.execution.on_mesh import EVERYWHERE, OnMesh, jit_on_all
+from routed_experts.layers.logprobs import token_logprobs, top_logprobs
+from routed_experts.layers.sampling import Penalties, SamplingMode, penalize, sample
+
+_MODES = {
+    SamplerForm.GREEDY: SamplingMode.GREEDY,
+    SamplerForm.RANDOM: SamplingMode.RANDOM,
+    SamplerForm.FILTERED: SamplingMode.FILTERED,
+    SamplerForm.FULL: SamplingMode.FILTERED,
+}
+
+Choose = Callable[[Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]]  # the best token of each row, and its logprob
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerSpec:
+    """What a sampler is; static. `told`: words of a row of experts that stand behind the metadata and leave with each token. `choose`:
+    a kernel for the greedy choice, None: array code."""
+
+    form: SamplerForm
+    num_requests: int
+    told: int
+    raw_logprobs: bool
+    choose: Choose | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SpokenTokens:
+    """What request slots, or the rows of a step, have fed so far: counts of generated tokens, and which tokens the prompt held."""
+
+    generated: Int[Array, "R V"]
+    prompt: Bool[Array, "R V"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FullInputs:
+    """What only the FULL sampler needs. `spoken` is by row."""
+
+    spoken: SpokenTokens
+    bias_ids: Int[Array, "B X"]
+    bias_values: Float[Array, "B X"]
+
+
+def count_spoken(
+    spoken: SpokenTokens, tokens: Int[Array, " N"], packed: Int32[Array, " words"], *, shape: BatchShape
+) -> tuple[SpokenTokens, SpokenTokens]:
+    """Add the tokens of this step to the counts of their slots; a request that feeds position 0 starts anew. Returns the counts of all
+    slots, and those of the step's rows."""
+    batch = unpack(packed, shape)
+    paged, slots = batch.paged, batch.request_slots
+    starts_anew = (paged.positions[jnp.minimum(paged.query_starts[:-1], tokens.shape[0] - 1)] == 0)[:, None]
+    generated = jnp.where(starts_anew, 0, spoken.generated[slots])
+    prompt = jnp.where(starts_anew, False, spoken.prompt[slots])
+    of_prompt = paged.positions < batch.prompt_len[paged.token_rows]
+    generated = generated.at[paged.token_rows, tokens].add((paged.valid & ~of_prompt).astype(jnp.int32))
+    prompt = prompt.at[paged.token_rows, tokens].max(paged.valid & of_prompt)
+    everywhere = SpokenTokens(spoken.generated.at[slots].set(generated), spoken.prompt.at[slots].set(prompt))
+    return everywhere, SpokenTokens(generated, prompt)
+
+
+def sample_tokens(
+    logits: Float[Array, "B V"], last_tokens: Int[Array, " R"], words: Int32[Array, " words"], full: FullInputs | None, *, spec: SamplerSpec
+) -> tuple[Int[Array, " R"], Int32[Array, "B columns"]]:
+    """Choose the next token of every row. Returns the slots' last tokens, and one int32 array a row: token, logprob bits, and
+    in the FULL form T top ids and the bits of T top logprobs, and last the packed rows of experts where they are told."""
+    batch, raw = unpack_sampler(words, spec.num_requests), logits
+    if full is not None:
+        penalties = Penalties(
+            presence=batch.presence,
+            frequency=batch.frequency,
+            repetition=batch.repetition,
+            generated_counts=full.spoken.generated,
+            prompt_seen=full.spoken.prompt,
+        )
+        logits = penalize(raw, penalties, full.bias_ids, full.bias_values)
+    mode = _MODES[spec.form]
+    if mode is SamplingMode.GREEDY and spec.choose is not None:  # nothing was processed: raw logprobs and processed ones are the same
+        tokens, logprobs = spec.choose(logits)
+        source = raw
+    else:
+        tokens, processed = sample(logits, batch.sampling, mode)
+        source = raw if spec.raw_logprobs else processed
+        logprobs = token_logprobs(source, tokens)
+    columns = [tokens[:, None], bits_of(logprobs)[:, None]]
+    if full is not None:
+        values, ids = top_logprobs(source)
+        columns += [ids, bits_of(values)]
+    if spec.told:
+        columns.append(words[num_sampler_words(spec.num_requests) :].reshape(spec.told, spec.num_requests).T)
+    return last_tokens.at[batch.request_slots].set(tokens), jnp.concatenate(columns, axis=1)
+
+
+@functools.lru_cache(maxsize=256)
+def sampler_program(spec: SamplerSpec, on: OnMesh | None) -> Any:
+    """`sample_tokens`, jitted; one for all engines of a process, so that what was traced for one is there for the next."""
+    same = (EVERYWHERE,)
+    program = functools.wraps(sample_tokens)(functools.partial(sample_tokens, spec=spec))
+    return jit_on_all(program, on, takes=same * 4, gives=same * 2, donate_argnums=(1,))
+
+
+@functools.lru_cache(maxsize=256)
+def counting_program(shape: BatchShape, on: OnMesh | None) -> Any:
+    """`count_spoken`, jitted in the same way."""
+    same = (EVERYWHERE,)
+    program = functools.wraps(count_spoken)(functools.partial(count_spoken, shape=shape))
+    return jit_on_all(program, on, takes=same * 3, gives=same * 2, donate_argnums=(0,))
+
+
+def bits_of(x: Float[Array, "..."]) -> Int32[Array, "..."]:
+    """The bits of floats as float32."""
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
