@@ -441,7 +441,7 @@ def test_deferred_experts_are_added_one_layer_later(folder, undivided, monkeypat
         assert [key[0] for key, *_ in step] == ["open", "layer", *both, "host", *both, *ending]
         _, _, first, home, now, late, second, last_home, last_now, close, _ = step
         assert_given(second[1][5], home, now)
-        assert_given(close[1][3], last_home, last_now, late)
+        assert_given(close[1][2], last_home, last_now, late)
         ids, later, weights = (np.asarray(part)[0] for part in (now[1][3], late[1][3], now[1][4]))
         executed = np.where(ids >= 0, ids, later)
         light = int(np.argmin(weights))
