@@ -21,11 +21,10 @@ import pytest
 from flax import nnx
 
 from family_folders import write_family
-from oracles.driver import Bench, request
+from oracles.driver import Bench, compile_at_first_use, request
 from routed_experts import Engine, extract_routed_experts_from_meta_info
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.errors import ConfigError, InvalidRequestError, PlacementError
-from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry, Offer
 from routed_experts.engine.inspection import inspect_model
@@ -36,7 +35,7 @@ from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import plan_memory
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.on_mesh import OnMesh
-from routed_experts.execution.program_table import RunnerConfig, program_jobs
+from routed_experts.execution.program_table import RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
@@ -51,10 +50,10 @@ MESHES = {"tp2": (2, 1), "tp4": (4, 1), "ep2": (2, 2), "ep4": (4, 4)}
 FAMILIES = {"deepseek": ("tp2", "ep4"), "gpt-oss": ("tp4", "ep2"), "olmoe": ("tp4",), "qwen3-next": ("tp2",)}
 
 
-class Greedy(Bench):
-    """A bench of a folder, of which only the programs for greedy tokens are compiled."""
+class Small(Bench):
+    """A bench of a folder, on one device or several."""
 
-    def __init__(self, folder, tp=1, ep=1, *, registry=DEFAULT_BACKENDS, compiles=True, **backends):
+    def __init__(self, folder, tp=1, ep=1, *, registry=DEFAULT_BACKENDS, **backends):
         devices = dict(tp_size=tp, ep_size=ep)
         self.args = args = ServerArgs(model_path=str(folder), enable_return_routed_experts=True, **devices, **SIZES, **backends)
         source = ModelFolder.open(folder)
@@ -76,9 +75,7 @@ class Greedy(Bench):
         )
         sizes = RunnerConfig(pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=config.vocab_size)
         self.runner = ModelRunner(state, spec, sizes)
-        jobs = program_jobs(state, spec, sizes)
-        wanted = [key for key in jobs if compiles and (key[0] != "sample" or key[-1] is SamplerForm.GREEDY)]
-        self.runner._programs = {key: jobs[key]().compile() for key in wanted}
+        compile_at_first_use(self.runner)
         self.assembly = SimpleNamespace(plan=plan, buckets=buckets, vocab_size=config.vocab_size)
         self.tap, self._weights, self._version = SimpleNamespace(clear=lambda: None), self.runner.state, 0
 
@@ -127,9 +124,9 @@ def family(folder, name):
     """Every mesh of the family against one device."""
     write_family(folder, name)
     prompts = prompts_of(211)
-    wanted = told_of(Greedy(folder), prompts)
+    wanted = told_of(Small(folder), prompts)
     for mesh in FAMILIES[name]:
-        assert_alike(told_of(Greedy(folder, *MESHES[mesh]), prompts), wanted)
+        assert_alike(told_of(Small(folder, *MESHES[mesh]), prompts), wanted)
 
 
 def dense(folder):
@@ -137,7 +134,7 @@ def dense(folder):
     write_family(folder, "dense")
     prompts, told = [np.array(ids, np.int32) for ids in prompts_of(211)[1:]], []
     for tp in (1, 2, 4):
-        bench = Greedy(folder, tp, compiles=False)
+        bench = Small(folder, tp)
         runner = bench.runner
         scorer = Scorer(bench.args, bench.assembly.buckets, runner, lambda start: start())
         told.append(scorer.run(prompts, None, lambda runner=runner: (runner.state, 0)))
@@ -158,8 +155,8 @@ class Qwen3:
         self.folder, self.other = folder / "served", folder / "other"
         write_tiny_checkpoint(self.folder)
         write_tiny_checkpoint(self.other, seed=1)
-        self.alone = Greedy(self.folder)
-        self.benches = {name: Greedy(self.folder, *sizes) for name, sizes in MESHES.items() if sizes[0] == 4}
+        self.alone = Small(self.folder)
+        self.benches = {name: Small(self.folder, *sizes) for name, sizes in MESHES.items() if sizes[0] == 4}
         self.prompts = prompts_of(VOCAB_SIZE)
 
     def answers(self):
@@ -173,7 +170,7 @@ class Qwen3:
             moe={"gpu": Offer(load=lambda: gpu_kernels(interpret=True))},
             attention={"gpu": Offer(load=lambda: gpu_attention_backend(interpret=True))},
         )
-        bench = Greedy(self.folder, 2, 2, registry=gpu, moe_backend="gpu", attention_backend="gpu")
+        bench = Small(self.folder, 2, 2, registry=gpu, moe_backend="gpu", attention_backend="gpu")
         assert_alike(told_of(bench, self.prompts), told_of(self.alone, self.prompts))
 
     def prefix_hits(self):

@@ -141,7 +141,8 @@ def programs(name, monkeypatch):
 
     def wanted(runner):
         jobs = program_jobs(runner.state, runner.spec, runner.config)
-        return {key: job for key, job in jobs.items() if name in ALL_FORMS or key[0] != "sample" or key[-1] is SamplerForm.GREEDY}
+        needed = {key: job for key, job in jobs.items() if key[0] in ("forward", "score") or key[-1] is SamplerForm.GREEDY}
+        return jobs if name in ALL_FORMS else needed
 
     monkeypatch.setattr(ModelRunner, "_jobs", wanted)
 

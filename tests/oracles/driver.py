@@ -1,12 +1,13 @@
 """Put requests through a core, step by step, beside an account of what was fed when. Shares no code with capture.
 
-A `Bench` compiles once; each `Drive` on it is a scheduler, a store and a core of its own over the same runner, so that a test
+A `Bench` compiles a program once; each `Drive` on it is a scheduler, a store and a core of its own over the same runner, so that a test
 of scheduling compiles nothing. The account (`FedLog`) is written from the batches alone: which forward fed which token of
 which request first, and for a token that the request never fed, which forward wrote the page that it reads.
 Dims: N padded tokens, R rows, M MoE layers, K experts per token."""
 
 import dataclasses
 from types import MappingProxyType
+from unittest import mock
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import assemble
 from routed_experts.engine.backends import Offer
 from routed_experts.engine.core import EngineCore
+from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.scheduling.scheduler import Scheduler
 
@@ -38,8 +40,27 @@ def request(
     )  # fmt: skip
 
 
+class AtFirstUse(dict):
+    """A runner's programs, each compiled when it is first looked up: a test of a schedule needs few of them."""
+
+    def __init__(self, jobs):
+        super().__init__()
+        self._jobs = jobs
+
+    def __missing__(self, key):
+        self[key] = program = self._jobs[key]().compile()
+        return program
+
+
+def compile_at_first_use(runner, **_):
+    """In place of `ModelRunner.compile`. Not where it matters when something is compiled."""
+    runner._programs = AtFirstUse(runner._jobs())
+    return len(runner._programs._jobs)
+
+
 class Bench:
-    """One model, compiled once, with capture on. `args` are fields of ServerArgs; moe_backend "tapped" has a tap before `kernels`."""
+    """One model, each program compiled once, with capture on. `args` are fields of ServerArgs; moe_backend "tapped" has a tap before
+    `kernels`."""
 
     def __init__(self, model, kernels=PLAIN, attention=None, **args):
         self.args = ServerArgs(enable_return_routed_experts=True, **args)
@@ -49,7 +70,8 @@ class Bench:
         if attention is not None:
             offers = {**registry.attention, attention.name: Offer(load=lambda: attention)}
             registry = dataclasses.replace(registry, attention=MappingProxyType(offers))
-        self.assembly = assemble(self.args, model=model, registry=registry)
+        with mock.patch.object(ModelRunner, "compile", compile_at_first_use):
+            self.assembly = assemble(self.args, model=model, registry=registry)
         self.runner = self.assembly.core.runner
         self._weights, self._version = self.runner.state, self.runner.weight_version
 
