@@ -7,9 +7,9 @@ Dims: N padded tokens, R rows, M MoE layers, K experts per token."""
 
 import dataclasses
 from types import MappingProxyType
-from unittest import mock
 
 import numpy as np
+import pytest
 
 from oracles.tapped import PLAIN, Tap
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
@@ -70,7 +70,8 @@ class Bench:
         if attention is not None:
             offers = {**registry.attention, attention.name: Offer(load=lambda: attention)}
             registry = dataclasses.replace(registry, attention=MappingProxyType(offers))
-        with mock.patch.object(ModelRunner, "compile", compile_at_first_use):
+        with pytest.MonkeyPatch.context() as changes:
+            changes.setattr(ModelRunner, "compile", compile_at_first_use)
             self.assembly = assemble(self.args, model=model, registry=registry)
         self.runner = self.assembly.core.runner
         self._weights, self._version = self.runner.state, self.runner.weight_version
