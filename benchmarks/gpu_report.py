@@ -56,7 +56,7 @@ def config_of(layers: int) -> Qwen3MoeConfig:
 
 
 def forward_text(device: jax.Device, config: Qwen3MoeConfig, batch: int, *, capture: bool) -> str:
-    """The optimised program of a decode step's layers."""
+    """The optimised program of a decode step's layers and its head."""
     pool = KVPoolSpec(
         num_layers=config.num_layers, num_pages=PAGES, page_size=PAGE, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         dtype=jnp.dtype("bfloat16"),

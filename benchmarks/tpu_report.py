@@ -120,7 +120,7 @@ def make(world: World, chip: str, name: str, *, capture: bool, plain: bool) -> M
     start = time.perf_counter()
     program = compiled(chip, name, capture=capture, world=world, plain=plain)
     seconds, memory = time.perf_counter() - start, program.memory_analysis()
-    pool = world.counts.prompt if "full" in name else world.pool
+    pool = world.counts.prompt if name.startswith("count") else world.pool
     return Made(
         operations=operations(program),
         kernels=kernels(program),

@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from routed_experts.engine.backends import ATTENTION, KERNELS
-from routed_experts.execution import program_table, programs
+from routed_experts.execution import program_table, programs, sampler
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models import fused_run, qwen3_moe, sparse_block
@@ -155,7 +155,7 @@ REAL = Build(qwen3_moe, programs, program_table, has_feature=True)
 
 
 def build_from(model_text, programs_text):
-    """Five modules made of text, wired to one another and to the rest of the package."""
+    """Six modules made of text, wired to one another and to the rest of the package."""
     module_of("never.sparse_block", without(sparse_block, BLOCK_NAMES))
     together = without(fused_run, FUSED_NAMES).replace("routed_experts.models.sparse_block", "never.sparse_block")
     module_of("never.fused_run", together)
@@ -163,7 +163,10 @@ def build_from(model_text, programs_text):
         model_text = model_text.replace(f"routed_experts.models.{name}", f"never.{name}")
     model = module_of("never.qwen3_moe", model_text)
     own_programs = module_of("never.programs", programs_text)
-    table = inspect.getsource(program_table).replace("routed_experts.execution.programs", "never.programs")
+    module_of("never.sampler", inspect.getsource(sampler))  # jitted for itself, so that what is compared is not one program twice
+    table = inspect.getsource(program_table)
+    for name in ("programs", "sampler"):
+        table = table.replace(f"routed_experts.execution.{name}", f"never.{name}")
     return Build(model, own_programs, module_of("never.program_table", table), has_feature=False)
 
 
@@ -180,6 +183,7 @@ def test_nothing_of_the_feature_is_left_in_the_build_that_never_heard_of_it():
         # CaptureSpec describes a model to its readers; a config's property of that name is not part of a program.
         left = {name for name in after if re.search("capture|routed_?experts", name.removeprefix("routed_experts."), re.IGNORECASE)}
         assert left <= {"capture_spec", "CaptureSpec", "routed_experts.core.capture_spec"}, left
+    assert not [name for name in names_in(inspect.getsource(sampler)) if "capture" in name.lower()]
     assert "rows" not in {field.name for field in dataclasses.fields(never().programs.ForwardOut)}
 
 

@@ -84,7 +84,7 @@ def test_pages_are_in_place_on_every_chip_and_two_sums_are_made_in_a_layer_and_o
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chip_holds_a_quarter_of_what_the_layers_need(kind):
+def test_a_chip_holds_a_quarter_of_what_layers_and_head_need(kind):
     memory = compiled("v5e", kind, "forward decode").memory_analysis()
     state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(SMALL.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[1]
     weights = sum(leaf.size * 2 for leaf in jax.tree.leaves(state))

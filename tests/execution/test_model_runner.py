@@ -171,6 +171,13 @@ def test_the_table_of_programs_is_what_is_compiled():
     assert jobs.keys() == {("score", EXTEND.num_tokens)} | shapes | forms
 
 
+def test_steps_whose_rows_are_told_have_samplers_of_their_own():
+    runner = build(told=True)
+    keys = {key for key in program_jobs(runner.state, runner.spec, runner.config) if key[0] == "sample"}
+    assert keys == {("sample", EXTEND.num_requests, told, form) for told in (0, runner.spec.told) for form in SamplerForm}
+    assert runner.spec.told > 0
+
+
 def test_compiling_tells_how_far_it_is():
     runner, told = build(shapes=(DECODE,)), []
     count = runner.compile(progress=lambda done, of: told.append((done, of)))

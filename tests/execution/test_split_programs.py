@@ -38,7 +38,9 @@ COMMON = dict(
     vocab_size=50, hidden_size=32, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=1e4, hidden_act="silu", tie_word_embeddings=False, head_dim=8,
 )  # fmt: skip
-CONFIGS = {  # a dense layer, latent attention, a bias that chooses | states, a pattern, gated shared experts | weighed inputs | scales
+# a dense layer, latent attention, a bias that chooses | states, a pattern, gated shared experts | weighed inputs | scales, no head
+# | biases, of the head too
+CONFIGS = {
     "DeepseekV3ForCausalLM": dict(
         num_key_value_heads=4, n_routed_experts=6, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1, head_dim=16,
         moe_intermediate_size=16, first_k_dense_replace=1, routed_scaling_factor=2.5, scoring_func="sigmoid", topk_method="noaux_tc",
@@ -54,7 +56,9 @@ CONFIGS = {  # a dense layer, latent attention, a bias that chooses | states, a 
     ),
     "GraniteMoeForCausalLM": dict(
         num_local_experts=6, num_experts_per_tok=2, embedding_multiplier=3.0, residual_multiplier=0.7, num_hidden_layers=2,
+        tie_word_embeddings=True, logits_scaling=2.0,
     ),
+    "PhimoeForCausalLM": dict(num_local_experts=6, num_experts_per_tok=2, lm_head_bias=True, attention_bias=True, num_hidden_layers=2),
 }  # fmt: skip
 SHAPE = BatchShape(mode=ForwardMode.EXTEND, num_tokens=16, num_requests=3, table_width=WIDTH)
 REAL = 11  # tokens of the step; the rest is padding
@@ -137,6 +141,7 @@ def test_a_step_that_is_cut_is_the_step(name):
     pool, out = whole_step(model, spec)
     cut_pool, cut, tally, sent = cut_step(parted, split, streams=name == "GraniteMoeForCausalLM")
     np.testing.assert_allclose(cut.hidden[:REAL], out.hidden[:REAL], atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(cut.logits, out.logits, atol=1e-5, rtol=1e-5)
     np.testing.assert_array_equal(cut.rows[:REAL], out.rows[:REAL])
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5), cut_pool, pool)
 

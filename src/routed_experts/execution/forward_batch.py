@@ -75,14 +75,14 @@ class ForwardBatch:
         return self.paged.positions >= self.prompt_len[self.paged.token_rows]
 
     def of_last_tokens(self, x: Float[Array, "N D"]) -> Float[Array, "B D"]:
-        """What there is of each request's last token (of the step's first one for padding rows)."""
+        """What there is of each request's last token; for padding rows, of the step's last one."""
         return jnp.take(x, jnp.maximum(self.paged.query_starts[1:] - 1, 0), axis=0)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplerBatch:
-    """The same, as the sampler needs it."""
+    """A step's metadata on the device, as the sampler needs it."""
 
     request_slots: Int[Array, " B"]
     sampling: SamplingBatch

@@ -76,8 +76,11 @@ class ModelRunner:
         return len(jobs)
 
     def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
-        """Start a step's programs; returns at once. The first call carries the metadata over, a host array among its arguments."""
+        """Start a step's programs; returns at once. The first call carries the metadata over, a host array among its arguments (in the FULL
+        form it goes before)."""
         shape, packed = shape_of(batch), pack(batch)
+        if batch.form is SamplerForm.FULL:  # two programs look at all of it
+            packed = jax.device_put(packed, self._everywhere)
         out = self._forward(batch, shape, packed)
         full = None
         if batch.form is SamplerForm.FULL:
@@ -110,7 +113,7 @@ class ModelRunner:
         """What `compile` compiles."""
         return program_jobs(self.state, self.spec, self.config)
 
-    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Int32[np.ndarray, " words"]) -> ForwardOut:
+    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any) -> ForwardOut:
         """Start all layers of a step."""
         counted = () if self._counts is None else (self._counts,)
         self._pool, out = self._programs["forward", shape](self._weights, self._pool, self._last_tokens, packed, *counted)

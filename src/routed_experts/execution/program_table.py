@@ -54,6 +54,7 @@ def sampling_jobs(
     same ones, under the same keys."""
     jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
     weights, on = abstract_inputs(state, spec, config, shape)[0], spec.on
+    mesh = None if on is None else on.mesh
     leaves, last_tokens = jax.tree.leaves(weights), _shape((config.num_request_slots,), jnp.int32)
     at = leaves[0].sharding if on is None else None  # of what runs there too, but has no weights
     for form in SamplerForm:
@@ -61,10 +62,10 @@ def sampling_jobs(
         if form is SamplerForm.FULL:
             bias, said = (shape.num_requests, MAX_BIAS), abstract_spoken(shape.num_requests, config.vocab_size)
             full = FullInputs(said, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
-        run = sampler_program(_sampler_spec(spec, shape, form), on)
+        run = sampler_program(_sampler_spec(spec, shape, form), mesh)
         jobs[sampler_key(spec, shape, form)] = functools.partial(run.lower, *_lying((out.logits, last_tokens, out.words, full), at))
     spoken = abstract_spoken(config.num_request_slots, config.vocab_size)
-    jobs["count", shape] = functools.partial(counting_program(shape, on).lower, *_lying((spoken, out.tokens, shape.packed), at))
+    jobs["count", shape] = functools.partial(counting_program(shape, mesh).lower, *_lying((spoken, out.tokens, shape.packed), at))
     if shape.mode is ForwardMode.EXTEND:
         same = (EVERYWHERE,)
         tree = jax.tree.structure(weights)

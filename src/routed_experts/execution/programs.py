@@ -1,8 +1,8 @@
 """The jitted programs of a step, as pure functions of arrays. Knows nothing of schedules, pools' owners or threads.
 
-A step is two programs: `forward` (tokens to hidden states and to scores of the vocabulary; writes the KV pool in place; hands out the
-routed experts, as one fresh array or behind the sampler's metadata) and the sampler's (sampler.py). `score_prompt` follows where a
-prompt's logprobs were asked for.
+A step is `forward` (tokens to hidden states and to scores of the vocabulary; writes the KV pool in place; hands out the routed experts,
+as one fresh array or behind the sampler's metadata) and the sampler's program, where there are penalties two (sampler.py).
+`score_prompt` follows where a prompt's logprobs were asked for.
 Capture off is None at trace time: the program is the one that never heard of it.
 Dims: N padded tokens, B padded requests, R request slots, V vocabulary, M MoE layers, K experts per token, T top logprobs."""
 
@@ -21,10 +21,9 @@ from routed_experts.core.routing_stats import PHASES
 from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack
 from routed_experts.execution.hybrid_ops import hybrid_ops
 from routed_experts.execution.on_mesh import OnMesh
-from routed_experts.execution.sampler import bits_of
 from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kernels import Kernels
-from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, prompt_logprobs
+from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, bits_of, prompt_logprobs
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.memory.kv_pool import HybridPool
 from routed_experts.models.interface import TokenRouting

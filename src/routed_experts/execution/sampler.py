@@ -1,7 +1,8 @@
 """The jitted programs behind the layers of a step, as pure functions of arrays: scores of the vocabulary to tokens. Knows no model.
 
-`sample_tokens` depends on the padded requests and the vocabulary, on nothing else of a step or of its model: the steps of an engine
-share it, and so do models of one vocabulary, through the compilation cache. In the FULL form `count_spoken` comes before it.
+`sample_tokens` depends on sizes (padded requests, request slots, vocabulary) and on how an engine tells logprobs, on nothing else of a
+step or of its model: steps of as many requests share it, and so do models of one vocabulary, through the compilation cache. But for decode
+steps whose rows of experts are told with the tokens: their width is the model's. In the FULL form `count_spoken` comes first.
 Dims: N padded tokens, B padded requests, R request slots, V vocabulary, X bias entries, T top logprobs."""
 
 import dataclasses
@@ -11,13 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack, unpack_sampler
 from routed_experts.execution.on_mesh import EVERYWHERE, OnMesh, jit_on_all
-from routed_experts.layers.logprobs import token_logprobs, top_logprobs
+from routed_experts.layers.logprobs import bits_of, token_logprobs, top_logprobs
 from routed_experts.layers.sampling import Penalties, SamplingMode, penalize, sample
 
 _MODES = {
@@ -47,8 +48,8 @@ class SamplerSpec:
 class SpokenTokens:
     """What request slots, or the rows of a step, have fed so far: counts of generated tokens, and which tokens the prompt held."""
 
-    generated: Int[Array, "R V"]
-    prompt: Bool[Array, "R V"]
+    generated: Int[Array, "rows V"]
+    prompt: Bool[Array, "rows V"]
 
 
 @jax.tree_util.register_dataclass
@@ -111,21 +112,20 @@ def sample_tokens(
 
 
 @functools.lru_cache(maxsize=256)
-def sampler_program(spec: SamplerSpec, on: OnMesh | None) -> Any:
+def sampler_program(spec: SamplerSpec, mesh: Mesh | None) -> Any:
     """`sample_tokens`, jitted; one for all engines of a process, so that what was traced for one is there for the next."""
     same = (EVERYWHERE,)
     program = functools.wraps(sample_tokens)(functools.partial(sample_tokens, spec=spec))
-    return jit_on_all(program, on, takes=same * 4, gives=same * 2, donate_argnums=(1,))
+    return jit_on_all(program, _without_model(mesh), takes=same * 4, gives=same * 2, donate_argnums=(1,))
 
 
 @functools.lru_cache(maxsize=256)
-def counting_program(shape: BatchShape, on: OnMesh | None) -> Any:
+def counting_program(shape: BatchShape, mesh: Mesh | None) -> Any:
     """`count_spoken`, jitted in the same way."""
     same = (EVERYWHERE,)
     program = functools.wraps(count_spoken)(functools.partial(count_spoken, shape=shape))
-    return jit_on_all(program, on, takes=same * 3, gives=same * 2, donate_argnums=(0,))
+    return jit_on_all(program, _without_model(mesh), takes=same * 3, gives=same * 2, donate_argnums=(0,))
 
 
-def bits_of(x: Float[Array, "..."]) -> Int32[Array, "..."]:
-    """The bits of floats as float32."""
-    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+def _without_model(mesh: Mesh | None) -> OnMesh | None:
+    return None if mesh is None else OnMesh(mesh=mesh, weights=(), pool=EVERYWHERE)

@@ -46,7 +46,7 @@ class SplitForward:
         return self._between_steps(start)
 
     def _program(self, rest: tuple[Any, ...], routed: Any, spec: ProgramSpec, shape: BatchShape) -> jax.stages.Compiled:
-        key = (shape, spec.num_pages, routed is not None)
+        key = (shape, spec.num_pages, spec.samples, routed is not None)
         if key not in self._programs:
             split = dataclasses.replace(self._runner.split, num_pages=spec.num_pages, deferred=0, samples=spec.samples)
             step = functools.partial(whole_step, spec=split, shape=shape, host=self._host)

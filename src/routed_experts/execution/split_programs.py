@@ -145,7 +145,7 @@ def close_step(
     spec: SplitSpec,
     shape: BatchShape,
 ) -> ForwardOut:
-    """Add what the last experts gave, and norm: the outputs of `programs.forward`."""
+    """Add what the last experts gave, norm, and score the vocabulary: the outputs of `programs.forward`."""
     hidden = finish(spec.config, add_experts(spec.config, stream.x, given), rim.norm, rim.norm_bias)
     batch, capture = unpack(packed, shape), stream.capture
     rows = None if capture is None or spec.capture is None else capture.rows()

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int32, Int64
+from jaxtyping import Array, Int64
 
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.model_worker_batch import ModelWorkerBatch
@@ -146,7 +146,7 @@ class SplitRunner(ModelRunner):
         )  # fmt: skip
         return jobs.collect()
 
-    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Int32[np.ndarray, " words"]) -> ForwardOut:
+    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any) -> ForwardOut:
         """Start all layers of a step."""
         programs, rim = self._programs, self.model.rim_arrays
         stream, tokens, here = programs["open", shape](rim.embed, self._last_tokens, packed)

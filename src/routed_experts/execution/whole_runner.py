@@ -10,8 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Int32
 
 from routed_experts.core.model_worker_batch import ModelWorkerBatch
 from routed_experts.core.placement import ResidencyMap
@@ -66,7 +64,7 @@ class WholeRunner(SplitRunner):
             jobs |= sampling_jobs(self.state, self.spec, self.config, shape, out)
         return jobs
 
-    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Int32[np.ndarray, " words"]) -> ForwardOut:
+    def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any) -> ForwardOut:
         """Start a step."""
         if self._streams(batch, shape):
             return super()._forward(batch, shape, packed)

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from routed_experts.layers.peers import ALONE, Peers
 
@@ -25,6 +25,11 @@ class PromptLogprobs:
     target: Float[Array, " N"]
     top: Float[Array, "N T"]  # best first
     top_ids: Int[Array, "N T"]
+
+
+def bits_of(x: Float[Array, "..."]) -> Int32[Array, "..."]:
+    """The bits of floats as float32, which leave the device among integers."""
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
 def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Float[Array, " B"]:
