@@ -12,6 +12,8 @@ import hypothesis
 import jax
 import pytest
 
+import cheaply
+
 hypothesis.settings.register_profile("unhurried", deadline=None)  # a first call compiles
 if "CI" not in os.environ:  # there hypothesis' own profile rules: derandomized, no deadline
     hypothesis.settings.load_profile("unhurried")
@@ -40,6 +42,13 @@ def programs_of_a_module() -> Iterator[None]:
     (vm.max_map_count, 65,530); one more ends it."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def compiled_cheaply() -> Iterator[None]:
+    """For a module whose programs take longer to compile than to run, and whose bits are compared with no other program's."""
+    with cheaply.compiled():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 Every rule carries a snippet that trips it, so that a rule that no longer looks cannot pass for one that finds nothing."""
 
 import ast
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,15 @@ class Source:
     text: str
     tree: ast.Module
 
+    @functools.cached_property
+    def _by_kind(self) -> dict[type, list[ast.AST]]:
+        found: dict[type, list[ast.AST]] = {}
+        for node in ast.walk(self.tree):
+            found.setdefault(type(node), []).append(node)
+        return found
+
     def nodes(self, *kinds: type) -> Iterator[ast.AST]:
-        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+        return (node for kind, nodes in self._by_kind.items() if issubclass(kind, kinds) for node in nodes)
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ def parse(text: str, path: str) -> Source:
     return Source(path, text, ast.parse(text))
 
 
+@functools.cache
 def read_package() -> list[Source]:
     package = ROOT / "src" / "routed_experts"
     return [parse(file.read_text(encoding="utf-8"), file.relative_to(package).as_posix()) for file in sorted(package.rglob("*.py"))]

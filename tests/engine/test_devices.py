@@ -12,9 +12,11 @@ from pathlib import Path
 import jax
 import pytest
 
+import cheaply
+
 TESTS = Path(__file__).parents[1]
 # Four devices of one CPU; programs run a few steps only, so that they are made quickly.
-FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+FLAGS = f"--xla_force_host_platform_device_count=4 {cheaply.FLAGS}"
 CASES = (
     "deepseek", "gpt-oss", "olmoe", "qwen3-next", "dense", "refusals", "answers", "gpu_kernels", "prefix_hits", "retraction", "memory",
     "placement", "samplers", "replay", "new_weights",

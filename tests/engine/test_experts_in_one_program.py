@@ -31,6 +31,8 @@ from routed_experts.execution.whole_runner import WholeRunner
 from serving import assert_idle, nothing_allocated
 from tiny import write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

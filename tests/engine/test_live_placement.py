@@ -6,13 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cheaply
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # programs run a few steps only
 
 
 def test_placed_experts_are_served_on_two_devices():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2 {QUICKLY}".strip()
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2 {cheaply.FLAGS}".strip()
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE / "placed_devices.py")]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)

@@ -15,6 +15,8 @@ from routed_experts.placement.dispatch import count_experts
 from serving import assert_idle, on_engine_thread
 from tiny import write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 SIZES = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (32,), "context_length": 128, "disable_radix_cache": True}
 PROMPT = np.random.default_rng(0).integers(3, 313, 20).tolist()
 SAID = {"sampling_params": {"temperature": 0.0, "ignore_eos": True}, "max_new_tokens": 80, "return_routed_experts": True}

@@ -10,6 +10,8 @@ import pytest
 from kernels import ATTENTION
 from routed_experts.layers.attention import KEY_BLOCK, QUERY_TILE, PagedBatch, causal_attention, write_kv
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 BACKENDS = sorted(ATTENTION)
 RUN = {name: jax.jit(backend.run) for name, backend in ATTENTION.items()}
 WRITE, CAUSAL = jax.jit(write_kv), jax.jit(causal_attention)

@@ -10,6 +10,8 @@ from routed_experts.engine.backends import KERNELS
 from routed_experts.layers.expert_slots import ExpertTable, run_slots
 from routed_experts.layers.moe import ExpertCall, reference_experts
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 N, K, D, F, E, R = 7, 3, 16, 8, 6, 2
 BACKENDS = [name for name in ("reference", "tiled", "grouped", "native") if KERNELS[name].refusal("cpu") is None]
 

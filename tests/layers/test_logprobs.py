@@ -9,6 +9,8 @@ from scipy.special import log_softmax
 from routed_experts.layers.logprobs import prompt_logprobs, token_logprobs, top_logprobs
 from routed_experts.layers.sampling import SamplingBatch, SamplingMode, sample
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 PROMPT = jax.jit(prompt_logprobs, static_argnames="top")
 
 

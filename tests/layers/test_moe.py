@@ -10,6 +10,8 @@ import pytest
 from kernels import MOE
 from routed_experts.layers.moe import MOE_BACKENDS, ExpertCall, plan_tiles, tile_rows
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 BACKENDS = sorted(MOE)
 RUN = {name: jax.jit(backend.run) for name, backend in MOE.items()}
 PLAN = jax.jit(plan_tiles, static_argnames=("num_experts", "tile"))

@@ -23,6 +23,8 @@ from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import apply_rotary, rotary_angles
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 EXPERTS = jax.jit(native_experts)
 LINEAR = jax.jit(native_linear, static_argnames="dtype")
 BOUNDS = {jnp.float32: 2e-5, jnp.float16: 2e-2, jnp.bfloat16: 1.2e-1}  # of values around 3; half precision rounds x, weights and y

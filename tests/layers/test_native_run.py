@@ -26,6 +26,8 @@ from routed_experts.layers.routing import RouterSpec
 from routed_experts.layers.sampling import best_token
 from small_runner import DECODE, build
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 PLAIN = Kernels(moe=MOE_BACKENDS["reference"])
 BOUNDS = {"float32": 2e-5, "bfloat16": 6e-2}
 

@@ -12,6 +12,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qw
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import apply_rotary, rotary_angles
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 NORM = jax.jit(rms_norm, static_argnames="eps")
 ANGLES = jax.jit(rotary_angles, static_argnames=("head_dim", "theta"))
 ROTATE = jax.jit(apply_rotary)

@@ -20,6 +20,8 @@ from routed_experts.execution.program_table import program_jobs
 from routed_experts.models.registry import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 MARGIN = 1e-4
 NEW_TOKENS = 8
 GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}

@@ -27,6 +27,8 @@ from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.registry import FAMILIES, ModelFolder
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):

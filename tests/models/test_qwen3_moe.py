@@ -23,6 +23,8 @@ from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from routed_experts.replay.forward import RoutedBatch, forward
 from tiny import tiny_config
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 
 def read(**overrides):
     return Qwen3MoeConfig.from_reader(ConfigReader(tiny_config(**overrides), "config.json"))

@@ -4,6 +4,8 @@ import pytest
 
 from oracles.variations import VARIATIONS, compare, main
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 CHOSEN = (  # each kind of thing that varies once; the start of a name
     "Qwen3Moe: yarn",
     "Qwen3Moe: num_attention_heads=5",

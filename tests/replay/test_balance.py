@@ -19,6 +19,8 @@ from routed_experts.replay import RoutedBatch, balance_loss, forward
 from routed_experts.replay.tape import BalanceTape, RoutingTape
 from tiny import VOCAB_SIZE, write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 SHAPE = (2, 12)
 
 

@@ -12,6 +12,8 @@ import torch
 from model_steps import tiny_model
 from routed_experts.replay import RoutedBatch, forward
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 SHAPE, VOCAB = (3, 24), 50
 
 

@@ -8,6 +8,8 @@ from gpu_cases import small_cases
 from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 CASES = {f"{case.kernel}: {case.name}": case for case in small_cases()}
 
 

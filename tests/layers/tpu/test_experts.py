@@ -13,6 +13,8 @@ from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.tpu.experts import FEW_ROWS, few_rows_experts, fused_experts, sorted_experts
 from routed_experts.layers.tpu.plan import BEGIN, END, EXPERT, TILE, TOKEN_TILE, PlanForm, plan_visits
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 PATHS = {"few rows": few_rows_experts, "sorted": sorted_experts}
 RUN = {name: jax.jit(functools.partial(path, interpret=True)) for name, path in PATHS.items()}
 EXACT = 2e-5  # float32 against float64

@@ -13,6 +13,8 @@ from routed_experts.layers.attention import PagedBatch, Projected
 from routed_experts.layers.rotary import rotary_angles
 from routed_experts.layers.tpu.prepare import TOKEN_TILE, prepare, prepare_plainly
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 PAGE_SIZE, NUM_PAGES, LAYERS = 8, 24, 3
 
 

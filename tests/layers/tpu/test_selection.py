@@ -16,6 +16,8 @@ from routed_experts.layers.selection_steps import Slate, assign
 from routed_experts.layers.tpu.selection import VMEM_BYTES, choose_by_kernel, fits
 from tpu_aot import compile_tpu, tpu_mesh
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 
 @functools.partial(jax.jit, static_argnames=("k", "overflows"))
 def interpreted(slate, k, overflows):
