@@ -8,6 +8,8 @@ import pytest
 
 from routed_experts.cli import make_parser
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -9,6 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
