@@ -4,6 +4,7 @@ and the native choice of a token against plain code."""
 import dataclasses
 import functools
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -234,6 +235,26 @@ def test_many_runs_one_after_another_are_all_the_same():
     for _ in range(300):
         for got, wanted in zip(run(case.x, case.pool, case.block), first, strict=True):
             np.testing.assert_array_equal(got, wanted)
+
+
+def test_what_lies_between_its_loops_is_not_borrowed_anew_for_every_step():
+    case = given(num_tokens=512)
+    memory = jax.jit(case.call, donate_argnums=(0, 1, 2)).lower(case.x, case.pool, case.block).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < case.x.nbytes
+
+
+def test_runs_at_once_have_memory_of_their_own():
+    cases = [given(num_tokens=size, hidden=hidden) for size, hidden in ((24, 40), (400, 40), (24, 56), (100, 24))]
+    wanted = [case.run() for case in cases]
+
+    def many(case, mine):
+        run = jax.jit(case.call)
+        for _ in range(100):
+            for got, alone in zip(run(case.x, case.pool, case.block), mine, strict=True):
+                np.testing.assert_array_equal(got, alone)
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        list(pool.map(many, cases, wanted))
 
 
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (3, 7), (8, 16), (5, 313), (2, 8192)])

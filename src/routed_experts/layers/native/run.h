@@ -34,22 +34,22 @@ struct RunStep {
   const bool* valid;
 };
 
-// Arrays one after another in memory that the caller owns, each at the start of a line of the cache.
+// Arrays one after another in memory that the caller owns, each at the start of a line of the cache; of nullptr, how much they take.
 class Shelf {
  public:
-  Shelf(void* start, int64_t bytes) : at_(reinterpret_cast<uintptr_t>(start)), end_(at_ + bytes) {}
+  explicit Shelf(char* start) : start_(start) {}
   template <class T>
   T* take(int64_t count) {
-    at_ = (at_ + kLine - 1) / kLine * kLine;
-    T* taken = reinterpret_cast<T*>(at_);
-    at_ += count * sizeof(T);
+    T* taken = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(start_) + bytes_);
+    bytes_ += (count * sizeof(T) + kLine - 1) / kLine * kLine;
     return taken;
   }
-  bool overran() const { return at_ > end_; }
+  int64_t bytes() const { return bytes_; }
 
  private:
-  static constexpr uintptr_t kLine = 64;
-  uintptr_t at_, end_;
+  static constexpr int64_t kLine = 64;
+  char* start_;
+  int64_t bytes_ = 0;
 };
 
 struct RunScratch {

@@ -11,7 +11,6 @@ from routed_experts.layers.native.handlers import registered
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.routing import RouterSpec
 
-_LINE = 64  # bytes; each array of the scratch begins at a line of the cache
 _STREAM, _POOL, _BLOCK = 0, 18, 19  # places of what is updated in place among the arguments
 
 
@@ -29,32 +28,23 @@ def native_run(
     """All layers of the run over the tokens of a step. Rows of padding tokens keep their stream, and their norm is 0."""
     assert registered()
     assert routed is None or block is not None, "rows are replayed where rows are recorded"
-    batch, scratch = attend.batch, jax.ShapeDtypeStruct((scratch_bytes(x, arrays, spec),), jnp.uint8)
-    made: list[jax.ShapeDtypeStruct] = [*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, x, pool)), scratch]
+    batch = attend.batch
+    made = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, x, pool)]
     aliases = {_STREAM: 0, _POOL: 2}
     blocks = [] if block is None else [block]
     if block is not None:
         made.append(jax.ShapeDtypeStruct(block.shape, block.dtype))
-        aliases[_BLOCK] = 4
+        aliases[_BLOCK] = 3
     norms = (arrays.input_norm, arrays.post_norm, arrays.next_norm, arrays.q_norm, arrays.k_norm)
     matrices = (arrays.qkv, arrays.out, arrays.router, arrays.gate_up, arrays.down)
     where = (batch.positions, batch.token_rows, step.valid, batch.query_starts, batch.page_table)
     given = [] if routed is None else [routed.ids.astype(jnp.int32), routed.valid]
-    stream, normed, written, _, *blocks = jax.ffi.ffi_call("RexLayerRun", made, input_output_aliases=aliases)(
+    stream, normed, written, *blocks = jax.ffi.ffi_call("RexLayerRun", made, input_output_aliases=aliases)(
         x, *norms, *matrices, step.cos, step.sin, *where, pool, *blocks, *given,
         first_layer=np.int64(places.first_layer), first_column=np.int64(places.first_column), layer_pages=np.int64(attend.num_pages),
         top_k=np.int64(spec.top_k), eps=np.float32(arrays.eps), renormalize=spec.renormalize,
     )  # fmt: skip
     return stream, normed, written, blocks[0] if blocks else None
-
-
-def scratch_bytes(x: Float[Array, "N D"], arrays: RunArrays, spec: RouterSpec) -> int:
-    """What a run keeps between its loops, in words: the stream and its norm, projections, queries, mixed values, what is added to the
-    stream, scores, ids and weights."""
-    tokens, hidden = x.shape
-    mixed = arrays.out.shape[1]
-    widths = (hidden, hidden, arrays.qkv.shape[2], mixed, mixed, hidden, spec.num_experts, spec.top_k, spec.top_k)
-    return sum(-(-tokens * width * 4 // _LINE) * _LINE for width in widths) + _LINE
 
 
 NATIVE_RUN = LayerRun(name="native", attention="native", run=native_run)

@@ -12,7 +12,7 @@ namespace rex {
 // are given after it.
 enum RunArg { kX, kInputNorm, kPostNorm, kNextNorm, kQNorm, kKNorm, kQkv, kOut, kRouter, kGateUp, kDown, kCos, kSin, kPositions,
               kTokenRows, kValid, kQueryStarts, kPageTable, kCache, kBlock, kGivenIds, kGivenValid };
-enum RunRet { kStream, kNormed, kWritten, kScratch, kBlockWritten };
+enum RunRet { kStream, kNormed, kWritten, kBlockWritten };
 
 struct RunBuffers {
   std::vector<ffi::AnyBuffer> args, rets;
@@ -103,9 +103,11 @@ ffi::Error run_layer_run(ffi::ThreadPool pool, ffi::RemainingArgs inputs, ffi::R
   Team team(pool);
   return of_dtype(b.args[kX].element_type(), [&](auto type) {
     using T = decltype(type);
-    Shelf shelf(b.out<void>(kScratch), b.rets[kScratch].size_bytes());
+    Shelf measured(nullptr);
+    RunScratch(measured, s, padded);
+    LentScratch lent;
+    Shelf shelf(lent->take<char>(measured.bytes()));
     const RunScratch scratch(shelf, s, padded);
-    if (shelf.overran()) return ffi::Error::InvalidArgument("the scratch of a run is too small");
     const RunWeights<T> weights{b.in<T>(kInputNorm), b.in<T>(kPostNorm), b.in<T>(kNextNorm), b.in<T>(kQNorm), b.in<T>(kKNorm),
                                 b.in<T>(kQkv), b.in<T>(kOut), b.in<T>(kRouter), b.in<T>(kGateUp), b.in<T>(kDown)};
     T* normed = b.out<T>(kNormed);
