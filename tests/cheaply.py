@@ -1,7 +1,7 @@
-"""Programs that are quick to compile and slow to run: without LLVM's optimisations and XLA's newer emitters (3 s for 12).
+"""Programs that are quick to compile and slow to run: without LLVM's optimisations and XLA's newer emitters (3 s for 12). Knows no test.
 
-For tests that judge numbers with a tolerance, interpret kernels of another device, or run kernels that are C++. What this package
-promises by the bit, over different programs, is tested with programs as they are shipped: without this."""
+For tests that judge numbers with a tolerance, interpret kernels of another device, or run kernels that are C++, whose bits do not hang
+on this. What is promised by the bit over different programs of XLA is tested with programs as they are shipped: without this."""
 
 import contextlib
 from collections.abc import Iterator

@@ -46,7 +46,7 @@ def programs_of_a_module() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def compiled_cheaply() -> Iterator[None]:
-    """For a module whose programs take longer to compile than to run, and whose bits are compared with no other program's."""
+    """For a module whose programs take longer to compile than to run, and that proves nothing of the bits of XLA's programs."""
     with cheaply.compiled():
         yield
 
