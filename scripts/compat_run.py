@@ -1,7 +1,7 @@
 """Install real clients, run each against a server of the demo model, and write docs/compatibility.md. Called by scripts/compat.
 
 A client that fails, or cannot be installed, is told so in the table and makes the exit code 1. Each has a folder of its own.
-With --ci: the quick ones of them, two at a time, and no page."""
+With --ci: the quick ones of them, two at a time, installed while the server starts; and no page."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from routed_experts.demo import demo_model_path
@@ -44,6 +44,11 @@ class Client:
     def is_node(self) -> bool:
         """Is it installed by npm."""
         return self.program.endswith(".mjs")
+
+    @property
+    def needs_what_is_missing(self) -> bool:
+        """Is it for node, where there is none."""
+        return self.is_node and (shutil.which("npm") is None or shutil.which("node") is None)
 
 
 CLIENTS = (
@@ -74,16 +79,19 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where clients are installed and logged, which server they meet, and how long an installation may take."""
+    """Where clients are installed and logged, and how long an installation may take."""
 
     folder: Path
-    url: str
     install_s: float
 
     @property
     def logs(self) -> Path:
         """What clients, pip, npm and the server printed."""
         return self.folder / "logs"
+
+    def log(self, client: Client) -> Path:
+        """That of one client."""
+        return self.logs / f"{client.name}.log"
 
 
 def main() -> int:
@@ -97,11 +105,15 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = (options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))).absolute()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
+        place = Place(folder, CI_INSTALL_S if options.ci else INSTALL_S)
+        early = ThreadPoolExecutor(1)
+        stack.callback(early.shutdown, cancel_futures=True)
+        begun = {one.name: early.submit(installed, one, place) for one in chosen if options.ci and not one.needs_what_is_missing}
         url = stack.enter_context(serving(folder / "logs" / "server.log"))
-        place = Place(folder, url, CI_INSTALL_S if options.ci else INSTALL_S)
         with ThreadPoolExecutor(2 if options.ci else 1) as pool:
-            ended = dict(pool.map(lambda one: (one.name, try_client(one, place)), (one for one in chosen if not one.alone)))
-        ended |= {one.name: try_client(one, place) for one in chosen if one.alone}
+            together = (one for one in chosen if not one.alone)
+            ended = dict(pool.map(lambda one: (one.name, try_client(one, place, url, begun.get(one.name))), together))
+        ended |= {one.name: try_client(one, place, url, begun.get(one.name)) for one in chosen if one.alone}
     results = [ended[one.name] for one in chosen]
     if options.only is None and not options.ci:
         (ROOT / "docs" / "compatibility.md").write_text(page(results), encoding="utf-8")
@@ -130,17 +142,16 @@ def serving(log: Path) -> Iterator[str]:
             process.terminate()
 
 
-def try_client(client: Client, place: Place) -> Result:
-    """Install a client and run its program; a line on it is printed."""
-    began = time.monotonic()
-    log = place.logs / f"{client.name}.log"
-    if client.is_node and (shutil.which("npm") is None or shutil.which("node") is None):
+def try_client(client: Client, place: Place, url: str, begun: Future[str] | None) -> Result:
+    """Install a client, or wait for its installation that has begun, and run its program; a line on it is printed."""
+    began, log = time.monotonic(), place.log(client)
+    if client.needs_what_is_missing:
         verdict, told = "not run", "there is no node with npm on this machine: install node 18 or newer"
-    elif told := installed(client, place, log):
+    elif told := installed(client, place) if begun is None else begun.result():
         verdict = "not installed"
     else:
         began = time.monotonic()
-        verdict, told = ran(client, place, log)
+        verdict, told = ran(client, place, url)
     result = Result(client, verdict, told, time.monotonic() - began)
     shown = {"pass": "PASS", "not run": "NOT RUN"}.get(verdict, "FAIL")
     print(f"{shown} {client.name}: {told}" + ("" if shown == "PASS" else f" ({verdict})"), flush=True)
@@ -149,9 +160,9 @@ def try_client(client: Client, place: Place) -> Result:
     return result
 
 
-def installed(client: Client, place: Place, log: Path) -> str:
+def installed(client: Client, place: Place) -> str:
     """Install a client's packages unless they are there; why that cannot be, or nothing."""
-    folder, wanted = place.folder / client.name, " ".join(client.requirements)
+    folder, wanted, log = place.folder / client.name, " ".join(client.requirements), place.log(client)
     stamp, output = folder / "installed", ""
     if stamp.is_file() and stamp.read_text() == wanted:
         return ""
@@ -166,7 +177,7 @@ def installed(client: Client, place: Place, log: Path) -> str:
             if status != 0:
                 break
             pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--disable-pip-version-check"]
-            command = [*pip, "--no-input", *client.requirements]
+            command = [*pip, "--no-input", "--no-compile", *client.requirements]
         status, output = run(command, folder, log, limit_s=place.install_s)
         if status == 0:
             stamp.write_text(wanted)
@@ -176,13 +187,13 @@ def installed(client: Client, place: Place, log: Path) -> str:
     return last_line(output, folder)
 
 
-def ran(client: Client, place: Place, log: Path) -> tuple[str, str]:
+def ran(client: Client, place: Place, url: str) -> tuple[str, str]:
     """Run a client's program; the verdict and its last line."""
-    folder, program = place.folder / client.name, PROGRAMS / client.program
+    folder, program, log = place.folder / client.name, PROGRAMS / client.program, place.log(client)
     if client.is_node:  # node looks for packages beside the program
         program = [Path(shutil.copy(one, folder)) for one in (PROGRAMS / "rows.mjs", program)][-1]
     command = ["node", str(program)] if client.is_node else [str(folder / "bin" / "python"), str(program)]
-    env = {"COMPAT_URL": place.url, "COMPAT_MODEL": "demo", "COMPAT_TOKENIZER": str(demo_model_path()), "TMPDIR": str(log.parent)}
+    env = {"COMPAT_URL": url, "COMPAT_MODEL": "demo", "COMPAT_TOKENIZER": str(demo_model_path()), "TMPDIR": str(log.parent)}
     status, output = run(command, folder, log, limit_s=RUN_S, **env)
     return ("pass" if status == 0 else "fail"), last_line(output, folder)
 

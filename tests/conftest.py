@@ -12,6 +12,7 @@ import hypothesis
 import jax
 import pytest
 
+import at_first_use
 import cheaply
 
 hypothesis.settings.register_profile("unhurried", deadline=None)  # a first call compiles
@@ -48,6 +49,13 @@ def programs_of_a_module() -> Iterator[None]:
 def compiled_cheaply() -> Iterator[None]:
     """For a module whose programs take longer to compile than to run, and that proves nothing of the bits of XLA's programs."""
     with cheaply.compiled():
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiled_at_first_use() -> Iterator[None]:
+    """For a module of engines that does not ask when their programs are compiled, and runs few of them."""
+    with at_first_use.compiled():
         yield
 
 

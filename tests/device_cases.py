@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import at_first_use
 from family_folders import write_family
-from oracles.driver import Bench, compile_at_first_use, request
+from oracles.driver import Bench, request
 from routed_experts import Engine, extract_routed_experts_from_meta_info
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.errors import ConfigError, InvalidRequestError, PlacementError
@@ -75,7 +76,7 @@ class Small(Bench):
         )
         sizes = RunnerConfig(pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=config.vocab_size)
         self.runner = ModelRunner(state, spec, sizes)
-        compile_at_first_use(self.runner)
+        at_first_use.compile_at_first_use(self.runner)
         self.assembly = SimpleNamespace(plan=plan, buckets=buckets, vocab_size=config.vocab_size)
         self.tap, self._weights, self._version = SimpleNamespace(clear=lambda: None), self.runner.state, 0
 

@@ -8,7 +8,7 @@ import pytest
 
 from routed_experts.cli import make_parser
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("compiled_cheaply", "compiled_at_first_use")
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"])

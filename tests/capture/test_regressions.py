@@ -31,6 +31,8 @@ from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.replay.forward import RoutedBatch, forward
 from tiny import tiny_config, tiny_tensors, write_tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 
 

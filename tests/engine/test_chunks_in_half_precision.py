@@ -8,6 +8,8 @@ from routed_experts import Engine
 from routed_experts.capture.meta_info import record_from_meta_info
 from routed_experts.demo import demo_model_path
 
+pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+
 PROMPT = np.random.default_rng(0).integers(3, 900, 150).tolist()
 
 

@@ -13,6 +13,8 @@ from routed_experts.engine.inspection import inspect_model
 from routed_experts.execution.memory_plan import device_bytes
 from tiny import write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+
 SIZES = {"precompile_bs_paddings": (1, 2), "precompile_token_paddings": (8,), "context_length": 512, "page_size": 16}
 MIB = 1 << 20
 

@@ -44,6 +44,7 @@ ALL_CELLS = [Cell(*values) for values in itertools.product(BATCHES, CHUNKS, RADI
 # A request that runs alone is never sent back: with batch 1 a cell and its preempted twin are one run, so 30 of the 300 are left out.
 GRID = [cell for cell in ALL_CELLS if not (cell.batch == 1 and cell.preempt)]
 SAMPLE = [GRID[index] for index in np.random.default_rng(3).permutation(len(GRID))[:24]]
+FULL = [cell for cell in GRID if (cell.batch, cell.chunk) == (32, None)]  # smaller chunks never have 32 sequences in one step
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,7 @@ def prompts(lengths, seed):
 
 EIGHT = prompts((26, 17, 12, 1, 40, 33, 9, 5), seed=8)
 SIXTEEN = prompts((26, 17, 12, 1, 40, 33, 9, 5, 38, 2, 7, 24, 16, 8, 30, 3), seed=16)
+THIRTY_TWO = SIXTEEN + prompts(range(2, 34, 2), seed=32)
 
 
 def choice_of(index, choice, given):
@@ -79,10 +81,10 @@ def told_by(drive):
     }
 
 
-def alone(world, given, choices):
-    """Every choice of every prompt on its own: batch 1, one chunk, no cache."""
+def alone(world, given, *, choices, of):
+    """Each of the prompts `of`, every choice on its own: batch 1, one chunk, no cache."""
     told = {}
-    for index, choice in itertools.product(range(len(given)), range(choices)):
+    for index, choice in itertools.product(of, range(choices)):
         drive = world.drive(max_running_requests=1, disable_radix_cache=True)
         drive.run(choice_of(index, choice, given))
         drive.told[f"p{index}c{choice}"].end.routed_experts.validate()
@@ -92,12 +94,17 @@ def alone(world, given, choices):
 
 @pytest.fixture(scope="module")
 def eight_alone(world):
-    return alone(world, EIGHT, 1) | alone(world, EIGHT[:2], 4)
+    return alone(world, EIGHT, choices=1, of=range(8)) | alone(world, EIGHT, choices=4, of=range(2))
 
 
 @pytest.fixture(scope="module")
 def sixteen_alone(world):
-    return alone(world, SIXTEEN, 1) | alone(world, SIXTEEN[:4], 4)
+    return alone(world, SIXTEEN, choices=1, of=range(16)) | alone(world, SIXTEEN, choices=4, of=range(4))
+
+
+@pytest.fixture(scope="module")
+def thirty_two_alone(world, sixteen_alone):
+    return sixteen_alone | alone(world, THIRTY_TWO, choices=1, of=range(16, 32)) | alone(world, THIRTY_TWO, choices=4, of=range(4, 8))
 
 
 def run_cell(world, cell, given, seed):
@@ -113,11 +120,13 @@ def run_cell(world, cell, given, seed):
 
 
 def assert_equal_to_alone(world, cells, given, expected):
-    for seed, cell in enumerate(cells):
-        drive = run_cell(world, cell, given, seed)
+    """Gives the runs, for what is to be seen in them beside."""
+    drives = [run_cell(world, cell, given, seed) for seed, cell in enumerate(cells)]
+    for cell, drive in zip(cells, drives, strict=True):
         assert len(drive.told) == len(given)
         for rid, told in told_by(drive).items():
             assert told == expected[rid], f"{rid} in the cell ({cell})"
+    return drives
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -130,9 +139,18 @@ def test_sixteen_sequences_in_each_of_twenty_four_cells_say_bit_for_bit_what_eac
 @pytest.mark.parametrize("radix", RADIX)
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_every_cell_of_the_grid_says_bit_for_bit_what_each_sequence_says_alone(world, eight_alone, chunk, radix):
-    cells = [cell for cell in GRID if (cell.chunk, cell.radix) == (chunk, radix)]
-    assert len(cells) == 18
+    """Eight sequences are in one batch where it takes 8 and where it takes 32, which is one run: the latter have a test of their own."""
+    cells = [cell for cell in GRID if (cell.chunk, cell.radix) == (chunk, radix) and cell.batch != 32]
+    assert len(cells) == 14
     assert_equal_to_alone(world, cells, EIGHT, eight_alone)
+
+
+@pytest.mark.parametrize("radix", RADIX)
+def test_a_batch_of_thirty_two_says_bit_for_bit_what_each_sequence_says_alone(world, thirty_two_alone, radix):
+    cells = [cell for cell in FULL if cell.radix == radix]
+    assert len(cells) == 4
+    for drive in assert_equal_to_alone(world, cells, THIRTY_TWO, thirty_two_alone):
+        assert max(batch.num_requests for batch, _ in drive.log.forwards) == 32
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ from routed_experts.capture import record_from_meta_info
 from routed_experts.core.errors import RoutingFormatError
 from tiny import write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+
 PROMPTS = ["The router scores every expert", "The cat sat"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

@@ -16,7 +16,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import assemble
 from routed_experts.models.registry import ModelFolder
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("compiled_cheaply", "compiled_at_first_use")
 
 ENGINE = dict(precompile_bs_paddings=(2,), precompile_token_paddings=(16,), page_size=8, max_total_tokens=128, context_length=64)
 GREEDY = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}

@@ -13,6 +13,8 @@ import torch
 from routed_experts import Engine, extract_routed_experts_from_meta_info
 from tiny import write_hf_qwen3_moe
 
+pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+
 MARGIN = 1e-4
 NEW_TOKENS = 12
 GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}

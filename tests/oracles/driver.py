@@ -9,8 +9,8 @@ import dataclasses
 from types import MappingProxyType
 
 import numpy as np
-import pytest
 
+import at_first_use
 from oracles.tapped import PLAIN, Tap
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
@@ -19,7 +19,6 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.assembly import assemble
 from routed_experts.engine.backends import Offer
 from routed_experts.engine.core import EngineCore
-from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.scheduling.scheduler import Scheduler
 
@@ -40,24 +39,6 @@ def request(
     )  # fmt: skip
 
 
-class AtFirstUse(dict):
-    """A runner's programs, each compiled when it is first looked up: a test of a schedule needs few of them."""
-
-    def __init__(self, jobs):
-        super().__init__()
-        self._jobs = jobs
-
-    def __missing__(self, key):
-        self[key] = program = self._jobs[key]().compile()
-        return program
-
-
-def compile_at_first_use(runner, **_):
-    """In place of `ModelRunner.compile`. Not where it matters when something is compiled."""
-    runner._programs = AtFirstUse(runner._jobs())
-    return len(runner._programs._jobs)
-
-
 class Bench:
     """One model, each program compiled once, with capture on. `args` are fields of ServerArgs; moe_backend "tapped" has a tap before
     `kernels`."""
@@ -70,8 +51,7 @@ class Bench:
         if attention is not None:
             offers = {**registry.attention, attention.name: Offer(load=lambda: attention)}
             registry = dataclasses.replace(registry, attention=MappingProxyType(offers))
-        with pytest.MonkeyPatch.context() as changes:
-            changes.setattr(ModelRunner, "compile", compile_at_first_use)
+        with at_first_use.compiled():
             self.assembly = assemble(self.args, model=model, registry=registry)
         self.runner = self.assembly.core.runner
         self._weights, self._version = self.runner.state, self.runner.weight_version

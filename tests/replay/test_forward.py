@@ -15,6 +15,8 @@ from routed_experts.models.registry import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 from tiny import VOCAB_SIZE, write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+
 LENGTH, LAYERS, MOE_LAYERS, EXPERTS, TOP_K = 12, 3, 2, 16, 4
 
 

@@ -18,6 +18,8 @@ from routed_experts.models.registry import ModelFolder
 from routed_experts.replay import CanaryGate, RoutedBatch, Sample, align, canary, forward, mismatch_report
 from tiny import write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+
 PROMPT_LEN, NEW_TOKENS, NUM_SAMPLES = 32, 96, 24
 LENGTH = PROMPT_LEN + NEW_TOKENS
 CHOICES = 10  # answers to a prompt, where many are wanted

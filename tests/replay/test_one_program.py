@@ -17,6 +17,8 @@ from routed_experts.replay import RoutedBatch, Sample, align, forward
 from serving import SMALL
 from tiny import VOCAB_SIZE, write_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+
 SHAPE = (2, 12)
 
 

@@ -1,0 +1,25 @@
+"""Within, a runner compiles what it runs and no more, and nothing is lost: a program that is not in its table is still an error."""
+
+import pytest
+
+import at_first_use
+from oracles.driver import request
+from oracles.worlds import tiny_world
+from routed_experts.execution.model_runner import ModelRunner
+
+
+def test_only_what_is_run_is_compiled():
+    world = tiny_world(precompile_bs_paddings=(2,), precompile_token_paddings=(8,))
+    world.drive().run(request("greedy", [5, 7, 9], 4))
+    programs = world.bench.runner._programs
+    assert {key[0] for key in programs} == {"forward", "sample"}
+    assert len(programs) < len(programs.jobs)
+    with pytest.raises(KeyError):
+        programs["no such program"]
+
+
+def test_afterwards_runners_compile_all_beforehand():
+    given = ModelRunner.compile
+    with at_first_use.compiled():
+        assert ModelRunner.compile is not given
+    assert ModelRunner.compile is given
