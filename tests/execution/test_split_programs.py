@@ -34,6 +34,8 @@ from routed_experts.models.expert_store import split_model
 from routed_experts.models.registry import FAMILIES
 from routed_experts.models.split_layers import layers_at, lightest
 
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+
 COMMON = dict(
     vocab_size=50, hidden_size=32, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=1e4, hidden_act="silu", tie_word_embeddings=False, head_dim=8,

@@ -1,5 +1,7 @@
 """From rows to padded arrays, against a loop that places one token at a time."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from numpy_device import source
 from routed_experts.core.buckets import Buckets
+from routed_experts.core.io_struct import RoutedExpertsRequest
 from routed_experts.core.model_worker_batch import FROM_DEVICE, MAX_BIAS, ForwardMode, SamplerForm
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.memory.req_to_token_pool import ReqToTokenPool
@@ -32,8 +35,9 @@ def enter(builder, table, req, pages):
     return req
 
 
-def running(builder, table, *, prompt_len=6, generated=0, pages=None, **sampling):
-    req = Req(source(range(prompt_len), rid="r", max_tokens=8, **sampling))
+def running(builder, table, *, prompt_len=6, generated=0, pages=None, asks=True, **sampling):
+    wish = RoutedExpertsRequest(asked=asks)
+    req = Req(dataclasses.replace(source(range(prompt_len), rid="r", max_tokens=8, **sampling), routed_experts=wish))
     req.num_known += generated
     req.tokens[prompt_len : prompt_len + generated] = np.arange(generated) + 50
     return enter(builder, table, req, range(1, 9) if pages is None else pages)
@@ -104,6 +108,39 @@ def test_parameters_of_each_row_stand_in_its_columns_and_padding_is_neutral():
     for row in (0, 2):  # greedy, and padding
         neutral = [float(getattr(sampling, name)[row]) for name in ("temperature", "presence", "frequency", "repetition", "top_p", "min_p")]
         assert neutral == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+
+
+def everything_of(batch):
+    """The fields of a batch in a form that compares."""
+    fields = dataclasses.asdict(batch)
+    return {name: np.asarray(value).tolist() for name, value in (fields | fields.pop("sampling")).items()}
+
+
+def test_what_steps_of_the_same_requests_share_is_made_anew_for_others_in_their_slots():
+    """Each step equals that of a builder that built no step before: prompts, then the same rows again, in another order, fewer, and after
+    another request was given the slot of one of them."""
+    builder, table = make_builder()
+    first = running(builder, table, temperature=0.5, seed=3)
+    second = running(builder, table, temperature=0.25, top_k=4, asks=False, pages=range(11, 19))
+    requests = [first, second]
+
+    def assert_as_if_built_first(*reqs, step):
+        rows = [Row(req, 5 + step, 1, True) if step else Row(req, 0, 6, True) for req in reqs]
+        fresh = BatchBuilder(BUCKETS, table, num_request_slots=LIMIT + 1, page_size=PAGE, vocab_size=VOCAB)
+        for req in requests:
+            fresh.enter(req)
+        assert everything_of(builder.build(rows, step=step)) == everything_of(fresh.build(rows, step=step))
+
+    assert_as_if_built_first(first, second, step=0)
+    assert_as_if_built_first(first, second, step=1)
+    assert_as_if_built_first(second, first, step=2)
+    assert_as_if_built_first(first, step=3)
+    table.free(first.slot)
+    third = running(builder, table, temperature=1.5, seed=4, asks=False, pages=range(21, 29))
+    assert third.slot == first.slot
+    requests = [third, second]
+    assert_as_if_built_first(third, step=4)
+    assert_as_if_built_first(third, second, step=5)
 
 
 @pytest.mark.parametrize(

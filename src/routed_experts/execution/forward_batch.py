@@ -49,6 +49,9 @@ def sampler_segments(num_requests: int) -> dict[str, tuple[int, ...]]:
     return {"request_slots": b, "top_k": b, "seed": (num_requests, 2), "choice": b, "position": b} | dict.fromkeys(_FLOATS, b)
 
 
+_ORDER = tuple(BatchShape(mode=ForwardMode.DECODE, num_tokens=1, num_requests=1, table_width=1).segments())  # the same for all shapes
+
+
 def num_sampler_words(num_requests: int) -> int:
     """How many words of the packed form the sampler reads."""
     return _words_of(sampler_segments(num_requests))
@@ -121,12 +124,12 @@ def pack(batch: ModelWorkerBatch) -> Int32[np.ndarray, " words"]:
         "request_slots": batch.request_slots,
         "page_table": batch.page_table,
     }
-    parts = []
-    for name in shape_of(batch).segments():
+    parts = list[np.ndarray]()
+    for name in _ORDER:
         array = named[name]
         assert array.dtype.itemsize == 4, (name, array.dtype)
-        parts.append(array.view(np.int32).reshape(-1))
-    return np.concatenate(parts)
+        parts.append(array.view(np.int32))
+    return np.concatenate(parts, axis=None)
 
 
 def unpack(packed: Int[Array, " words"], shape: BatchShape) -> ForwardBatch:

@@ -61,7 +61,7 @@ class ReqToTokenPool:
 
     def rows(self, slots: Int[np.ndarray, " B"]) -> Int32[np.ndarray, "B W"]:
         """A copy of the rows of `slots`; slot 0 gives a row of padding."""
-        return self.pages[slots]
+        return self.pages.take(slots, axis=0)
 
     def check_integrity(self) -> list[Violation]:
         """Compare the free slots with the used bits, and look at the form of every row."""

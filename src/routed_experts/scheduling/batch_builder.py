@@ -1,12 +1,13 @@
 """From rows to a ModelWorkerBatch: padding, slots, sampling columns. Knows no policy; the arrays are NumPy.
 
-Sampling parameters of running requests stand in one table by request slot, so that a step's columns are one gather.
-Slot 0 is the padding row: greedy and neutral."""
+Sampling parameters of running requests stand in one table by request slot, so that a step's columns are one gather, and the next step of
+the same slots uses them again: batches share these arrays, which cannot be written to. Slot 0 is the padding row: greedy and neutral."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int32, UInt32
 
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.model_worker_batch import (
@@ -24,6 +25,17 @@ _FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence", "frequency", "rep
 _INT_COLUMNS = ("top_k", "choice", "prompt_len")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Seated:
+    """What steps of the same requests in the same slots have in common."""
+
+    slots: list[int]
+    request_slots: Int32[np.ndarray, " B"]
+    seeds: UInt32[np.ndarray, "B 2"]
+    columns: dict[str, np.ndarray]
+    return_routed_experts: tuple[bool, ...]
+
+
 class BatchBuilder:
     """Builds batches; owns the table of sampling parameters."""
 
@@ -34,6 +46,7 @@ class BatchBuilder:
         self._columns = _named(self._words)
         self._columns["top_p"][0] = self._columns["repetition"][0] = 1.0
         self._count = np.arange(max(buckets.max_requests, *buckets.extend) + 1, dtype=np.int32)
+        self._seated: _Seated | None = None  # of the last step, unless a request was given a slot since
 
     def enter(self, req: Req) -> None:
         """Note the parameters of a request that has just been given a slot."""
@@ -43,15 +56,15 @@ class BatchBuilder:
         columns["presence"][slot], columns["frequency"][slot] = sampling.presence_penalty, sampling.frequency_penalty
         columns["repetition"][slot], columns["prompt_len"][slot] = sampling.repetition_penalty, req.prompt_len
         columns["choice"][slot], self._seeds[slot] = req.source.choice, sampling.seed_words
+        self._seated = None
 
     def build(self, rows: Sequence[Row], *, step: int, all_generated: bool = False) -> ModelWorkerBatch:
         """Pad the rows to the smallest bucket. Rows stand in the given order. `all_generated`: none of them feeds a token of a prompt."""
         counts = [row.count for row in rows]
-        total, scored = sum(counts), any(wants_scores(row) for row in rows)
+        total, scored = sum(counts), not all_generated and any(map(wants_scores, rows))
         mode, padded_tokens, padded_rows = self._buckets.shape(total, len(rows), all_decode=total == len(rows) and not scored)
         forms = [row.req.form_now() for row in rows]  # of chunks too: FULL counts every token fed
-        slots = np.zeros(padded_rows, np.int32)
-        slots[: len(rows)] = [row.req.slot for row in rows]
+        seated = self._seats(rows, padded_rows)
         seq_lens = np.zeros(padded_rows, np.int32)
         seq_lens[: len(rows)] = [row.start + row.count for row in rows]
         starts = np.minimum(self._count[: padded_rows + 1], total)
@@ -63,7 +76,7 @@ class BatchBuilder:
             starts[len(rows) + 1 :] = total
             token_rows[:total] = np.repeat(self._count[: len(rows)], counts)
             positions[:total] = self._count[:total] - (starts[:-1] - seq_lens + np.diff(starts))[token_rows[:total]]
-        table = self._table.rows(slots)
+        table = self._table.rows(seated.request_slots)
         page, offset = np.divmod(positions[:total], self._page_size)
         return ModelWorkerBatch(
             step=step,
@@ -78,13 +91,31 @@ class BatchBuilder:
             kv_slots=table[token_rows[:total], page].astype(np.int64) * self._page_size + offset,
             query_starts=starts,
             seq_lens=seq_lens,
-            request_slots=slots,
+            request_slots=seated.request_slots,
             page_table=table,
-            sampling=self._sampling(rows, slots, seq_lens, full=SamplerForm.FULL in forms),
-            samples=tuple(row.samples for row in rows),
+            sampling=self._sampling(rows, seated, seq_lens, full=SamplerForm.FULL in forms),
+            samples=tuple([row.samples for row in rows]),
             prompt_targets=_prompt_targets(rows, padded_tokens) if scored else None,
-            return_routed_experts=tuple(row.req.source.return_routed_experts for row in rows),
+            return_routed_experts=seated.return_routed_experts,
         )
+
+    def _seats(self, rows: Sequence[Row], padded: int) -> _Seated:
+        """The last step's, where the same requests stand in the same order."""
+        slots, last = [row.req.slot for row in rows], self._seated
+        if last is None or last.slots != slots or last.request_slots.size != padded:
+            request_slots = np.zeros(padded, np.int32)
+            request_slots[: len(rows)] = slots
+            seeds, words = self._seeds[request_slots], self._words[:, request_slots]
+            for shared in (request_slots, seeds, words):
+                shared.flags.writeable = False
+            last = self._seated = _Seated(
+                slots=slots,
+                request_slots=request_slots,
+                seeds=seeds,
+                columns=_named(words),
+                return_routed_experts=tuple([row.req.source.return_routed_experts for row in rows]),
+            )
+        return last
 
     def _token_ids(self, rows: Sequence[Row], padded: int, mode: ForwardMode) -> Int32[np.ndarray, " N"]:
         ids = np.zeros(padded, np.int32)
@@ -99,18 +130,17 @@ class BatchBuilder:
         return ids
 
     def _sampling(
-        self, rows: Sequence[Row], slots: Int32[np.ndarray, " B"], seq_lens: Int32[np.ndarray, " B"], *, full: bool
+        self, rows: Sequence[Row], seated: _Seated, seq_lens: Int32[np.ndarray, " B"], *, full: bool
     ) -> SamplingColumns:
         bias_ids: Int32[np.ndarray, "B X"] | None = None
         bias_values: Float[np.ndarray, "B X"] | None = None
         if full:
-            bias_ids = np.full((slots.size, MAX_BIAS), self._vocab_size, np.int32)
-            bias_values = np.zeros((slots.size, MAX_BIAS), np.float32)
+            bias_ids = np.full((seq_lens.size, MAX_BIAS), self._vocab_size, np.int32)
+            bias_values = np.zeros((seq_lens.size, MAX_BIAS), np.float32)
             for index, row in enumerate(rows):
                 for place, (token, value) in enumerate(row.req.bias_now()):
                     bias_ids[index, place], bias_values[index, place] = token, value
-        columns = _named(self._words[:, slots])
-        return SamplingColumns(seed=self._seeds[slots], position=seq_lens, bias_ids=bias_ids, bias_values=bias_values, **columns)
+        return SamplingColumns(seed=seated.seeds, position=seq_lens, bias_ids=bias_ids, bias_values=bias_values, **seated.columns)
 
 
 def _named(words: Int32[np.ndarray, "C B"]) -> dict[str, np.ndarray]:

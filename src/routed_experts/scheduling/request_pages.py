@@ -54,9 +54,9 @@ class RequestPages:
 
     def grow(self, req: Req, num_tokens: int) -> bool:
         """Make sure that a running request has pages for its first `num_tokens` tokens; False if there are none."""
-        wanted = pages_for(num_tokens, self.page_size) - req.num_pages
-        if wanted <= 0:
+        if num_tokens <= req.num_pages * self.page_size:
             return True
+        wanted = pages_for(num_tokens, self.page_size) - req.num_pages
         if wanted > self.num_available:
             return False
         if wanted > self.allocator.num_free:

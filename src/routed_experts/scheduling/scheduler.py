@@ -88,12 +88,13 @@ class Scheduler:
         their pages until `release`)."""
         advanced: list[Req] = []
         rows, _ = self._in_flight.pop(batch.step)
+        tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
         for index, row in enumerate(rows):
             req = row.req
             if req.state is ReqState.FINISHED:
                 continue
             req.num_read = row.start + row.count
-            if wants_scores(row):
+            if batch.prompt_targets is not None and wants_scores(row):
                 _note_prompt_logprobs(req, row, int(batch.query_starts[index]), result)
             if not row.samples:
                 continue
@@ -105,7 +106,7 @@ class Scheduler:
             if req.ending is not None:
                 req.finish(req.ending)  # what was sampled after the last token is nobody's
             else:
-                _append(req, index, result)
+                _append(req, tokens[index], logprobs[index], index, result)
         return advanced
 
     def live_tokens(self, batch: ModelWorkerBatch) -> Bool[np.ndarray, " num_tokens"] | None:
@@ -186,15 +187,14 @@ def _chunk(req: Req, budget: int) -> Row:
     return Row(req, req.num_fed, count, req.num_fed + count == req.num_known)
 
 
-def _append(req: Req, index: int, result: StepResult) -> None:
+def _append(req: Req, token: int, logprob: float, index: int, result: StepResult) -> None:
     """Note a sampled token, and end the request if it was its last."""
-    token = int(result.tokens[index])
     req.tokens[req.num_known] = token
     req.num_known += 1
     if req.source.return_logprob:
-        req.output_logprobs.append(float(result.logprobs[index]))
+        req.output_logprobs.append(logprob)
         req.output_top.append(_top(result.top_logprobs, result.top_ids, index, req.source.top_logprobs_num))
-    if token in req.source.stop_token_ids and req.num_output >= req.source.sampling.min_tokens:
+    if token in req.source.stop_token_ids and req.num_known >= req.min_len:
         req.end(FinishReason(type="stop", matched=token))
     elif req.num_known == req.max_len:
         req.end(FinishReason(type="length", length=req.num_output))
