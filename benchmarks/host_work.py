@@ -3,11 +3,13 @@
     python benchmarks/host_work.py [--batch 32]
 
 Waiting for the device is left out: it is no work, and on a CPU backend it is the model itself. So is the time inside the
-compiled programs' calls, which on CPU may run a part of the model; it is given beside."""
+compiled programs' calls, which are the dispatches and no Python, and on CPU may run a part of the model; it is given beside."""
 
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from common import Prompts, benchmark_model, build, print_table, write_result
@@ -21,11 +23,12 @@ class TimedRunner:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, self.weight_version, self.exact = runner, runner.weight_version, runner.exact
-        self.dispatching = self.reading = 0.0
+        self.dispatching = self.reading = self.calling = 0.0
         self.mode: ForwardMode | None = None
+        runner._programs = {key: self._timed(program) for key, program in runner._programs.items()}  # type: ignore[assignment]
 
     def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
-        """Pack, put, start."""
+        """Pack, put, start; `calling` is what the programs took of it."""
         start = time.thread_time()
         pending = self._runner.dispatch(batch)
         self.dispatching += time.thread_time() - start
@@ -39,6 +42,15 @@ class TimedRunner:
         self.reading += time.thread_time() - start
         return result
 
+    def _timed(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            start = time.thread_time()
+            out = program(*args)
+            self.calling += time.thread_time() - start
+            return out
+
+        return call
+
 
 def main() -> None:
     """Run, print, write."""
@@ -50,20 +62,28 @@ def main() -> None:
     timed = TimedRunner(core.runner)
     core.runner = timed
     core.add(Prompts().requests(args.batch, prompt=32, new=args.new, ask=True))
-    host, dispatch, read = [], [], []
+    host, dispatch, read, calls, python = [], [], [], [], []
     while not core.is_idle:
-        timed.dispatching = timed.reading = 0.0
+        timed.dispatching = timed.reading = timed.calling = 0.0
         timed.mode = None
         start = time.thread_time()
         core.step()
         total = time.thread_time() - start
         if timed.mode is ForwardMode.DECODE:
             host.append((total - timed.dispatching - timed.reading) * 1e3)
-            dispatch.append(timed.dispatching * 1e3)
+            dispatch.append((timed.dispatching - timed.calling) * 1e3)
             read.append(timed.reading * 1e3)
+            python.append((total - timed.calling) * 1e3)
+            calls.append(timed.calling * 1e3)
     rows: list[dict[str, object]] = [
         {"part": name, "median ms": statistics.median(values), "p90 ms": sorted(values)[len(values) * 9 // 10], "steps": len(values)}
-        for name, values in (("schedule, file rows, commit", host), ("pack, put, dispatch two programs", dispatch), ("read-back", read))
+        for name, values in (
+            ("schedule, file rows, commit", host),
+            ("pack, put", dispatch),
+            ("read-back", read),
+            ("these three: Python between two dispatches", python),
+            ("beside: calls of two programs", calls),
+        )
     ]
     print_table(rows)
     print(write_result("host_work_cpu", rows, batch=args.batch))
