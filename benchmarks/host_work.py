@@ -3,7 +3,7 @@
     python benchmarks/host_work.py [--batch 32]
 
 Waiting for the device is left out: it is no work, and on a CPU backend it is the model itself. So is the time inside the
-compiled programs' calls, which are the dispatches and no Python, and on CPU may run a part of the model; it is given beside."""
+compiled programs' calls, which are the dispatches themselves and on CPU may run a part of the model; it is given beside."""
 
 import argparse
 import statistics
@@ -25,7 +25,7 @@ class TimedRunner:
         self._runner, self.weight_version, self.exact = runner, runner.weight_version, runner.exact
         self.dispatching = self.reading = self.calling = 0.0
         self.mode: ForwardMode | None = None
-        runner._programs = {key: self._timed(program) for key, program in runner._programs.items()}  # type: ignore[assignment]
+        runner._programs = {key: self._timed(program) for key, program in runner._programs.items()}
 
     def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
         """Pack, put, start; `calling` is what the programs took of it."""

@@ -7,9 +7,11 @@ import tempfile
 
 import jax
 
+import at_first_use
 from routed_experts import Engine
 from routed_experts.engine import pausing
 from routed_experts.engine.core import Hold
+from routed_experts.execution.model_runner import ModelRunner
 from tiny import write_tiny_checkpoint
 
 SMALL = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (32,)}
@@ -35,6 +37,7 @@ def borrow(**args):
 
 @functools.cache
 def _shared(**args):
+    assert ModelRunner.compile is not at_first_use.compile_at_first_use, "others will share this engine: it has all its programs"
     with tempfile.TemporaryDirectory() as folder:
         return Engine(str(write_tiny_checkpoint(folder)), **(SMALL | args))
 

@@ -23,8 +23,6 @@ from routed_experts.scheduling.schedule_batch import Req
 from serving import SMALL, assert_idle, borrow, on_engine_thread
 from tiny import write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
-
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 LONG = GREEDY | {"max_tokens": 400}
 ABORTED = {"type": "abort", "message": "aborted by the caller"}

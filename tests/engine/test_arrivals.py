@@ -12,8 +12,6 @@ from routed_experts.engine.serving import EngineDoor
 from serving import SMALL, borrow
 from tiny import write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
-
 PROMPTS = [[5 + number] * 4 for number in range(4)]
 SAMPLING = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
 

@@ -12,7 +12,7 @@ import torch
 from model_steps import tiny_model
 from routed_experts.replay import RoutedBatch, forward
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply", "compiled_at_first_use")
+pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
 SHAPE, VOCAB = (3, 24), 50
 

@@ -10,8 +10,6 @@ from routed_experts import extract_routed_experts_from_meta_info
 from serving import on_engine_thread, serve
 from tiny import write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
-
 PROMPT = "The router scores every expert"
 GREEDY = {"temperature": 0, "max_new_tokens": 8}
 LONG = {"max_new_tokens": 400, "ignore_eos": True}

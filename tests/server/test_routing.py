@@ -14,8 +14,6 @@ from routed_experts.capture.meta_info import extract_routed_experts_from_meta_in
 from routed_experts.core.routed_experts import read_record_bytes
 from serving import borrow
 
-pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
-
 PROMPT = "The router scores every expert"
 L, M, K = 4, 3, 4  # layers, MoE layers and experts a token of the tiny MoE
 SAMPLED = {"prompt": PROMPT, "max_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True}

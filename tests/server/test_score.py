@@ -13,8 +13,6 @@ from routed_experts.server.limits import MAX_SCORING_CALLS
 from serving import borrow, serve
 from tiny import write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
-
 TOKENS, OTHERS = [5, 9, 200, 17, 3, 88, 41, 7], [11, 12, 13]
 
 
