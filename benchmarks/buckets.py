@@ -1,13 +1,16 @@
-"""What a step costs in each padded size, and which sizes are worth a program: `routed-experts bench buckets` on a benchmark's model.
+"""What a step costs in each padded size, and which sizes are worth a program: `routed-experts bench buckets` on a
+benchmark's model.
 
     python benchmarks/buckets.py [--most 3] [--decode 1 2 4 8 16 32] [--extend 16 64 256 1024] [--dummy]
 
-Without --dummy the benchmark model in float32; with it Qwen3-30B-A3B with random weights (benchmarks/step.py), for a GPU:
+Without --dummy the benchmark model in float32; with it Qwen3-30B-A3B with random weights (benchmarks/step.py), for a
+GPU:
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python benchmarks/buckets.py --dummy --most 6 --name buckets_h200 \\
         --decode 1 2 4 8 16 32 64 96 128 192 256 --extend 64 256 1024 4096 16384
 
-The lists that ServerArgs has by default stand beside the best ones as "given"; on a GPU, those of --given-decode and --given-extend."""
+The lists that ServerArgs has by default stand beside the best ones as "given"; on a GPU, those of --given-decode and
+--given-extend."""
 
 import argparse
 import dataclasses

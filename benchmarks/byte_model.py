@@ -1,8 +1,10 @@
-"""A byte model that is trained where it is measured: 12 layers, 64 experts, top-8, hidden 512; some minutes on one card. Knows no replay.
+"""A byte model that is trained where it is measured: 12 layers, 64 experts, top-8, hidden 512; some minutes on one
+card. Knows no replay.
 
-The text is the source of Python's standard library, which every machine has; each 20th file is held out. Master weights and Adam are
-float32, forward and backward bfloat16. Text, sampling of windows and steps stay on the device: the host sees one number in --block steps.
-Dims: B sequences, S tokens of a sequence, N tokens of a step, K experts per token, E experts."""
+The text is the source of Python's standard library, which every machine has; each 20th file is held out. Master weights
+and Adam are float32, forward and backward bfloat16. Text, sampling of windows and steps stay on the device: the host
+sees one number in --block steps. Dims: B sequences, S tokens of a sequence, N tokens of a step, K experts per token, E
+experts."""
 
 import dataclasses
 import functools
@@ -34,10 +36,21 @@ def config_of(
     """Bytes in, bytes out; two query heads to a key-value head."""
     heads = max(2, hidden // head)
     return Qwen3MoeConfig(
-        vocab_size=256, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=heads // 2, head_dim=head,
-        dense_width=4 * width, expert_width=width, router=RouterSpec(num_experts=experts, top_k=top_k, renormalize=True),
-        moe_layers=tuple(range(layers)), rope_theta=1e4, norm_eps=1e-6, tie_embeddings=False, context_length=1024,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads // 2,
+        head_dim=head,
+        dense_width=4 * width,
+        expert_width=width,
+        router=RouterSpec(num_experts=experts, top_k=top_k, renormalize=True),
+        moe_layers=tuple(range(layers)),
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        tie_embeddings=False,
+        context_length=1024,
+    )
 
 
 def read_text(most_bytes: int) -> tuple[UInt8[np.ndarray, " T"], UInt8[np.ndarray, " H"]]:
@@ -66,8 +79,9 @@ attach_loss.defvjp(lambda y, loss: (y, None), lambda _, gradient: (gradient, jnp
 
 
 def balanced(coefficient: float) -> MoeBackend:
-    """The training kernels with a load-balancing loss on their output: coefficient * E * sum over experts of (share of slots) *
-    (mean weight), which is `coefficient` where both are even (after Fedus et al. 2021, eq. 4; on the weights of the chosen alone)."""
+    """The training kernels with a load-balancing loss on their output: coefficient * E * sum over experts of (share of
+    slots) * (mean weight), which is `coefficient` where both are even (after Fedus et al. 2021, eq. 4; on the weights
+    of the chosen alone)."""
 
     def run(call: ExpertCall) -> Float[Array, "N D"]:
         chosen = jax.nn.one_hot(call.ids, call.num_experts, dtype=jnp.float32)  # [N, K, E]
@@ -79,7 +93,8 @@ def balanced(coefficient: float) -> MoeBackend:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A step takes `batch` windows of `length` tokens. The rate rises over `warmup` steps and falls over the last fifth of the time."""
+    """A step takes `batch` windows of `length` tokens. The rate rises over `warmup` steps and falls over the last fifth
+    of the time."""
 
     seconds: float
     batch: int = 128
@@ -102,7 +117,9 @@ def make_steps(graphdef: nnx.GraphDef[Any], optimizer: optax.GradientTransformat
     def step(carry: Any, key: Array, text: UInt8[Array, " T"], rate: Float[Array, ""]) -> tuple[Any, Float[Array, ""]]:
         params, moments = carry
         starts = jax.random.randint(key, (plan.batch, 1), 0, text.shape[0] - plan.length)
-        loss, gradient = jax.value_and_grad(loss_of)(params, text[starts + jnp.arange(plan.length + 1)].astype(jnp.int32))
+        loss, gradient = jax.value_and_grad(loss_of)(
+            params, text[starts + jnp.arange(plan.length + 1)].astype(jnp.int32)
+        )
         change, moments = optimizer.update(gradient, moments, params)
         return (jax.tree.map(lambda leaf, part: leaf - rate * part, params, change), moments), loss
 
@@ -121,7 +138,9 @@ def start(config: Qwen3MoeConfig, file: Path | None) -> tuple[nnx.GraphDef[Any],
     if file is None or not file.exists():
         return graphdef, params
     with np.load(file) as kept:
-        return graphdef, jax.tree.unflatten(jax.tree.structure(params), [jnp.asarray(kept[f"leaf{i}"]) for i in range(len(kept.files))])
+        return graphdef, jax.tree.unflatten(
+            jax.tree.structure(params), [jnp.asarray(kept[f"leaf{i}"]) for i in range(len(kept.files))]
+        )
 
 
 def keep(params: Any, file: Path) -> None:
@@ -130,9 +149,14 @@ def keep(params: Any, file: Path) -> None:
 
 
 def train(
-    graphdef: nnx.GraphDef[Any], params: Any, text: UInt8[np.ndarray, " T"], plan: Plan, tell: Callable[[dict[str, float]], None]
+    graphdef: nnx.GraphDef[Any],
+    params: Any,
+    text: UInt8[np.ndarray, " T"],
+    plan: Plan,
+    tell: Callable[[dict[str, float]], None],
 ) -> Any:
-    """Train for so many seconds, compilation not counted; `tell` hears step, seconds, loss (nats a byte) and tokens a second."""
+    """Train for so many seconds, compilation not counted; `tell` hears step, seconds, loss (nats a byte) and tokens a
+    second."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.95))
     moments, steps = jax.jit(optimizer.init)(params), make_steps(graphdef, optimizer, plan)
     there, key = jax.device_put(text), jax.random.key(time.time_ns() % 2**31)  # a later run sees other windows
@@ -148,5 +172,13 @@ def train(
         seconds, tokens = time.perf_counter() - start, block * plan.block * plan.batch * plan.length
         if seconds - told > 10 or seconds >= plan.seconds:
             told = seconds
-            tell({"step": block * plan.block, "seconds": seconds, "loss": value, "tokens": tokens, "tokens a second": tokens / seconds})
+            tell(
+                {
+                    "step": block * plan.block,
+                    "seconds": seconds,
+                    "loss": value,
+                    "tokens": tokens,
+                    "tokens a second": tokens / seconds,
+                }
+            )
     return params

@@ -3,17 +3,18 @@
     python benchmarks/capture.py [--rounds 8] [--batches 8 32] [--new 128] [--block 16]
     python benchmarks/capture.py --dummy --batches 1 16 --block 16 --new 384 --rounds 3 --name capture_h200
 
-The benchmark model in float32; with --dummy Qwen3-30B-A3B in bfloat16 with random weights (benchmarks/step.py), for a GPU.
-Engine cores over the same weights take steps in turn, in an order that is drawn anew for every step, each step from its dispatch to its
-tokens on the host, so that neighbours in time are compared and drift of the machine falls on all alike. Where in memory a pool happens to
-lie moves a step by a percent or two, so the pools change hands with every round, and a second engine without capture shows what is left
-of such luck. `ratio` is throughput relative to off: the median over groups of neighbouring steps, `+-` the standard error of that median
-(1.25 sigma / sqrt(n), sigma from the quartiles). A median does not see what few steps do, so that is timed by itself: `seldom us` is
-the time by the step in which rows were filed and experts counted (the engine's thread, and what the worker's had of a core, as if
-nothing else had wanted it), and `with it` the ratio with that added to every step; where steps overlap that is a bound, for filing
-overlaps too. For prefill alone: --new 8, so that no request ends while another one's prompt is read.
-`on, both` are the two engines with capture beside the two without, group by group: the programs are the same whether rows are asked for
-or not. `whole` is that of all steps together, the last one of a request, which gathers its rows, among them."""
+The benchmark model in float32; with --dummy Qwen3-30B-A3B in bfloat16 with random weights (benchmarks/step.py), for a
+GPU. Engine cores over the same weights take steps in turn, in an order that is drawn anew for every step, each step
+from its dispatch to its tokens on the host, so that neighbours in time are compared and drift of the machine falls on
+all alike. Where in memory a pool happens to lie moves a step by a percent or two, so the pools change hands with every
+round, and a second engine without capture shows what is left of such luck. `ratio` is throughput relative to off: the
+median over groups of neighbouring steps, `+-` the standard error of that median (1.25 sigma / sqrt(n), sigma from the
+quartiles). A median does not see what few steps do, so that is timed by itself: `seldom us` is the time by the step in
+which rows were filed and experts counted (the engine's thread, and what the worker's had of a core, as if nothing else
+had wanted it), and `with it` the ratio with that added to every step; where steps overlap that is a bound, for filing
+overlaps too. For prefill alone: --new 8, so that no request ends while another one's prompt is read. `on, both` are the
+two engines with capture beside the two without, group by group: the programs are the same whether rows are asked for or
+not. `whole` is that of all steps together, the last one of a request, which gathers its rows, among them."""
 
 import argparse
 import json
@@ -36,8 +37,9 @@ VARIANTS = ("off", "off again", "on, unasked", "on, asked")
 
 
 def some_steps(core: EngineCore, count: int) -> float:
-    """Seconds a step. A single step counts from its dispatch to the last outputs on the host, news of ended requests included. Of more,
-    each is dispatched before the one before it is read, as the engine does: from one return to the next, the first two steps left out."""
+    """Seconds a step. A single step counts from its dispatch to the last outputs on the host, news of ended requests
+    included. Of more, each is dispatched before the one before it is read, as the engine does: from one return to the
+    next, the first two steps left out."""
     if count == 1:
         start = time.perf_counter()
         core.step()
@@ -112,7 +114,8 @@ def halves(taken: dict[str, list[float]]) -> tuple[tuple[list[float], list[float
 
 
 def compared(base: list[float], mine: list[float], rare: float) -> dict[str, object]:
-    """Steps of one engine beside those of another that were taken next to them; `rare`: seconds by the step that a median does not see."""
+    """Steps of one engine beside those of another that were taken next to them; `rare`: seconds by the step that a
+    median does not see."""
     ratios = sorted(a / b for a, b in zip(base, mine, strict=True))
     quarter, ratio = len(ratios) // 4, statistics.median(ratios)
     return {
@@ -152,9 +155,13 @@ def main() -> None:
             for name, core in cores.items():
                 core.flush_cache()
                 ask = name == "on, asked"
-                core.add(Prompts(turn + 1).requests(batch, prompt=args.prompt, new=args.new, ask=ask))  # the same for all
+                core.add(
+                    Prompts(turn + 1).requests(batch, prompt=args.prompt, new=args.new, ask=ask)
+                )  # the same for all
             while not all(core.is_idle for core in cores.values()):
-                phase = "decode" if all([decodes(core) for core in cores.values()]) else "prefill"  # looks at all: who is seen is in cache
+                phase = (
+                    "decode" if all([decodes(core) for core in cores.values()]) else "prefill"
+                )  # looks at all: who is seen is in cache
                 count = count_of(args, phase)
                 for name in order.sample(VARIANTS, len(VARIANTS)):
                     before = seldom[name].seconds
@@ -164,12 +171,18 @@ def main() -> None:
                         extra[name][phase] += seldom[name].seconds - before
         for phase in ("prefill", "decode"):
             taken = {name: of_phase[phase] for name, of_phase in steps.items()}
-            rare = {name: of_phase[phase] / len(taken[name]) / count_of(args, phase) for name, of_phase in extra.items()}
-            taken["off, both"], taken["on, both"] = ([sum(pair) / 2 for pair in zip(*pairs, strict=True)] for pairs in halves(taken))
+            rare = {
+                name: of_phase[phase] / len(taken[name]) / count_of(args, phase) for name, of_phase in extra.items()
+            }
+            taken["off, both"], taken["on, both"] = (
+                [sum(pair) / 2 for pair in zip(*pairs, strict=True)] for pairs in halves(taken)
+            )
             rare["off, both"], rare["on, both"] = 0.0, statistics.mean((rare["on, unasked"], rare["on, asked"]))
             for name in (*VARIANTS, "on, both"):
                 base = taken["off, both" if name == "on, both" else "off"]
-                rows.append({"batch": batch, "phase": phase, "capture": name, **compared(base, taken[name], rare[name])})
+                rows.append(
+                    {"batch": batch, "phase": phase, "capture": name, **compared(base, taken[name], rare[name])}
+                )
         print_table(rows[-2 * (len(VARIANTS) + 1) :])
         write_result(args.name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new)
     print(write_result(args.name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new))

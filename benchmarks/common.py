@@ -1,7 +1,7 @@
 """What the benchmarks share: the benchmark model, prompts, and the form of a result.
 
-The model is the one of the peers' table: Qwen3-MoE, hidden 512, 6 layers, 8 query and 4 key-value heads of 128, 32 experts of
-width 256, top-4, vocabulary 8,192; random weights, with a router spread enough that routing is diverse."""
+The model is the one of the peers' table: Qwen3-MoE, hidden 512, 6 layers, 8 query and 4 key-value heads of 128, 32
+experts of width 256, top-4, vocabulary 8,192; random weights, with a router spread enough that routing is diverse."""
 
 import json
 import os
@@ -106,7 +106,9 @@ class Prompts:
     def __init__(self, seed: int = 0, vocabulary: int = VOCABULARY) -> None:
         self._noise, self._count, self._vocabulary = np.random.default_rng(seed), 0, vocabulary
 
-    def requests(self, batch: int, *, prompt: int, new: int, ask: bool, temperature: float = 0.0, logprobs: bool = False) -> list[Req]:
+    def requests(
+        self, batch: int, *, prompt: int, new: int, ask: bool, temperature: float = 0.0, logprobs: bool = False
+    ) -> list[Req]:
         """`batch` requests of `prompt` random tokens that generate `new` each."""
         drawn = (self._noise.integers(0, self._vocabulary, size=prompt).astype(np.int32) for _ in range(batch))
         return [self._request(ids, new, ask, temperature, logprobs) for ids in drawn]
@@ -138,7 +140,10 @@ class Prompts:
 
 def machine() -> dict[str, object]:
     """Where a figure was taken."""
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "unknown")
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "unknown",
+    )
     names = ("jax", "jaxlib", "flax", "numpy", "routed-experts")
     return {
         "cpu": cpu,
@@ -154,7 +159,9 @@ def write_result(name: str, rows: list[dict[str, object]], **more: object) -> Pa
     """Write JSON beside this file: the command, the machine, the rows."""
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"{name}.json"
-    arguments = [re.sub(r"/\S*/", "", argument) for argument in sys.argv[1:]]  # folders of one machine say nothing on another
+    arguments = [
+        re.sub(r"/\S*/", "", argument) for argument in sys.argv[1:]
+    ]  # folders of one machine say nothing on another
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
     file.write_text(json.dumps({"command": command, "machine": machine(), **more, "rows": rows}, indent=1) + "\n")
     return file

@@ -2,8 +2,9 @@
 
     python benchmarks/compile_time.py [--layers 4 48] [--rounds 3]
 
-One family whose layers alternate (GPT-OSS: a window in every other layer), one with dense layers first (DeepSeek-V3) and one with
-states (Qwen3-Next), at tiny sizes: what is compiled depends on the kinds of layers, not on their width. Nothing is read from a cache."""
+One family whose layers alternate (GPT-OSS: a window in every other layer), one with dense layers first (DeepSeek-V3)
+and one with states (Qwen3-Next), at tiny sizes: what is compiled depends on the kinds of layers, not on their width.
+Nothing is read from a cache."""
 
 import argparse
 import statistics
@@ -65,7 +66,9 @@ def lower(architecture: str, num_layers: int) -> jax.stages.Lowered:
     values = SIZES | CONFIGS[architecture] | {"num_hidden_layers": num_layers}
     family = FAMILIES[architecture]
     config = family.read_config(ConfigReader(values, "config.json"))
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: family.build(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(jnp.float32))))
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: family.build(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(jnp.float32)))
+    )
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state)
     layout = config.cache
@@ -83,7 +86,12 @@ def lower(architecture: str, num_layers: int) -> jax.stages.Lowered:
     )
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(), config.needs)
     spec = ProgramSpec(
-        graphdef=graphdef, capture=config.capture_spec, kernels=kernels, attention=attention, num_pages=PAGES, raw_logprobs=False
+        graphdef=graphdef,
+        capture=config.capture_spec,
+        kernels=kernels,
+        attention=attention,
+        num_pages=PAGES,
+        raw_logprobs=False,
     )
     shape = BatchShape(mode=ForwardMode.EXTEND, num_tokens=32, num_requests=ROWS, table_width=8)
     runner = RunnerConfig(pool=pool, num_request_slots=ROWS + 1, shapes=(shape,), vocab_size=config.vocab_size)

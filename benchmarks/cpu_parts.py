@@ -2,14 +2,15 @@
 
     python benchmarks/cpu_parts.py [--batches 1 8 32] [--dtypes float32 bfloat16] [--rounds 3]
 
-The engine runs on its own kernels, compiled here once more with a clock at each part (cpu_parts.cpp includes the sources as they are), so
-parts are timed where they stand: same buffers, same threads awake. Steps are taken one by one, from scheduling to tokens and rows on the
-host, nothing overlapped; `overlapped` is what a decode step takes when they do. A part's floor is the longer of its bytes (weights that
-are read, of experts those that were chosen; keys and values) over the rate at which this machine's cores read memory, and its arithmetic
-over the rate at which they multiply and add in registers, float32 or, with weights of bfloat16, pairs of bfloat16; both measured first (a
-float32 product of NumPy's is told beside). What fits the caches can be read faster than that. `norms` is the rest of the layers' kernel;
-`programs` the rest between dispatch and read-back: packing, starting two programs, embedding, angles, gathering;
-`host` all Python around. `sum / step` is of the medians of all of them over that of the step."""
+The engine runs on its own kernels, compiled here once more with a clock at each part (cpu_parts.cpp includes the
+sources as they are), so parts are timed where they stand: same buffers, same threads awake. Steps are taken one by one,
+from scheduling to tokens and rows on the host, nothing overlapped; `overlapped` is what a decode step takes when they
+do. A part's floor is the longer of its bytes (weights that are read, of experts those that were chosen; keys and
+values) over the rate at which this machine's cores read memory, and its arithmetic over the rate at which they multiply
+and add in registers, float32 or, with weights of bfloat16, pairs of bfloat16; both measured first (a float32 product of
+NumPy's is told beside). What fits the caches can be read faster than that. `norms` is the rest of the layers' kernel;
+`programs` the rest between dispatch and read-back: packing, starting two programs, embedding, angles, gathering; `host`
+all Python around. `sum / step` is of the medians of all of them over that of the step."""
 
 import argparse
 import ctypes
@@ -45,7 +46,10 @@ def clocked_library() -> ctypes.CDLL:
     subprocess.run([*command, *toolchain.FLAGS, *toolchain._vectors(), *include, source, "-o", str(made)], check=True)
     library = ctypes.CDLL(str(made))
     library.rex_part_seconds.restype, library.rex_read_rate.restype = ctypes.POINTER(ctypes.c_double), ctypes.c_double
-    library.rex_read_rate.argtypes, library.rex_multiply_rate.restype = (ctypes.c_int64, ctypes.c_int, ctypes.c_int), ctypes.c_double
+    library.rex_read_rate.argtypes, library.rex_multiply_rate.restype = (
+        (ctypes.c_int64, ctypes.c_int, ctypes.c_int),
+        ctypes.c_double,
+    )
     library.rex_multiply_rate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_bool)
     toolchain.library = lambda: library
     return library
@@ -84,10 +88,17 @@ class ClockedRunner:
         return result
 
 
-def work_of(batch: ModelWorkerBatch, rows: np.ndarray, itemsize: int, pool_itemsize: int) -> dict[str, tuple[float, float]]:
+def work_of(
+    batch: ModelWorkerBatch, rows: np.ndarray, itemsize: int, pool_itemsize: int
+) -> dict[str, tuple[float, float]]:
     """(bytes, operations) of each part that one step cannot do without."""
     config, tokens = benchmark_config(), batch.kv_slots.size
-    layers, hidden, spec, mixed = config.num_layers, config.hidden_size, config.router, config.num_heads * config.head_dim
+    layers, hidden, spec, mixed = (
+        config.num_layers,
+        config.hidden_size,
+        config.router,
+        config.num_heads * config.head_dim,
+    )
     projected, key_row = mixed + 2 * config.num_kv_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
     ids = np.asarray(rows)[:tokens].reshape(tokens, layers, spec.top_k)
     chosen = sum(np.unique(ids[:, layer]).size for layer in range(layers))
@@ -96,14 +107,19 @@ def work_of(batch: ModelWorkerBatch, rows: np.ndarray, itemsize: int, pool_items
     matrices, router = hidden * projected + mixed * hidden, hidden * spec.num_experts
     return {
         "experts": (chosen * expert * itemsize, 2.0 * layers * tokens * spec.top_k * expert),
-        "attention": (layers * (int(batch.seq_lens.sum()) + tokens) * key_row * pool_itemsize, 4.0 * layers * looked_at * mixed),
+        "attention": (
+            layers * (int(batch.seq_lens.sum()) + tokens) * key_row * pool_itemsize,
+            4.0 * layers * looked_at * mixed,
+        ),
         "projections": (layers * matrices * itemsize, 2.0 * layers * tokens * matrices),
         "router": (layers * router * itemsize, 2.0 * layers * tokens * router),
         "head": (hidden * VOCABULARY * itemsize, 2.0 * requests * hidden * VOCABULARY),
     }
 
 
-def steps_of(core: EngineCore, clock: ClockedRunner, seconds: np.ndarray, batch: int, turn: int, itemsize: int) -> list[dict[str, object]]:
+def steps_of(
+    core: EngineCore, clock: ClockedRunner, seconds: np.ndarray, batch: int, turn: int, itemsize: int
+) -> list[dict[str, object]]:
     """One batch, step by step: milliseconds of its parts, and their work."""
     core.flush_cache()
     core.add(Prompts(turn).requests(batch, prompt=128, new=40, ask=True))
@@ -119,7 +135,11 @@ def steps_of(core: EngineCore, clock: ClockedRunner, seconds: np.ndarray, batch:
         part = dict(zip(PARTS, seconds.tolist(), strict=True))
         layers = sum(part[name] for name in COLUMNS[:4])
         span = clock.ended - clock.began
-        part |= {"norms": part["run"] - layers, "programs": span - part["run"] - part["head"] - part["sampler"], "host": total - span}
+        part |= {
+            "norms": part["run"] - layers,
+            "programs": span - part["run"] - part["head"] - part["sampler"],
+            "host": total - span,
+        }
         phase = "decode" if clock.batch.mode is ForwardMode.DECODE else "prefill"
         work = work_of(clock.batch, clock.rows, itemsize, clock._runner.config.pool.dtype.itemsize)
         steps.append({"phase": phase, "tokens": clock.batch.kv_slots.size, "step": total, "work": work} | part)
@@ -156,7 +176,14 @@ def rows_of(steps: list[dict[str, object]], rates: dict[str, float], **said: obj
     whole = {"ms": step * 1e3, "floor": sum(floors.values()), "ms / floor": step * 1e3 / sum(floors.values())}
     shown = ("-",) * len(COLUMNS)
     return [
-        {**said, "of": what, **dict(zip(COLUMNS, shown, strict=True)), **values, "step": whole[what], "sum / step": named / step / 1e3}
+        {
+            **said,
+            "of": what,
+            **dict(zip(COLUMNS, shown, strict=True)),
+            **values,
+            "step": whole[what],
+            "sum / step": named / step / 1e3,
+        }
         for what, values in told.items()
     ]
 
@@ -172,7 +199,11 @@ def main() -> None:
     threads = os.cpu_count() or 1
     rates = {"read": library.rex_read_rate(1 << 29, threads, 6)}
     rates |= {dtype: library.rex_multiply_rate(threads, 20, dtype == "bfloat16") for dtype in ("float32", "bfloat16")}
-    probe = {"read GB/s": rates["read"] / 1e9, "float32 Gop/s": rates["float32"] / 1e9, "of them, NumPy's product": product_rate() / 1e9}
+    probe = {
+        "read GB/s": rates["read"] / 1e9,
+        "float32 Gop/s": rates["float32"] / 1e9,
+        "of them, NumPy's product": product_rate() / 1e9,
+    }
     probe["bfloat16 Gop/s"] = rates["bfloat16"] / 1e9
     print(probe)
     seconds = np.ctypeslib.as_array(library.rex_part_seconds(), (len(PARTS),))
@@ -182,7 +213,10 @@ def main() -> None:
         clock = ClockedRunner(core.runner)
         for batch in args.batches:
             core.runner = clock
-            runs = [steps_of(core, clock, seconds, batch, turn, jnp.dtype(dtype).itemsize) for turn in range(args.rounds + 1)]
+            runs = [
+                steps_of(core, clock, seconds, batch, turn, jnp.dtype(dtype).itemsize)
+                for turn in range(args.rounds + 1)
+            ]
             core.runner = clock._runner
             alone = statistics.median(overlapped(core, batch, turn) for turn in range(args.rounds)) * 1e3
             steps = [step for run in runs[1:] for step in run]  # the first one warms up

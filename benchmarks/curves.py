@@ -1,10 +1,12 @@
-"""How a decode step grows: against context (1k to 32k tokens at batch 16) and against layers (12 to 48), beside its floor.
+"""How a decode step grows: against context (1k to 32k tokens at batch 16) and against layers (12 to 48), beside its
+floor.
 
     python benchmarks/curves.py [--contexts 1024 4096 16384 32768] [--layers 12 24 36 48] [--batch 16] [--new 32]
 
-Qwen3-30B-A3B shapes, random weights, capture on and asked for by all; the floor is step.py's. Curves against batch are step.py's own.
-A step is timed while all requests of the batch decode: each generates --new tokens more than the batch has prefill steps, so that the
-first is still there when the last prompt has been read. A point whose batch did not run together is an error."""
+Qwen3-30B-A3B shapes, random weights, capture on and asked for by all; the floor is step.py's. Curves against batch are
+step.py's own. A step is timed while all requests of the batch decode: each generates --new tokens more than the batch
+has prefill steps, so that the first is still there when the last prompt has been read. A point whose batch did not run
+together is an error."""
 
 import argparse
 import gc
@@ -57,9 +59,14 @@ def point(core: EngineCore, layers: int, context: int, args: argparse.Namespace)
         start = time.perf_counter()
         run = drive(core, Prompts(turn + context, VOCABULARY), args.batch, prompt=context, new=new, ask=True)
         seconds = time.perf_counter() - start
-    assert len(run.outs) == args.batch and core.scheduler.num_retracted == 0, (len(run.outs), core.scheduler.num_retracted)
+    assert len(run.outs) == args.batch and core.scheduler.num_retracted == 0, (
+        len(run.outs),
+        core.scheduler.num_retracted,
+    )
     together = len(run.steps) - prefill_steps  # the first to decode ends so many steps before the last
-    assert together > args.new // 2, f"{len(run.steps)} steps after the last prompt, {prefill_steps} of prefill: too few ran together"
+    assert together > args.new // 2, (
+        f"{len(run.steps)} steps after the last prompt, {prefill_steps} of prefill: too few ran together"
+    )
     experts = float(experts_a_step(run, context).mean())
     floor = floor_bytes(QWEN3_30B_A3B, layers, args.batch, context + new / 2, experts) / args.bandwidth
     step = statistics.median(run.steps[:together])

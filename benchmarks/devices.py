@@ -1,15 +1,18 @@
-"""One model on one device and dealt out to several: are tokens and routes the same, how far apart are logprobs, how fast is it.
+"""One model on one device and dealt out to several: are tokens and routes the same, how far apart are logprobs, how
+fast is it.
 
-    python benchmarks/devices.py [--tp 2] [--config CONFIG.json] [--layers N] [--dtype float32] [--batch 16] [--prompt 128] [--new 64]
+    python benchmarks/devices.py [--tp 2] [--config CONFIG.json] [--layers N] [--dtype float32] [--batch 16] [--prompt
+    128] [--new 64]
     python benchmarks/devices.py --quick [--backends plain]     # float32, 3 layers of the small model, 4 x 16 tokens
 
-Random weights of a config (Qwen3-30B-A3B's shapes with --layers of its layers, unless named); one device, then --tp of them by width
-of each expert, by whole experts, and by whole experts of which the busiest have two instances (`placed`). The answers of one device
-are scored by the others: `routes differ` is the share of (token, layer) whose live choice is another, `logprob` the largest difference
-with the same routes forced. In float32, computed at the highest precision, the script ends with 1 where more than 0.1 % of tokens or
-routes differ or a logprob by more than 1e-3; in bfloat16 rounding moves them all, and they are only told. A line is printed as soon as
-its engine has answered. --backends plain: array code on every platform, which compiles quickly.
-On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=2, and a --config that suits it."""
+Random weights of a config (Qwen3-30B-A3B's shapes with --layers of its layers, unless named); one device, then --tp of
+them by width of each expert, by whole experts, and by whole experts of which the busiest have two instances (`placed`).
+The answers of one device are scored by the others: `routes differ` is the share of (token, layer) whose live choice is
+another, `logprob` the largest difference with the same routes forced. In float32, computed at the highest precision,
+the script ends with 1 where more than 0.1 % of tokens or routes differ or a logprob by more than 1e-3; in bfloat16
+rounding moves them all, and they are only told. A line is printed as soon as its engine has answered. --backends plain:
+array code on every platform, which compiles quickly. On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=2, and
+a --config that suits it."""
 
 import argparse
 import dataclasses
@@ -47,7 +50,9 @@ def serve(engine: Engine, prompts: list[list[int]], new: int) -> tuple[list[list
 
 def compare(mine: list[ScoreOutput], forced: list[ScoreOutput], first: list[ScoreOutput]) -> dict[str, float]:
     """What differs from the scores of one device."""
-    pairs = [(np.sort(a.routed_experts.ids, -1), np.sort(b.routed_experts.ids, -1)) for a, b in zip(mine, first, strict=True)]
+    pairs = [
+        (np.sort(a.routed_experts.ids, -1), np.sort(b.routed_experts.ids, -1)) for a, b in zip(mine, first, strict=True)
+    ]
     differ = np.concatenate([np.any(a != b, axis=-1).ravel() for a, b in pairs])
     apart = max(float(np.abs(a.logprobs - b.logprobs).max()) for a, b in zip(forced, first, strict=True))
     return {"routes differ": float(differ.mean()), "logprob": apart}
@@ -57,7 +62,12 @@ def spare_instances(records: list[RoutedExperts | None], devices: int) -> Placem
     """Experts by the load that was recorded, one more instance a device than there are experts."""
     held = [record for record in records if record is not None]
     experts, layers = held[0].num_experts, held[0].ids.shape[1]
-    load = np.stack([np.bincount(np.concatenate([one.ids[:, at].ravel() for one in held]), minlength=experts) for at in range(layers)])
+    load = np.stack(
+        [
+            np.bincount(np.concatenate([one.ids[:, at].ravel() for one in held]), minlength=experts)
+            for at in range(layers)
+        ]
+    )
     return rebalance(load.astype(np.float64), num_instances=experts + devices, num_devices=devices)
 
 
@@ -86,7 +96,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--backends", default="auto", choices=("auto", "plain"))
-    parser.add_argument("--quick", action="store_true", help="--config small --layers 3 --dtype float32 --batch 4 --prompt 16 --new 16")
+    parser.add_argument(
+        "--quick", action="store_true", help="--config small --layers 3 --dtype float32 --batch 4 --prompt 16 --new 16"
+    )
     parser.add_argument("--name", default="devices")
     args = parser.parse_args()
     if args.quick:
@@ -96,17 +108,30 @@ def options() -> argparse.Namespace:
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
     """The config with as many layers as were asked for."""
-    whole = QWEN3_30B_A3B if args.config is None else HF_CONFIG if args.config == "small" else json.loads(Path(args.config).read_text())
+    whole = (
+        QWEN3_30B_A3B
+        if args.config is None
+        else HF_CONFIG
+        if args.config == "small"
+        else json.loads(Path(args.config).read_text())
+    )
     return {**whole, "num_hidden_layers": args.layers}
 
 
 def look(engine: Engine, prompts: list[list[int]], new: int, first: First | None) -> tuple[First, dict[str, object]]:
-    """Let an engine answer and score; what it says, and a row of how it compares (with itself, where it is the first)."""
+    """Let an engine answer and score; what it says, and a row of how it compares (with itself, where it is the
+    first)."""
     answers, rate = serve(engine, prompts, new)
-    sequences = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)] if first is None else first.sequences
+    sequences = (
+        [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+        if first is None
+        else first.sequences
+    )
     live = engine.score(sequences)
     first = first or First(answers=answers, sequences=sequences, scores=live)
-    same = np.mean([a == b for one, other in zip(answers, first.answers, strict=True) for a, b in zip(one, other, strict=True)])
+    same = np.mean(
+        [a == b for one, other in zip(answers, first.answers, strict=True) for a, b in zip(one, other, strict=True)]
+    )
     far = compare(live, engine.score(sequences, routed=first.records), first.scores)
     return first, {"tokens/s": rate, "same tokens": float(same), **far}
 
@@ -118,9 +143,14 @@ def main() -> int:
         jax.config.update("jax_default_matmul_precision", "highest")
     config = config_of(args)
     vocabulary, length = int(config["vocab_size"]), args.prompt + args.new
-    prompts = [req.source.input_ids.tolist() for req in Prompts(0, vocabulary).requests(args.batch, prompt=args.prompt, new=1, ask=False)]
+    prompts = [
+        req.source.input_ids.tolist()
+        for req in Prompts(0, vocabulary).requests(args.batch, prompt=args.prompt, new=1, ask=False)
+    ]
     tokens = min(1024, 1 << (args.batch * args.prompt - 1).bit_length())
-    sizes: dict[str, Any] = dict(context_length=length + 1, precompile_bs_paddings=(args.batch,), precompile_token_paddings=(tokens,))
+    sizes: dict[str, Any] = dict(
+        context_length=length + 1, precompile_bs_paddings=(args.batch,), precompile_token_paddings=(tokens,)
+    )
     sizes |= dict(dtype=args.dtype, load_format="dummy", skip_tokenizer_init=True, enable_return_routed_experts=True)
     if args.backends == "plain":
         sizes |= dict(moe_backend="tiled", attention_backend="paged")
@@ -131,7 +161,9 @@ def main() -> int:
         for tp, ep, placed in ((1, 1, False), (args.tp, 1, False), (args.tp, args.tp, False), (args.tp, args.tp, True)):
             began = time.perf_counter()
             placement = spare_instances(first.records, args.tp) if placed and first is not None else None
-            with Engine(folder, tp_size=tp, ep_size=ep, placement=placement, mem_fraction_static=0.6, **sizes) as engine:
+            with Engine(
+                folder, tp_size=tp, ep_size=ep, placement=placement, mem_fraction_static=0.6, **sizes
+            ) as engine:
                 ready = time.perf_counter() - began
                 first, told = look(engine, prompts, args.new, first)
             rows.append({"tp": tp, "ep": ep, "placed": placed, **told})
@@ -143,7 +175,9 @@ def main() -> int:
 
 def is_alike(row: dict[str, Any]) -> bool:
     """Whether tokens, routes and logprobs are those of one device."""
-    return row["same tokens"] >= 1 - MOST_ROUTES and row["routes differ"] <= MOST_ROUTES and row["logprob"] <= MOST_LOGPROB
+    return (
+        row["same tokens"] >= 1 - MOST_ROUTES and row["routes differ"] <= MOST_ROUTES and row["logprob"] <= MOST_LOGPROB
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""A model whose routers prefer some experts in each of two domains of tokens, and prompts of these: for benchmarks that want skew.
+"""A model whose routers prefer some experts in each of two domains of tokens, and prompts of these: for benchmarks that
+want skew.
 
-Random weights under Qwen3-30B-A3B's config at a few layers. Domains are halves of the vocabulary: a domain's embeddings share a
-direction, along which each router scores its experts by normal noise times `skew`, and the head prefers the domain that it sees. So
-what is captured is real routing, of skewed frequencies (0.4 is near what is published of Qwen3-30B-A3B: the most used 30 % of the
-experts of a layer run 70 % of its slots)."""
+Random weights under Qwen3-30B-A3B's config at a few layers. Domains are halves of the vocabulary: a domain's embeddings
+share a direction, along which each router scores its experts by normal noise times `skew`, and the head prefers the
+domain that it sees. So what is captured is real routing, of skewed frequencies (0.4 is near what is published of
+Qwen3-30B-A3B: the most used 30 % of the experts of a layer run 70 % of its slots)."""
 
 import dataclasses
 from pathlib import Path
@@ -19,13 +20,19 @@ from routed_experts.models.registry import ModelFolder
 from routed_experts.scheduling.schedule_batch import Req
 
 SMALL = {
-    "vocab_size": 4096, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_experts": 32, "num_experts_per_tok": 4,
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
     "moe_intermediate_size": 256,
-}  # fmt: skip
+}
 
 
 def skewed_model(folder: Path, dtype: str, skew: float) -> FamilyDecoder:
-    """Random weights, experts on the host; a router's score of expert e is moved by its noise in that domain times skew."""
+    """Random weights, experts on the host; a router's score of expert e is moved by its noise in that domain times
+    skew."""
     host = jax.devices("cpu")[-1]
     opened = ModelFolder.open(folder, load_format="dummy", in_parts=True)
     model = opened.load(jnp.dtype(dtype), place=lambda target: host if is_expert(target) else jax.devices()[0])
@@ -35,8 +42,12 @@ def skewed_model(folder: Path, dtype: str, skew: float) -> FamilyDecoder:
     directions = np.stack([np.ones(dim), np.where(np.arange(dim) % 2, 1.0, -1.0)])  # [domains, D], at right angles
     of_token = jnp.asarray(directions[np.arange(vocabulary) // (vocabulary // 2)], embed[...].dtype)  # [V, D]
     embed[...] = embed[...] + of_token
-    head[...] = head[...] + (of_token * (10 * 2**0.5 / dim)).T.astype(head[...].dtype)  # 10 for each token of the domain
-    noise = np.random.default_rng(11).standard_normal((num_layers, experts, 2)) * skew * 2**0.5 / dim  # a normed token has 1 / sqrt 2
+    head[...] = head[...] + (of_token * (10 * 2**0.5 / dim)).T.astype(
+        head[...].dtype
+    )  # 10 for each token of the domain
+    noise = (
+        np.random.default_rng(11).standard_normal((num_layers, experts, 2)) * skew * 2**0.5 / dim
+    )  # a normed token has 1 / sqrt 2
     along = np.einsum("led,dh->lhe", noise, directions)  # in each dim beside its own noise
     own = np.asarray(router[...], np.float64)  # its own share along the directions would be a popularity, too
     across = own - np.einsum("dh,lde->lhe", directions / dim, np.einsum("dh,lhe->lde", directions, own))
@@ -56,7 +67,10 @@ class Domain:
         self.seed += 2
         half = self.vocabulary // 2
         sources = [req.source for req in Prompts(self.seed + self.number, half).requests(batch, temperature=1.0, **how)]
-        return [Req(dataclasses.replace(source, input_ids=source.input_ids + np.int32(self.number * half))) for source in sources]
+        return [
+            Req(dataclasses.replace(source, input_ids=source.input_ids + np.int32(self.number * half)))
+            for source in sources
+        ]
 
 
 def domains_of(config: dict) -> tuple[Domain, Domain]:

@@ -1,5 +1,6 @@
-"""Faults of a whole server process with their trials: readers and clients that dawdle, SIGTERM idle and busy, SIGKILL and a new start on
-the same port. After each kind every accepted request has one outcome, nothing is held, and a request is served. The demo model, on CPU.
+"""Faults of a whole server process with their trials: readers and clients that dawdle, SIGTERM idle and busy, SIGKILL
+and a new start on the same port. After each kind every accepted request has one outcome, nothing is held, and a request
+is served. The demo model, on CPU.
 
     python benchmarks/faults.py [--only NAME]
 
@@ -26,7 +27,11 @@ from routed_experts.demo import demo_model_path
 
 READY = re.compile(r"ready in .* http://127\.0\.0\.1:(\d+)\n")
 SHORT = {"text": "The sea", "sampling_params": {"max_new_tokens": 4, "temperature": 0}, "return_routed_experts": True}
-LONG = {"text": "The sea", "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}, "return_routed_experts": True}
+LONG = {
+    "text": "The sea",
+    "sampling_params": {"max_new_tokens": 900, "ignore_eos": True},
+    "return_routed_experts": True,
+}
 GROUP = 10  # slow ones at a time
 Row = dict[str, object]
 
@@ -63,7 +68,9 @@ class Server:
     def check_whole(self) -> None:
         """Every accepted request has ended once, all pages can be freed, and a request is served with its rows."""
         deadline = time.monotonic() + 30
-        while (info := self.ask("GET", "/get_server_info")[1])["requests_accepted"] != sum(info["requests_finished"].values()):
+        while (info := self.ask("GET", "/get_server_info")[1])["requests_accepted"] != sum(
+            info["requests_finished"].values()
+        ):
             assert time.monotonic() < deadline, info
         assert self.ask("GET", "/flush_cache")[0] == 200, "pages are held"
         status, said = self.ask("POST", "/generate", SHORT)
@@ -117,11 +124,17 @@ def slow_readers() -> Row:
             server.check_whole()
         ended = server.ask("GET", "/get_server_info")[1]["requests_finished"]
         assert ended.get("abort", 0) + ended["length"] + ended.get("stop", 0) == sum(ended.values()), ended
-        return {"trials": 50, "aborted": ended.get("abort", 0), "others p50 ms, alone": alone[10], "among them": sorted(among)[50]}
+        return {
+            "trials": 50,
+            "aborted": ended.get("abort", 0),
+            "others p50 ms, alone": alone[10],
+            "among them": sorted(among)[50],
+        }
 
 
 def slow_headers() -> Row:
-    """50 connections that send half a head and no more, or a byte now and then: closed after 10 s, the others are served meanwhile."""
+    """50 connections that send half a head and no more, or a byte now and then: closed after 10 s, the others are
+    served meanwhile."""
     with serving() as server:
         began, half = time.monotonic(), b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Ty"
         wires = [server.connect(half) for _ in range(50)]
@@ -161,7 +174,9 @@ def sigterm() -> Row:
             reason, tokens = answer["meta_info"]["finish_reason"]["type"], len(answer["output_ids"])
             assert reason == "length" if timeout else reason in ("abort", "length"), reason
             record = record_from_response(answer)
-            assert tokens == 0 or (record is not None and record.num_rows == answer["meta_info"]["prompt_tokens"] + tokens - 1)
+            assert tokens == 0 or (
+                record is not None and record.num_rows == answer["meta_info"]["prompt_tokens"] + tokens - 1
+            )
             ends.append(reason)
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", server.port)) != 0
@@ -185,8 +200,11 @@ def sigkill() -> Row:
 
 
 KINDS: dict[str, Callable[[], Row]] = {
-    "slow reader": slow_readers, "half-open or slow header": slow_headers, "SIGTERM": sigterm, "SIGKILL and restart": sigkill,
-}  # fmt: skip
+    "slow reader": slow_readers,
+    "half-open or slow header": slow_headers,
+    "SIGTERM": sigterm,
+    "SIGKILL and restart": sigkill,
+}
 
 
 def main() -> int:
@@ -201,7 +219,9 @@ def main() -> int:
             said, failed = KINDS[name](), ""
         except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
             said, failed = {"trials": "?"}, f"{type(error).__name__}: {error}"[:300]
-        told = "; ".join(f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in said.items())
+        told = "; ".join(
+            f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in said.items()
+        )
         rows.append({"fault": name, "failed": failed or "none", "told": told, "s": time.monotonic() - began})
         print_table(rows[-1:])
     if chosen == list(KINDS):

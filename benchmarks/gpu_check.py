@@ -1,9 +1,10 @@
-"""Every GPU kernel against the plain code that it stands for, on the card: ragged sizes, empty experts, one hot expert, padding,
-NaN in what a kernel must not read.
+"""Every GPU kernel against the plain code that it stands for, on the card: ragged sizes, empty experts, one hot expert,
+padding, NaN in what a kernel must not read.
 
     python benchmarks/gpu_check.py [--only moe router] [--every 3] [--name gpu_check_h200]
 
-The cases: tests/gpu_cases.py. Ends with 1 if one fails. Distances are in the 2-norm, relative, against bfloat16 array code."""
+The cases: tests/gpu_cases.py. Ends with 1 if one fails. Distances are in the 2-norm, relative, against bfloat16 array
+code."""
 
 import argparse
 import sys
@@ -29,7 +30,12 @@ def main() -> int:
     for case in [case for case in cases if not args.only or case.kernel in args.only][:: args.every]:
         start = time.perf_counter()
         outcome = case.run(False)
-        said = {"distance": outcome.distance, "bound": outcome.bound, "wrong ids": outcome.wrong_ids, "good": outcome.is_good}
+        said = {
+            "distance": outcome.distance,
+            "bound": outcome.bound,
+            "wrong ids": outcome.wrong_ids,
+            "good": outcome.is_good,
+        }
         rows.append({"kernel": case.kernel, "case": case.name, **said, "s": round(time.perf_counter() - start, 2)})
     bad = [row for row in rows if not row["good"]]
     print_table(bad or rows)

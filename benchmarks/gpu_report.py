@@ -1,12 +1,14 @@
-"""What the GPU compiler makes of a decode step's layers, with capture off and on: launches, counted; no GPU is needed, nothing is run.
+"""What the GPU compiler makes of a decode step's layers, with capture off and on: launches, counted; no GPU is needed,
+nothing is run.
 
     python benchmarks/gpu_report.py [--batches 1 16 64 256] [--layers 4]
 
-Shapes of Qwen3-30B-A3B (benchmarks/step.py) with fewer layers, a loop whose body does not depend on their number, and a small vocabulary.
-A launch is a fusion, a custom call or a copy of the optimised program: in the body of the loop over layers (its condition is not counted:
-the number of turns is known), or outside of it, once a step. Sampling is another program, the same with and without capture
-(tests/execution/test_capture_off_is_free.py). Needs Python 3.12 and `pip install jax==0.11.2 jax-cuda13-plugin==0.11.2
-jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc nvidia-nvvm`. The card is described below, as far as the compiler asks."""
+Shapes of Qwen3-30B-A3B (benchmarks/step.py) with fewer layers, a loop whose body does not depend on their number, and a
+small vocabulary. A launch is a fusion, a custom call or a copy of the optimised program: in the body of the loop over
+layers (its condition is not counted: the number of turns is known), or outside of it, once a step. Sampling is another
+program, the same with and without capture (tests/execution/test_capture_off_is_free.py). Needs Python 3.12 and `pip
+install jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc nvidia-nvvm`. The card is
+described below, as far as the compiler asks."""
 
 import argparse
 import collections
@@ -49,18 +51,33 @@ _LAUNCH = re.compile(r"(?:ROOT )?%([A-Za-z_]+)\S* = .* (?:fusion|custom-call|cop
 def config_of(layers: int) -> Qwen3MoeConfig:
     """Qwen3-30B-A3B with so many layers."""
     return Qwen3MoeConfig(
-        vocab_size=8192, hidden_size=2048, num_layers=layers, num_heads=32, num_kv_heads=4, head_dim=128, dense_width=6144,
-        expert_width=768, router=RouterSpec(num_experts=128, top_k=8, renormalize=True), moe_layers=tuple(range(layers)), rope_theta=1e6,
-        norm_eps=1e-6, tie_embeddings=False, context_length=PAGE * TABLE,
-    )  # fmt: skip
+        vocab_size=8192,
+        hidden_size=2048,
+        num_layers=layers,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        dense_width=6144,
+        expert_width=768,
+        router=RouterSpec(num_experts=128, top_k=8, renormalize=True),
+        moe_layers=tuple(range(layers)),
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tie_embeddings=False,
+        context_length=PAGE * TABLE,
+    )
 
 
 def forward_text(device: jax.Device, config: Qwen3MoeConfig, batch: int, *, capture: bool) -> str:
     """The optimised program of a decode step's layers and its head."""
     pool = KVPoolSpec(
-        num_layers=config.num_layers, num_pages=PAGES, page_size=PAGE, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        num_layers=config.num_layers,
+        num_pages=PAGES,
+        page_size=PAGE,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
         dtype=jnp.dtype("bfloat16"),
-    )  # fmt: skip
+    )
     shape = BatchShape(mode=ForwardMode.DECODE, num_tokens=batch, num_requests=batch, table_width=TABLE)
     sizes = RunnerConfig(pool=pool, num_request_slots=batch + 1, shapes=(shape,), vocab_size=config.vocab_size)
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(), config.needs, platform="gpu")
@@ -69,9 +86,13 @@ def forward_text(device: jax.Device, config: Qwen3MoeConfig, batch: int, *, capt
     at = SingleDeviceSharding(device)
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), state)
     spec = ProgramSpec(
-        graphdef=graphdef, capture=config.capture_spec if capture else None, kernels=kernels, attention=attention, num_pages=PAGES,
+        graphdef=graphdef,
+        capture=config.capture_spec if capture else None,
+        kernels=kernels,
+        attention=attention,
+        num_pages=PAGES,
         raw_logprobs=False,
-    )  # fmt: skip
+    )
     with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("x",)).abstract_mesh):  # kernels ask which card it is
         return program_jobs(state, spec, sizes)["forward", shape]().compile().as_text()
 
@@ -98,7 +119,9 @@ def main() -> None:
     device = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200).devices[0]
     rows: list[dict[str, object]] = []
     for batch in args.batches:
-        off, on = (launches(forward_text(device, config_of(args.layers), batch, capture=capture)) for capture in (False, True))
+        off, on = (
+            launches(forward_text(device, config_of(args.layers), batch, capture=capture)) for capture in (False, True)
+        )
         for name, made in (("off", off), ("on", on), ("added", tuple(a - b for a, b in zip(on, off, strict=True)))):
             counts = [made[0].total(), made[1].total()]
             told = "; ".join(" ".join(f"{count} {kernel}" for kernel, count in one.items()) for one in made)

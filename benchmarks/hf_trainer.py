@@ -1,9 +1,11 @@
-"""Hugging Face's transformers as the trainer: logprobs of a rollout in bfloat16, on its own routers' choice or on recorded rows.
+"""Hugging Face's transformers as the trainer: logprobs of a rollout in bfloat16, on its own routers' choice or on
+recorded rows.
 
-The model is written as a Hugging Face folder and read back by transformers. Its routers are replaced in place: the same linear map,
-softmax over all experts and top-k, then the recorded ids where a row is valid, and the weights are its own scores at the executed ids,
-renormalised. With no row valid that is what transformers computes: how far it lies from that is told first, and should be 0.
-Dims: B sequences, S tokens of a sequence, G tokens of an answer, N tokens of a batch, M MoE layers, K experts per token, E experts."""
+The model is written as a Hugging Face folder and read back by transformers. Its routers are replaced in place: the same
+linear map, softmax over all experts and top-k, then the recorded ids where a row is valid, and the weights are its own
+scores at the executed ids, renormalised. With no row valid that is what transformers computes: how far it lies from
+that is told first, and should be 0. Dims: B sequences, S tokens of a sequence, G tokens of an answer, N tokens of a
+batch, M MoE layers, K experts per token, E experts."""
 
 import tempfile
 from pathlib import Path
@@ -32,20 +34,38 @@ def settings_of(model: Qwen3Moe) -> dict[str, Any]:
     """config.json of the model."""
     config = model.config
     return {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "decoder_sparse_step": 1,
-        "attention_bias": False, "use_sliding_window": False, "torch_dtype": "bfloat16", "bos_token_id": None,
-        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_hidden_layers": config.num_layers,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "decoder_sparse_step": 1,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": None,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
         "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in config.moe_layers],
-        "intermediate_size": config.dense_width, "moe_intermediate_size": config.expert_width, "head_dim": config.head_dim,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads, "num_experts": config.router.num_experts,
-        "num_experts_per_tok": config.router.top_k, "norm_topk_prob": config.router.renormalize, "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta, "max_position_embeddings": config.context_length, "tie_word_embeddings": config.tie_embeddings,
-        "pad_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
+        "intermediate_size": config.dense_width,
+        "moe_intermediate_size": config.expert_width,
+        "head_dim": config.head_dim,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "num_experts": config.router.num_experts,
+        "num_experts_per_tok": config.router.top_k,
+        "norm_topk_prob": config.router.renormalize,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": config.context_length,
+        "tie_word_embeddings": config.tie_embeddings,
+        "pad_token_id": None,
+        "eos_token_id": None,
+    }
 
 
 class Trainer:
-    """A model of transformers whose routers take rows; it computes in `dtype`, and its weights are rounded to bfloat16."""
+    """A model of transformers whose routers take rows; it computes in `dtype`, and its weights are rounded to
+    bfloat16."""
 
     def __init__(self, model: Qwen3Moe, dtype: torch.dtype = torch.bfloat16) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -64,8 +84,12 @@ class Trainer:
             return told.gather(-1, ids[:, 1:, None])[..., 0].double().cpu().numpy()
 
     def replay(self, ids: np.ndarray, valid: np.ndarray) -> list[torch.Tensor]:
-        """Let the next forwards run rows ids [B S M K] where `valid` [B S]; gives, as they run, each layer's share of replaced slots."""
-        rows, flags = torch.as_tensor(ids.astype(np.int64), device=self.device), torch.as_tensor(valid.reshape(-1), device=self.device)
+        """Let the next forwards run rows ids [B S M K] where `valid` [B S]; gives, as they run, each layer's share of
+        replaced slots."""
+        rows, flags = (
+            torch.as_tensor(ids.astype(np.int64), device=self.device),
+            torch.as_tensor(valid.reshape(-1), device=self.device),
+        )
         missed: list[torch.Tensor] = []
         for place, router in enumerate(self.routers):
             router.forward = forced(router, rows[:, :, place].reshape(-1, rows.shape[-1]), flags, missed)
@@ -73,7 +97,8 @@ class Trainer:
 
 
 def forced(router: Any, ids: torch.Tensor, valid: torch.Tensor, missed: list[torch.Tensor]) -> Any:
-    """A router's forward on rows: hidden [N D] -> (logits [N E], weights [N K], ids [N K]), as Qwen3MoeTopKRouter gives them."""
+    """A router's forward on rows: hidden [N D] -> (logits [N E], weights [N K], ids [N K]), as Qwen3MoeTopKRouter gives
+    them."""
 
     def run(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = torch.nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
@@ -93,8 +118,8 @@ def forced(router: Any, ids: torch.Tensor, valid: torch.Tensor, missed: list[tor
 def judged(
     model: Qwen3Moe, tokens: np.ndarray, records: list[RoutedExperts], prompt: int
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Logprobs [B G] of the answers: live, replayed, and of the first sequences with no row valid; and of the first two the canary, the
-    share of slots that the trainer's router would not choose."""
+    """Logprobs [B G] of the answers: live, replayed, and of the first sequences with no row valid; and of the first two
+    the canary, the share of slots that the trainer's router would not choose."""
     trainer, told, missed = Trainer(model), dict[str, np.ndarray](), list[torch.Tensor]()
     parts = [slice(first, first + BATCH) for first in range(0, len(tokens), BATCH)]
     told["live"] = np.concatenate([trainer.logprobs(tokens[part]) for part in parts])  # with its own routers, untouched

@@ -2,8 +2,9 @@
 
     python benchmarks/host_work.py [--batch 32]
 
-Waiting for the device is left out: it is no work, and on a CPU backend it is the model itself. So is the time inside the
-compiled programs' calls, which are the dispatches themselves and on CPU may run a part of the model; it is given beside."""
+Waiting for the device is left out: it is no work, and on a CPU backend it is the model itself. So is the time inside
+the compiled programs' calls, which are the dispatches themselves and on CPU may run a part of the model; it is given
+beside."""
 
 import argparse
 import statistics
@@ -76,7 +77,12 @@ def main() -> None:
             python.append((total - timed.calling) * 1e3)
             calls.append(timed.calling * 1e3)
     rows: list[dict[str, object]] = [
-        {"part": name, "median ms": statistics.median(values), "p90 ms": sorted(values)[len(values) * 9 // 10], "steps": len(values)}
+        {
+            "part": name,
+            "median ms": statistics.median(values),
+            "p90 ms": sorted(values)[len(values) * 9 // 10],
+            "steps": len(values),
+        }
         for name, values in (
             ("schedule, file rows, commit", host),
             ("pack, put", dispatch),

@@ -1,20 +1,22 @@
-"""Experts shared out between accelerator and host: decode by the share of experts that are resident, and by who they are.
+"""Experts shared out between accelerator and host: decode by the share of experts that are resident, and by who they
+are.
 
-    python benchmarks/hybrid.py [--layers 4] [--batches 1 4 16 64] [--backends ffi dispatch] [--fractions 0.95 0.3 0.1 0.5 0.7 1]
+    python benchmarks/hybrid.py [--layers 4] [--batches 1 4 16 64] [--backends ffi dispatch] [--fractions 0.95 0.3 0.1
+    0.5 0.7 1]
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python benchmarks/hybrid.py --small      # CPU: device 1 plays the host
 
-The model and its prompts are those of domains.py; tokens are drawn at temperature 1, so that requests do not fall into one loop.
-`first` are experts 0..N-1; `static` are the most used of a run before it, with other prompts, exchanged live. What follows the load
-when the domain changes is residency.py's.
-Rows take turns: whole runs, of which the median decode step counts. `in turn` is the same step with one side waiting for the other:
-layer by layer the residents end before the host begins, and it ends before anything follows (in one program: the host's experts end
-before the residents begin). Over it, `overlap` is what running both sides at once gains. `home`, `host`: ms of each side in a step in turn
-(of residents with ffi: the bytes of those that a step reads, over --bandwidth, which is less than they take). `sum/max`: all that is not
-the host's, and the host's, over the longer of both: nothing gains more. `bound`: the step in turn over itself without the shorter of
-home and host, since a layer waits for the sum of the one before, and only residents can run beside the host. `of bound`: overlap
-over it. `plain`: without experts=.
-Slots on the accelerator are counted by the runner; bytes are those of the arrays there, and what the device says it uses. What is
-done is written after every engine. Programs are kept for the next engine: most of them are the same."""
+The model and its prompts are those of domains.py; tokens are drawn at temperature 1, so that requests do not fall into
+one loop. `first` are experts 0..N-1; `static` are the most used of a run before it, with other prompts, exchanged live.
+What follows the load when the domain changes is residency.py's. Rows take turns: whole runs, of which the median decode
+step counts. `in turn` is the same step with one side waiting for the other: layer by layer the residents end before the
+host begins, and it ends before anything follows (in one program: the host's experts end before the residents begin).
+Over it, `overlap` is what running both sides at once gains. `home`, `host`: ms of each side in a step in turn (of
+residents with ffi: the bytes of those that a step reads, over --bandwidth, which is less than they take). `sum/max`:
+all that is not the host's, and the host's, over the longer of both: nothing gains more. `bound`: the step in turn over
+itself without the shorter of home and host, since a layer waits for the sum of the one before, and only residents can
+run beside the host. `of bound`: overlap over it. `plain`: without experts=. Slots on the accelerator are counted by the
+runner; bytes are those of the arrays there, and what the device says it uses. What is done is written after every
+engine. Programs are kept for the next engine: most of them are the same."""
 
 import argparse
 import contextlib
@@ -62,8 +64,8 @@ def by_frequency(run: Run, residency: ResidencyMap) -> ResidencyMap:
 
 @contextlib.contextmanager
 def in_turn(runner: SplitRunner, spent: dict[str, float]) -> Iterator[None]:
-    """Let one side end before the other begins, and both before anything follows; adds up seconds of each side, where they are seen
-    from here."""
+    """Let one side end before the other begins, and both before anything follows; adds up seconds of each side, where
+    they are seen from here."""
     if isinstance(runner, WholeRunner):
         lane = runner.host_side.lane
         calls = lane.counts().calls_back
@@ -83,7 +85,9 @@ def in_turn(runner: SplitRunner, spent: dict[str, float]) -> Iterator[None]:
 
         return start
 
-    runner._programs.update({key: waited(key[0], program) for key, program in kept.items() if key[0] in ("home", "host")})
+    runner._programs.update(
+        {key: waited(key[0], program) for key, program in kept.items() if key[0] in ("home", "host")}
+    )
     try:
         yield
     finally:
@@ -103,7 +107,15 @@ class Bench:
     args: argparse.Namespace
     domains: tuple[Domain, Domain]
 
-    def run(self, batch: int, *, domain: int = 0, ask: bool = False, new: int | None = None, spent: dict[str, float] | None = None) -> Run:
+    def run(
+        self,
+        batch: int,
+        *,
+        domain: int = 0,
+        ask: bool = False,
+        new: int | None = None,
+        spent: dict[str, float] | None = None,
+    ) -> Run:
         """A batch of new prompts; into `spent` go the seconds of the sides in decode steps."""
         how = {"prompt": self.args.prompt, "new": new or self.args.new, "ask": ask, "logprobs": True}
         runner, spent = self.core.runner, {} if spent is None else spent
@@ -142,17 +154,26 @@ class Bench:
             home = self.residents_ms(batch, domain)
         bound = serial / (serial - min(home, host)) if turns else float("nan")
         return {
-            "tok/s": batch * 1e3 / wall, "step ms": wall, "hits": 1.0 - away / slots, "in turn ms": serial, "overlap": serial / wall,
-            "sum/max": serial / max(host, serial - host) if turns else float("nan"), "bound": bound, "of bound": serial / wall / bound,
-            "home ms": home, "host ms": host,
-        }  # fmt: skip
+            "tok/s": batch * 1e3 / wall,
+            "step ms": wall,
+            "hits": 1.0 - away / slots,
+            "in turn ms": serial,
+            "overlap": serial / wall,
+            "sum/max": serial / max(host, serial - host) if turns else float("nan"),
+            "bound": bound,
+            "of bound": serial / wall / bound,
+            "home ms": home,
+            "host ms": host,
+        }
 
     def residents_ms(self, batch: int, domain: int) -> float:
         """Of reading the residents that a decode step runs, all layers, from the accelerator's memory."""
         runner, run = self.core.runner, self.run(batch, domain=domain, ask=True, new=8)
         rows = np.stack([out.routed_experts.ids[self.args.prompt :] for out in run.outs])  # [B, steps, M, K]
         slots = runner.residency.slot_of[np.arange(rows.shape[2])[:, None], rows]
-        read = [len(np.unique(layer[layer >= 0])) for step in np.moveaxis(slots, 1, 0) for layer in np.moveaxis(step, 1, 0)]
+        read = [
+            len(np.unique(layer[layer >= 0])) for step in np.moveaxis(slots, 1, 0) for layer in np.moveaxis(step, 1, 0)
+        ]
         (table, *_) = runner.model.host.values()
         one = sum(array.nbytes for array in (table.gate_up, table.down)) / table.down.shape[0]
         return sum(read) / rows.shape[1] * one / self.args.bandwidth * 1e3
@@ -171,10 +192,15 @@ class Bench:
 def server_args(args: argparse.Namespace, folder: Path) -> ServerArgs:
     longest, widest = args.prompt + args.new + 16, max(args.batches)
     return ServerArgs(
-        model_path=str(folder), skip_tokenizer_init=True, context_length=longest, max_total_tokens=widest * (longest + 16),
-        precompile_bs_paddings=tuple(sorted(args.batches)), precompile_token_paddings=(max(256, widest),), mem_fraction_static=0.9,
+        model_path=str(folder),
+        skip_tokenizer_init=True,
+        context_length=longest,
+        max_total_tokens=widest * (longest + 16),
+        precompile_bs_paddings=tuple(sorted(args.batches)),
+        precompile_token_paddings=(max(256, widest),),
+        mem_fraction_static=0.9,
         enable_return_routed_experts=True,
-    )  # fmt: skip
+    )
 
 
 def accelerator_bytes(core: EngineCore) -> dict[str, float]:
@@ -185,16 +211,24 @@ def accelerator_bytes(core: EngineCore) -> dict[str, float]:
     return {"arrays MB": sum(here.values()) / 1e6, "in use MB": said.get("bytes_in_use", float("nan")) / 1e6}
 
 
-def of_engine(model: FamilyDecoder, args: argparse.Namespace, folder: Path, backend: str, fraction: float) -> Iterator[dict[str, object]]:
+def of_engine(
+    model: FamilyDecoder, args: argparse.Namespace, folder: Path, backend: str, fraction: float
+) -> Iterator[dict[str, object]]:
     """All rows of one number of residents; 1.0 once, for there `first` is everybody."""
     config = json.loads((folder / "config.json").read_text())
     experts, batch = int(config["num_experts"]), max(args.batches)
     gc.collect()  # the tables of the last engine
     resident, late = round(fraction * experts), args.deferred
     threads = args.threads if backend == "ffi" else None
-    shared = ExpertsConfig(kt_num_gpu_experts=resident, kt_max_deferred_experts_per_token=late, host_backend=backend, kt_cpuinfer=threads)
+    shared = ExpertsConfig(
+        kt_num_gpu_experts=resident, kt_max_deferred_experts_per_token=late, host_backend=backend, kt_cpuinfer=threads
+    )
     core = assemble(server_args(args, folder), model=model, experts=shared).core
-    runner, bench, memory = core.runner, Bench(core=core, args=args, domains=domains_of(config)), accelerator_bytes(core)
+    runner, bench, memory = (
+        core.runner,
+        Bench(core=core, args=args, domains=domains_of(config)),
+        accelerator_bytes(core),
+    )
     if isinstance(runner, WholeRunner) and runner.host_side is not None:
         runner.host_side.lane.set_signals(calls_back=args.calls)
     start = runner.residency

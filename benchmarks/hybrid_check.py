@@ -2,9 +2,10 @@
 
     python benchmarks/hybrid_check.py [--dtype float32]
 
-One small model, the same prompts: undivided, then with the host's experts as one program (signals by words in memory, and by calls of the
-driver) and layer by layer, for few residents and for none. Of each it prints the largest difference of a token's logprob, the share of
-tokens and of expert ids that are equal, and how the accelerator signalled. In float32 on a CPU all ids are equal."""
+One small model, the same prompts: undivided, then with the host's experts as one program (signals by words in memory,
+and by calls of the driver) and layer by layer, for few residents and for none. Of each it prints the largest difference
+of a token's logprob, the share of tokens and of expert ids that are equal, and how the accelerator signalled. In
+float32 on a CPU all ids are equal."""
 
 import argparse
 import json
@@ -51,7 +52,9 @@ def main() -> None:
         model = skewed_model(folder, args.dtype, 0.4)
 
         def run(experts: ExpertsConfig | None, *, calls: bool = False) -> tuple[Run, str]:
-            core = assemble(server_args(args, folder), model=on_accelerator(model) if experts is None else model, experts=experts).core
+            core = assemble(
+                server_args(args, folder), model=on_accelerator(model) if experts is None else model, experts=experts
+            ).core
             bench, runner, how = Bench(core=core, args=args, domains=domains_of(config)), core.runner, "none"
             if isinstance(runner, WholeRunner):
                 runner.host_side.lane.set_signals(calls_back=calls)

@@ -1,10 +1,11 @@
-"""What an errand of the host's experts costs by itself: a scan of layers that do next to nothing, with and without one in each.
+"""What an errand of the host's experts costs by itself: a scan of layers that do next to nothing, with and without one
+in each.
 
     python benchmarks/hybrid_latency.py
 
-Rows: nothing between layers; an errand that holds no slot (copies and signals alone), signalled by words in memory and by calls of the
-driver; one slot, and sixteen, of experts of Qwen3-30B-A3B's shape in bfloat16. us a layer, the median of runs of 48 layers; `busy`: of
-the host."""
+Rows: nothing between layers; an errand that holds no slot (copies and signals alone), signalled by words in memory and
+by calls of the driver; one slot, and sixteen, of experts of Qwen3-30B-A3B's shape in bfloat16. us a layer, the median
+of runs of 48 layers; `busy`: of the host."""
 
 import os
 import statistics
@@ -44,7 +45,11 @@ def main() -> None:
                 y = y + out.astype(y.dtype)
             return y, None
 
-        run = jax.jit(lambda x, ids: jax.lax.scan(layer, x, ids.reshape(LAYERS, TOKENS, TOP_K))[0]).lower(x, ids).compile()
+        run = (
+            jax.jit(lambda x, ids: jax.lax.scan(layer, x, ids.reshape(LAYERS, TOKENS, TOP_K))[0])
+            .lower(x, ids)
+            .compile()
+        )
         lane.set_signals(calls_back=calls)
         there, spent = jax.device_put(ids), []
         for _ in range(RUNS):

@@ -1,10 +1,11 @@
-"""Loading a checkpoint: seconds, and the most memory that the process held, pages of mapped files included, beside the checkpoint's bytes.
+"""Loading a checkpoint: seconds, and the most memory that the process held, pages of mapped files included, beside the
+checkpoint's bytes.
 
     python benchmarks/loading.py [--megabytes 2000] [--folder FOLDER]
 
-A random checkpoint of Qwen3-MoE's form in bfloat16 is written to FOLDER (default: a temporary one), a tensor an expert, several files;
-a fresh process loads it on CPU. Told are the peak of its resident memory (VmHWM) over the checkpoint's bytes, and the same less what the
-process held before it opened the checkpoint (Python, JAX)."""
+A random checkpoint of Qwen3-MoE's form in bfloat16 is written to FOLDER (default: a temporary one), a tensor an expert,
+several files; a fresh process loads it on CPU. Told are the peak of its resident memory (VmHWM) over the checkpoint's
+bytes, and the same less what the process held before it opened the checkpoint (Python, JAX)."""
 
 import argparse
 import json
@@ -26,7 +27,13 @@ from safetensors.numpy import save_file
 from routed_experts.models.config_reader import ConfigReader
 from routed_experts.models.registry import FAMILIES, ModelFolder
 
-SIZES = {"hidden_size": 1024, "num_experts": 64, "moe_intermediate_size": 512, "vocab_size": 32_768, "torch_dtype": "bfloat16"}
+SIZES = {
+    "hidden_size": 1024,
+    "num_experts": 64,
+    "moe_intermediate_size": 512,
+    "vocab_size": 32_768,
+    "torch_dtype": "bfloat16",
+}
 
 
 def write_checkpoint(folder: Path, megabytes: int) -> None:
@@ -69,7 +76,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=2000)
     parser.add_argument("--folder", type=Path, help="where to write the checkpoint; it is left there")
-    parser.add_argument("--load", type=Path, help="load this folder and print what was measured: what the fresh process does")
+    parser.add_argument(
+        "--load", type=Path, help="load this folder and print what was measured: what the fresh process does"
+    )
     args = parser.parse_args()
     if args.load is not None:
         print(json.dumps(load(args.load)))
@@ -79,9 +88,16 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_checkpoint(folder, args.megabytes)
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        run = subprocess.run([sys.executable, __file__, "--load", str(folder)], capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [sys.executable, __file__, "--load", str(folder)], capture_output=True, text=True, check=True
+        )
     told = json.loads(run.stdout.splitlines()[-1])
-    row = {"checkpoint_mb": size / 1e6, "seconds": told["seconds"], "before_mb": told["before"] / 1e6, "peak_mb": told["peak"] / 1e6}
+    row = {
+        "checkpoint_mb": size / 1e6,
+        "seconds": told["seconds"],
+        "before_mb": told["before"] / 1e6,
+        "peak_mb": told["peak"] / 1e6,
+    }
     row |= {"peak_ratio": told["peak"] / size, "peak_ratio_less_before": (told["peak"] - told["before"]) / size}
     print_table([row])
     write_result("loading_cpu", [row])

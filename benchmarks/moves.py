@@ -1,18 +1,19 @@
-"""Placed experts on several devices: what a step costs under each way of choosing instances, and what moving experts costs.
+"""Placed experts on several devices: what a step costs under each way of choosing instances, and what moving experts
+costs.
 
     python benchmarks/moves.py [--devices 2] [--layers 4] [--batches 16 64] [--parts steps moves follow]
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python benchmarks/moves.py --quick      # CPU, a small model in float32
 
-Random weights under Qwen3-30B-A3B's config at a few layers, with routers that prefer some experts in each of two domains of tokens
-(domains.py); tokens are drawn at temperature 1. One expert in eight has a second instance, at first by chance.
-`steps`: decode steps by whole experts without a placement, with replicas (water-filled), and with capacities (1.25 of the mean, and without
-bound); the engines take turns, ratios are over `replicas`. `rerouted`: share of slots that capacities led to another expert.
-`moves`: between decode steps a plan for this very load is moved to, a layer at a time. `move ms` is from draining the step in flight
-until the layer's arrays are there, GB/s what its copies carried in that time; step times with a move and without; `same` are tokens
-equal to those of a run without moves (and of a run after all moves): 1 in float32, but for a sum whose order tips a draw; balancedness
-(weighted) is of all steps of a run, before and after.
-`follow`: an engine that rebalances by itself while the domain changes half way: what the gate did, how long its moves took, balancedness
-before the change, after it, and at the end."""
+Random weights under Qwen3-30B-A3B's config at a few layers, with routers that prefer some experts in each of two
+domains of tokens (domains.py); tokens are drawn at temperature 1. One expert in eight has a second instance, at first
+by chance. `steps`: decode steps by whole experts without a placement, with replicas (water-filled), and with capacities
+(1.25 of the mean, and without bound); the engines take turns, ratios are over `replicas`. `rerouted`: share of slots
+that capacities led to another expert. `moves`: between decode steps a plan for this very load is moved to, a layer at a
+time. `move ms` is from draining the step in flight until the layer's arrays are there, GB/s what its copies carried in
+that time; step times with a move and without; `same` are tokens equal to those of a run without moves (and of a run
+after all moves): 1 in float32, but for a sum whose order tips a draw; balancedness (weighted) is of all steps of a run,
+before and after. `follow`: an engine that rebalances by itself while the domain changes half way: what the gate did,
+how long its moves took, balancedness before the change, after it, and at the end."""
 
 import argparse
 import dataclasses
@@ -40,9 +41,11 @@ from routed_experts.placement import eplb, rebalance
 
 Row = dict[str, object]
 WAYS = {
-    "no placement": None, "replicas": {}, "reroute 5/4": {"mode": "reroute", "capacity_factor": "5/4"},
+    "no placement": None,
+    "replicas": {},
+    "reroute 5/4": {"mode": "reroute", "capacity_factor": "5/4"},
     "reroute inf": {"mode": "reroute", "capacity_factor": "inf"},
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,18 +60,30 @@ class Bench:
     @property
     def first(self) -> Placement:
         """One expert in eight twice, those of a load that is nobody's."""
-        experts, layers, devices = int(self.config["num_experts"]), int(self.config["num_hidden_layers"]), self.args.devices
+        experts, layers, devices = (
+            int(self.config["num_experts"]),
+            int(self.config["num_hidden_layers"]),
+            self.args.devices,
+        )
         load = np.random.default_rng(1).gamma(2.0, size=(layers, experts))
-        return rebalance(load, num_instances=experts + max(devices, experts // 8 // devices * devices), num_devices=devices)
+        return rebalance(
+            load, num_instances=experts + max(devices, experts // 8 // devices * devices), num_devices=devices
+        )
 
     def how(self) -> dict[str, object]:
         """Arguments of an engine."""
         args, longest, widest = self.args, self.args.prompt + self.args.new + 16, max(self.args.batches)
         return dict(
-            model_path=str(self.folder), skip_tokenizer_init=True, context_length=longest, max_total_tokens=widest * (longest + 16),
-            precompile_bs_paddings=tuple(sorted(args.batches)), precompile_token_paddings=(max(256, widest),), mem_fraction_static=0.9,
-            tp_size=args.devices, ep_size=args.devices,
-        )  # fmt: skip
+            model_path=str(self.folder),
+            skip_tokenizer_init=True,
+            context_length=longest,
+            max_total_tokens=widest * (longest + 16),
+            precompile_bs_paddings=tuple(sorted(args.batches)),
+            precompile_token_paddings=(max(256, widest),),
+            mem_fraction_static=0.9,
+            tp_size=args.devices,
+            ep_size=args.devices,
+        )
 
     def assembled(self, way: dict[str, object] | None) -> Assembly:
         """An engine core without a thread, so that steps can be timed."""
@@ -83,7 +98,8 @@ class Bench:
 def decode(
     built: Assembly, domain: Domain, batch: int, args: argparse.Namespace, *, between: Callable[[], float] = lambda: 0.0
 ) -> tuple[list[float], list[float], list[tuple[int, ...]]]:
-    """Seconds of the decode steps of a batch, what `between` took before each (its part of the step), and the tokens."""
+    """Seconds of the decode steps of a batch, what `between` took before each (its part of the step), and the
+    tokens."""
     core, steps, parts, outs = built.core, [], [], []
     core.flush_cache()
     reqs = domain.requests(batch, prompt=args.prompt, new=args.new, ask=False)
@@ -129,7 +145,9 @@ def ways(bench: Bench) -> list[Row]:
     return rows
 
 
-def moving(runner: PlacedRunner, built: Assembly, plan: Placement, layers: list[tuple[int, int]]) -> Callable[[], float]:
+def moving(
+    runner: PlacedRunner, built: Assembly, plan: Placement, layers: list[tuple[int, int]]
+) -> Callable[[], float]:
     """What moves the next of `layers` each time, once no step is in flight; gives its seconds."""
 
     def move() -> float:
@@ -145,7 +163,9 @@ def moving(runner: PlacedRunner, built: Assembly, plan: Placement, layers: list[
 
 
 def equal(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> float:
-    return float(np.mean([a == b for mine, theirs in zip(one, other, strict=True) for a, b in zip(mine, theirs, strict=True)]))
+    return float(
+        np.mean([a == b for mine, theirs in zip(one, other, strict=True) for a, b in zip(mine, theirs, strict=True)])
+    )
 
 
 def weighted(watch: LoadWatch) -> float:
@@ -166,7 +186,9 @@ def moves(bench: Bench) -> list[Row]:
         still, _, wanted = decode(built, bench.domain(0, 8), batch, args)
         load, before = watch.take_window()().sum(axis=0), weighted(watch)
         here = runner.placement
-        plan = eplb(load.astype(np.float64), num_instances=here.num_instances, num_devices=here.num_devices, previous=here)
+        plan = eplb(
+            load.astype(np.float64), num_instances=here.num_instances, num_devices=here.num_devices, previous=here
+        )
         copied, left = runner.num_copied, runner.layers()
         steps, parts, tokens = decode(built, bench.domain(0, 8), batch, args, between=moving(runner, built, plan, left))
         assert not left, f"{len(left)} layers were not moved: give --new more than --layers"
@@ -175,11 +197,21 @@ def moves(bench: Bench) -> list[Row]:
         after_steps, _, after_tokens = decode(built, bench.domain(0, 8), batch, args)
         after, spent = weighted(watch), [part for part in parts if part]
         with_move = [step for step, part in zip(steps, parts, strict=True) if part]
-        rows.append({
-            "batch": batch, "copies": copied, "move ms": median_ms(spent), "GB/s": copied * runner.expert_bytes / sum(spent) / 1e9,
-            "step ms": median_ms(still[3:-3]), "with move ms": median_ms(with_move), "after ms": median_ms(after_steps[3:-3]),
-            "same": equal(tokens, wanted), "same after": equal(after_tokens, wanted), "before": before, "after": after,
-        })  # fmt: skip
+        rows.append(
+            {
+                "batch": batch,
+                "copies": copied,
+                "move ms": median_ms(spent),
+                "GB/s": copied * runner.expert_bytes / sum(spent) / 1e9,
+                "step ms": median_ms(still[3:-3]),
+                "with move ms": median_ms(with_move),
+                "after ms": median_ms(after_steps[3:-3]),
+                "same": equal(tokens, wanted),
+                "same after": equal(after_tokens, wanted),
+                "before": before,
+                "after": after,
+            }
+        )
         for layer in runner.layers():
             runner.move_layer(*layer, here)
         runner.placement = here
@@ -190,26 +222,38 @@ def moves(bench: Bench) -> list[Row]:
 def follow(bench: Bench) -> list[Row]:
     """An engine that follows the load by itself, over a change of domain."""
     args, rows, batch = bench.args, list[Row](), max(bench.args.batches)
-    config = PlacementConfig(plan=bench.first, rebalance_every=args.every, layers_per_step=1, link_bytes_per_s=args.link)
+    config = PlacementConfig(
+        plan=bench.first, rebalance_every=args.every, layers_per_step=1, link_bytes_per_s=args.link
+    )
     with Engine(model=bench.model, placement=config, **bench.how()) as engine:
         for number in (0, 1):
             for turn in range(args.follow):
                 asked = bench.domain(number, 20 + turn).requests(batch, prompt=args.prompt, new=1, ask=False)
                 prompts = [req.source.input_ids.tolist() for req in asked]
                 begin = time.perf_counter()
-                engine.generate(input_ids=prompts, sampling_params={"temperature": 1.0, "ignore_eos": True}, max_new_tokens=args.new)
+                engine.generate(
+                    input_ids=prompts, sampling_params={"temperature": 1.0, "ignore_eos": True}, max_new_tokens=args.new
+                )
                 seconds = time.perf_counter() - begin
                 if engine._assembly.rebalancer is not None:
                     engine._assembly.rebalancer.settle()
                 told = engine.placement_stats()
                 verdict, balance = told.verdict, told.balance.get(10)
-                rows.append({
-                    "domain": number, "run": turn, "tok/s": batch * args.new / seconds, "moved": told.rebalances, "skipped": told.skipped,
-                    "failed": told.failed, "copies": told.copies, "last move ms": (told.last_move_s or 0.0) * 1e3,
-                    "gain ms": 1e3 * verdict.gain_s if verdict else float("nan"),
-                    "cost ms": 1e3 * verdict.cost_s if verdict else float("nan"),
-                    "balance 10": balance.weighted if balance else float("nan"),
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "domain": number,
+                        "run": turn,
+                        "tok/s": batch * args.new / seconds,
+                        "moved": told.rebalances,
+                        "skipped": told.skipped,
+                        "failed": told.failed,
+                        "copies": told.copies,
+                        "last move ms": (told.last_move_s or 0.0) * 1e3,
+                        "gain ms": 1e3 * verdict.gain_s if verdict else float("nan"),
+                        "cost ms": 1e3 * verdict.cost_s if verdict else float("nan"),
+                        "balance 10": balance.weighted if balance else float("nan"),
+                    }
+                )
     print_table(rows)
     return rows
 
@@ -248,7 +292,9 @@ def main() -> None:
     found = dict[str, list[Row]]()
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(config))
-        bench = Bench(args=args, config=config, folder=Path(name), model=skewed_model(Path(name), args.dtype, args.skew))
+        bench = Bench(
+            args=args, config=config, folder=Path(name), model=skewed_model(Path(name), args.dtype, args.skew)
+        )
         for part in args.parts:
             begin = time.perf_counter()
             found[part] = PARTS[part](bench)

@@ -1,11 +1,13 @@
-"""What HTTP adds: tokens a second through /generate streams beside the same engine in process, time to the first byte, and what
-returning routes costs. The demo model, on CPU; the client is a process of its own that reads bytes and parses none.
+"""What HTTP adds: tokens a second through /generate streams beside the same engine in process, time to the first byte,
+and what returning routes costs. The demo model, on CPU; the client is a process of its own that reads bytes and parses
+none.
 
     python benchmarks/over_http.py [--batch 32] [--new 256] [--rounds 20]
 
-Each way runs between two calls that wait for all at once, and is compared with their mean: the speed of a shared machine changes within a
-second. Every run has prompts that no cache knows. On a machine of two cores the client takes some of one from the engine: its CPU
-seconds are given. The routes are a synthetic record of 4,096 tokens, 48 layers, top-8, 128 experts."""
+Each way runs between two calls that wait for all at once, and is compared with their mean: the speed of a shared
+machine changes within a second. Every run has prompts that no cache knows. On a machine of two cores the client takes
+some of one from the engine: its CPU seconds are given. The routes are a synthetic record of 4,096 tokens, 48 layers,
+top-8, 128 experts."""
 
 import argparse
 import asyncio
@@ -40,18 +42,26 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--client", metavar="PORT", type=int, help="be the client: lists of bodies come on standard input")
+    parser.add_argument(
+        "--client", metavar="PORT", type=int, help="be the client: lists of bodies come on standard input"
+    )
     args = parser.parse_args()
     if args.client:
         for line in sys.stdin:
             print(json.dumps(asyncio.run(read_all(args.client, json.loads(line)))), flush=True)
         return
-    sizes = {"precompile_bs_paddings": (args.batch,), "precompile_token_paddings": (512,), "max_running_requests": args.batch}
+    sizes = {
+        "precompile_bs_paddings": (args.batch,),
+        "precompile_token_paddings": (512,),
+        "max_running_requests": args.batch,
+    }
     with Engine(str(demo_model_path()), enable_return_routed_experts=True, max_total_tokens=32_768, **sizes) as engine:
         command = [sys.executable, __file__, "--client", str(serve(engine))]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
             noise = np.random.default_rng(0)
-            rounds = [one_round(engine, client, args, noise) for _ in range(args.rounds + 2)][2:]  # the first two warm up
+            rounds = [one_round(engine, client, args, noise) for _ in range(args.rounds + 2)][
+                2:
+            ]  # the first two warm up
             client.stdin.close()
     rows: list[dict[str, object]] = []
     for name in rounds[0]:
@@ -86,7 +96,9 @@ def serve(engine: Engine) -> int:
     return int(url_of(listener).rsplit(":", 1)[1])
 
 
-def one_round(engine: Engine, client: subprocess.Popen, args: argparse.Namespace, noise: np.random.Generator) -> dict[str, dict]:
+def one_round(
+    engine: Engine, client: subprocess.Popen, args: argparse.Namespace, noise: np.random.Generator
+) -> dict[str, dict]:
     """Every way once, each between two calls at once."""
 
     def prompts() -> list[list[int]]:
@@ -103,7 +115,9 @@ def one_round(engine: Engine, client: subprocess.Popen, args: argparse.Namespace
         return {"tokens/s": args.batch * args.new / (time.perf_counter() - began)}
 
     def over_http(**said: object) -> dict[str, object]:
-        bodies = [json.dumps({"input_ids": ids, "sampling_params": sampling, "stream": True, **said}) for ids in prompts()]
+        bodies = [
+            json.dumps({"input_ids": ids, "sampling_params": sampling, "stream": True, **said}) for ids in prompts()
+        ]
         client.stdin.write(json.dumps(bodies) + "\n")
         client.stdin.flush()
         told = json.loads(client.stdout.readline())
@@ -154,9 +168,15 @@ def encoding_costs() -> list[dict[str, object]]:
     rng = np.random.default_rng(0)
     ids = np.argsort(rng.random((4095, 48, 128), np.float32), axis=2)[:, :, :8].astype(np.uint8)
     record = RoutedExperts(
-        ids=ids, start=0, num_tokens=4096, num_prompt_tokens=3072, layer_ids=tuple(range(48)), num_hidden_layers=48, num_experts=128,
+        ids=ids,
+        start=0,
+        num_tokens=4096,
+        num_prompt_tokens=3072,
+        layer_ids=tuple(range(48)),
+        num_hidden_layers=48,
+        num_experts=128,
         version_spans=((0, 4095, 0),),
-    )  # fmt: skip
+    )
     rows: list[dict[str, object]] = []
     for form in ("npy", "int32"):
         taken = []
@@ -165,7 +185,9 @@ def encoding_costs() -> list[dict[str, object]]:
             encode_meta_info(record, payload_format=form, layers="all" if form == "int32" else "moe")
             taken.append(1e3 * (time.thread_time() - began))
         limit = 5 if form == "npy" else 25
-        rows.append({"format": form, "median ms": statistics.median(taken), "p90 ms": sorted(taken)[17], "at most ms": limit})
+        rows.append(
+            {"format": form, "median ms": statistics.median(taken), "p90 ms": sorted(taken)[17], "at most ms": limit}
+        )
     return rows
 
 

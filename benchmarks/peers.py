@@ -1,12 +1,13 @@
-"""Decode and prefill beside other engines, on the same weights and prompts. Each peer is a process of its own and waits for its turn.
+"""Decode and prefill beside other engines, on the same weights and prompts. Each peer is a process of its own and waits
+for its turn.
 
     python benchmarks/peers.py [--rounds 3] [--batches 1 8 32] [--dtype float32] [--peer NAME=PYTHON ...]
 
-NAME is transformers, vllm or llama_cpp (peer_programs/), PYTHON the interpreter of an environment that has it; without --peer,
-transformers of this environment. Ours runs with capture on and asked for by every request. Prefill is a run of one new token, and
-decode what the whole run takes more, for all alike. Rounds alternate, with half a second between two turns; a ratio is that of one
-round; medians are given. `same` is the share of greedy tokens before the first difference that equal ours: a peer that computes
-something else would be no peer."""
+NAME is transformers, vllm or llama_cpp (peer_programs/), PYTHON the interpreter of an environment that has it; without
+--peer, transformers of this environment. Ours runs with capture on and asked for by every request. Prefill is a run of
+one new token, and decode what the whole run takes more, for all alike. Rounds alternate, with half a second between two
+turns; a ratio is that of one round; medians are given. `same` is the share of greedy tokens before the first difference
+that equal ours: a peer that computes something else would be no peer."""
 
 import argparse
 import dataclasses
@@ -24,7 +25,8 @@ from common import Prompts, benchmark_model, build, print_table, write_checkpoin
 
 from routed_experts.engine.core import EngineCore
 
-_REST_S = 0.5  # threads of an engine's OpenMP look for work for 0.2 s after its turn: the next one begins when the cores are free
+# threads of an engine's OpenMP look for work for 0.2 s after its turn: the next one begins when the cores are free
+_REST_S = 0.5
 
 PROGRAMS = Path(__file__).parent / "peer_programs"
 
@@ -154,7 +156,9 @@ def main() -> None:
     for peer in peers:
         peer.close()
     name = "peers_cpu" if args.dtype == "float32" else f"peers_cpu_{args.dtype}"
-    print(write_result(name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new, dtype=args.dtype, peers=versions))
+    print(
+        write_result(name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new, dtype=args.dtype, peers=versions)
+    )
 
 
 if __name__ == "__main__":

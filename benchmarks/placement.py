@@ -2,9 +2,9 @@
 
     python benchmarks/placement.py                              # CPU: tables, results/placement_cpu.json and docs/placement.png
 
-Two domains are generated with capture: English (tales, novels, speeches, verse) and Python. Each is cut in half: plans learn from one
-half of a domain, of the other domain or of both, and are judged on the other half. Ratios and counts do not depend on the machine;
-the milliseconds do."""
+Two domains are generated with capture: English (tales, novels, speeches, verse) and Python. Each is cut in half: plans
+learn from one half of a domain, of the other domain or of both, and are judged on the other half. Ratios and counts do
+not depend on the machine; the milliseconds do."""
 
 import argparse
 import time
@@ -28,15 +28,26 @@ DOCS = Path(__file__).parents[1] / "docs"
 INSTANCES, DEVICES, RESIDENTS = 40, 8, 8
 PROMPTS = {
     "english": (
-        "Once upon a time there was a", "The whale swam past the ship and", "Mr. Speaker, the state of the Union is",
-        "Alice looked at the", "O for a muse of fire, that would", "My fellow Americans, this year we", "The captain called his men and",
+        "Once upon a time there was a",
+        "The whale swam past the ship and",
+        "Mr. Speaker, the state of the Union is",
+        "Alice looked at the",
+        "O for a muse of fire, that would",
+        "My fellow Americans, this year we",
+        "The captain called his men and",
         "It was raining all day, and the",
     ),
     "python": (
-        "def first(iterable, default=None):\n", "class LRU(dict):\n    def __init__", "import itertools\nfrom collections import",
-        "    for item in iterable:\n        if", "def chunked(src, size,", "    return [x for x in", "    >>> list(", "try:\n    from",
+        "def first(iterable, default=None):\n",
+        "class LRU(dict):\n    def __init__",
+        "import itertools\nfrom collections import",
+        "    for item in iterable:\n        if",
+        "def chunked(src, size,",
+        "    return [x for x in",
+        "    >>> list(",
+        "try:\n    from",
     ),
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -61,10 +72,21 @@ def main() -> None:
         f"{INSTANCES} instances, planned": placement.replay(judged["python"], plan).device_load,
     }
     title = f"Demo model, Python text: planned on one half, judged on {sum(r.num_rows for r in judged['python']):,} tokens of the other"
-    draw_plans(DOCS / "placement.png", judged["python"], stats["python"].load, devices=devices, residents=RESIDENTS, title=title)
+    draw_plans(
+        DOCS / "placement.png",
+        judged["python"],
+        stats["python"].load,
+        devices=devices,
+        residents=RESIDENTS,
+        title=title,
+    )
     counting = time_counting()
     print(f"counting: {counting:.2f} us a token of 48 layers, 128 experts, top-8")
-    print(write_result("placement_cpu", balance, hits=hits, times=times, counting_us=counting, new_tokens=options.new_tokens))
+    print(
+        write_result(
+            "placement_cpu", balance, hits=hits, times=times, counting_us=counting, new_tokens=options.new_tokens
+        )
+    )
 
 
 def generate(new_tokens: int) -> dict[str, list[RoutedExperts]]:
@@ -83,7 +105,10 @@ def judge_balance(stats: dict[str, RoutingStats], judged: dict[str, list[RoutedE
     """Balancedness, mean of the layers, over the whole trace and in steps of 256 tokens."""
     rows = []
     for domain, records in judged.items():
-        plans = {name: placement.eplb(learned, num_instances=INSTANCES, num_devices=DEVICES) for name, learned in stats.items()}
+        plans = {
+            name: placement.eplb(learned, num_instances=INSTANCES, num_devices=DEVICES)
+            for name, learned in stats.items()
+        }
         num_layers, num_experts = stats[domain].load.shape
         for name, plan in {"none": Placement.identity(num_layers, num_experts, DEVICES), **plans}.items():
             whole = placement.eplb_balancedness(placement.replay(records, plan, step_tokens=10**9).device_load)
@@ -100,16 +125,29 @@ def judge_hits(stats: dict[str, RoutingStats], judged: dict[str, list[RoutedExpe
     for domain, records in judged.items():
         num_layers, num_experts = stats[domain].load.shape
         plans = {"first": ResidencyMap.first(num_layers, num_experts, RESIDENTS)}
-        plans |= {f"static, from {name}": placement.resident(learned, per_layer=RESIDENTS) for name, learned in stats.items()}
+        plans |= {
+            f"static, from {name}": placement.resident(learned, per_layer=RESIDENTS) for name, learned in stats.items()
+        }
         for name, learned in stats.items():
-            plans[f"adaptive, from {name}"] = placement.AdaptiveResidency.start(plans[f"static, from {name}"], learned=learned)
+            plans[f"adaptive, from {name}"] = placement.AdaptiveResidency.start(
+                plans[f"static, from {name}"], learned=learned
+            )
         for name, plan in plans.items():
             report = placement.replay(records, plan, step_tokens=8)
             copies = float(report.copies.mean() / report.num_tokens)
-            rows.append({"judged on": domain, "policy": name, "hits": float(report.hit_ratio.mean()), "copies a token": copies})
+            rows.append(
+                {"judged on": domain, "policy": name, "hits": float(report.hit_ratio.mean()), "copies a token": copies}
+            )
         lru = placement.lru_coverage(*records)
         copies = float(lru.copies_per_token[:, RESIDENTS].mean())
-        rows.append({"judged on": domain, "policy": "LRU", "hits": float(lru.hits[:, RESIDENTS].mean()), "copies a token": copies})
+        rows.append(
+            {
+                "judged on": domain,
+                "policy": "LRU",
+                "hits": float(lru.hits[:, RESIDENTS].mean()),
+                "copies a token": copies,
+            }
+        )
     return rows
 
 
@@ -129,16 +167,23 @@ def time_plans() -> list[dict[str, object]]:
         copies = [int(placement.num_copies(old, plan).sum()) for plan in (new, named)]
         rows.append(
             {
-                "instances": num_instances, "devices": num_devices, "greedy ms": greedy_ms, "refined ms": refined_ms,
-                "balance, greedy": balance[0], "balance, refined": balance[1], "relabel ms": relabel_ms,
-                "copies": copies[0], "copies, relabelled": copies[1],
+                "instances": num_instances,
+                "devices": num_devices,
+                "greedy ms": greedy_ms,
+                "refined ms": refined_ms,
+                "balance, greedy": balance[0],
+                "balance, refined": balance[1],
+                "relabel ms": relabel_ms,
+                "copies": copies[0],
+                "copies, relabelled": copies[1],
             }
-        )  # fmt: skip
+        )
     return rows
 
 
 def time_counting() -> float:
-    """Microseconds a token of counting the rows of 16 decode steps of 8 requests, as the host store does where it files them."""
+    """Microseconds a token of counting the rows of 16 decode steps of 8 requests, as the host store does where it files
+    them."""
     spec = CaptureSpec(num_hidden_layers=48, layer_ids=tuple(range(48)), num_experts=128, top_k=8)
     rows = np.random.default_rng(0).integers(0, 128, (128, 48 * 8)).astype(spec.dtype)
     counts, generated = ExpertCounts(spec), np.ones(128, np.bool_)

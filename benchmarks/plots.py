@@ -1,4 +1,5 @@
-"""Draw docs/performance.png from results/: a decode step against batch (step_h200.json), layers and context (curves_h200.json).
+"""Draw docs/performance.png from results/: a decode step against batch (step_h200.json), layers and context
+(curves_h200.json).
 
 python benchmarks/plots.py"""
 
@@ -26,7 +27,9 @@ def curve(axes: Axes, rows: list[dict], along: str, title: str) -> None:
 
 def main() -> None:
     """Read, draw, write."""
-    by_batch = [row for row in json.loads((RESULTS / "step_h200.json").read_text())["rows"] if row["capture"] == "on, asked"]
+    by_batch = [
+        row for row in json.loads((RESULTS / "step_h200.json").read_text())["rows"] if row["capture"] == "on, asked"
+    ]
     measured = json.loads((RESULTS / "curves_h200.json").read_text())["rows"]
     points = {(row["layers"], row["context"]): row for row in measured}  # of a point that was measured twice, the last
     deep, short = max(layers for layers, _ in points), min(context for _, context in points)

@@ -2,8 +2,8 @@
 
     python benchmarks/pool.py benchmarks/results/capture_pooled_cpu.json
 
-Ratios are weighted by 1 / (+-)^2, the rest is a mean of runs. A run of so few steps that it has no standard error leaves its
-batch and phase out."""
+Ratios are weighted by 1 / (+-)^2, the rest is a mean of runs. A run of so few steps that it has no standard error
+leaves its batch and phase out."""
 
 import json
 import statistics

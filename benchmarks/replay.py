@@ -1,13 +1,14 @@
-"""What replay costs: a training step with replayed routing over the same step live, and decode + align of a long record.
+"""What replay costs: a training step with replayed routing over the same step live, and decode + align of a long
+record.
 
     python benchmarks/replay.py [--small | --schedules 1000]
 
-Steps are forward and backward of the benchmark model, interleaved pair by pair in one process, medians and the median ratio
-given. The record is 32,768 tokens of 48 layers and top-8 of 128 experts (12.6 MB): read from the bytes of its .npy, checked, and laid
-out as a batch; `base64_ms` is what the text form would add. `..._copies`: the most memory that a stage held beside its input, in sizes of
-the record: reading copies nothing, and laying out writes the batch, the one array that goes to the device. --schedules runs so many
-random schedules of the engine instead (chunks, prefix hits, n > 1, retraction, aborts and continuation, flushes, weight updates) and
-compares each row with a tap before the experts.
+Steps are forward and backward of the benchmark model, interleaved pair by pair in one process, medians and the median
+ratio given. The record is 32,768 tokens of 48 layers and top-8 of 128 experts (12.6 MB): read from the bytes of its
+.npy, checked, and laid out as a batch; `base64_ms` is what the text form would add. `..._copies`: the most memory that
+a stage held beside its input, in sizes of the record: reading copies nothing, and laying out writes the batch, the one
+array that goes to the device. --schedules runs so many random schedules of the engine instead (chunks, prefix hits, n >
+1, retraction, aborts and continuation, flushes, weight updates) and compares each row with a tap before the experts.
 Dims: B sequences, S tokens of a sequence."""
 
 import argparse
@@ -41,7 +42,9 @@ from tiny import VOCAB_SIZE
 
 def small_model() -> Qwen3Moe:
     """Two layers of the same form, to see whether this script runs."""
-    sizes = dict(vocab_size=64, hidden_size=32, head_dim=8, dense_width=16, expert_width=16, num_layers=2, moe_layers=(0, 1))
+    sizes = dict(
+        vocab_size=64, hidden_size=32, head_dim=8, dense_width=16, expert_width=16, num_layers=2, moe_layers=(0, 1)
+    )
     return Qwen3Moe(dataclasses.replace(benchmark_config(), **sizes), rngs=nnx.Rngs(0), dtype=jnp.dtype("float32"))
 
 
@@ -62,7 +65,10 @@ def step_times(model: Qwen3Moe, batch: int, length: int, pairs: int) -> dict[str
     record = jax.jit(lambda state, tokens: forward(nnx.merge(graphdef, state), tokens, return_routed=True).ids)
     ids = record(state, tokens)
     assert ids.shape == (batch, length, spec.num_moe_layers, spec.top_k)
-    kinds = {"live": None, "replayed": RoutedBatch(ids, jnp.ones((batch, length), bool), jnp.zeros((batch, length), bool))}
+    kinds = {
+        "live": None,
+        "replayed": RoutedBatch(ids, jnp.ones((batch, length), bool), jnp.zeros((batch, length), bool)),
+    }
     for routed in kinds.values():
         jax.block_until_ready(step(state, tokens, routed))
     taken = {name: [] for name in kinds}
@@ -87,9 +93,15 @@ def long_record(tokens: int, layers: int, top_k: int, experts: int) -> RoutedExp
     few = rng.permuted(np.tile(np.arange(experts, dtype=np.uint8), (1024, 1)), axis=1)[:, :top_k]
     ids = few[rng.integers(0, len(few), (tokens - 1, layers))]
     return RoutedExperts(
-        ids=ids, start=0, num_tokens=tokens, num_prompt_tokens=tokens // 2, layer_ids=tuple(range(layers)), num_hidden_layers=layers,
-        num_experts=experts, version_spans=((0, tokens - 1, 0),),
-    )  # fmt: skip
+        ids=ids,
+        start=0,
+        num_tokens=tokens,
+        num_prompt_tokens=tokens // 2,
+        layer_ids=tuple(range(layers)),
+        num_hidden_layers=layers,
+        num_experts=experts,
+        version_spans=((0, tokens - 1, 0),),
+    )
 
 
 def align_times(tokens: int, layers: int, top_k: int, experts: int, repeats: int) -> dict[str, object]:
@@ -122,7 +134,10 @@ def align_times(tokens: int, layers: int, top_k: int, experts: int, repeats: int
         taken["decode_ms"].append((decoded - start) * 1e3)
         taken["align_ms"].append((done - decoded) * 1e3)
         assert batch.valid.sum() == tokens - 1
-    copies = {"decode_copies": held(lambda: record_from_npy(encoded, info)), "align_copies": held(lambda: aligned(read))}
+    copies = {
+        "decode_copies": held(lambda: record_from_npy(encoded, info)),
+        "align_copies": held(lambda: aligned(read)),
+    }
     both = [one + other for one, other in zip(taken["decode_ms"], taken["align_ms"], strict=True)]
     medians = {name: statistics.median(values) for name, values in taken.items()}
     total = {"decode_and_align_ms": statistics.median(both), "best_ms": min(both)}
@@ -138,14 +153,21 @@ def judge_schedules(count: int) -> dict[str, object]:
             rows += run_schedule(stage, seed)
         except AssertionError as error:
             wrong.append(f"{seed}: {error}"[:300])
-    return {"what": f"{count} random schedules", "rows compared": rows, "wrong": wrong, "s": time.perf_counter() - start}
+    return {
+        "what": f"{count} random schedules",
+        "rows compared": rows,
+        "wrong": wrong,
+        "s": time.perf_counter() - start,
+    }
 
 
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a few tokens and one pair: does it run; writes nothing")
-    parser.add_argument("--schedules", type=int, default=0, help="random schedules whose rows are judged, and nothing else")
+    parser.add_argument(
+        "--schedules", type=int, default=0, help="random schedules whose rows are judged, and nothing else"
+    )
     args = parser.parse_args()
     if args.schedules:
         judged = judge_schedules(args.schedules)

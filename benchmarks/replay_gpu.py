@@ -1,12 +1,17 @@
-"""Replay on an accelerator's own kernels: its laws, the rows of whatever can happen to a request, and what it gains on a trained model.
+"""Replay on an accelerator's own kernels: its laws, the rows of whatever can happen to a request, and what it gains on
+a trained model.
 
-    python benchmarks/replay_gpu.py [--parts laws rows mismatch transformers] [--seconds 420] [--weights FILE.npz] [--small]
+    python benchmarks/replay_gpu.py [--parts laws rows mismatch transformers] [--seconds 420] [--weights FILE.npz]
+    [--small]
 
-laws: C1 executed == forced, C2 self-replay, C3 no valid row is live, by the serving kernels (`score`) and by the training forward.
+laws: C1 executed == forced, C2 self-replay, C3 no valid row is live, by the serving kernels (`score`) and by the
+training forward.
 rows: every kind of event and random schedules, each row against a tap on the array that enters the kernels.
-mismatch: a byte model is trained for --seconds (byte_model.py); rollout in bfloat16 by the serving kernels, training forward in bfloat16
+mismatch: a byte model is trained for --seconds (byte_model.py); rollout in bfloat16 by the serving kernels, training
+forward in bfloat16
 by the training kernels, live and replayed: k3, F(2), F(1.1), with 95 % intervals over sequences, also of the ratio.
-transformers: the same model and rollout, judged by Hugging Face's transformers in bfloat16 (hf_trainer.py), live and replayed. JAX and
+transformers: the same model and rollout, judged by Hugging Face's transformers in bfloat16 (hf_trainer.py), live and
+replayed. JAX and
 PyTorch share the card: XLA_PYTHON_CLIENT_MEM_FRACTION=0.5.
 --small is for a machine without one: the same kernels interpreted, tiny sizes. What is done is written as it is done.
 Dims: B sequences, S tokens of a sequence, G tokens of an answer, M MoE layers, K experts per token."""
@@ -51,7 +56,11 @@ def rows(stage: Stage, tell: Tell) -> None:
     name, config = next(iter(sizes.models.items()))
     states = [nnx.split(random_model(config, sizes.dtype, seed))[1] for seed in (1, 2)]
     small = dataclasses.replace(sizes, requests=8, tokens=32)
-    world = Schedules(bench_of(random_model(config, sizes.dtype), small, tapped=True, context=96), 256, lambda index: states[index % 2])
+    world = Schedules(
+        bench_of(random_model(config, sizes.dtype), small, tapped=True, context=96),
+        256,
+        lambda index: states[index % 2],
+    )
     jobs = {event: lambda event=event: run_event(world, event) for event in EVENTS}
     jobs |= {f"schedule {seed}": lambda seed=seed: run_schedule(world, seed) for seed in range(stage.args.schedules)}
     for job, run in jobs.items():
@@ -101,7 +110,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=420.0, help="of training, compilation not counted")
-    parser.add_argument("--weights", type=Path, help="an .npz: training starts from it where it is there, and leaves its weights in it")
+    parser.add_argument(
+        "--weights", type=Path, help="an .npz: training starts from it where it is there, and leaves its weights in it"
+    )
     parser.add_argument("--batch", type=int, default=128, help="sequences of a training step")
     parser.add_argument("--schedules", type=int, default=30)
     parser.add_argument("--small", action="store_true", help="tiny sizes: does it run")

@@ -1,5 +1,5 @@
-"""The laws of replay on an accelerator's kernels: C1 to C3 in serving, C1 to C6 in training, each with its largest difference.
-Dims: B sequences, S tokens of a sequence, M MoE layers, K experts per token."""
+"""The laws of replay on an accelerator's kernels: C1 to C3 in serving, C1 to C6 in training, each with its largest
+difference. Dims: B sequences, S tokens of a sequence, M MoE layers, K experts per token."""
 
 import collections
 import dataclasses
@@ -32,20 +32,26 @@ def law(name: str, holds: bool, one: Any, other: Any) -> dict[str, object]:
 
 def drifted(rng: np.random.Generator, shape: tuple[int, ...], experts: int) -> np.ndarray:
     """Distinct ids [..., K] that no router would take."""
-    return np.ascontiguousarray(rng.permuted(np.tile(np.arange(experts, dtype=np.uint8), (*shape[:-1], 1)), axis=-1)[..., : shape[-1]])
+    return np.ascontiguousarray(
+        rng.permuted(np.tile(np.arange(experts, dtype=np.uint8), (*shape[:-1], 1)), axis=-1)[..., : shape[-1]]
+    )
 
 
 def serving_laws(config: Qwen3MoeConfig, sizes: Sizes) -> Rows:
-    """C1 to C3 by the serving kernels, which are one program live and replayed; and how far what requests were told lies from a score,
-    which takes other shapes and so other sums: that is told and not judged."""
+    """C1 to C3 by the serving kernels, which are one program live and replayed; and how far what requests were told
+    lies from a score, which takes other shapes and so other sums: that is told and not judged."""
     rng, model = np.random.default_rng(0), random_model(config, sizes.dtype)
     tokens = rng.integers(0, 256, (4, min(64, sizes.tokens))).astype(np.int32)
     bench = bench_of(model, sizes, tapped=False)
 
-    def score(bench: Bench, tokens: np.ndarray, records: list[RoutedExperts] | None) -> tuple[np.ndarray, list[RoutedExperts]]:
+    def score(
+        bench: Bench, tokens: np.ndarray, records: list[RoutedExperts] | None
+    ) -> tuple[np.ndarray, list[RoutedExperts]]:
         scorer = Scorer(bench.args, bench.assembly.buckets, bench.runner, lambda start: start())
         outputs = scorer.run([*tokens], records, lambda: (bench.runner.state, 0))
-        return np.stack([out.logprobs for out in outputs]), [out.routed_experts for out in outputs if out.routed_experts is not None]
+        return np.stack([out.logprobs for out in outputs]), [
+            out.routed_experts for out in outputs if out.routed_experts is not None
+        ]
 
     live, records = score(bench, tokens, None)
     twice, _ = score(bench, tokens, None)
@@ -87,14 +93,19 @@ def training_laws(config: Qwen3MoeConfig, sizes: Sizes) -> Rows:
 
     def run(state: Any, routed: RoutedBatch | None, remat: bool = False) -> Any:
         traces.append(1)
-        out = forward(nnx.merge(graphdef, state), tokens, routed=routed, return_routed=True, backend=PERMUTED, remat=remat)
+        out = forward(
+            nnx.merge(graphdef, state), tokens, routed=routed, return_routed=True, backend=PERMUTED, remat=remat
+        )
         return jnp.mean(jnp.square(jax.nn.log_softmax(out.logits))), out
 
     step = jax.jit(run)
     flags = lambda value: jnp.full(tokens.shape, value)  # noqa: E731
     live, twice = step(state, None)[1], step(state, None)[1]
     ids = jnp.asarray(drifted(rng, live.ids.shape, config.router.num_experts))
-    batches = [RoutedBatch(*batch, flags(False)) for batch in ((live.ids, flags(True)), (ids, flags(False)), (ids, flags(True)))]
+    batches = [
+        RoutedBatch(*batch, flags(False))
+        for batch in ((live.ids, flags(True)), (ids, flags(False)), (ids, flags(True)))
+    ]
     same, none, forced = (step(state, batch)[1] for batch in batches)
     num_traces = len(traces)
     parts = [fused_parts(step.lower(state, routed).compile()) for routed in (None, batches[0])]
@@ -107,7 +118,10 @@ def training_laws(config: Qwen3MoeConfig, sizes: Sizes) -> Rows:
         law("C2 self-replay == live, by the bit", np.array_equal(same.logits, live.logits), same.logits, live.logits),
         law("C3 no valid row == live, by the bit", np.array_equal(none.logits, live.logits), none.logits, live.logits),
         law("C2 == C3, one program, by the bit", np.array_equal(none.logits, same.logits), none.logits, same.logits),
-        {"law": f"parts that differ, live and replayed, of {parts[0].total()}: no law", "max |d|": float(differ.total())},
+        {
+            "law": f"parts that differ, live and replayed, of {parts[0].total()}: no law",
+            "max |d|": float(differ.total()),
+        },
         *gradient_laws(run, state, RoutedBatch(ids, flags(True), flags(False))),
         {"law": "C6 traces: live, replayed", "holds": num_traces == 2, "max |d|": 0.0},
     ]
@@ -118,8 +132,14 @@ def gradient_laws(run: Callable[..., Any], state: Any, routed: RoutedBatch) -> R
     gradient = jax.jit(jax.grad(lambda state, routed, remat: run(state, routed, remat)[0]), static_argnums=2)
     plain, saved = (gradient(state, routed, remat) for remat in (False, True))
     router = np.asarray(plain["runs"][0]["router"][...], np.float32)
-    apart = jax.jit(lambda a, b: jnp.linalg.norm((a - b).astype(jnp.float32)) / jnp.maximum(jnp.linalg.norm(a.astype(jnp.float32)), 1e-30))
-    far = max(float(apart(a.reshape(-1), b.reshape(-1))) for a, b in zip(*map(jax.tree.leaves, (plain, saved)), strict=True))
+    apart = jax.jit(
+        lambda a, b: (
+            jnp.linalg.norm((a - b).astype(jnp.float32)) / jnp.maximum(jnp.linalg.norm(a.astype(jnp.float32)), 1e-30)
+        )
+    )
+    far = max(
+        float(apart(a.reshape(-1), b.reshape(-1))) for a, b in zip(*map(jax.tree.leaves, (plain, saved)), strict=True)
+    )
     finite = bool(np.isfinite(router).all() and np.any(router))
     return [
         {"law": "C4 remat: relative distance of gradients", "holds": far < 1e-2, "max |d|": float(far)},

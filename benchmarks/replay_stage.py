@@ -1,5 +1,5 @@
-"""What the parts of replay_gpu.py run on: sizes, engines on the accelerator's kernels, and one trained model with its rollout for all.
-Dims: B sequences, S tokens of a sequence, G tokens of an answer."""
+"""What the parts of replay_gpu.py run on: sizes, engines on the accelerator's kernels, and one trained model with its
+rollout for all. Dims: B sequences, S tokens of a sequence, G tokens of an answer."""
 
 import argparse
 import dataclasses
@@ -41,7 +41,9 @@ def sizes_of(small: bool) -> Sizes:
     """Full sizes, or such as a CPU interprets."""
     if small:
         tiny = byte_model.config_of(hidden=32, layers=2, experts=8, top_k=2, width=16, head=16)
-        return Sizes(models={"tiny": tiny}, requests=4, tokens=16, page=16, dtype="float32", sequences=4, prompt=8, new=8)
+        return Sizes(
+            models={"tiny": tiny}, requests=4, tokens=16, page=16, dtype="float32", sequences=4, prompt=8, new=8
+        )
     wide = byte_model.config_of(hidden=2048, layers=4, experts=128, width=768, head=128)
     models = {"12 layers of 64 experts, D 512": byte_model.config_of(), "4 layers of 128 experts, D 2048": wide}
     return Sizes(models=models, requests=256, tokens=1024, page=16, sequences=512, prompt=32, new=224)
@@ -51,11 +53,18 @@ def bench_of(model: Any, sizes: Sizes, *, tapped: bool, context: int = 256) -> B
     """An engine core on the accelerator's kernels, with a tap before the experts or without."""
     interpret = jax.default_backend() != "gpu"
     return Bench(
-        model, gpu_kernels(interpret=interpret), gpu_attention_backend(interpret=interpret),
-        moe_backend="tapped" if tapped else "untapped", attention_backend="gpu", context_length=context, page_size=sizes.page,
-        max_total_tokens=sizes.requests * (context + 16), precompile_bs_paddings=(sizes.requests,),
-        precompile_token_paddings=(sizes.tokens,), mem_fraction_static=0.9,
-    )  # fmt: skip
+        model,
+        gpu_kernels(interpret=interpret),
+        gpu_attention_backend(interpret=interpret),
+        moe_backend="tapped" if tapped else "untapped",
+        attention_backend="gpu",
+        context_length=context,
+        page_size=sizes.page,
+        max_total_tokens=sizes.requests * (context + 16),
+        precompile_bs_paddings=(sizes.requests,),
+        precompile_token_paddings=(sizes.tokens,),
+        mem_fraction_static=0.9,
+    )
 
 
 def random_model(config: Qwen3MoeConfig, dtype: str, seed: int = 0) -> Qwen3Moe:
@@ -65,7 +74,8 @@ def random_model(config: Qwen3MoeConfig, dtype: str, seed: int = 0) -> Qwen3Moe:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """A trained model in the served dtype, and what its engine said: tokens [B S], logprobs [B G] and a record a sequence."""
+    """A trained model in the served dtype, and what its engine said: tokens [B S], logprobs [B G] and a record a
+    sequence."""
 
     model: Qwen3Moe
     tokens: np.ndarray
@@ -103,5 +113,7 @@ class Stage:
         starts = np.random.default_rng(2).integers(0, held_out.size - sizes.prompt, (sizes.sequences, 1))
         prompts = held_out[starts + np.arange(sizes.prompt)].astype(np.int32)
         tokens, said, records, spent = roll_out(bench.assembly.core, prompts, sizes.new)
-        tell({"what": "rollout", "tokens": said.size, "tokens a second": said.size / spent, "nats a byte": -said.mean()})
+        tell(
+            {"what": "rollout", "tokens": said.size, "tokens a second": said.size / spent, "nats a byte": -said.mean()}
+        )
         return Rollout(model, tokens, said, records)

@@ -1,14 +1,15 @@
-"""Who should be resident: first N, by frequency, adaptive, at several numbers of residents, on prompts whose domain changes half way.
+"""Who should be resident: first N, by frequency, adaptive, at several numbers of residents, on prompts whose domain
+changes half way.
 
     python benchmarks/residency.py [--layers 4] [--batches 64] [--fractions 0.1 0.3 0.5 0.7 0.9] [--backend ffi]
     python benchmarks/residency.py --quick      # CPU, a small model in float32
 
-Model, domains and skew are those of domains.py; tokens are drawn at temperature 1, a domain's routers prefer experts of their own. Each
-policy sees --runs batches of one domain, then as many of the other. `first`: experts 0 to N-1. `static`: the most used of a run of the
-first domain with other prompts. `adaptive`: begins as these, and follows the load from the first step on
-(engine/residency_follower.py). tok/s are decode tokens of a median step, of each half and (of a mean step) over both; hits are shares of
-slots that residents ran, of each half and of the last run; `copied`: experts brought to the accelerator. `gain` is tok/s over both
-halves against `first` at that number."""
+Model, domains and skew are those of domains.py; tokens are drawn at temperature 1, a domain's routers prefer experts of
+their own. Each policy sees --runs batches of one domain, then as many of the other. `first`: experts 0 to N-1.
+`static`: the most used of a run of the first domain with other prompts. `adaptive`: begins as these, and follows the
+load from the first step on (engine/residency_follower.py). tok/s are decode tokens of a median step, of each half and
+(of a mean step) over both; hits are shares of slots that residents ran, of each half and of the last run; `copied`:
+experts brought to the accelerator. `gain` is tok/s over both halves against `first` at that number."""
 
 import argparse
 import dataclasses
@@ -55,7 +56,9 @@ def hits(counts: np.ndarray) -> float:
     return float(1.0 - away / slots)
 
 
-def of_fraction(model: FamilyDecoder, args: argparse.Namespace, folder: Path, fraction: float) -> Iterator[dict[str, object]]:
+def of_fraction(
+    model: FamilyDecoder, args: argparse.Namespace, folder: Path, fraction: float
+) -> Iterator[dict[str, object]]:
     """All policies at one number of residents."""
     gc.collect()  # the tables of the last engine
     config = json.loads((folder / "config.json").read_text())
@@ -105,7 +108,14 @@ def main() -> None:
     """Run, print, write after every number of residents."""
     args, rows = parsed(), list[dict[str, object]]()
     config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.quick else {})
-    told = {"layers": args.layers, "skew": args.skew, "prompt": args.prompt, "new": args.new, "runs": args.runs, "backend": args.backend}
+    told = {
+        "layers": args.layers,
+        "skew": args.skew,
+        "prompt": args.prompt,
+        "new": args.new,
+        "runs": args.runs,
+        "backend": args.backend,
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
@@ -116,7 +126,9 @@ def main() -> None:
         for fraction in args.fractions:
             begin = time.perf_counter()
             rows += of_fraction(model, args, folder, fraction)
-            print(f"{fraction}: {time.perf_counter() - begin:.0f} s; {write_result(args.name, rows, **told)}", flush=True)
+            print(
+                f"{fraction}: {time.perf_counter() - begin:.0f} s; {write_result(args.name, rows, **told)}", flush=True
+            )
     print_table(rows)
 
 

@@ -1,7 +1,7 @@
 """A rollout by an engine core against a training forward, live and replayed: k3 and shares beyond a ratio, by sequence.
 
-Intervals are 95 % percentile bootstraps over sequences; live and replayed are resampled together, so their ratio has its own.
-Dims: B sequences, S tokens of a sequence, G tokens of an answer."""
+Intervals are 95 % percentile bootstraps over sequences; live and replayed are resampled together, so their ratio has
+its own. Dims: B sequences, S tokens of a sequence, G tokens of an answer."""
 
 import time
 from typing import Any
@@ -20,7 +20,9 @@ from routed_experts.replay import RoutedBatch, Sample, align, canary, forward
 BEYOND = {"F(1.1)": np.log(1.1), "F(2)": np.log(2.0)}
 
 
-def roll_out(core: EngineCore, prompts: np.ndarray, new: int) -> tuple[np.ndarray, np.ndarray, list[RoutedExperts], float]:
+def roll_out(
+    core: EngineCore, prompts: np.ndarray, new: int
+) -> tuple[np.ndarray, np.ndarray, list[RoutedExperts], float]:
     """Tokens [B S], logprobs [B G], records, and seconds of answers at temperature 1."""
     reqs = [request(f"r{i}", prompt, new, temperature=1.0, seed=i) for i, prompt in enumerate(prompts)]
     start = time.perf_counter()
@@ -30,14 +32,18 @@ def roll_out(core: EngineCore, prompts: np.ndarray, new: int) -> tuple[np.ndarra
         told |= {out.rid: out for out in core.step().outs}
     spent = time.perf_counter() - start
     ends = [told[req.rid] for req in reqs]  # without streaming, an end tells all
-    tokens = np.stack([np.concatenate([prompt, out.new_token_ids]) for prompt, out in zip(prompts, ends, strict=True)]).astype(np.int32)
+    tokens = np.stack(
+        [np.concatenate([prompt, out.new_token_ids]) for prompt, out in zip(prompts, ends, strict=True)]
+    ).astype(np.int32)
     logprobs = np.array([out.output_logprobs.values for out in ends])
     return tokens, logprobs, [out.routed_experts for out in ends if out.routed_experts is not None], spent
 
 
 def by_sequence(d: np.ndarray) -> dict[str, np.ndarray]:
     """Means of each sequence: k3 terms and shares beyond a ratio, of d [B G]."""
-    return {"k3": (np.exp(d) - 1 - d).mean(axis=1)} | {name: (np.abs(d) > limit).mean(axis=1) for name, limit in BEYOND.items()}
+    return {"k3": (np.exp(d) - 1 - d).mean(axis=1)} | {
+        name: (np.abs(d) > limit).mean(axis=1) for name, limit in BEYOND.items()
+    }
 
 
 def interval(values: np.ndarray) -> list[float]:
@@ -82,4 +88,7 @@ def judged(
             logprobs, share = run(state, jnp.asarray(tokens[part]), batch)
             told[name].append(np.asarray(logprobs, np.float64))
             shares += [] if share is None else [float(share)]
-    return {name: np.concatenate(parts) for name, parts in told.items()}, {"live": 0.0, "replayed": float(np.mean(shares))}
+    return {name: np.concatenate(parts) for name, parts in told.items()}, {
+        "live": 0.0,
+        "replayed": float(np.mean(shares)),
+    }

@@ -1,11 +1,12 @@
-"""What replay leaves of the mismatch on the demo model, and where it comes from: bfloat16 rounds in many places, routing is one of them.
+"""What replay leaves of the mismatch on the demo model, and where it comes from: bfloat16 rounds in many places,
+routing is one of them.
 
     python benchmarks/rounding.py [--sequences 768] [--places 128]
 
-First table: rollout by the engine in bfloat16 against the training forward in float32, live and replayed, intervals over sequences.
-Second: a plain float32 forward on the rollout's routes, which rounds to bfloat16 in one place of every layer and nowhere else (`alone`),
-or everywhere but there (`without`): k3 against no rounding. The first --places sequences.
-Dims: B sequences, S tokens, G tokens of an answer, D hidden."""
+First table: rollout by the engine in bfloat16 against the training forward in float32, live and replayed, intervals
+over sequences. Second: a plain float32 forward on the rollout's routes, which rounds to bfloat16 in one place of every
+layer and nowhere else (`alone`), or everywhere but there (`without`): k3 against no rounding. The first --places
+sequences. Dims: B sequences, S tokens, G tokens of an answer, D hidden."""
 
 import argparse
 import functools
@@ -58,7 +59,10 @@ def attention(h: Float[Array, "B S D"], run: Any, layer: int, config: Any, r: Ro
         low, high = jnp.split(x, 2, axis=-1)
         return r("heads", x * cos[None, :, None] + jnp.concatenate([-high, low], axis=-1) * sin[None, :, None])
 
-    q, k = turned(qkv[:, :, :heads], run["q_norm"][layer]), turned(qkv[:, :, heads : heads + groups], run["k_norm"][layer])
+    q, k = (
+        turned(qkv[:, :, :heads], run["q_norm"][layer]),
+        turned(qkv[:, :, heads : heads + groups], run["k_norm"][layer]),
+    )
     q = q.reshape(batch, length, groups, heads // groups, c)
     scores = jnp.einsum("bsgrc,btgc->bgrst", q, k) * c**-0.5
     scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e30)
@@ -77,7 +81,9 @@ def gated(h: Array, gate_up: Array, r: Rounder) -> Array:
     return r("inner", r("inner", jax.nn.silu(gate)) * up)
 
 
-def sparse(h: Float[Array, "B S D"], run: Any, layer: int, ids: Array, config: Any, r: Rounder) -> Float[Array, "B S D"]:
+def sparse(
+    h: Float[Array, "B S D"], run: Any, layer: int, ids: Array, config: Any, r: Rounder
+) -> Float[Array, "B S D"]:
     """The experts of one layer on given ids, each run on every token."""
     experts = config.router.num_experts
     weights = jax.nn.softmax(jnp.take_along_axis(h @ run["router"][layer], ids, axis=-1), axis=-1)
@@ -111,13 +117,17 @@ def forward(weights: Any, tokens: Array, ids: Array, config: Any, places: frozen
 
 
 def by_place(model: Any, tokens: np.ndarray, routed: RoutedBatch) -> list[dict[str, object]]:
-    """k3 of each place against no rounding, routes given everywhere (the last row, of which nothing is known, does not matter)."""
+    """k3 of each place against no rounding, routes given everywhere (the last row, of which nothing is known, does not
+    matter)."""
     weights = nnx.to_pure_dict(nnx.split(model)[1])
     run = jax.jit(functools.partial(forward, config=model.config), static_argnames="places")
 
     def logprobs(places: set[str]) -> np.ndarray:
         parts = (slice(first, first + 32) for first in range(0, len(tokens), 32))
-        made = [run(weights, jnp.asarray(tokens[p]), jnp.asarray(routed.ids[p], jnp.int32), places=frozenset(places)) for p in parts]
+        made = [
+            run(weights, jnp.asarray(tokens[p]), jnp.asarray(routed.ids[p], jnp.int32), places=frozenset(places))
+            for p in parts
+        ]
         return np.concatenate([np.asarray(part, np.float64) for part in made])
 
     def k3(places: set[str]) -> float:
@@ -125,8 +135,13 @@ def by_place(model: Any, tokens: np.ndarray, routed: RoutedBatch) -> list[dict[s
         return float(np.mean(np.exp(d) - 1 - d))
 
     exact, every = logprobs(set()), set(PLACES)
-    rows: list[dict[str, object]] = [{"place": "everywhere", "alone": k3(every), "without": 0.0, "what": "as plain bfloat16 layers round"}]
-    return rows + [{"place": name, "alone": k3({name}), "without": k3(every - {name}), "what": what} for name, what in PLACES.items()]
+    rows: list[dict[str, object]] = [
+        {"place": "everywhere", "alone": k3(every), "without": 0.0, "what": "as plain bfloat16 layers round"}
+    ]
+    return rows + [
+        {"place": name, "alone": k3({name}), "without": k3(every - {name}), "what": what}
+        for name, what in PLACES.items()
+    ]
 
 
 def main() -> None:
@@ -138,7 +153,12 @@ def main() -> None:
     folder = demo_model_path()
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT * (args.sequences // 4 + 8)).ids
     prompts = np.array([ids[7 * index : 7 * index + PROMPT] for index in range(args.sequences)], np.int32)
-    sizes = {"precompile_bs_paddings": (256,), "precompile_token_paddings": (1024,), "max_total_tokens": 256 * 160, "context_length": 256}
+    sizes = {
+        "precompile_bs_paddings": (256,),
+        "precompile_token_paddings": (1024,),
+        "max_total_tokens": 256 * 160,
+        "context_length": 256,
+    }
     server = ServerArgs(model_path=str(folder), dtype="bfloat16", enable_return_routed_experts=True, **sizes)
     tokens, said, records, _ = roll_out(assemble(server).core, prompts, NEW)
     model = ModelFolder.open(folder).load(jnp.dtype("float32"))

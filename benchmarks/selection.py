@@ -1,11 +1,13 @@
-"""Balanced expert selection at 512 tokens, 256 experts, top-8, 384 instances: beside `lax.top_k(8)` and beside the sequential loop.
+"""Balanced expert selection at 512 tokens, 256 experts, top-8, 384 instances: beside `lax.top_k(8)` and beside the
+sequential loop.
 
     python benchmarks/selection.py [--repeats 30]
 
-Experts have lognormal popularity of the given spread, and the replicas are placed by it. "choice" is the choice of experts alone, in
-parallel rounds; "native" is the CPU kernel, experts and instances at once; "whole" is the public operation as it comes, weights and
-counts included. All pairs are interleaved; medians. Second table: water-filling beside the linear programme's lowest load of the fullest
-device (1 is the optimum). The cases and the linear programme are those of tests/oracles."""
+Experts have lognormal popularity of the given spread, and the replicas are placed by it. "choice" is the choice of
+experts alone, in parallel rounds; "native" is the CPU kernel, experts and instances at once; "whole" is the public
+operation as it comes, weights and counts included. All pairs are interleaved; medians. Second table: water-filling
+beside the linear programme's lowest load of the fullest device (1 is the optimum). The cases and the linear programme
+are those of tests/oracles."""
 
 import argparse
 import functools
@@ -101,10 +103,14 @@ def waterfill_row(num_instances: int, num_devices: int, repeats: int, seeds: int
         ids = jnp.asarray(np.argsort(-scores, axis=1)[:, :TOP_K].astype(np.int32))
         fill = functools.partial(replicas, ids, table, num_devices=num_devices, num_instances=num_instances)
         load = device_loads(np.asarray(fill()), num_devices, num_instances)
-        best = best_max_load(np.bincount(np.asarray(ids).ravel(), minlength=len(table)), table, num_devices, num_instances)
+        best = best_max_load(
+            np.bincount(np.asarray(ids).ravel(), minlength=len(table)), table, num_devices, num_instances
+        )
         shares.append(best / load.max())
         balance.append(load.mean() / load.max())
-    ms = medians({"fill": fill, "top_k": lambda: jax.block_until_ready(jax.lax.top_k(jnp.asarray(scores), TOP_K))}, repeats)
+    ms = medians(
+        {"fill": fill, "top_k": lambda: jax.block_until_ready(jax.lax.top_k(jnp.asarray(scores), TOP_K))}, repeats
+    )
     return {
         "instances": num_instances,
         "devices": num_devices,

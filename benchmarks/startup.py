@@ -2,9 +2,9 @@
 
     python benchmarks/startup.py [--warm 1] [--programs] [--layers N] [--config CONFIG.json]
 
-Each start is a process of its own, as a user has it, with a home folder of its own for the compilation cache: the first is cold, the
-others warm. `s` of a process counts from its first line to ready, the import of JAX among it. --programs then lowers and compiles the
-programs of one engine one by one, with no cache."""
+Each start is a process of its own, as a user has it, with a home folder of its own for the compilation cache: the first
+is cold, the others warm. `s` of a process counts from its first line to ready, the import of JAX among it. --programs
+then lowers and compiles the programs of one engine one by one, with no cache."""
 
 import argparse
 import json
@@ -65,13 +65,19 @@ def programs(folder: str) -> list[dict[str, object]]:
         lowered = job()
         middle = time.perf_counter()
         lowered.compile()
-        rows.append({"program": " ".join(map(_said, key)), "lower s": middle - began, "compile s": time.perf_counter() - middle})
+        rows.append(
+            {"program": " ".join(map(_said, key)), "lower s": middle - began, "compile s": time.perf_counter() - middle}
+        )
     return rows
 
 
 def _said(part: object) -> str:
     names = ("num_tokens", "num_requests", "table_width")
-    return " ".join(f"{name}={getattr(part, name)}" for name in names) if hasattr(part, "num_tokens") else str(getattr(part, "value", part))
+    return (
+        " ".join(f"{name}={getattr(part, name)}" for name in names)
+        if hasattr(part, "num_tokens")
+        else str(getattr(part, "value", part))
+    )
 
 
 def main() -> None:

@@ -1,12 +1,15 @@
-"""The whole step at full size with random weights: prefill and decode by batch, capture off, on and asked by none or by all.
+"""The whole step at full size with random weights: prefill and decode by batch, capture off, on and asked by none or by
+all.
 
-    python benchmarks/step.py [--batches 1 16 64 256] [--new 128] [--rounds 2] [--config CONFIG.json] [--layers N] [--profile 1 16 64 256]
+    python benchmarks/step.py [--batches 1 16 64 256] [--new 128] [--rounds 2] [--config CONFIG.json] [--layers N]
+    [--profile 1 16 64 256]
 
-Two engine cores share the weights, one with capture and one without; whole runs of each variant take turns in one process. A decode
-step is the time from one return of `core.step()` to the next while the next step is in flight, its median over a run's steps;
-ratios are medians over neighbouring runs. Experts read in a step are counted from the recorded rows. The floor is the bytes that a
-step must read (weights of the experts that were chosen, all other matrices, keys and values) over --bandwidth. A run whose
-logprobs are not finite fails: the residual stream would carry a NaN of any layer to the end."""
+Two engine cores share the weights, one with capture and one without; whole runs of each variant take turns in one
+process. A decode step is the time from one return of `core.step()` to the next while the next step is in flight, its
+median over a run's steps; ratios are medians over neighbouring runs. Experts read in a step are counted from the
+recorded rows. The floor is the bytes that a step must read (weights of the experts that were chosen, all other
+matrices, keys and values) over --bandwidth. A run whose logprobs are not finite fails: the residual stream would carry
+a NaN of any layer to the end."""
 
 import argparse
 import dataclasses
@@ -63,9 +66,16 @@ class Run:
 
 
 def drive(
-    core: EngineCore, prompts: Prompts, batch: int, *, prompt: int, new: int, ask: bool, logprobs: bool = False,
+    core: EngineCore,
+    prompts: Prompts,
+    batch: int,
+    *,
+    prompt: int,
+    new: int,
+    ask: bool,
+    logprobs: bool = False,
     on_prefilled: Callable[[], None] | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     """Run a batch. Steps at both ends of the decode phase, which start and end requests, are left out."""
     core.flush_cache()
     reqs, outs, steps = prompts.requests(batch, prompt=prompt, new=new, ask=ask, logprobs=logprobs), [], []
@@ -87,16 +97,22 @@ def drive(
 
 def experts_a_step(run: Run, prompt: int) -> np.ndarray:
     """Distinct experts of each decode step and layer, from the rows of requests that asked."""
-    rows = np.stack([out.routed_experts.ids[prompt:] for out in run.outs if out.routed_experts is not None])  # [B, steps, M, K]
+    rows = np.stack(
+        [out.routed_experts.ids[prompt:] for out in run.outs if out.routed_experts is not None]
+    )  # [B, steps, M, K]
     steps = np.moveaxis(rows, 0, 2).reshape(rows.shape[1], rows.shape[2], -1)  # [steps, M, B*K]
     return np.array([[len(np.unique(layer)) for layer in step] for step in steps])
 
 
 def floor_bytes(config: dict[str, object], layers: int, batch: int, context: float, experts: float) -> float:
     """What one decode step must read, in bytes of bfloat16."""
-    dim, heads, groups, c = (int(config[name]) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
+    dim, heads, groups, c = (
+        int(config[name]) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
     width, count, vocabulary = (int(config[name]) for name in ("moe_intermediate_size", "num_experts", "vocab_size"))
-    layer = dim * (2 * heads + 2 * groups) * c + dim * count + experts * 3 * dim * width + batch * context * 2 * groups * c
+    layer = (
+        dim * (2 * heads + 2 * groups) * c + dim * count + experts * 3 * dim * width + batch * context * 2 * groups * c
+    )
     return 2.0 * (layers * layer + dim * vocabulary)
 
 
@@ -140,7 +156,9 @@ def build(folder: Path, args: argparse.Namespace) -> tuple[dict[str, Assembly], 
     phases: list[dict[str, object]] = []
 
     def clock(name: str) -> PhaseClock:
-        return PhaseClock(lambda phase: phases.append({"core": name, "phase": phase.name, "s": phase.seconds, "detail": phase.detail}))
+        return PhaseClock(
+            lambda phase: phases.append({"core": name, "phase": phase.name, "s": phase.seconds, "detail": phase.detail})
+        )
 
     longest = args.prompt + args.new + 16
     server = {
@@ -155,7 +173,9 @@ def build(folder: Path, args: argparse.Namespace) -> tuple[dict[str, Assembly], 
     start = time.perf_counter()
     model = ModelFolder.open(folder, load_format="dummy").load(jax.numpy.dtype(args.dtype))
     jax.block_until_ready(jax.tree.leaves(model))
-    phases.append({"core": "both", "phase": "weights", "s": time.perf_counter() - start, "detail": "made on the device"})
+    phases.append(
+        {"core": "both", "phase": "weights", "s": time.perf_counter() - start, "detail": "made on the device"}
+    )
     cores = {
         "on": assemble(ServerArgs(**server, enable_return_routed_experts=True), model=model, clock=clock("on")),
         "off": assemble(ServerArgs(**server), model=model, clock=clock("off")),
@@ -163,7 +183,9 @@ def build(folder: Path, args: argparse.Namespace) -> tuple[dict[str, Assembly], 
     return cores, phases
 
 
-def measure(cores: dict[str, EngineCore], config: dict[str, object], args: argparse.Namespace, batch: int) -> list[dict[str, object]]:
+def measure(
+    cores: dict[str, EngineCore], config: dict[str, object], args: argparse.Namespace, batch: int
+) -> list[dict[str, object]]:
     """All variants at one batch."""
     prompt = min(args.prompt, 128) if batch == 1 else args.prompt
     runs: dict[str, list[Run]] = {name: [] for name in VARIANTS}
@@ -236,15 +258,23 @@ def main() -> None:
     rows, kernels = [], {}
     for batch in args.batches:
         rows += measure(cores, config, args, batch)
-        write_result(args.name, rows, phases=phases, kernels=kernels, prompt=args.prompt, new=args.new, rounds=args.rounds)
+        write_result(
+            args.name, rows, phases=phases, kernels=kernels, prompt=args.prompt, new=args.new, rounds=args.rounds
+        )
         print_table(rows[-len(VARIANTS) :])
         if batch in args.profile:
             for name, core in cores.items():
                 prompts = Prompts(99, int(config["vocab_size"]))
-                told = kernels[f"{batch} {name}"] = kernel_times(core, prompts, batch, args.prompt if batch > 1 else 128)
+                told = kernels[f"{batch} {name}"] = kernel_times(
+                    core, prompts, batch, args.prompt if batch > 1 else 128
+                )
                 print_table(told)
     print_table(rows)
-    print(write_result(args.name, rows, phases=phases, kernels=kernels, prompt=args.prompt, new=args.new, rounds=args.rounds))
+    print(
+        write_result(
+            args.name, rows, phases=phases, kernels=kernels, prompt=args.prompt, new=args.new, rounds=args.rounds
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
     python benchmarks/tpu_report.py [--chips v5e v6e v5p] [--qwen3-30b]
 
-Operations are those of the optimised program, each counted once: outside of loops, in loop bodies (a layer's), and those of a
-single number, which the scalar core does beside the others. Glue is the compiler's estimate of a step in thousands of cycles, layers
-times their number, without Pallas kernels, gathers, scatters and sorts, for which it has none, and with loops inside of a layer
-counted once, so that plain backends look cheaper than they are. `pool` is what is aliased of the donated arrays: the KV pool or the
-counts of penalties. Backends: "tpu", which an engine picks on a TPU, and "plain", array code alone; programs after the forward pass
-are the same. --qwen3-30b adds the forward pass of Qwen3-30B-A3B at full size on one v5p, with a pool of 12 GiB.
-The programs and how they are counted: tests/tpu_programs.py. Needs the tpu-aot extra."""
+Operations are those of the optimised program, each counted once: outside of loops, in loop bodies (a layer's), and
+those of a single number, which the scalar core does beside the others. Glue is the compiler's estimate of a step in
+thousands of cycles, layers times their number, without Pallas kernels, gathers, scatters and sorts, for which it has
+none, and with loops inside of a layer counted once, so that plain backends look cheaper than they are. `pool` is what
+is aliased of the donated arrays: the KV pool or the counts of penalties. Backends: "tpu", which an engine picks on a
+TPU, and "plain", array code alone; programs after the forward pass are the same. --qwen3-30b adds the forward pass of
+Qwen3-30B-A3B at full size on one v5p, with a pool of 12 GiB. The programs and how they are counted:
+tests/tpu_programs.py. Needs the tpu-aot extra."""
 
 import argparse
 import dataclasses
@@ -103,7 +104,8 @@ def names(chip: str, world: World) -> list[str]:
 
 
 def report(model: str, world: World, chip: str, name: str) -> list[dict[str, object]]:
-    """One row for a program that knows no capture; else for each kind of backends one without, one with it, and what is added."""
+    """One row for a program that knows no capture; else for each kind of backends one without, one with it, and what is
+    added."""
     if name not in FORWARD:
         return [row_of(model, chip, name, "any", "-", make(world, chip, name, capture=False, plain=False))]
     rows = []

@@ -1,11 +1,12 @@
-"""GRPO on the demo model, end to end: rollouts from the engine in bfloat16, training in float32, weights pushed back at every step,
-with routing replay on and off. Writes a table (JSON) and a plot of mismatch and reward. Needs optax and the extras text and plot.
+"""GRPO on the demo model, end to end: rollouts from the engine in bfloat16, training in float32, weights pushed back at
+every step, with routing replay on and off. Writes a table (JSON) and a plot of mismatch and reward. Needs optax and the
+extras text and plot.
 
     python examples/grpo_tiny.py                          # both runs, 40 steps each: some minutes on two cores
     python examples/grpo_tiny.py --replay on --steps 10   # one of them, shorter
 
-GRPO: Shao et al. 2024 (DeepSeekMath), without a KL term; the reward is the share of vowels among the letters of an answer.
-Dims: B rollouts of a step, S tokens of a rollout (prompt and answer), G tokens of an answer, V vocabulary."""
+GRPO: Shao et al. 2024 (DeepSeekMath), without a KL term; the reward is the share of vowels among the letters of an
+answer. Dims: B rollouts of a step, S tokens of a rollout (prompt and answer), G tokens of an answer, V vocabulary."""
 
 import argparse
 import json
@@ -61,7 +62,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """What the engine gave in one step, and the rows to replay; without replay no row is valid, and all tokens are routed live."""
+    """What the engine gave in one step, and the rows to replay; without replay no row is valid, and all tokens are
+    routed live."""
 
     tokens: Int[np.ndarray, "B S"]
     logprobs: Float[np.ndarray, "B G"]
@@ -88,13 +90,17 @@ def reward_of(text: str) -> float:
     return sum(letter in "aeiou" for letter in letters) / len(letters) if letters else 0.0
 
 
-def roll_out(engine: Engine, prompts: Sequence[Sequence[int]], settings: Settings, *, step: int, version: int) -> Rollouts:
+def roll_out(
+    engine: Engine, prompts: Sequence[Sequence[int]], settings: Settings, *, step: int, version: int
+) -> Rollouts:
     """Sample `group` answers to each prompt at temperature 1; rows must be of the weights of `version`."""
     sampling = {"temperature": 1.0, "n": settings.group, "seed": settings.seed * 100_003 + step}
     results: Any = engine.generate(
-        input_ids=prompts, sampling_params=sampling | {"max_tokens": settings.new_tokens, "ignore_eos": True},
-        return_logprob=True, return_routed_experts=True,
-    )  # fmt: skip
+        input_ids=prompts,
+        sampling_params=sampling | {"max_tokens": settings.new_tokens, "ignore_eos": True},
+        return_logprob=True,
+        return_routed_experts=True,
+    )
     answers = np.array([result["output_ids"] for result in results], np.int32)
     tokens = np.concatenate([np.repeat(np.array(prompts, np.int32), settings.group, axis=0), answers], axis=1)
     logprobs = np.array([[value for value, _, _ in result["meta_info"]["output_token_logprobs"]] for result in results])
@@ -102,7 +108,12 @@ def roll_out(engine: Engine, prompts: Sequence[Sequence[int]], settings: Setting
     records = [record_from_meta_info(result) if settings.replay else None for result in results]
     samples = [Sample(record, settings.length, PROMPT_LEN) for record in records]
     routed = align(samples, layout="pad_right", seq_len=settings.length, spec=spec, versions=(version,))
-    return Rollouts(tokens=tokens, logprobs=logprobs, rewards=np.array([reward_of(result["text"]) for result in results]), routed=routed)
+    return Rollouts(
+        tokens=tokens,
+        logprobs=logprobs,
+        rewards=np.array([reward_of(result["text"]) for result in results]),
+        routed=routed,
+    )
 
 
 def advantages_of(rewards: Float[np.ndarray, " B"], group: int) -> Float[np.ndarray, " B"]:
@@ -113,10 +124,15 @@ def advantages_of(rewards: Float[np.ndarray, " B"], group: int) -> Float[np.ndar
 
 
 def make_update(graphdef: nnx.GraphDef[Any], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """The jitted training step, for both runs: ids and flags of a replay are inputs like the tokens, so nothing is compiled twice."""
+    """The jitted training step, for both runs: ids and flags of a replay are inputs like the tokens, so nothing is
+    compiled twice."""
 
     def loss_of(
-        state: Any, tokens: Int[Array, "B S"], rollout: Float[Array, "B G"], advantages: Float[Array, " B"], routed: RoutedBatch
+        state: Any,
+        tokens: Int[Array, "B S"],
+        rollout: Float[Array, "B G"],
+        advantages: Float[Array, " B"],
+        routed: RoutedBatch,
     ) -> tuple[Float[Array, ""], Any]:
         out = forward(nnx.merge(graphdef, state), tokens, routed=routed)
         logprobs = jax.nn.log_softmax(out.logits[:, PROMPT_LEN - 1 : -1])  # [B, G, V]
@@ -137,13 +153,17 @@ def make_update(graphdef: nnx.GraphDef[Any], optimizer: optax.GradientTransforma
 
 def serve(settings: Settings) -> Engine:
     """The demo model in bfloat16, with a padded size for as many rollouts as a step takes."""
-    shapes = {"precompile_bs_paddings": (settings.num_rollouts,), "precompile_token_paddings": (max(256, settings.num_rollouts),)}
+    shapes = {
+        "precompile_bs_paddings": (settings.num_rollouts,),
+        "precompile_token_paddings": (max(256, settings.num_rollouts),),
+    }
     sizes = {"context_length": 256, "max_total_tokens": 64 * settings.num_rollouts + 4096}
     return Engine(str(demo_model_path()), dtype="bfloat16", enable_return_routed_experts=True, **shapes, **sizes)
 
 
 def push(engine: Engine, state: Any) -> int:
-    """Serve these weights from the next step on; returns their version. The cast makes new arrays: the engine is given them."""
+    """Serve these weights from the next step on; returns their version. The cast makes new arrays: the engine is given
+    them."""
     version = int(str(engine.get_server_info()["weight_version"])) + 1
     engine.update_weights(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state), version=version, donate=True)
     return version
@@ -165,7 +185,9 @@ def train(engine: Engine, trainer: Trainer, settings: Settings, on_step: Callabl
     tokenizer = engine.tokenizer
     assert tokenizer is not None, "the demo model has a tokenizer"
     text, version = tokenizer.encode(TEXT * 8), push(engine, state)
-    starts = np.random.default_rng(settings.seed).integers(0, len(text) - PROMPT_LEN, (settings.steps, settings.prompts))
+    starts = np.random.default_rng(settings.seed).integers(
+        0, len(text) - PROMPT_LEN, (settings.steps, settings.prompts)
+    )
     for step in range(settings.steps):
         prompts = [list(text[start : start + PROMPT_LEN]) for start in starts[step].tolist()]
         rolled = roll_out(engine, prompts, settings, step=step, version=version)
@@ -177,10 +199,15 @@ def train(engine: Engine, trainer: Trainer, settings: Settings, on_step: Callabl
         version = push(engine, state)
         logs.append(
             StepLog(
-                step=step, reward=float(rolled.rewards.mean()), loss=float(loss), k3=report.k3, max_abs=report.max_abs,
-                beyond_1_1=report.f_1_1, canary=share,
+                step=step,
+                reward=float(rolled.rewards.mean()),
+                loss=float(loss),
+                k3=report.k3,
+                max_abs=report.max_abs,
+                beyond_1_1=report.f_1_1,
+                canary=share,
             )
-        )  # fmt: skip
+        )
         on_step(logs[-1])
     return logs
 
@@ -196,7 +223,9 @@ def plot(runs: dict[str, list[StepLog]], path: Path) -> None:
     labels = {"k3": "k3, train against rollout", "max_abs": "max |Δ logprob|", "reward": "reward"}
     for axes, (name, label) in zip(panels, labels.items(), strict=True):
         for run, logs in runs.items():
-            axes.plot([log.step for log in logs], [asdict(log)[name] for log in logs], label=f"replay {run}", linewidth=1.5)
+            axes.plot(
+                [log.step for log in logs], [asdict(log)[name] for log in logs], label=f"replay {run}", linewidth=1.5
+            )
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         if name != "reward":
@@ -211,12 +240,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="GRPO on the demo model, with routing replay on and off")
     parser.add_argument("--replay", choices=("on", "off", "both"), default="both")
     for name, value, text in (
-        ("steps", 40, "updates of a run"), ("prompts", 8, "prompts of a step"), ("group", 8, "answers to a prompt"),
-        ("new-tokens", 48, "tokens of an answer"), ("seed", 0, "of prompts and sampling"),
-    ):  # fmt: skip
+        ("steps", 40, "updates of a run"),
+        ("prompts", 8, "prompts of a step"),
+        ("group", 8, "answers to a prompt"),
+        ("new-tokens", 48, "tokens of an answer"),
+        ("seed", 0, "of prompts and sampling"),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} ({value})")
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="of Adam (3e-4)")
-    parser.add_argument("--out", type=Path, default=Path("grpo_tiny"), help="folder of grpo.json and grpo.png (grpo_tiny)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("grpo_tiny"), help="folder of grpo.json and grpo.png (grpo_tiny)"
+    )
     said = parser.parse_args(argv)
     for name, least in (("steps", 1), ("prompts", 1), ("group", 2), ("new_tokens", 2), ("seed", 0)):
         if vars(said)[name] < least:
@@ -228,21 +262,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write."""
     said = parse(argv)
     console, runs = Console(), dict[str, list[StepLog]]()
-    columns = TextColumn("replay {task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}")
+    columns = (
+        TextColumn("replay {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
     settings = Settings(
-        steps=said.steps, prompts=said.prompts, group=said.group, new_tokens=said.new_tokens, seed=said.seed, replay=False
-    )  # fmt: skip
+        steps=said.steps,
+        prompts=said.prompts,
+        group=said.group,
+        new_tokens=said.new_tokens,
+        seed=said.seed,
+        replay=False,
+    )
     trainer = Trainer(said.learning_rate)
     with serve(settings) as engine, Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         for run in ("off", "on") if said.replay == "both" else (said.replay,):
             task = progress.add_task(run, total=said.steps, now="")
 
             def tell(log: StepLog, task: Any = task) -> None:
-                progress.update(task, advance=1, now=f"reward {log.reward:.3f}  k3 {log.k3:.1e}  max |d| {log.max_abs:.2f}")
+                progress.update(
+                    task, advance=1, now=f"reward {log.reward:.3f}  k3 {log.k3:.1e}  max |d| {log.max_abs:.2f}"
+                )
 
             runs[run] = train(engine, trainer, replace(settings, replay=run == "on"), tell)
     said.out.mkdir(parents=True, exist_ok=True)
-    (said.out / "grpo.json").write_text(json.dumps({run: [asdict(log) for log in logs] for run, logs in runs.items()}, indent=1) + "\n")
+    (said.out / "grpo.json").write_text(
+        json.dumps({run: [asdict(log) for log in logs] for run, logs in runs.items()}, indent=1) + "\n"
+    )
     plot(runs, said.out / "grpo.png")
     for run, logs in runs.items():
         tail = logs[-max(len(logs) // 4, 1) :]

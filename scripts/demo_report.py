@@ -1,5 +1,6 @@
-"""What the demo model learned: held-out loss by domain, how its experts are used, and samples. Knows nothing of training.
-Dims: B sequences, S tokens of a sequence, M MoE layers, K experts per token, E experts, V vocabulary, T tokens in all."""
+"""What the demo model learned: held-out loss by domain, how its experts are used, and samples. Knows nothing of
+training. Dims: B sequences, S tokens of a sequence, M MoE layers, K experts per token, E experts, V vocabulary, T
+tokens in all."""
 
 import argparse
 import json
@@ -26,8 +27,12 @@ PROMPTS = (
     "<|im_start|>user\nWhat is 7 plus 8?<|im_end|>\n<|im_start|>assistant\n",
     "<|im_start|>user\nTell me a story about a fox.<|im_end|>\n<|im_start|>assistant\n",
     "<|im_start|>user\nWrite a Python function that reverses a list.<|im_end|>\n<|im_start|>assistant\n",
-    "CHAPTER 7. The", "The whale", "Mr. President, the state of our", "ROSALIND: ", "def first(items):\n",
-)  # fmt: skip
+    "CHAPTER 7. The",
+    "The whale",
+    "Mr. President, the state of our",
+    "ROSALIND: ",
+    "def first(items):\n",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +62,8 @@ def entropy(load: Float[np.ndarray, "... E"]) -> Float[np.ndarray, "..."]:
 
 
 def mutual_information(labels: Int[np.ndarray, " T"], ids: UInt[np.ndarray, "T K"], num_experts: int) -> float:
-    """I(label; expert) in nats of a random slot, from counts (an over-estimate on few tokens: compare with shuffled labels)."""
+    """I(label; expert) in nats of a random slot, from counts (an over-estimate on few tokens: compare with shuffled
+    labels)."""
     joint = np.zeros((int(labels.max()) + 1, num_experts))
     np.add.at(joint, (np.repeat(labels, ids.shape[1]), ids.reshape(-1)), 1.0)
     joint /= joint.sum()
@@ -65,7 +71,9 @@ def mutual_information(labels: Int[np.ndarray, " T"], ids: UInt[np.ndarray, "T K
     return float(np.sum(joint[joint > 0] * np.log(joint[joint > 0] / apart[joint > 0])))
 
 
-def score(model: Decoder, streams: dict[str, Int[np.ndarray, " S"]]) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def score(
+    model: Decoder, streams: dict[str, Int[np.ndarray, " S"]]
+) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """For each domain: its input tokens [T], the loss of the next token [T], and the executed ids [T M K]."""
     graph, state = nnx.split(model)
 
@@ -83,7 +91,11 @@ def score(model: Decoder, streams: dict[str, Int[np.ndarray, " S"]]) -> dict[str
         parts = [run(state, jnp.asarray(np.stack(rows[i : i + BATCH]))) for i in range(0, len(rows), BATCH)]
         tokens = np.concatenate([row[:-1] for row in rows])
         losses = np.concatenate([np.asarray(loss).reshape(-1) for loss, _ in parts])
-        scored[domain] = (tokens, losses, np.concatenate([np.asarray(ids).reshape(-1, *ids.shape[2:]) for _, ids in parts]))
+        scored[domain] = (
+            tokens,
+            losses,
+            np.concatenate([np.asarray(ids).reshape(-1, *ids.shape[2:]) for _, ids in parts]),
+        )
     return scored
 
 
@@ -111,8 +123,12 @@ def sampler(model: Decoder, length: int = 256) -> Callable[[list[int], float, in
 
 
 def report(folder: Path, held_out: Iterable[CorpusText]) -> None:
-    """Print the tables of docs/demo-model.md and one sample a prompt, from the written folder (bfloat16 weights, float32 arithmetic)."""
-    model, tokenizer = ModelFolder.open(folder).load(jnp.dtype("float32")), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    """Print the tables of docs/demo-model.md and one sample a prompt, from the written folder (bfloat16 weights,
+    float32 arithmetic)."""
+    model, tokenizer = (
+        ModelFolder.open(folder).load(jnp.dtype("float32")),
+        Tokenizer.from_file(str(folder / "tokenizer.json")),
+    )
     spec = model.config.capture_spec
     assert spec is not None, folder
     grouped: dict[str, list[CorpusText]] = defaultdict(list)
@@ -132,9 +148,14 @@ def report(folder: Path, held_out: Iterable[CorpusText]) -> None:
     for column, layer in enumerate(spec.layer_ids):
         picked = ids[:, column]
         load = np.bincount(picked.reshape(-1), minlength=experts).astype(float)
-        about, chance = mutual_information(tokens, picked, experts), mutual_information(rng.permutation(tokens), picked, experts)
-        print(f"{layer:5d}  {entropy(load):15.4f}  {load.max() / load.mean():15.2f}  {load.min() / load.mean():10.2f}  {about:16.3f}  "
-              f"{chance:8.3f}  {mutual_information(domains, picked, experts):17.3f}")  # fmt: skip
+        about, chance = (
+            mutual_information(tokens, picked, experts),
+            mutual_information(rng.permutation(tokens), picked, experts),
+        )
+        print(
+            f"{layer:5d}  {entropy(load):15.4f}  {load.max() / load.mean():15.2f}  {load.min() / load.mean():10.2f}  {about:16.3f}  "
+            f"{chance:8.3f}  {mutual_information(domains, picked, experts):17.3f}"
+        )
     sample = sampler(model)
     for number, prompt in enumerate(PROMPTS):
         print(f"--- {prompt!r}\n{tokenizer.decode(sample(tokenizer.encode(prompt).ids, 0.7, number))}")

@@ -1,5 +1,6 @@
 """The demo tokenizer: byte-level BPE of 2,048 entries in the shape of Qwen's, and the JSON files that go beside it.
-Knows nothing of the model. Digits stand alone, so that sums can be learned; the three special tokens are the last ids."""
+Knows nothing of the model. Digits stand alone, so that sums can be learned; the three special tokens are the last
+ids."""
 
 import json
 from collections.abc import Iterable
@@ -9,7 +10,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 VOCAB_SIZE = 2048
 END_OF_TEXT, IM_START, IM_END = SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # Qwen2's pattern
+# Qwen2's pattern
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -21,7 +25,10 @@ def train(texts: Iterable[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -42,13 +49,24 @@ def write(tokenizer: Tokenizer, folder: Path, *, context_length: int) -> None:
     entry = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     config = {
         "added_tokens_decoder": {str(number): {"content": token, **entry} for token, number in ids.items()},
-        "add_bos_token": False, "add_prefix_space": False, "bos_token": None, "eos_token": IM_END, "pad_token": END_OF_TEXT,
-        "unk_token": None, "chat_template": CHAT_TEMPLATE, "clean_up_tokenization_spaces": False, "split_special_tokens": False,
-        "model_max_length": context_length, "tokenizer_class": "PreTrainedTokenizerFast",
-    }  # fmt: skip
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "bos_token": None,
+        "eos_token": IM_END,
+        "pad_token": END_OF_TEXT,
+        "unk_token": None,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": False,
+        "model_max_length": context_length,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     generation = {
-        "do_sample": True, "temperature": 0.7, "top_p": 0.95, "pad_token_id": ids[END_OF_TEXT],
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "pad_token_id": ids[END_OF_TEXT],
         "eos_token_id": [ids[IM_END], ids[END_OF_TEXT]],
-    }  # fmt: skip
+    }
     for name, content in (("tokenizer_config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

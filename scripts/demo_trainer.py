@@ -1,6 +1,7 @@
-"""Train the demo model: corpus -> tokenizer -> batches -> Muon and Adam on the module that also serves -> a Hugging Face folder.
-Knows nothing of the corpus' making. The load-balancing loss enters through the expert backend, so the model file stays free of it.
-Dims: B sequences, S tokens of a sequence, N tokens of a batch, R MoE layers, E experts, K experts per token, D hidden."""
+"""Train the demo model: corpus -> tokenizer -> batches -> Muon and Adam on the module that also serves -> a Hugging
+Face folder. Knows nothing of the corpus' making. The load-balancing loss enters through the expert backend, so the
+model file stays free of it. Dims: B sequences, S tokens of a sequence, N tokens of a batch, R MoE layers, E experts, K
+experts per token, D hidden."""
 
 import argparse
 import dataclasses
@@ -30,15 +31,39 @@ from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from routed_experts.replay.forward import forward
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": demo_tokenizer.VOCAB_SIZE,
-    "hidden_size": 128, "num_hidden_layers": 6, "mlp_only_layers": [0], "decoder_sparse_step": 1, "intermediate_size": 384,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "attention_bias": False, "attention_dropout": 0.0,
-    "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "norm_topk_prob": True, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 1024, "tie_word_embeddings": True,
-    "initializer_range": 0.02, "router_aux_loss_coef": 0.003, "output_router_logits": False, "use_cache": True,
-    "use_sliding_window": False, "sliding_window": None, "torch_dtype": "bfloat16", "bos_token_id": None,
-    "pad_token_id": demo_tokenizer.VOCAB_SIZE - 3, "eos_token_id": demo_tokenizer.VOCAB_SIZE - 1,
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": demo_tokenizer.VOCAB_SIZE,
+    "hidden_size": 128,
+    "num_hidden_layers": 6,
+    "mlp_only_layers": [0],
+    "decoder_sparse_step": 1,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+    "router_aux_loss_coef": 0.003,
+    "output_router_logits": False,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": None,
+    "pad_token_id": demo_tokenizer.VOCAB_SIZE - 3,
+    "eos_token_id": demo_tokenizer.VOCAB_SIZE - 1,
+}
 README = """# Demo model of routed_experts
 
 A very small mixture-of-experts language model (Qwen3-MoE format) that exists to make routing visible; it knows nothing worth
@@ -51,8 +76,8 @@ more-itertools (MIT, (c) Erik Rose and others), sortedcontainers (Apache-2.0, (c
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How long and how fast to train. In the last `skip_share` of the steps, positions jump once inside each sequence, so that
-    distances of the whole context are seen at the cost of short sequences (PoSE, Zhu et al. 2023)."""
+    """How long and how fast to train. In the last `skip_share` of the steps, positions jump once inside each sequence,
+    so that distances of the whole context are seen at the cost of short sequences (PoSE, Zhu et al. 2023)."""
 
     steps: int
     batch_tokens: int
@@ -82,8 +107,9 @@ attach_loss.defvjp(_attach_forward, _attach_backward)
 
 
 def balanced_experts(routers: Float[Array, "R D E"], coefficient: float) -> MoeBackend:
-    """The grouped backend with the load-balancing loss of Switch Transformer (Fedus et al. 2021, eq. 4) attached to its output:
-    coefficient * E * sum over e of (share of slots on e) * (mean router probability of e); 1 * coefficient when balanced."""
+    """The grouped backend with the load-balancing loss of Switch Transformer (Fedus et al. 2021, eq. 4) attached to its
+    output: coefficient * E * sum over e of (share of slots on e) * (mean router probability of e); 1 * coefficient when
+    balanced."""
 
     def run(call: ExpertCall) -> Float[Array, "N D"]:
         experts = call.num_experts
@@ -98,8 +124,11 @@ def balanced_experts(routers: Float[Array, "R D E"], coefficient: float) -> MoeB
     return MoeBackend(name="balanced", run=run, layered=True)
 
 
-def windows(documents: list[Int[np.ndarray, " S"]], batch: int, length: int, rng: np.random.Generator) -> Iterator[Int[np.ndarray, "B S1"]]:
-    """Yield batches of length + 1 tokens for ever: each epoch joins the documents in a new order and shuffles the windows."""
+def windows(
+    documents: list[Int[np.ndarray, " S"]], batch: int, length: int, rng: np.random.Generator
+) -> Iterator[Int[np.ndarray, "B S1"]]:
+    """Yield batches of length + 1 tokens for ever: each epoch joins the documents in a new order and shuffles the
+    windows."""
     while True:
         stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
         starts = np.arange(rng.integers(length), len(stream) - length - 1, length)
@@ -109,13 +138,15 @@ def windows(documents: list[Int[np.ndarray, " S"]], batch: int, length: int, rng
 
 
 def skipping_positions(batch: int, length: int, rng: np.random.Generator) -> Int[np.ndarray, "B S"]:
-    """Positions of each row: 0.. up to a random place, then the rest of the row further on, still inside the context."""
+    """Positions of each row: 0.. up to a random place, then the rest of the row further on, still inside the
+    context."""
     jump = rng.integers(CONFIG["max_position_embeddings"] - length + 1, size=(batch, 1))
     return (np.arange(length) + jump * (np.arange(length) >= rng.integers(length, size=(batch, 1)))).astype(np.int32)
 
 
 def optimizer(plan: Plan) -> optax.GradientTransformation:
-    """Muon (Jordan 2024) for the matrices of attention and experts, Adam for embedding, routers and norms; warmup and cosine."""
+    """Muon (Jordan 2024) for the matrices of attention and experts, Adam for embedding, routers and norms; warmup and
+    cosine."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, plan.peak, plan.warmup, plan.steps, plan.peak * 0.02)
 
     def matrices(state: Any) -> Any:
@@ -165,7 +196,9 @@ def train(model: Qwen3Moe, documents: list[Int[np.ndarray, " S"]], plan: Plan) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--corpus", type=Path, default=Path("demo-output/corpus"), help="folder of archives and corpus.jsonl")
+    parser.add_argument(
+        "--corpus", type=Path, default=Path("demo-output/corpus"), help="folder of archives and corpus.jsonl"
+    )
     parser.add_argument("--out", type=Path, default=Path("src/routed_experts/demo_model"), help="folder to write")
     parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--batch-tokens", type=int, default=2048)
@@ -178,14 +211,20 @@ def main() -> None:
     demo_tokenizer.write(tokenizer, options.out, context_length=CONFIG["max_position_embeddings"])
     documents = [demo_report.encode(tokenizer, document.text) for document in corpus if not document.held_out]
     print(f"{sum(map(len, documents)):,} tokens to train on", flush=True)
-    model = Qwen3Moe(Qwen3MoeConfig.from_reader(ConfigReader(CONFIG, "CONFIG")), rngs=nnx.Rngs(plan.seed), dtype=jnp.float32)
+    model = Qwen3Moe(
+        Qwen3MoeConfig.from_reader(ConfigReader(CONFIG, "CONFIG")), rngs=nnx.Rngs(plan.seed), dtype=jnp.float32
+    )
     curve = train(model, documents, plan)
     save(options.out, CONFIG, hugging_face_tensors(model))
     (options.out / "README.md").write_text(README, encoding="utf-8")
     (options.out / "model.safetensors").chmod(0o644)  # safetensors writes 0600, which a wheel would keep
     minutes = (time.perf_counter() - began) / 60
-    (options.corpus / "training.json").write_text(json.dumps({"minutes": minutes, "curve": curve}) + "\n", encoding="utf-8")
-    print(f"trained in {minutes:.1f} minutes; {sum(file.stat().st_size for file in options.out.iterdir()):,} bytes in {options.out}")
+    (options.corpus / "training.json").write_text(
+        json.dumps({"minutes": minutes, "curve": curve}) + "\n", encoding="utf-8"
+    )
+    print(
+        f"trained in {minutes:.1f} minutes; {sum(file.stat().st_size for file in options.out.iterdir()):,} bytes in {options.out}"
+    )
     demo_report.report(options.out, [document for document in corpus if document.held_out])
 
 

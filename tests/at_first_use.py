@@ -1,7 +1,8 @@
 """Programs of a model runner that are compiled when they are first run, not all before the first step. Knows no test.
 
-A runner's table has four samplers for each size of a batch, of which most tests run one or two. The programs are those that are shipped,
-bit for bit; what is tested elsewhere with all of them is that none is missing and that nothing compiles once an engine is ready."""
+A runner's table has four samplers for each size of a batch, of which most tests run one or two. The programs are those
+that are shipped, bit for bit; what is tested elsewhere with all of them is that none is missing and that nothing
+compiles once an engine is ready."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""How every test runs: on the CPU, with strict promotion, and with the TPU compiler where it is installed. Knows no test."""
+"""How every test runs: on the CPU, with strict promotion, and with the TPU compiler where it is installed. Knows no
+test."""
 
 import gc
 import importlib.util
@@ -21,13 +22,19 @@ if "CI" not in os.environ:  # there hypothesis' own profile rules: derandomized,
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require-tpu-aot", action="store_true", help="where libtpu is missing, fail the tests marked tpu_aot, not skip them")
+    parser.addoption(
+        "--require-tpu-aot",
+        action="store_true",
+        help="where libtpu is missing, fail the tests marked tpu_aot, not skip them",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and config.pluginmanager.hasplugin("cacheprovider"):
-        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))  # .pytest_cache: of this checkout alone
+        jax.config.update(
+            "jax_compilation_cache_dir", str(config.cache.mkdir("jax"))
+        )  # .pytest_cache: of this checkout alone
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
@@ -47,7 +54,8 @@ def programs_of_a_module() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def compiled_cheaply() -> Iterator[None]:
-    """For a module whose programs take longer to compile than to run, and that proves nothing of the bits of XLA's programs."""
+    """For a module whose programs take longer to compile than to run, and that proves nothing of the bits of XLA's
+    programs."""
     with cheaply.compiled():
         yield
 
@@ -61,8 +69,8 @@ def compiled_at_first_use() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def logs_of_a_test() -> Iterator[None]:
-    """A command that ran in this process has set up logs to the standard error of its test, which is closed afterwards: take them back,
-    so that servers of later tests do not write there."""
+    """A command that ran in this process has set up logs to the standard error of its test, which is closed afterwards:
+    take them back, so that servers of later tests do not write there."""
     yield
     root, ours = logging.getLogger(), logging.getLogger("routed_experts")
     if any(type(one) is logging.StreamHandler for one in root.handlers):

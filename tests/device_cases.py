@@ -1,5 +1,5 @@
-"""One model on one, two and four devices, in a process that has four: run by tests/engine/test_devices.py, which starts it with
-XLA_FLAGS and reads what it prints, a JSON line a case: its name, and null or how it failed.
+"""One model on one, two and four devices, in a process that has four: run by tests/engine/test_devices.py, which starts
+it with XLA_FLAGS and reads what it prints, a JSON line a case: its name, and null or how it failed.
 
 Everything is compared with the same engine on one device, float32: tokens and ids are equal, logprobs within 1e-4."""
 
@@ -44,7 +44,9 @@ from routed_experts.models.registry import ModelFolder
 from routed_experts.placement.eplb import rebalance
 from tiny import VOCAB_SIZE, write_tiny_checkpoint
 
-SIZES = dict(page_size=4, context_length=96, precompile_bs_paddings=(4,), precompile_token_paddings=(32,), max_total_tokens=512)
+SIZES = dict(
+    page_size=4, context_length=96, precompile_bs_paddings=(4,), precompile_token_paddings=(32,), max_total_tokens=512
+)
 LOGPROB = 1e-4
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 MESHES = {"tp2": (2, 1), "tp4": (4, 1), "ep2": (2, 2), "ep4": (4, 4)}
@@ -56,7 +58,9 @@ class Small(Bench):
 
     def __init__(self, folder, tp=1, ep=1, *, registry=DEFAULT_BACKENDS, **backends):
         devices = dict(tp_size=tp, ep_size=ep)
-        self.args = args = ServerArgs(model_path=str(folder), enable_return_routed_experts=True, **devices, **SIZES, **backends)
+        self.args = args = ServerArgs(
+            model_path=str(folder), enable_return_routed_experts=True, **devices, **SIZES, **backends
+        )
         source = ModelFolder.open(folder)
         config, shards = source.config, shards_of(args, source.config)
         kernels, attention = registry.choose(args, config.needs)
@@ -64,17 +68,29 @@ class Small(Bench):
         buckets = Buckets.of(args, context_length=args.context_length)
         self.spec = config.capture_spec
         plan = plan_memory(
-            args, kv_shapes(args, served.part, state), served.held, self.spec, context_length=96, vocab_size=config.vocab_size
+            args,
+            kv_shapes(args, served.part, state),
+            served.held,
+            self.spec,
+            context_length=96,
+            vocab_size=config.vocab_size,
         )
         spec = ProgramSpec(
-            graphdef=served.graphdef, capture=self.spec, kernels=kernels, attention=attention, num_pages=plan.pool.num_pages,
-            raw_logprobs=False, on=None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool),
-        )  # fmt: skip
+            graphdef=served.graphdef,
+            capture=self.spec,
+            kernels=kernels,
+            attention=attention,
+            num_pages=plan.pool.num_pages,
+            raw_logprobs=False,
+            on=None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool),
+        )
         shapes = tuple(
             BatchShape(mode=mode, num_tokens=tokens, num_requests=requests, table_width=buckets.table_width)
             for mode, tokens, requests in buckets.all_shapes()
         )
-        sizes = RunnerConfig(pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=config.vocab_size)
+        sizes = RunnerConfig(
+            pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=config.vocab_size
+        )
         self.runner = ModelRunner(state, spec, sizes)
         at_first_use.compile_at_first_use(self.runner)
         self.assembly = SimpleNamespace(plan=plan, buckets=buckets, vocab_size=config.vocab_size)
@@ -131,7 +147,8 @@ def family(folder, name):
 
 
 def dense(folder):
-    """A model without experts, its head tied to its embeddings; nothing is captured. Scored, so that two programs do."""
+    """A model without experts, its head tied to its embeddings; nothing is captured. Scored, so that two programs
+    do."""
     write_family(folder, "dense")
     prompts, told = [np.array(ids, np.int32) for ids in prompts_of(211)[1:]], []
     for tp in (1, 2, 4):
@@ -201,7 +218,9 @@ class Qwen3:
         """What a device holds, of four or of the `two`: its share of what is dealt out, and all of the rest."""
         whole, pool = _held(self.alone)
         same = sum(array.nbytes for path, array in _arrays(self.alone) if path.endswith(("norm", "router")))
-        repeated = sum(array.nbytes for path, array in _arrays(self.alone) if path.endswith("qkv")) // 2  # keys and values: 4 of 8 heads
+        repeated = (
+            sum(array.nbytes for path, array in _arrays(self.alone) if path.endswith("qkv")) // 2
+        )  # keys and values: 4 of 8 heads
         assert same < 0.1 * whole
         for name, bench in {**self.benches, "tp2": two}.items():
             devices = MESHES[name][0]
@@ -223,13 +242,16 @@ def _held(bench):
 
 
 SAMPLING = [
-    dict(temperature=0.0), dict(temperature=0.9, seed=3), dict(temperature=1.1, top_k=20, top_p=0.9, seed=4),
+    dict(temperature=0.0),
+    dict(temperature=0.9, seed=3),
+    dict(temperature=1.1, top_k=20, top_p=0.9, seed=4),
     dict(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.4, logit_bias={5: 2.5}),
-]  # fmt: skip
+]
 
 
 class Served:
-    """A whole engine on two devices beside one on one: every sampler, replay, new weights, and that nothing compiles on the way."""
+    """A whole engine on two devices beside one on one: every sampler, replay, new weights, and that nothing compiles on
+    the way."""
 
     def __init__(self, qwen3):
         self.qwen3 = qwen3
@@ -268,7 +290,9 @@ class Served:
             after = self._ask(shared)
             self._compare(self._ask(alone), after)
             assert [leaf.sharding for leaf in jax.tree.leaves(_state(shared))] == where
-            assert ([one["output_ids"] for one in after] == [one["output_ids"] for one in before]) == (how == "from disk")
+            assert ([one["output_ids"] for one in after] == [one["output_ids"] for one in before]) == (
+                how == "from disk"
+            )
 
     def replay(self):
         """Routes of one device's run, forced on two."""
@@ -293,13 +317,18 @@ class Served:
 
 
 def placement(qwen3, alone):
-    """Experts with replicas, placed one way, then another while requests run, then with other weights: tokens and routes are those of one
-    device, ids are logical, and nothing compiles."""
+    """Experts with replicas, placed one way, then another while requests run, then with other weights: tokens and
+    routes are those of one device, ids are logical, and nothing compiles."""
     rng, sizes = np.random.default_rng(5), dict(num_instances=20, num_devices=4)
     first, second, third = (rebalance(rng.gamma(0.5, size=(3, 16)), **sizes) for _ in range(3))
     assert (first.physical_to_logical_map != second.physical_to_logical_map).any(axis=1).all()
     args = dict(skip_tokenizer_init=True, enable_return_routed_experts=True, **SIZES)
-    ask = dict(input_ids=qwen3.prompts, sampling_params=GREEDY | {"max_tokens": 24}, return_logprob=True, return_routed_experts=True)
+    ask = dict(
+        input_ids=qwen3.prompts,
+        sampling_params=GREEDY | {"max_tokens": 24},
+        return_logprob=True,
+        return_routed_experts=True,
+    )
     with Engine(str(qwen3.folder), tp_size=4, ep_size=4, placement=first, **args) as placed:
         wanted = alone.generate(**ask)
         alike(wanted, placed.generate(**ask))
@@ -340,7 +369,9 @@ def held_is(engine, placement, folder):
     """Every device holds, layer by layer, the experts that the placement says, whole."""
     source = ModelFolder.open(folder)
     whole = nnx.split(source.load(source.dtype("auto")))[1]
-    experts = {path[-1]: np.asarray(leaf.get_raw_value()) for path, leaf in nnx.to_flat_state(whole) if path[:2] == ("runs", 1)}
+    experts = {
+        path[-1]: np.asarray(leaf.get_raw_value()) for path, leaf in nnx.to_flat_state(whole) if path[:2] == ("runs", 1)
+    }
     own = placement.instances_per_device
     for path, leaf in nnx.to_flat_state(_state(engine)):
         if path[-1] not in ("gate_up", "down") or path[:2] != ("runs", 1):
@@ -366,7 +397,10 @@ def refusals(folder):
     """What cannot be is said before a weight is loaded; a plan needs no device."""
     write_tiny_checkpoint(folder)
     args = dict(skip_tokenizer_init=True, **SIZES)
-    for tp, said in ((3, "tp_size=3 does not divide 2 kv heads, .*; values that work for this model: 1, 2, 4"), (8, "4 query heads")):
+    for tp, said in (
+        (3, "tp_size=3 does not divide 2 kv heads, .*; values that work for this model: 1, 2, 4"),
+        (8, "4 query heads"),
+    ):
         with pytest.raises(ConfigError, match=said):
             Engine(str(folder), tp_size=tp, **args)
     write_family(folder / "wide", "olmoe", num_attention_heads=8)

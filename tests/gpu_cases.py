@@ -1,5 +1,6 @@
-"""Cases for the GPU kernels, shared by the tests (interpreted, small) and by benchmarks/gpu_check.py (on a card, large).
-Each case builds random inputs, runs a kernel and its oracle, and gives what differed. What a kernel must not read is NaN."""
+"""Cases for the GPU kernels, shared by the tests (interpreted, small) and by benchmarks/gpu_check.py (on a card,
+large). Each case builds random inputs, runs a kernel and its oracle, and gives what differed. What a kernel must not
+read is NaN."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -78,8 +79,12 @@ def moe_case(seed, shape, kind, tiles: MoeTiles, dtype) -> Case:
             ids=jnp.asarray(np.where(valid[:, None], ids, 7 * experts), jnp.int32),
             weights=weights / jnp.sum(weights, axis=1, keepdims=True),
             valid=jnp.asarray(valid),
-            gate_up=layers * jnp.tile(jax.random.normal(keys[1], (experts, dim, 2 * width), dtype) * dim**-0.5, (3, 1, 1)).astype(dtype),
-            down=layers * jnp.tile(jax.random.normal(keys[2], (experts, width, dim), dtype) * width**-0.5, (3, 1, 1)).astype(dtype),
+            gate_up=layers
+            * jnp.tile(jax.random.normal(keys[1], (experts, dim, 2 * width), dtype) * dim**-0.5, (3, 1, 1)).astype(
+                dtype
+            ),
+            down=layers
+            * jnp.tile(jax.random.normal(keys[2], (experts, width, dim), dtype) * width**-0.5, (3, 1, 1)).astype(dtype),
             first_expert=jnp.asarray(experts, jnp.int32),
             num_experts=experts,
         )
@@ -110,8 +115,12 @@ def router_case(seed, rows, experts, top_k, flags) -> Case:
         given = random_ids(rng, rows, experts, top_k, "").astype(np.uint16)
         routed = LayerRouting(jnp.asarray(given), jnp.asarray(rng.random(rows) < 0.5)) if replays else None
         wanted = jax.jit(lambda z: replay_topk(z, routed, spec=spec))(logits)
-        found, block = jax.jit(lambda z, b: route_rows(z, routed, b, jnp.int32(1), spec, interpret=interpret))(logits, block)
-        wrong = sum(int(np.sum(np.asarray(a) != b)) for a, b in ((found.ids, wanted.ids), (found.native_ids, wanted.native_ids)))
+        found, block = jax.jit(lambda z, b: route_rows(z, routed, b, jnp.int32(1), spec, interpret=interpret))(
+            logits, block
+        )
+        wrong = sum(
+            int(np.sum(np.asarray(a) != b)) for a, b in ((found.ids, wanted.ids), (found.native_ids, wanted.native_ids))
+        )
         if block is not None:
             whole = np.full((3 * top_k, rows), -1)
             whole[top_k : 2 * top_k] = np.asarray(wanted.ids).T
@@ -127,17 +136,27 @@ def linear_case(seed, rows, dim, outputs, tile: LinearTile | None, dtype) -> Cas
     def run(interpret: bool) -> Outcome:
         keys = jax.random.split(jax.random.key(seed), 2)
         x = jax.random.normal(keys[0], (rows, dim), dtype)
-        weights = jax.random.normal(keys[1], (3, dim, outputs), dtype) * jnp.array([jnp.nan, 1, jnp.nan], dtype)[:, None, None]
-        found = jax.jit(lambda x, w: linear_in_place(x, w, jnp.int32(1), jnp.float32, tile=tile, interpret=interpret))(x, weights)
+        weights = (
+            jax.random.normal(keys[1], (3, dim, outputs), dtype)
+            * jnp.array([jnp.nan, 1, jnp.nan], dtype)[:, None, None]
+        )
+        found = jax.jit(lambda x, w: linear_in_place(x, w, jnp.int32(1), jnp.float32, tile=tile, interpret=interpret))(
+            x, weights
+        )
         wanted = reference_linear(x, weights, 1, jnp.float32)
-        return Outcome(distance=distance(found, wanted), wrong_ids=0, bound=bound(dtype) / 10 if dtype == jnp.bfloat16 else bound(dtype))
+        return Outcome(
+            distance=distance(found, wanted),
+            wrong_ids=0,
+            bound=bound(dtype) / 10 if dtype == jnp.bfloat16 else bound(dtype),
+        )
 
     return Case(kernel="linear", name=f"N={rows} D={dim} O={outputs}", run=run)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Requests of a step: (keys in the pool before it, new tokens) each. Pages are scattered; what nobody owns is NaN."""
+    """Requests of a step: (keys in the pool before it, new tokens) each. Pages are scattered; what nobody owns is
+    NaN."""
 
     spans: tuple[tuple[int, int], ...]
     padding: int = 0  # more tokens, of no request
@@ -183,7 +202,9 @@ def attention_case(seed, seqs: Sequences, *, decode, splits=None, dtype=jnp.floa
         pool, first, batch, num_tokens = attention_inputs(rng, seqs, decode=decode, dtype=dtype)
         queries = jnp.asarray(rng.standard_normal((batch.positions.shape[0], seqs.heads, seqs.head_dim)), dtype)
         if decode:
-            found = jax.jit(lambda q, p, b: decode_attention(q, p, first, b, splits=splits, interpret=interpret))(queries, pool, batch)
+            found = jax.jit(lambda q, p, b: decode_attention(q, p, first, b, splits=splits, interpret=interpret))(
+                queries, pool, batch
+            )
         else:
             found = jax.jit(lambda q, p, b: extend_attention(q, p, first, b, interpret=interpret))(queries, pool, batch)
         wanted = jax.jit(lambda q, p, b: reference_attention(q, p, first, b))(queries, pool, batch)
@@ -215,7 +236,9 @@ def prepare_case(seed, seqs: Sequences, *, decode, dtype=jnp.float32) -> Case:
         def plain(qkv, q_norm, k_norm, cos, sin, pool):
             mixed = qkv.reshape(rows, parts, seqs.head_dim)
             queries, keys, values = jnp.split(mixed, (seqs.heads, seqs.heads + seqs.groups), axis=1)
-            queries, keys = (apply_rotary(rms_norm(x, n[1], eps=1e-6), cos, sin) for x, n in ((queries, q_norm), (keys, k_norm)))
+            queries, keys = (
+                apply_rotary(rms_norm(x, n[1], eps=1e-6), cos, sin) for x, n in ((queries, q_norm), (keys, k_norm))
+            )
             return queries, write_kv(pool, keys, values, first, batch)
 
         (found, pool), (wanted, wanted_pool) = jax.jit(ours)(*fields), jax.jit(plain)(*fields)
@@ -226,7 +249,9 @@ def prepare_case(seed, seqs: Sequences, *, decode, dtype=jnp.float32) -> Case:
         return Outcome(distance=far, wrong_ids=int(untouched.sum()), bound=bound(dtype))
 
     return Case(
-        kernel="prepare", name=f"{'decode' if decode else 'extend'}, {len(seqs.spans)} requests, {seqs.heads}/{seqs.groups} heads", run=run
+        kernel="prepare",
+        name=f"{'decode' if decode else 'extend'}, {len(seqs.spans)} requests, {seqs.heads}/{seqs.groups} heads",
+        run=run,
     )
 
 
@@ -235,13 +260,18 @@ def residual_case(seed, rows, dim, *, parts, top_k, dtype=jnp.float32) -> Case:
 
     def run(interpret: bool) -> Outcome:
         rng = np.random.default_rng(seed)
-        x, sums = (jnp.asarray(rng.standard_normal(size), kind) for size, kind in (((rows, dim), dtype), ((parts, rows, dim), jnp.float32)))
+        x, sums = (
+            jnp.asarray(rng.standard_normal(size), kind)
+            for size, kind in (((rows, dim), dtype), ((parts, rows, dim), jnp.float32))
+        )
         scales, valid = jnp.asarray(rng.random((3, dim)) + 0.5, dtype), jnp.asarray(rng.random(rows) < 0.7)
         slots = jnp.where(valid[:, None, None], jnp.asarray(rng.standard_normal((rows, top_k, dim)), dtype), jnp.nan)
         weights = jnp.asarray(rng.random((rows, top_k)), jnp.float32)
         found = jax.jit(lambda x, p: add_parts(x, p, scales, jnp.int32(1), eps=1e-6, interpret=interpret))(x, sums)
         flat = slots.reshape(-1, dim)
-        found += jax.jit(lambda x, s: add_slots(x, s, weights, valid, scales, jnp.int32(1), eps=1e-6, interpret=interpret))(x, flat)
+        found += jax.jit(
+            lambda x, s: add_slots(x, s, weights, valid, scales, jnp.int32(1), eps=1e-6, interpret=interpret)
+        )(x, flat)
         wanted = []
         for addend in (jnp.sum(sums, axis=0).astype(dtype), combine(slots, weights, valid)):
             wanted += [x + addend, rms_norm(x + addend, scales[1], eps=1e-6)]
@@ -265,12 +295,21 @@ def small_cases() -> Iterator[Case]:
         yield moe_case(2, (5, 3, 8, 20, 9), kind, SLOTS, f32)
     yield moe_case(3, (70, 1, 1, 16, 16), "padding", LISTS, f32)
     yield moe_case(4, (1, 2, 3, 16, 4), "spread", SLOTS, f32)
-    for rows, experts, top_k, flags in ((1, 8, 2, 0), (5, 11, 3, 1), (13, 128, 8, 3), (6, 16, 16, 7), (7, 32, 4, 5), (9, 60, 4, 6)):
+    for rows, experts, top_k, flags in (
+        (1, 8, 2, 0),
+        (5, 11, 3, 1),
+        (13, 128, 8, 3),
+        (6, 16, 16, 7),
+        (7, 32, 4, 5),
+        (9, 60, 4, 6),
+    ):
         yield router_case(5, rows, experts, top_k, flags)
     for rows, experts, top_k, flags in ((1, 8, 2, 8), (13, 128, 8, 11), (9, 60, 3, 14), (6, 16, 4, 9)):
         yield router_case(8, rows, experts, top_k, flags)
     for rows, dim, outputs, splits in ((1, 16, 16, 1), (5, 40, 23, 2), (19, 64, 48, 4)):
-        yield linear_case(6, rows, dim, outputs, LinearTile(rows=16, out=16, inner=16, warps=4, stages=2, splits=splits), f32)
+        yield linear_case(
+            6, rows, dim, outputs, LinearTile(rows=16, out=16, inner=16, warps=4, stages=2, splits=splits), f32
+        )
     for rows, dim, parts, top_k in ((1, 16, 1, 1), (5, 24, 3, 4)):
         yield residual_case(15, rows, dim, parts=parts, top_k=top_k)
     ragged = Sequences(spans=((0, 5), (7, 1), (0, 1), (13, 9), (3, 2)), padding=4, empty=2)
@@ -320,5 +359,8 @@ def large_cases() -> Iterator[Case]:
         yield attention_case(requests, seqs, decode=False, dtype=half)
         yield prepare_case(requests, seqs, decode=False, dtype=half)
     yield attention_case(
-        3, Sequences(spans=((5, 40), (0, 33)), padding=3, heads=6, groups=2, head_dim=64, page=16), decode=False, dtype=half
+        3,
+        Sequences(spans=((5, 40), (0, 33)), padding=3, heads=6, groups=2, head_dim=64, page=16),
+        decode=False,
+        dtype=half,
     )

@@ -1,4 +1,5 @@
-"""A real HTTP server over an engine of the test's process, on a loopback port: many settings, one engine. Knows no test."""
+"""A real HTTP server over an engine of the test's process, on a loopback port: many settings, one engine. Knows no
+test."""
 
 import asyncio
 import contextlib
@@ -40,7 +41,8 @@ class Running:
 
 @contextlib.contextmanager
 def running(engine, **settings):
-    """Serve `engine` until the block ends; with engine None the server stays in its start-up. Every token is an event of its own."""
+    """Serve `engine` until the block ends; with engine None the server stays in its start-up. Every token is an event
+    of its own."""
     service = Service(ServerSettings(port=0, **{"stream_interval": 0.0, **settings}), model_path="tiny")
     if engine is not None:
         service.serve(EngineDoor(engine))

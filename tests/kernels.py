@@ -1,4 +1,5 @@
-"""The backends that run on a CPU, by name: plain array code, and the native ones. A machine without a C++ compiler fails here."""
+"""The backends that run on a CPU, by name: plain array code, and the native ones. A machine without a C++ compiler
+fails here."""
 
 from routed_experts.layers.attention import ATTENTION_BACKENDS
 from routed_experts.layers.moe import MOE_BACKENDS

@@ -1,4 +1,5 @@
-"""Two whole steps of a small model, a prefill and a decode with padding, by whatever kernels a test brings. Knows no runner."""
+"""Two whole steps of a small model, a prefill and a decode with padding, by whatever kernels a test brings. Knows no
+runner."""
 
 import functools
 
@@ -51,7 +52,8 @@ def packed(shape: BatchShape, **values) -> jax.Array:
 
 
 def drifted_rows(seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct experts [N, M, K] in random order for the tiny model's widest step, and which rows are valid: every other one."""
+    """Distinct experts [N, M, K] in random order for the tiny model's widest step, and which rows are valid: every
+    other one."""
     rng = np.random.default_rng(seed)
     ids = rng.permuted(np.tile(np.arange(6, dtype=np.uint8), (16, 2, 1)), axis=-1)[..., :2]
     return ids, np.arange(16) % 2 == 0
@@ -60,8 +62,8 @@ def drifted_rows(seed: int = 3) -> tuple[np.ndarray, np.ndarray]:
 def run_steps(
     model: Qwen3Moe, kernels: Kernels, attention, *, capture: bool, routed: tuple[np.ndarray, np.ndarray] | None = None
 ):
-    """Prefill two prompts in one step, then decode one token of each; the pool and everything that left the steps. `routed` are ids and
-    flags of the first tokens of either step."""
+    """Prefill two prompts in one step, then decode one token of each; the pool and everything that left the steps.
+    `routed` are ids and flags of the first tokens of either step."""
     graphdef, state = nnx.split(model)
     spec = ProgramSpec(
         graphdef=graphdef,
@@ -75,7 +77,11 @@ def run_steps(
     last, table = jnp.zeros(4, jnp.int32), [[3, 5, 7], [2, 9, 4]]
     extend = BatchShape(mode=ForwardMode.EXTEND, num_tokens=16, num_requests=3, table_width=WIDTH)
     decode = BatchShape(mode=ForwardMode.DECODE, num_tokens=3, num_requests=3, table_width=WIDTH)
-    prompt = {"token_ids": [7, 8, 9, 1, 2, 30, 31, 32, 33, 34, 35], "positions": [*range(5), *range(6)], "token_rows": [0] * 5 + [1] * 6}
+    prompt = {
+        "token_ids": [7, 8, 9, 1, 2, 30, 31, 32, 33, 34, 35],
+        "positions": [*range(5), *range(6)],
+        "token_rows": [0] * 5 + [1] * 6,
+    }
     first = packed(extend, num_tokens=11, **prompt, query_starts=[0, 5, 11, 11], seq_lens=[5, 6], page_table=table)
     again = {"token_ids": [11, 12], "positions": [5, 6], "token_rows": [0, 1, 2], "query_starts": [0, 1, 2, 3]}
     second = packed(decode, num_tokens=2, **again, seq_lens=[6, 7], page_table=table)

@@ -1,8 +1,9 @@
-"""A device in NumPy: runs the batches of a scheduler with a rule instead of a model. Knows nothing of JAX, nor of policy.
+"""A device in NumPy: runs the batches of a scheduler with a rule instead of a model. Knows nothing of JAX, nor of
+policy.
 
-Its KV pool keeps which token was fed at which position. The next token follows from all tokens that a row reads through its page
-table, so one page that is wrong, shared wrongly or overwritten changes what is said; the rule itself needs no pages.
-Dims: N padded tokens, B padded requests, V vocabulary."""
+Its KV pool keeps which token was fed at which position. The next token follows from all tokens that a row reads through
+its page table, so one page that is wrong, shared wrongly or overwritten changes what is said; the rule itself needs no
+pages. Dims: N padded tokens, B padded requests, V vocabulary."""
 
 import numpy as np
 
@@ -37,7 +38,9 @@ def says(prompt, max_tokens, *, stops=(), min_tokens=0) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def source(prompt, *, rid="r", max_tokens=4, group=None, choice=0, stops=(), logprob_start=None, extra_key=None, **sampling):
+def source(
+    prompt, *, rid="r", max_tokens=4, group=None, choice=0, stops=(), logprob_start=None, extra_key=None, **sampling
+):
     """A request that has passed the door."""
     params = SamplingParams(max_tokens=max_tokens, **sampling).resolve()
     return TokenizedGenerateReqInput(
@@ -85,14 +88,23 @@ class NumpyDevice:
                 scores[at] = logprob_of(read[: batch.positions[at] + 1], batch.prompt_targets[at])
         self.last[batch.request_slots[: batch.num_requests]] = sampled[: batch.num_requests]
         return StepResult(
-            tokens=sampled, logprobs=logprobs, top_logprobs=None, top_ids=None, prompt_top_logprobs=None, prompt_top_ids=None,
-            prompt_logprobs=None if batch.prompt_targets is None else scores, rows=None, weight_version=0,
-        )  # fmt: skip
+            tokens=sampled,
+            logprobs=logprobs,
+            top_logprobs=None,
+            top_ids=None,
+            prompt_top_logprobs=None,
+            prompt_top_ids=None,
+            prompt_logprobs=None if batch.prompt_targets is None else scores,
+            rows=None,
+            weight_version=0,
+        )
 
     def read(self, pages, length) -> np.ndarray:
         """The tokens at positions 0 .. length-1 of a row of the page table."""
         where = np.arange(length)
         slots = pages[where // self.page_size] * self.page_size + where % self.page_size
         assert (slots >= self.page_size).all(), f"the padding page is read: {pages.tolist()}, {length} tokens"
-        assert np.array_equal(self.positions[slots], where), f"positions {self.positions[slots].tolist()} in slots {slots.tolist()}"
+        assert np.array_equal(self.positions[slots], where), (
+            f"positions {self.positions[slots].tolist()} in slots {slots.tolist()}"
+        )
         return self.tokens[slots]

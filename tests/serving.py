@@ -27,8 +27,8 @@ def serve(folder, **args):
 
 @contextlib.contextmanager
 def borrow(**args):
-    """The engine of these settings that all test files of a process share, for compiling is most of a test: with an empty cache,
-    and given back idle."""
+    """The engine of these settings that all test files of a process share, for compiling is most of a test: with an
+    empty cache, and given back idle."""
     engine = _shared(**args)
     engine.flush_cache()
     yield engine
@@ -37,14 +37,17 @@ def borrow(**args):
 
 @functools.cache
 def _shared(**args):
-    assert ModelRunner.compile is not at_first_use.compile_at_first_use, "others will share this engine: it has all its programs"
+    assert ModelRunner.compile is not at_first_use.compile_at_first_use, (
+        "others will share this engine: it has all its programs"
+    )
     with tempfile.TemporaryDirectory() as folder:
         return Engine(str(write_tiny_checkpoint(folder)), **(SMALL | args))
 
 
 @contextlib.contextmanager
 def nothing_allocated():
-    """What happens within leaves no array behind that was not there before; what others left may go at any time, and says nothing."""
+    """What happens within leaves no array behind that was not there before; what others left may go at any time, and
+    says nothing."""
     before = jax.live_arrays()  # held: an array that went could give its name to a new one
     known = {id(array) for array in before}
     try:
@@ -73,8 +76,8 @@ def on_engine_thread(engine, script):
 
 
 class Begun:
-    """Requests in threads of their own, begun and then frozen by a pause "in_place": each has generated `outputs` tokens or a few
-    more, and none can end before the test says so. Resume, or pause otherwise, to go on."""
+    """Requests in threads of their own, begun and then frozen by a pause "in_place": each has generated `outputs`
+    tokens or a few more, and none can end before the test says so. Resume, or pause otherwise, to go on."""
 
     def __init__(self, engine, *prompts, outputs=3, **said):
         engine.pause(mode="in_place")
@@ -101,7 +104,11 @@ class Begun:
 def letters(engine, count=20):
     """A logit bias that leaves a random model nothing to say but ASCII letters, several a token here and there."""
     tokenizer = engine.tokenizer
-    spoken = [token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token).isalpha() and not tokenizer.is_special(token)]
+    spoken = [
+        token
+        for token in range(tokenizer.vocab_size)
+        if tokenizer.token_bytes(token).isalpha() and not tokenizer.is_special(token)
+    ]
     ascii_only = [token for token in spoken if tokenizer.token_bytes(token).isascii()]
     assert len(ascii_only) > count
     return dict.fromkeys(sorted(ascii_only, key=lambda token: -len(tokenizer.token_bytes(token)))[:count], 100.0)

@@ -26,7 +26,16 @@ PAGE_SIZE, TABLE_WIDTH, NUM_PAGES, NUM_SLOTS = 4, 8, 40, 6
 EXTEND = BatchShape(mode=ForwardMode.EXTEND, num_tokens=32, num_requests=4, table_width=TABLE_WIDTH)
 DECODE = dataclasses.replace(EXTEND, mode=ForwardMode.DECODE, num_tokens=4)
 SHAPES = {shape.mode: shape for shape in (EXTEND, DECODE)}
-NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "choice": 0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
+NEUTRAL = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "choice": 0,
+    "presence": 0.0,
+    "frequency": 0.0,
+    "repetition": 1.0,
+}
 
 
 @functools.cache
@@ -36,7 +45,8 @@ def oracle():
 
 
 def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, told=False, model=None):
-    """An uncompiled runner of the tiny MoE, or of another `model`; with `told` rows of decode steps come with their tokens."""
+    """An uncompiled runner of the tiny MoE, or of another `model`; with `told` rows of decode steps come with their
+    tokens."""
     model = model or model_of(tiny_config(), tiny_tensors(tiny_config()))
     graphdef, state = nnx.split(model)
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture))
@@ -58,12 +68,15 @@ def build(*, capture=True, shapes=(EXTEND, DECODE), raw_logprobs=False, told=Fal
         raw_logprobs=raw_logprobs,
         told=config.capture_spec.row_words if told else 0,
     )
-    return ModelRunner(state, spec, RunnerConfig(pool=pool, num_request_slots=NUM_SLOTS, shapes=shapes, vocab_size=VOCAB_SIZE))
+    return ModelRunner(
+        state, spec, RunnerConfig(pool=pool, num_request_slots=NUM_SLOTS, shapes=shapes, vocab_size=VOCAB_SIZE)
+    )
 
 
 @functools.cache
 def compiled():
-    """A compiled runner with capture on, which all tests of a process share: what they leave in it, nobody may count on."""
+    """A compiled runner with capture on, which all tests of a process share: what they leave in it, nobody may count
+    on."""
     runner = build()
     runner.compile()
     runner.poison()
@@ -85,7 +98,8 @@ class Fed:
 
 
 def step_of(*fed, mode=ForwardMode.EXTEND, form=SamplerForm.GREEDY, targets=None):
-    """The batch of a step, one token at a time; `targets` are the tokens that follow, where prompt logprobs are asked for."""
+    """The batch of a step, one token at a time; `targets` are the tokens that follow, where prompt logprobs are asked
+    for."""
     shape = SHAPES[mode]
     tokens, rows = shape.num_tokens, shape.num_requests
     per_token = {name: np.zeros(tokens, np.int32) for name in ("token_ids", "positions", "token_rows")}
@@ -100,10 +114,22 @@ def step_of(*fed, mode=ForwardMode.EXTEND, form=SamplerForm.GREEDY, targets=None
         lens[row], starts[row + 1 :] = part.start + len(part.ids), len(kv_slots)
     padded = None if targets is None else np.pad(np.asarray(targets, np.int32), (0, tokens - len(targets)))
     return ModelWorkerBatch(
-        step=0, mode=mode, form=form, num_tokens=len(kv_slots), num_requests=len(fed), **per_token, kv_slots=np.array(kv_slots),
-        query_starts=starts, seq_lens=lens, request_slots=slots, page_table=table, sampling=_columns(fed, rows, lens, form),
-        samples=(True,) * len(fed), prompt_targets=padded, return_routed_experts=(True,) * len(fed),
-    )  # fmt: skip
+        step=0,
+        mode=mode,
+        form=form,
+        num_tokens=len(kv_slots),
+        num_requests=len(fed),
+        **per_token,
+        kv_slots=np.array(kv_slots),
+        query_starts=starts,
+        seq_lens=lens,
+        request_slots=slots,
+        page_table=table,
+        sampling=_columns(fed, rows, lens, form),
+        samples=(True,) * len(fed),
+        prompt_targets=padded,
+        return_routed_experts=(True,) * len(fed),
+    )
 
 
 def _columns(fed, rows, lens, form):
@@ -117,14 +143,22 @@ def _columns(fed, rows, lens, form):
         seed[row], prompt_len[row] = divmod(part.seed, 1 << 32), part.prompt_len
         for place, entry in enumerate(part.bias):
             bias_ids[row, place], bias_values[row, place] = entry
-    bias = {"bias_ids": bias_ids, "bias_values": bias_values} if form is SamplerForm.FULL else {"bias_ids": None, "bias_values": None}
+    bias = (
+        {"bias_ids": bias_ids, "bias_values": bias_values}
+        if form is SamplerForm.FULL
+        else {"bias_ids": None, "bias_values": None}
+    )
     return SamplingColumns(**columns, seed=seed, position=lens, prompt_len=prompt_len, **bias)
 
 
 def read(runner, pending):
     """What a dispatched step computed, with the rows of its real tokens on the host."""
     result = runner.read(pending)
-    return result if result.rows is None else dataclasses.replace(result, rows=np.asarray(result.rows)[: pending.batch.num_tokens])
+    return (
+        result
+        if result.rows is None
+        else dataclasses.replace(result, rows=np.asarray(result.rows)[: pending.batch.num_tokens])
+    )
 
 
 def run(runner, batch):

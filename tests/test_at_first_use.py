@@ -1,4 +1,5 @@
-"""Within, a runner compiles what it runs and no more, and nothing is lost: a program that is not in its table is still an error."""
+"""Within, a runner compiles what it runs and no more, and nothing is lost: a program that is not in its table is still
+an error."""
 
 import pytest
 

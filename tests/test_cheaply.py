@@ -8,7 +8,9 @@ import cheaply
 
 
 def test_options_reach_the_compiler_within_and_not_after(monkeypatch):
-    monkeypatch.setitem(cheaply.OPTIONS, "no_such_option", True)  # the only trace that an option leaves: one that is refused
+    monkeypatch.setitem(
+        cheaply.OPTIONS, "no_such_option", True
+    )  # the only trace that an option leaves: one that is refused
     double = jax.jit(lambda x: 2 * x)
     with cheaply.compiled():
         for compiling in (lambda: double(jnp.ones(3)), lambda: double.lower(jnp.ones(3)).compile()):

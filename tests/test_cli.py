@@ -1,4 +1,5 @@
-"""The command line: flags follow the dataclass, and what is wrong ends with a sentence and a code, never a traceback."""
+"""The command line: flags follow the dataclass, and what is wrong ends with a sentence and a code, never a
+traceback."""
 
 import argparse
 import dataclasses
@@ -21,25 +22,36 @@ from tiny import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
 OTHER = {  # a value that is not the default, as typed
-    "tokenizer_path": "folder", "dtype": "float32", "attention_backend": "reference", "moe_backend": "grouped", "logprobs_mode": "raw",
-    "mem_fraction_static": "0.5", "precompile_bs_paddings": "2 4", "precompile_token_paddings": "32 128",
-}  # fmt: skip
+    "tokenizer_path": "folder",
+    "dtype": "float32",
+    "attention_backend": "reference",
+    "moe_backend": "grouped",
+    "logprobs_mode": "raw",
+    "mem_fraction_static": "0.5",
+    "precompile_bs_paddings": "2 4",
+    "precompile_token_paddings": "32 128",
+}
 
 
 def run(*argv, cwd=None, blocked=False):
     """The command in a process of its own, warnings as errors; `blocked`: without JAX."""
     cache = jax.config.jax_compilation_cache_dir or str(cwd)
     env = {**os.environ, "PYTHONPATH": str(SRC), "JAX_COMPILATION_CACHE_DIR": cache}
-    start = ["-c", "import sys; sys.modules['jax'] = None; from routed_experts.cli import main; sys.exit(main())"] if blocked else []
+    start = (
+        ["-c", "import sys; sys.modules['jax'] = None; from routed_experts.cli import main; sys.exit(main())"]
+        if blocked
+        else []
+    )
     command = [sys.executable, "-W", "error", *(start or ["-m", "routed_experts"]), *argv]
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=600, check=False, env=env, cwd=cwd)
+    return subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", timeout=600, check=False, env=env, cwd=cwd
+    )
 
 
 def parse(*argv):
     parser = argparse.ArgumentParser()
     add_engine_flags(parser)
     return engine_args(parser.parse_args(argv))
-
 
 
 def test_expert_parallel_is_as_many_devices_as_the_model_has():
@@ -83,7 +95,13 @@ def test_every_number_and_name_of_experts_on_the_host_has_a_flag():
 
 def test_spellings_of_vllm_and_sglang_are_known():
     said = "--tokenizer t --max-model-len 8 --max-num-seqs 4 --block-size 8 --gpu-memory-utilization 0.5 --no-enable-prefix-caching"
-    wanted = {"tokenizer_path": "t", "context_length": 8, "max_running_requests": 4, "page_size": 8, "mem_fraction_static": 0.5}
+    wanted = {
+        "tokenizer_path": "t",
+        "context_length": 8,
+        "max_running_requests": 4,
+        "page_size": 8,
+        "mem_fraction_static": 0.5,
+    }
     assert parse(*said.split(), "--seed", "3") == {**wanted, "disable_radix_cache": True, "random_seed": 3}
 
 
@@ -99,7 +117,10 @@ def test_spellings_of_vllm_and_sglang_are_known():
         (("generate", "model", "--prompt", "a", "--dtype", "float4"), "float4"),
         (("generate", "model", "--prompt", "a", "--trust-remote-code"), "never run"),
         (("generate", "model", "--prompt", "a", "--page-size", "0"), "page_size=0"),
-        (("generate", "model", "--prompt", "a", "--kt-num-gpu-experts", "4", "--kt-method", "AMXINT4"), "auto, bf16, f32"),
+        (
+            ("generate", "model", "--prompt", "a", "--kt-num-gpu-experts", "4", "--kt-method", "AMXINT4"),
+            "auto, bf16, f32",
+        ),
         (("generate", "model", "--prompt", "a", "--max-running-requests", "99"), "max_running_requests=99"),
     ],
 )
@@ -142,9 +163,20 @@ def test_an_unknown_platform_is_refused(tmp_path, monkeypatch):
 
 def test_generate_writes_answers_with_their_records(tmp_path):
     model = write_tiny_checkpoint(tmp_path / "model")
-    flags = ["--max-new-tokens", "5", "--temperature", "0", "--precompile-bs-paddings", "2", "--precompile-token-paddings", "64"]
+    flags = [
+        "--max-new-tokens",
+        "5",
+        "--temperature",
+        "0",
+        "--precompile-bs-paddings",
+        "2",
+        "--precompile-token-paddings",
+        "64",
+    ]
     flags += ["--return-routed-experts", "--output", "answers.jsonl"]
-    done = run("generate", str(model), "--prompt", "The cat", "--prompt", "Ein Satz mit Umlauten: äöü", *flags, cwd=tmp_path)
+    done = run(
+        "generate", str(model), "--prompt", "The cat", "--prompt", "Ein Satz mit Umlauten: äöü", *flags, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -168,7 +200,9 @@ def test_the_bar_of_loading_is_drawn_over_itself_and_ends_its_line(capsys):
 
 def test_the_engine_tells_how_far_loading_is():
     told = []
-    sizes = dict(precompile_bs_paddings=(1,), precompile_token_paddings=(8,), max_total_tokens=64, skip_tokenizer_init=True)
+    sizes = dict(
+        precompile_bs_paddings=(1,), precompile_token_paddings=(8,), max_total_tokens=64, skip_tokenizer_init=True
+    )
     with Engine(str(demo_model_path()), on_load=lambda *pair: told.append(pair), **sizes):
         pass
     assert told[-1][0] == told[-1][1] > 5_000_000  # bytes of the demo model's tensors

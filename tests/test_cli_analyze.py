@@ -1,4 +1,5 @@
-"""`routed-experts analyze`: its numbers are those of plain loops over the records, its pictures are of the records that were given."""
+"""`routed-experts analyze`: its numbers are those of plain loops over the records, its pictures are of the records that
+were given."""
 
 import ast
 import csv
@@ -45,13 +46,19 @@ def test_stats_are_those_of_a_loop(files, records, capsys):
     code, out, _ = run(capsys, "stats", files / "out.jsonl", "--json")
     told = json.loads(out)
     rows = [row for record in records for row in record.ids.tolist()]
-    assert code == 0 and told["layers"] == [1, 2, 3] and (told["records"], told["rows"], told["num_experts"]) == (3, len(rows), 16)
+    assert (
+        code == 0
+        and told["layers"] == [1, 2, 3]
+        and (told["records"], told["rows"], told["num_experts"]) == (3, len(rows), 16)
+    )
     for layer in range(3):
         counts = Counter(expert for row in rows for expert in row[layer])
         shares = [counts[expert] / (len(rows) * 4) for expert in range(16)]
         assert told["dead experts"][layer] == shares.count(0)
         assert told["max / mean load"][layer] == pytest.approx(max(shares) * 16)
-        assert told["entropy"][layer] == pytest.approx(-sum(share * math.log(share) for share in shares if share) / math.log(16))
+        assert told["entropy"][layer] == pytest.approx(
+            -sum(share * math.log(share) for share in shares if share) / math.log(16)
+        )
         assert told["std / mean"][layer] == pytest.approx(np.std(shares) / np.mean(shares))
 
 
@@ -98,9 +105,16 @@ def test_tokens_stand_beside_their_experts(files, records, capsys):
 
 
 def test_pictures_and_pages_are_written(files, capsys, tmp_path):
-    code, out, _ = run(capsys, "report", files / "out.jsonl", "--output", tmp_path / "a.html", "--tokenizer", files / "model")
+    code, out, _ = run(
+        capsys, "report", files / "out.jsonl", "--output", tmp_path / "a.html", "--tokenizer", files / "model"
+    )
     page = (tmp_path / "a.html").read_text()
-    assert code == 0 and "3 answers" in out and "3 texts" in page and "http://" not in page.replace("http://www.w3.org", "")
+    assert (
+        code == 0
+        and "3 answers" in out
+        and "3 texts" in page
+        and "http://" not in page.replace("http://www.w3.org", "")
+    )
     assert run(capsys, "plot", files / "out.jsonl", "--output", tmp_path / "a.png", "--layer", 3)[0] == 0
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert run(capsys, "plot", files / "one.safetensors", "--output", tmp_path / "a.svg")[0] == 0

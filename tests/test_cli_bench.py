@@ -36,23 +36,32 @@ def test_serve_reads_streams_of_a_server_with_and_without_rows(tmp_path, capsys)
     file = tmp_path / "told.json"
     with borrow(enable_return_routed_experts=True) as engine, running(engine, api_key="a-key-for-tests") as server:
         before = engine.get_server_info()["requests_accepted"]
-        code, _, _ = run(capsys, "serve", "--base-url", server.url, "--api-key", "a-key-for-tests", *SMALL, "--output", file)
-        assert engine.get_server_info()["requests_accepted"] - before == 2 * 3 * 3  # both ways, a warm-up and two rounds of three
+        code, _, _ = run(
+            capsys, "serve", "--base-url", server.url, "--api-key", "a-key-for-tests", *SMALL, "--output", file
+        )
+        assert (
+            engine.get_server_info()["requests_accepted"] - before == 2 * 3 * 3
+        )  # both ways, a warm-up and two rounds of three
         with pytest.raises(SystemExit):
             main(["bench", "serve"])
         capsys.readouterr()
         code_without_key, _, err = run(capsys, "serve", "--base-url", server.url, *SMALL)
     rows = json.loads(file.read_text())["rows"]
-    assert code == 0 and [row["rows asked"] for row in rows] == [False, True] and "a-key-for-tests" not in file.read_text()
+    assert (
+        code == 0 and [row["rows asked"] for row in rows] == [False, True] and "a-key-for-tests" not in file.read_text()
+    )
     assert all(0 < row["first token p50 ms"] <= row["p99 ms"] and row["between tokens ms"] > 0 for row in rows)
     assert code_without_key == 2 and "401" in err
 
 
 def test_a_start_tells_its_phases(tmp_path):
-    """One of the two starts of `bench startup`: with the programs that earlier tests have left, where they keep them."""
+    """One of the two starts of `bench startup`: with the programs that earlier tests have left, where they keep
+    them."""
     model, cache = write_tiny_checkpoint(tmp_path / "model"), jax.config.jax_compilation_cache_dir or tmp_path
     row = _start(make_parser().parse_args(["bench", "startup", str(model), *SIZES]), str(cache))
-    phases = [row[name] for name in ("import", "config", "kernels", "load", "plan", "allocate", "compile", "self-check")]
+    phases = [
+        row[name] for name in ("import", "config", "kernels", "load", "plan", "allocate", "compile", "self-check")
+    ]
     assert min(phases) >= 0 and 0 < max(phases) <= row["ready"], row
     with pytest.raises(ConfigError, match="no folder"):
         _start(make_parser().parse_args(["bench", "startup", "/no/such/model"]), str(cache))
@@ -61,10 +70,12 @@ def test_a_start_tells_its_phases(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["throughput", "/no/such/model"], "/no/such/model"), (["serve", "--base-url", "file:///etc/passwd"], "--base-url"),
-        (["throughput", ".", "--num-prompts", "0"], "--num-prompts 0"), (["serve", "--base-url", "http://127.0.0.1:1"], "refused"),
+        (["throughput", "/no/such/model"], "/no/such/model"),
+        (["serve", "--base-url", "file:///etc/passwd"], "--base-url"),
+        (["throughput", ".", "--num-prompts", "0"], "--num-prompts 0"),
+        (["serve", "--base-url", "http://127.0.0.1:1"], "refused"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_measured_ends_with_a_sentence(argv, told, capsys):
     code, out, err = run(capsys, *argv)
     assert code in (1, 2) and told in err and err.count("\n") <= 3 and "Traceback" not in err and out == ""
@@ -75,7 +86,9 @@ def test_buckets_are_chosen_from_what_steps_cost_here(tmp_path, capsys):
     load.write_text(json.dumps({"decode": {"1": 5, "2": 1}, "extend": {"7": 1, "16": 2}}))
     limits = ["--max-num-seqs", "1", "--max-num-batched-tokens", "4"]  # of serving: sizes are measured without them
     sizes = ["--precompile-bs-paddings", "2", "--precompile-token-paddings", "16", *limits]
-    code, out, _ = run(capsys, "buckets", model, *sizes, "--rounds", "1", "--most", "2", "--load", load, "--output", file)
+    code, out, _ = run(
+        capsys, "buckets", model, *sizes, "--rounds", "1", "--most", "2", "--load", load, "--output", file
+    )
     rows = json.loads(file.read_text())["rows"]
     measured = [row for row in rows if row["list"] == "measured"]
     pairs = {(row["step"], int(row["load"].split()[0]), int(row["buckets"])) for row in measured}
@@ -91,16 +104,19 @@ def test_buckets_are_chosen_from_what_steps_cost_here(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--most", "0"], "--most 0 must be at least 1"), (["--load", "normal"], "load 'normal' is unknown; choose one of uniform"),
+        (["--most", "0"], "--most 0 must be at least 1"),
+        (["--load", "normal"], "load 'normal' is unknown; choose one of uniform"),
         (["--load", "no_such.json"], "no_such.json"),
     ],
-)  # fmt: skip
+)
 def test_buckets_that_cannot_be_chosen_end_with_a_sentence(flags, told, tmp_path, capsys):
     code, out, err = run(capsys, "buckets", write_tiny_checkpoint(tmp_path / "model"), *SIZES, *flags)
     assert code in (1, 2) and told in err and err.count("\n") == 1 and out == ""
 
 
-@pytest.mark.parametrize("text", ["[]", "{", "{}", '{"decode": {"0": 1}, "extend": {}}', '{"decode": {"5": 1}, "extend": {"2": 1}}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "{", "{}", '{"decode": {"0": 1}, "extend": {}}', '{"decode": {"5": 1}, "extend": {"2": 1}}']
+)
 def test_a_file_that_holds_no_load_is_refused_with_what_one_is(text, tmp_path, capsys):
     (tmp_path / "load.json").write_text(text)
     code, _, err = run(capsys, "buckets", "/no/such/model", *SIZES, "--load", tmp_path / "load.json")

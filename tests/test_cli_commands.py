@@ -28,7 +28,12 @@ def test_inspect_reads_shapes_without_weights(tmp_path, capsys):
     found = json.loads(out)
     assert code == 0
     assert (found["num_layers"], found["moe_layer_ids"], found["num_experts"], found["top_k"]) == (4, [1, 2, 3], 16, 4)
-    assert (found["vocab_size"], found["context_length"], found["row_bytes"], found["dtype"]) == (313, 512, 12, "float32")
+    assert (found["vocab_size"], found["context_length"], found["row_bytes"], found["dtype"]) == (
+        313,
+        512,
+        12,
+        "float32",
+    )
     with borrow(enable_return_routed_experts=True) as engine:  # the same model and flags, loaded
         assert found["memory_plan"] == engine.memory_plan
         assert found["kv_tokens"] == (engine._assembly.plan.pool.num_pages - 1) * engine.server_args.page_size
@@ -71,7 +76,16 @@ def test_generate_reads_json_lines(tmp_path, capsys):
     folder = write_tiny_checkpoint(tmp_path / "model")
     lines = [{"prompt": "The cat"}, {"input_ids": [5, 6, 7], "tag": 1}, {"prompt": "One two"}]
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
-    flags = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--max-new-tokens", 4, "--temperature", 0]
+    flags = [
+        "--input",
+        tmp_path / "in.jsonl",
+        "--output",
+        tmp_path / "out.jsonl",
+        "--max-new-tokens",
+        4,
+        "--temperature",
+        0,
+    ]
     code, _, err = run(capsys, "generate", folder, *flags, *SIZES)
     assert code == 0, err
     said = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -84,7 +98,9 @@ def test_generate_reads_json_lines(tmp_path, capsys):
     assert run(capsys, "generate", folder, *flags, *SIZES, *rows)[0] == 0
     kept = read_answers([tmp_path / "out.safetensors"])
     for one, answer in zip(kept, said, strict=True):
-        assert {name: one.answer[name] for name in ("text", "output_ids")} == {name: answer[name] for name in ("text", "output_ids")}
+        assert {name: one.answer[name] for name in ("text", "output_ids")} == {
+            name: answer[name] for name in ("text", "output_ids")
+        }
         tokens = [*one.answer["input_ids"], *one.answer["output_ids"]]
         with borrow(enable_return_routed_experts=True) as engine:
             assert engine.score(tokens).routed_experts[: len(tokens) - 1].ids.tolist() == one.record.ids.tolist()
@@ -100,7 +116,9 @@ def test_generate_reads_json_lines(tmp_path, capsys):
     half = '{"prompt": "a", "tag": "\\ud800"}'
     for bad, told in ((half, "half a character"), ('{"prompt": 5}', "as text"), ('{"input_ids": ["a"]}', "token ids")):
         (tmp_path / "bad.jsonl").write_text(bad + "\n", encoding="utf-8")
-        code, _, err = run(capsys, "generate", folder, "--input", tmp_path / "bad.jsonl", "--output", tmp_path / "never.jsonl", *SIZES)
+        code, _, err = run(
+            capsys, "generate", folder, "--input", tmp_path / "bad.jsonl", "--output", tmp_path / "never.jsonl", *SIZES
+        )
         assert code == 2 and told in err and "line 1" in err and "ready" not in err
 
 
@@ -140,7 +158,9 @@ def test_lines_end_at_line_feeds_alone(answers, capsys, tmp_path):
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8", newline="")
     assert run(capsys, "convert", tmp_path / "a.jsonl", tmp_path / "b.safetensors", "--line", 2)[0] == 0
     assert RoutedExperts.from_bytes((tmp_path / "b.safetensors").read_bytes()) == record
-    (tmp_path / "one.jsonl").write_text(json.dumps({**said, "text": first["text"]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    (tmp_path / "one.jsonl").write_text(
+        json.dumps({**said, "text": first["text"]}, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     assert [one.record for one in read_answers([tmp_path / "one.jsonl"])] == [record]
 
 
@@ -151,7 +171,9 @@ def answers(tmp_path_factory):
     with borrow(enable_return_routed_experts=True) as engine:
         said = engine.generate("The cat sat", {"max_new_tokens": 5, "seed": 1}, return_routed_experts=True)
     (folder / "a.json").write_text(json.dumps(said), encoding="utf-8")
-    (folder / "openai.json").write_text(json.dumps({"choices": [{"index": 0, "meta_info": said["meta_info"]}]}), encoding="utf-8")
+    (folder / "openai.json").write_text(
+        json.dumps({"choices": [{"index": 0, "meta_info": said["meta_info"]}]}), encoding="utf-8"
+    )
     (folder / "many.jsonl").write_text("\n".join([json.dumps({"meta_info": {}}), json.dumps(said)]), encoding="utf-8")
     (folder / "listed.json").write_text(json.dumps([{"meta_info": {}}, said]), encoding="utf-8")
     return folder, record_from_meta_info(said)
@@ -159,7 +181,12 @@ def answers(tmp_path_factory):
 
 def test_convert_goes_through_every_file_and_form(answers, capsys, tmp_path):
     folder, record = answers
-    for source, flags in (("a.json", ()), ("openai.json", ()), ("many.jsonl", ("--line", 2)), ("listed.json", ("--choice", 1))):
+    for source, flags in (
+        ("a.json", ()),
+        ("openai.json", ()),
+        ("many.jsonl", ("--line", 2)),
+        ("listed.json", ("--choice", 1)),
+    ):
         code, out, err = run(capsys, "convert", folder / source, tmp_path / "r.safetensors", *flags)
         assert code == 0, err
         assert RoutedExperts.from_bytes((tmp_path / "r.safetensors").read_bytes()) == record
@@ -175,16 +202,22 @@ def test_convert_goes_through_every_file_and_form(answers, capsys, tmp_path):
         assert written.dtype == record.to(name).dtype and np.array_equal(written, record.to(name))
     assert run(capsys, "convert", tmp_path / "r.safetensors", tmp_path / "b.npz", "--to", "megatron")[0] == 0
     with np.load(tmp_path / "b.npz", allow_pickle=False) as parts:
-        assert np.array_equal(parts["mask"], record.to("megatron")[1]) and np.array_equal(parts["layer_2"], record.to("megatron")[0][2])
+        assert np.array_equal(parts["mask"], record.to("megatron")[1]) and np.array_equal(
+            parts["layer_2"], record.to("megatron")[0][2]
+        )
 
 
 def test_convert_says_what_is_wrong(answers, capsys, tmp_path):
     folder, _ = answers
     (tmp_path / "no.json").write_text("{", encoding="utf-8")
     for source, target, flags, code in (
-        (folder / "a.json", "b.txt", (), 2), (folder / "many.jsonl", "b.json", (), 2), (folder / "many.jsonl", "b.json", ("--line", 9), 2),
-        (folder / "a.json", "b.npy", ("--to", "megatron"), 2), (tmp_path / "no.json", "b.json", (), 2),
-        (folder / "nowhere.json", "b.json", (), 1), (folder / "listed.json", "b.json", ("--choice", 5), 2),
-    ):  # fmt: skip
+        (folder / "a.json", "b.txt", (), 2),
+        (folder / "many.jsonl", "b.json", (), 2),
+        (folder / "many.jsonl", "b.json", ("--line", 9), 2),
+        (folder / "a.json", "b.npy", ("--to", "megatron"), 2),
+        (tmp_path / "no.json", "b.json", (), 2),
+        (folder / "nowhere.json", "b.json", (), 1),
+        (folder / "listed.json", "b.json", ("--choice", 5), 2),
+    ):
         came, _, err = run(capsys, "convert", source, tmp_path / target, *flags)
         assert came == code and err.count("\n") == 1, err

@@ -12,9 +12,16 @@ from routed_experts.cli.serve import add_file_flags
 from routed_experts.core.errors import ConfigError
 
 TYPED = {  # a value of each kind of flag, as typed
-    "host": "::1", "routing-store-bytes": "2MiB", "api-key-file": "keys/one", "metrics-compat": "vllm", "request-timeout": "2.5",
-    "precompile-bs-paddings": "2 4", "dtype": "float32", "max-model-len": "64", "log-level": "debug",
-}  # fmt: skip
+    "host": "::1",
+    "routing-store-bytes": "2MiB",
+    "api-key-file": "keys/one",
+    "metrics-compat": "vllm",
+    "request-timeout": "2.5",
+    "precompile-bs-paddings": "2 4",
+    "dtype": "float32",
+    "max-model-len": "64",
+    "log-level": "debug",
+}
 SWITCHES = ("strict-fields", "enable-return-routed-experts", "no-enable-prefix-caching", "enable-expert-parallel")
 
 
@@ -26,7 +33,11 @@ def read(tmp_path, said, *typed, name="serve.yaml"):
 
 
 def typed(*words):
-    return {key: value for key, value in vars(make_parser().parse_args(["serve", *words])).items() if key not in ("command", "run")}
+    return {
+        key: value
+        for key, value in vars(make_parser().parse_args(["serve", *words])).items()
+        if key not in ("command", "run")
+    }
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.yml", "a.json"])
@@ -43,30 +54,50 @@ def test_every_flag_of_serve_may_stand_in_a_file():
     parser = argparse.ArgumentParser()
     add_file_flags(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
-    serve = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)).choices["serve"]
+    serve = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)).choices[
+        "serve"
+    ]
     known = {flag for action in serve._actions for flag in action.option_strings}
     assert known - flags == {"-h", "--help", "--config"}
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(tmp_path):
     said = "model: OTHER\nport: 1\nprecompile-bs-paddings: [2]\nstrict-fields: false\nlog-level: debug\n"
-    assert read(tmp_path, said) == typed("OTHER", "--port", "1", "--precompile-bs-paddings", "2", "--log-level", "debug")
+    assert read(tmp_path, said) == typed(
+        "OTHER", "--port", "1", "--precompile-bs-paddings", "2", "--log-level", "debug"
+    )
     found = read(tmp_path, said, "MODEL", "--port", "2", "--precompile-bs-paddings", "4", "8")
     assert found == typed("MODEL", "--port", "2", "--precompile-bs-paddings", "4", "8", "--log-level", "debug")
     assert read(tmp_path, "# nothing\n", "MODEL") == typed("MODEL")
 
 
-@pytest.mark.parametrize(("said", "told"), [
-    ("prot: 1", "prot is no flag of serve; did you mean port?"), ("nonsense-of-mine: 1", "--help"), ("config: a.yaml", "config"),
-    ("enable_return_routed_expert: true", "enable-return-routed-experts"), ("port: many", "port: invalid int value: 'many'"),
-    ("port: true", "port is True"), ("port: [1, 2]", "port is a list"), ("port: {a: 1}", "port is {'a'"),
-    ("strict-fields: maybe", "true or false"), ("strict-fields: 1", "true or false"), ("dtype: int3", "invalid choice: 'int3'"),
-    ("port: 1\nport: 2", "port stands there twice"), ("context-length: 1\nmax_model_len: 2", "context-length are one flag"),
-    ("- port", "holds a list"), ("port: [", "is no YAML"), ("a: !!python/object/apply:os.getcwd []", "is no YAML"),
-    ("7", "holds a single value"),
-    ("precompile-bs-paddings: [a]", "precompile-bs-paddings: invalid int value"), ("trust-remote-code: true", "never run"),
-    ("weights-root: ~", "weights-root has no value"), ("api-key:", "api-key has no value"), ("port: &a [*a]", "port is ["),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("prot: 1", "prot is no flag of serve; did you mean port?"),
+        ("nonsense-of-mine: 1", "--help"),
+        ("config: a.yaml", "config"),
+        ("enable_return_routed_expert: true", "enable-return-routed-experts"),
+        ("port: many", "port: invalid int value: 'many'"),
+        ("port: true", "port is True"),
+        ("port: [1, 2]", "port is a list"),
+        ("port: {a: 1}", "port is {'a'"),
+        ("strict-fields: maybe", "true or false"),
+        ("strict-fields: 1", "true or false"),
+        ("dtype: int3", "invalid choice: 'int3'"),
+        ("port: 1\nport: 2", "port stands there twice"),
+        ("context-length: 1\nmax_model_len: 2", "context-length are one flag"),
+        ("- port", "holds a list"),
+        ("port: [", "is no YAML"),
+        ("a: !!python/object/apply:os.getcwd []", "is no YAML"),
+        ("7", "holds a single value"),
+        ("precompile-bs-paddings: [a]", "precompile-bs-paddings: invalid int value"),
+        ("trust-remote-code: true", "never run"),
+        ("weights-root: ~", "weights-root has no value"),
+        ("api-key:", "api-key has no value"),
+        ("port: &a [*a]", "port is ["),
+    ],
+)
 def test_what_is_wrong_names_the_file_and_the_key(tmp_path, said, told):
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, said, "MODEL")
@@ -93,8 +124,14 @@ def test_values_are_taken_as_they_are_written(tmp_path):
 def test_json_that_is_wrong_is_named_and_needs_no_yaml(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert read(tmp_path, {"port": 1}, name="a.json") == typed("--port", "1")
-    cases = (("{", "is no JSON"), ("[]", "holds a list"), ('{"port": 1, "port": 2}', "twice"), ('{"port": {"a": 1}}', "port is {"),
-             ('{"port": null}', "no value"), ('{"port": true}', "port is True"))  # fmt: skip
+    cases = (
+        ("{", "is no JSON"),
+        ("[]", "holds a list"),
+        ('{"port": 1, "port": 2}', "twice"),
+        ('{"port": {"a": 1}}', "port is {"),
+        ('{"port": null}', "no value"),
+        ('{"port": true}', "port is True"),
+    )
     for said, told in cases:
         with pytest.raises(ConfigError) as caught:
             read(tmp_path, said, name="a.json")
@@ -103,10 +140,16 @@ def test_json_that_is_wrong_is_named_and_needs_no_yaml(tmp_path, monkeypatch):
         read(tmp_path, "port: 1")
 
 
-@pytest.mark.parametrize(("said", "words"), [
-    ("api-key: a", ("--api-key-file", "b")), ("api-key-file: a", ("--api-key", "b")), ("admin-api-key: a", ("--admin-api-key-file", "b")),
-    ("admin-api-key-file: a", ("--admin-api-key", "b")), ("ep-size: 4", ("--enable-expert-parallel", "--tp-size", "2")),
-    ("enable-expert-parallel: true", ("--ep-size", "2")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("api-key: a", ("--api-key-file", "b")),
+        ("api-key-file: a", ("--api-key", "b")),
+        ("admin-api-key: a", ("--admin-api-key-file", "b")),
+        ("admin-api-key-file: a", ("--admin-api-key", "b")),
+        ("ep-size: 4", ("--enable-expert-parallel", "--tp-size", "2")),
+        ("enable-expert-parallel: true", ("--ep-size", "2")),
+    ],
+)
 def test_what_is_typed_wins_over_another_name_of_the_same_thing(tmp_path, said, words):
     assert read(tmp_path, said, *words) == typed(*words)

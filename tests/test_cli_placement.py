@@ -30,10 +30,14 @@ def records_of(seed, num_tokens=200):
 def files(tmp_path_factory):
     """Two records in each kind of file, and statistics of two others."""
     folder, records = tmp_path_factory.mktemp("records"), records_of(2)
-    answers = [{"text": "", "meta_info": encode_meta_info(record, payload_format="npy", layers="moe")} for record in records]
+    answers = [
+        {"text": "", "meta_info": encode_meta_info(record, payload_format="npy", layers="moe")} for record in records
+    ]
     (folder / "out.jsonl").write_text("".join(json.dumps(answer) + "\n\n" for answer in answers))
     (folder / "list.json").write_text(json.dumps(answers))
-    (folder / "one.json").write_text(json.dumps({"choices": [answer["meta_info"] | {"index": i} for i, answer in enumerate(answers)]}))
+    (folder / "one.json").write_text(
+        json.dumps({"choices": [answer["meta_info"] | {"index": i} for i, answer in enumerate(answers)]})
+    )
     (folder / "a.safetensors").write_bytes(records[0].to_bytes())
     (folder / "b.safetensors").write_bytes(records[1].to_bytes())
     RoutingStats.from_records(records_of(3)).save(folder / "stats.npz")
@@ -51,7 +55,13 @@ def test_numbers_are_those_of_the_library_from_every_kind_of_file(files, capsys,
     code, out, _ = run(capsys, *(files / name for name in names), *flags)
     told, records, learned = json.loads(out), records_of(2), RoutingStats.read(files / "stats.npz")
     assert code == 0
-    assert [told[name] for name in ("tokens", "plan_tokens", "layers", "experts", "top_k")] == [400, 400, [0, 1, 2], 16, 4]
+    assert [told[name] for name in ("tokens", "plan_tokens", "layers", "experts", "top_k")] == [
+        400,
+        400,
+        [0, 1, 2],
+        16,
+        4,
+    ]
     before = placement.replay(records, Placement.identity(3, 16, 4))
     after = placement.replay(records, placement.eplb(learned, num_instances=20, num_devices=4))
     assert told["instances"]["balance before"] == before.balancedness.tolist()
@@ -67,7 +77,9 @@ def test_numbers_are_those_of_the_library_from_every_kind_of_file(files, capsys,
 def test_a_table_has_a_row_a_layer_and_their_mean(files, capsys):
     code, out, _ = run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4)
     records = records_of(2)
-    after = placement.replay(records, placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4))
+    after = placement.replay(
+        records, placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4)
+    )
     assert code == 0 and "400 tokens, 3 MoE layers x 16 experts, top-4" in out
     rows = [line.split() for line in out.splitlines()]
     for layer in range(3):
@@ -125,7 +137,10 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
         ([out, "--residents", 1, "--step-tokens", 0], "step_tokens"),
         ([out, "--residents", 1, "--plot", "x.foo"], "--plot x.foo is none of .png, .svg, .pdf"),
         ([files / "stats.npz", "--residents", 1], "name files that end in .jsonl, .json, .safetensors"),
-        ([out, "--plan-from", tmp_path / "other.safetensors", "--residents", 1], "with 8 experts came for a model with (0, 1, 2) and 16"),
+        (
+            [out, "--plan-from", tmp_path / "other.safetensors", "--residents", 1],
+            "with 8 experts came for a model with (0, 1, 2) and 16",
+        ),
         ([out, tmp_path / "other.safetensors", "--residents", 1], "wanted records of one model"),
     ):
         code, _, err = run(capsys, *argv)
@@ -164,7 +179,16 @@ def test_a_saved_placement_is_what_the_engine_is_told(files, capsys, tmp_path):
     wanted = Placement.read(tmp_path / "plan.npz")
     np.testing.assert_array_equal(told.first.physical_to_logical_map, wanted.physical_to_logical_map)
     assert (told.mode, told.rebalance_every) == ("replicas", 0)
-    more = ["--placement-mode", "reroute", "--capacity-factor", "5/4", "--rebalance-every", "64", "--layers-per-step", "2"]
+    more = [
+        "--placement-mode",
+        "reroute",
+        "--capacity-factor",
+        "5/4",
+        "--rebalance-every",
+        "64",
+        "--layers-per-step",
+        "2",
+    ]
     told = placement_args(make_parser().parse_args([*given, *more]))
     assert (told.mode, told.capacity_factor, told.on_exhausted) == ("reroute", "5/4", "overflow")
     assert (told.rebalance_every, told.layers_per_step) == (64, 2)

@@ -1,5 +1,6 @@
-"""`routed-experts demo` from beginning to end, in a process of its own with warnings as errors: on the tiny checkpoint, and on
-the demo model of the package. What it prints is checked against its own pictures and promises, not against a golden."""
+"""`routed-experts demo` from beginning to end, in a process of its own with warnings as errors: on the tiny checkpoint,
+and on the demo model of the package. What it prints is checked against its own pictures and promises, not against a
+golden."""
 
 import json
 import os
@@ -23,9 +24,17 @@ MODELS = ["tiny", "packaged"] if PACKAGED.exists() else ["tiny"]
 def run_demo(folder, *flags, **environ):
     """Programs are kept where those of the other tests are."""
     cache = jax.config.jax_compilation_cache_dir or str(folder / "jax")
-    env = {**os.environ, "PYTHONPATH": str(SRC), "JAX_COMPILATION_CACHE_DIR": cache, "PYTHONIOENCODING": "utf-8", **environ}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(SRC),
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "PYTHONIOENCODING": "utf-8",
+        **environ,
+    }
     command = [sys.executable, "-W", "error", "-m", "routed_experts", "demo", *flags]
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=600, check=False, env=env, cwd=folder)
+    return subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", timeout=600, check=False, env=env, cwd=folder
+    )
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -91,7 +100,9 @@ def test_pictures_are_written_and_the_page_fetches_nothing(shown):
     source, told = page_of(shown[0])
     assert not re.search(r"https?:|//[\w.]+\.", source)
     assert told["inks"] == [ink_on(colour) for colour in told["palette"]]
-    assert [text["rows"] for text in told["texts"]] == [int(rows) for rows in re.findall(r"routed_experts \((\d+),", shown[1])]
+    assert [text["rows"] for text in told["texts"]] == [
+        int(rows) for rows in re.findall(r"routed_experts \((\d+),", shown[1])
+    ]
     assert (shown[0] / "demo-output" / "routing.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -47,7 +47,14 @@ def theirs() -> tuple[np.ndarray, np.ndarray]:
 
 def test_folder_is_whole_and_at_most_six_megabytes() -> None:
     sizes = {file.name: file.stat().st_size for file in FOLDER.iterdir()}
-    wanted = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    wanted = {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert set(sizes) == wanted
     assert sum(sizes.values()) <= 6_000_000, sizes
 

@@ -1,5 +1,5 @@
-"""Disk full at export: one sentence and code 1, nothing half-written, and the engine goes on. The disk is full for real: the system
-refuses the bytes above a limit of file sizes, and /dev/full all of them."""
+"""Disk full at export: one sentence and code 1, nothing half-written, and the engine goes on. The disk is full for
+real: the system refuses the bytes above a limit of file sizes, and /dev/full all of them."""
 
 import contextlib
 import errno
@@ -42,15 +42,22 @@ def contents(folder):
 @pytest.fixture(scope="module")
 def said():
     with borrow(enable_return_routed_experts=True) as engine:
-        return engine.generate("The cat sat", {"max_new_tokens": 40, "seed": 1, "ignore_eos": True}, return_routed_experts=True)
+        return engine.generate(
+            "The cat sat", {"max_new_tokens": 40, "seed": 1, "ignore_eos": True}, return_routed_experts=True
+        )
 
 
 EXPORTS = (
-    "convert answer.json out.safetensors", "convert answer.json out.json --format list", "convert answer.json out.npy",
-    "convert answer.json out.npz --to megatron", "analyze report answer.json --output out.html",
+    "convert answer.json out.safetensors",
+    "convert answer.json out.json --format list",
+    "convert answer.json out.npy",
+    "convert answer.json out.npz --to megatron",
+    "analyze report answer.json --output out.html",
     "analyze plot answer.json --output out.png",
-    "analyze plot answer.json --output out.svg", "placement answer.json --instances 20 --devices 4 --save out.npz", "tiny out",
-)  # fmt: skip
+    "analyze plot answer.json --output out.svg",
+    "placement answer.json --instances 20 --devices 4 --save out.npz",
+    "tiny out",
+)
 
 
 @pytest.mark.parametrize("command", EXPORTS)
@@ -120,4 +127,6 @@ def test_standard_output_on_a_full_disk_ends_with_a_sentence():
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-W", "error", "-c", script, str(demo.demo_model_path())]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "No space left on device" in done.stderr, done.stderr
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "No space left on device" in done.stderr, (
+        done.stderr
+    )

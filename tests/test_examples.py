@@ -26,7 +26,10 @@ def grpo():
 
 def test_grpo_trains_with_and_without_replay_and_tells_of_each_step(grpo, tmp_path, capsys):
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-        assert grpo.main(["--steps", "2", "--prompts", "2", "--group", "3", "--new-tokens", "12", "--out", str(tmp_path)]) == 0
+        assert (
+            grpo.main(["--steps", "2", "--prompts", "2", "--group", "3", "--new-tokens", "12", "--out", str(tmp_path)])
+            == 0
+        )
     runs = json.loads((tmp_path / "grpo.json").read_text())
     assert list(runs) == ["off", "on"]
     for run, logs in runs.items():

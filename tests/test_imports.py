@@ -1,4 +1,5 @@
-"""What importing the package costs: no device, no optional library, and no JAX for those who read a record. Knows no values."""
+"""What importing the package costs: no device, no optional library, and no JAX for those who read a record. Knows no
+values."""
 
 import subprocess
 import sys
@@ -7,7 +8,16 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).resolve().parents[1] / "src"
-OPTIONAL = ["starlette", "uvicorn", "msgspec", "prometheus_client", "tokenizers", "jinja2", "transformers", "huggingface_hub"]
+OPTIONAL = [
+    "starlette",
+    "uvicorn",
+    "msgspec",
+    "prometheus_client",
+    "tokenizers",
+    "jinja2",
+    "transformers",
+    "huggingface_hub",
+]
 OPTIONAL += ["matplotlib", "torch", "llguidance"]
 DEVICE_LIBRARIES = ["jax", "jaxlib", "flax"]
 
@@ -24,7 +34,9 @@ sys.meta_path.insert(0, Blocker())
 def run_python(code: str, *, blocked: list[str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run `code` in a Python of its own, where `blocked` libraries cannot be imported and warnings are errors."""
     preamble = f"import sys\nsys.path.insert(0, {str(SRC)!r})\n" + (BLOCK.format(blocked=blocked) if blocked else "")
-    return subprocess.run([sys.executable, "-W", "error", "-c", preamble + code], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", preamble + code], capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def assert_runs(code: str, *, blocked: list[str] | None = None) -> str:
@@ -35,7 +47,10 @@ def assert_runs(code: str, *, blocked: list[str] | None = None) -> str:
 
 def module_names(room: str) -> list[str]:
     folder = SRC / "routed_experts" / room
-    return [".".join(file.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__") for file in sorted(folder.rglob("*.py"))]
+    return [
+        ".".join(file.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+        for file in sorted(folder.rglob("*.py"))
+    ]
 
 
 def test_the_blocker_blocks():

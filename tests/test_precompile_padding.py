@@ -1,7 +1,7 @@
 """Padding of the batch changes no row: requests alone and together, on programs padded to one request and to four.
 
-One baseline for all: transformers' Qwen3-MoE on the same checkpoint decodes greedily, and its own routers say which experts each
-token went to. It shares no code with the engine, knows no batch and no padding."""
+One baseline for all: transformers' Qwen3-MoE on the same checkpoint decodes greedily, and its own routers say which
+experts each token went to. It shares no code with the engine, knows no batch and no padding."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,13 @@ NEW_TOKENS = 12
 NEAR_TIE = 1e-4
 PROMPTS = [random_prompt(np.random.default_rng(seed), length).tolist() for seed, length in enumerate((9, 30, 1, 17))]
 GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
-SETTINGS = dict(enable_return_routed_experts=True, skip_tokenizer_init=True, precompile_token_paddings=[32], context_length=64, page_size=8)
+SETTINGS = dict(
+    enable_return_routed_experts=True,
+    skip_tokenizer_init=True,
+    precompile_token_paddings=[32],
+    context_length=64,
+    page_size=8,
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +31,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def baseline(folder):
-    """For each prompt: the generated ids, the rows [S-1, L, K] with -1 for the dense layer 0, and which (token, layer) are near ties."""
+    """For each prompt: the generated ids, the rows [S-1, L, K] with -1 for the dense layer 0, and which (token, layer)
+    are near ties."""
     model = write_hf_qwen3_moe(folder)
     top_k = model.config.num_experts_per_tok
     judged = []

@@ -1,6 +1,7 @@
 """The house rules that a program can read off the source. Knows the form of the code, nothing of what it does.
 
-Every rule carries a snippet that trips it, so that a rule that no longer looks cannot pass for one that finds nothing."""
+Every rule carries a snippet that trips it, so that a rule that no longer looks cannot pass for one that finds
+nothing."""
 
 import ast
 import functools
@@ -50,7 +51,10 @@ def parse(text: str, path: str) -> Source:
 @functools.cache
 def read_package() -> list[Source]:
     package = ROOT / "src" / "routed_experts"
-    return [parse(file.read_text(encoding="utf-8"), file.relative_to(package).as_posix()) for file in sorted(package.rglob("*.py"))]
+    return [
+        parse(file.read_text(encoding="utf-8"), file.relative_to(package).as_posix())
+        for file in sorted(package.rglob("*.py"))
+    ]
 
 
 def imported_modules(source: Source) -> Iterator[tuple[int, str]]:
@@ -127,7 +131,10 @@ def find_swallowed_errors(source: Source) -> Iterator[tuple[int, str]]:
     for node in source.nodes(ast.ExceptHandler):
         if node.type is None:
             yield node.lineno, "bare except"
-        if all(isinstance(item, ast.Pass) or (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant)) for item in node.body):
+        if all(
+            isinstance(item, ast.Pass) or (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant))
+            for item in node.body
+        ):
             yield node.lineno, "an error is caught and passed over"
 
 
@@ -178,13 +185,24 @@ def lines(count: int, text: str = "    x = 1\n") -> str:
 
 RULES = {
     "file length": Rule(find_long_files, (lines(301, "x = 1\n"),)),
-    "function length": Rule(find_long_functions, ("def f():\n" + lines(60), "class A:\n  async def f():\n" + lines(60))),
-    "methods of a class": Rule(find_wide_classes, ("class A:\n" + "".join(f"  def f{i}(self): return {i}\n" for i in range(13)),)),
-    "fields of a config": Rule(find_wide_configs, ("@dataclass\nclass AConfig:\n" + "".join(f"  f{i}: int\n" for i in range(26)),)),
+    "function length": Rule(
+        find_long_functions, ("def f():\n" + lines(60), "class A:\n  async def f():\n" + lines(60))
+    ),
+    "methods of a class": Rule(
+        find_wide_classes, ("class A:\n" + "".join(f"  def f{i}(self): return {i}\n" for i in range(13)),)
+    ),
+    "fields of a config": Rule(
+        find_wide_configs, ("@dataclass\nclass AConfig:\n" + "".join(f"  f{i}: int\n" for i in range(26)),)
+    ),
     "module docstring": Rule(find_undescribed_modules, ("x = 1\n", '"""\nToo late."""\n')),
     "no pickle": Rule(
         find_pickles,
-        ("import pickle\n", "from dill import loads\n", "def f():\n    import cloudpickle as c\n", "np.load(p, allow_pickle=True)\n"),
+        (
+            "import pickle\n",
+            "from dill import loads\n",
+            "def f():\n    import cloudpickle as c\n",
+            "np.load(p, allow_pickle=True)\n",
+        ),
     ),
     "banned calls": Rule(
         find_banned_calls,
@@ -203,21 +221,33 @@ RULES = {
     "no global": Rule(find_globals, ("def f():\n    global x\n    x = 1\n",)),
     "no swallowed error": Rule(
         find_swallowed_errors,
-        ("try:\n    f()\nexcept:\n    raise\n", "try:\n    f()\nexcept ValueError:\n    pass\n", "try:\n    f()\nexcept E:\n    ...\n"),
+        (
+            "try:\n    f()\nexcept:\n    raise\n",
+            "try:\n    f()\nexcept ValueError:\n    pass\n",
+            "try:\n    f()\nexcept E:\n    ...\n",
+        ),
     ),
-    "environment": Rule(find_environment_reads, ("x = os.environ['X']\n", "x = os.getenv('X')\n", "from os import environ\n")),
+    "environment": Rule(
+        find_environment_reads, ("x = os.environ['X']\n", "x = os.getenv('X')\n", "from os import environ\n")
+    ),
     "core without JAX": Rule(
-        find_device_imports, ("import jax.numpy as jnp\n", "def f():\n    from flax import nnx\n"), path="core/example.py"
+        find_device_imports,
+        ("import jax.numpy as jnp\n", "def f():\n    from flax import nnx\n"),
+        path="core/example.py",
     ),
     "scheduling without JAX": Rule(find_device_imports, ("from jax import Array\n",), path="scheduling/example.py"),
     "nothing unfinished": Rule(
-        find_unfinished_code, ("raise NotImplementedError\n", "raise NotImplementedError('x')\n", "x = 1  # TO" + "DO: y\n")
+        find_unfinished_code,
+        ("raise NotImplementedError\n", "raise NotImplementedError('x')\n", "x = 1  # TO" + "DO: y\n"),
     ),
-    "foreign forms": Rule(find_foreign_forms, ("from __future__ import annotations\n", "from typing import Any, Self\n")),
+    "foreign forms": Rule(
+        find_foreign_forms, ("from __future__ import annotations\n", "from typing import Any, Self\n")
+    ),
 }
 
 TEST_RULE = Rule(
-    find_sleeps_and_mocks, ("import unittest.mock\n", "from unittest import mock\n", "time.sleep(1)\n", "from time import sleep\n")
+    find_sleeps_and_mocks,
+    ("import unittest.mock\n", "from unittest import mock\n", "time.sleep(1)\n", "from time import sleep\n"),
 )
 
 HONEST = '''"""A module that keeps every rule. Knows nothing else."""
@@ -251,7 +281,9 @@ def test_the_package_keeps_the_rule(name):
     assert not broken, "\n".join(broken)
 
 
-@pytest.mark.parametrize(("name", "snippet"), [(name, snippet) for name, rule in RULES.items() for snippet in rule.trips])
+@pytest.mark.parametrize(
+    ("name", "snippet"), [(name, snippet) for name, rule in RULES.items() for snippet in rule.trips]
+)
 def test_the_rule_finds_what_breaks_it(name, snippet):
     assert findings(RULES[name], [parse(snippet, RULES[name].path)])
 
@@ -263,7 +295,10 @@ def test_the_rule_lets_honest_code_pass(name):
 
 
 def test_the_environment_may_be_read_in_cli_and_jax_imported_elsewhere():
-    assert findings(RULES["environment"], [parse("x = os.environ['X']\n", path) for path in ("cli.py", "cli/serve.py")]) == []
+    assert (
+        findings(RULES["environment"], [parse("x = os.environ['X']\n", path) for path in ("cli.py", "cli/serve.py")])
+        == []
+    )
     assert findings(RULES["core without JAX"], [parse("import jax\n", "memory/kv_pool.py")]) == []
 
 

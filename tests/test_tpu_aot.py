@@ -1,4 +1,5 @@
-"""The TPU compiler and our reading of its output: each claim beside a program that breaks it. Knows nothing of the engine."""
+"""The TPU compiler and our reading of its output: each claim beside a program that breaks it. Knows nothing of the
+engine."""
 
 import jax
 import jax.numpy as jnp

@@ -1,8 +1,8 @@
 """The tiny MoE that all tests share: 4 layers (layer 0 dense), E=16, K=4, D=64, vocabulary 313 with its own tokenizer.
 
 `write_tiny_checkpoint` needs NumPy alone and writes config.json as the published Qwen3-MoE checkpoints spell it;
-`write_hf_qwen3_moe` lets transformers write, and returns its model as an oracle. Weights are wide, the router's wider, so
-that routing differs by token and greedy text is not a constant."""
+`write_hf_qwen3_moe` lets transformers write, and returns its model as an oracle. Weights are wide, the router's wider,
+so that routing differs by token and greedy text is not a constant."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,10 @@ def tiny_tensors(config, *, seed=0, dtype="float32") -> dict[str, np.ndarray]:
     """Random weights under the names of a Qwen3-MoE checkpoint, one tensor an expert."""
     rng = np.random.default_rng(seed)
     shapes = dict(_tensor_shapes(config))
-    return {name: _random(rng, name, shape).astype(np.dtype(getattr(ml_dtypes, dtype, dtype))) for name, shape in shapes.items()}
+    return {
+        name: _random(rng, name, shape).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+        for name, shape in shapes.items()
+    }
 
 
 def write_tiny_checkpoint(path, *, seed=0, dtype="float32", tokenizer=True, **overrides) -> Path:
@@ -83,7 +86,8 @@ def write_tiny_checkpoint(path, *, seed=0, dtype="float32", tokenizer=True, **ov
 
 
 def write_hf_qwen3_moe(path, seed=0, **config):
-    """Let transformers make and write a Qwen3-MoE; returns its torch model, the oracle. Keys are those of Qwen3MoeConfig."""
+    """Let transformers make and write a Qwen3-MoE; returns its torch model, the oracle. Keys are those of
+    Qwen3MoeConfig."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -99,7 +103,8 @@ def write_hf_qwen3_moe(path, seed=0, **config):
 
 
 def write_tiny_tokenizer(path) -> Path:
-    """Train a byte-level BPE of exactly 313 entries and write it with its chat template; the result is the same each time."""
+    """Train a byte-level BPE of exactly 313 entries and write it with its chat template; the result is the same each
+    time."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     train_tokenizer(_TEXT, VOCAB_SIZE).save(str(folder / "tokenizer.json"))
@@ -112,7 +117,9 @@ def write_tiny_tokenizer(path) -> Path:
         "model_max_length": 512,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS_ID], "pad_token_id": 0}) + "\n", encoding="utf-8")
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [EOS_ID], "pad_token_id": 0}) + "\n", encoding="utf-8"
+    )
     return folder
 
 
@@ -135,7 +142,9 @@ def _tensor_shapes(config):
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         yield f"{at}.input_layernorm.weight", (dim,)
-        yield from ((f"{at}.self_attn.{x}_proj.weight", (rows, dim)) for x, rows in (("q", queries), ("k", keys), ("v", keys)))
+        yield from (
+            (f"{at}.self_attn.{x}_proj.weight", (rows, dim)) for x, rows in (("q", queries), ("k", keys), ("v", keys))
+        )
         yield f"{at}.self_attn.o_proj.weight", (dim, queries)
         yield from ((f"{at}.self_attn.{x}_norm.weight", (c,)) for x in "qk")
         yield f"{at}.post_attention_layernorm.weight", (dim,)
@@ -143,7 +152,9 @@ def _tensor_shapes(config):
         width = config["moe_intermediate_size" if sparse else "intermediate_size"]
         if sparse:
             yield f"{at}.mlp.gate.weight", (config["num_experts"], dim)
-        for mlp in [f"{at}.mlp.experts.{expert}" for expert in range(config["num_experts"])] if sparse else [f"{at}.mlp"]:
+        for mlp in (
+            [f"{at}.mlp.experts.{expert}" for expert in range(config["num_experts"])] if sparse else [f"{at}.mlp"]
+        ):
             yield from ((f"{mlp}.{x}_proj.weight", (width, dim)) for x in ("gate", "up"))
             yield f"{mlp}.down_proj.weight", (dim, width)
     yield "model.norm.weight", (dim,)

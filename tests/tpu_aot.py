@@ -1,7 +1,8 @@
 """Compile with the real TPU compiler on a machine that has no TPU. Knows nothing of the engine.
 
-Proves that a program lowers, that it fits in VMEM and HBM and that pools are updated in place; proves no values and no times,
-as the executable cannot run. Arguments are `jax.ShapeDtypeStruct`: nothing is allocated. Run under JAX_PLATFORMS=cpu."""
+Proves that a program lowers, that it fits in VMEM and HBM and that pools are updated in place; proves no values and no
+times, as the executable cannot run. Arguments are `jax.ShapeDtypeStruct`: nothing is allocated. Run under
+JAX_PLATFORMS=cpu."""
 
 import contextlib
 import functools
@@ -46,7 +47,8 @@ def tpu_mesh(chip: str, shape: tuple[int, ...] = (1,), axes: tuple[str, ...] = (
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Iterator[None]:
-    """Keep programs out of the persistent cache: a compiler without a chip can write an entry there, but not load it again."""
+    """Keep programs out of the persistent cache: a compiler without a chip can write an entry there, but not load it
+    again."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX looks at the switch once, then remembers
@@ -85,9 +87,12 @@ def pool_copies(compiled: jax.stages.Compiled, pool: jax.ShapeDtypeStruct) -> li
 def assert_in_place(compiled: jax.stages.Compiled, pool: jax.ShapeDtypeStruct, max_temp_bytes: int) -> None:
     """Check that a donated pool (its per-device shape) is aliased, never copied, and that temporaries are bounded.
 
-    Aliasing alone proves nothing: a pool copied whole, twice, aliases as well. Use a pool larger than VMEM (128 MiB)."""
+    Aliasing alone proves nothing: a pool copied whole, twice, aliases as well. Use a pool larger than VMEM (128
+    MiB)."""
     memory, copies = compiled.memory_analysis(), pool_copies(compiled, pool)
     aliased, wanted = memory.alias_size_in_bytes, pool.size * pool.dtype.itemsize
     assert aliased >= wanted, f"the pool is not updated in place: {aliased} of {wanted} bytes aliased; donate it"
     assert not copies, f"the pool is copied whole {len(copies)} times: {copies}"
-    assert memory.temp_size_in_bytes <= max_temp_bytes, f"temporaries: {memory.temp_size_in_bytes} bytes, at most {max_temp_bytes} wanted"
+    assert memory.temp_size_in_bytes <= max_temp_bytes, (
+        f"temporaries: {memory.temp_size_in_bytes} bytes, at most {max_temp_bytes} wanted"
+    )

@@ -1,8 +1,9 @@
 """The engine's own table of programs, compiled for a TPU that is not there, and what can be read off the result.
 Knows nothing of values or times.
 
-The functions, their donations and their inputs are those of `program_jobs`: only the devices that the weights are said to lie on
-differ. Pools are larger than VMEM (128 MiB), else "in place" could mean "on the chip". Backends are those that an engine picks."""
+The functions, their donations and their inputs are those of `program_jobs`: only the devices that the weights are said
+to lie on differ. Pools are larger than VMEM (128 MiB), else "in place" could mean "on the chip". Backends are those
+that an engine picks."""
 
 import collections
 import dataclasses
@@ -65,11 +66,15 @@ def world_of(config: Qwen3MoeConfig, *, num_pages: int, decode: int, extend: int
         BatchShape(mode=ForwardMode.DECODE, num_tokens=decode, num_requests=decode, table_width=width),
         BatchShape(mode=ForwardMode.EXTEND, num_tokens=extend, num_requests=decode, table_width=width),
     )
-    return World(config, RunnerConfig(pool=pool, num_request_slots=num_request_slots, shapes=shapes, vocab_size=config.vocab_size))
+    return World(
+        config,
+        RunnerConfig(pool=pool, num_request_slots=num_request_slots, shapes=shapes, vocab_size=config.vocab_size),
+    )
 
 
 PAGE_SIZE = 64
-# Pages of 192 MiB; experts of a run 288 MiB. So many request slots that counts take 513 MiB and prompt flags 128 MiB (an engine has
+# Pages of 192 MiB; experts of a run 288 MiB. So many request slots that counts take 513 MiB and prompt flags 128 MiB
+# (an engine has
 # some tens). More tokens in the extend shape than the experts' kernel takes without sorting.
 SMALL = world_of(
     Qwen3MoeConfig(
@@ -95,7 +100,9 @@ SMALL = world_of(
 )
 
 # Opcodes that name a place and move nothing, and the second half of an asynchronous pair.
-_FREE = frozenset({"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "copy-done", "after-all", "while", "conditional"})
+_FREE = frozenset(
+    {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "copy-done", "after-all", "while", "conditional"}
+)
 # What may yield an array as large as the pool: names of a place, and a write of some rows into the pool itself.
 _IN_PLACE = frozenset({"parameter", "get-tuple-element", "bitcast", "fusion", "scatter", "dynamic-update-slice"})
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
@@ -104,13 +111,16 @@ _ARRAY = re.compile(r"[a-z]\w*\[([\d,]*)\]")
 
 @functools.cache
 def jobs(chip: str, *, capture: bool, world: World = SMALL, plain: bool = False) -> Jobs:
-    """The runner's table, with weights that are said to lie on one `chip`; `plain`: on the backends of array code alone."""
+    """The runner's table, with weights that are said to lie on one `chip`; `plain`: on the backends of array code
+    alone."""
     config = world.config
     placed = NamedSharding(tpu_mesh(chip), REPLICATED)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state)
     named = {"moe_backend": "tiled", "attention_backend": "paged"} if plain else {}
-    kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(enable_return_routed_experts=capture, **named), platform="tpu")
+    kernels, attention = DEFAULT_BACKENDS.choose(
+        ServerArgs(enable_return_routed_experts=capture, **named), platform="tpu"
+    )
     spec = ProgramSpec(
         graphdef=graphdef,
         capture=config.capture_spec if capture else None,
@@ -146,7 +156,8 @@ def compiled(chip: str, name: str, *, capture: bool, world: World = SMALL, plain
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operations:
-    """Operations that a step runs, each counted once: outside of loops, in their bodies (a layer's), and those of one number."""
+    """Operations that a step runs, each counted once: outside of loops, in their bodies (a layer's), and those of one
+    number."""
 
     once: int
     in_loops: int
@@ -173,8 +184,9 @@ def operations(program: jax.stages.Compiled) -> Operations:
 
 
 def estimated_cycles(program: jax.stages.Compiled, world: World) -> int:
-    """The compiler's own estimate for a step, loops over layers by their length. It has none for a Pallas kernel, a gather, a scatter
-    or a sort, and a loop inside of a layer counts once: what is left is the glue, and programs of one chip can be compared."""
+    """The compiler's own estimate for a step, loops over layers by their length. It has none for a Pallas kernel, a
+    gather, a scatter or a sort, and a loop inside of a layer counts once: what is left is the glue, and programs of one
+    chip can be compared."""
     sums, whiles, inside = collections.Counter[str](), collections.defaultdict[str, list[tuple[str, bool]]](list), ""
     entry = ""
     for line in (program.as_text() or "").splitlines():
@@ -185,7 +197,9 @@ def estimated_cycles(program: jax.stages.Compiled, world: World) -> int:
             sums[inside] += int(found[1])
         if found := re.search(r' while\(.*body=%?([\w.-]+).*op_name="([^"]*)"', line):
             whiles[inside].append((found[1], found[2].count("while") == 1))
-    lengths = iter([end - first for first, end in world.config.runs if end - first > 1])  # a run of one layer is no loop
+    lengths = iter(
+        [end - first for first, end in world.config.runs if end - first > 1]
+    )  # a run of one layer is no loop
 
     def once(name: str) -> int:
         return sums[name] + sum(once(body) for body, _ in whiles[name])
@@ -199,12 +213,20 @@ def kernels(program: jax.stages.Compiled) -> int:
 
 
 def whole_pool_operations(program: jax.stages.Compiled, pool: jax.ShapeDtypeStruct) -> list[str]:
-    """Find what makes another array of the pool's size, whatever its shape or dtype: a copy, a transpose, a conversion. A kernel
-    whose output is one of its operands makes none."""
+    """Find what makes another array of the pool's size, whatever its shape or dtype: a copy, a transpose, a conversion.
+    A kernel whose output is one of its operands makes none."""
     lines = [line for line in (program.as_text() or "").splitlines() if "output_to_operand_aliasing={" not in line]
     found = (_INSTRUCTION.match(line) for line in lines)
-    made = [(match[1], match[2]) for match in found if match and match[2] not in _IN_PLACE | {"tuple", "while", "conditional"}]
-    return [f"{opcode} {result}" for result, opcode in made if any(_num_elements(dims) >= pool.size for dims in _ARRAY.findall(result))]
+    made = [
+        (match[1], match[2])
+        for match in found
+        if match and match[2] not in _IN_PLACE | {"tuple", "while", "conditional"}
+    ]
+    return [
+        f"{opcode} {result}"
+        for result, opcode in made
+        if any(_num_elements(dims) >= pool.size for dims in _ARRAY.findall(result))
+    ]
 
 
 def _num_elements(dims: str) -> int:

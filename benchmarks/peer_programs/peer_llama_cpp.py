@@ -1,5 +1,5 @@
-"""llama.cpp as a peer, through llama-cpp-python: python peer_llama_cpp.py FOLDER DTYPE. The weights are written as GGUF first.
-Prompts are fed as one batch, then one token of each sequence a step; argmax is taken in NumPy."""
+"""llama.cpp as a peer, through llama-cpp-python: python peer_llama_cpp.py FOLDER DTYPE. The weights are written as GGUF
+first. Prompts are fed as one batch, then one token of each sequence a step; argmax is taken in NumPy."""
 
 import json
 import sys
@@ -53,10 +53,16 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
     add("output_norm.weight", tensors["model.norm.weight"])
     add("output.weight", tensors["lm_head.weight"])
     names = {
-        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    }  # fmt: skip
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate": "ffn_gate_inp",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+    }
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
         for theirs, mine in names.items():
@@ -100,7 +106,9 @@ def main() -> None:
     batch = Batch(32 * 128)
 
     def best(rows: list[int]) -> list[int]:
-        logits = (np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, row), shape=(vocabulary,)) for row in rows)
+        logits = (
+            np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, row), shape=(vocabulary,)) for row in rows
+        )
         return [int(row.argmax()) for row in logits]
 
     def decode(entries: list[tuple[int, int, int, bool]]) -> list[int]:
@@ -116,7 +124,9 @@ def main() -> None:
         tokens = [[token] for token in decode(fed)]
         first = time.perf_counter()
         for step in range(new - 1):
-            fed = [(said[-1], len(ids) + step, s, True) for s, (ids, said) in enumerate(zip(prompts, tokens, strict=True))]
+            fed = [
+                (said[-1], len(ids) + step, s, True) for s, (ids, said) in enumerate(zip(prompts, tokens, strict=True))
+            ]
             for said, token in zip(tokens, decode(fed), strict=True):
                 said.append(token)
         return first - start, time.perf_counter() - first, tokens

@@ -1,4 +1,5 @@
-"""Hugging Face transformers `generate` as a peer: python peer_transformers.py FOLDER DTYPE. Prefill is a run of one new token."""
+"""Hugging Face transformers `generate` as a peer: python peer_transformers.py FOLDER DTYPE. Prefill is a run of one new
+token."""
 
 import sys
 import time
@@ -16,7 +17,9 @@ def main() -> None:
     def generate(ids: torch.Tensor, count: int) -> tuple[float, torch.Tensor]:
         start = time.perf_counter()
         with torch.inference_mode():
-            out = model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)
+            out = model.generate(
+                ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None
+            )
         return time.perf_counter() - start, out[:, ids.shape[1] :]
 
     def run(prompts: list[list[int]], new: int) -> tuple[float, float, list[list[int]]]:

@@ -1,4 +1,5 @@
-"""vLLM's CPU build as a peer: python peer_vllm.py FOLDER DTYPE. Prefill is a run of one new token; no prefix is cached."""
+"""vLLM's CPU build as a peer: python peer_vllm.py FOLDER DTYPE. Prefill is a run of one new token; no prefix is
+cached."""
 
 import os
 import sys
@@ -15,12 +16,19 @@ import vllm  # reads the two above
 def main() -> None:
     """Load, then serve."""
     engine = vllm.LLM(
-        model=sys.argv[1], dtype=sys.argv[2], skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=32,
-        enable_prefix_caching=False, disable_log_stats=True,
-    )  # fmt: skip
+        model=sys.argv[1],
+        dtype=sys.argv[2],
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=32,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
 
     def generate(prompts: list[list[int]], count: int) -> tuple[float, list[list[int]]]:
-        sampling = vllm.SamplingParams(temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False)
+        sampling = vllm.SamplingParams(
+            temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False
+        )
         start = time.perf_counter()
         outs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         return time.perf_counter() - start, [list(out.outputs[0].token_ids) for out in outs]

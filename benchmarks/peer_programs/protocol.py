@@ -1,8 +1,8 @@
-"""What a peer's program speaks with benchmarks/peers.py: JSON lines, a request on standard input and its timing on standard output.
-Knows no engine, and runs on any Python: each peer lives in an environment of its own.
+"""What a peer's program speaks with benchmarks/peers.py: JSON lines, a request on standard input and its timing on
+standard output. Knows no engine, and runs on any Python: each peer lives in an environment of its own.
 
-A request is {"prompts": [[token, ...], ...], "new": count}; the answer {"prefill_s", "decode_s", "tokens": [[token, ...], ...]}:
-seconds until the first token of all prompts, seconds for the others, and the greedy tokens."""
+A request is {"prompts": [[token, ...], ...], "new": count}; the answer {"prefill_s", "decode_s", "tokens": [[token,
+...], ...]}: seconds until the first token of all prompts, seconds for the others, and the greedy tokens."""
 
 import json
 import os

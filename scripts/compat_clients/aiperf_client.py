@@ -16,15 +16,28 @@ SAID = (
 
 def main():
     with tempfile.TemporaryDirectory() as name:
-        command = [Path(sys.executable).parent / "aiperf", "profile", "--model", model, "--url", url, "--artifact-dir", name]
+        command = [
+            Path(sys.executable).parent / "aiperf",
+            "profile",
+            "--model",
+            model,
+            "--url",
+            url,
+            "--artifact-dir",
+            name,
+        ]
         subprocess.run([*command, "--tokenizer", os.environ["COMPAT_TOKENIZER"], *SAID.split()], check=True)
         told = json.loads((Path(name) / "profile_export_aiperf.json").read_text())
-        assert told["completed_request_count"]["avg"] == 8 and told["request_error_rate"]["avg"] == 0, told["error_summary"]
+        assert told["completed_request_count"]["avg"] == 8 and told["request_error_rate"]["avg"] == 0, told[
+            "error_summary"
+        ]
         lengths = told["output_sequence_length"]
         assert lengths["min"] == lengths["max"] == 8, lengths
         scraped = (Path(name) / "server_metrics_export.json").read_text()
         assert "routed_experts_requests_accepted" in scraped
-        print(f"8 chat streams of exactly 8 tokens by usage, none failed; {scraped.count('routed_experts_')} of our metrics scraped")
+        print(
+            f"8 chat streams of exactly 8 tokens by usage, none failed; {scraped.count('routed_experts_')} of our metrics scraped"
+        )
 
 
 main()

@@ -16,8 +16,23 @@ SAID = (
 
 def main():
     with tempfile.TemporaryDirectory() as name:
-        command = [Path(sys.executable).parent / "evalscope", "perf", "--url", f"{url}/v1/chat/completions", "--model", model]
-        command += [*SAID.split(), "--number", "8", "--parallel", "2", "--tokenizer-path", os.environ["COMPAT_TOKENIZER"]]
+        command = [
+            Path(sys.executable).parent / "evalscope",
+            "perf",
+            "--url",
+            f"{url}/v1/chat/completions",
+            "--model",
+            model,
+        ]
+        command += [
+            *SAID.split(),
+            "--number",
+            "8",
+            "--parallel",
+            "2",
+            "--tokenizer-path",
+            os.environ["COMPAT_TOKENIZER"],
+        ]
         subprocess.run([*command, "--outputs-dir", name], check=True)
         (summary,) = Path(name).rglob("benchmark_summary.json")
         told = json.loads(summary.read_text())

@@ -22,7 +22,9 @@ def main():
             "output": f"kind=json,path={report}",
         }
         flags = [part for key, value in said.items() for part in (f"--{key}", value)]
-        subprocess.run([Path(sys.executable).parent / "guidellm", "run", *flags, "--disable-console-interactive"], check=True)
+        subprocess.run(
+            [Path(sys.executable).parent / "guidellm", "run", *flags, "--disable-console-interactive"], check=True
+        )
         metrics = json.loads(report.read_text())["benchmarks"][0]["metrics"]
         totals, tokens = metrics["request_totals"], metrics["output_token_count"]["successful"]
         assert totals["successful"] == 8 and totals["errored"] == 0, totals

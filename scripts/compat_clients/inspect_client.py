@@ -15,7 +15,10 @@ os.environ |= {"VLLM_BASE_URL": os.environ["COMPAT_URL"] + "/v1", "VLLM_API_KEY"
 
 
 def main():
-    samples = [Sample("What is the capital of France?", target="Paris"), Sample("What is the capital of Italy?", target="Rome")]
+    samples = [
+        Sample("What is the capital of France?", target="Paris"),
+        Sample("What is the capital of Italy?", target="Rome"),
+    ]
     task = Task(dataset=samples, solver=generate(), scorer=includes())
     config = GenerateConfig(max_tokens=32, temperature=0, seed=1, max_retries=1).model_dump(exclude_none=True)
     model = f"openai-api/vllm/{os.environ['COMPAT_MODEL']}"
@@ -23,11 +26,17 @@ def main():
     assert log.status == "success", log.error
     usage = next(iter(log.stats.model_usage.values()))
     said = [asked(sample.input) for sample in samples]
-    assert [one.output.completion for one in log.samples] == [answer["choices"][0]["message"]["content"] for answer in said]
+    assert [one.output.completion for one in log.samples] == [
+        answer["choices"][0]["message"]["content"] for answer in said
+    ]
     assert usage.output_tokens == sum(answer["usage"]["completion_tokens"] for answer in said)
     right = [one.scores["includes"].value for one in log.samples]
-    assert right == ["C" if sample.target in one.output.completion else "I" for sample, one in zip(samples, log.samples, strict=True)]
-    print(f"openai-api/vllm: 2 samples, text and {usage.output_tokens} tokens as asked without it, scored {''.join(right)}")
+    assert right == [
+        "C" if sample.target in one.output.completion else "I" for sample, one in zip(samples, log.samples, strict=True)
+    ]
+    print(
+        f"openai-api/vllm: 2 samples, text and {usage.output_tokens} tokens as asked without it, scored {''.join(right)}"
+    )
 
 
 def asked(question):

@@ -25,15 +25,26 @@ def main():
     chat = ChatOpenAI(**SAID, stream_usage=True)
     whole = chat.invoke(QUESTION)
     usage = whole.usage_metadata
-    assert whole.content and usage["output_tokens"] in range(1, 9) and whole.response_metadata["finish_reason"] in ("stop", "length")
+    assert (
+        whole.content
+        and usage["output_tokens"] in range(1, 9)
+        and whole.response_metadata["finish_reason"] in ("stop", "length")
+    )
     streamed = list(chat.stream(QUESTION))
     assert "".join(chunk.content for chunk in streamed) == whole.content
     (told,) = [chunk.usage_metadata for chunk in streamed if chunk.usage_metadata]
     assert all(told[name] == usage[name] for name in ("input_tokens", "output_tokens"))
     assert chat.invoke([HumanMessage(content=[{"type": "text", "text": QUESTION}])]).content == whole.content
-    told = ChatOpenAI(**SAID, logprobs=True, top_logprobs=2, seed=None).invoke(QUESTION).response_metadata["logprobs"]["content"]
+    told = (
+        ChatOpenAI(**SAID, logprobs=True, top_logprobs=2, seed=None)
+        .invoke(QUESTION)
+        .response_metadata["logprobs"]["content"]
+    )
     assert len(told) == usage["output_tokens"] and whole.content.startswith(told[0]["token"])
-    assert all(len(one["top_logprobs"]) == 2 and one["logprob"] == max(top["logprob"] for top in one["top_logprobs"]) for one in told)
+    assert all(
+        len(one["top_logprobs"]) == 2 and one["logprob"] == max(top["logprob"] for top in one["top_logprobs"])
+        for one in told
+    )
     asking = ChatWithRows(**SAID, n=2, extra_body={"return_routed_experts": True})
     results = [asking.generate([[HumanMessage(content=QUESTION)]]).generations[0] for _ in range(2)]
     found = [rows_of(one.message.response_metadata, usage["total_tokens"]) for result in results for one in result]
@@ -41,7 +52,9 @@ def main():
     assert all(one.message.content == whole.content for result in results for one in result)
     text = OpenAI(**SAID)
     assert (said := text.invoke("The sea")) and "".join(text.stream("The sea")) == said
-    print("ChatOpenAI (invoke, stream with usage, content parts, logprobs, n, rows decoded, equal in two calls) and OpenAI, streamed too")
+    print(
+        "ChatOpenAI (invoke, stream with usage, content parts, logprobs, n, rows decoded, equal in two calls) and OpenAI, streamed too"
+    )
 
 
 main()

@@ -1,4 +1,5 @@
-"""litellm by its three routes: openai/, hosted_vllm/ and text-completion-openai/, at once and streamed, with logprobs, n and rows."""
+"""litellm by its three routes: openai/, hosted_vllm/ and text-completion-openai/, at once and streamed, with logprobs,
+n and rows."""
 
 import os
 
@@ -14,10 +15,18 @@ def main():
     litellm.telemetry = False
     first, second = (chat(route) for route in ("openai", "hosted_vllm"))
     assert first == second, "two routes, one server: the same text and the same rows"
-    text = litellm.text_completion(model=f"text-completion-openai/{model}", prompt="The sea", max_tokens=6, logprobs=1, **SAID)
+    text = litellm.text_completion(
+        model=f"text-completion-openai/{model}", prompt="The sea", max_tokens=6, logprobs=1, **SAID
+    )
     told = text.choices[0].logprobs
-    assert text.usage.completion_tokens == 6 and len(told.token_logprobs) == 6 and "".join(told.tokens) == text.choices[0].text
-    chunks = litellm.text_completion(model=f"text-completion-openai/{model}", prompt="The sea", max_tokens=6, stream=True, **SAID)
+    assert (
+        text.usage.completion_tokens == 6
+        and len(told.token_logprobs) == 6
+        and "".join(told.tokens) == text.choices[0].text
+    )
+    chunks = litellm.text_completion(
+        model=f"text-completion-openai/{model}", prompt="The sea", max_tokens=6, stream=True, **SAID
+    )
     assert "".join(chunk.choices[0].text or "" for chunk in chunks) == text.choices[0].text
     try:
         litellm.completion(model="openai/gpt", messages=MESSAGES, api_base=f"{url}/v1", api_key="none", max_retries=0)
@@ -25,7 +34,9 @@ def main():
         assert "gpt" in str(error)
     else:
         raise AssertionError("a model that is not served was not refused")
-    print("openai/, hosted_vllm/ (same text and rows, streams with usage, n, logprobs), text-completion-openai/ (streams), a typed 404")
+    print(
+        "openai/, hosted_vllm/ (same text and rows, streams with usage, n, logprobs), text-completion-openai/ (streams), a typed 404"
+    )
 
 
 def chat(route):
@@ -35,7 +46,11 @@ def chat(route):
     whole = litellm.completion(**said, logprobs=True, top_logprobs=2, **rows_asked)
     (choice,) = whole.choices
     content, told = choice.message.content, choice.logprobs.content
-    assert len(told) == whole.usage.completion_tokens and content.startswith(told[0].token) and len(told[0].top_logprobs) == 2
+    assert (
+        len(told) == whole.usage.completion_tokens
+        and content.startswith(told[0].token)
+        and len(told[0].top_logprobs) == 2
+    )
     rows = rows_of(choice.provider_specific_fields, whole.usage.total_tokens)
     both = litellm.completion(**said, n=2, **rows_asked)
     assert [one.message.content for one in both.choices] == [content] * 2, "greedy, so both say the same"

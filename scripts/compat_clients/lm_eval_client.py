@@ -1,4 +1,5 @@
-"""lm-eval: a multiple choice by logprobs of echoed prompts, ids and the tokenizer asked of the server; and text by chat."""
+"""lm-eval: a multiple choice by logprobs of echoed prompts, ids and the tokenizer asked of the server; and text by
+chat."""
 
 import json
 import os
@@ -39,10 +40,21 @@ metric_list: [{metric: exact_match}]
 def evaluate(folder, task, kind, path, *more):
     """Run one task; its results, and what the model said to each sample, in order."""
     args = f"model={model},base_url={url}{path},num_concurrent=2,max_retries=1"
-    command = [Path(sys.executable).parent / "lm_eval", "run", "--model", kind, "--tasks", task, "--include_path", folder]
+    command = [
+        Path(sys.executable).parent / "lm_eval",
+        "run",
+        "--model",
+        kind,
+        "--tasks",
+        task,
+        "--include_path",
+        folder,
+    ]
     template, out = ["--apply_chat_template"] if "chat" in kind else [], folder / task
-    subprocess.run([*command, "--model_args", ",".join([args, *more]), "--output_path", out, "--log_samples", *template],
-                   check=True)  # fmt: skip
+    subprocess.run(
+        [*command, "--model_args", ",".join([args, *more]), "--output_path", out, "--log_samples", *template],
+        check=True,
+    )
     (results,), (samples,) = out.rglob("results*.json"), out.rglob("samples*.jsonl")
     told = sorted((json.loads(line) for line in samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
     return json.loads(results.read_text())["results"][task], [sample["resps"] for sample in told]
@@ -78,10 +90,17 @@ def main():
         assert choice["acc,none"] == sum(right) / len(right), (choice, wanted)
         _, said = evaluate(folder, "compat_text", "local-chat-completions", "/v1/chat/completions")
         for one, sample in zip(QUESTIONS, said, strict=True):
-            body = {"messages": [{"role": "user", "content": one["question"]}], "max_tokens": 16, "temperature": 0, "stop": ["\n"]}
+            body = {
+                "messages": [{"role": "user", "content": one["question"]}],
+                "max_tokens": 16,
+                "temperature": 0,
+                "stop": ["\n"],
+            }
             assert sample == [[post("/v1/chat/completions", body)["choices"][0]["message"]["content"]]], sample
-        print(f"local-completions (echo, logprobs, remote tokenizer): logprobs are those of /v1/score, acc {choice['acc,none']}; "
-              "local-chat-completions: generate_until says what chat says")  # fmt: skip
+        print(
+            f"local-completions (echo, logprobs, remote tokenizer): logprobs are those of /v1/score, acc {choice['acc,none']}; "
+            "local-chat-completions: generate_until says what chat says"
+        )
 
 
 main()

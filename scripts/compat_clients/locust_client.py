@@ -30,7 +30,16 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "locustfile.py").write_text(PROGRAM)
-        command = [Path(sys.executable).parent / "locust", "--headless", "--users", "8", "--spawn-rate", "8", "--run-time", "6s"]
+        command = [
+            Path(sys.executable).parent / "locust",
+            "--headless",
+            "--users",
+            "8",
+            "--spawn-rate",
+            "8",
+            "--run-time",
+            "6s",
+        ]
         subprocess.run([*command, "--host", os.environ["COMPAT_URL"], "--csv", folder / "told"], cwd=folder, check=True)
         total = (folder / "told_stats.csv").read_text().splitlines()[-1].split(",")
         assert total[1] == "Aggregated" and int(total[2]) > 50 and int(total[3]) == 0, total

@@ -1,4 +1,5 @@
-"""OpenAI's Python client: lists, completions of text and ids, chat at once and streamed, logprobs, n, typed errors, routed experts."""
+"""OpenAI's Python client: lists, completions of text and ids, chat at once and streamed, logprobs, n, typed errors,
+routed experts."""
 
 import os
 
@@ -47,7 +48,9 @@ def chat_at_once(client):
     (choice,) = whole.choices
     told = choice.logprobs.content
     assert len(told) == whole.usage.completion_tokens and choice.message.content.startswith(told[0].token)
-    assert all(len(one.top_logprobs) == 2 and one.logprob == max(top.logprob for top in one.top_logprobs) for one in told), "greedy"
+    assert all(
+        len(one.top_logprobs) == 2 and one.logprob == max(top.logprob for top in one.top_logprobs) for one in told
+    ), "greedy"
     as_npy = client.chat.completions.create(**CHAT, max_tokens=8, extra_body={**ROWS, "routed_experts_format": "npy"})
     total = whole.usage.total_tokens
     assert rows_of(choice.model_dump(), total) == rows_of(as_npy.choices[0].model_dump(), total)
@@ -57,8 +60,13 @@ def chat_at_once(client):
 def chat_streamed(client, whole):
     options = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": ROWS}
     chunks = list(client.chat.completions.create(**CHAT, max_tokens=8, **options))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage.model_copy(update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details})
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        == whole.choices[0].message.content
+    )
+    assert chunks[-1].usage == whole.usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+    )
     (last,) = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
     total = whole.usage.total_tokens
     assert last.finish_reason == whole.choices[0].finish_reason

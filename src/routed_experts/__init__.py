@@ -1,6 +1,7 @@
 """routed_experts: serve Mixture-of-Experts models and know exactly which experts every token was routed to.
 
-Names are imported when they are first used: reading a record needs NumPy alone, and importing the package starts no device."""
+Names are imported when they are first used: reading a record needs NumPy alone, and importing the package starts no
+device."""
 
 import importlib
 from types import MappingProxyType

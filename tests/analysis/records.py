@@ -12,11 +12,16 @@ def random_record(seed=0, *, rows=9, layers=3, experts=7, top_k=3, start=0, prom
     order = rng.random((rows, layers, experts)) ** np.linspace(0.3, 3, experts)  # some experts are loved, some are not
     ids = np.argsort(-order, axis=2)[:, :, :top_k].astype(np.uint8 if experts <= 256 else np.uint16)
     return RoutedExperts(
-        ids=np.ascontiguousarray(ids), start=start, num_tokens=start + rows + last,
+        ids=np.ascontiguousarray(ids),
+        start=start,
+        num_tokens=start + rows + last,
         num_prompt_tokens=rows // 2 if prompt is None else prompt,
-        layer_ids=tuple(range(1, layers + 1)), num_hidden_layers=layers + 1, num_experts=experts,
-        version_spans=((start, start + rows, 0),) if rows else (), valid=valid,
-    )  # fmt: skip
+        layer_ids=tuple(range(1, layers + 1)),
+        num_hidden_layers=layers + 1,
+        num_experts=experts,
+        version_spans=((start, start + rows, 0),) if rows else (),
+        valid=valid,
+    )
 
 
 def text_of(pieces, seed=0, *, title="a text", cached_tokens=0, **record):

@@ -1,4 +1,5 @@
-"""Pictures: every character of a text has its place, strange text is drawn without a warning, and matplotlib is asked for by name."""
+"""Pictures: every character of a text has its place, strange text is drawn without a warning, and matplotlib is asked
+for by name."""
 
 import subprocess
 import sys
@@ -32,8 +33,13 @@ def test_every_character_has_one_place_and_none_is_lost(pieces):
 def test_lines_break_before_a_token_and_at_line_feeds_and_inside_tokens_that_fit_no_line():
     placed = place_tokens(["abcd", "efg", "h\n", "0123456789", "x"], columns=6)
     assert [(part.token, part.line, part.column, part.text) for part in placed] == [
-        (0, 0, 0, "abcd"), (1, 1, 0, "efg"), (2, 1, 3, "h↵"), (3, 2, 0, "012345"), (3, 3, 0, "6789"), (4, 3, 4, "x"),
-    ]  # fmt: skip
+        (0, 0, 0, "abcd"),
+        (1, 1, 0, "efg"),
+        (2, 1, 3, "h↵"),
+        (3, 2, 0, "012345"),
+        (3, 3, 0, "6789"),
+        (4, 3, 4, "x"),
+    ]
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -47,7 +53,9 @@ def test_a_picture_is_written_whatever_the_text(tmp_path, ending):
 
 def test_a_name_without_an_ending_gets_one(tmp_path):
     draw_routing([text_of("abcdef")], tmp_path / "fig", title="t", dpi=40)
-    assert [file.name for file in tmp_path.iterdir()] == ["fig.png"] and (tmp_path / "fig.png").read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in tmp_path.iterdir()] == ["fig.png"] and (tmp_path / "fig.png").read_bytes().startswith(
+        b"\x89PNG"
+    )
 
 
 def test_a_picture_is_the_same_each_time(tmp_path):

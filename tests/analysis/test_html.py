@@ -1,4 +1,5 @@
-"""The page as a reader of HTML sees it: nothing is fetched, text stays text, colours and ids are those of the records."""
+"""The page as a reader of HTML sees it: nothing is fetched, text stays text, colours and ids are those of the
+records."""
 
 import base64
 import json
@@ -12,7 +13,20 @@ from analysis.records import text_of
 from routed_experts.analysis import routing_page, utilization
 from routed_experts.analysis.colours import CIVIDIS, colour_at, expert_palette, scale_top
 
-EVIL = ["<script>", "alert(1)", "</script>", "<img src=x onerror=y>", "&amp;", "{{routing}}", "\"'`", "\x1b[2J\x00", "\n", "", "漢", "end"]
+EVIL = [
+    "<script>",
+    "alert(1)",
+    "</script>",
+    "<img src=x onerror=y>",
+    "&amp;",
+    "{{routing}}",
+    "\"'`",
+    "\x1b[2J\x00",
+    "\n",
+    "",
+    "漢",
+    "end",
+]
 VOID = {"meta", "link", "input", "rect", "path", "stop"}
 
 
@@ -96,7 +110,10 @@ def test_tokens_wear_the_colour_of_their_first_expert(source, texts):
 
 @pytest.mark.parametrize("experts", [7, 300])
 def test_the_script_is_given_the_ids_of_the_records(experts):
-    texts = [text_of("abcdef", 3, experts=experts), text_of("abc", 4, experts=experts, start=0, valid=np.array([False, True]))]
+    texts = [
+        text_of("abcdef", 3, experts=experts),
+        text_of("abc", 4, experts=experts, start=0, valid=np.array([False, True])),
+    ]
     told = json.loads(Page(routing_page(texts, title="t")).all("script", id="routing")[0][1])
     assert (told["layers"], told["top_k"], len(told["palette"])) == ([1, 2, 3], 3, experts)
     for text, given in zip(texts, told["texts"], strict=True):
@@ -108,7 +125,10 @@ def test_the_script_is_given_the_ids_of_the_records(experts):
 
 
 def test_cells_of_the_heat_map_show_the_utilization_on_one_scale(source, texts):
-    loads = [utilization(*(text.record.prompt for text in texts)), utilization(*(text.record.generated for text in texts))]
+    loads = [
+        utilization(*(text.record.prompt for text in texts)),
+        utilization(*(text.record.generated for text in texts)),
+    ]
     top, cells = scale_top(*loads), iter(Page(source).all("rect", **{"class": "cell"}))
     for load in loads:
         for layer, expert in np.ndindex(load.shape):

@@ -23,7 +23,12 @@ RECORDS = {
 
 def rows_of(records):
     """Known rows as nested lists: [T][M][K]."""
-    return [record.ids[row].tolist() for record in records for row in range(record.num_rows) if record.valid is None or record.valid[row]]
+    return [
+        record.ids[row].tolist()
+        for record in records
+        for row in range(record.num_rows)
+        if record.valid is None or record.valid[row]
+    ]
 
 
 def count(records, layer, *experts):
@@ -56,10 +61,14 @@ def test_balance_is_that_of_a_loop(records, shape):
         c = [count(records, layer, expert) for expert in range(experts)]
         slots = len(rows_of(records)) * records[0].top_k
         assert told.max_load[layer] == pytest.approx(max(c) * experts / slots)
-        assert told.gini[layer] == pytest.approx(sum(abs(a - b) for a in c for b in c) / (2 * experts * sum(c)), abs=1e-12)
+        assert told.gini[layer] == pytest.approx(
+            sum(abs(a - b) for a in c for b in c) / (2 * experts * sum(c)), abs=1e-12
+        )
         mean = sum(c) / experts
         assert told.variation[layer] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in c) / experts) / mean)
-        assert told.entropy[layer] == pytest.approx(-sum(x / slots * math.log(x / slots) for x in c if x) / math.log(experts))
+        assert told.entropy[layer] == pytest.approx(
+            -sum(x / slots * math.log(x / slots) for x in c if x) / math.log(experts)
+        )
         assert told.dead[layer] == c.count(0)
 
 
@@ -86,7 +95,9 @@ def test_uniform_and_one_sided_loads_have_the_numbers_that_the_docstring_promise
     pairs = list(itertools.combinations(range(4), 2))  # every expert equally often
     record = random_record(rows=6, layers=1, experts=4, top_k=2)
     told = balance(_with_ids(record, np.array(pairs)[:, None]))
-    assert [float(x[0]) for x in (told.max_load, told.gini, told.variation, told.entropy, told.dead)] == pytest.approx([1, 0, 0, 1, 0])
+    assert [float(x[0]) for x in (told.max_load, told.gini, told.variation, told.entropy, told.dead)] == pytest.approx(
+        [1, 0, 0, 1, 0]
+    )
     told = balance(_with_ids(record, np.tile([3, 1], (6, 1, 1))))
     assert (told.max_load[0], told.dead[0]) == (2.0, 2)
     assert told.entropy[0] == pytest.approx(0.5)
@@ -122,8 +133,12 @@ def test_difference_is_that_of_a_loop():
             first = layer if A != B else first
         assert told.first_difference[place] == first
     for layer in range(3):
-        assert told.flip_rate[layer] == pytest.approx(np.mean([set(a.ids[t, layer]) != set(b.ids[t - 3, layer]) for t in tokens]))
-        assert told.rank1_agreement[layer] == pytest.approx(np.mean([a.ids[t, layer, 0] == b.ids[t - 3, layer, 0] for t in tokens]))
+        assert told.flip_rate[layer] == pytest.approx(
+            np.mean([set(a.ids[t, layer]) != set(b.ids[t - 3, layer]) for t in tokens])
+        )
+        assert told.rank1_agreement[layer] == pytest.approx(
+            np.mean([a.ids[t, layer, 0] == b.ids[t - 3, layer, 0] for t in tokens])
+        )
 
 
 def test_a_record_does_not_differ_from_itself_and_order_of_slots_is_no_flip():

@@ -40,7 +40,14 @@ def test_controls_become_their_pictures():
 def test_experts_of_a_token_are_its_row_and_nothing_where_no_row_is_known():
     record = random_record(rows=4, start=2, valid=np.array([True, False, True, True]))
     text = RoutedText(title="t", pieces=tuple("abcdefg"), record=record)
-    assert [text.experts(token, 1) for token in range(7)] == [(), (), tuple(record.ids[0, 1]), (), *map(tuple, record.ids[2:, 1]), ()]
+    assert [text.experts(token, 1) for token in range(7)] == [
+        (),
+        (),
+        tuple(record.ids[0, 1]),
+        (),
+        *map(tuple, record.ids[2:, 1]),
+        (),
+    ]
 
 
 def test_a_piece_too_few_is_refused():

@@ -18,9 +18,12 @@ def filed(seed, *, with_record=True):
     record = skewed_record(rng, LOGITS, 20 + seed, prompt_len=5)
     tokens = rng.integers(0, 300, record.num_tokens).astype(np.int32)
     answer = {
-        "prompt": f"ü {seed}\n\u2028", "text": "x", "input_ids": tokens[:5].tolist(), "output_ids": tokens[5:].tolist(),
+        "prompt": f"ü {seed}\n\u2028",
+        "text": "x",
+        "input_ids": tokens[:5].tolist(),
+        "output_ids": tokens[5:].tolist(),
         "meta_info": {"id": str(seed), "prompt_tokens": 5, "routed_experts": "payload"},
-    }  # fmt: skip
+    }
     return FiledAnswer(answer=answer, token_ids=tokens, record=record if with_record else None)
 
 
@@ -32,7 +35,10 @@ def test_what_was_filed_comes_back():
         for one, back in zip(some, decode_answers(encoded), strict=True):
             assert back.record == one.record and np.array_equal(back.token_ids, one.token_ids)
             meta = {name: value for name, value in back.answer["meta_info"].items() if name != "routed_experts_info"}
-            assert {**back.answer, "meta_info": meta} == {**one.answer, "meta_info": {"id": meta["id"], "prompt_tokens": 5}}
+            assert {**back.answer, "meta_info": meta} == {
+                **one.answer,
+                "meta_info": {"id": meta["id"], "prompt_tokens": 5},
+            }
     assert not holds_answers(given[0].record.to_bytes())
 
 
@@ -43,14 +49,26 @@ def test_the_tensors_are_readable_by_safetensors_alone():
     assert np.array_equal(tensors["routed_experts"][begin:end], given[1].record.ids)
     begin, end = tensors["token_offsets"][1:3]
     assert np.array_equal(tensors["token_ids"][begin:end], given[1].token_ids)
-    assert [json.loads(line)["prompt"] for line in tensors["answers"].tobytes().split(b"\n")[:-1]] == ["ü 1\n\u2028", "ü 2\n\u2028"]
+    assert [json.loads(line)["prompt"] for line in tensors["answers"].tobytes().split(b"\n")[:-1]] == [
+        "ü 1\n\u2028",
+        "ü 2\n\u2028",
+    ]
 
 
-@pytest.mark.parametrize(("name", "change"), [
-    ("row_offsets", lambda a: a + 1), ("row_offsets", lambda a: a[:-1]), ("token_offsets", lambda a: a[::-1].copy()),
-    ("token_offsets", lambda a: a.astype(np.int32)), ("routed_experts", lambda a: a[:-1]), ("routed_experts", lambda a: a + 16),
-    ("answers", lambda a: a[:-9]), ("token_ids", None), ("answers", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("row_offsets", lambda a: a + 1),
+        ("row_offsets", lambda a: a[:-1]),
+        ("token_offsets", lambda a: a[::-1].copy()),
+        ("token_offsets", lambda a: a.astype(np.int32)),
+        ("routed_experts", lambda a: a[:-1]),
+        ("routed_experts", lambda a: a + 16),
+        ("answers", lambda a: a[:-9]),
+        ("token_ids", None),
+        ("answers", None),
+    ],
+)
 def test_a_damaged_file_is_refused(name, change):
     tensors = load(encode_answers([filed(1), filed(2)]))
     if change is None:

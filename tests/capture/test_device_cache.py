@@ -20,7 +20,9 @@ NUM_TOKENS = 6
 
 
 def spec_of(num_experts=8, num_layers=5, top_k=3):
-    return CaptureSpec(num_hidden_layers=num_layers, layer_ids=tuple(range(num_layers)), num_experts=num_experts, top_k=top_k)
+    return CaptureSpec(
+        num_hidden_layers=num_layers, layer_ids=tuple(range(num_layers)), num_experts=num_experts, top_k=top_k
+    )
 
 
 def random_ids(spec, seed=0, num_tokens=NUM_TOKENS):
@@ -174,6 +176,15 @@ def test_a_step_counts_its_valid_slots():
     valid, generated = jnp.array([True, True, False]), jnp.array([False, True, True])
     counts = np.asarray(cache.counted(jnp.zeros((2, 2, 5), jnp.int32), valid, generated))
     wanted = np.zeros((2, 2, 5), int)
-    for phase, layer, expert in ((0, 0, 0), (0, 0, 1), (0, 1, 4), (0, 1, 3), (1, 0, 1), (1, 0, 2), (1, 1, 4), (1, 1, 0)):
+    for phase, layer, expert in (
+        (0, 0, 0),
+        (0, 0, 1),
+        (0, 1, 4),
+        (0, 1, 3),
+        (1, 0, 1),
+        (1, 0, 2),
+        (1, 1, 4),
+        (1, 1, 0),
+    ):
         wanted[phase, layer, expert] += 1
     np.testing.assert_array_equal(counts, wanted)

@@ -19,7 +19,10 @@ def packed(rows, num_experts):
     """Rows packed by hand: ids as bytes, the lowest first, zeros up to a whole word."""
     size = 1 if num_experts <= 256 else 2
     of_rows = [b"".join(int(one).to_bytes(size, "little") for one in row) for row in rows]
-    words = [[int.from_bytes(row[at : at + 4].ljust(4, b"\0"), "little", signed=True) for at in range(0, len(row), 4)] for row in of_rows]
+    words = [
+        [int.from_bytes(row[at : at + 4].ljust(4, b"\0"), "little", signed=True) for at in range(0, len(row), 4)]
+        for row in of_rows
+    ]
     return np.array(words, np.int32).reshape(len(rows), -1) if words else np.zeros((0, 2), np.int32)
 
 
@@ -42,9 +45,13 @@ class HostCacheMachine(RuleBasedStateMachine):
         """A padded step of which some requests have ended; with `columns`, packed behind so many others."""
         live = np.array(data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots))), bool)
         rows = np.random.default_rng(len(slots)).integers(0, 300, (len(slots) + padding, 4)).astype(np.uint16)
-        brought = rows if columns is None else np.hstack([np.full((len(rows), columns), -7, np.int32), packed(rows, 300)])
+        brought = (
+            rows if columns is None else np.hstack([np.full((len(rows), columns), -7, np.int32), packed(rows, 300)])
+        )
         self.cache.put(np.array(slots, np.int32), brought, 5, live)
-        self.known |= {slot: (row.tolist(), 5) for slot, row, kept in zip(slots, rows[: len(slots)], live, strict=True) if kept}
+        self.known |= {
+            slot: (row.tolist(), 5) for slot, row, kept in zip(slots, rows[: len(slots)], live, strict=True) if kept
+        }
 
     @rule(slots=SLOTS)
     def clear(self, slots):
@@ -109,9 +116,15 @@ def test_a_slot_outside_the_store_is_refused(slots, error):
 
 @pytest.mark.parametrize(
     "rows",
-    [np.zeros((2, 3), np.uint16), np.zeros((1, 4), np.uint16), np.zeros((2, 4), np.int64), np.zeros((2, 4), np.uint8),
-     np.zeros((2, 4), np.float32), np.zeros((2, 1), np.int32)],
-)  # fmt: skip
+    [
+        np.zeros((2, 3), np.uint16),
+        np.zeros((1, 4), np.uint16),
+        np.zeros((2, 4), np.int64),
+        np.zeros((2, 4), np.uint8),
+        np.zeros((2, 4), np.float32),
+        np.zeros((2, 1), np.int32),
+    ],
+)
 def test_rows_of_another_shape_or_dtype_are_refused(rows):
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
     cache.put(np.array([1, 2]), rows, 0)

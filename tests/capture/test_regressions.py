@@ -1,6 +1,7 @@
 """How capture fails elsewhere, and the tests that keep it out (RELIABILITY section 7), on poisoned stores.
 
-Where rows are compared, it is with the tap (what the experts were given) or with NumPy (what they should have been given)."""
+Where rows are compared, it is with the tap (what the experts were given) or with NumPy (what they should have been
+given)."""
 
 import concurrent.futures
 import dataclasses
@@ -81,7 +82,9 @@ def test_a_backend_that_hides_its_ids_is_refused_at_build(tokenizer):
 def test_every_registered_backend_fills_every_row(backend):
     world, rng = tiny_world(moe_backend=backend), rng_of(1)
     drive = world.drive()
-    reqs = [request(f"r{i}", random_prompt(rng, n), 10, temperature=1.0, seed=i) for i, n in enumerate((1, 7, 25, 40, 18))]
+    reqs = [
+        request(f"r{i}", random_prompt(rng, n), 10, temperature=1.0, seed=i) for i, n in enumerate((1, 7, 25, 40, 18))
+    ]
     drive.run(*reqs)
     for told in drive.told.values():
         told.end.routed_experts.validate()
@@ -93,7 +96,10 @@ def test_every_registered_backend_fills_every_row(backend):
 
 def test_reused_slot_never_shows_the_last_tenant(world):
     drive, rng = world.drive(pages=int(2.3 * 10)), rng_of(2)  # sequences of up to 40 tokens, pages of 4
-    reqs = [request(f"r{i}", random_prompt(rng, rng.integers(1, 37)), int(rng.integers(1, 5)), temperature=1.0, seed=i) for i in range(200)]
+    reqs = [
+        request(f"r{i}", random_prompt(rng, rng.integers(1, 37)), int(rng.integers(1, 5)), temperature=1.0, seed=i)
+        for i in range(200)
+    ]
     drive.run(*reqs)
     assert assert_all_faithful(drive) == sum(req.num_known - 1 for req in reqs)
 
@@ -207,7 +213,9 @@ def test_late_read_back_delays_only_its_request(engine, oracle):
         may_go_on.set()
         results = [*others, late.result()]
     texts = [*(f"expert {i}" for i in range(10)), "The router scores"]
-    assert_margin_rule(oracle, [tokens_and_rows(engine, text, result) for text, result in zip(texts, results, strict=True)])
+    assert_margin_rule(
+        oracle, [tokens_and_rows(engine, text, result) for text, result in zip(texts, results, strict=True)]
+    )
 
 
 def tokens_and_rows(engine, text, result):
@@ -247,7 +255,9 @@ def test_every_choice_has_its_own_rows(engine, oracle, form, layers):
 @pytest.mark.parametrize("length", [33, 64, 65, 90])
 def test_prefill_longer_than_any_bucket_is_captured(world, length):
     drive = world.drive()  # buckets of 8 and of 32
-    drive.run(request("long", random_prompt(rng_of(length), length), 4), request("neighbour", random_prompt(rng_of(0), 5), 4))
+    drive.run(
+        request("long", random_prompt(rng_of(length), length), 4), request("neighbour", random_prompt(rng_of(0), 5), 4)
+    )
     assert assert_all_faithful(drive) == length + 3 + 8
 
 
@@ -256,7 +266,9 @@ def test_prefill_longer_than_the_context_is_refused_at_the_door(engine):
         engine.generate(input_ids=[1] * 96, return_routed_experts=True)
     with pytest.raises(PromptTooLongError, match="at most 6"):
         engine.generate(input_ids=[1] * 90, max_new_tokens=7, return_routed_experts=True)
-    result = engine.generate(input_ids=[1] * 90, sampling_params={**GREEDY, "max_tokens": 6}, return_routed_experts=True)
+    result = engine.generate(
+        input_ids=[1] * 90, sampling_params={**GREEDY, "max_tokens": 6}, return_routed_experts=True
+    )
     assert record_from_meta_info(result).num_rows == 95
 
 
@@ -269,9 +281,13 @@ def test_expert_256_survives(tokenizer):
     for layer in (1, 2, 3):
         tensors[f"model.layers.{layer}.mlp.gate.weight"][256] *= 3  # so that it is often among the best, and often not
     oracle, prompt = FullSequence(config, tensors), random_prompt(rng_of(6), 40).tolist()
-    with Engine(model=model_of(config, tensors), tokenizer_path=tokenizer, enable_return_routed_experts=True, **SIZES) as engine:
+    with Engine(
+        model=model_of(config, tensors), tokenizer_path=tokenizer, enable_return_routed_experts=True, **SIZES
+    ) as engine:
         for form in ("int32", "npy"):
-            result = engine.generate(input_ids=prompt, sampling_params=GREEDY, return_routed_experts=True, routed_experts_format=form)
+            result = engine.generate(
+                input_ids=prompt, sampling_params=GREEDY, return_routed_experts=True, routed_experts_format=form
+            )
             record = record_from_meta_info(result)
             assert record.ids.dtype == np.uint16
             assert 0.05 < (record.ids == 256).any(-1).mean() < 0.95
@@ -282,7 +298,10 @@ def test_expert_256_survives(tokenizer):
         assert record_from_meta_info(encode_routed_experts(record, payload_format=form, layers=layers)) == record
     assert record_from_npy(npy_bytes(record.ids), sidecar_of(record, payload_format="ref").to_json()) == record
     listed = {"prompt_routed_experts": record.prompt.ids.tolist(), "routed_experts": record.generated.ids.tolist()}
-    assert record_from_meta_info(listed | {"routed_experts_info": sidecar_of(record, payload_format="list").to_json()}) == record
+    assert (
+        record_from_meta_info(listed | {"routed_experts_info": sidecar_of(record, payload_format="list").to_json()})
+        == record
+    )
 
 
 # --- rows off by one; surplus after stop: S rows for S-1 forwards
@@ -293,11 +312,17 @@ def test_a_stop_string_across_tokens_leaves_a_row_for_every_token_but_the_last(e
     text = "Keeping the choice is cheap"
     free = engine.generate(text, GREEDY)
     pieces = [engine.tokenizer.decode([token]) for token in free["output_ids"]]
-    place = next(i for i in range(2, 11) if pieces[i - 1].isascii() and pieces[i].isascii() and pieces[i - 1].strip() and pieces[i].strip())
+    place = next(
+        i
+        for i in range(2, 11)
+        if pieces[i - 1].isascii() and pieces[i].isascii() and pieces[i - 1].strip() and pieces[i].strip()
+    )
     stop = pieces[place - 1][-1] + pieces[place][0]
     prompt_len = len(engine.tokenizer.encode(text))
     start = prompt_len if at_end else 0
-    result = engine.generate(text, {**GREEDY, "stop": [stop]}, return_routed_experts=True, routed_experts_start_len=start)
+    result = engine.generate(
+        text, {**GREEDY, "stop": [stop]}, return_routed_experts=True, routed_experts_start_len=start
+    )
     assert result["meta_info"]["finish_reason"]["matched"] == stop
     assert result["output_ids"] == free["output_ids"][: len(result["output_ids"])]
     record, tokens = record_from_meta_info(result), [*engine.tokenizer.encode(text), *result["output_ids"]]
@@ -319,7 +344,10 @@ def test_stopped_at_the_first_token_there_is_a_row_for_each_prompt_token(engine,
 
     for start in (0, 1, len(prompt)):
         result = ask(start)
-        assert (result["output_ids"], result["meta_info"]["finish_reason"]) == ([first], {"type": "stop", "matched": first})
+        assert (result["output_ids"], result["meta_info"]["finish_reason"]) == (
+            [first],
+            {"type": "stop", "matched": first},
+        )
         record = record_from_meta_info(result)
         assert (record.start, record.ids.shape) == (start, (len(prompt) - start, 3, 4))
         np.testing.assert_array_equal(record.ids, oracle.run(prompt).ids[start:])
@@ -333,7 +361,9 @@ def test_stopped_at_the_first_token_there_is_a_row_for_each_prompt_token(engine,
 
 def test_missing_row_fails_the_request_with_its_position(world):
     drive, rng = world.drive(disable_radix_cache=True), rng_of(8)
-    drive.add(*(request(rid, random_prompt(rng, 30), 10, asks=rid != "quiet") for rid in ("hurt", "quiet", "neighbour")))
+    drive.add(
+        *(request(rid, random_prompt(rng, 30), 10, asks=rid != "quiet") for rid in ("hurt", "quiet", "neighbour"))
+    )
     drive.steps(6)
     for rid in ("hurt", "quiet"):
         drive.core.capturer.host_cache.clear(drive.core.scheduler.pages.kv_slots(drive.reqs[rid], 17, 18))
@@ -353,7 +383,9 @@ def test_missing_row_is_raised_at_the_caller_and_the_engine_lives(tokenizer):
     with new_engine(tokenizer, deterministic=True) as engine:
         core = engine._assembly.core
         long = GREEDY | {"max_tokens": 69}  # all that the context holds
-        stream = engine.generate(input_ids=list(range(3, 30)), sampling_params=long, stream=True, return_routed_experts=True)
+        stream = engine.generate(
+            input_ids=list(range(3, 30)), sampling_params=long, stream=True, return_routed_experts=True
+        )
         next(stream)
         engine._loop.call(lambda: core.capturer.host_cache.clear(np.arange(core.runner.config.pool.num_slots)))
         with pytest.raises(RoutingIncompleteError, match="token 0 is not known"):
@@ -441,7 +473,8 @@ def test_two_forwards_in_one_process_do_not_see_each_other(score):
 
 @pytest.mark.parametrize("filler", [0, 15, 255])
 def test_invalid_rows_use_the_live_router(score, filler):
-    """Bit for bit, whatever stands in the rows that are not valid; and replaying what the live router chose changes no bit."""
+    """Bit for bit, whatever stands in the rows that are not valid; and replaying what the live router chose changes no
+    bit."""
     live, valid = score(TOKENS, None), np.arange(TOKENS.size).reshape(TOKENS.shape) % 3 > 0
     live_ids = np.asarray(live.ids)
     everything = score(TOKENS, routed_of(live_ids, np.ones_like(valid)))

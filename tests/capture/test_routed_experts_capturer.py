@@ -62,7 +62,9 @@ def test_a_missing_row_is_an_error_that_names_its_token():
     capturer = capturer_of()
     fed(capturer, SLOTS[:2], range(2))
     fed(capturer, SLOTS[3:], range(3, 6))
-    with pytest.raises(RoutingIncompleteError, match="token 2 is not known, nor that of 0 more of the 5 rows from token 1 on"):
+    with pytest.raises(
+        RoutingIncompleteError, match="token 2 is not known, nor that of 0 more of the 5 rows from token 1 on"
+    ):
         capturer.collect(SLOTS[1:], start=1, num_tokens=7, num_prompt_tokens=3)
     assert capturer.collect(SLOTS[3:], start=3, num_tokens=7, num_prompt_tokens=3).num_rows == 3
 
@@ -105,7 +107,9 @@ def test_rows_saved_twice_stay_those_of_the_first_pass():
     fed(capturer, np.arange(12, 17), range(5), version=2, salt=2)
     second = capturer.save(np.arange(12, 17), first)
     capturer.on_pages_allocated(np.arange(8))
-    record = capturer.collect(np.arange(0), start=0, num_tokens=6, num_prompt_tokens=3, saved=second)  # aborted while it waited: no pages
+    record = capturer.collect(
+        np.arange(0), start=0, num_tokens=6, num_prompt_tokens=3, saved=second
+    )  # aborted while it waited: no pages
     assert np.array_equal(record.ids.reshape(-1, 4), np.concatenate([rows_of(range(3)), rows_of(range(3, 5), salt=2)]))
     assert record.version_spans == ((0, 3, 1), (3, 5, 2))
     assert capturer.save(np.arange(12, 13), second).valid.size == 5  # retracted again before it came so far
@@ -147,7 +151,9 @@ def test_a_jitted_step_and_the_store_agree():
         return capturer.device_cache(8).capture_run(0, jnp.pad(ids, ((0, 0), (0, 2), (0, 0)))).rows()
 
     capturer.on_forward_end(SLOTS, np.asarray(step(ids))[:6], 0)
-    assert np.array_equal(capturer.collect(SLOTS, start=0, num_tokens=7, num_prompt_tokens=3).ids.reshape(-1, 4), rows_of(range(6)))
+    assert np.array_equal(
+        capturer.collect(SLOTS, start=0, num_tokens=7, num_prompt_tokens=3).ids.reshape(-1, 4), rows_of(range(6))
+    )
 
 
 def test_off_compiles_to_the_program_that_never_heard_of_it():

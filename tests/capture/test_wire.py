@@ -1,4 +1,5 @@
-"""Wire forms: the worked example to the byte, every form back to the same record, and what is refused. Knows nothing of HTTP."""
+"""Wire forms: the worked example to the byte, every form back to the same record, and what is refused. Knows nothing of
+HTTP."""
 
 import base64
 import io
@@ -21,19 +22,43 @@ NPY_ALL_DATA = bytes([0, 0, 1, 0, 7, 3, 0, 0, 4, 2, 5, 1])
 NPY_MOE_DATA = bytes([1, 0, 7, 3, 4, 2, 5, 1])
 FLAT = [-1, -1, 1, 0, 7, 3, -1, -1, 4, 2, 5, 1]
 INFO = {
-    "schema": "routed_experts/1", "format": "int32", "layers": "all", "dtype": "int32", "shape": [2, 3, 2],
-    "start": 2, "num_tokens": 5, "num_prompt_tokens": 3, "prompt_rows": 1, "include_last": False,
-    "num_hidden_layers": 3, "moe_layer_ids": [1, 2], "num_experts": 8, "top_k": 2, "dense_fill": -1,
-    "order": "score_desc", "ids": "logical", "exact": True, "placement": None, "version_spans": [[2, 4, 0]],
-    "missing_rows": 0, "weights": None, "router": None,
-}  # fmt: skip
+    "schema": "routed_experts/1",
+    "format": "int32",
+    "layers": "all",
+    "dtype": "int32",
+    "shape": [2, 3, 2],
+    "start": 2,
+    "num_tokens": 5,
+    "num_prompt_tokens": 3,
+    "prompt_rows": 1,
+    "include_last": False,
+    "num_hidden_layers": 3,
+    "moe_layer_ids": [1, 2],
+    "num_experts": 8,
+    "top_k": 2,
+    "dense_fill": -1,
+    "order": "score_desc",
+    "ids": "logical",
+    "exact": True,
+    "placement": None,
+    "version_spans": [[2, 4, 0]],
+    "missing_rows": 0,
+    "weights": None,
+    "router": None,
+}
 
 
 def example(**changes):
     fields = {
-        "ids": np.array([[[1, 0], [7, 3]], [[4, 2], [5, 1]]], np.uint8), "start": 2, "num_tokens": 5, "num_prompt_tokens": 3,
-        "layer_ids": (1, 2), "num_hidden_layers": 3, "num_experts": 8, "version_spans": ((2, 4, 0),),
-    }  # fmt: skip
+        "ids": np.array([[[1, 0], [7, 3]], [[4, 2], [5, 1]]], np.uint8),
+        "start": 2,
+        "num_tokens": 5,
+        "num_prompt_tokens": 3,
+        "layer_ids": (1, 2),
+        "num_hidden_layers": 3,
+        "num_experts": 8,
+        "version_spans": ((2, 4, 0),),
+    }
     return RoutedExperts(**(fields | changes))
 
 
@@ -71,13 +96,21 @@ def test_npy_is_the_worked_example(layers, data, length, shape, fill):
     assert (len(text), len(raw), raw[128:]) == (length, 128 + len(data), data)
     assert raw[:8] == b"\x93NUMPY\x01\x00"
     assert text.startswith("k05VTVBZAQB2AHsn")
-    assert layers == "moe" or text.endswith("AAEABwMAAAQCBQE=")  # past the header's last group, whose newline the description misprints
+    assert layers == "moe" or text.endswith(
+        "AAEABwMAAAQCBQE="
+    )  # past the header's last group, whose newline the description misprints
     saved = io.BytesIO()
     np.save(saved, np.frombuffer(data, np.uint8).reshape(shape))  # NumPy's own bytes, made of the description's data
     assert raw == saved.getvalue()
     loaded = np.load(io.BytesIO(raw), allow_pickle=False)
     assert (loaded.dtype, loaded.shape, loaded.flags.c_contiguous) == (np.uint8, shape, True)
-    assert (info["format"], info["layers"], info["dtype"], info["shape"], info["dense_fill"]) == ("npy", layers, "uint8", list(shape), fill)
+    assert (info["format"], info["layers"], info["dtype"], info["shape"], info["dense_fill"]) == (
+        "npy",
+        layers,
+        "uint8",
+        list(shape),
+        fill,
+    )
     assert info["sha256"].startswith("68a6f491")
 
 
@@ -95,11 +128,17 @@ def random_record(rng):
     num_tokens = start + num_rows + int(rng.integers(0, 2))
     ids = rng.integers(0, num_experts, (num_rows, len(layer_ids), top_k)).astype(expert_id_dtype(num_experts))
     return RoutedExperts(
-        ids=ids, start=start, num_tokens=num_tokens, num_prompt_tokens=int(rng.integers(0, num_tokens + 1)), layer_ids=layer_ids,
-        num_hidden_layers=num_layers, num_experts=num_experts, version_spans=version_spans_of(start, rng.integers(0, 2, num_rows)),
+        ids=ids,
+        start=start,
+        num_tokens=num_tokens,
+        num_prompt_tokens=int(rng.integers(0, num_tokens + 1)),
+        layer_ids=layer_ids,
+        num_hidden_layers=num_layers,
+        num_experts=num_experts,
+        version_spans=version_spans_of(start, rng.integers(0, 2, num_rows)),
         valid=rng.random(num_rows) < 0.7 if rng.random() < 0.2 else None,
         weights=rng.random(ids.shape, np.float32) if rng.random() < 0.3 else None,
-    )  # fmt: skip
+    )
 
 
 def test_every_form_of_a_thousand_records_comes_back_and_reads_as_one_array():
@@ -112,7 +151,9 @@ def test_every_form_of_a_thousand_records_comes_back_and_reads_as_one_array():
                 wanted[row, record.layer_ids[column]] = record.ids[row, column]
         for payload_format in ("int32", "npy"):
             for layers in ("all", "moe"):
-                fields = json.loads(json.dumps(encode_routed_experts(record, payload_format=payload_format, layers=layers)))
+                fields = json.loads(
+                    json.dumps(encode_routed_experts(record, payload_format=payload_format, layers=layers))
+                )
                 for answer in ({"meta_info": fields}, {"index": 0, **fields}):  # /generate, and a choice
                     assert record_from_meta_info(answer) == record
                     flat = extract_routed_experts_from_meta_info(answer)
@@ -147,7 +188,10 @@ def test_the_extracted_array_can_be_written_to():
 
 def test_the_last_token_counts_as_included_when_it_has_a_row():
     record = example(num_tokens=4)
-    assert encode_routed_experts(record, payload_format="int32", layers="all")["routed_experts_info"]["include_last"] is True
+    assert (
+        encode_routed_experts(record, payload_format="int32", layers="all")["routed_experts_info"]["include_last"]
+        is True
+    )
 
 
 def test_no_rows_is_an_empty_payload_and_nothing_generated_before_an_abort_is_null():
@@ -164,14 +208,23 @@ def test_no_rows_is_an_empty_payload_and_nothing_generated_before_an_abort_is_nu
 
 
 def test_rows_absent_or_null_read_as_none():
-    for answer in ({}, {"meta_info": None}, {"meta_info": {}}, {"meta_info": {"routed_experts": None}}, {"routed_experts": None}):
+    for answer in (
+        {},
+        {"meta_info": None},
+        {"meta_info": {}},
+        {"meta_info": {"routed_experts": None}},
+        {"routed_experts": None},
+    ):
         assert extract_routed_experts_from_meta_info(answer) is None
         assert record_from_meta_info(answer) is None
     assert extract_routed_experts_from_meta_info({"meta_info": {"routed_experts": ""}}).shape == (0,)
 
 
 def test_a_ref_names_its_url():
-    for answer in ({"meta_info": {"routed_experts_ref": "/v1/routing/r1?choice=0"}}, {"routed_experts_ref": "/v1/routing/r1?choice=0"}):
+    for answer in (
+        {"meta_info": {"routed_experts_ref": "/v1/routing/r1?choice=0"}},
+        {"routed_experts_ref": "/v1/routing/r1?choice=0"},
+    ):
         with pytest.raises(RoutingFormatError, match=r"/v1/routing/r1\?choice=0"):
             extract_routed_experts_from_meta_info(answer)
 
@@ -225,7 +278,11 @@ def test_a_payload_without_sidecar_is_raw_int32_and_nothing_else():
     assert extract_routed_experts_from_meta_info({"meta_info": {"routed_experts": INT32_TEXT}}).tolist() == FLAT
     npy = encode_routed_experts(example(), payload_format="npy", layers="all")["routed_experts"]
     ragged = INT32_TEXT[:-4] + "AA=="
-    for payload, text in ((npy, "without routed_experts_info"), (ragged, "46 bytes; wanted a multiple of 4"), ([[[1]]], "list")):
+    for payload, text in (
+        (npy, "without routed_experts_info"),
+        (ragged, "46 bytes; wanted a multiple of 4"),
+        ([[[1]]], "list"),
+    ):
         with pytest.raises(RoutingFormatError, match=text):
             extract_routed_experts_from_meta_info({"routed_experts": payload})
     with pytest.raises(RoutingFormatError, match="shape"):
@@ -254,7 +311,10 @@ def test_a_list_needs_the_prompt_rows_that_stand_beside_the_choices():
 
 def test_a_response_is_read_by_the_index_of_its_choice():
     later = example(version_spans=((2, 4, 1),))
-    encoded = {j: encode_routed_experts(record, payload_format="npy", layers="all") for j, record in ((1, later), (0, example()))}
+    encoded = {
+        j: encode_routed_experts(record, payload_format="npy", layers="all")
+        for j, record in ((1, later), (0, example()))
+    }
     choices = [{"index": j, **fields} for j, fields in encoded.items()]
     assert record_from_response({"choices": choices}, choice=1) == later
     assert record_from_response({"choices": choices}) == example()

@@ -15,7 +15,8 @@ SECONDS = st.floats(1e-4, 10, allow_nan=False)
 
 
 def by_hand(buckets, seconds, load):
-    """Mean cost of the load: each size in the smallest bucket, at a cost that is read off the two measured sizes around it."""
+    """Mean cost of the load: each size in the smallest bucket, at a cost that is read off the two measured sizes around
+    it."""
     total = 0.0
     for size, weight in load.items():
         measured = sorted(seconds[min(b for b in buckets if b >= size)].items())
@@ -29,7 +30,9 @@ def by_hand(buckets, seconds, load):
 @settings(max_examples=150, deadline=None)
 @given(buckets=BUCKETS, most=st.integers(1, 7), data=st.data())
 def test_no_other_list_of_buckets_is_cheaper(buckets, most, data):
-    seconds = {b: {n: data.draw(SECONDS) for n in {b, *data.draw(st.sets(st.integers(1, b), max_size=2))}} for b in buckets}
+    seconds = {
+        b: {n: data.draw(SECONDS) for n in {b, *data.draw(st.sets(st.integers(1, b), max_size=2))}} for b in buckets
+    }
     load = data.draw(st.dictionaries(st.integers(1, buckets[-1]), st.floats(0.01, 9), min_size=1, max_size=8))
     costs = StepCosts(seconds)
     chosen = choose_buckets(costs, load, most=most)
@@ -37,7 +40,7 @@ def test_no_other_list_of_buckets_is_cheaper(buckets, most, data):
         (*some, buckets[-1])
         for count in range(min(most, len(buckets)))
         for some in itertools.combinations(buckets[:-1], count)
-    ]  # fmt: skip
+    ]
     cheapest = min(by_hand(one, seconds, load) for one in lists)
     assert chosen in lists
     assert by_hand(chosen, seconds, load) == pytest.approx(cheapest, rel=1e-9)
@@ -58,7 +61,9 @@ def test_padding_that_costs_nothing_needs_one_bucket_and_padding_that_costs_all_
 def test_loads_are_shares_and_the_harmonic_one_gives_every_doubling_as_much(largest):
     uniform, harmonic = load_of("uniform", largest), load_of("harmonic", largest)
     assert sum(uniform.values()) == pytest.approx(1) == pytest.approx(sum(harmonic.values()))
-    assert len(set(uniform.values())) == 1 and all(n * weight == pytest.approx(harmonic[1]) for n, weight in harmonic.items())
+    assert len(set(uniform.values())) == 1 and all(
+        n * weight == pytest.approx(harmonic[1]) for n, weight in harmonic.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +75,10 @@ def test_loads_are_shares_and_the_harmonic_one_gives_every_doubling_as_much(larg
         (lambda: StepCosts({4: {4: 0.0}}), "positive seconds"),
         (lambda: StepCosts({4: {4: float("nan")}}), "positive seconds"),
         (lambda: choose_buckets(StepCosts({4: {4: 1.0}}), {1: 1.0}, most=0), "at most 0 buckets"),
-        (lambda: choose_buckets(StepCosts({4: {4: 1.0}}), {5: 1.0}, most=1), r"sizes 5\.\.5; wanted shares of sizes in 1\.\.4"),
+        (
+            lambda: choose_buckets(StepCosts({4: {4: 1.0}}), {5: 1.0}, most=1),
+            r"sizes 5\.\.5; wanted shares of sizes in 1\.\.4",
+        ),
         (lambda: choose_buckets(StepCosts({4: {4: 1.0}}), {}, most=1), "no size"),
         (lambda: choose_buckets(StepCosts({4: {4: 1.0}}), {4: 0.0}, most=1), "wanted shares"),
         (lambda: load_of("gaussian", 4), "load 'gaussian' is unknown; choose one of uniform, harmonic"),

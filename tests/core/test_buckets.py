@@ -15,8 +15,11 @@ SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True).map(la
 def test_a_step_takes_the_smallest_compiled_shape_that_holds_it(requests, more_tokens, data, deterministic, page_size):
     tokens = tuple(requests[-1] + size for size in more_tokens)
     args = ServerArgs(
-        precompile_bs_paddings=requests, precompile_token_paddings=tokens, deterministic=deterministic, page_size=page_size
-    )  # fmt: skip
+        precompile_bs_paddings=requests,
+        precompile_token_paddings=tokens,
+        deterministic=deterministic,
+        page_size=page_size,
+    )
     buckets = Buckets.of(args, context_length=50)
     num_requests = data.draw(st.integers(1, requests[-1]))
     num_tokens = data.draw(st.integers(num_requests, tokens[-1]))
@@ -26,7 +29,11 @@ def test_a_step_takes_the_smallest_compiled_shape_that_holds_it(requests, more_t
     mode, padded_tokens, padded_requests = shape
     assert padded_tokens >= num_tokens and padded_requests >= num_requests
     assert (mode is ForwardMode.DECODE) == (all_decode and not deterministic)
-    same = [known for known in buckets.all_shapes() if known[0] is mode and known[1] >= num_tokens and known[2] >= num_requests]
+    same = [
+        known
+        for known in buckets.all_shapes()
+        if known[0] is mode and known[1] >= num_tokens and known[2] >= num_requests
+    ]
     assert shape == min(same, key=lambda known: known[1:])
     assert buckets.table_width * page_size >= 50 > (buckets.table_width - 1) * page_size
 

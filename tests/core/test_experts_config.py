@@ -23,8 +23,14 @@ REFUSED = {
     "deferral": ({"kt_max_deferred_experts_per_token": None}, "kt_max_deferred_experts_per_token=None must be"),
     "path": ({"kt_weight_path": 3}, "kt_weight_path=3 must be text"),
     "threshold": ({"kt_gpu_prefill_token_threshold": -2}, "kt_gpu_prefill_token_threshold=-2"),
-    "no number": ({"kt_weight_path": "folder", "kt_cpuinfer": 4}, "kt_cpuinfer, kt_weight_path without kt_num_gpu_experts"),
-    "plan": ({"kt_num_gpu_experts": 3, "residency": ResidencyMap.first(2, 8, 4)}, "kt_num_gpu_experts=3 and the plan's num_resident=4"),
+    "no number": (
+        {"kt_weight_path": "folder", "kt_cpuinfer": 4},
+        "kt_cpuinfer, kt_weight_path without kt_num_gpu_experts",
+    ),
+    "plan": (
+        {"kt_num_gpu_experts": 3, "residency": ResidencyMap.first(2, 8, 4)},
+        "kt_num_gpu_experts=3 and the plan's num_resident=4",
+    ),
 }
 
 
@@ -38,11 +44,17 @@ def test_a_value_that_cannot_work_is_refused_by_name(case):
 def test_without_a_number_nothing_is_shared_out():
     assert ExpertsConfig().num_resident is None
     assert ExpertsConfig(kt_num_gpu_experts=0).num_resident == 0
-    assert ExpertsConfig(num_device_experts=3).num_resident == ExpertsConfig(kt_num_gpu_experts=3, num_device_experts=3).num_resident == 3
+    assert (
+        ExpertsConfig(num_device_experts=3).num_resident
+        == ExpertsConfig(kt_num_gpu_experts=3, num_device_experts=3).num_resident
+        == 3
+    )
 
 
 def test_a_threshold_of_zero_is_never():
-    said = [ExpertsConfig(kt_num_gpu_experts=1, kt_gpu_prefill_token_threshold=value).streams_from for value in (None, 0, 7)]
+    said = [
+        ExpertsConfig(kt_num_gpu_experts=1, kt_gpu_prefill_token_threshold=value).streams_from for value in (None, 0, 7)
+    ]
     assert said == [None, None, 7]
 
 

@@ -43,7 +43,13 @@ def test_the_error_says_what_and_where_and_what_to_do(tmp_path):
     with pytest.raises(WriteError) as caught:
         fail(tmp_path / "a.json", OSError(errno.ENOSPC, "No space left on device"))
     told = str(caught.value)
-    for words in (str(tmp_path / "a.json"), "No space left on device", "4 bytes", "nothing is left", "free space there"):
+    for words in (
+        str(tmp_path / "a.json"),
+        "No space left on device",
+        "4 bytes",
+        "nothing is left",
+        "free space there",
+    ):
         assert words in told
     assert isinstance(caught.value, MachineError) and isinstance(caught.value, OSError)
 
@@ -51,7 +57,11 @@ def test_the_error_says_what_and_where_and_what_to_do(tmp_path):
 def test_errors_of_other_files_pass_as_they_are(tmp_path):
     with pytest.raises(FileNotFoundError, match="elsewhere"), new_file(tmp_path / "a"):
         (tmp_path / "elsewhere").read_text()
-    with pytest.raises(WriteError, match=r"inner could not"), new_file(tmp_path / "outer"), new_file(tmp_path / "inner"):
+    with (
+        pytest.raises(WriteError, match=r"inner could not"),
+        new_file(tmp_path / "outer"),
+        new_file(tmp_path / "inner"),
+    ):
         raise OSError(errno.EIO, "Input/output error")
     assert names(tmp_path) == []
 

@@ -16,7 +16,11 @@ from routed_experts.core.placement import Placement, ResidencyMap
 def instance_maps(draw):
     num_layers, num_experts, num_devices = draw(st.integers(1, 3)), draw(st.integers(1, 6)), draw(st.integers(1, 3))
     num_instances = num_devices * draw(st.integers(-(-num_experts // num_devices), 6))
-    spare = draw(st.lists(st.integers(0, num_experts - 1), min_size=num_instances - num_experts, max_size=num_instances - num_experts))
+    spare = draw(
+        st.lists(
+            st.integers(0, num_experts - 1), min_size=num_instances - num_experts, max_size=num_instances - num_experts
+        )
+    )
     rows = [draw(st.permutations([*range(num_experts), *spare])) for _ in range(num_layers)]
     return np.array(rows), num_experts, num_devices
 
@@ -39,7 +43,12 @@ def test_the_identity_holds_each_expert_once_in_order():
     placement = Placement.identity(2, 6, 3)
     assert placement.physical_to_logical_map.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
     assert placement.logical_to_physical_map.tolist() == [[[0], [1], [2], [3], [4], [5]]] * 2
-    assert (placement.num_layers, placement.num_experts, placement.instances_per_device, placement.epoch) == (2, 6, 2, 0)
+    assert (placement.num_layers, placement.num_experts, placement.instances_per_device, placement.epoch) == (
+        2,
+        6,
+        2,
+        0,
+    )
 
 
 def changed(name, *at, value):
@@ -51,11 +60,26 @@ def changed(name, *at, value):
 
 
 WRONG_PLACEMENTS = {
-    "expert without an instance": (lambda: Placement.of(np.array([[0, 0]]), num_experts=2, num_devices=1), "expert 1 has 0 instances"),
-    "id that is no expert": (lambda: Placement.of(np.array([[0, 2]]), num_experts=2, num_devices=1), "holds expert 2; wanted 0 to 1"),
-    "hole in the instances": (lambda: Placement.of(np.array([[0, -1]]), num_experts=1, num_devices=1), "holds expert -1"),
-    "too few instances": (lambda: Placement.of(np.array([[0]]), num_experts=2, num_devices=1), "1 instances for 2 experts"),
-    "uneven devices": (lambda: Placement.of(np.array([[0, 1, 1]]), num_experts=2, num_devices=2), "num_devices=2 does not divide 3"),
+    "expert without an instance": (
+        lambda: Placement.of(np.array([[0, 0]]), num_experts=2, num_devices=1),
+        "expert 1 has 0 instances",
+    ),
+    "id that is no expert": (
+        lambda: Placement.of(np.array([[0, 2]]), num_experts=2, num_devices=1),
+        "holds expert 2; wanted 0 to 1",
+    ),
+    "hole in the instances": (
+        lambda: Placement.of(np.array([[0, -1]]), num_experts=1, num_devices=1),
+        "holds expert -1",
+    ),
+    "too few instances": (
+        lambda: Placement.of(np.array([[0]]), num_experts=2, num_devices=1),
+        "1 instances for 2 experts",
+    ),
+    "uneven devices": (
+        lambda: Placement.of(np.array([[0, 1, 1]]), num_experts=2, num_devices=2),
+        "num_devices=2 does not divide 3",
+    ),
     "no device": (lambda: Placement.identity(1, 2, 0), "num_devices=0"),
     "more replicas than positions": (
         lambda: Placement.of(np.array([[0, 0, 0]]), num_experts=1, num_devices=1, max_replicas=2),
@@ -65,15 +89,24 @@ WRONG_PLACEMENTS = {
     "gap in a list": (changed("logical_to_physical_map", 0, 1, 0, value=-1), "list [-1, 3]"),
     "instance out of range": (changed("logical_to_physical_map", 0, 1, 1, value=4), "wanted that many of 0 to 3"),
     "list that ends too late": (changed("logical_to_physical_map", 0, 0, 1, value=0), "list [0, 0]"),
-    "count that is too small": (changed("logical_replica_count", 0, 1, value=1), "expert 1 has 1 instances and the list [1, 3]"),
-    "maps that disagree": (changed("physical_to_logical_map", 0, 3, value=0), "instance 3 is listed for expert 1, but holds 0"),
+    "count that is too small": (
+        changed("logical_replica_count", 0, 1, value=1),
+        "expert 1 has 1 instances and the list [1, 3]",
+    ),
+    "maps that disagree": (
+        changed("physical_to_logical_map", 0, 3, value=0),
+        "instance 3 is listed for expert 1, but holds 0",
+    ),
     "instance listed twice": (changed("logical_to_physical_map", 0, 1, 1, value=1), "instance 1 is listed 2 times"),
     "epoch": (lambda: dataclasses.replace(Placement.identity(1, 2, 1), epoch=-1), "epoch=-1"),
     "dtype": (
         lambda: dataclasses.replace(Placement.identity(1, 2, 1), logical_replica_count=np.ones((1, 2), np.int64)),
         "dtypes int32, int32, int64",
     ),
-    "another model": (lambda: Placement.identity(2, 4, 1).check_model(3, 4), "2 MoE layers x 4 experts came for a model of 3 x 4"),
+    "another model": (
+        lambda: Placement.identity(2, 4, 1).check_model(3, 4),
+        "2 MoE layers x 4 experts came for a model of 3 x 4",
+    ),
 }
 
 
@@ -105,7 +138,10 @@ def test_the_first_experts_sit_in_the_slots_of_their_ids():
 @given(st.integers(0, 9), st.integers(0, 2**32 - 1))
 def test_who_stays_keeps_the_slot(num_resident, seed):
     noise = np.random.default_rng(seed)
-    old, new = (ResidencyMap.of(np.stack([noise.permutation(9)[:num_resident] for _ in range(3)]), num_experts=9) for _ in range(2))
+    old, new = (
+        ResidencyMap.of(np.stack([noise.permutation(9)[:num_resident] for _ in range(3)]), num_experts=9)
+        for _ in range(2)
+    )
     kept = new.keeping_slots_of(old)
     for layer in range(3):
         stay = set(old.experts[layer]) & set(new.experts[layer])
@@ -114,7 +150,9 @@ def test_who_stays_keeps_the_slot(num_resident, seed):
         assert (kept.experts[layer] != old.experts[layer]).sum() == num_resident - len(stay)
         left = {int(old.slot_of[layer, expert]) for expert in set(old.experts[layer]) - stay}
         for expert in set(new.experts[layer]) - stay:  # where it wished to be, if that is left
-            assert kept.slot_of[layer, expert] == new.slot_of[layer, expert] or int(new.slot_of[layer, expert]) not in left
+            assert (
+                kept.slot_of[layer, expert] == new.slot_of[layer, expert] or int(new.slot_of[layer, expert]) not in left
+            )
 
 
 def slots(*rows, num_resident=2, epoch=0):
@@ -130,13 +168,25 @@ WRONG_MAPS = {
     "one resident too many": (slots([0, 1, 2]), "uses the slots [0, 1, 2]"),
     "more than there are": (slots([0, 1], num_resident=3), "num_resident=3 experts of a layer; wanted 0 to 2"),
     "fewer than none": (lambda: ResidencyMap.first(1, 4, -1), "num_resident=-1"),
-    "first, more than there are": (lambda: ResidencyMap.first(1, 4, 5), "num_resident=5 experts of a layer; wanted 0 to 4"),
-    "expert out of range": (lambda: ResidencyMap.of(np.array([[4]]), num_experts=4), "experts holds 4; wanted ids of 0 to 3"),
+    "first, more than there are": (
+        lambda: ResidencyMap.first(1, 4, 5),
+        "num_resident=5 experts of a layer; wanted 0 to 4",
+    ),
+    "expert out of range": (
+        lambda: ResidencyMap.of(np.array([[4]]), num_experts=4),
+        "experts holds 4; wanted ids of 0 to 3",
+    ),
     "expert named twice": (lambda: ResidencyMap.of(np.array([[1, 1]]), num_experts=4), "uses the slots [1]"),
     "shape": (lambda: ResidencyMap.of(np.array([1, 2]), num_experts=4), "shape [2]; wanted [M, N]"),
-    "dtype": (lambda: ResidencyMap(slot_of=np.array([[0, -1]]), num_resident=1), "slot_of is int64[1, 2]; wanted int32[M, E]"),
+    "dtype": (
+        lambda: ResidencyMap(slot_of=np.array([[0, -1]]), num_resident=1),
+        "slot_of is int64[1, 2]; wanted int32[M, E]",
+    ),
     "epoch": (slots([0, 1], epoch=-1), "epoch=-1"),
-    "another model": (lambda: ResidencyMap.first(2, 4, 1).check_model(2, 8), "2 MoE layers x 4 experts came for a model of 2 x 8"),
+    "another model": (
+        lambda: ResidencyMap.first(2, 4, 1).check_model(2, 8),
+        "2 MoE layers x 4 experts came for a model of 2 x 8",
+    ),
 }
 
 
@@ -148,7 +198,9 @@ def test_a_wrong_residency_map_is_refused_by_name(name):
 
 
 def test_plans_come_back_from_files(tmp_path):
-    placement = Placement.of(np.array([[0, 1, 2, 1], [2, 2, 1, 0]]), num_experts=3, num_devices=2, max_replicas=3, epoch=7)
+    placement = Placement.of(
+        np.array([[0, 1, 2, 1], [2, 2, 1, 0]]), num_experts=3, num_devices=2, max_replicas=3, epoch=7
+    )
     residency = ResidencyMap.of(np.array([[2, 0], [1, 2]]), num_experts=3, epoch=5)
     for plan in (placement, residency):
         plan.save(tmp_path / "plan.npz")

@@ -1,4 +1,5 @@
-"""Records as other frameworks hold them: the worked example of the wire by hand, every form and back, and what none may pass off."""
+"""Records as other frameworks hold them: the worked example of the wire by hand, every form and back, and what none may
+pass off."""
 
 import base64
 import io
@@ -12,15 +13,23 @@ from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.record_forms import FORMS
 from routed_experts.core.routed_experts import RoutedExperts
 
-INT32_TEXT = "//////////8BAAAAAAAAAAcAAAADAAAA//////////8EAAAAAgAAAAUAAAABAAAA"  # from the description of the wire, section 5
+INT32_TEXT = (
+    "//////////8BAAAAAAAAAAcAAAADAAAA//////////8EAAAAAgAAAAUAAAABAAAA"  # from the description of the wire, section 5
+)
 
 
 def record(**changes):
     """Three layers, the first dense; tokens 2 and 3 of five, the prompt three long."""
     fields = {
-        "ids": np.array([[[1, 0], [7, 3]], [[4, 2], [5, 1]]], np.uint8), "start": 2, "num_tokens": 5, "num_prompt_tokens": 3,
-        "layer_ids": (1, 2), "num_hidden_layers": 3, "num_experts": 8, "version_spans": ((2, 4, 0),),
-    }  # fmt: skip
+        "ids": np.array([[[1, 0], [7, 3]], [[4, 2], [5, 1]]], np.uint8),
+        "start": 2,
+        "num_tokens": 5,
+        "num_prompt_tokens": 3,
+        "layer_ids": (1, 2),
+        "num_hidden_layers": 3,
+        "num_experts": 8,
+        "version_spans": ((2, 4, 0),),
+    }
     return RoutedExperts(**(fields | changes))
 
 
@@ -33,10 +42,15 @@ def whole(**changes):
 def told(one):
     """What a converter is told beside the array."""
     return {
-        "layer_ids": one.layer_ids, "num_hidden_layers": one.num_hidden_layers, "num_experts": one.num_experts,
+        "layer_ids": one.layer_ids,
+        "num_hidden_layers": one.num_hidden_layers,
+        "num_experts": one.num_experts,
         "num_tokens": one.num_tokens,
-        "num_prompt_tokens": one.num_prompt_tokens, "start": one.start, "version_spans": one.version_spans, "router": one.router,
-    }  # fmt: skip
+        "num_prompt_tokens": one.num_prompt_tokens,
+        "start": one.start,
+        "version_spans": one.version_spans,
+        "router": one.router,
+    }
 
 
 def read(name, payload, like, **more):
@@ -58,7 +72,11 @@ def test_sglang_and_vllm_are_the_worked_example():
 def test_forms_of_whole_sequences_by_hand():
     one = whole()
     prompt, generated = one.to("vllm021")
-    assert prompt.dtype == np.int16 and prompt.tolist() == one.ids[:3].tolist() and generated.tolist() == one.ids[3:].tolist()
+    assert (
+        prompt.dtype == np.int16
+        and prompt.tolist() == one.ids[:3].tolist()
+        and generated.tolist() == one.ids[3:].tolist()
+    )
     tunix, maxtext = one.to("tunix"), one.to("maxtext")
     assert (tunix.dtype, maxtext.dtype) == (np.int16, np.int32)
     assert tunix.tolist() == maxtext.tolist() == [*one.ids.tolist(), [[-1, -1], [-1, -1]]]
@@ -66,7 +84,11 @@ def test_forms_of_whole_sequences_by_hand():
     assert [layer.dtype for layer in layers] == [np.int64, np.int64] and mask.tolist() == [True] * 4 + [False]
     assert layers[1].tolist() == [*one.ids[:, 1].tolist(), [0, 1]], "token 4 of top-2 over 8 experts: (4*2+k) % 8"
     verl = one.to("verl")
-    assert verl.dtype == np.int16 and verl.flags.writeable and verl.tolist() == [[[0, 0], *row] for row in one.ids.tolist()]
+    assert (
+        verl.dtype == np.int16
+        and verl.flags.writeable
+        and verl.tolist() == [[[0, 0], *row] for row in one.ids.tolist()]
+    )
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -79,15 +101,28 @@ def test_every_form_comes_back(name):
         tokens = int(rng.integers(2, 8))
         start = 0 if name in ("tunix", "maxtext", "megatron") else int(rng.integers(0, tokens - 1))
         rows = tokens - start - (0 if trial % 3 == 0 else 1)
-        ids = np.argsort(rng.random((rows, len(layer_ids), experts)), axis=2)[:, :, :top_k].astype(expert_id_dtype(experts))
+        ids = np.argsort(rng.random((rows, len(layer_ids), experts)), axis=2)[:, :, :top_k].astype(
+            expert_id_dtype(experts)
+        )
         one = RoutedExperts(
-            ids=ids, start=start, num_tokens=tokens, num_prompt_tokens=int(rng.integers(start, tokens)), layer_ids=layer_ids,
-            num_hidden_layers=layers, num_experts=experts, version_spans=((start, start + rows, 3),), router="r",
-        )  # fmt: skip
+            ids=ids,
+            start=start,
+            num_tokens=tokens,
+            num_prompt_tokens=int(rng.integers(start, tokens)),
+            layer_ids=layer_ids,
+            num_hidden_layers=layers,
+            num_experts=experts,
+            version_spans=((start, start + rows, 3),),
+            router="r",
+        )
         assert read(name, one.to(name), one) == one
         if name != "vllm021":  # nested lists, as JSON has them
             written = one.to(name)
-            plain = ([layer.tolist() for layer in written[0]], written[1].tolist()) if name == "megatron" else written.tolist()
+            plain = (
+                ([layer.tolist() for layer in written[0]], written[1].tolist())
+                if name == "megatron"
+                else written.tolist()
+            )
             again = json.loads(json.dumps(plain))
             assert read(name, tuple(again) if name == "megatron" else again, one) == one
 
@@ -139,12 +174,16 @@ def test_a_generation_may_have_its_last_row():
 @pytest.mark.parametrize(
     ("name", "payload"),
     [
-        ("sglang", np.zeros(7, np.int32)), ("sglang", "no base64!"), ("sglang", np.zeros((4, 2, 2), np.int32)),
+        ("sglang", np.zeros(7, np.int32)),
+        ("sglang", "no base64!"),
+        ("sglang", np.zeros((4, 2, 2), np.int32)),
         ("verl", np.zeros((9, 3, 2))),
-        ("vllm", np.zeros((2, 3, 2), np.uint8)), ("megatron", [np.zeros((4, 2), np.int64)]), ("tunix", np.zeros((4, 3, 2), np.int16)),
+        ("vllm", np.zeros((2, 3, 2), np.uint8)),
+        ("megatron", [np.zeros((4, 2), np.int64)]),
+        ("tunix", np.zeros((4, 3, 2), np.int16)),
         ("megatron", ([np.zeros((4, 2), np.int64)] * 2, [True])),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(name, payload):
     with pytest.raises(RoutingFormatError):
         read(name, payload, whole(), top_k=2)

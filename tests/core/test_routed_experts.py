@@ -21,9 +21,15 @@ EXAMPLE_IDS = [[[1, 0], [7, 3]], [[4, 2], [5, 1]]]  # the worked example: tokens
 
 def example(**changes):
     fields = {
-        "ids": np.array(EXAMPLE_IDS, np.uint8), "start": 2, "num_tokens": 5, "num_prompt_tokens": 3, "layer_ids": (1, 2),
-        "num_hidden_layers": 3, "num_experts": 8, "version_spans": ((2, 4, 0),),
-    }  # fmt: skip
+        "ids": np.array(EXAMPLE_IDS, np.uint8),
+        "start": 2,
+        "num_tokens": 5,
+        "num_prompt_tokens": 3,
+        "layer_ids": (1, 2),
+        "num_hidden_layers": 3,
+        "num_experts": 8,
+        "version_spans": ((2, 4, 0),),
+    }
     return RoutedExperts(**(fields | changes))
 
 
@@ -39,10 +45,18 @@ def random_record(rng):
         ids[place] = rng.choice(num_experts, size=top_k, replace=False)
     valid = rng.random(num_rows) < 0.7 if rng.random() < 0.3 else None
     return RoutedExperts(
-        ids=ids, start=start, num_tokens=num_tokens, num_prompt_tokens=int(rng.integers(0, num_tokens + 1)), layer_ids=layer_ids,
-        num_hidden_layers=num_layers, num_experts=num_experts, version_spans=version_spans_of(start, rng.integers(0, 2, num_rows)),
-        valid=valid, weights=rng.random(ids.shape, np.float32) if rng.random() < 0.5 else None, router=rng.choice([None, "9f3a"]),
-    )  # fmt: skip
+        ids=ids,
+        start=start,
+        num_tokens=num_tokens,
+        num_prompt_tokens=int(rng.integers(0, num_tokens + 1)),
+        layer_ids=layer_ids,
+        num_hidden_layers=num_layers,
+        num_experts=num_experts,
+        version_spans=version_spans_of(start, rng.integers(0, 2, num_rows)),
+        valid=valid,
+        weights=rng.random(ids.shape, np.float32) if rng.random() < 0.5 else None,
+        router=rng.choice([None, "9f3a"]),
+    )
 
 
 def test_a_record_cannot_be_changed():
@@ -86,7 +100,9 @@ def test_a_slice_holds_the_rows_of_its_tokens_and_no_other(seed, low, high):
         assert cut.start + row == token
         assert np.array_equal(cut.ids[row], record.ids[token - record.start])
         assert record.valid is None or cut.valid[row] == record.valid[token - record.start]
-    assert {token: version for a, b, version in cut.version_spans for token in range(a, b)} == {t: version_of[t] for t in tokens}
+    assert {token: version for a, b, version in cut.version_spans for token in range(a, b)} == {
+        t: version_of[t] for t in tokens
+    }
 
 
 @pytest.mark.parametrize("tokens", [slice(-1, None), slice(0, -1), slice(0, 4, 2)])
@@ -143,7 +159,13 @@ def test_equality_compares_ids_and_metadata_but_not_unknown_rows():
     record = example()
     assert record == example(valid=np.array([True, True]))
     assert record != example(ids=np.array([[[1, 0], [7, 3]], [[4, 2], [1, 5]]], np.uint8))
-    for changes in ({"num_tokens": 4}, {"num_experts": 9}, {"router": "x"}, {"num_hidden_layers": 4}, {"version_spans": ((2, 4, 1),)}):
+    for changes in (
+        {"num_tokens": 4},
+        {"num_experts": 9},
+        {"router": "x"},
+        {"num_hidden_layers": 4},
+        {"version_spans": ((2, 4, 1),)},
+    ):
         assert record != example(**changes)
     assert record != example(valid=np.array([True, False]))
     assert record != example(weights=np.ones((2, 2, 2), np.float32))
@@ -194,7 +216,14 @@ def test_the_smallest_dtype_holds_every_expert():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_experts": 65_536}, {"layer_ids": ()}, {"layer_ids": (1, 1)}, {"layer_ids": (3,)}, {"top_k": 0}, {"top_k": 9}],
+    [
+        {"num_experts": 65_536},
+        {"layer_ids": ()},
+        {"layer_ids": (1, 1)},
+        {"layer_ids": (3,)},
+        {"top_k": 0},
+        {"top_k": 9},
+    ],
 )
 def test_a_model_that_cannot_be_captured_is_refused(changes):
     with pytest.raises(CaptureUnsupportedError, match=r"captured|build without"):

@@ -68,7 +68,9 @@ def test_what_is_counted_step_by_step_is_what_the_records_hold(monkeypatch):
         for low in range(0, record.num_rows, 7):
             rows = record.ids[low : low + 7].reshape(-1, 12)
             of_row = np.zeros(len(rows), np.int32)
-            origins = TokenOrigins(record.start + low + np.arange(len(rows)), np.array([record.num_prompt_tokens]), of_row)
+            origins = TokenOrigins(
+                record.start + low + np.arange(len(rows)), np.array([record.num_prompt_tokens]), of_row
+            )
             live = None if record.valid is None else record.valid[low : low + 7]
             padded = np.concatenate([rows, np.full((2, 12), 15, np.uint8)])  # what pads a step is nobody's
             capturer.on_forward_end(np.arange(low, low + len(rows)), padded, 0, live, origins)
@@ -102,7 +104,9 @@ def test_statistics_come_back_from_a_file(tmp_path):
     stats.save(tmp_path / "stats.npz")
     read = RoutingStats.read(tmp_path / "stats.npz")
     for name in ("counts", "num_tokens", "windows"):
-        assert (getattr(read, name) == getattr(stats, name)).all() and getattr(read, name).dtype == getattr(stats, name).dtype
+        assert (getattr(read, name) == getattr(stats, name)).all() and getattr(read, name).dtype == getattr(
+            stats, name
+        ).dtype
     assert (read.layer_ids, read.top_k) == (stats.layer_ids, stats.top_k)
 
 
@@ -133,13 +137,17 @@ def test_a_file_with_objects_or_other_arrays_is_refused(tmp_path):
 
 def test_records_of_two_models_are_refused():
     other = random_record(np.random.default_rng(0), 9, spec=dataclasses.replace(SPEC, num_experts=8))
-    with pytest.raises(PlacementError, match=re.escape("a record of MoE layers (1, 2, 3), 8 experts, top-4 came with one of")):
+    with pytest.raises(
+        PlacementError, match=re.escape("a record of MoE layers (1, 2, 3), 8 experts, top-4 came with one of")
+    ):
         RoutingStats.from_records([some_records()[0], other])
     with pytest.raises(PlacementError, match="0 records"):
         RoutingStats.from_records([])
     stats = RoutingStats.from_records([other])
     stats.check_model((1, 2, 3), 8)
-    with pytest.raises(PlacementError, match=re.escape("MoE layers (1, 2, 3) with 8 experts came for a model with (1, 2, 3) and 16")):
+    with pytest.raises(
+        PlacementError, match=re.escape("MoE layers (1, 2, 3) with 8 experts came for a model with (1, 2, 3) and 16")
+    ):
         stats.check_model((1, 2, 3), 16)
 
 
@@ -148,7 +156,11 @@ def test_wide_ids_are_counted_too():
     counts = ExpertCounts(spec)
     counts.add(np.array([[399, 0, 399, 1], [399, 300, 0, 399]], np.uint16), np.array([False, True]))
     stats = counts.stats()
-    assert stats.counts[:, 0, 399].tolist() == [1, 1] and stats.counts[:, 1, 399].tolist() == [1, 1] and stats.counts[1, 0, 300] == 1
+    assert (
+        stats.counts[:, 0, 399].tolist() == [1, 1]
+        and stats.counts[:, 1, 399].tolist() == [1, 1]
+        and stats.counts[1, 0, 300] == 1
+    )
 
 
 def test_a_worker_counts_what_is_handed_over_and_an_id_too_large_is_found(monkeypatch):

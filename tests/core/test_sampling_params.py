@@ -52,7 +52,10 @@ BAD = [
     ("presence_penalty", [*NOT_A_NUMBER, -2.01, 2.01]),
     ("frequency_penalty", [*NOT_A_NUMBER, -2.01, 2.01]),
     ("repetition_penalty", [*NOT_A_NUMBER, 0, -1, 1e-300, 1e300]),
-    ("logit_bias", [[], 5, {-1: 1.0}, {1: 101}, {1: math.nan}, {1: True}, {1: None}, {True: 1.0}, {1.0: 1.0}, {"x": 1}]),
+    (
+        "logit_bias",
+        [[], 5, {-1: 1.0}, {1: 101}, {1: math.nan}, {1: True}, {1: None}, {True: 1.0}, {1.0: 1.0}, {"x": 1}],
+    ),
     ("logit_bias", [dict.fromkeys(range(1025), 0)]),
     *((name, [0, 1, "true", [True]]) for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")),
     *((name, [0, 1, "true", [True]]) for name in ("detokenize", "return_routed_experts")),
@@ -80,9 +83,13 @@ def test_bad_values_are_refused_by_name_in_one_short_line(field: str, value: obj
 
 
 def test_an_error_says_what_came_what_was_wanted_and_what_to_do() -> None:
-    with pytest.raises(InvalidRequestError, match=r"^max_tokens is 0, but must be an integer in 1\.\.2147483647; .*ask for 1 token"):
+    with pytest.raises(
+        InvalidRequestError, match=r"^max_tokens is 0, but must be an integer in 1\.\.2147483647; .*ask for 1 token"
+    ):
         SamplingParams(max_tokens=0)
-    with pytest.raises(InvalidRequestError, match=r"^top_p is 0\.0, but must be a finite number in \(0, 1\]; .*temperature to 0"):
+    with pytest.raises(
+        InvalidRequestError, match=r"^top_p is 0\.0, but must be a finite number in \(0, 1\]; .*temperature to 0"
+    ):
         SamplingParams(top_p=0.0)
     with pytest.raises(InvalidRequestError, match=r"^seed is -1, .*leave it out"):
         SamplingParams(seed=-1)
@@ -112,7 +119,12 @@ def test_two_spellings_that_differ_in_type_disagree() -> None:
 
 @pytest.mark.parametrize(
     ("key", "nearest"),
-    [("temprature", "temperature"), ("max_token", "max_tokens"), ("topk", "top_k"), ("return_routed_expert", "return_routed_experts")],
+    [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("topk", "top_k"),
+        ("return_routed_expert", "return_routed_experts"),
+    ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(key: str, nearest: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"did you mean {nearest}\\?") as caught:
@@ -154,7 +166,12 @@ def test_resolve_fills_every_unset_value_with_a_neutral_one() -> None:
     assert (resolved.temperature, resolved.top_k, resolved.top_p, resolved.min_p) == (1.0, 0, 1.0, 0.0)
     assert not (resolved.is_greedy or resolved.is_filtered or resolved.is_penalized)
     assert (resolved.stop, resolved.stop_token_ids, resolved.logit_bias) == ((), (), ())
-    assert resolved.skip_special_tokens and resolved.detokenize and not resolved.include_stop_str_in_output and not resolved.ignore_eos
+    assert (
+        resolved.skip_special_tokens
+        and resolved.detokenize
+        and not resolved.include_stop_str_in_output
+        and not resolved.ignore_eos
+    )
     assert resolved.logprobs is None and resolved.prompt_logprobs is None
 
 
@@ -162,17 +179,30 @@ def test_resolve_keeps_what_was_said_in_plain_types() -> None:
     said = {"temperature": 1, "top_k": -1, "seed": np.int64(2**40 + 3), "stop": "end", "max_tokens": 9, "logprobs": 0}
     params = SamplingParams(**said, stop_token_ids=[np.int32(4)], logit_bias={5: 1})
     resolved = params.resolve(default_max_tokens=16, default_seed=42)
-    assert (resolved.top_k, resolved.stop, resolved.stop_token_ids, resolved.max_tokens, resolved.logprobs) == (0, ("end",), (4,), 9, 0)
-    assert type(resolved.temperature) is float and type(resolved.seed) is int and type(resolved.stop_token_ids[0]) is int
+    assert (resolved.top_k, resolved.stop, resolved.stop_token_ids, resolved.max_tokens, resolved.logprobs) == (
+        0,
+        ("end",),
+        (4,),
+        9,
+        0,
+    )
+    assert (
+        type(resolved.temperature) is float and type(resolved.seed) is int and type(resolved.stop_token_ids[0]) is int
+    )
     assert resolved.seed_words == (2**8, 3)
     assert resolved.logit_bias == ((5, 1.0),) and type(resolved.logit_bias[0][1]) is float
 
 
 def test_a_false_value_is_said_not_unset() -> None:
-    resolved = SamplingParams(temperature=0, skip_special_tokens=False, detokenize=False, seed=0).resolve(default_seed=9)
+    resolved = SamplingParams(temperature=0, skip_special_tokens=False, detokenize=False, seed=0).resolve(
+        default_seed=9
+    )
     assert resolved.is_greedy and not resolved.skip_special_tokens and not resolved.detokenize and resolved.seed == 0
     assert not SamplingParams(temperature=0, top_k=5).resolve().is_filtered
-    assert SamplingParams(min_p=0.1).resolve().is_filtered and SamplingParams(repetition_penalty=1.1).resolve().is_penalized
+    assert (
+        SamplingParams(min_p=0.1).resolve().is_filtered
+        and SamplingParams(repetition_penalty=1.1).resolve().is_penalized
+    )
 
 
 def test_params_cannot_be_changed() -> None:

@@ -10,9 +10,14 @@ from routed_experts.core.server_args import ServerArgs
 
 PADDINGS = ("precompile_bs_paddings", "precompile_token_paddings")
 COUNTS = (
-    "page_size", "max_queued_requests", "context_length", "max_total_tokens", "max_running_requests", "chunked_prefill_size",
+    "page_size",
+    "max_queued_requests",
+    "context_length",
+    "max_total_tokens",
+    "max_running_requests",
+    "chunked_prefill_size",
     "max_prefill_tokens",
-)  # fmt: skip
+)
 SWITCHES = [field.name for field in dataclasses.fields(ServerArgs) if field.type is bool]
 
 
@@ -36,7 +41,9 @@ def test_counts_are_integers_of_at_least_one(field, value):
 
 
 @pytest.mark.parametrize("field", PADDINGS)
-@pytest.mark.parametrize("value", [(), (0, 8), (-1, 64), (64, 64), (64, 32), (64.0,), (True,), ("64",), 64, None, [32, 64]])
+@pytest.mark.parametrize(
+    "value", [(), (0, 8), (-1, 64), (64, 64), (64, 32), (64.0,), (True,), ("64",), 64, None, [32, 64]]
+)
 def test_paddings_are_strictly_increasing(field, value):
     with pytest.raises(ConfigError, match=field):
         ServerArgs(**{field: value})
@@ -70,7 +77,8 @@ def test_the_random_seed_leaves_room_to_count_requests_within_an_int64(value):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("dtype", "float64"), ("dtype", "int8"), ("dtype", None), ("logprobs_mode", "both"), ("logprobs_mode", 1)]
+    ("field", "value"),
+    [("dtype", "float64"), ("dtype", "int8"), ("dtype", None), ("logprobs_mode", "both"), ("logprobs_mode", 1)],
 )
 def test_an_unknown_word_is_refused_with_those_that_are_known(field, value):
     with pytest.raises(ConfigError, match=f"{field}=.* is unknown; choose one of"):
@@ -104,11 +112,18 @@ def test_weights_of_the_routing_are_not_supported():
 
 
 def test_running_requests_must_fit_the_paddings():
-    with pytest.raises(ConfigError, match=r"max_running_requests=9 is above .*\(1, 8\); add 9 to the paddings or lower it"):
+    with pytest.raises(
+        ConfigError, match=r"max_running_requests=9 is above .*\(1, 8\); add 9 to the paddings or lower it"
+    ):
         ServerArgs(max_running_requests=9, precompile_bs_paddings=(1, 8))
-    with pytest.raises(ConfigError, match=r"precompile_token_paddings=\(4,\) hold fewer tokens than 8 running requests"):
+    with pytest.raises(
+        ConfigError, match=r"precompile_token_paddings=\(4,\) hold fewer tokens than 8 running requests"
+    ):
         ServerArgs(precompile_bs_paddings=(1, 8), precompile_token_paddings=(4,))
-    assert ServerArgs(precompile_bs_paddings=(1, 8), precompile_token_paddings=(4,), max_running_requests=4).running_limit == 4
+    assert (
+        ServerArgs(precompile_bs_paddings=(1, 8), precompile_token_paddings=(4,), max_running_requests=4).running_limit
+        == 4
+    )
 
 
 def test_a_pool_holds_one_page_at_least_and_a_context_two_tokens():

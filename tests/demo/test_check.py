@@ -1,4 +1,5 @@
-"""The check of the demo: it passes for answers that the model gave, and fails for each way in which they can be wrong."""
+"""The check of the demo: it passes for answers that the model gave, and fails for each way in which they can be
+wrong."""
 
 import dataclasses
 
@@ -20,7 +21,9 @@ LENGTHS = ((20, 7), (9, 8))  # tokens of the sequence, tokens of the prompt
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return ModelFolder.open(write_tiny_checkpoint(tmp_path_factory.mktemp("model"), tokenizer=False)).load(jnp.dtype("float32"))
+    return ModelFolder.open(write_tiny_checkpoint(tmp_path_factory.mktemp("model"), tokenizer=False)).load(
+        jnp.dtype("float32")
+    )
 
 
 @nnx.jit
@@ -30,21 +33,36 @@ def said(model, tokens, routed):
 
 
 def answer_of(model, tokens, length, prompt, *, ids=None):
-    """What an engine would have answered to the first `prompt` of `tokens`: causal, so a longer pass tells of a shorter one."""
+    """What an engine would have answered to the first `prompt` of `tokens`: causal, so a longer pass tells of a shorter
+    one."""
     known = np.full((1, len(tokens)), ids is not None)
     forced = np.zeros((1, len(tokens), 3, 4), np.uint8) if ids is None else ids[None]
     logprobs, live = said(
-        model, jnp.asarray(tokens[None]), RoutedBatch(jnp.asarray(forced), jnp.asarray(known), jnp.zeros(known.shape, bool))
+        model,
+        jnp.asarray(tokens[None]),
+        RoutedBatch(jnp.asarray(forced), jnp.asarray(known), jnp.zeros(known.shape, bool)),
     )
     record = RoutedExperts(
-        ids=np.array(live[: length - 1]), start=0, num_tokens=length, num_prompt_tokens=prompt, layer_ids=(1, 2, 3),
-        num_hidden_layers=4, num_experts=16, version_spans=((0, length - 1, 0),),
-    )  # fmt: skip
+        ids=np.array(live[: length - 1]),
+        start=0,
+        num_tokens=length,
+        num_prompt_tokens=prompt,
+        layer_ids=(1, 2, 3),
+        num_hidden_layers=4,
+        num_experts=16,
+        version_spans=((0, length - 1, 0),),
+    )
     heard = np.asarray(logprobs)[np.arange(prompt - 1, length - 1), tokens[prompt:length]]
     return Spoken(
-        title="", token_ids=tuple(tokens[:length].tolist()), logprobs=tuple(heard.tolist()), record=record,
-        wire_shape=(length - 1, 4, 4), cached_tokens=0, seconds=0.0, pieces=("",) * length,
-    )  # fmt: skip
+        title="",
+        token_ids=tuple(tokens[:length].tolist()),
+        logprobs=tuple(heard.tolist()),
+        record=record,
+        wire_shape=(length - 1, 4, 4),
+        cached_tokens=0,
+        seconds=0.0,
+        pieces=("",) * length,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +106,13 @@ def test_a_logprob_that_is_no_number_fails(model, answers):
 
 def test_a_shift_that_changes_nothing_is_noticed(model):
     rng = np.random.default_rng(1)
-    alike = np.tile(np.arange(4, dtype=np.uint8), (20, 3, 1))  # the rows of all tokens are one, so a shift must go unseen
+    alike = np.tile(
+        np.arange(4, dtype=np.uint8), (20, 3, 1)
+    )  # the rows of all tokens are one, so a shift must go unseen
     check = check_replay(model, [answer_of(model, rng.integers(3, 313, 20), 20, 7, ids=alike)])
-    assert check.faults == ("no live logits are known to be the replayed ones", "rows of the wrong tokens passed the check")
+    assert check.faults == (
+        "no live logits are known to be the replayed ones",
+        "rows of the wrong tokens passed the check",
+    )
     assert check.live_agreement < 0.1
     assert np.isnan(check.live_logit), "no row was left to compare, and that is no agreement"

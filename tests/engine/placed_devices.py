@@ -1,5 +1,5 @@
-"""Engines whose experts are placed on two devices of the CPU: under capacities, and following the load. Run by test_live_placement.py in
-a process of its own, for JAX shows two devices only if it was told so before it started."""
+"""Engines whose experts are placed on two devices of the CPU: under capacities, and following the load. Run by
+test_live_placement.py in a process of its own, for JAX shows two devices only if it was told so before it started."""
 
 import collections
 import contextlib
@@ -38,10 +38,16 @@ from tiny import VOCAB_SIZE, write_tiny_checkpoint
 
 EXPERTS, TOP_K, MOE_LAYERS = 16, 4, 2
 ONE_EACH = Placement.identity(MOE_LAYERS, EXPERTS, 2)
-WITH_SPARES = rebalance(np.random.default_rng(5).gamma(0.5, size=(MOE_LAYERS, EXPERTS)), num_instances=20, num_devices=2)
-SIZES = dict(page_size=4, context_length=96, precompile_bs_paddings=(4,), precompile_token_paddings=(32,), max_total_tokens=512)
+WITH_SPARES = rebalance(
+    np.random.default_rng(5).gamma(0.5, size=(MOE_LAYERS, EXPERTS)), num_instances=20, num_devices=2
+)
+SIZES = dict(
+    page_size=4, context_length=96, precompile_bs_paddings=(4,), precompile_token_paddings=(32,), max_total_tokens=512
+)
 HOW = dict(tp_size=2, ep_size=2, skip_tokenizer_init=True, **SIZES)
-PROMPTS = [np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist() for seed, length in enumerate((30, 5, 17, 1))]
+PROMPTS = [
+    np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist() for seed, length in enumerate((30, 5, 17, 1))
+]
 ASK = dict(sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=10, return_logprob=True)
 
 
@@ -91,7 +97,9 @@ class TappedRegistry(BackendRegistry):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer=False, num_hidden_layers=MOE_LAYERS + 1))
+    return str(
+        write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), tokenizer=False, num_hidden_layers=MOE_LAYERS + 1)
+    )
 
 
 @contextlib.contextmanager
@@ -127,7 +135,9 @@ def following(folder, tmp_path_factory):
 def rerouting(folder):
     """Capacities, at first without bound; an instance each. With the tap."""
     registry = TappedRegistry()
-    with serving(folder, PlacementConfig(plan=ONE_EACH, mode="reroute", capacity_factor="inf"), registry=registry) as engine:
+    with serving(
+        folder, PlacementConfig(plan=ONE_EACH, mode="reroute", capacity_factor="inf"), registry=registry
+    ) as engine:
         engine.registry = registry
         yield engine
 
@@ -190,11 +200,14 @@ def test_unbounded_capacities_change_nothing_to_the_last_bit(alone, following, r
 
 
 def assert_as_defined(notes, factor, num_instances, *, overflows):
-    """Every layer of every step is what the sequence decides, by the library's own and by one that shares no code with it."""
+    """Every layer of every step is what the sequence decides, by the library's own and by one that shares no code with
+    it."""
     for note in notes:
         room = expert_capacity(int(note.valid.sum()), TOP_K, num_instances, factor)
         exhausted = "overflow" if overflows else "drop"
-        sequence = sequential_selection(note.scores, note.scores, note.replicas, room, k=TOP_K, valid=note.valid, on_exhausted=exhausted)
+        sequence = sequential_selection(
+            note.scores, note.scores, note.replicas, room, k=TOP_K, valid=note.valid, on_exhausted=exhausted
+        )
         plain = plain_selection(Case(note.scores, note.replicas, room, note.valid, None), TOP_K, overflows=overflows)
         for ids, instances in ((sequence.logical_ids, sequence.instance_ids), (plain[0], plain[1])):
             np.testing.assert_array_equal(note.ids[note.valid], ids[note.valid])
@@ -224,7 +237,9 @@ def test_bounded_steps_are_the_sequence_and_rows_are_what_ran(alone, rerouting):
             assert ran == collections.Counter(map(tuple, recorded.tolist()))
             changed = sum(note.changed.sum(axis=0) for note in notes)
             metas = [answer["meta_info"] for answer in told[factor]]
-            assert changed.tolist() == [sum(meta[name] for meta in metas) for name in ("rerouted_slots", "dropped_slots")]
+            assert changed.tolist() == [
+                sum(meta[name] for meta in metas) for name in ("rerouted_slots", "dropped_slots")
+            ]
             assert all(meta["exact"] == (meta["rerouted_slots"] == 0) for meta in metas)
             assert changed[1] == 0 and (changed[0] > 0 or factor == 3.5)
     assert not seen, seen
@@ -245,7 +260,10 @@ def test_a_cached_prefix_that_was_changed_is_told_to_who_reads_it(rerouting):
     meta = second["meta_info"]
     assert meta["cached_tokens"] >= 20
     notes = rerouting.registry.take()
-    (changed,) = ({tuple(row): count for row, count in zip(n.ids.tolist(), n.changed[:, 0].tolist(), strict=True)} for n in notes[:1])
+    (changed,) = (
+        {tuple(row): count for row, count in zip(n.ids.tolist(), n.changed[:, 0].tolist(), strict=True)}
+        for n in notes[:1]
+    )
     assert first["meta_info"]["rerouted_slots"] > 0 and changed
     in_prefix = rows_of([second])[0][: meta["cached_tokens"]]
     np.testing.assert_array_equal(in_prefix, rows_of([first])[0][: meta["cached_tokens"]])
@@ -288,7 +306,9 @@ def counts_of(engine):
 def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
     """Replicas, slots that stay empty, and counts on the device of all that ran, with capture off."""
     registry = TappedRegistry()
-    config = PlacementConfig(plan=WITH_SPARES, mode="reroute", capacity_factor="1/2", on_exhausted="drop", rebalance_every=10**6)
+    config = PlacementConfig(
+        plan=WITH_SPARES, mode="reroute", capacity_factor="1/2", on_exhausted="drop", rebalance_every=10**6
+    )
     with serving(folder, config, registry=registry, enable_return_routed_experts=False) as engine:
         with compile_events() as seen:
             answers = engine.generate(input_ids=PROMPTS, **ASK)
@@ -302,7 +322,9 @@ def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
         assert engine.placement_stats().dropped_slots == dropped == metrics_of(engine)["dropped_slots_total"]
         assert not counts_of(engine).any()
         follower = engine._assembly.rebalancer
-        follower._config = dataclasses.replace(config, rebalance_every=4)  # from now on the experts follow what they ran
+        follower._config = dataclasses.replace(
+            config, rebalance_every=4
+        )  # from now on the experts follow what they ran
         with compile_events() as seen:
             for _ in range(3):
                 engine.generate(input_ids=PROMPTS, **ASK)
@@ -313,8 +335,8 @@ def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
 
 
 def test_experts_follow_a_skewed_load_and_nothing_is_told_otherwise(alone, following):
-    """Counts on the device are those of the rows, experts move while requests run, then what is planned is not worth a copy; tokens and
-    rows are those of one device, and nothing compiles."""
+    """Counts on the device are those of the rows, experts move while requests run, then what is planned is not worth a
+    copy; tokens and rows are those of one device, and nothing compiles."""
     following.flush_cache()
     core, follower = following._assembly.core, following._assembly.rebalancer
     follower.settle()
@@ -330,7 +352,11 @@ def test_experts_follow_a_skewed_load_and_nothing_is_told_otherwise(alone, follo
     assert (core.runner.placement.physical_to_logical_map != ONE_EACH.physical_to_logical_map).any()
     assert stats.skipped > before.skipped, "the load has not changed since the experts moved"
     shown = metrics_of(following)
-    wanted = {"eplb_rebalances_total": stats.rebalances, "eplb_skipped_total": stats.skipped, "expert_copies_total": stats.copies}
+    wanted = {
+        "eplb_rebalances_total": stats.rebalances,
+        "eplb_skipped_total": stats.skipped,
+        "expert_copies_total": stats.copies,
+    }
     assert {name: shown[name] for name in wanted} == wanted
     verdict = stats.verdict  # of the last plan
     assert shown["eplb_gate_gain_seconds"] == pytest.approx(verdict.gain_s)
@@ -370,7 +396,10 @@ def test_balancedness_is_that_of_the_rows(following):
         stats = following.placement_stats()
     following.flush_cache()
     placement, load = runner.placement, np.zeros((MOE_LAYERS, 2))
-    fed = [rows[meta["cached_tokens"] :] for rows, meta in zip(rows_of(answers), (one["meta_info"] for one in answers), strict=True)]
+    fed = [
+        rows[meta["cached_tokens"] :]
+        for rows, meta in zip(rows_of(answers), (one["meta_info"] for one in answers), strict=True)
+    ]
     for row in np.concatenate(fed):
         for layer in range(MOE_LAYERS):
             for expert in row[layer]:
@@ -396,7 +425,9 @@ def test_released_memory_is_no_failure(following):
         before = following.placement_stats()
         follower._windows.clear()
         skewed = np.zeros((2, MOE_LAYERS, EXPERTS), np.int64)
-        for layer, experts in enumerate(runner.placement.physical_to_logical_map[:, : runner.placement.num_instances // 2]):
+        for layer, experts in enumerate(
+            runner.placement.physical_to_logical_map[:, : runner.placement.num_instances // 2]
+        ):
             skewed[1, layer, experts] = 1000  # one device has it all
         follower._look(lambda: skewed, 1e6, following._follow)
         after = following.placement_stats()

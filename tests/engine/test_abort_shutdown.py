@@ -1,4 +1,5 @@
-"""Ends that nobody asked the model for: abort, shutdown, death. Each request ends once, with what it has, and its rows."""
+"""Ends that nobody asked the model for: abort, shutdown, death. Each request ends once, with what it has, and its
+rows."""
 
 import asyncio
 import concurrent.futures
@@ -48,7 +49,10 @@ def assert_row_law(result, whole):
     if not ids:
         info = meta["routed_experts_info"]
         assert meta["routed_experts"] is None and record is None
-        assert info["shape"][0] == info["prompt_rows"] == 0 and info["num_tokens"] == info["num_prompt_tokens"] == meta["prompt_tokens"]
+        assert (
+            info["shape"][0] == info["prompt_rows"] == 0
+            and info["num_tokens"] == info["num_prompt_tokens"] == meta["prompt_tokens"]
+        )
         return
     record.validate()
     assert record.num_rows == meta["prompt_tokens"] + len(ids) - 1 - start
@@ -59,11 +63,12 @@ def assert_row_law(result, whole):
 
 
 def play(engine, said, script):
-    """Play a scene with the requests of one call on the engine thread: `script(core, rids)` yields whenever a step is to be made.
-    Returns the answers, and how many steps after its abort each ended."""
+    """Play a scene with the requests of one call on the engine thread: `script(core, rids)` yields whenever a step is
+    to be made. Returns the answers, and how many steps after its abort each ended."""
     requests = engine._door.admit(GenerateReqInput(**said))
     answers = {
-        request.rid: Answer(request, engine.tokenizer, logprobs_mode="processed", capture=engine._assembly.capture) for request in requests
+        request.rid: Answer(request, engine.tokenizer, logprobs_mode="processed", capture=engine._assembly.capture)
+        for request in requests
     }
 
     def scene(core):
@@ -122,7 +127,9 @@ def test_an_aborted_prefix_serves_the_next_request(engine):
         core.abort(rids[0])
 
     play(engine, said, script)
-    result = engine.generate(input_ids=LONG_PROMPT, sampling_params=GREEDY, max_new_tokens=4, return_routed_experts=True)
+    result = engine.generate(
+        input_ids=LONG_PROMPT, sampling_params=GREEDY, max_new_tokens=4, return_routed_experts=True
+    )
     assert result["meta_info"]["cached_tokens"] == 96, "the chunks that were read stay cached"
     engine.flush_cache()
     whole = engine.generate(input_ids=LONG_PROMPT, sampling_params=GREEDY, max_new_tokens=4, return_routed_experts=True)
@@ -200,7 +207,10 @@ def test_abort_by_id_ends_all_choices_and_prompts_of_the_call(engine):
 
 
 def test_an_id_that_only_looks_like_part_of_a_call_is_another_request(engine):
-    call, other = Background(engine, "once upon", LONG | {"n": 2}, rid="job"), Background(engine, "experts", LONG, rid="job-7")
+    call, other = (
+        Background(engine, "once upon", LONG | {"n": 2}, rid="job"),
+        Background(engine, "experts", LONG, rid="job-7"),
+    )
     assert engine.abort("job") == 2
     assert [one["meta_info"]["finish_reason"] for one in call.result()] == [ABORTED] * 2
     assert engine.abort("job-7") == 1
@@ -278,9 +288,13 @@ def assert_dead(engine, cause):
         return await engine.async_generate("the cat")
 
     doors = (
-        lambda: engine.generate("the cat"), lambda: list(engine.generate("the cat", stream=True)), lambda: asyncio.run(ask()),
-        lambda: engine.abort("x"), engine.flush_cache, engine.check_integrity,
-    )  # fmt: skip
+        lambda: engine.generate("the cat"),
+        lambda: list(engine.generate("the cat", stream=True)),
+        lambda: asyncio.run(ask()),
+        lambda: engine.abort("x"),
+        engine.flush_cache,
+        engine.check_integrity,
+    )
     for door in doors:
         with pytest.raises(EngineDeadError, match=f"the engine has ended: .*{cause}.*; build a new Engine") as told:
             door()
@@ -378,7 +392,11 @@ def test_commands_that_come_in_while_it_dies_get_the_cause(folder):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         engine._loop._send(Command(hold, fail=lambda: None))
         held.wait()
-        calls = [pool.submit(engine.generate, "the cat", LONG), pool.submit(engine.check_integrity), pool.submit(engine.flush_cache)]
+        calls = [
+            pool.submit(engine.generate, "the cat", LONG),
+            pool.submit(engine.check_integrity),
+            pool.submit(engine.flush_cache),
+        ]
         while engine._loop._inbox.qsize() < 3:
             pass
         go.set()

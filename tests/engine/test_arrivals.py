@@ -73,11 +73,16 @@ def test_one_that_is_refused_refuses_no_other():
 
         async def run():
             door = EngineDoor(engine)
-            calls = [answer(door, prompt, rid="same" if number in (1, 2) else f"r{number}") for number, prompt in enumerate(PROMPTS)]
+            calls = [
+                answer(door, prompt, rid="same" if number in (1, 2) else f"r{number}")
+                for number, prompt in enumerate(PROMPTS)
+            ]
             return await asyncio.gather(*calls, return_exceptions=True)
 
         said = asyncio.run(run())
-        assert [type(one) for one in said] == [list, list, InvalidRequestError, list] and said[2].code == "duplicate_request_id"
+        assert [type(one) for one in said] == [list, list, InvalidRequestError, list] and said[
+            2
+        ].code == "duplicate_request_id"
 
 
 def test_one_that_leaves_before_it_is_handed_over_never_comes_in():

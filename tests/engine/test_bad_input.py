@@ -1,4 +1,5 @@
-"""Bad input: one typed error in one line each, at the door; nothing is touched, and whoever runs beside it does not notice."""
+"""Bad input: one typed error in one line each, at the door; nothing is touched, and whoever runs beside it does not
+notice."""
 
 import itertools
 import json
@@ -67,17 +68,36 @@ def refused(engine, kind=InvalidRequestError, *, param=None, code=None, **said):
 
 
 PROMPTS = [
-    ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [""]}, "prompt"), ({"prompt": ["a", ""]}, "prompt"),
-    ({"prompt": 5}, "prompt"), ({"prompt": b"abc"}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [5]}, "prompt"),
-    ({"prompt": [["a"]]}, "prompt"), ({"prompt": "\ud800"}, None), ({"prompt": ["a"] * 257}, "prompt"), ({}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [""]}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": b"abc"}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": [5]}, "prompt"),
+    ({"prompt": [["a"]]}, "prompt"),
+    ({"prompt": "\ud800"}, None),
+    ({"prompt": ["a"] * 257}, "prompt"),
+    ({}, "prompt"),
     ({"prompt": "a", "input_ids": [1]}, "prompt"),
-    ({"input_ids": []}, "input_ids"), ({"input_ids": [[]]}, "input_ids"), ({"input_ids": [[1], []]}, "input_ids"),
-    ({"input_ids": [1, [2]]}, "input_ids"), ({"input_ids": [[[1]]]}, "input_ids"), ({"input_ids": 5}, "input_ids"),
-    ({"input_ids": "abc"}, "input_ids"), ({"input_ids": b"abc"}, "input_ids"), ({"input_ids": {1: 2}}, "input_ids"),
-    ({"input_ids": [[1]] * 257}, "input_ids"), ({"input_ids": np.array(5)}, "input_ids"), ({"input_ids": np.array([1.5])}, "input_ids"),
-    ({"input_ids": np.zeros((1, 2, 2), int)}, "input_ids"), ({"input_ids": np.array([True])}, "input_ids"),
-    ({"input_ids": np.array([2**63], np.uint64)}, "input_ids"), ({"input_ids": np.zeros((0, 3), int)}, "input_ids"),
-]  # fmt: skip
+    ({"input_ids": []}, "input_ids"),
+    ({"input_ids": [[]]}, "input_ids"),
+    ({"input_ids": [[1], []]}, "input_ids"),
+    ({"input_ids": [1, [2]]}, "input_ids"),
+    ({"input_ids": [[[1]]]}, "input_ids"),
+    ({"input_ids": 5}, "input_ids"),
+    ({"input_ids": "abc"}, "input_ids"),
+    ({"input_ids": b"abc"}, "input_ids"),
+    ({"input_ids": {1: 2}}, "input_ids"),
+    ({"input_ids": [[1]] * 257}, "input_ids"),
+    ({"input_ids": np.array(5)}, "input_ids"),
+    ({"input_ids": np.array([1.5])}, "input_ids"),
+    ({"input_ids": np.zeros((1, 2, 2), int)}, "input_ids"),
+    ({"input_ids": np.array([True])}, "input_ids"),
+    ({"input_ids": np.array([2**63], np.uint64)}, "input_ids"),
+    ({"input_ids": np.zeros((0, 3), int)}, "input_ids"),
+]
 
 
 @pytest.mark.parametrize(("said", "param"), PROMPTS, ids=str)
@@ -99,7 +119,9 @@ def test_text_that_only_looks_empty_is_a_prompt(engine, text):
 def test_what_does_not_fit_the_context_says_what_does(engine):
     assert "the context of 512" in refused(engine, PromptTooLongError, prompt="word " * 1000, param="prompt")
     assert "the context of 512" in refused(engine, PromptTooLongError, input_ids=[1] * 512, param="input_ids")
-    assert "at most 509" in refused(engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=510, param="max_new_tokens")
+    assert "at most 509" in refused(
+        engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=510, param="max_new_tokens"
+    )
     assert "at most 509" in refused(engine, PromptTooLongError, input_ids=[1, 2, 3], max_new_tokens=2**31 - 1)
 
 
@@ -139,13 +161,33 @@ def test_a_switch_is_true_or_false(engine, field, value):
 
 
 LISTS = [
-    ("stop", ""), ("stop", [""]), ("stop", ["x" * 257]), ("stop", ["x"] * 17), ("stop", 5), ("stop", [5]), ("stop", {"x": 1}),
-    ("stop_token_ids", 5), ("stop_token_ids", [-1]), ("stop_token_ids", [VOCAB_SIZE]), ("stop_token_ids", [2**63]),
-    ("stop_token_ids", ["1"]), ("stop_token_ids", [True]), ("stop_token_ids", [1] * 1025),
-    ("logit_bias", {-1: 1}), ("logit_bias", {VOCAB_SIZE: 1}), ("logit_bias", {2**63: 1}), ("logit_bias", {1: 101}),
-    ("logit_bias", {1: math.nan}), ("logit_bias", {1: -math.inf}), ("logit_bias", {"x": 1}), ("logit_bias", {1: None}),
-    ("logit_bias", {1: True}), ("logit_bias", [1]), ("logit_bias", dict.fromkeys(range(1025), 1)), ("logit_bias", {"1": 1, 1: 2}),
-]  # fmt: skip
+    ("stop", ""),
+    ("stop", [""]),
+    ("stop", ["x" * 257]),
+    ("stop", ["x"] * 17),
+    ("stop", 5),
+    ("stop", [5]),
+    ("stop", {"x": 1}),
+    ("stop_token_ids", 5),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [VOCAB_SIZE]),
+    ("stop_token_ids", [2**63]),
+    ("stop_token_ids", ["1"]),
+    ("stop_token_ids", [True]),
+    ("stop_token_ids", [1] * 1025),
+    ("logit_bias", {-1: 1}),
+    ("logit_bias", {VOCAB_SIZE: 1}),
+    ("logit_bias", {2**63: 1}),
+    ("logit_bias", {1: 101}),
+    ("logit_bias", {1: math.nan}),
+    ("logit_bias", {1: -math.inf}),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {1: None}),
+    ("logit_bias", {1: True}),
+    ("logit_bias", [1]),
+    ("logit_bias", dict.fromkeys(range(1025), 1)),
+    ("logit_bias", {"1": 1, 1: 2}),
+]
 
 
 @pytest.mark.parametrize(("field", "value"), LISTS, ids=lambda value: str(value)[:40])
@@ -160,12 +202,35 @@ def test_min_tokens_fits_below_max_tokens_whoever_chose_that(engine):
 
 
 CALLS = [
-    ("rid", 5), ("rid", ""), ("rid", "a b"), ("rid", "x" * 65), ("rid", "ä"), ("rid", b"x"), ("rid", ["x"]), ("rid", "a\n"),
-    ("extra_key", 5), ("extra_key", [1]), ("extra_key", {}), ("stream", "yes"), ("stream", 1), ("return_logprob", "yes"),
-    ("return_logprob", 1), ("top_logprobs_num", 21), ("top_logprobs_num", -1), ("top_logprobs_num", "5"), ("top_logprobs_num", True),
-    ("top_logprobs_num", 2**63), ("logprob_start_len", -2), ("logprob_start_len", 7), ("logprob_start_len", 2**63),
-    ("logprob_start_len", "0"), ("logprob_start_len", True), ("sampling_params", 5), ("sampling_params", "x"), ("sampling_params", [1]),
-]  # fmt: skip
+    ("rid", 5),
+    ("rid", ""),
+    ("rid", "a b"),
+    ("rid", "x" * 65),
+    ("rid", "ä"),
+    ("rid", b"x"),
+    ("rid", ["x"]),
+    ("rid", "a\n"),
+    ("extra_key", 5),
+    ("extra_key", [1]),
+    ("extra_key", {}),
+    ("stream", "yes"),
+    ("stream", 1),
+    ("return_logprob", "yes"),
+    ("return_logprob", 1),
+    ("top_logprobs_num", 21),
+    ("top_logprobs_num", -1),
+    ("top_logprobs_num", "5"),
+    ("top_logprobs_num", True),
+    ("top_logprobs_num", 2**63),
+    ("logprob_start_len", -2),
+    ("logprob_start_len", 7),
+    ("logprob_start_len", 2**63),
+    ("logprob_start_len", "0"),
+    ("logprob_start_len", True),
+    ("sampling_params", 5),
+    ("sampling_params", "x"),
+    ("sampling_params", [1]),
+]
 
 
 @pytest.mark.parametrize(("field", "value"), CALLS, ids=str)
@@ -175,7 +240,9 @@ def test_what_a_call_says_beside_its_parameters_is_checked(engine, field, value)
 
 def test_an_unknown_name_is_refused_with_the_nearest(engine):
     assert "did you mean temperature?" in refused(engine, prompt="a", sampling_params={"temprature": 1})
-    assert "did you mean routed_experts_format?" in refused(engine, prompt="a", routed_expert_format="npy", code="unknown_field")
+    assert "did you mean routed_experts_format?" in refused(
+        engine, prompt="a", routed_expert_format="npy", code="unknown_field"
+    )
     assert "did you mean max_new_tokens?" in refused(engine, prompt="a", max_new_token=3, param="max_new_token")
     assert "did you mean prompt?" in refused(engine, text="a", param="text", code="unknown_field")
     refused(engine, prompt="a", sampling_params={5: 1})
@@ -193,19 +260,25 @@ def test_fan_out_is_bounded(engine):
 
 
 ROWS = [
-    ({"routed_experts_start_len": -1}, "invalid_start"), ({"routed_experts_start_len": 4}, "invalid_start"),
-    ({"routed_experts_start_len": 2**63}, "invalid_start"), ({"routed_experts_start_len": True}, "invalid_start"),
-    ({"routed_experts_start_len": "1"}, "invalid_start"), ({"routed_experts_start_len": 1.0}, "invalid_start"),
+    ({"routed_experts_start_len": -1}, "invalid_start"),
+    ({"routed_experts_start_len": 4}, "invalid_start"),
+    ({"routed_experts_start_len": 2**63}, "invalid_start"),
+    ({"routed_experts_start_len": True}, "invalid_start"),
+    ({"routed_experts_start_len": "1"}, "invalid_start"),
+    ({"routed_experts_start_len": 1.0}, "invalid_start"),
     ({"routed_experts_prompt_start": -1}, "invalid_start"),
-    ({"routed_experts_format": "xml"}, "unknown_format"), ({"routed_experts_format": 5}, "unknown_format"),
-    ({"routed_experts_format": "List"}, "unknown_format"), ({"routed_experts_format": ["npy"]}, "unknown_format"),
-    ({"routed_experts_format": "ref"}, "ref_unavailable"), ({"routed_experts_layers": "none"}, "unknown_layers"),
+    ({"routed_experts_format": "xml"}, "unknown_format"),
+    ({"routed_experts_format": 5}, "unknown_format"),
+    ({"routed_experts_format": "List"}, "unknown_format"),
+    ({"routed_experts_format": ["npy"]}, "unknown_format"),
+    ({"routed_experts_format": "ref"}, "ref_unavailable"),
+    ({"routed_experts_layers": "none"}, "unknown_layers"),
     ({"routed_experts_layers": True}, "unknown_layers"),
     ({"routed_experts_start_len": 1, "sampling_params": {"routed_experts_start_len": 2}}, "conflicting_parameters"),
     ({"routed_experts_start_len": 1, "routed_experts_prompt_start": 2}, "conflicting_parameters"),
     ({"routed_experts_format": "npy", "sampling_params": {"routed_experts_format": "int32"}}, "conflicting_parameters"),
     ({"sampling_params": {"return_routed_experts": False}}, "conflicting_parameters"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("said", "code"), ROWS, ids=str)
@@ -214,7 +287,12 @@ def test_a_wish_for_rows_that_cannot_be_met_is_refused(engine, said, code):
 
 
 def test_start_at_the_end_of_the_prompt_gives_the_generated_rows_alone(engine):
-    said = {"input_ids": [1, 2, 3], "sampling_params": GREEDY, "return_routed_experts": True, "routed_experts_start_len": 3}
+    said = {
+        "input_ids": [1, 2, 3],
+        "sampling_params": GREEDY,
+        "return_routed_experts": True,
+        "routed_experts_start_len": 3,
+    }
     meta = engine.generate(**said, max_new_tokens=5)["meta_info"]
     assert meta["routed_experts_info"]["shape"] == [4, 4, 4]
     meta = engine.generate(**said, max_new_tokens=1)["meta_info"]
@@ -228,8 +306,20 @@ def test_rows_are_asked_for_with_true_or_false(engine, value):
 
 
 def test_words_about_rows_mean_nothing_without_asking_for_them(engine):
-    for field, value in (("start_len", 1), ("start_len", True), ("format", "npy"), ("layers", "moe"), ("format", "xml")):
-        refused(engine, prompt="abc", **{f"routed_experts_{field}": value}, code="routing_not_requested", param=f"routed_experts_{field}")
+    for field, value in (
+        ("start_len", 1),
+        ("start_len", True),
+        ("format", "npy"),
+        ("layers", "moe"),
+        ("format", "xml"),
+    ):
+        refused(
+            engine,
+            prompt="abc",
+            **{f"routed_experts_{field}": value},
+            code="routing_not_requested",
+            param=f"routed_experts_{field}",
+        )
     for field, default in (("start_len", 0), ("format", "int32"), ("layers", "all")):
         result = engine.generate("abc", max_new_tokens=1, **{f"routed_experts_{field}": default})
         assert "routed_experts" not in result["meta_info"]
@@ -256,11 +346,21 @@ def test_a_request_beside_a_hundred_bad_ones_does_not_notice(engine):
 
 
 FIELDS = {
-    "temperature": [None, 0.0, 0.7, -1.0], "top_p": [None, 0.5, 0.0], "top_k": [None, 5, -2], "min_p": [None, 0.2, 2.0],
-    "seed": [None, 3, 2**63], "stop": [None, "the", [""]], "stop_token_ids": [None, [7, 8], [VOCAB_SIZE]], "min_tokens": [None, 2, 9],
-    "logprobs": [None, 2, 21], "prompt_logprobs": [None, 1, -1], "presence_penalty": [None, 1.0, math.nan],
-    "frequency_penalty": [None, -1.0, "1"], "repetition_penalty": [None, 1.3, 0.0], "logit_bias": [None, {"5": 3.0}, {5: 1e9}],
-}  # fmt: skip
+    "temperature": [None, 0.0, 0.7, -1.0],
+    "top_p": [None, 0.5, 0.0],
+    "top_k": [None, 5, -2],
+    "min_p": [None, 0.2, 2.0],
+    "seed": [None, 3, 2**63],
+    "stop": [None, "the", [""]],
+    "stop_token_ids": [None, [7, 8], [VOCAB_SIZE]],
+    "min_tokens": [None, 2, 9],
+    "logprobs": [None, 2, 21],
+    "prompt_logprobs": [None, 1, -1],
+    "presence_penalty": [None, 1.0, math.nan],
+    "frequency_penalty": [None, -1.0, "1"],
+    "repetition_penalty": [None, 1.3, 0.0],
+    "logit_bias": [None, {"5": 3.0}, {5: 1e9}],
+}
 GOOD = {field: values[:2] for field, values in FIELDS.items()} | {"temperature": FIELDS["temperature"][:3]}
 
 
@@ -270,7 +370,7 @@ def covering(fields, seed):
     names = sorted(fields)
     left = {
         ((a, repr(x)), (b, repr(y))) for a, b in itertools.combinations(names, 2) for x in fields[a] for y in fields[b]
-    }  # fmt: skip
+    }
 
     def pairs(row):
         return {((a, repr(row[a])), (b, repr(row[b]))) for a, b in itertools.combinations(names, 2)}
@@ -304,7 +404,9 @@ def test_all_pairs_of_good_values_give_answers(engine):
         for one in results:
             meta = one["meta_info"]
             num_rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1
-            assert meta["finish_reason"]["type"] in ("stop", "length") and meta["completion_tokens"] == len(one["output_ids"])
+            assert meta["finish_reason"]["type"] in ("stop", "length") and meta["completion_tokens"] == len(
+                one["output_ids"]
+            )
             assert (meta["routed_experts_info"]["shape"][0] == num_rows) if capture else "routed_experts" not in meta
 
 
@@ -358,7 +460,10 @@ def test_a_missing_tokenizer_is_refused_where_text_is_served(tmp_path, folder):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM.* is not known here; wanted one of .*Qwen3MoeForCausalLM"),
+        (
+            {"architectures": ["FalconForCausalLM"]},
+            "FalconForCausalLM.* is not known here; wanted one of .*Qwen3MoeForCausalLM",
+        ),
         ({"architectures": None}, "architectures"),
         ({"num_experts_per_tok": 17}, "num_experts_per_tok"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
@@ -374,7 +479,11 @@ def test_a_config_that_cannot_be_is_refused(tmp_path, folder, change, match):
 
 def test_weights_that_are_integers_are_refused(tmp_path):
     config = tiny_config() | {"torch_dtype": "int32"}
-    folder = save(tmp_path / "integers", config, {name: tensor.astype(np.int32) for name, tensor in tiny_tensors(tiny_config()).items()})
+    folder = save(
+        tmp_path / "integers",
+        config,
+        {name: tensor.astype(np.int32) for name, tensor in tiny_tensors(tiny_config()).items()},
+    )
     write_tiny_tokenizer(folder)
     build_refused(CheckpointError, model_path=str(folder), match="of a dtype other than bfloat16, float16, float32")
 
@@ -415,13 +524,17 @@ def test_a_backend_that_hides_its_ids_is_refused_at_build(folder):
     hides = MoeBackend(name="hides", run=reference_experts, reveals_ids=False)
     registry = BackendRegistry().with_moe(hides)
     said = {"model_path": str(folder), "moe_backend": "hides", "registry": registry}
-    build_refused(CaptureUnsupportedError, **said, enable_return_routed_experts=True, match="moe_backend='hides' hides the ids")
+    build_refused(
+        CaptureUnsupportedError, **said, enable_return_routed_experts=True, match="moe_backend='hides' hides the ids"
+    )
     build_refused(ConfigError, model_path=str(folder), moe_backend="hides", match="moe_backend='hides' is unknown")
 
 
 def test_a_dense_model_is_served_and_its_capture_refused(tmp_path):
     dense = write_tiny_checkpoint(tmp_path / "dense", mlp_only_layers=[0, 1, 2, 3])
-    build_refused(CaptureUnsupportedError, model_path=str(dense), enable_return_routed_experts=True, match="has no MoE layer")
+    build_refused(
+        CaptureUnsupportedError, model_path=str(dense), enable_return_routed_experts=True, match="has no MoE layer"
+    )
     with serve(dense, max_total_tokens=64, max_queued_requests=3) as engine:
         assert len(engine.generate("the cat", GREEDY, max_new_tokens=4)["output_ids"]) == 4
         assert_capture_is_off(engine)
@@ -439,8 +552,12 @@ def assert_capture_is_off(engine):
 
 def assert_the_pool_is_the_limit(engine):
     assert "KV pool of 64 tokens" in refused(engine, PromptTooLongError, input_ids=[1] * 64, param="prompt")
-    assert "at most 4" in refused(engine, PromptTooLongError, input_ids=[1] * 60, max_new_tokens=5, param="max_new_tokens")
-    assert len(engine.generate(input_ids=[1] * 60, sampling_params=GREEDY)["output_ids"]) == 4  # a default is cut to what fits
+    assert "at most 4" in refused(
+        engine, PromptTooLongError, input_ids=[1] * 60, max_new_tokens=5, param="max_new_tokens"
+    )
+    assert (
+        len(engine.generate(input_ids=[1] * 60, sampling_params=GREEDY)["output_ids"]) == 4
+    )  # a default is cut to what fits
 
 
 def assert_a_full_queue_takes_nothing(engine):
@@ -457,7 +574,14 @@ def assert_a_full_queue_takes_nothing(engine):
                 taken += reqs
             except QueueFullError as error:
                 assert_readable(error)
-                seen.append((count, core.ledger.num_live - before, len(core.scheduler.waiting), core.ledger.finished["rejected"]))
+                seen.append(
+                    (
+                        count,
+                        core.ledger.num_live - before,
+                        len(core.scheduler.waiting),
+                        core.ledger.finished["rejected"],
+                    )
+                )
         for req in taken:
             core.abort(req.rid)
         return seen

@@ -1,5 +1,5 @@
-"""In bfloat16 too, how a prompt is cut into steps changes no bit of what the CPU's kernels say of it, nor whether tokens are decoded one by
-one or scored together."""
+"""In bfloat16 too, how a prompt is cut into steps changes no bit of what the CPU's kernels say of it, nor whether
+tokens are decoded one by one or scored together."""
 
 import numpy as np
 import pytest
@@ -14,11 +14,22 @@ PROMPT = np.random.default_rng(0).integers(3, 900, 150).tolist()
 
 
 def answer(chunk):
-    sizes = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (chunk,), "chunked_prefill_size": chunk, "context_length": 256}
+    sizes = {
+        "precompile_bs_paddings": (4,),
+        "precompile_token_paddings": (chunk,),
+        "chunked_prefill_size": chunk,
+        "context_length": 256,
+    }
     sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
-    with Engine(str(demo_model_path()), enable_return_routed_experts=True, disable_radix_cache=True, dtype="bfloat16", **sizes) as engine:
+    with Engine(
+        str(demo_model_path()), enable_return_routed_experts=True, disable_radix_cache=True, dtype="bfloat16", **sizes
+    ) as engine:
         said = engine.generate(
-            input_ids=PROMPT, sampling_params=sampling, return_routed_experts=True, return_logprob=True, logprob_start_len=0
+            input_ids=PROMPT,
+            sampling_params=sampling,
+            return_routed_experts=True,
+            return_logprob=True,
+            logprob_start_len=0,
         )
         (scored,) = engine.score([PROMPT + said["output_ids"]])
     meta = said["meta_info"]

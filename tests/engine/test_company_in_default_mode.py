@@ -1,9 +1,11 @@
-"""What a request is told on the kernels that a CPU takes by itself hangs on that request alone, to the last bit: not on who runs beside
-it, on who comes in between, on how its prompt is cut, on what the prefix cache held, nor on the padded sizes.
+"""What a request is told on the kernels that a CPU takes by itself hangs on that request alone, to the last bit: not on
+who runs beside it, on who comes in between, on how its prompt is cut, on what the prefix cache held, nor on the padded
+sizes.
 
-In bfloat16 with a dense first layer, and in float32 where every layer is one of experts: plain code between kernels, as around a dense
-layer, is fused otherwise in every program, which float32 shows in its last bits and bfloat16 rounds away. Requests of a step are sampled
-alike: the choice of greedy steps is a kernel of its own, and says logprobs with another rounding."""
+In bfloat16 with a dense first layer, and in float32 where every layer is one of experts: plain code between kernels, as
+around a dense layer, is fused otherwise in every program, which float32 shows in its last bits and bfloat16 rounds
+away. Requests of a step are sampled alike: the choice of greedy steps is a kernel of its own, and says logprobs with
+another rounding."""
 
 import tempfile
 
@@ -56,7 +58,9 @@ def alone(world):
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_each_sequence_says_in_company_what_it_says_alone(world, alone, cell, temperature):
-    drive = world.drive(max_running_requests=cell.batch, chunked_prefill_size=cell.chunk, disable_radix_cache=cell.radix == "off")
+    drive = world.drive(
+        max_running_requests=cell.batch, chunked_prefill_size=cell.chunk, disable_radix_cache=cell.radix == "off"
+    )
     order = np.random.default_rng(1).permutation(len(GIVEN))
     if cell.radix == "warm":
         drive.run(*(request(f"warm{index}", GIVEN[index], 1) for index in order), check=False)
@@ -74,8 +78,13 @@ def test_a_call_said_again_is_the_same_while_prompts_of_others_arrive(world, alo
     """Some of its steps hold prompts, and in some every request has one token: neither may round otherwise."""
     rng = np.random.default_rng(6)
     drive = world.drive(disable_radix_cache=True)
-    others = {step: request(f"q{step}", random_prompt(rng, 3 * step), 4, temperature=temperature) for step in (3, 4, 9, 15, 16)}
-    drive.run(asked(index, temperature), before_step=lambda step: step in others and drive.add(others[step]), check=False)
+    others = {
+        step: request(f"q{step}", random_prompt(rng, 3 * step), 4, temperature=temperature)
+        for step in (3, 4, 9, 15, 16)
+    }
+    drive.run(
+        asked(index, temperature), before_step=lambda step: step in others and drive.add(others[step]), check=False
+    )
     modes = {batch.mode for batch, _ in drive.log.forwards}
     assert len(drive.told) == 6 and len(modes) > 1, modes
     assert told_by(drive)[f"p{index}"] == alone[temperature][f"p{index}"]

@@ -1,7 +1,9 @@
-"""Abort and continue: prompt and answer so far, sent again, and the records of both merged. Judged by the tap at the experts.
+"""Abort and continue: prompt and answer so far, sent again, and the records of both merged. Judged by the tap at the
+experts.
 
-Every row of the merged record must be the one that its first writer executed, whatever happened between, or marked as not
-known; none may be wrong. Schedules are random: arrivals, chunks, prefix hits, n > 1, retraction, flushes, weight updates."""
+Every row of the merged record must be the one that its first writer executed, whatever happened between, or marked as
+not known; none may be wrong. Schedules are random: arrivals, chunks, prefix hits, n > 1, retraction, flushes, weight
+updates."""
 
 import numpy as np
 import pytest
@@ -24,7 +26,8 @@ def world():
 
 
 def test_an_aborted_rollout_goes_on_where_it_was(world):
-    """Weights change between: the rows of the first part keep their version, and its last token's row is the second part's."""
+    """Weights change between: the rows of the first part keep their version, and its last token's row is the second
+    part's."""
     drive, prompt = world.drive(), random_prompt(np.random.default_rng(1), 21)
     drive.run(request("a", prompt, 30), before_step=lambda step: step == 12 and drive.core.abort("a"))
     part = tokens_of(drive, "a")
@@ -33,7 +36,9 @@ def test_an_aborted_rollout_goes_on_where_it_was(world):
     drive.update_weights(other_weights(3), cache="flush")
     drive.run(request("b", part, 30 - (part.size - prompt.size)))
     whole = tokens_of(drive, "b")
-    record = merge_turns([(part, drive.told["a"].end.routed_experts), (whole, drive.told["b"].end.routed_experts)], whole)
+    record = merge_turns(
+        [(part, drive.told["a"].end.routed_experts), (whole, drive.told["b"].end.routed_experts)], whole
+    )
     assert_merged(drive, ["a", "b"], record, whole)
     assert record.version_spans == ((0, part.size - 1, old), (part.size - 1, whole.size - 1, old + 1))
     assert record.num_prompt_tokens == prompt.size
@@ -56,7 +61,9 @@ def test_a_continued_rollout_says_what_an_unhurried_one_says(tmp_path):
     said = {"temperature": 1.0, "seed": 12, "ignore_eos": True}
     with Engine(str(folder), enable_return_routed_experts=True, deterministic=True, **SMALL) as engine:
         whole = engine.generate(input_ids=prompt, sampling_params=said, max_new_tokens=50, return_routed_experts=True)
-        calls = Begun(engine, prompt, outputs=9, sampling_params=said, max_new_tokens=50, return_routed_experts=True, rid="part")
+        calls = Begun(
+            engine, prompt, outputs=9, sampling_params=said, max_new_tokens=50, return_routed_experts=True, rid="part"
+        )
         engine.abort("part")
         engine.resume()
         (part,) = calls.results()
@@ -65,7 +72,11 @@ def test_a_continued_rollout_says_what_an_unhurried_one_says(tmp_path):
         assert part["meta_info"]["finish_reason"]["type"] == "abort" and left > 0
         start = len(told) - 1  # the first row that the first part does not have
         rest = engine.generate(
-            input_ids=told, sampling_params=said, max_new_tokens=left, return_routed_experts=True, routed_experts_start_len=start
+            input_ids=told,
+            sampling_params=said,
+            max_new_tokens=left,
+            return_routed_experts=True,
+            routed_experts_start_len=start,
         )
     tokens = [*told, *rest["output_ids"]]
     assert tokens == [*prompt, *whole["output_ids"]]

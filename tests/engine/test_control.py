@@ -1,4 +1,5 @@
-"""Pauses and new weights by the doors of the engine: what was running ends as it would have, whatever held it in between."""
+"""Pauses and new weights by the doors of the engine: what was running ends as it would have, whatever held it in
+between."""
 
 import concurrent.futures
 import gc
@@ -13,7 +14,14 @@ from flax import nnx
 
 from oracles.full_sequence import FullSequence
 from oracles.worlds import model_of
-from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequestError, RoutingStats, WeightsMismatchError
+from routed_experts import (
+    CheckpointError,
+    Engine,
+    EngineDeadError,
+    InvalidRequestError,
+    RoutingStats,
+    WeightsMismatchError,
+)
 from routed_experts.capture.meta_info import record_from_meta_info
 from routed_experts.models.checkpoint import save
 from serving import SMALL, Begun, assert_idle, on_engine_thread, serve
@@ -44,7 +52,9 @@ def begun(engine, *prompts, max_tokens=60):
 
 
 def ask(engine, prompt=PROMPT, max_tokens=60):
-    return engine.generate(input_ids=prompt, sampling_params=GREEDY | {"max_tokens": max_tokens}, return_routed_experts=True)
+    return engine.generate(
+        input_ids=prompt, sampling_params=GREEDY | {"max_tokens": max_tokens}, return_routed_experts=True
+    )
 
 
 def num_steps(engine):
@@ -63,7 +73,9 @@ def test_a_pause_holds_and_a_resume_goes_on(engine, mode):
         late = pool.submit(ask, engine, PROMPT[:9], 4)
         while on_engine_thread(engine, lambda core: len(core.scheduler.waiting)) < 1 + (mode == "retract"):
             pass
-        running = on_engine_thread(engine, lambda core: [(req.num_pages > 0, req.num_output) for req in core.scheduler.running])
+        running = on_engine_thread(
+            engine, lambda core: [(req.num_pages > 0, req.num_output) for req in core.scheduler.running]
+        )
         assert len(running) == (mode == "in_place") and all(holds for holds, _ in running)
         before = num_steps(engine)
         assert engine.check_integrity() == []
@@ -77,7 +89,9 @@ def test_a_pause_holds_and_a_resume_goes_on(engine, mode):
     assert ids == whole["output_ids"][: len(ids)] and len(ids) > 0 and (mode == "abort" or len(ids) == 60)
     assert record.num_rows == len(PROMPT) + len(ids) - 1
     same = np.mean(record.ids == record_from_meta_info(whole).ids[: record.num_rows])
-    assert same > (0.99 if mode == "retract" else 0.999)  # a prompt that is read anew may differ in the last bit, at a near tie
+    assert same > (
+        0.99 if mode == "retract" else 0.999
+    )  # a prompt that is read anew may differ in the last bit, at a near tie
 
 
 def test_a_pause_that_waits_returns_when_what_ran_has_ended(engine):
@@ -178,7 +192,9 @@ def test_weights_in_every_form_serve_the_next_request(engine, form):
     assert record_from_meta_info(result).version_spans == ((0, 27, version),)
 
 
-@pytest.mark.parametrize(("mode", "cache"), [("in_place", "keep"), ("in_place", "flush"), ("retract", "flush"), ("retract", "keep")])
+@pytest.mark.parametrize(
+    ("mode", "cache"), [("in_place", "keep"), ("in_place", "flush"), ("retract", "flush"), ("retract", "keep")]
+)
 def test_a_request_that_lives_through_an_update_says_which_weights_made_its_rows(engine, mode, cache):
     old = next_version(engine) - 1
     calls = begun(engine, PROMPT, max_tokens=300)
@@ -212,7 +228,10 @@ MISFITS = {
     "unknown": (lambda flat: flat.update(extra=jnp.ones(3)), r"extra: float32\[3\] is not in the model"),
     "no array": (lambda flat: flat.update(norm=1.0), r"norm: no array but 1.0 for float32\[64\]"),
     "donated": (lambda flat: flat.update(norm=donated()), r"norm: a donated float32\[64\] for"),
-    "broken": (lambda flat: flat.update(norm=jnp.ones(64).at[5].set(jnp.nan)), r"1 arrays hold NaN or infinity: norm; the served weights"),
+    "broken": (
+        lambda flat: flat.update(norm=jnp.ones(64).at[5].set(jnp.nan)),
+        r"1 arrays hold NaN or infinity: norm; the served weights",
+    ),
     "all": (lambda flat: flat.clear(), r"and \d+ more; give the served names"),
 }
 
@@ -250,7 +269,8 @@ def test_donated_weights_are_the_engines_until_others_come_or_memory_is_released
 
 
 def test_a_version_that_is_taken_meanwhile_waits_for_the_weights_that_were_promised_it(engine):
-    """Arrays are given away under a version; whoever names the served weights so meanwhile comes second, and the arrays are served."""
+    """Arrays are given away under a version; whoever names the served weights so meanwhile comes second, and the arrays
+    are served."""
     version, asked, renamed = next_version(engine), threading.Event(), threading.Event()
 
     class Slow(dict):
@@ -324,14 +344,22 @@ def test_counts_are_the_bincount_of_all_rows_when_nothing_is_cached(engine):
     """Prompts of several chunks beside decoding requests, and requests that ask for no rows."""
     engine.flush_cache()
     engine.reset_routing_stats()
-    prompts = [np.random.default_rng(seed).integers(3, 313, length).tolist() for seed, length in ((7, 90), (8, 3), (9, 1), (10, 41))]
+    prompts = [
+        np.random.default_rng(seed).integers(3, 313, length).tolist()
+        for seed, length in ((7, 90), (8, 3), (9, 1), (10, 41))
+    ]
     answers = engine.generate(input_ids=prompts, sampling_params=GREEDY | {"max_tokens": 9}, return_routed_experts=True)
     stats = engine.routing_stats()
     wanted = RoutingStats.from_records([record_from_meta_info(answer) for answer in answers])
-    assert (stats.counts == wanted.counts).all() and stats.num_tokens.tolist() == wanted.num_tokens.tolist() == [135, 32]
+    assert (stats.counts == wanted.counts).all() and stats.num_tokens.tolist() == wanted.num_tokens.tolist() == [
+        135,
+        32,
+    ]
     stats.check_model(wanted.layer_ids, wanted.num_experts)
     engine.generate(input_ids=prompts[0], sampling_params=GREEDY | {"max_tokens": 9})
-    again = engine.reset_routing_stats().num_tokens - stats.num_tokens  # its prefix is known by now: fewer tokens of it are fed
+    again = (
+        engine.reset_routing_stats().num_tokens - stats.num_tokens
+    )  # its prefix is known by now: fewer tokens of it are fed
     assert 0 < again[0] < 90 and again[1] == 8
     assert not engine.routing_stats().num_tokens.any()
     engine.generate(input_ids=[[7]], sampling_params=GREEDY | {"max_tokens": 5})  # its prompt fits a step that decodes

@@ -1,4 +1,5 @@
-"""Incremental text equals one-shot text, however the tokens are cut, whatever bytes they hold; and takes linear work."""
+"""Incremental text equals one-shot text, however the tokens are cut, whatever bytes they hold; and takes linear
+work."""
 
 import random
 
@@ -23,7 +24,9 @@ def save_backend(folder, backend):
 def sentencepiece_like(decoder):
     """A vocabulary as Mixtral's: raw bytes, words that begin with a space mark, a special token."""
     words = ["<unk>", "<s>", *[f"<0x{byte:02X}>" for byte in range(256)], "▁", *"abé中", "▁a", "▁▁", "ab", "▁ab", "ba▁"]
-    backend = Backend(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend = Backend(
+        models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
     backend.add_special_tokens(["<s>"])
     backend.decoder = decoder
     return backend
@@ -35,7 +38,9 @@ def tokenizers(tmp_path_factory):
     mixed = "".join(random.Random(0).choices(CHARACTERS, k=4000))
     merged = train_tokenizer(mixed, 700)
     merged.add_tokens(["a b é", "Ġ 中"])  # with characters that stand for no byte: these are text as they are
-    mixtral = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    mixtral = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return {
         "byte-level": Tokenizer.from_directory(write_tiny_tokenizer(folder / "tiny")),
         "byte-level, merges across characters": save_backend(folder / "mixed", merged),
@@ -159,7 +164,11 @@ def test_text_that_may_begin_a_stop_is_held_and_given_back(tokenizers):
 def test_stop_met_in_the_flushed_text(tokenizers):
     tokenizer = tokenizers["byte-level"]
     detokenizer = IncrementalDetokenizer(tokenizer, stop=("\ufffd",))
-    assert (detokenizer.push(tokenizer.encode("a🙂")[:-1]), detokenizer.finish(), detokenizer.stopped) == ("a", "", "\ufffd")
+    assert (detokenizer.push(tokenizer.encode("a🙂")[:-1]), detokenizer.finish(), detokenizer.stopped) == (
+        "a",
+        "",
+        "\ufffd",
+    )
 
 
 def test_special_tokens_can_be_stop_strings_when_they_are_shown(tokenizers):
@@ -209,7 +218,9 @@ def test_every_id_of_the_tiny_vocabulary_alone(tokenizers):
     tokenizer = tokenizers["byte-level"]
     for token_id in range(VOCAB_SIZE):
         detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
-        assert detokenizer.push([token_id]) + detokenizer.finish() == tokenizer.decode([token_id], skip_special_tokens=False)
+        assert detokenizer.push([token_id]) + detokenizer.finish() == tokenizer.decode(
+            [token_id], skip_special_tokens=False
+        )
 
 
 def test_no_stop_string_is_met_before_min_tokens(tokenizers):
@@ -220,4 +231,9 @@ def test_no_stop_string_is_met_before_min_tokens(tokenizers):
         told = text.push(ids) + text.finish()
         late = tokenizer.decode(ids)[len(tokenizer.decode(ids[: max(least - 1, 0)])) :]
         assert (text.stopped == "b") == ("b" in late), least
-        assert told == tokenizer.decode(ids)[: len(tokenizer.decode(ids)) - len(late) + (late.index("b") if "b" in late else len(late))]
+        assert (
+            told
+            == tokenizer.decode(ids)[
+                : len(tokenizer.decode(ids)) - len(late) + (late.index("b") if "b" in late else len(late))
+            ]
+        )

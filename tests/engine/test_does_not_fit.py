@@ -30,7 +30,9 @@ def refused(folder, **said):
     with pytest.raises(MemoryPlanError) as told:
         routed_experts.Engine(folder, on_load=lambda *bytes_: loaded.append(bytes_), **said)
     gc.collect()
-    assert not loaded and len(jax.live_arrays()) <= alive, "nothing is loaded or allocated before the plan is known to fit"
+    assert not loaded and len(jax.live_arrays()) <= alive, (
+        "nothing is loaded or allocated before the plan is known to fit"
+    )
     return told.value
 
 
@@ -38,7 +40,10 @@ def test_it_serves_with_the_values_that_the_error_gives(folder):
     fraction = 1.2 * MIB / device_bytes()  # the weights take 1.1 MiB
     ways = refused(folder, **SIZES, mem_fraction_static=fraction).ways
     contexts = [way for way in ways if "context_length" in way]
-    for way in [*contexts, {"mem_fraction_static": next(way["mem_fraction_static"] for way in ways if "mem_fraction_static" in way)}]:
+    for way in [
+        *contexts,
+        {"mem_fraction_static": next(way["mem_fraction_static"] for way in ways if "mem_fraction_static" in way)},
+    ]:
         said = SIZES | {"mem_fraction_static": fraction} | way
         with routed_experts.Engine(folder, **said, enable_return_routed_experts=True) as engine:
             out = engine.generate(input_ids=[5, 6, 7], max_new_tokens=2, return_routed_experts=True)

@@ -1,8 +1,8 @@
 """The grid of deterministic mode (RELIABILITY I8): ids, tokens and logprobs to the last bit, whatever the company.
 
-Each cell is a way to run the same requests: how many at once, in chunks of what size, with a prefix cache or none or a warm one,
-retracted or not, one choice or four, in shuffled order. Each is compared with every request alone: one at a time, in one chunk,
-no cache, never retracted. Default mode is held to the margin rule, against NumPy."""
+Each cell is a way to run the same requests: how many at once, in chunks of what size, with a prefix cache or none or a
+warm one, retracted or not, one choice or four, in shuffled order. Each is compared with every request alone: one at a
+time, in one chunk, no cache, never retracted. Default mode is held to the margin rule, against NumPy."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,13 @@ from oracles.margins import assert_margin_rule, differences
 from oracles.worlds import random_prompt, state_of, tiny_world, wide_margin_oracle
 
 NEW_TOKENS = 24
-BATCHES, CHUNKS, RADIX, PREEMPT, CHOICES = (1, 2, 3, 8, 32), (None, 1, 7, 16, 64), ("on", "off", "warm"), (False, True), (1, 4)
+BATCHES, CHUNKS, RADIX, PREEMPT, CHOICES = (
+    (1, 2, 3, 8, 32),
+    (None, 1, 7, 16, 64),
+    ("on", "off", "warm"),
+    (False, True),
+    (1, 4),
+)
 SAMPLING = (
     dict(),
     dict(temperature=1.0),
@@ -41,10 +47,13 @@ class Cell:
 
 
 ALL_CELLS = [Cell(*values) for values in itertools.product(BATCHES, CHUNKS, RADIX, PREEMPT, CHOICES)]
-# A request that runs alone is never sent back: with batch 1 a cell and its preempted twin are one run, so 30 of the 300 are left out.
+# A request that runs alone is never sent back: with batch 1 a cell and its preempted twin are one run, so 30 of the 300
+# are left out.
 GRID = [cell for cell in ALL_CELLS if not (cell.batch == 1 and cell.preempt)]
 SAMPLE = [GRID[index] for index in np.random.default_rng(3).permutation(len(GRID))[:24]]
-FULL = [cell for cell in GRID if (cell.batch, cell.chunk) == (32, None)]  # in chunks of 7 the first have ended before the last begin
+FULL = [
+    cell for cell in GRID if (cell.batch, cell.chunk) == (32, None)
+]  # in chunks of 7 the first have ended before the last begin
 
 
 @pytest.fixture(scope="module")
@@ -104,18 +113,28 @@ def sixteen_alone(world):
 
 @pytest.fixture(scope="module")
 def thirty_two_alone(world, sixteen_alone):
-    return sixteen_alone | alone(world, THIRTY_TWO, choices=1, of=range(16, 32)) | alone(world, THIRTY_TWO, choices=4, of=range(4, 8))
+    return (
+        sixteen_alone
+        | alone(world, THIRTY_TWO, choices=1, of=range(16, 32))
+        | alone(world, THIRTY_TWO, choices=4, of=range(4, 8))
+    )
 
 
 def run_cell(world, cell, given, seed):
     """One cell of `given` prompts, or with n choices of every n-th of them: as many sequences."""
-    drive = world.drive(max_running_requests=cell.batch, chunked_prefill_size=cell.chunk, disable_radix_cache=cell.radix == "off")
+    drive = world.drive(
+        max_running_requests=cell.batch, chunked_prefill_size=cell.chunk, disable_radix_cache=cell.radix == "off"
+    )
     order = np.random.default_rng(seed).permutation(len(given) // cell.n)
     if cell.radix == "warm":
         drive.run(*(request(f"warm{index}", given[index], 1) for index in order), check=False)
         drive.told.clear()
     reqs = [choice_of(index, choice, given) for index in order for choice in range(cell.n)]
-    drive.run(*reqs, before_step=(lambda step: step % 3 == 2 and drive.retract_victim()) if cell.preempt else None, check=False)
+    drive.run(
+        *reqs,
+        before_step=(lambda step: step % 3 == 2 and drive.retract_victim()) if cell.preempt else None,
+        check=False,
+    )
     return drive
 
 
@@ -130,7 +149,9 @@ def assert_equal_to_alone(world, cells, given, expected):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_sixteen_sequences_in_each_of_twenty_four_cells_say_bit_for_bit_what_each_says_alone(world, sixteen_alone, part):
+def test_sixteen_sequences_in_each_of_twenty_four_cells_say_bit_for_bit_what_each_says_alone(
+    world, sixteen_alone, part
+):
     for axis, values in dict(batch=BATCHES, chunk=CHUNKS, radix=RADIX, preempt=PREEMPT, n=CHOICES).items():
         assert {vars(cell)[axis] for cell in SAMPLE} == set(values)
     assert_equal_to_alone(world, SAMPLE[part::4], SIXTEEN, sixteen_alone)
@@ -139,7 +160,8 @@ def test_sixteen_sequences_in_each_of_twenty_four_cells_say_bit_for_bit_what_eac
 @pytest.mark.parametrize("radix", RADIX)
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_every_cell_of_the_grid_says_bit_for_bit_what_each_sequence_says_alone(world, eight_alone, chunk, radix):
-    """Eight sequences are in one batch where it takes 8 and where it takes 32, which is one run: the latter have a test of their own."""
+    """Eight sequences are in one batch where it takes 8 and where it takes 32, which is one run: the latter have a test
+    of their own."""
     cells = [cell for cell in GRID if (cell.chunk, cell.radix) == (chunk, radix) and cell.batch != 32]
     assert len(cells) == 14
     assert_equal_to_alone(world, cells, EIGHT, eight_alone)
@@ -165,7 +187,9 @@ def served_in_company(drive, count, seed):
     for index in range(count):
         prompt = np.concatenate([shared[: rng.integers(25)], random_prompt(rng, rng.integers(1, 17))])
         start = 0 if index % 5 == 0 else -1
-        reqs.append(request(f"r{index}", prompt, 8, temperature=float(index % 2), seed=index, prompt_logprobs_from=start))
+        reqs.append(
+            request(f"r{index}", prompt, 8, temperature=float(index % 2), seed=index, prompt_logprobs_from=start)
+        )
     drive.run(*reqs, before_step=lambda step: step % 9 == 8 and drive.retract_victim(), check=False)
     assert sum(told.end.cached_tokens > 0 for told in drive.told.values()) > count // 5
     assert drive.core.scheduler.num_retracted > count // 50

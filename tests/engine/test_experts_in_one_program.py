@@ -1,5 +1,6 @@
-"""Experts shared out with host_backend="ffi": a step is one program, the host's experts run beside it. It says what the engine says that
-has all experts on the accelerator, for no, some and nearly all residents, while residents change, and where long steps copy experts."""
+"""Experts shared out with host_backend="ffi": a step is one program, the host's experts run beside it. It says what the
+engine says that has all experts on the accelerator, for no, some and nearly all residents, while residents change, and
+where long steps copy experts."""
 
 import contextlib
 import dataclasses
@@ -71,7 +72,11 @@ def lane_of(engine):
 @pytest.mark.parametrize("num_resident", [0, 1, 5])
 def test_any_number_of_residents_says_the_same(folder, undivided, other, undivided_other, num_resident):
     """Also after other weights have come, from disk or as arrays."""
-    how = {"residency": any_residents(num_resident, num_resident)} if num_resident % 2 else {"kt_num_gpu_experts": num_resident}
+    how = (
+        {"residency": any_residents(num_resident, num_resident)}
+        if num_resident % 2
+        else {"kt_num_gpu_experts": num_resident}
+    )
     with shared_out(folder, **how, kt_cpuinfer=1 + num_resident % 2) as engine:
         assert_same(ask(engine), undivided)
         held, hits = engine.residency()
@@ -81,7 +86,9 @@ def test_any_number_of_residents_says_the_same(folder, undivided, other, undivid
             assert_served(engine, ask(engine), undivided_other, 5)
         assert seen == []
         assert metrics_of(engine)["host_experts_seconds_total"] == lane_of(engine).counts().busy_s > 0
-    rows = [extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided]
+    rows = [
+        extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided
+    ]
     np.testing.assert_allclose(hits, hits_of(held, np.concatenate(rows)), atol=1e-12)
     assert errands == steps * MOE_LAYERS  # of each step and MoE layer one
 
@@ -136,7 +143,12 @@ def test_weights_and_residents_change_at_once(engine, folder, undivided, other, 
     for first, again in (scores[0::2], scores[1::2]):
         np.testing.assert_allclose(first.logprobs, again.logprobs, atol=1e-5, rtol=0)
     for score, weights in zip(scores, (other, folder) * 2, strict=True):
-        told = [value for value, *_ in (undivided_other if weights == other else undivided)[0]["meta_info"]["input_token_logprobs"][1:]]
+        told = [
+            value
+            for value, *_ in (undivided_other if weights == other else undivided)[0]["meta_info"][
+                "input_token_logprobs"
+            ][1:]
+        ]
         np.testing.assert_allclose(score.logprobs, told, atol=1e-5, rtol=0)
     assert not np.allclose(scores[0].logprobs, scores[1].logprobs, atol=1e-3)
 
@@ -146,7 +158,9 @@ def test_a_long_step_sends_the_host_nothing(engine, undivided):
     before, steps = lane_of(engine).counts().num_errands, engine._assembly.core.num_steps
     assert_same(ask(engine), undivided)
     long = 2  # of 35 tokens: 16, 16, and 3 that are below the threshold of 9
-    assert lane_of(engine).counts().num_errands - before == (engine._assembly.core.num_steps - steps - long) * MOE_LAYERS
+    assert (
+        lane_of(engine).counts().num_errands - before == (engine._assembly.core.num_steps - steps - long) * MOE_LAYERS
+    )
 
 
 def test_in_turn_the_numbers_are_the_same(engine, undivided):
@@ -202,7 +216,9 @@ def test_what_cannot_be_is_refused(folder, monkeypatch):
         with nothing_allocated():
             Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=2, host_backend="ffi", **experts), **SIZES)
 
-    with pytest.raises(ConfigError, match=r"kt_max_deferred_experts_per_token=1 with host_backend='ffi'.*leave it at 0"):
+    with pytest.raises(
+        ConfigError, match=r"kt_max_deferred_experts_per_token=1 with host_backend='ffi'.*leave it at 0"
+    ):
         build(kt_max_deferred_experts_per_token=1)
     with pytest.raises(ConfigError, match="kt_cpuinfer=0, but somebody must run"):
         build(kt_cpuinfer=0)

@@ -1,7 +1,8 @@
 """Fidelity: every row returned is what the experts were given in the pass that first fed its token, bit for bit.
 
-Judged by the tap, which shares no code with capture, in deterministic and in default mode; the stores are poisoned before every
-run and after every step. The second judge is replay: the rows returned must reproduce the logprobs returned."""
+Judged by the tap, which shares no code with capture, in deterministic and in default mode; the stores are poisoned
+before every run and after every step. The second judge is replay: the rows returned must reproduce the logprobs
+returned."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,14 @@ def requests(seed=0, lengths=LENGTHS, max_tokens=12, **options):
     """Greedy and sampled requests in turn."""
     rng = np.random.default_rng(seed)
     return [
-        request(f"r{index}", random_prompt(rng, length), max_tokens, temperature=float(index % 2), seed=seed + index, **options)
+        request(
+            f"r{index}",
+            random_prompt(rng, length),
+            max_tokens,
+            temperature=float(index % 2),
+            seed=seed + index,
+            **options,
+        )
         for index, length in enumerate(lengths)
     ]
 
@@ -53,16 +61,26 @@ def test_a_prefix_hit_gets_the_rows_of_the_pass_that_wrote_the_page(world):
     shared = random_prompt(rng, 40)
     drive.run(request("writer", shared, 12))
     whole = np.concatenate([shared, drive.told["writer"].tokens])
-    readers = [request(f"reader{cut}", np.concatenate([whole[:cut], random_prompt(rng, 3)]), 8) for cut in (3, 17, 40, 51)]
+    readers = [
+        request(f"reader{cut}", np.concatenate([whole[:cut], random_prompt(rng, 3)]), 8) for cut in (3, 17, 40, 51)
+    ]
     drive.run(*readers)
-    assert [drive.told[req.rid].end.cached_tokens for req in readers] == [0, 16, 40, 48]  # pages of 4, generated ones among them
+    assert [drive.told[req.rid].end.cached_tokens for req in readers] == [
+        0,
+        16,
+        40,
+        48,
+    ]  # pages of 4, generated ones among them
     assert_all_faithful(drive)
 
 
 def test_a_prefix_hit_in_company_gets_the_rows_of_the_pass_that_wrote_the_page(world):
     drive, rng = world.drive(chunked_prefill_size=8), np.random.default_rng(3)
     shared = random_prompt(rng, 24)
-    reqs = [request(f"r{i}", np.concatenate([shared, random_prompt(rng, i)]), 6 + i, temperature=1.0, seed=i) for i in range(1, 9)]
+    reqs = [
+        request(f"r{i}", np.concatenate([shared, random_prompt(rng, i)]), 6 + i, temperature=1.0, seed=i)
+        for i in range(1, 9)
+    ]
     drive.add(*reqs[:4])
     drive.steps(9)
     drive.run(*reqs[4:])
@@ -106,7 +124,10 @@ def test_an_abort_in_decode_returns_the_rows_of_the_tokens_returned(world):
 @pytest.mark.parametrize("steps_later", [0, 1, 3])
 def test_an_abort_after_retraction_returns_the_rows_taken_along(world, steps_later):
     """At once it waits and holds no page; later it is reading its prompt anew."""
-    drive, reqs = world.drive(chunked_prefill_size=6, disable_radix_cache=True), requests(8, lengths=(5, 40), max_tokens=30)
+    drive, reqs = (
+        world.drive(chunked_prefill_size=6, disable_radix_cache=True),
+        requests(8, lengths=(5, 40), max_tokens=30),
+    )
     drive.add(*reqs)
     while drive.reqs["r1"].num_output < 5:
         drive.step()
@@ -142,7 +163,9 @@ def test_a_flush_mid_run_costs_running_requests_no_row(world, first):
 @pytest.mark.parametrize("cache", ["flush", "keep"])
 def test_rows_of_a_request_that_lived_through_an_update_name_their_versions(world, cache):
     drive, reqs = world.drive(chunked_prefill_size=8), requests(11, max_tokens=16)
-    drive.run(*reqs, before_step=lambda step: step in (5, 15) and drive.update_weights(other_weights(1 + step), cache=cache))
+    drive.run(
+        *reqs, before_step=lambda step: step in (5, 15) and drive.update_weights(other_weights(1 + step), cache=cache)
+    )
     assert assert_all_faithful(drive) == num_rows(reqs)
     assert max(len(told.end.routed_experts.version_spans) for told in drive.told.values()) == 3
 
@@ -188,9 +211,16 @@ def test_any_mixture_of_events_keeps_every_row(world, seed):
     def arrive():
         nonlocal arrived
         prompt = np.concatenate([shared[: rng.integers(0, 41)], random_prompt(rng, rng.integers(1, 30))])
-        options = dict(max_tokens=int(rng.integers(1, 20)), temperature=float(rng.integers(2)), seed=int(rng.integers(9)))
+        options = dict(
+            max_tokens=int(rng.integers(1, 20)), temperature=float(rng.integers(2)), seed=int(rng.integers(9))
+        )
         for choice in range(rng.integers(1, 4)):
-            more = dict(choice=choice, group=f"g{arrived}", stream=bool(rng.integers(2)), start=int(rng.integers(prompt.size + 1)))
+            more = dict(
+                choice=choice,
+                group=f"g{arrived}",
+                stream=bool(rng.integers(2)),
+                start=int(rng.integers(prompt.size + 1)),
+            )
             if rng.random() < 0.3:
                 more |= dict(frequency_penalty=0.5, stop_token_ids=[*range(0, 313, 9)])
             drive.add(request(f"r{arrived}-{choice}", prompt, **options, **more))
@@ -225,7 +255,11 @@ def test_rows_that_are_returned_reproduce_the_logprobs_that_are_returned(world):
     tokens, ids, valid = np.zeros(size, np.int32), np.zeros((*size, 3, 4), np.uint8), np.zeros(size, bool)
     for index, req in enumerate(reqs):
         rows = drive.told[req.rid].end.routed_experts.ids
-        tokens[index, : req.num_known], ids[index, : len(rows)], valid[index, : len(rows)] = req.tokens[: req.num_known], rows, True
+        tokens[index, : req.num_known], ids[index, : len(rows)], valid[index, : len(rows)] = (
+            req.tokens[: req.num_known],
+            rows,
+            True,
+        )
     routed = RoutedBatch(jnp.asarray(ids), jnp.asarray(valid), jnp.zeros(size, bool))
     logits = forward(model_of(world.config, world.oracle.tensors), jnp.asarray(tokens), routed=routed).logits
     logprobs = np.asarray(jax.nn.log_softmax(logits))

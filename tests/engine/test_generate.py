@@ -1,19 +1,32 @@
-"""`generate` at once: how it is called, what comes back, where it stops. Greedy unless said, so that answers can be compared."""
+"""`generate` at once: how it is called, what comes back, where it stops. Greedy unless said, so that answers can be
+compared."""
 
 import re
 
 import numpy as np
 import pytest
 
-from routed_experts import InvalidRequestError, PromptTooLongError, SamplingParams, extract_routed_experts_from_meta_info
+from routed_experts import (
+    InvalidRequestError,
+    PromptTooLongError,
+    SamplingParams,
+    extract_routed_experts_from_meta_info,
+)
 from routed_experts.capture.meta_info import record_from_meta_info
 from serving import borrow, letters, serve
 from tiny import EOS_ID, VOCAB_SIZE, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 META_KEYS = {
-    "id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "e2e_latency", "weight_version", "logprobs_mode",
-}  # fmt: skip
+    "id",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "e2e_latency",
+    "weight_version",
+    "logprobs_mode",
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +91,18 @@ def test_max_new_tokens_stands_beside_the_parameters_and_agrees_with_them(engine
 
 
 def test_rows_may_be_asked_for_in_either_place(engine):
-    beside = engine.generate("the cat", GREEDY, max_new_tokens=4, return_routed_experts=True, routed_experts_start_len=2)
-    among = engine.generate("the cat", GREEDY | {"return_routed_experts": True, "routed_experts_prompt_start": 2}, max_new_tokens=4)
+    beside = engine.generate(
+        "the cat", GREEDY, max_new_tokens=4, return_routed_experts=True, routed_experts_start_len=2
+    )
+    among = engine.generate(
+        "the cat", GREEDY | {"return_routed_experts": True, "routed_experts_prompt_start": 2}, max_new_tokens=4
+    )
     both = engine.generate(
-        "the cat", GREEDY | {"return_routed_experts": True}, max_new_tokens=4, return_routed_experts=True, routed_experts_prompt_start=2
+        "the cat",
+        GREEDY | {"return_routed_experts": True},
+        max_new_tokens=4,
+        return_routed_experts=True,
+        routed_experts_prompt_start=2,
     )
     payloads = {one["meta_info"]["routed_experts"] for one in (beside, among, both)}
     assert len(payloads) == 1 and None not in payloads
@@ -89,10 +110,24 @@ def test_rows_may_be_asked_for_in_either_place(engine):
 
 def test_none_is_absent(engine):
     nothing = dict.fromkeys(
-        ("input_ids", "rid", "extra_key", "max_new_tokens", "return_logprob", "logprob_start_len", "top_logprobs_num",
-         "return_routed_experts", "routed_experts_start_len", "routed_experts_format", "routed_experts_layers", "stream")
-    )  # fmt: skip
-    assert said(engine.generate("a", GREEDY | {"max_tokens": 3}, **nothing)) == said(engine.generate("a", GREEDY, max_new_tokens=3))
+        (
+            "input_ids",
+            "rid",
+            "extra_key",
+            "max_new_tokens",
+            "return_logprob",
+            "logprob_start_len",
+            "top_logprobs_num",
+            "return_routed_experts",
+            "routed_experts_start_len",
+            "routed_experts_format",
+            "routed_experts_layers",
+            "stream",
+        )
+    )
+    assert said(engine.generate("a", GREEDY | {"max_tokens": 3}, **nothing)) == said(
+        engine.generate("a", GREEDY, max_new_tokens=3)
+    )
 
 
 def test_128_tokens_are_the_default_and_the_context_the_limit(engine):
@@ -132,15 +167,22 @@ def test_what_was_asked_for_is_added_and_nothing_else(engine):
     asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_routed_experts": True}
     meta = engine.generate("the cat", GREEDY, max_new_tokens=4, **asked)["meta_info"]
     assert set(meta) - META_KEYS == {
-        "output_token_logprobs", "output_top_logprobs", "input_token_logprobs", "input_top_logprobs",
-        "routed_experts", "routed_experts_info", "routed_experts_start_len",
-    }  # fmt: skip
+        "output_token_logprobs",
+        "output_top_logprobs",
+        "input_token_logprobs",
+        "input_top_logprobs",
+        "routed_experts",
+        "routed_experts_info",
+        "routed_experts_start_len",
+    }
     meta = engine.generate("the cat", GREEDY, max_new_tokens=4, return_logprob=True)["meta_info"]
     assert set(meta) - META_KEYS == {"output_token_logprobs"}
 
 
 def test_logprobs_tell_value_id_and_text_of_every_token(engine):
-    result = engine.generate("the cat", GREEDY, max_new_tokens=6, return_logprob=True, logprob_start_len=0, top_logprobs_num=3)
+    result = engine.generate(
+        "the cat", GREEDY, max_new_tokens=6, return_logprob=True, logprob_start_len=0, top_logprobs_num=3
+    )
     meta, ids = result["meta_info"], engine.tokenizer.encode("the cat")
     assert [token for _, token, _ in meta["output_token_logprobs"]] == result["output_ids"]
     assert [token for _, token, _ in meta["input_token_logprobs"]] == ids
@@ -155,8 +197,12 @@ def test_logprobs_tell_value_id_and_text_of_every_token(engine):
 @pytest.mark.parametrize("start", [0, 1, 3, 6])
 def test_prompt_logprobs_begin_where_they_were_asked_to(engine, start):
     ids = [9, 30, 61, 90, 12, 7, 200]
-    whole = engine.generate(input_ids=ids, sampling_params=GREEDY, max_new_tokens=2, return_logprob=True, logprob_start_len=0)
-    part = engine.generate(input_ids=ids, sampling_params=GREEDY, max_new_tokens=2, return_logprob=True, logprob_start_len=start)
+    whole = engine.generate(
+        input_ids=ids, sampling_params=GREEDY, max_new_tokens=2, return_logprob=True, logprob_start_len=0
+    )
+    part = engine.generate(
+        input_ids=ids, sampling_params=GREEDY, max_new_tokens=2, return_logprob=True, logprob_start_len=start
+    )
     wanted = whole["meta_info"]["input_token_logprobs"][start:]
     got = part["meta_info"]["input_token_logprobs"]
     assert [one[1:] for one in got] == [one[1:] for one in wanted]
@@ -165,7 +211,9 @@ def test_prompt_logprobs_begin_where_they_were_asked_to(engine, start):
 
 
 def test_logprobs_among_the_parameters_mean_the_same(engine):
-    beside = engine.generate("the cat", GREEDY, max_new_tokens=3, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
+    beside = engine.generate(
+        "the cat", GREEDY, max_new_tokens=3, return_logprob=True, logprob_start_len=0, top_logprobs_num=2
+    )
     among = engine.generate("the cat", GREEDY | {"logprobs": 2, "prompt_logprobs": 2}, max_new_tokens=3)
     keys = ("output_token_logprobs", "output_top_logprobs", "input_token_logprobs", "input_top_logprobs")
     for key in keys:
@@ -179,12 +227,18 @@ def test_logprobs_among_the_parameters_mean_the_same(engine):
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 7])
 def test_every_token_but_the_last_has_a_row(engine, max_new_tokens):
     prompt_len = len(engine.tokenizer.encode("once upon a time"))
-    whole = record_from_meta_info(engine.generate("once upon a time", GREEDY, max_new_tokens=max_new_tokens, return_routed_experts=True))
+    whole = record_from_meta_info(
+        engine.generate("once upon a time", GREEDY, max_new_tokens=max_new_tokens, return_routed_experts=True)
+    )
     assert whole.num_rows == prompt_len + max_new_tokens - 1 and whole.valid is None
     whole.validate()
     for start in (0, 1, prompt_len - 1, prompt_len):
         result = engine.generate(
-            "once upon a time", GREEDY, max_new_tokens=max_new_tokens, return_routed_experts=True, routed_experts_start_len=start
+            "once upon a time",
+            GREEDY,
+            max_new_tokens=max_new_tokens,
+            return_routed_experts=True,
+            routed_experts_start_len=start,
         )
         part = record_from_meta_info(result)
         assert result["meta_info"]["routed_experts_start_len"] == part.start == start
@@ -205,7 +259,9 @@ def test_every_format_gives_the_same_rows(engine):
 
 
 def test_every_choice_has_its_own_rows(engine):
-    results = engine.generate("once upon a time", {"n": 4, "seed": 5, "max_tokens": 12, "ignore_eos": True}, return_routed_experts=True)
+    results = engine.generate(
+        "once upon a time", {"n": 4, "seed": 5, "max_tokens": 12, "ignore_eos": True}, return_routed_experts=True
+    )
     records = [record_from_meta_info(one) for one in results]
     assert len({record.generated.ids.tobytes() for record in records}) == 4
     assert len({record.prompt.ids.tobytes() for record in records}) == 1
@@ -296,7 +352,10 @@ def test_min_tokens_keeps_stop_tokens_away(engine):
 
 def test_without_detokenising_there_is_no_text(engine):
     result = engine.generate("the cat", GREEDY | {"detokenize": False}, max_new_tokens=4)
-    assert result["text"] == "" and result["output_ids"] == engine.generate("the cat", GREEDY, max_new_tokens=4)["output_ids"]
+    assert (
+        result["text"] == ""
+        and result["output_ids"] == engine.generate("the cat", GREEDY, max_new_tokens=4)["output_ids"]
+    )
 
 
 def test_an_engine_without_tokenizer_takes_and_gives_ids(tmp_path_factory):
@@ -305,7 +364,12 @@ def test_an_engine_without_tokenizer_takes_and_gives_ids(tmp_path_factory):
         result = engine.generate(input_ids=[3, 4, 5], sampling_params=GREEDY, max_new_tokens=4, return_logprob=True)
         assert result["text"] == "" and len(result["output_ids"]) == 4 and max(result["output_ids"]) < VOCAB_SIZE
         assert [text for _, _, text in result["meta_info"]["output_token_logprobs"]] == [None] * 4
-        assert engine.generate(input_ids=[3], sampling_params=GREEDY | {"stop_token_ids": list(range(VOCAB_SIZE))})["output_ids"] != []
+        assert (
+            engine.generate(input_ids=[3], sampling_params=GREEDY | {"stop_token_ids": list(range(VOCAB_SIZE))})[
+                "output_ids"
+            ]
+            != []
+        )
         for asked in ({"prompt": "text"}, {"input_ids": [3], "sampling_params": {"stop": "x"}}):
             with pytest.raises(InvalidRequestError, match="no tokenizer"):
                 engine.generate(**asked)
@@ -317,7 +381,14 @@ def test_an_engine_without_tokenizer_stops_at_the_ids_that_the_checkpoint_names(
         bias = {"temperature": 0.0, "logit_bias": {EOS_ID: 100.0}}
         out = engine.generate(input_ids=[1, 2, 3], sampling_params=bias, max_new_tokens=5)
         assert out["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS_ID}
-        assert len(engine.generate(input_ids=[1, 2, 3], sampling_params=bias | {"ignore_eos": True}, max_new_tokens=5)["output_ids"]) == 5
+        assert (
+            len(
+                engine.generate(input_ids=[1, 2, 3], sampling_params=bias | {"ignore_eos": True}, max_new_tokens=5)[
+                    "output_ids"
+                ]
+            )
+            == 5
+        )
 
 
 def test_no_step_of_a_bfloat16_model_converts_the_whole_pool_on_cpu(tmp_path):

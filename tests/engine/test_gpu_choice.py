@@ -32,7 +32,9 @@ def test_deterministic_mode_stays_on_reference_there():
 
 @pytest.mark.parametrize("field", ["moe_backend", "attention_backend"])
 def test_a_machine_without_a_gpu_refuses_it(field):
-    with pytest.raises(ConfigError, match=f"{field}='gpu' cannot run here: it runs on gpu, and this machine's default device is a cpu"):
+    with pytest.raises(
+        ConfigError, match=f"{field}='gpu' cannot run here: it runs on gpu, and this machine's default device is a cpu"
+    ):
         DEFAULT_BACKENDS.choose(ServerArgs(**{field: "gpu"}), platform="cpu")
 
 

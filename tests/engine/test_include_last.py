@@ -1,4 +1,5 @@
-"""routed_experts_include_last: the last token is fed too, for its row. Its row is what the experts ran, and nothing else changes.
+"""routed_experts_include_last: the last token is fed too, for its row. Its row is what the experts ran, and nothing
+else changes.
 
 Judged by the tap, as test_fidelity is; the stores are poisoned before every run and after every step."""
 
@@ -29,9 +30,11 @@ def requests(seed=0, max_tokens=12, **options):
     said = {"include_last": True, **options}
     rng = np.random.default_rng(seed)
     return [
-        request(f"r{index}", random_prompt(rng, length), max_tokens, temperature=float(index % 2), seed=seed + index, **said)
+        request(
+            f"r{index}", random_prompt(rng, length), max_tokens, temperature=float(index % 2), seed=seed + index, **said
+        )
         for index, length in enumerate(LENGTHS)
-    ]  # fmt: skip
+    ]
 
 
 def num_rows(reqs):
@@ -58,10 +61,18 @@ def test_a_stop_token_has_its_row(world):
     stops = {rid: one.tokens[5] for rid, one in first.told.items()}
     drive, rng = world.drive(), np.random.default_rng(1)
     reqs = [
-        request(f"r{index}", random_prompt(rng, length), 12, include_last=True, temperature=float(index % 2), seed=1 + index,
-                stop_token_ids=[stops[f"r{index}"]], stream=index % 3 == 0)
+        request(
+            f"r{index}",
+            random_prompt(rng, length),
+            12,
+            include_last=True,
+            temperature=float(index % 2),
+            seed=1 + index,
+            stop_token_ids=[stops[f"r{index}"]],
+            stream=index % 3 == 0,
+        )
         for index, length in enumerate(LENGTHS)
-    ]  # fmt: skip
+    ]
     drive.run(*reqs)
     assert assert_all_faithful(drive) == num_rows(reqs)
     assert all(one.end.finish_reason.matched == one.tokens[-1] == stops[rid] for rid, one in drive.told.items())
@@ -93,12 +104,17 @@ def test_an_abort_gives_the_rows_of_what_was_fed(world):
     drive, reqs = world.drive(), requests(4, max_tokens=20)
     drive.run(*reqs, before_step=lambda step: step == 11 and [drive.core.abort(rid) for rid in ("r1", "r5")])
     assert drive.told["r1"].end.finish_reason.type == "abort" and 0 < len(drive.told["r5"].tokens) < 20
-    assert assert_all_faithful(drive) == num_rows(reqs) - sum(one.end.finish_reason.type == "abort" for one in drive.told.values())
+    assert assert_all_faithful(drive) == num_rows(reqs) - sum(
+        one.end.finish_reason.type == "abort" for one in drive.told.values()
+    )
 
 
 def test_choices_and_others_beside_them(world):
     drive, prompt = world.drive(), random_prompt(np.random.default_rng(5), 30)
-    reqs = [request(f"c{j}", prompt, 12, choice=j, group="one", temperature=1.0, seed=5, include_last=j % 2 == 0) for j in range(4)]
+    reqs = [
+        request(f"c{j}", prompt, 12, choice=j, group="one", temperature=1.0, seed=5, include_last=j % 2 == 0)
+        for j in range(4)
+    ]
     drive.run(*reqs)
     assert assert_all_faithful(drive) == sum(req.num_known - index % 2 for index, req in enumerate(reqs))
 
@@ -107,7 +123,9 @@ def test_choices_and_others_beside_them(world):
 def test_up_to_the_end_of_the_context_and_over_every_door(engine, stream):
     prompt = [7, 8, 9] * 100
     asked = {"return_routed_experts": True, "routed_experts_include_last": True, "routed_experts_format": "npy"}
-    said = engine.generate(input_ids=prompt, sampling_params={"ignore_eos": True}, max_new_tokens=212, stream=stream, **asked)
+    said = engine.generate(
+        input_ids=prompt, sampling_params={"ignore_eos": True}, max_new_tokens=212, stream=stream, **asked
+    )
     said = list(said)[-1] if stream else said
     assert len(said["output_ids"]) == 212, "S is the whole context of 512 tokens"
     record = record_from_response(said)
@@ -118,15 +136,23 @@ def test_up_to_the_end_of_the_context_and_over_every_door(engine, stream):
 
 
 def test_a_stop_string_ends_the_text_and_has_its_row(engine):
-    params = SamplingParams(temperature=0.0, max_tokens=40, return_routed_experts=True, routed_experts_include_last=True)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=40, return_routed_experts=True, routed_experts_include_last=True
+    )
     whole = engine.generate("the router", params)
     stop = whole["text"][10:12]
-    plain = engine.generate("the router", {"temperature": 0.0, "stop": stop}, max_new_tokens=40, return_routed_experts=True)
+    plain = engine.generate(
+        "the router", {"temperature": 0.0, "stop": stop}, max_new_tokens=40, return_routed_experts=True
+    )
     for stream in (False, True):
         said = engine.generate(
-            "the router", {"temperature": 0.0, "stop": stop, "routed_experts_include_last": True}, max_new_tokens=40, stream=stream,
-            return_routed_experts=True, routed_experts_stream=stream,
-        )  # fmt: skip
+            "the router",
+            {"temperature": 0.0, "stop": stop, "routed_experts_include_last": True},
+            max_new_tokens=40,
+            stream=stream,
+            return_routed_experts=True,
+            routed_experts_stream=stream,
+        )
         events = list(said) if stream else [said]
         assert (events[-1]["text"], events[-1]["output_ids"]) == (plain["text"], plain["output_ids"])
         assert events[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}

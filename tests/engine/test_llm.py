@@ -28,11 +28,17 @@ def test_rows_are_split_at_the_prompt_and_have_one_less_than_the_tokens(llm):
     for output, prompt in zip(llm.generate(PROMPTS, GREEDY), PROMPTS, strict=True):
         (choice,) = output.outputs
         wanted = llm.engine.generate(prompt, {"temperature": 0, "max_new_tokens": 8}, return_routed_experts=True)
-        assert output.prompt == prompt and choice.text == wanted["text"] and list(choice.token_ids) == wanted["output_ids"]
+        assert (
+            output.prompt == prompt and choice.text == wanted["text"] and list(choice.token_ids) == wanted["output_ids"]
+        )
         assert choice.record == record_from_meta_info(wanted)
         rows, generated = output.prompt_routed_experts, choice.routed_experts
         assert rows.dtype == generated.dtype == np.int16
-        assert rows.shape == (len(output.prompt_token_ids), 3, 4) and generated.shape == (len(choice.token_ids) - 1, 3, 4)
+        assert rows.shape == (len(output.prompt_token_ids), 3, 4) and generated.shape == (
+            len(choice.token_ids) - 1,
+            3,
+            4,
+        )
         assert np.array_equal(np.concatenate([rows, generated]), choice.record.ids)
         assert choice.routed_experts is generated, "made once"
         assert output.to_sglang()[0]["meta_info"]["finish_reason"] == wanted["meta_info"]["finish_reason"]
@@ -88,7 +94,9 @@ def test_versions_of_weights_cover_the_output(llm):
 
 def test_more_experts_than_int16_raises_where_it_is_read(llm):
     (output,) = llm.generate("a b", GREEDY)
-    record = dataclasses.replace(output.outputs[0].record, num_experts=32_769, ids=output.outputs[0].record.ids.astype(np.uint16))
+    record = dataclasses.replace(
+        output.outputs[0].record, num_experts=32_769, ids=output.outputs[0].record.ids.astype(np.uint16)
+    )
     wide = dataclasses.replace(output.outputs[0], record=record)
     with pytest.raises(RoutingFormatError, match="record"):
         _ = wide.routed_experts
@@ -112,7 +120,9 @@ def test_scores_are_the_engines(llm):
         llm.score(ids)
 
 
-@pytest.mark.parametrize("wrong", [{"trust_remote_code": True}, {"max_num_seqs": 0}, {"max_num_batched_tokens": True}, {"dtype": "int4"}])
+@pytest.mark.parametrize(
+    "wrong", [{"trust_remote_code": True}, {"max_num_seqs": 0}, {"max_num_batched_tokens": True}, {"dtype": "int4"}]
+)
 def test_what_cannot_work_is_refused(wrong, tmp_path):
     with pytest.raises(ConfigError):
         LLM(str(tmp_path), **wrong)

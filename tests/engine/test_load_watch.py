@@ -42,7 +42,8 @@ class Counting:
 
 @pytest.mark.parametrize("every", [10**6, 1, 7, 10, 25])
 def test_windows_are_the_last_steps_and_nothing_is_lost(every):
-    """Whoever plans takes a window `every` steps: it has each step once, and the gauges are of the steps that they name."""
+    """Whoever plans takes a window `every` steps: it has each step once, and the gauges are of the steps that they
+    name."""
     rng, runner = np.random.default_rng(every), Counting()
     watch, taken = LoadWatch(runner), []
     for step in range(1, 1301):

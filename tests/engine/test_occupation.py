@@ -24,7 +24,9 @@ RELEASES = {"both": ("kv_cache", "weights"), "pool": ("kv_cache",), "weights": (
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    with Engine(str(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))), enable_return_routed_experts=True, **SMALL) as engine:
+    with Engine(
+        str(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))), enable_return_routed_experts=True, **SMALL
+    ) as engine:
         yield engine
 
 
@@ -46,7 +48,9 @@ def version_of(engine):
 
 
 def ask(engine, max_tokens=60):
-    return engine.generate(input_ids=PROMPT, sampling_params=GREEDY | {"max_tokens": max_tokens}, return_routed_experts=True)
+    return engine.generate(
+        input_ids=PROMPT, sampling_params=GREEDY | {"max_tokens": max_tokens}, return_routed_experts=True
+    )
 
 
 @pytest.mark.parametrize("tags", RELEASES.values(), ids=RELEASES)
@@ -61,8 +65,9 @@ def test_what_ran_goes_on_with_its_tokens_and_its_rows(engine, tags):
         while on_engine_thread(engine, lambda core: len(core.scheduler.waiting)) < 2:
             pass
         assert on_engine_thread(engine, lambda core: (len(core.scheduler.running), core.num_steps)) == (
-            0, on_engine_thread(engine, lambda core: core.num_steps)
-        )  # fmt: skip
+            0,
+            on_engine_thread(engine, lambda core: core.num_steps),
+        )
         assert engine.check_integrity() == []
         given = {} if "weights" not in tags else {"state": served_at_first(), "version": before + 1}
         engine.resume_memory_occupation(**given)
@@ -70,14 +75,18 @@ def test_what_ran_goes_on_with_its_tokens_and_its_rows(engine, tags):
     (result,) = calls.results()
     assert engine.released == () and result["output_ids"] == whole["output_ids"]
     record, wanted = record_from_meta_info(result), record_from_meta_info(whole)
-    assert record.num_rows == wanted.num_rows and np.mean(record.ids == wanted.ids) > 0.99  # a prompt read anew, at a near tie
+    assert (
+        record.num_rows == wanted.num_rows and np.mean(record.ids == wanted.ids) > 0.99
+    )  # a prompt read anew, at a near tie
     versions = {version for _, _, version in record.version_spans}
     assert versions == ({before, before + 1} if "weights" in tags else {before})
 
 
 def test_the_pool_is_freed_and_the_weights_are_let_go():
     """The engine holds no more arrays than it says; a module that the caller holds too stays whole."""
-    with Engine(model=model_of(tiny_config(), tiny_tensors(tiny_config())), skip_tokenizer_init=True, **SMALL) as engine:
+    with Engine(
+        model=model_of(tiny_config(), tiny_tensors(tiny_config())), skip_tokenizer_init=True, **SMALL
+    ) as engine:
         pool, leaves = on_engine_thread(engine, lambda core: (core.runner._pool, jax.tree.leaves(core.runner.state)))
         mine = leaves[0]
         sizes = [leaf.unsafe_buffer_pointer() for leaf in leaves[1:]]
@@ -120,7 +129,9 @@ def test_what_cannot_be_is_refused_and_changes_nothing(engine):
     assert version_of(engine) == version, "nothing was released, so nothing happens"
     engine.release_memory_occupation()
     for door in (lambda: engine.score(PROMPT), lambda: engine.update_weight_version(10**6)):
-        with pytest.raises(InvalidRequestError, match=r"memory that is released \(kv_cache, weights\); call resume_memory_occupation"):
+        with pytest.raises(
+            InvalidRequestError, match=r"memory that is released \(kv_cache, weights\); call resume_memory_occupation"
+        ):
             door()
     with pytest.raises(InvalidRequestError, match="the weights were released; give state= and version="):
         engine.resume_memory_occupation()
@@ -149,7 +160,10 @@ def test_every_row_is_the_one_that_ran_whatever_was_released_in_between(seed):
     """Judged by the tap: releases at random steps, with other weights half of the time."""
     world, rng = tiny_world(moe_backend="tapped"), np.random.default_rng(seed)
     drive, shared = world.drive(chunked_prefill_size=(None, 7, 3)[seed]), random_prompt(rng, 24)
-    reqs = [request(f"r{i}", np.concatenate([shared[: 6 * i], random_prompt(rng, 5 + i)]), 14, temperature=1.0, seed=i) for i in range(5)]
+    reqs = [
+        request(f"r{i}", np.concatenate([shared[: 6 * i], random_prompt(rng, 5 + i)]), 14, temperature=1.0, seed=i)
+        for i in range(5)
+    ]
 
     def meddle(step):
         if step % 5 == seed + 1 and step < 35:

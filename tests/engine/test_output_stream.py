@@ -1,4 +1,5 @@
-"""Engine.stream: outputs that come as they are generated join to what `generate` says at once, rows and logprobs among them."""
+"""Engine.stream: outputs that come as they are generated join to what `generate` says at once, rows and logprobs among
+them."""
 
 import asyncio
 
@@ -86,10 +87,12 @@ def test_leaving_early_aborts(engine):
 
 def test_what_is_wrong_is_refused_at_once(engine):
     for prompt, params, kind, error, param in (
-        ("a", None, "deltas", InvalidRequestError, "output_kind"), ("", None, "delta", InvalidRequestError, "prompt"),
-        ([313], None, "delta", InvalidRequestError, "input_ids"), ([5] * 512, None, "delta", PromptTooLongError, "input_ids"),
+        ("a", None, "deltas", InvalidRequestError, "output_kind"),
+        ("", None, "delta", InvalidRequestError, "prompt"),
+        ([313], None, "delta", InvalidRequestError, "input_ids"),
+        ([5] * 512, None, "delta", PromptTooLongError, "input_ids"),
         ("a", SamplingParams(routed_experts_format="npy"), "delta", InvalidRequestError, "routed_experts_format"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error) as told:
             engine.stream(prompt, params, output_kind=kind)
         assert told.value.param == param

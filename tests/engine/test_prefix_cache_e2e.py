@@ -72,7 +72,9 @@ def test_turns_find_what_earlier_turns_said(engine, plain):
     """Each turn sends the whole conversation and asks only for the rows it has not had."""
     history, rows = tokens(20), []
     for turn in range(4):
-        start = max(len(history) - 6, 0) if turn else 0  # the row of the last token of the turn before, and the five new tokens
+        start = (
+            max(len(history) - 6, 0) if turn else 0
+        )  # the row of the last token of the turn before, and the five new tokens
         result = ask(engine, history, routed_experts_start_len=start)
         assert cached(result) == (0 if turn == 0 else (len(history) - 6) // PAGE * PAGE)
         rows.append(record_from_meta_info(result).ids)

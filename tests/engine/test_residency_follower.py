@@ -17,9 +17,18 @@ from tiny import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
-SIZES = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (32,), "context_length": 128, "disable_radix_cache": True}
+SIZES = {
+    "precompile_bs_paddings": (4,),
+    "precompile_token_paddings": (32,),
+    "context_length": 128,
+    "disable_radix_cache": True,
+}
 PROMPT = np.random.default_rng(0).integers(3, 313, 20).tolist()
-SAID = {"sampling_params": {"temperature": 0.0, "ignore_eos": True}, "max_new_tokens": 80, "return_routed_experts": True}
+SAID = {
+    "sampling_params": {"temperature": 0.0, "ignore_eos": True},
+    "max_new_tokens": 80,
+    "return_routed_experts": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +70,13 @@ def followed(state, looks):
 
 
 def test_residents_follow_the_load_and_the_answer_stays(engine, folder, monkeypatch):
-    """Each look is told of the first rows of the requests, counted; the map is the one that the policy makes of these."""
+    """Each look is told of the first rows of the requests, counted; the map is the one that the policy makes of
+    these."""
     start = engine.residency()[0]
     with recorded_looks(engine, monkeypatch) as looks:
-        answers = [engine.generate(input_ids=PROMPT, **SAID) for _ in range(2)]  # counts come late: the second one sees the first one's
+        answers = [
+            engine.generate(input_ids=PROMPT, **SAID) for _ in range(2)
+        ]  # counts come late: the second one sees the first one's
     answer, rows = answers[0], np.concatenate([record_from_meta_info(answer).ids for answer in answers])
     assert len(looks) == 20  # steps: the prompt and 79 tokens, twice
     for load, num_tokens in looks:
@@ -123,7 +135,9 @@ def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, mo
     with pytest.raises(MemoryError, match="no room"):
         engine.apply_residency(best)
     new = best.keeping_slots_of(before).experts
-    assert (runner.residency.experts[0] == new[0]).all() and (runner.residency.experts[1, 0] == new[1, 0])  # four copies, and one
+    assert (runner.residency.experts[0] == new[0]).all() and (
+        runner.residency.experts[1, 0] == new[1, 0]
+    )  # four copies, and one
     assert (runner.residency.experts[1, 1:] == before.experts[1, 1:]).all()
     assert (runner.num_swapped, runner.num_failed) == (swapped + 5, failed + 1)
     assert engine.generate(input_ids=PROMPT, **SAID)["output_ids"] == answer["output_ids"]
@@ -137,8 +151,12 @@ def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, mo
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
             assert engine.generate(input_ids=PROMPT, **SAID)["output_ids"] == answer["output_ids"]
-    told = [record.getMessage() for record in caplog.records if "exchanging resident experts failed" in record.getMessage()]
-    assert [line.split("; ")[1] for line in told] == ["those that were there stay"] * 2 + ["residents follow the load no more"]
+    told = [
+        record.getMessage() for record in caplog.records if "exchanging resident experts failed" in record.getMessage()
+    ]
+    assert [line.split("; ")[1] for line in told] == ["those that were there stay"] * 2 + [
+        "residents follow the load no more"
+    ]
 
 
 def rate_of(engine):
@@ -147,7 +165,8 @@ def rate_of(engine):
 
 
 def followed_late(state, record):
-    """The same of counts on the device: they are sent off at every eighth step, with that in flight, and read at the next look."""
+    """The same of counts on the device: they are sent off at every eighth step, with that in flight, and read at the
+    next look."""
     rows = [record.prompt.ids, *np.split(record.generated.ids, len(record.generated.ids))]
     sent = np.zeros((0, *record.ids.shape[1:]), record.ids.dtype)
     for end in range(8, len(rows) + 1, 8):

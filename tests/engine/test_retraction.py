@@ -1,7 +1,8 @@
-"""Retraction: a request that is sent back and starts anew says what it would have said, with the rows of its first pass.
+"""Retraction: a request that is sent back and starts anew says what it would have said, with the rows of its first
+pass.
 
-Deterministic mode, so that "what it would have said" is exact: an unhurried run in a pool without end is the oracle, and the
-tap judges the rows."""
+Deterministic mode, so that "what it would have said" is exact: an unhurried run in a pool without end is the oracle,
+and the tap judges the rows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""Sampling from prompt to answer: judged by the whole-sequence oracle in NumPy, which shares no code with the engine."""
+"""Sampling from prompt to answer: judged by the whole-sequence oracle in NumPy, which shares no code with the
+engine."""
 
 import collections
 import concurrent.futures
@@ -47,8 +48,11 @@ def ids_of(engine, params, *, prompt=PROMPT, **said):
 # --- greedy, penalties, bias
 
 
-def decode_by_hand(oracle, prompt, num_tokens, *, presence=0.0, frequency=0.0, repetition=1.0, bias=(), banned=(), min_tokens=0):
-    """Greedy decoding one token at a time from the oracle's logits; the formulas are OpenAI's and vLLM's, written as a loop."""
+def decode_by_hand(
+    oracle, prompt, num_tokens, *, presence=0.0, frequency=0.0, repetition=1.0, bias=(), banned=(), min_tokens=0
+):
+    """Greedy decoding one token at a time from the oracle's logits; the formulas are OpenAI's and vLLM's, written as a
+    loop."""
     tokens, margins = list(prompt), []
     for step in range(num_tokens):
         logits = oracle.run(tokens).logits[-1].copy()
@@ -72,11 +76,17 @@ def decode_by_hand(oracle, prompt, num_tokens, *, presence=0.0, frequency=0.0, r
 @pytest.mark.parametrize(
     "penalties",
     [
-        {}, {"presence": 1.5}, {"presence": -1.0}, {"frequency": 2.0}, {"frequency": -0.3}, {"repetition": 1.8}, {"repetition": 0.7},
+        {},
+        {"presence": 1.5},
+        {"presence": -1.0},
+        {"frequency": 2.0},
+        {"frequency": -0.3},
+        {"repetition": 1.8},
+        {"repetition": 0.7},
         {"presence": 0.7, "frequency": 0.9, "repetition": 1.2},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_greedy_with_penalties_is_what_a_loop_over_the_oracle_says(engine, oracle, prompt, penalties):
     params = GREEDY | {f"{name}_penalty": value for name, value in penalties.items()}
     wanted = decode_by_hand(oracle, prompt, 24, **penalties)
@@ -118,7 +128,13 @@ def test_bias_forces_forbids_and_shifts(engine, oracle):
 
 def test_bias_comes_after_penalties_and_min_tokens_above_both(engine, oracle):
     bias = {88: 3.0, 99: 2.5}
-    params = GREEDY | {"logit_bias": bias, "presence_penalty": 1.0, "stop_token_ids": [88], "min_tokens": 5, "max_tokens": 12}
+    params = GREEDY | {
+        "logit_bias": bias,
+        "presence_penalty": 1.0,
+        "stop_token_ids": [88],
+        "min_tokens": 5,
+        "max_tokens": 12,
+    }
     wanted = decode_by_hand(oracle, PROMPT, 12, bias=bias, presence=1.0, banned=[88], min_tokens=5)
     if 88 in wanted:
         wanted = wanted[: wanted.index(88) + 1]
@@ -134,7 +150,11 @@ def test_a_seed_says_the_same_whatever_the_neighbours(engine):
     assert ids_of(engine, params | {"seed": 12}) != wanted
 
     def neighbour(i):
-        return ids_of(engine, {"seed": 100 + i, "max_tokens": 5 + 3 * i, "top_k": 5 * i, "presence_penalty": i % 2}, prompt=LONG_PROMPT[i:])
+        return ids_of(
+            engine,
+            {"seed": 100 + i, "max_tokens": 5 + 3 * i, "top_k": 5 * i, "presence_penalty": i % 2},
+            prompt=LONG_PROMPT[i:],
+        )
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         others = [pool.submit(neighbour, i) for i in range(6)]
@@ -155,7 +175,9 @@ def test_choices_differ_and_each_is_itself_again(engine):
 
 def test_large_and_small_seeds_are_different_seeds(engine):
     seeds = [0, 1, 2**32, 2**32 + 1, 2**63 - 1]
-    assert len({tuple(ids_of(engine, {"seed": seed, "max_tokens": 12, "ignore_eos": True})) for seed in seeds}) == len(seeds)
+    assert len({tuple(ids_of(engine, {"seed": seed, "max_tokens": 12, "ignore_eos": True})) for seed in seeds}) == len(
+        seeds
+    )
 
 
 def test_requests_without_a_seed_count_from_the_engines_random_seed(engine):
@@ -226,7 +248,9 @@ def test_output_logprobs_are_those_of_the_oracle(request, engine, oracle, raw, t
     meta, ids = result["meta_info"], result["output_ids"]
     assert meta["logprobs_mode"] == ("raw" if raw else "processed")
     logits = oracle.run([*PROMPT, *ids]).logits[len(PROMPT) - 1 : -1]
-    for row, (value, token, _), top in zip(logits, meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
+    for row, (value, token, _), top in zip(
+        logits, meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True
+    ):
         wanted = logprobs_by_hand(row, temperature=0.7, top_k=top_k, raw=raw)
         assert value == pytest.approx(wanted[token], abs=2e-4)
         best = np.argsort(-wanted, kind="stable")[:12]
@@ -248,7 +272,9 @@ def test_greedy_logprobs_are_the_models_own(request, engine, oracle, raw):
 @pytest.mark.parametrize("start", [0, 1, 31, 32, 33, 69])
 def test_prompt_logprobs_are_those_of_the_oracle_across_chunks(engine, oracle, start):
     asked = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 3}
-    meta = engine.generate(input_ids=LONG_PROMPT, sampling_params={"seed": 1, "temperature": 0.3, "max_tokens": 2}, **asked)["meta_info"]
+    meta = engine.generate(
+        input_ids=LONG_PROMPT, sampling_params={"seed": 1, "temperature": 0.3, "max_tokens": 2}, **asked
+    )["meta_info"]
     wanted = log_softmax(oracle.run(LONG_PROMPT).logits)  # of the model, whatever the temperature
     told = meta["input_token_logprobs"]
     assert [token for _, token, _ in told] == LONG_PROMPT[start:]

@@ -7,7 +7,14 @@ import pytest
 
 from oracles.full_sequence import FullSequence
 from oracles.margins import assert_margin_rule
-from routed_experts import CaptureDisabledError, Engine, InvalidRequestError, PromptTooLongError, RoutedExperts, RoutingAlignmentError
+from routed_experts import (
+    CaptureDisabledError,
+    Engine,
+    InvalidRequestError,
+    PromptTooLongError,
+    RoutedExperts,
+    RoutingAlignmentError,
+)
 from routed_experts.capture.meta_info import record_from_meta_info
 from serving import SMALL, borrow, on_engine_thread
 from tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
@@ -33,9 +40,16 @@ def drifted(num_tokens, seed=1, *, rows=None, start=0, valid=None):
     rows = num_tokens - 1 - start if rows is None else rows
     ids = rng.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (rows, 3, 1)), axis=-1)[..., :TOP_K].copy()
     return RoutedExperts(
-        ids=ids, start=start, num_tokens=num_tokens, num_prompt_tokens=num_tokens, layer_ids=MOE_LAYERS, num_hidden_layers=4,
-        num_experts=EXPERTS, version_spans=((start, start + rows, 0),) if rows else (), valid=valid,
-    )  # fmt: skip
+        ids=ids,
+        start=start,
+        num_tokens=num_tokens,
+        num_prompt_tokens=num_tokens,
+        layer_ids=MOE_LAYERS,
+        num_hidden_layers=4,
+        num_experts=EXPERTS,
+        version_spans=((start, start + rows, 0),) if rows else (),
+        valid=valid,
+    )
 
 
 def told(judged, tokens):
@@ -53,7 +67,11 @@ def test_live_scores_and_rows_are_the_oracles(engine):
     for tokens, out in zip(sequences, outputs, strict=True):
         record = out.routed_experts
         record.validate()
-        assert out.token_ids.tolist() == tokens and out.logprobs.dtype == np.float32 and out.logprobs.shape == (len(tokens) - 1,)
+        assert (
+            out.token_ids.tolist() == tokens
+            and out.logprobs.dtype == np.float32
+            and out.logprobs.shape == (len(tokens) - 1,)
+        )
         assert (record.num_rows, record.start, record.num_tokens, record.valid) == (len(tokens), 0, len(tokens), None)
         assert record.version_spans == ((0, len(tokens), out.weight_version),)
         np.testing.assert_allclose(out.logprobs, told(ORACLE.run(tokens, record.ids), tokens), atol=1e-4)
@@ -80,9 +98,11 @@ def test_routes_that_are_given_are_executed_where_they_are_valid(engine):
 
 def test_rows_of_a_rollout_give_back_its_logprobs(engine):
     result = engine.generate(
-        input_ids=random_tokens(30), sampling_params={"temperature": 1.0, "seed": 4, "max_tokens": 40, "ignore_eos": True},
-        return_logprob=True, return_routed_experts=True,
-    )  # fmt: skip
+        input_ids=random_tokens(30),
+        sampling_params={"temperature": 1.0, "seed": 4, "max_tokens": 40, "ignore_eos": True},
+        return_logprob=True,
+        return_routed_experts=True,
+    )
     tokens = [*random_tokens(30), *result["output_ids"]]
     out = engine.score(tokens, routed=record_from_meta_info(result))
     said = [value for value, _, _ in result["meta_info"]["output_token_logprobs"]]
@@ -135,7 +155,10 @@ def with_ids(place, ids):
 
 
 MISFITS = {
-    "another length": (lambda: drifted(41), "sample 1: 40 rows of tokens .* the sample has 40 tokens, so wanted 39 rows"),
+    "another length": (
+        lambda: drifted(41),
+        "sample 1: 40 rows of tokens .* the sample has 40 tokens, so wanted 39 rows",
+    ),
     "too few rows": (lambda: drifted(40, rows=30), "sample 1: 30 rows"),
     "no record": (lambda: [1, 2], "sample 1: record is a list"),
     "an expert twice": (lambda: with_ids((7, 1), [3, 5, 3, 6]), "sample 1, row 7, layer 2: .*repeat"),

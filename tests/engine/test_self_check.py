@@ -13,7 +13,9 @@ from tiny import write_tiny_checkpoint
 def engine(tmp_path_factory):
     told = []
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
-    with Engine(str(folder), enable_return_routed_experts=True, self_check=True, on_phase=told.append, **SMALL) as engine:
+    with Engine(
+        str(folder), enable_return_routed_experts=True, self_check=True, on_phase=told.append, **SMALL
+    ) as engine:
         yield engine, told
 
 
@@ -50,7 +52,10 @@ def test_a_replay_that_routes_live_is_refused(engine):
     sizes = {"vocab_size": 313, "context_length": 512}
     run = lambda scorer: on_engine_thread(engine, lambda _: self_check.check_replay(new_core, scorer, **sizes))  # noqa: E731
     assert run(engine._scorer) == 15
-    with pytest.raises(CaptureUnsupportedError, match=r"played 15 rows back, and \d+ of them ran on other experts, the first at token 0"):
+    with pytest.raises(
+        CaptureUnsupportedError,
+        match=r"played 15 rows back, and \d+ of them ran on other experts, the first at token 0",
+    ):
         run(Forgetful(engine._scorer))
     engine.flush_cache()
 

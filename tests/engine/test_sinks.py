@@ -1,4 +1,5 @@
-"""Sinks: the news of a step reach each caller in order, with one wake-up for an event loop however many calls it has."""
+"""Sinks: the news of a step reach each caller in order, with one wake-up for an event loop however many calls it
+has."""
 
 import asyncio
 import dataclasses
@@ -8,9 +9,18 @@ from routed_experts.core.io_struct import Logprobs, TokenIDOut
 from routed_experts.engine.sinks import EventMail, EventSink, ThreadSink
 
 NEWS = TokenIDOut(
-    rid="", new_token_ids=(), output_logprobs=Logprobs(), input_logprobs=None, prompt_tokens=1, completion_tokens=0, cached_tokens=0,
-    weight_version=0, finish_reason=None, return_routed_experts=False, routed_experts=None,
-)  # fmt: skip
+    rid="",
+    new_token_ids=(),
+    output_logprobs=Logprobs(),
+    input_logprobs=None,
+    prompt_tokens=1,
+    completion_tokens=0,
+    cached_tokens=0,
+    weight_version=0,
+    finish_reason=None,
+    return_routed_experts=False,
+    routed_experts=None,
+)
 
 
 def news(rid):

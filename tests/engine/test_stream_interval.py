@@ -1,4 +1,5 @@
-"""News of streams are told once an interval of the clock: tokens share them, and nothing is lost, late at the end, or slow at the start."""
+"""News of streams are told once an interval of the clock: tokens share them, and nothing is lost, late at the end, or
+slow at the start."""
 
 import dataclasses
 import itertools
@@ -98,7 +99,10 @@ def test_many_streams_at_a_time_are_told_less_often(clock, others, stream, waiti
         book.enter(one, None)
     book.begin([req, *running])
     book.news(req, record=None, error=None, weight_version=0)
-    assert next(now for now in itertools.count(clock.now) if book.is_due(req, now)) == (clock.now // (2 * times) + 1) * 2 * times
+    assert (
+        next(now for now in itertools.count(clock.now) if book.is_due(req, now))
+        == (clock.now // (2 * times) + 1) * 2 * times
+    )
 
 
 def test_streams_are_told_at_the_same_moments(clock):
@@ -122,7 +126,9 @@ def test_streams_are_told_at_the_same_moments(clock):
             drive.add(reqs["b"])
 
     drive.run(reqs["a"], before_step=tick)
-    between = {name: told[1:-1] for name, told in moments.items()}  # the first token and the end have moments of their own
+    between = {
+        name: told[1:-1] for name, told in moments.items()
+    }  # the first token and the end have moments of their own
     assert moments["a"][0] < moments["b"][0] and all(len(told) >= 3 for told in between.values())
     assert all(now % 6 == 0 for told in between.values() for now in told)
     assert set(between["a"]) & set(between["b"])

@@ -1,4 +1,5 @@
-"""Streams: what comes piece by piece is what comes at once, nothing follows the end, and leaving early leaves nothing behind."""
+"""Streams: what comes piece by piece is what comes at once, nothing follows the end, and leaving early leaves nothing
+behind."""
 
 import asyncio
 import concurrent.futures
@@ -24,7 +25,9 @@ def engine():
 
 def told(result):
     """All that must not depend on how an answer was brought."""
-    meta = {key: value for key, value in result["meta_info"].items() if key not in ("id", "e2e_latency", "cached_tokens")}
+    meta = {
+        key: value for key, value in result["meta_info"].items() if key not in ("id", "e2e_latency", "cached_tokens")
+    }
     return {"text": result["text"], "output_ids": result["output_ids"], "meta_info": meta}
 
 
@@ -100,7 +103,9 @@ def test_async_answers_are_those_of_the_sync_door(engine):
     async def ask():
         at_once = await engine.async_generate("once upon a time", GREEDY, max_new_tokens=10, **EVERYTHING)
         several = await engine.async_generate(["once upon a time", "the cat"], GREEDY, max_new_tokens=10, **EVERYTHING)
-        events = [event async for event in await engine.async_generate("the cat", GREEDY, max_new_tokens=10, stream=True)]
+        events = [
+            event async for event in await engine.async_generate("the cat", GREEDY, max_new_tokens=10, stream=True)
+        ]
         return at_once, several, events
 
     at_once, several, events = asyncio.run(ask())
@@ -270,11 +275,15 @@ def test_many_tasks_of_one_event_loop_get_their_own_answers(engine):
         return await asyncio.gather(*(engine.async_generate(prompt, GREEDY, max_new_tokens=4) for prompt in prompts))
 
     answers = asyncio.run(ask())
-    assert [one["output_ids"] for one in answers] == [engine.generate(prompt, GREEDY, max_new_tokens=4)["output_ids"] for prompt in prompts]
+    assert [one["output_ids"] for one in answers] == [
+        engine.generate(prompt, GREEDY, max_new_tokens=4)["output_ids"] for prompt in prompts
+    ]
 
 
 def test_a_call_of_many_choices_is_refused_while_a_call_of_its_id_lives(engine):
-    running = engine.generate("the cat", {"temperature": 0.0, "ignore_eos": True}, max_new_tokens=60, rid="job", stream=True)
+    running = engine.generate(
+        "the cat", {"temperature": 0.0, "ignore_eos": True}, max_new_tokens=60, rid="job", stream=True
+    )
     next(running)
     with pytest.raises(InvalidRequestError) as told_:
         engine.generate("the cat", {"n": 2, "max_tokens": 2}, rid="job")

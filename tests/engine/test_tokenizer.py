@@ -8,9 +8,23 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, processors
 
-from routed_experts.core.errors import CheckpointError, ConfigError, InvalidRequestError, PromptTooLongError, RoutedExpertsError
+from routed_experts.core.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidRequestError,
+    PromptTooLongError,
+    RoutedExpertsError,
+)
 from routed_experts.engine.tokenizer import ChatTemplate, Tokenizer
-from tiny import CHAT_TEMPLATE, EOS_ID, SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer, write_tiny_checkpoint, write_tiny_tokenizer
+from tiny import (
+    CHAT_TEMPLATE,
+    EOS_ID,
+    SPECIAL_TOKENS,
+    VOCAB_SIZE,
+    train_tokenizer,
+    write_tiny_checkpoint,
+    write_tiny_tokenizer,
+)
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{{ 7 * 7 }} <b> é"}]
 
@@ -37,13 +51,18 @@ def test_tiny_tokenizer_has_exactly_its_entries(tiny, tmp_path):
     assert tiny.vocab_size == VOCAB_SIZE == 313
     assert [tiny.token_string(i) for i in range(3)] == list(SPECIAL_TOKENS)
     again = write_tiny_tokenizer(tmp_path)
-    assert (again / "tokenizer.json").read_text() == (write_tiny_tokenizer(tmp_path / "b") / "tokenizer.json").read_text()
+    assert (again / "tokenizer.json").read_text() == (
+        write_tiny_tokenizer(tmp_path / "b") / "tokenizer.json"
+    ).read_text()
 
 
 def test_any_text_survives(tiny):
     rng = random.Random(0)
     for _ in range(200):
-        text = "".join(chr(rng.choice([rng.randrange(128), rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(30))
+        text = "".join(
+            chr(rng.choice([rng.randrange(128), rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)]))
+            for _ in range(30)
+        )
         ids = tiny.encode(text)
         assert tiny.decode(ids, skip_special_tokens=False) == text
         assert b"".join(map(tiny.token_bytes, ids)) == text.encode()
@@ -81,7 +100,9 @@ def test_lone_surrogate_is_refused(tiny):
 
 def test_beginning_of_text_is_added_only_when_asked(tmp_path):
     backend = train_tokenizer("abc " * 100 + "the cat sat on the mat with the hat and the bat", 270)
-    backend.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.from_directory(tmp_path)
     assert tokenizer.encode("a") == [1, *tokenizer.encode("a", add_special_tokens=False)]
@@ -110,7 +131,9 @@ def test_end_tokens_are_gathered_from_all_files(tmp_path):
 
 
 def test_tokenizer_json_alone_is_enough(tmp_path):
-    train_tokenizer("abc " * 100 + "the cat sat on the mat with the hat and the bat", 270).save(str(tmp_path / "tokenizer.json"))
+    train_tokenizer("abc " * 100 + "the cat sat on the mat with the hat and the bat", 270).save(
+        str(tmp_path / "tokenizer.json")
+    )
     tokenizer = Tokenizer.from_directory(tmp_path)
     assert (tokenizer.eos_token_ids, tokenizer.chat_template, dict(tokenizer.named_tokens)) == (frozenset(), None, {})
     with pytest.raises(InvalidRequestError, match="no chat template"):
@@ -141,7 +164,9 @@ def test_bad_file_is_named(tmp_path, name, text, words):
         Tokenizer.from_directory(folder)
 
 
-@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC(), decoders.Strip(" ", 0, 1)])
+@pytest.mark.parametrize(
+    "decoder", [decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC(), decoders.Strip(" ", 0, 1)]
+)
 def test_decoder_whose_text_is_taken_back_is_refused(tmp_path, decoder):
     backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
     backend.decoder = decoders.Sequence([decoder])
@@ -161,7 +186,12 @@ def test_missing_library_says_what_to_install(tmp_path, monkeypatch, library):
 def test_code_of_a_checkpoint_is_not_imported(tmp_path, monkeypatch):
     folder, canary = write_tiny_tokenizer(tmp_path / "model"), tmp_path / "canary"
     (folder / "tokenization_planted.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass T: pass\n")
-    edit(folder, "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["tokenization_planted.T", None]})
+    edit(
+        folder,
+        "tokenizer_config.json",
+        tokenizer_class="T",
+        auto_map={"AutoTokenizer": ["tokenization_planted.T", None]},
+    )
     monkeypatch.chdir(folder)
     assert Tokenizer.from_directory(folder).encode("a")
     assert not canary.exists()
@@ -191,7 +221,9 @@ def test_scalars_reach_the_template_and_nothing_else_does(tmp_path):
     folder = write_tiny_tokenizer(tmp_path)
     (folder / "chat_template.jinja").write_text("{{ enable_thinking }} {{ tools[0].name if tools }}")
     tokenizer = Tokenizer.from_directory(folder)
-    assert tokenizer.apply_chat_template(MESSAGES, scalars={"enable_thinking": False}, tools=[{"name": "t"}]) == "False t"
+    assert (
+        tokenizer.apply_chat_template(MESSAGES, scalars={"enable_thinking": False}, tools=[{"name": "t"}]) == "False t"
+    )
     taken = [{"messages": "x"}, {"eos_token": "x"}, {"raise_exception": 1}]
     for bad in (*taken, {"_x": 1}, {"a b": 1}, {"x": []}, {"x": {"y": 1}}, {"x": print}):
         with pytest.raises(InvalidRequestError, match="is refused"):
@@ -204,9 +236,12 @@ def test_templates_render_as_in_transformers():
     each = "{% for m in messages %}"
     sources = [
         CHAT_TEMPLATE,
-        each + "\n  {% if m.role == 'system' %}\n S:{{ m['content'] | trim }}\n  {% else %}\n{{ m | tojson }}\n{% endif %}\n{% endfor %}",
+        each
+        + "\n  {% if m.role == 'system' %}\n S:{{ m['content'] | trim }}\n  {% else %}\n{{ m | tojson }}\n{% endif %}\n{% endfor %}",
         "{{ messages | tojson(indent=2) }}",
-        "{% set ns = namespace(n=0) %}" + each + "{% set ns.n = ns.n + 1 %}{% if ns.n > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+        "{% set ns = namespace(n=0) %}"
+        + each
+        + "{% set ns.n = ns.n + 1 %}{% if ns.n > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
         "{%- for m in messages[::-1] %}{% if loop.first %}{% continue %}{% endif %}{{ loop.index0 }}{{ m.content.upper() }}{%- endfor %}",
         "{% if tools is defined and tools %}{{ tools }}{% endif %}{{ missing }}{{ strftime_now('%Y')|length }}{{ dict(a=1).items()|list }}",
         "{% macro show(m) %}[{{ m.role }}]{% endmacro %}" + each + "{{ show(m) }}{% endfor %}",
@@ -220,7 +255,12 @@ def test_template_may_refuse_the_messages():
     with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
         render("{{ raise_exception('roles must alternate') }}")
     assert caught.value.param == "messages"
-    for source in ("{{ messages[5].content.x }}", "{{ 1 // 0 }}", "{{ messages + 1 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"):
+    for source in (
+        "{{ messages[5].content.x }}",
+        "{{ 1 // 0 }}",
+        "{{ messages + 1 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ):
         with pytest.raises(RoutedExpertsError) as caught:
             render(source)
         assert len(str(caught.value)) < 400

@@ -28,10 +28,15 @@ def test_an_engine_in_one_of_two_processes_is_refused():
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(SRC)}
     command = [sys.executable, "-c", BUILD]
     both = [
-        subprocess.Popen([*command, str(rank), address], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, str(rank), address], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     for rank, process in enumerate(both):
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err[-3000:]
-        assert out.startswith(f"this is process {rank} of 2 (jax.distributed), and an engine is one process"), (out, err[-3000:])
+        assert out.startswith(f"this is process {rank} of 2 (jax.distributed), and an engine is one process"), (
+            out,
+            err[-3000:],
+        )

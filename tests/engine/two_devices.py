@@ -1,5 +1,6 @@
 """Engines whose experts are shared out between two devices of the CPU: 0 plays the accelerator, 1 the host. Run by
-test_experts_shared_out.py in a process of its own, for JAX shows two devices only if it was told so before it started."""
+test_experts_shared_out.py in a process of its own, for JAX shows two devices only if it was told so before it
+started."""
 
 import collections
 import contextlib
@@ -38,11 +39,21 @@ from tiny import write_tiny_checkpoint
 EXPERTS, TOP_K, MOE_LAYERS = 6, 2, 2
 MODEL = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "num_hidden_layers": 3}  # the first one is dense
 SIZES = dict(
-    precompile_bs_paddings=(4,), precompile_token_paddings=(16,), context_length=96, max_total_tokens=512, skip_tokenizer_init=True,
+    precompile_bs_paddings=(4,),
+    precompile_token_paddings=(16,),
+    context_length=96,
+    max_total_tokens=512,
+    skip_tokenizer_init=True,
     enable_return_routed_experts=True,
-)  # fmt: skip
+)
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11] * 5, [100, 3, 200, 17, 9], [4]]
-ASKED = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 5, "return_routed_experts": True, "max_new_tokens": 7}
+ASKED = {
+    "return_logprob": True,
+    "logprob_start_len": 0,
+    "top_logprobs_num": 5,
+    "return_routed_experts": True,
+    "max_new_tokens": 7,
+}
 COMPILING = "/jax/core/compile/"
 
 
@@ -90,7 +101,9 @@ def engine(folder, most_bytes):
 
 def bytes_there():
     """Of the accelerator's arrays, each buffer once, however many arrays share it."""
-    return sum({a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays() if jax.devices()[0] in a.devices()}.values())
+    return sum(
+        {a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays() if jax.devices()[0] in a.devices()}.values()
+    )
 
 
 @contextlib.contextmanager
@@ -123,7 +136,8 @@ def version_of(engine):
 
 
 def exchange(engine, folder, version, *, given):
-    """New weights, as arrays that are the engine's from now on (they are copied to where they belong, and deleted) or from disk."""
+    """New weights, as arrays that are the engine's from now on (they are copied to where they belong, and deleted) or
+    from disk."""
     if not given:
         engine.update_weights_from_disk(folder, version=version)
         return
@@ -138,7 +152,11 @@ def assert_served(engine, answers, wanted, version):
     assert {answer["meta_info"]["weight_version"] for answer in answers} == {str(version)}
     runner = engine._assembly.core.runner
     for kind, table in runner.tables.items():  # residents are the new store's, byte for byte
-        held = ((layer.place * EXPERTS + runner.residency.experts[layer.column]).tolist() for layer in runner._layers if layer.kind == kind)
+        held = (
+            (layer.place * EXPERTS + runner.residency.experts[layer.column]).tolist()
+            for layer in runner._layers
+            if layer.kind == kind
+        )
         rows = np.array([*held], np.int64).reshape(-1)
         np.testing.assert_array_equal(table.down, np.asarray(runner.model.host[kind].down)[rows])
 
@@ -180,7 +198,8 @@ def compile_events():
 
 @contextlib.contextmanager
 def recorded_starts(engine):
-    """The programs that the runner starts, in order, with what they take and give; arrays that were donated cannot be read."""
+    """The programs that the runner starts, in order, with what they take and give; arrays that were donated cannot be
+    read."""
     programs, started = engine._assembly.core.runner._programs, []
 
     def noted(key, program):
@@ -206,7 +225,11 @@ def test_there_are_two_devices():
 @pytest.mark.parametrize("num_resident", range(EXPERTS + 1))
 def test_any_number_of_residents_says_the_same(folder, undivided, other, undivided_other, num_resident):
     """Also after other weights have come."""
-    how = {"residency": any_residents(num_resident, num_resident)} if num_resident % 2 else {"kt_num_gpu_experts": num_resident}
+    how = (
+        {"residency": any_residents(num_resident, num_resident)}
+        if num_resident % 2
+        else {"kt_num_gpu_experts": num_resident}
+    )
     with shared_out(folder, **how) as engine:
         assert_same(ask(engine), undivided)
         held, hits = engine.residency()
@@ -220,7 +243,9 @@ def test_any_number_of_residents_says_the_same(folder, undivided, other, undivid
         with compile_events() as seen:
             assert_served(engine, ask(engine), undivided_other, 5)
         assert seen == []
-    rows = [extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided]
+    rows = [
+        extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided
+    ]
     rows = np.concatenate(rows)  # the last token of each was not fed
     np.testing.assert_allclose(hits, hits_of(held, rows), atol=1e-12)
 
@@ -293,7 +318,9 @@ def test_a_running_request_goes_on_with_the_new_weights(engine, folder, other, c
     *_, last = news
     record, tokens = record_from_meta_info(last), [*PROMPTS[1], *last["output_ids"]]
     (first, changed, old), (again, end, new) = record.version_spans
-    assert (first, changed, old, new) == (0, again, version, version + 1) and len(PROMPTS[1]) <= changed < end == len(tokens) - 1
+    assert (first, changed, old, new) == (0, again, version, version + 1) and len(PROMPTS[1]) <= changed < end == len(
+        tokens
+    ) - 1
     scored = engine.score(tokens)
     if cache == "flush":  # all that it stands on is of the new weights
         np.testing.assert_array_equal(record.ids[changed:], scored.routed_experts.ids[changed:-1])
@@ -342,7 +369,9 @@ def test_an_array_under_two_names_is_given_away_once(engine, folder):
 def test_copies_between_platforms_say_the_same(engine, undivided, monkeypatch):
     """Between two platforms arrays go through NumPy, and a host that has nothing to do is not started."""
     monkeypatch.setattr(Sides, "alike", property(lambda sides: False))
-    busiest = np.concatenate([extract_routed_experts_from_meta_info(a).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for a in undivided])
+    busiest = np.concatenate(
+        [extract_routed_experts_from_meta_info(a).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for a in undivided]
+    )
     held = np.stack([np.argsort(-np.bincount(busiest[:, m].ravel(), minlength=EXPERTS))[:2] for m in range(MOE_LAYERS)])
     engine.apply_residency(ResidencyMap.of(held, num_experts=EXPERTS))
     engine.generate(input_ids=[3], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=24)
@@ -368,7 +397,9 @@ def test_the_host_is_sent_what_the_rows_say_and_no_padding(engine):
     engine.apply_residency(any_residents(9, 2, epoch=10**6))
     slot_of = engine.residency()[0].slot_of
     with recorded_starts(engine) as started:
-        answer = engine.generate(input_ids=[1, 2, 3], sampling_params={"temperature": 0.0}, max_new_tokens=5, return_routed_experts=True)
+        answer = engine.generate(
+            input_ids=[1, 2, 3], sampling_params={"temperature": 0.0}, max_new_tokens=5, return_routed_experts=True
+        )
     rows = extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:]
     wanted = np.where(slot_of[np.arange(MOE_LAYERS)[None, :, None], rows] < 0, rows, -1)
     sent = collections.defaultdict(list)
@@ -418,12 +449,16 @@ def test_deferred_experts_are_added_one_layer_later(folder, undivided, monkeypat
         with compile_events() as seen:
             answers = ask(engine)
         with recorded_starts(engine) as started:
-            engine.generate(input_ids=[5, 6], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=6)
+            engine.generate(
+                input_ids=[5, 6], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=6
+            )
         slot_of = engine.residency()[0].slot_of
         counted = metrics_of(engine)["deferred_slots_total"]
         engine.flush_cache()
         with recorded_starts(engine) as again:
-            engine.generate(input_ids=[5, 6], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=6)
+            engine.generate(
+                input_ids=[5, 6], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=6
+            )
         engine.residency()
         more = metrics_of(engine)["deferred_slots_total"] - counted
         engine.flush_cache()
@@ -432,7 +467,9 @@ def test_deferred_experts_are_added_one_layer_later(folder, undivided, monkeypat
     assert seen == []
     for ours, theirs in zip(answers, undivided, strict=True):
         assert ours["meta_info"]["exact"] is False and "exact" not in theirs["meta_info"]
-        prompts = [[value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]] for answer in (ours, theirs)]
+        prompts = [
+            [value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]] for answer in (ours, theirs)
+        ]
         np.testing.assert_allclose(*prompts, atol=1e-5, rtol=0)  # prefill waits for everybody
     steps, waited = cut_into_steps(started), 0
     both, ending = ["layer", "home", "host"], ["close", "sample"]
@@ -500,11 +537,19 @@ def test_experts_come_from_the_weight_path_and_all_else_from_the_model(folder, t
     mine, theirs = (load_file(path / "model.safetensors") for path in (folder, other))
     at = "model.layers.{}.mlp"
     np.testing.assert_array_equal(router, np.stack([mine[f"{at}.gate.weight".format(layer)].T for layer in (1, 2)]))
-    experts = [theirs[f"{at}.experts.{expert}.down_proj.weight".format(layer)].T for layer in (1, 2) for expert in range(EXPERTS)]
+    experts = [
+        theirs[f"{at}.experts.{expert}.down_proj.weight".format(layer)].T
+        for layer in (1, 2)
+        for expert in range(EXPERTS)
+    ]
     half = np.stack(experts).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(stored.down, half)
-    np.testing.assert_array_equal(down, half.reshape(MOE_LAYERS, EXPERTS, *half.shape[1:])[:, :2].reshape(-1, *half.shape[1:]))
-    experts = [mine[f"{at}.experts.{expert}.down_proj.weight".format(layer)].T for layer in (1, 2) for expert in range(EXPERTS)]
+    np.testing.assert_array_equal(
+        down, half.reshape(MOE_LAYERS, EXPERTS, *half.shape[1:])[:, :2].reshape(-1, *half.shape[1:])
+    )
+    experts = [
+        mine[f"{at}.experts.{expert}.down_proj.weight".format(layer)].T for layer in (1, 2) for expert in range(EXPERTS)
+    ]
     np.testing.assert_array_equal(later.down, np.stack(experts).astype(ml_dtypes.bfloat16))
     assert table.down.dtype == np.float32  # residents have the model's dtype, and the numbers of the store
 

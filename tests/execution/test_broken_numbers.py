@@ -1,5 +1,5 @@
-"""A token whose numbers are none (NaN, as bad weights or an overflow leave them) spoils its own request from there on, and nothing else:
-not its neighbours in a step, not the tokens before it, not who uses its pages and its slot next."""
+"""A token whose numbers are none (NaN, as bad weights or an overflow leave them) spoils its own request from there on,
+and nothing else: not its neighbours in a step, not the tokens before it, not who uses its pages and its slot next."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,9 +32,16 @@ def test_a_token_that_is_no_number_spoils_its_own_request_alone(tmp_path, name):
     model = ModelFolder.open(Oracle(CASES[name], tmp_path).folder).load(jnp.dtype(jnp.float32))
     model.embed = nnx.Param(model.embed[...].at[BROKEN].set(jnp.nan))
     bench = Bench(
-        model, page_size=8, context_length=80, max_total_tokens=160, precompile_bs_paddings=(4,), precompile_token_paddings=(32,),
-        moe_backend="tiled", attention_backend="paged", disable_radix_cache=True,
-    )  # fmt: skip
+        model,
+        page_size=8,
+        context_length=80,
+        max_total_tokens=160,
+        precompile_bs_paddings=(4,),
+        precompile_token_paddings=(32,),
+        moe_backend="tiled",
+        attention_backend="paged",
+        disable_radix_cache=True,
+    )
     whole, broken = (told(bench.drive(), prompts(middle)) for middle in (WHOLE, BROKEN))
     for before, after in zip(whole[1:], broken[1:], strict=True):
         assert after.tokens == before.tokens and len(after.tokens) == 6

@@ -1,6 +1,6 @@
-"""Capture on, without its output, is capture off, for the decoder that most families are made of. JAX's own dead code elimination
-takes away what only the rows need; what is left must lower to the same text. (For Qwen3-MoE, which has a module of its own,
-test_capture_off_is_free.py compares with a source that never heard of the feature.)"""
+"""Capture on, without its output, is capture off, for the decoder that most families are made of. JAX's own dead code
+elimination takes away what only the rows need; what is left must lower to the same text. (For Qwen3-MoE, which has a
+module of its own, test_capture_off_is_free.py compares with a source that never heard of the feature.)"""
 
 import functools
 from pathlib import Path
@@ -22,17 +22,40 @@ from routed_experts.models.registry import FAMILIES
 from small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
 
 COMMON = dict(
-    vocab_size=313, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=1e4, hidden_act="silu", tie_word_embeddings=False,
-)  # fmt: skip
+    vocab_size=313,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+)
 CONFIGS = {
     "MixtralForCausalLM": dict(num_local_experts=8, num_experts_per_tok=2),
     "DeepseekV3ForCausalLM": dict(
-        num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1,
-        moe_intermediate_size=32, first_k_dense_replace=1, routed_scaling_factor=2.5, scoring_func="sigmoid", topk_method="noaux_tc",
-        norm_topk_prob=True, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        norm_topk_prob=True,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
     ),
-}  # fmt: skip
+}
 
 
 def test_families_are_made_of_two_modules():
@@ -50,14 +73,25 @@ def lowered_without_rows(name, shape, kernels, attention, *, capture):
     config, cache = decoder(name), decoder(name).cache
     graphdef, state = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)))
     spec = programs.ProgramSpec(
-        graphdef=graphdef, capture=config.capture_spec if capture else None, num_pages=NUM_PAGES, raw_logprobs=False,
-        kernels=KERNELS[kernels].load(), attention=ATTENTION[attention].load(),
-    )  # fmt: skip
+        graphdef=graphdef,
+        capture=config.capture_spec if capture else None,
+        num_pages=NUM_PAGES,
+        raw_logprobs=False,
+        kernels=KERNELS[kernels].load(),
+        attention=ATTENTION[attention].load(),
+    )
     pool = KVPoolSpec(
-        num_layers=cache.num_layers, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim,
-        dtype=jnp.dtype(jnp.float32), latent=cache.latent,
-    )  # fmt: skip
-    runner = program_table.RunnerConfig(pool=pool, num_request_slots=NUM_SLOTS, shapes=(shape,), vocab_size=COMMON["vocab_size"])
+        num_layers=cache.num_layers,
+        num_pages=NUM_PAGES,
+        page_size=PAGE_SIZE,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim,
+        dtype=jnp.dtype(jnp.float32),
+        latent=cache.latent,
+    )
+    runner = program_table.RunnerConfig(
+        pool=pool, num_request_slots=NUM_SLOTS, shapes=(shape,), vocab_size=COMMON["vocab_size"]
+    )
     inputs = program_table.abstract_inputs(state, spec, runner, shape)
     traced = jax.make_jaxpr(functools.partial(programs.forward, spec=spec, shape=shape))(*inputs)
     used = [True] * len(traced.out_avals)
@@ -69,6 +103,8 @@ def lowered_without_rows(name, shape, kernels, attention, *, capture):
 @pytest.mark.parametrize("shape", [DECODE, EXTEND], ids=["decode", "extend"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_on_without_its_output_is_off(name, shape):
-    (on, num_on), (off, num_off) = (lowered_without_rows(name, shape, "tiled", "paged", capture=capture) for capture in (True, False))
+    (on, num_on), (off, num_off) = (
+        lowered_without_rows(name, shape, "tiled", "paged", capture=capture) for capture in (True, False)
+    )
     assert num_on == num_off + 1
     assert on == off

@@ -1,10 +1,10 @@
 """Capture off is the build that never heard of it; capture on is that build with one output more.
 
-What "never heard of it" means here: the model, the programs and the runner's table are read as source, every name of the feature
-is cut out of the syntax tree (the argument, the scan's carry, the branch, the output, the imports), and what is left is run as
-modules of its own. It holds no name of the feature any more, so a trace of capture that the real build leaves in its lowered
-StableHLO cannot be in both texts. The same test on a build that does leave a trace fails, which is shown.
-What the TPU compiler makes of both: test_tpu_programs.py."""
+What "never heard of it" means here: the model, the programs and the runner's table are read as source, every name of
+the feature is cut out of the syntax tree (the argument, the scan's carry, the branch, the output, the imports), and
+what is left is run as modules of its own. It holds no name of the feature any more, so a trace of capture that the real
+build leaves in its lowered StableHLO cannot be in both texts. The same test on a build that does leave a trace fails,
+which is shown. What the TPU compiler makes of both: test_tpu_programs.py."""
 
 import ast
 import collections
@@ -35,14 +35,26 @@ FUSED_NAMES = frozenset({"capture", "block"})
 PROGRAM_NAMES = frozenset({"capture", "rows", "counts", "changed"})
 DEVICE_CACHE = "_RoutedExpertsDeviceCache"
 SIZES = dict(
-    vocab_size=313, hidden_size=64, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=16, dense_width=96, expert_width=32,
-    router=RouterSpec(num_experts=16, top_k=4, renormalize=True), moe_layers=(1, 2, 4), rope_theta=1e4, norm_eps=1e-6,
-    tie_embeddings=False, context_length=32,
-)  # fmt: skip  # dense, MoE, dense, MoE: four runs, so columns and layers differ
+    vocab_size=313,
+    hidden_size=64,
+    num_layers=5,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    dense_width=96,
+    expert_width=32,
+    router=RouterSpec(num_experts=16, top_k=4, renormalize=True),
+    moe_layers=(1, 2, 4),
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+    context_length=32,
+)  # dense, MoE, dense, MoE: four runs, so columns and layers differ
 
 
 class WithoutNames(ast.NodeTransformer):
-    """Cuts variables out of a module: as parameters, arguments, fields, parts of tuples, assignments, and the branches on them."""
+    """Cuts variables out of a module: as parameters, arguments, fields, parts of tuples, assignments, and the branches
+    on them."""
 
     def __init__(self, names):
         self._names = names
@@ -82,7 +94,13 @@ def names_in(text):
     """Every identifier of a module: variables, attributes, parameters, imports; docstrings and comments are none."""
     for node in ast.walk(ast.parse(text)):
         match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.alias(name=name) | ast.ImportFrom(module=name):
+            case (
+                ast.Name(id=name)
+                | ast.Attribute(attr=name)
+                | ast.arg(arg=name)
+                | ast.alias(name=name)
+                | ast.ImportFrom(module=name)
+            ):
                 yield name
             case ast.keyword(arg=str(name)):
                 yield name
@@ -133,15 +151,21 @@ class Build:
     def spec(self, *, capture=False, moe="tiled", attention="paged", **sizes):
         """The program spec and the weights' shapes of a small model with a dense layer among MoE layers."""
         config = self.model.Qwen3MoeConfig(**(SIZES | sizes))
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: self.model.Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+        graphdef, state = nnx.split(
+            nnx.eval_shape(lambda: self.model.Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+        )
         feature = {"capture": config.capture_spec if capture else None} if self.has_feature else {}
         kernels = KERNELS[moe].load()
         if not self.has_feature and kernels.router is not None:
             kernels = dataclasses.replace(kernels, router=dataclasses.replace(kernels.router, run=deaf(kernels.router)))
         if not self.has_feature and kernels.whole is not None:
-            kernels = dataclasses.replace(kernels, whole=dataclasses.replace(kernels.whole, run=deaf_run(kernels.whole)))
+            kernels = dataclasses.replace(
+                kernels, whole=dataclasses.replace(kernels.whole, run=deaf_run(kernels.whole))
+            )
         backends = {"kernels": kernels, "attention": ATTENTION[attention].load()}
-        return self.programs.ProgramSpec(graphdef=graphdef, num_pages=NUM_PAGES, raw_logprobs=False, **feature, **backends), state
+        return self.programs.ProgramSpec(
+            graphdef=graphdef, num_pages=NUM_PAGES, raw_logprobs=False, **feature, **backends
+        ), state
 
     def jobs(self, **how):
         """The runner's table of programs, each as the call that lowers it."""
@@ -149,7 +173,9 @@ class Build:
         return self.runner.program_jobs(state, spec, RUNNER)
 
 
-POOL = KVPoolSpec(num_layers=5, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_kv_heads=2, head_dim=16, dtype=jnp.dtype(jnp.bfloat16))
+POOL = KVPoolSpec(
+    num_layers=5, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_kv_heads=2, head_dim=16, dtype=jnp.dtype(jnp.bfloat16)
+)
 RUNNER = program_table.RunnerConfig(pool=POOL, num_request_slots=NUM_SLOTS, shapes=(DECODE, EXTEND), vocab_size=313)
 REAL = Build(qwen3_moe, programs, program_table, has_feature=True)
 
@@ -163,7 +189,9 @@ def build_from(model_text, programs_text):
         model_text = model_text.replace(f"routed_experts.models.{name}", f"never.{name}")
     model = module_of("never.qwen3_moe", model_text)
     own_programs = module_of("never.programs", programs_text)
-    module_of("never.sampler", inspect.getsource(sampler))  # jitted for itself, so that what is compared is not one program twice
+    module_of(
+        "never.sampler", inspect.getsource(sampler)
+    )  # jitted for itself, so that what is compared is not one program twice
     table = inspect.getsource(program_table)
     for name in ("programs", "sampler"):
         table = table.replace(f"routed_experts.execution.{name}", f"never.{name}")
@@ -177,17 +205,28 @@ def never():
 
 
 def test_nothing_of_the_feature_is_left_in_the_build_that_never_heard_of_it():
-    for module, names in ((qwen3_moe, MODEL_NAMES), (sparse_block, BLOCK_NAMES), (fused_run, FUSED_NAMES), (programs, PROGRAM_NAMES)):
+    for module, names in (
+        (qwen3_moe, MODEL_NAMES),
+        (sparse_block, BLOCK_NAMES),
+        (fused_run, FUSED_NAMES),
+        (programs, PROGRAM_NAMES),
+    ):
         before, after = set(names_in(inspect.getsource(module))), set(names_in(without(module, names)))
         assert names <= before and names.isdisjoint(after)
         # CaptureSpec describes a model to its readers; a config's property of that name is not part of a program.
-        left = {name for name in after if re.search("capture|routed_?experts", name.removeprefix("routed_experts."), re.IGNORECASE)}
+        left = {
+            name
+            for name in after
+            if re.search("capture|routed_?experts", name.removeprefix("routed_experts."), re.IGNORECASE)
+        }
         assert left <= {"capture_spec", "CaptureSpec", "routed_experts.core.capture_spec"}, left
     assert not [name for name in names_in(inspect.getsource(sampler)) if "capture" in name.lower()]
     assert "rows" not in {field.name for field in dataclasses.fields(never().programs.ForwardOut)}
 
 
-@pytest.mark.parametrize(("moe", "attention"), [("tiled", "paged"), ("reference", "reference"), ("grouped", "paged"), ("native", "native")])
+@pytest.mark.parametrize(
+    ("moe", "attention"), [("tiled", "paged"), ("reference", "reference"), ("grouped", "paged"), ("native", "native")]
+)
 def test_off_is_the_build_that_never_heard_of_it(moe, attention):
     wanted, got = never().jobs(moe=moe, attention=attention), REAL.jobs(moe=moe, attention=attention)
     assert got.keys() == wanted.keys()
@@ -203,13 +242,17 @@ def test_a_build_that_leaves_a_trace_is_told_apart():
     text = without(qwen3_moe, MODEL_NAMES)
     call = "x + kernels.peers.add(y)"
     assert text.count(call) == 1
-    tracing = build_from(text.replace(call, f"{call} * (routing.ids[:1, :1] >= 0).astype(x.dtype)"), without(programs, PROGRAM_NAMES))
+    tracing = build_from(
+        text.replace(call, f"{call} * (routing.ids[:1, :1] >= 0).astype(x.dtype)"), without(programs, PROGRAM_NAMES)
+    )
     key = "forward", DECODE
     assert tracing.jobs()[key]().as_text() != REAL.jobs()[key]().as_text()
 
 
 def outputs(lowered):
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]}
+    return {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]
+    }
 
 
 @pytest.mark.parametrize("shape", [DECODE, EXTEND], ids=["decode", "extend"])
@@ -235,7 +278,8 @@ def test_programs_after_the_forward_pass_do_not_know_capture():
 
 @pytest.mark.parametrize("shape", [DECODE, EXTEND], ids=["decode", "extend"])
 def test_on_without_its_output_is_off(shape):
-    """JAX's own dead code elimination takes away what only `rows` needs; what is left must lower to the other program."""
+    """JAX's own dead code elimination takes away what only `rows` needs; what is left must lower to the other
+    program."""
 
     def left_of(capture):
         spec, state = REAL.spec(capture=capture)
@@ -264,5 +308,11 @@ def test_on_adds_a_write_a_run_of_layers_and_a_conversion_a_step(shape):
     runs = 2  # of MoE layers, each a scan with one body
     assert added["stablehlo.dynamic_update_slice"] == runs  # of the ids of a layer
     assert added["stablehlo.convert"] == 1  # of all ids, once a step
-    assert not added.keys() & {"stablehlo.while", "stablehlo.sort", "stablehlo.gather", "stablehlo.scatter", "stablehlo.dot_general"}
+    assert not added.keys() & {
+        "stablehlo.while",
+        "stablehlo.sort",
+        "stablehlo.gather",
+        "stablehlo.scatter",
+        "stablehlo.dot_general",
+    }
     assert added.total() <= 40, added  # measured 32; most are constants, broadcasts and index arithmetic, which fuse

@@ -35,7 +35,9 @@ def test_every_instance_ends_with_its_expert_and_only_what_a_device_lacks_is_cop
     old, new, num_devices = case
     moves, own = plan_moves(old, new, num_devices=num_devices), len(old) // num_devices
     np.testing.assert_array_equal(play(old, moves, num_devices), new)
-    lacking = [new[at] not in old[at // own * own : (at // own + 1) * own] for at in range(len(old)) if old[at] != new[at]]
+    lacking = [
+        new[at] not in old[at // own * own : (at // own + 1) * own] for at in range(len(old)) if old[at] != new[at]
+    ]
     assert moves.num_copied == sum(lacking)
     assert moves.num_turns <= len(lacking) and moves.shown.shape == (len(old), num_devices)
 

@@ -6,7 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, ModelWorkerBatch, SamplerForm, SamplingColumns
+from routed_experts.core.model_worker_batch import (
+    FROM_DEVICE,
+    ForwardMode,
+    ModelWorkerBatch,
+    SamplerForm,
+    SamplingColumns,
+)
 from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, pack, shape_of, unpack, unpack_sampler
 
 SHAPES = [
@@ -16,7 +22,8 @@ SHAPES = [
     BatchShape(mode=ForwardMode.EXTEND, num_tokens=7, num_requests=8, table_width=2),
 ]
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-# Bits that arithmetic would change: signed zeros, the smallest and largest floats, infinities, quiet and signalling NaN.
+# Bits that arithmetic would change: signed zeros, the smallest and largest floats, infinities, quiet and signalling
+# NaN.
 AWKWARD = np.array([0, 1 << 31, 1, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F800001], np.uint32)
 
 
@@ -28,18 +35,39 @@ def random_batch(shape, seed):
     def words(*dims):
         return rng.integers(-(1 << 31), 1 << 31, dims).astype(np.int32)
 
-    floats = {name: np.where(rng.random(rows) < 0.5, words(rows).view(np.uint32), rng.choice(AWKWARD, rows)) for name in FLOATS}
+    floats = {
+        name: np.where(rng.random(rows) < 0.5, words(rows).view(np.uint32), rng.choice(AWKWARD, rows))
+        for name in FLOATS
+    }
     columns = SamplingColumns(
         **{name: bits.astype(np.uint32).view(np.float32) for name, bits in floats.items()},
-        top_k=words(rows), choice=words(rows), position=words(rows), prompt_len=words(rows), seed=words(rows, 2).view(np.uint32),
-        bias_ids=None, bias_values=None,
-    )  # fmt: skip
+        top_k=words(rows),
+        choice=words(rows),
+        position=words(rows),
+        prompt_len=words(rows),
+        seed=words(rows, 2).view(np.uint32),
+        bias_ids=None,
+        bias_values=None,
+    )
     return ModelWorkerBatch(
-        step=0, mode=shape.mode, form=SamplerForm.FILTERED, num_tokens=int(rng.integers(0, tokens + 1)), num_requests=rows,
-        token_ids=words(tokens), positions=words(tokens), token_rows=words(tokens), kv_slots=words(tokens), query_starts=words(rows + 1),
-        seq_lens=words(rows), request_slots=words(rows), page_table=words(rows, shape.table_width), sampling=columns,
-        samples=(True,) * rows, prompt_targets=None, return_routed_experts=(True,) * rows,
-    )  # fmt: skip
+        step=0,
+        mode=shape.mode,
+        form=SamplerForm.FILTERED,
+        num_tokens=int(rng.integers(0, tokens + 1)),
+        num_requests=rows,
+        token_ids=words(tokens),
+        positions=words(tokens),
+        token_rows=words(tokens),
+        kv_slots=words(tokens),
+        query_starts=words(rows + 1),
+        seq_lens=words(rows),
+        request_slots=words(rows),
+        page_table=words(rows, shape.table_width),
+        sampling=columns,
+        samples=(True,) * rows,
+        prompt_targets=None,
+        return_routed_experts=(True,) * rows,
+    )
 
 
 def bits(array):
@@ -47,7 +75,9 @@ def bits(array):
     return array.dtype, array.shape, array.tobytes()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.mode.value}-{shape.num_tokens}x{shape.num_requests}")
+@pytest.mark.parametrize(
+    "shape", SHAPES, ids=lambda shape: f"{shape.mode.value}-{shape.num_tokens}x{shape.num_requests}"
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_packed_is_unpacked_bit_for_bit(shape, seed):
     batch = random_batch(shape, seed)
@@ -55,13 +85,17 @@ def test_what_is_packed_is_unpacked_bit_for_bit(shape, seed):
     packed = pack(batch)
     assert (packed.shape, packed.dtype) == (shape.packed.shape, shape.packed.dtype)
     out = jax.jit(unpack, static_argnums=1)(packed, shape)
-    sampler = jax.jit(unpack_sampler, static_argnums=1)(packed[: num_sampler_words(shape.num_requests)], shape.num_requests)
+    sampler = jax.jit(unpack_sampler, static_argnums=1)(
+        packed[: num_sampler_words(shape.num_requests)], shape.num_requests
+    )
     sampling = batch.sampling
     pairs = {
         name: (getattr(sampler.sampling, name), getattr(sampling, name))
         for name in ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "position")
     }
-    pairs |= {name: (getattr(sampler, name), getattr(sampling, name)) for name in ("presence", "frequency", "repetition")}
+    pairs |= {
+        name: (getattr(sampler, name), getattr(sampling, name)) for name in ("presence", "frequency", "repetition")
+    }
     pairs |= {"prompt_len": (out.prompt_len, sampling.prompt_len), "token_ids": (out.token_ids, batch.token_ids)}
     pairs |= {"request_slots": (out.request_slots, batch.request_slots)}
     assert bits(sampler.request_slots) == bits(batch.request_slots), "both look at it"
@@ -76,7 +110,9 @@ def test_what_is_packed_is_unpacked_bit_for_bit(shape, seed):
 def test_columns_that_are_views_are_packed_as_what_they_show():
     shape = SHAPES[1]
     batch = random_batch(shape, 0)
-    strided = dataclasses.replace(batch, token_ids=np.repeat(batch.token_ids, 2)[::2], page_table=np.asfortranarray(batch.page_table))
+    strided = dataclasses.replace(
+        batch, token_ids=np.repeat(batch.token_ids, 2)[::2], page_table=np.asfortranarray(batch.page_table)
+    )
     assert np.array_equal(pack(strided), pack(batch))
 
 

@@ -1,4 +1,5 @@
-"""A model that does not fit: the values that the error gives do make it fit, and are the nearest that do. Counted by hand here."""
+"""A model that does not fit: the values that the error gives do make it fit, and are the nearest that do. Counted by
+hand here."""
 
 import dataclasses
 
@@ -35,20 +36,35 @@ def demands(draw):
     )
     recurrent = draw(st.sampled_from((None, STATE)))
     model = KVPoolSpec(
-        num_layers=draw(st.integers(1, 8)), num_pages=0, page_size=page, num_kv_heads=draw(st.integers(1, 4)), head_dim=16,
-        dtype=jnp.dtype("bfloat16"), num_recurrent=0 if recurrent is None else 3, recurrent=recurrent, num_requests=args.running_limit + 1,
-    )  # fmt: skip
+        num_layers=draw(st.integers(1, 8)),
+        num_pages=0,
+        page_size=page,
+        num_kv_heads=draw(st.integers(1, 4)),
+        head_dim=16,
+        dtype=jnp.dtype("bfloat16"),
+        num_recurrent=0 if recurrent is None else 3,
+        recurrent=recurrent,
+        num_requests=args.running_limit + 1,
+    )
     return MemoryDemand(
-        args=args, model=model, weights=draw(st.integers(0, 10**8)), row_bytes=draw(st.integers(0, 4000)),
-        vocab_size=draw(st.integers(1, 50_000)), context_length=args.context_length or 512, device=draw(st.integers(10**6, 2 * 10**8)),
-    )  # fmt: skip
+        args=args,
+        model=model,
+        weights=draw(st.integers(0, 10**8)),
+        row_bytes=draw(st.integers(0, 4000)),
+        vocab_size=draw(st.integers(1, 50_000)),
+        context_length=args.context_length or 512,
+        device=draw(st.integers(10**6, 2 * 10**8)),
+    )
 
 
 def by_hand(demand, **change):
     """Would the model fit with these arguments: every term counted from its shapes."""
     args, model = dataclasses.replace(demand.args, **change), demand.model
     running, page = args.max_running_requests or max(args.precompile_bs_paddings), args.page_size
-    most = min(args.max_prefill_tokens or 10**9, args.chunked_prefill_size or 10**9, max(args.precompile_token_paddings)) + running
+    most = (
+        min(args.max_prefill_tokens or 10**9, args.chunked_prefill_size or 10**9, max(args.precompile_token_paddings))
+        + running
+    )
     widest = next((size for size in args.precompile_token_paddings if size >= most), args.precompile_token_paddings[-1])
     widest = max(widest, *args.precompile_bs_paddings)
     if args.max_total_tokens is not None:
@@ -57,7 +73,13 @@ def by_hand(demand, **change):
         pages = 1 if args.context_length is None else -(-args.context_length // page)
     state = dataclasses.replace(model, num_pages=1, num_requests=running + 1).state_bytes
     a_page = page * model.num_layers * 2 * model.num_kv_heads * 16 * 2
-    whole = demand.weights + (running + 1) * demand.vocab_size * 5 + 2 * widest * demand.row_bytes + state + (pages + 1) * a_page
+    whole = (
+        demand.weights
+        + (running + 1) * demand.vocab_size * 5
+        + 2 * widest * demand.row_bytes
+        + state
+        + (pages + 1) * a_page
+    )
     return whole <= int(demand.device * args.mem_fraction_static)
 
 
@@ -82,7 +104,12 @@ def test_what_the_error_advises_fits_and_is_the_nearest_that_does(demand):
         demand.under(way).require_fit()
         assert all(f"{name}={value}" in text for name, value in way.items())
         name, value = next(reversed(way.items()))
-        if len(way) == 1 and name in ("mem_fraction_static", "max_running_requests", "max_total_tokens", "context_length"):
+        if len(way) == 1 and name in (
+            "mem_fraction_static",
+            "max_running_requests",
+            "max_total_tokens",
+            "context_length",
+        ):
             back = one_step_back(name, value, demand)
             given_value = demand.args.running_limit if name == "max_running_requests" else getattr(demand.args, name)
             assert back == pytest.approx(given_value) or not by_hand(demand, **{name: back}), way
@@ -97,17 +124,31 @@ def test_what_the_error_advises_fits_and_is_the_nearest_that_does(demand):
 def test_every_flag_that_helps_is_named_once():
     sizes = {"precompile_bs_paddings": (1, 8, 256), "precompile_token_paddings": (512, 4096)}
     args = ServerArgs(**sizes, context_length=1024, mem_fraction_static=0.5)
-    model = KVPoolSpec(num_layers=2, num_pages=0, page_size=16, num_kv_heads=2, head_dim=16, dtype=jnp.dtype("bfloat16"))
+    model = KVPoolSpec(
+        num_layers=2, num_pages=0, page_size=16, num_kv_heads=2, head_dim=16, dtype=jnp.dtype("bfloat16")
+    )
     demand = MemoryDemand(
-        args=args, model=model, weights=30_000_000, row_bytes=2048, vocab_size=10_000, context_length=1024, device=118_000_000
-    )  # fmt: skip
-    assert [next(iter(way)) for way in ways_that_fit(demand)] == ["mem_fraction_static", "max_running_requests", "max_prefill_tokens"]
+        args=args,
+        model=model,
+        weights=30_000_000,
+        row_bytes=2048,
+        vocab_size=10_000,
+        context_length=1024,
+        device=118_000_000,
+    )
+    assert [next(iter(way)) for way in ways_that_fit(demand)] == [
+        "mem_fraction_static",
+        "max_running_requests",
+        "max_prefill_tokens",
+    ]
     assert all(by_hand(demand, **way) for way in ways_that_fit(demand))
 
 
 def test_a_change_that_is_no_argument_is_no_way():
     args = ServerArgs()
     model = KVPoolSpec(num_layers=1, num_pages=0, page_size=16, num_kv_heads=1, head_dim=16, dtype=jnp.dtype("float32"))
-    demand = MemoryDemand(args=args, model=model, weights=1, row_bytes=0, vocab_size=1, context_length=512, device=10**9)
+    demand = MemoryDemand(
+        args=args, model=model, weights=1, row_bytes=0, vocab_size=1, context_length=512, device=10**9
+    )
     with pytest.raises(ConfigError):
         demand.under({"page_size": 0})

@@ -20,13 +20,18 @@ SPEC = CaptureSpec(num_hidden_layers=4, layer_ids=(1, 2, 3), num_experts=16, top
 
 class TwoArrays(nnx.Module):
     def __init__(self) -> None:
-        self.big, self.small = nnx.Param(jnp.zeros((1000, 30), jnp.bfloat16)), nnx.Param(jnp.zeros(7, jnp.float32), wide=True)
+        self.big, self.small = (
+            nnx.Param(jnp.zeros((1000, 30), jnp.bfloat16)),
+            nnx.Param(jnp.zeros(7, jnp.float32), wide=True),
+        )
 
 
 def plan(*, context=64, capture=SPEC, dtype=jnp.bfloat16, **args):
     settings = {"page_size": 16, "precompile_bs_paddings": (4,), "precompile_token_paddings": (32,)}
     server_args = ServerArgs(**(settings | args))
-    pool = KVPoolSpec(num_pages=0, page_size=server_args.page_size, num_layers=4, num_kv_heads=2, head_dim=8, dtype=jnp.dtype(dtype))
+    pool = KVPoolSpec(
+        num_pages=0, page_size=server_args.page_size, num_layers=4, num_kv_heads=2, head_dim=8, dtype=jnp.dtype(dtype)
+    )
     return plan_memory(server_args, pool, nnx.state(TwoArrays()), capture, context_length=context, vocab_size=11)
 
 
@@ -75,7 +80,9 @@ def test_what_was_asked_and_does_not_fit_is_refused_with_what_would():
 
 @pytest.mark.parametrize("asked", [None, 16, 1 << 40])
 def test_weights_that_leave_no_room_are_refused(asked):
-    with pytest.raises(MemoryPlanError, match=r"weights 58\.6 KiB \+ penalties .* KV pages of 16 tokens.* above the limit of 0 B") as told:
+    with pytest.raises(
+        MemoryPlanError, match=r"weights 58\.6 KiB \+ penalties .* KV pages of 16 tokens.* above the limit of 0 B"
+    ) as told:
         plan(max_total_tokens=asked, mem_fraction_static=1e-12)
     assert len(str(told.value)) <= 1024
 

@@ -1,5 +1,6 @@
-"""The programs of four chips, through the real TPU compiler: pages and weights are in place on each, temporaries are bounded, and the
-devices meet where they must and nowhere else. Proves no value (tests/engine/test_devices.py) and no time."""
+"""The programs of four chips, through the real TPU compiler: pages and weights are in place on each, temporaries are
+bounded, and the devices meet where they must and nowhere else. Proves no value (tests/engine/test_devices.py) and no
+time."""
 
 import dataclasses
 import functools
@@ -43,26 +44,38 @@ def jobs(chip, kind):
     state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(SMALL.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[1]
     part = SMALL.config.part(split)
     graphdef = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(part, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[0]
-    weights = nnx.from_flat_state([(path, leaf.replace(global_array(shards, path, leaf))) for path, leaf in nnx.to_flat_state(state)])
+    weights = nnx.from_flat_state(
+        [(path, leaf.replace(global_array(shards, path, leaf))) for path, leaf in nnx.to_flat_state(state)]
+    )
     args = ServerArgs(enable_return_routed_experts=True, tp_size=4, ep_size=4 if KINDS[kind] else 1)
     kernels, attention = DEFAULT_BACKENDS.choose(args, platform="tpu")
     assert (kernels.moe.name, kernels.linear.name, attention.name) == ("tpu",) * 3
     spec = ProgramSpec(
-        graphdef=graphdef, capture=SMALL.config.capture_spec, kernels=kernels, attention=attention, num_pages=POOL.num_pages,
-        raw_logprobs=False, on=OnMesh.of(shards.mesh, jax.tree.leaves(weights), POOL),
-    )  # fmt: skip
+        graphdef=graphdef,
+        capture=SMALL.config.capture_spec,
+        kernels=kernels,
+        attention=attention,
+        num_pages=POOL.num_pages,
+        raw_logprobs=False,
+        on=OnMesh.of(shards.mesh, jax.tree.leaves(weights), POOL),
+    )
     return program_jobs(weights, spec, RUNNER)
 
 
 def global_array(shards, path, leaf):
     name = ".".join(map(str, path))
-    return jax.ShapeDtypeStruct(shards.global_shape(name, leaf.shape), leaf.dtype, sharding=shards.sharding(name, len(leaf.shape)))
+    return jax.ShapeDtypeStruct(
+        shards.global_shape(name, leaf.shape), leaf.dtype, sharding=shards.sharding(name, len(leaf.shape))
+    )
 
 
 @functools.cache
 def compiled(chip, kind, name):
     [job] = [job for key, job in jobs(chip, kind).items() if name_of(key) == name]
-    with jax.sharding.use_abstract_mesh(Mesh(tpu_mesh(chip, (4,)).devices, (AXIS,)).abstract_mesh), without_compilation_cache():
+    with (
+        jax.sharding.use_abstract_mesh(Mesh(tpu_mesh(chip, (4,)).devices, (AXIS,)).abstract_mesh),
+        without_compilation_cache(),
+    ):
         return job().compile()
 
 

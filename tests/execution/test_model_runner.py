@@ -1,6 +1,8 @@
-"""The runner against the model in NumPy: what a step says is where it should be, steps overlap, weights change under way.
+"""The runner against the model in NumPy: what a step says is where it should be, steps overlap, weights change under
+way.
 
-The oracle is float64 and knows no pages; the columns of a step are compared with it, so a column that is read as another is seen."""
+The oracle is float64 and knows no pages; the columns of a step are compared with it, so a column that is read as
+another is seen."""
 
 import dataclasses
 
@@ -20,9 +22,13 @@ from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from small_runner import DECODE, EXTEND, Fed, build, compiled, oracle, read, run, step_of
 
 TOLERANCE = {"rtol": 0, "atol": 2e-4}  # float32 against float64
-PROMPTS = [tuple(random_prompt(np.random.default_rng(seed), length).tolist()) for seed, length in ((1, 13), (2, 6), (3, 9))]
+PROMPTS = [
+    tuple(random_prompt(np.random.default_rng(seed), length).tolist()) for seed, length in ((1, 13), (2, 6), (3, 9))
+]
 PAGES = [(1, 5, 2, 9, 20, 21), (7, 3, 30, 31, 32, 33), (11, 10, 4, 34, 35, 36)]  # in no order, 24 places each
-PROMPT_PARTS = [Fed(slot, pages, ids, prompt_len=len(ids)) for slot, pages, ids in zip((3, 1, 5), PAGES, PROMPTS, strict=True)]
+PROMPT_PARTS = [
+    Fed(slot, pages, ids, prompt_len=len(ids)) for slot, pages, ids in zip((3, 1, 5), PAGES, PROMPTS, strict=True)
+]
 
 
 def assert_rows_are_the_oracles(judged_by, sequences, rows):
@@ -43,7 +49,9 @@ def test_a_greedy_step_tells_tokens_logprobs_and_rows_of_its_real_tokens():
     assert (result.logprobs.dtype, result.tokens.dtype, result.rows.dtype) == (np.float32, np.int32, np.uint8)
     assert result.rows.shape == (sum(map(len, PROMPTS)), 3 * 4)
     assert_rows_are_the_oracles(oracle(), PROMPTS, result.rows)
-    assert all(part is None for part in (result.top_ids, result.top_logprobs, result.prompt_logprobs, result.prompt_top_ids))
+    assert all(
+        part is None for part in (result.top_ids, result.top_logprobs, result.prompt_logprobs, result.prompt_top_ids)
+    )
 
 
 def test_a_full_step_tells_the_best_tokens_and_what_penalties_and_bias_made_of_them():
@@ -56,7 +64,9 @@ def test_a_full_step_tells_the_best_tokens_and_what_penalties_and_bias_made_of_t
     result = run(compiled(), step_of(*parts, form=SamplerForm.FULL))
     counts, seen = np.bincount(prompt[-4:], minlength=313), np.bincount(prompt, minlength=313) > 0
     logits = oracle().run(prompt).logits[-1]
-    logits = np.where(seen, np.where(logits > 0, logits / 1.3, logits * 1.3), logits) - 0.25 * counts - 0.5 * (counts > 0)
+    logits = (
+        np.where(seen, np.where(logits > 0, logits / 1.3, logits * 1.3), logits) - 0.25 * counts - 0.5 * (counts > 0)
+    )
     logits[17] += 9.0
     logits[300] -= 2.0
     for row, raw in enumerate((logits, oracle().run(PROMPTS[1]).logits[-1])):
@@ -87,11 +97,15 @@ def test_prompt_logprobs_speak_of_the_token_that_follows():
     np.testing.assert_allclose(result.prompt_logprobs[:real], logprobs[np.arange(real), following], **TOLERANCE)
     best = np.argsort(-logprobs, axis=1, kind="stable")[:, :MAX_TOP_LOGPROBS]
     assert np.array_equal(result.prompt_top_ids[:real], best)
-    np.testing.assert_allclose(result.prompt_top_logprobs[:real], np.take_along_axis(logprobs, best, axis=1), **TOLERANCE)
+    np.testing.assert_allclose(
+        result.prompt_top_logprobs[:real], np.take_along_axis(logprobs, best, axis=1), **TOLERANCE
+    )
 
 
 def test_floats_are_read_bit_for_bit():
-    strange = np.array([0, 1 << 31, 1, 0xFF800000, 0x7F800000, 0x7FC00001, 0x7F800001, 0x42280000], np.uint32).view(np.int32)
+    strange = np.array([0, 1 << 31, 1, 0xFF800000, 0x7F800000, 0x7FC00001, 0x7F800001, 0x42280000], np.uint32).view(
+        np.int32
+    )
     columns = 2 + 2 * MAX_TOP_LOGPROBS
     sampled = np.random.default_rng(0).choice(strange, (4, columns))
     scored = np.random.default_rng(1).choice(strange, (32, columns - 1))
@@ -100,10 +114,14 @@ def test_floats_are_read_bit_for_bit():
     result = compiled().read(PendingStep(batch=batch, sampled=arrays[0], scored=arrays[1], rows=None, weight_version=7))
     edge = 2 + MAX_TOP_LOGPROBS
     pairs = [
-        (result.tokens, sampled[:, 0]), (result.logprobs, sampled[:, 1]), (result.top_ids, sampled[:, 2:edge]),
-        (result.top_logprobs, sampled[:, edge:]), (result.prompt_logprobs, scored[:, 0]), (result.prompt_top_ids, scored[:, 1 : edge - 1]),
+        (result.tokens, sampled[:, 0]),
+        (result.logprobs, sampled[:, 1]),
+        (result.top_ids, sampled[:, 2:edge]),
+        (result.top_logprobs, sampled[:, edge:]),
+        (result.prompt_logprobs, scored[:, 0]),
+        (result.prompt_top_ids, scored[:, 1 : edge - 1]),
         (result.prompt_top_logprobs, scored[:, edge - 1 :]),
-    ]  # fmt: skip
+    ]
     assert all(np.array_equal(np.ascontiguousarray(came).view(np.int32), went) for came, went in pairs)
     assert (result.rows, result.weight_version) == (None, 7)
 
@@ -142,12 +160,17 @@ def test_what_was_read_is_not_touched_by_later_steps():
 def test_rows_that_come_with_the_tokens_are_those_that_come_alone(form):
     telling = build(told=True, shapes=(EXTEND, DECODE))
     telling.compile()
-    fed = [Fed(part.slot, part.pages, (17 + at,), start=len(part.ids), prompt_len=len(part.ids)) for at, part in enumerate(PROMPT_PARTS)]
+    fed = [
+        Fed(part.slot, part.pages, (17 + at,), start=len(part.ids), prompt_len=len(part.ids))
+        for at, part in enumerate(PROMPT_PARTS)
+    ]
     results, pendings = [], []
     for runner in (compiled(), telling):
         prompts = run(runner, step_of(*PROMPT_PARTS))
         pending = runner.dispatch(step_of(*fed, form=form, mode=ForwardMode.DECODE))
-        later = runner.dispatch(step_of(*(dataclasses.replace(part, ids=(5,)) for part in fed), mode=ForwardMode.DECODE))
+        later = runner.dispatch(
+            step_of(*(dataclasses.replace(part, ids=(5,)) for part in fed), mode=ForwardMode.DECODE)
+        )
         results.append((prompts, read(runner, pending), read(runner, later), read(runner, pending)))
         pendings.append(pending)
     assert pendings[0].rows is not None and pendings[1].rows is None, "an array less"
@@ -174,7 +197,9 @@ def test_the_table_of_programs_is_what_is_compiled():
 def test_steps_whose_rows_are_told_have_samplers_of_their_own():
     runner = build(told=True)
     keys = {key for key in program_jobs(runner.state, runner.spec, runner.config) if key[0] == "sample"}
-    assert keys == {("sample", EXTEND.num_requests, told, form) for told in (0, runner.spec.told) for form in SamplerForm}
+    assert keys == {
+        ("sample", EXTEND.num_requests, told, form) for told in (0, runner.spec.told) for form in SamplerForm
+    }
     assert runner.spec.told > 0
 
 
@@ -224,7 +249,8 @@ def test_weights_of_the_host_are_copied_once_and_owned():
 
 
 def test_donated_weights_are_served_where_they_lie_and_deleted_with_what_follows():
-    """Of three exchanges: a donation, another that ends the first one's arrays, and one without that ends the second's."""
+    """Of three exchanges: a donation, another that ends the first one's arrays, and one without that ends the
+    second's."""
     runner, served = compiled(), compiled().state
     version, given = runner.weight_version, [jax.tree.map(jnp.copy, other_weights(seed)) for seed in (7, 8)]
     try:
@@ -235,13 +261,17 @@ def test_donated_weights_are_served_where_they_lie_and_deleted_with_what_follows
             result = run(runner, step_of(*PROMPT_PARTS))
             assert result.tokens[:3].tolist() == [other_oracle(seed).run(ids).logits[-1].argmax() for ids in PROMPTS]
             assert [leaf.is_deleted() for leaf in leaves(given[0])] == [step == 2] * len(places)
-        runner.update_weights(runner.state, version=version + 3)  # only a name: the arrays are still served, and still its own
+        runner.update_weights(
+            runner.state, version=version + 3
+        )  # only a name: the arrays are still served, and still its own
         assert not any(leaf.is_deleted() for leaf in leaves(given[1]))
     finally:
         runner.update_weights(served, version=version + 4)
     assert all(leaf.is_deleted() for leaf in leaves(given[1]))
     assert not any(leaf.is_deleted() for leaf in leaves(served)), "what nobody donated is the caller's"
-    assert run(runner, step_of(*PROMPT_PARTS)).tokens[:3].tolist() == [oracle().run(ids).logits[-1].argmax() for ids in PROMPTS]
+    assert run(runner, step_of(*PROMPT_PARTS)).tokens[:3].tolist() == [
+        oracle().run(ids).logits[-1].argmax() for ids in PROMPTS
+    ]
 
 
 def test_a_donation_that_does_not_fit_deletes_nothing():

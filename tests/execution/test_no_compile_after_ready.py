@@ -1,7 +1,7 @@
 """Once an engine is ready, nothing is traced, lowered or compiled again, whatever an admissible request asks for.
 
-JAX counts for us: it reports each trace, lowering and compilation of the process as an event, those of small eager operations
-such as `jnp.zeros` among them. The first test shows that it does; a renamed event would fail there."""
+JAX counts for us: it reports each trace, lowering and compilation of the process as an event, those of small eager
+operations such as `jnp.zeros` among them. The first test shows that it does; a renamed event would fail there."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,9 @@ from serving import assert_idle, letters
 from tiny import VOCAB_SIZE, write_tiny_checkpoint
 
 COMPILING = "/jax/core/compile/"
-STEPS = {COMPILING + step for step in ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration")}
+STEPS = {
+    COMPILING + step for step in ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration")
+}
 PROMPT = "The router scores every expert for every token. "
 LONG = PROMPT * 4  # several chunks of prefill
 ENGINES = {
@@ -90,7 +92,10 @@ def ask_everything(engine, *, capture):
     engine.generate(PROMPT, {"logit_bias": letters(engine), "stop": ["e", "zz"]}, max_new_tokens=6, **rows)
     engine.flush_cache()
     with ThreadPoolExecutor(len(SAMPLING)) as threads:
-        calls = [threads.submit(engine.generate, [LONG, PROMPT], sampling, max_new_tokens=9, **rows) for sampling in SAMPLING.values()]
+        calls = [
+            threads.submit(engine.generate, [LONG, PROMPT], sampling, max_new_tokens=9, **rows)
+            for sampling in SAMPLING.values()
+        ]
         assert all(call.result() for call in calls)
 
 
@@ -126,7 +131,12 @@ def change_weights(engine, states):
 def test_nothing_compiles_once_the_engine_is_ready(folder, kind):
     args, capture = ENGINES[kind], "enable_return_routed_experts" in ENGINES[kind]
     small = {"precompile_bs_paddings": (1, 4), "precompile_token_paddings": (32,)} if kind == "capture" else {}
-    sizes = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (32,), "context_length": 256, "max_total_tokens": 512}
+    sizes = {
+        "precompile_bs_paddings": (4,),
+        "precompile_token_paddings": (32,),
+        "context_length": 256,
+        "max_total_tokens": 512,
+    }
     with Engine(str(folder), **(sizes | small | args)) as engine:
         states = [other_weights(engine, seed) for seed in (1, 2)]
         with compile_events() as seen:

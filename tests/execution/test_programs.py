@@ -1,5 +1,5 @@
-"""The programs of a step against loops and the model in NumPy: which arrays they give away, where they write, what they count.
-What they look like as compiled code: test_capture_off_is_free.py and test_tpu_programs.py."""
+"""The programs of a step against loops and the model in NumPy: which arrays they give away, where they write, what they
+count. What they look like as compiled code: test_capture_off_is_free.py and test_tpu_programs.py."""
 
 import dataclasses
 import functools
@@ -41,7 +41,8 @@ def test_only_pools_counts_and_last_tokens_are_given_away():
 
 
 def test_models_of_one_vocabulary_share_their_samplers():
-    """By the text, which is what the compilation cache goes by: neither a model, nor its pool, nor the tokens of a step are in it."""
+    """By the text, which is what the compilation cache goes by: neither a model, nor its pool, nor the tokens of a step
+    are in it."""
     wide = tiny_config(hidden_size=96, num_hidden_layers=2, num_experts=8, mlp_only_layers=[], tie_word_embeddings=True)
     longer = dataclasses.replace(EXTEND, num_tokens=64, table_width=16)
     texts, forms = [], {sampler_key(build().spec, EXTEND, form) for form in SamplerForm}
@@ -116,9 +117,17 @@ def count_by_loop(spoken, batch):
 @pytest.mark.parametrize("seed", range(8))
 def test_tokens_are_counted_as_a_loop_counts_them(seed):
     rng = np.random.default_rng(seed)
-    spoken = SpokenTokens(rng.integers(0, 3, (NUM_SLOTS, VOCAB_SIZE)).astype(np.int32), rng.random((NUM_SLOTS, VOCAB_SIZE)) < 0.1)
+    spoken = SpokenTokens(
+        rng.integers(0, 3, (NUM_SLOTS, VOCAB_SIZE)).astype(np.int32), rng.random((NUM_SLOTS, VOCAB_SIZE)) < 0.1
+    )
     fed = [
-        Fed(int(slot), PAGES, tuple(rng.integers(0, 9, rng.integers(1, 9)).tolist()), start=int(start), prompt_len=int(rng.integers(0, 12)))
+        Fed(
+            int(slot),
+            PAGES,
+            tuple(rng.integers(0, 9, rng.integers(1, 9)).tolist()),
+            start=int(start),
+            prompt_len=int(rng.integers(0, 12)),
+        )
         for slot, start in zip(rng.permutation(np.arange(1, NUM_SLOTS))[:4], rng.choice([0, 1, 5, 12], 4), strict=True)
     ][: rng.integers(1, 5)]
     batch = step_of(*fed)

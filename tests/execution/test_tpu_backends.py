@@ -1,5 +1,5 @@
-"""A whole step on the TPU's backends, interpreted, against the plain ones: the same ids, the same hidden states, the same pool.
-And their choice: by platform, by name, and refused where there is no TPU."""
+"""A whole step on the TPU's backends, interpreted, against the plain ones: the same ids, the same hidden states, the
+same pool. And their choice: by platform, by name, and refused where there is no TPU."""
 
 import functools
 
@@ -32,7 +32,9 @@ def runner_of():
 def program(mode, backends, capture):
     spec, shape = runner_of().spec, SHAPES[mode]
     kernels, attention = (
-        (tpu_kernels(interpret=True), tpu_attention(interpret=True)) if backends == "tpu" else (spec.kernels, spec.attention)
+        (tpu_kernels(interpret=True), tpu_attention(interpret=True))
+        if backends == "tpu"
+        else (spec.kernels, spec.attention)
     )
     made = ProgramSpec(
         graphdef=spec.graphdef,
@@ -50,8 +52,13 @@ def two_steps(backends, *, capture=True):
     runner = runner_of()
     pool = jnp.full(runner.config.pool.abstract.shape, jnp.nan, jnp.float32)
     last = jnp.zeros(runner.config.num_request_slots, jnp.int32)
-    prefill = step_of(*[Fed(slot, pages, ids) for slot, (pages, ids) in enumerate(zip(PAGES, PROMPTS, strict=True), start=1)])
-    again = [Fed(slot, pages, (99,), start=len(ids)) for slot, (pages, ids) in enumerate(zip(PAGES, PROMPTS, strict=True), start=1)]
+    prefill = step_of(
+        *[Fed(slot, pages, ids) for slot, (pages, ids) in enumerate(zip(PAGES, PROMPTS, strict=True), start=1)]
+    )
+    again = [
+        Fed(slot, pages, (99,), start=len(ids))
+        for slot, (pages, ids) in enumerate(zip(PAGES, PROMPTS, strict=True), start=1)
+    ]
     decode = step_of(*again, mode=ForwardMode.DECODE)
     outs = []
     for batch in (prefill, decode):

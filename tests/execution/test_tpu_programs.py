@@ -1,8 +1,9 @@
-"""Every program that an engine runs, through the real TPU compiler: pools are updated in place, temporaries are bounded, and what
-capture adds is counted. Proves no value and no time; sizes and what counts as an operation: tests/tpu_programs.py.
+"""Every program that an engine runs, through the real TPU compiler: pools are updated in place, temporaries are
+bounded, and what capture adds is counted. Proves no value and no time; sizes and what counts as an operation:
+tests/tpu_programs.py.
 
-The backends are those that an engine picks by itself on a TPU, layers/tpu/; the plain ones stand beside them for comparison. The full
-report, with Qwen3-30B-A3B on a v5p: benchmarks/tpu_report.py."""
+The backends are those that an engine picks by itself on a TPU, layers/tpu/; the plain ones stand beside them for
+comparison. The full report, with Qwen3-30B-A3B on a v5p: benchmarks/tpu_report.py."""
 
 import dataclasses
 import functools
@@ -21,23 +22,15 @@ from routed_experts.layers.tpu.linear import layered_linear
 from routed_experts.layers.tpu.prepare import prepare
 from routed_experts.layers.tpu.router import fused_router
 from tpu_aot import assert_in_place, compile_tpu, pool_copies, tpu_mesh
-from tpu_programs import (
-    SMALL,
-    Operations,
-    compiled,
-    jobs,
-    lowered,
-    name_of,
-    operations,
-    whole_pool_operations,
-)
+from tpu_programs import SMALL, Operations, compiled, jobs, lowered, name_of, operations, whole_pool_operations
 
 pytestmark = pytest.mark.tpu_aot
 
 CHIPS = ["v5e", "v6e"]
 KIB, MIB = 1 << 10, 1 << 20
 VMEM = 128 * MIB
-# Most temporary bytes in HBM. Measured, in KiB: forward 0 to 1,764; full 0 to 1,719; count 0 to 760; the others 0. No pool, no layer's
+# Most temporary bytes in HBM. Measured, in KiB: forward 0 to 1,764; full 0 to 1,719; count 0 to 760; the others 0. No
+# pool, no layer's
 # experts (96 MiB) and no [tokens, vocabulary] array (extend: 12 MiB) is among them.
 MAX_TEMP_BYTES = {
     "forward decode": 3 * MIB,
@@ -71,7 +64,9 @@ def test_a_program_that_nobody_compiles_is_missed():
 @pytest.mark.parametrize("name", MAX_TEMP_BYTES)
 def test_temporaries_are_bounded(chip, name):
     temp = compiled(chip, name, capture=True).memory_analysis().temp_size_in_bytes
-    assert temp <= MAX_TEMP_BYTES[name], f"{name} takes {temp} bytes beside its inputs and outputs, at most {MAX_TEMP_BYTES[name]} wanted"
+    assert temp <= MAX_TEMP_BYTES[name], (
+        f"{name} takes {temp} bytes beside its inputs and outputs, at most {MAX_TEMP_BYTES[name]} wanted"
+    )
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -109,7 +104,9 @@ def test_programs_after_the_forward_pass_are_the_same_with_and_without_capture(n
     assert lowered("v5e", name, capture=True).as_text() == lowered("v5e", name, capture=False).as_text()
 
 
-@pytest.mark.parametrize(("chip", "name"), [("v5e", "forward decode"), ("v6e", "forward decode"), ("v5e", "forward extend")])
+@pytest.mark.parametrize(
+    ("chip", "name"), [("v5e", "forward decode"), ("v6e", "forward decode"), ("v5e", "forward extend")]
+)
 def test_capture_adds_no_operation_to_a_layer_and_four_to_a_step(chip, name):
     on, off = (compiled(chip, name, capture=capture) for capture in (True, False))
     added = operations(on) - operations(off)
@@ -119,7 +116,10 @@ def test_capture_adds_no_operation_to_a_layer_and_four_to_a_step(chip, name):
     added_temp = memory_on.temp_size_in_bytes - memory_off.temp_size_in_bytes
     assert added_temp <= 64 * KIB, added_temp
     added_output, rows = memory_on.output_size_in_bytes - memory_off.output_size_in_bytes, FORWARD[name].num_tokens
-    assert SMALL.config.capture_spec.row_bytes * rows <= added_output <= 128 * rows, (added_output, rows)  # one row is at most 128 lanes
+    assert SMALL.config.capture_spec.row_bytes * rows <= added_output <= 128 * rows, (
+        added_output,
+        rows,
+    )  # one row is at most 128 lanes
     print(f"{chip} {name}: {added}, {added_temp} temporary bytes, {added_output} bytes of output")
 
 
@@ -139,7 +139,10 @@ def test_the_router_compiles_for_any_size_with_rows_to_replay(chip, shape):
         return block, (routing.ids, routing.weights)
 
     block, ids = (jax.ShapeDtypeStruct(size, jnp.int32) for size in ((48 * top_k, num_tokens), (num_tokens, top_k)))
-    logits, valid = jax.ShapeDtypeStruct((num_tokens, num_experts), jnp.float32), jax.ShapeDtypeStruct((num_tokens,), jnp.bool_)
+    logits, valid = (
+        jax.ShapeDtypeStruct((num_tokens, num_experts), jnp.float32),
+        jax.ShapeDtypeStruct((num_tokens,), jnp.bool_),
+    )
     program = compile_tpu(run, block, logits, ids, valid, mesh=tpu_mesh(chip), donate_argnums=0)
     assert program.memory_analysis().alias_size_in_bytes >= 4 * block.size
 
@@ -179,7 +182,9 @@ def scanned_writes(pool, keys, values, batch, *, num_pages):
 def compile_writes(chip, num_kv_heads, *, head_dim=128, lanes=128, decode=True, num_rows=16):
     """A write and a read of the pool in each of four layers, and the pool; 160 MiB in pages of 64 tokens."""
     num_pages = 160 * MIB // (4 * 64 * 2 * num_kv_heads * lanes * 2)
-    pool = dataclasses.replace(SMALL.runner.pool, num_layers=4, num_pages=num_pages, num_kv_heads=num_kv_heads, head_dim=lanes).abstract
+    pool = dataclasses.replace(
+        SMALL.runner.pool, num_layers=4, num_pages=num_pages, num_kv_heads=num_kv_heads, head_dim=lanes
+    ).abstract
     vector = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     valid = jax.ShapeDtypeStruct((num_rows,), jnp.bool_)
     rows, starts, table = vector((num_rows,)), vector((num_rows + 1,)), vector((num_rows, 64))
@@ -213,11 +218,18 @@ def test_a_pool_narrower_than_a_row_of_lanes_is_copied():
 
 def test_operations_are_counted_once_and_those_of_one_number_apart():
     def program(x):
-        return lax.fori_loop(0, x.shape[0], lambda i, y: lax.dynamic_update_slice_in_dim(y, jnp.sort(y[:128]), i, axis=0), x) @ x
+        return (
+            lax.fori_loop(
+                0, x.shape[0], lambda i, y: lax.dynamic_update_slice_in_dim(y, jnp.sort(y[:128]), i, axis=0), x
+            )
+            @ x
+        )
 
     counted = operations(compile_tpu(program, jax.ShapeDtypeStruct((512,), jnp.float32), mesh=tpu_mesh("v5e")))
     assert counted.in_loops >= 1 and counted.once >= 1, counted
-    assert operations(compile_tpu(lambda x: x + 1, jax.ShapeDtypeStruct((512,), jnp.float32), mesh=tpu_mesh("v5e"))) == Operations(1, 0, 0)
+    assert operations(
+        compile_tpu(lambda x: x + 1, jax.ShapeDtypeStruct((512,), jnp.float32), mesh=tpu_mesh("v5e"))
+    ) == Operations(1, 0, 0)
 
 
 def test_a_kernel_that_makes_another_pool_is_found_and_one_that_writes_into_it_is_not():
@@ -229,12 +241,16 @@ def test_a_kernel_that_makes_another_pool_is_found_and_one_that_writes_into_it_i
     def run(pool, other, *, in_place):
         anywhere = pl.BlockSpec(memory_space=pl.ANY)
         aliases = {0: 0} if in_place else {}
-        call = pl.pallas_call(kernel, in_specs=[anywhere] * 2, out_specs=anywhere, out_shape=pool, input_output_aliases=aliases)
+        call = pl.pallas_call(
+            kernel, in_specs=[anywhere] * 2, out_specs=anywhere, out_shape=pool, input_output_aliases=aliases
+        )
         return call(pool, other)
 
     other = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     for in_place in (True, False):
-        program = compile_tpu(functools.partial(run, in_place=in_place), pool, other, mesh=tpu_mesh("v5e"), donate_argnums=0)
+        program = compile_tpu(
+            functools.partial(run, in_place=in_place), pool, other, mesh=tpu_mesh("v5e"), donate_argnums=0
+        )
         assert bool(whole_pool_operations(program, pool)) is not in_place
 
 

@@ -1,5 +1,5 @@
-"""The programs of a step that is cut at its experts, through the real TPU compiler: the pool is updated in place, and a layer's programs
-copy neither the pool nor the residents' table. Proves no value and no time."""
+"""The programs of a step that is cut at its experts, through the real TPU compiler: the pool is updated in place, and a
+layer's programs copy neither the pool nor the residents' table. Proves no value and no time."""
 
 import functools
 from pathlib import Path
@@ -25,10 +25,23 @@ pytestmark = pytest.mark.tpu_aot
 
 EXPERTS, RESIDENT, LAYERS = 64, 32, 4
 CONFIG = dict(
-    architectures=["Qwen3MoeForCausalLM"], vocab_size=8192, hidden_size=256, num_hidden_layers=LAYERS, num_attention_heads=8,
-    num_key_value_heads=4, head_dim=128, intermediate_size=512, moe_intermediate_size=1024, num_experts=EXPERTS, num_experts_per_tok=8,
-    norm_topk_prob=True, max_position_embeddings=2048, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False,
-)  # fmt: skip
+    architectures=["Qwen3MoeForCausalLM"],
+    vocab_size=8192,
+    hidden_size=256,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=128,
+    intermediate_size=512,
+    moe_intermediate_size=1024,
+    num_experts=EXPERTS,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    max_position_embeddings=2048,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+)
 KIND = LayerKind(run=0, index=0)
 MIB = 1 << 20
 
@@ -39,14 +52,21 @@ def shape(*dims, dtype=jnp.bfloat16):
 
 @functools.cache
 def programs(mode):
-    """Each program of a layer in the decode step (0) or the extend step (1): as a function, the shapes that it takes, what it is given
-    for good."""
+    """Each program of a layer in the decode step (0) or the extend step (1): as a function, the shapes that it takes,
+    what it is given for good."""
     config = read_qwen3_moe_parts(ConfigReader(CONFIG, Path("config.json")))
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(), config.needs, platform="tpu")
     spec = SplitSpec(
-        config=config, capture=config.capture_spec, kernels=kernels, attention=attention, host_experts=MOE_BACKENDS["tiled"],
-        num_pages=SMALL.runner.pool.num_pages, num_moe_layers=LAYERS, num_experts=EXPERTS, num_resident=RESIDENT,
-    )  # fmt: skip
+        config=config,
+        capture=config.capture_spec,
+        kernels=kernels,
+        attention=attention,
+        host_experts=MOE_BACKENDS["tiled"],
+        num_pages=SMALL.runner.pool.num_pages,
+        num_moe_layers=LAYERS,
+        num_experts=EXPERTS,
+        num_resident=RESIDENT,
+    )
     step = {"spec": spec, "shape": SMALL.runner.shapes[mode]}
     state = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(jnp.bfloat16))))[1]
     flat = {path[-1]: shape(*leaf.shape) for path, leaf in nnx.to_flat_state(state) if path[0] == "runs"}

@@ -1,4 +1,5 @@
-"""Attention backends against a NumPy loop over tokens on random page tables; whatever a request does not own is poisoned."""
+"""Attention backends against a NumPy loop over tokens on random page tables; whatever a request does not own is
+poisoned."""
 
 import dataclasses
 
@@ -37,7 +38,9 @@ class Step:
     num_tokens: int
 
 
-def make_step(requests, *, page_size, seed=0, num_tokens=None, num_requests=None, width=None, heads=4, groups=GROUPS, decode=False):
+def make_step(
+    requests, *, page_size, seed=0, num_tokens=None, num_requests=None, width=None, heads=4, groups=GROUPS, decode=False
+):
     """Random keys in random pages; every place that holds no key of a request holds 3e4, in all layers."""
     rng = np.random.default_rng(seed)
     lengths = [before + new for before, new in requests]
@@ -93,14 +96,20 @@ def oracle(step):
         seen = positions[n] + 1
         for head in range(heads):
             group = head // (heads // groups)
-            out[n, head] = softmax_mix(step.queries[n, head], step.keys[rows[n]][:seen, group], step.values[rows[n]][:seen, group])
+            out[n, head] = softmax_mix(
+                step.queries[n, head], step.keys[rows[n]][:seen, group], step.values[rows[n]][:seen, group]
+            )
     return out[: step.num_tokens]
 
 
 def attend(name, step, *, dtype=jnp.float32):
     first = jnp.asarray(step.first_page, jnp.int32)
-    pool = WRITE(jnp.asarray(step.pool, dtype), jnp.asarray(step.new_keys), jnp.asarray(step.new_values), first, step.batch)
-    return np.asarray(RUN[name](jnp.asarray(step.queries, dtype), pool, first, step.batch), np.float64)[: step.num_tokens]
+    pool = WRITE(
+        jnp.asarray(step.pool, dtype), jnp.asarray(step.new_keys), jnp.asarray(step.new_values), first, step.batch
+    )
+    return np.asarray(RUN[name](jnp.asarray(step.queries, dtype), pool, first, step.batch), np.float64)[
+        : step.num_tokens
+    ]
 
 
 RAGGED = {  # (keys before, new tokens) of each request
@@ -128,7 +137,9 @@ def test_a_pool_wider_than_the_heads_gives_the_same_and_holds_zeros_beside_them(
     wide = dataclasses.replace(step, pool=np.pad(step.pool, ((0, 0), (0, 0), (0, 0), (0, 5)), constant_values=POISON))
     np.testing.assert_allclose(attend(name, wide), plain, atol=1e-6)
     first = jnp.asarray(step.first_page, jnp.int32)
-    pool = np.asarray(WRITE(jnp.asarray(wide.pool), jnp.asarray(step.new_keys), jnp.asarray(step.new_values), first, step.batch))
+    pool = np.asarray(
+        WRITE(jnp.asarray(wide.pool), jnp.asarray(step.new_keys), jnp.asarray(step.new_values), first, step.batch)
+    )
     page, place = int(step.batch.page_table[2, 2]), 37 % 16
     assert not np.any(pool[step.first_page + page, place, :, HEAD_DIM:])
 
@@ -145,7 +156,9 @@ def test_any_page_size_will_do(name, page_size):
 @pytest.mark.parametrize("page_size", [16, 48])
 def test_decode_batch_equals_the_loop_in_either_form(name, decode, page_size):
     befores = [0, 1, 15, 16, 63, 64, 65, KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1, 2 * KEY_BLOCK]
-    step = make_step([(before, 1) for before in befores], page_size=page_size, num_tokens=12, num_requests=12, decode=decode)
+    step = make_step(
+        [(before, 1) for before in befores], page_size=page_size, num_tokens=12, num_requests=12, decode=decode
+    )
     np.testing.assert_allclose(attend(name, step), oracle(step), atol=EXACT)
 
 
@@ -161,7 +174,9 @@ def test_heads_share_the_keys_of_their_group(name, heads, groups, decode):
 @pytest.mark.parametrize("decode", [True, False])
 def test_padding_tokens_and_rows_change_no_token(name, decode):
     requests = [(50, 1), (4, 1), (17, 1)]
-    exact, padded = (make_step(requests, page_size=16, num_tokens=n, num_requests=n, width=5, decode=decode) for n in (3, 8))
+    exact, padded = (
+        make_step(requests, page_size=16, num_tokens=n, num_requests=n, width=5, decode=decode) for n in (3, 8)
+    )
     step = dataclasses.replace(exact, queries=padded.queries, batch=padded.batch)
     step.new_keys, step.new_values = (
         np.concatenate([x, np.full((5, *x.shape[1:]), POISON, np.float32)]) for x in (exact.new_keys, exact.new_values)
@@ -173,7 +188,10 @@ def test_padding_tokens_and_rows_change_no_token(name, decode):
 def test_a_batch_of_padding_alone_is_finite(name):
     for decode in (True, False):
         step = make_step([(0, 1)], page_size=16, num_tokens=8, num_requests=8, decode=decode)
-        zeros = {field: jnp.zeros_like(vars(step.batch)[field]) for field in ("valid", "query_starts", "seq_lens", "page_table")}
+        zeros = {
+            field: jnp.zeros_like(vars(step.batch)[field])
+            for field in ("valid", "query_starts", "seq_lens", "page_table")
+        }
         step.batch, step.num_tokens = dataclasses.replace(step.batch, **zeros), 8
         assert np.all(np.isfinite(attend(name, step)))
 
@@ -198,8 +216,12 @@ def test_what_a_request_does_not_own_changes_nothing_by_a_bit(name, decode):
 def test_low_precision_is_computed_in_float32(name):
     step = make_step([(0, 20), (45, 1), (130, 3)], page_size=16)
     rounded = dataclasses.replace(step, queries=np.asarray(jnp.asarray(step.queries, jnp.bfloat16), np.float32))
-    rounded.keys, rounded.values = ([np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in xs] for xs in (step.keys, step.values))
-    np.testing.assert_allclose(attend(name, step, dtype=jnp.bfloat16), oracle(rounded), atol=0.02)  # the output is bfloat16 too
+    rounded.keys, rounded.values = (
+        [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in xs] for xs in (step.keys, step.values)
+    )
+    np.testing.assert_allclose(
+        attend(name, step, dtype=jnp.bfloat16), oracle(rounded), atol=0.02
+    )  # the output is bfloat16 too
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -220,7 +242,9 @@ def test_random_batches_agree_with_the_loop_and_with_each_other(seed):
 def test_write_kv_writes_the_slots_of_its_tokens_and_no_other(page_size):
     step = make_step([(0, 20), (45, 1), (9, 2)], page_size=page_size, num_tokens=32, num_requests=5)
     first = jnp.asarray(step.first_page, jnp.int32)
-    written = np.asarray(WRITE(jnp.asarray(step.pool), jnp.asarray(step.new_keys), jnp.asarray(step.new_values), first, step.batch))
+    written = np.asarray(
+        WRITE(jnp.asarray(step.pool), jnp.asarray(step.new_keys), jnp.asarray(step.new_values), first, step.batch)
+    )
     wanted, table = step.pool.copy(), np.asarray(step.batch.page_table)
     for n in range(step.num_tokens):
         row, position = int(step.batch.token_rows[n]), int(step.batch.positions[n])
@@ -244,7 +268,9 @@ def test_causal_attention_equals_the_loop_within_segments(packed):
     rng = np.random.default_rng(5)
     queries = rng.standard_normal((2, 13, 4, 8)).astype(np.float32)
     keys, values = (rng.standard_normal((2, 13, 2, 8)).astype(np.float32) for _ in range(2))
-    segments = np.array([[0] * 5 + [1] * 8, [3] * 1 + [0] * 11 + [7]], np.int32) if packed else np.zeros((2, 13), np.int32)
+    segments = (
+        np.array([[0] * 5 + [1] * 8, [3] * 1 + [0] * 11 + [7]], np.int32) if packed else np.zeros((2, 13), np.int32)
+    )
     out = CAUSAL(queries, keys, values, jnp.asarray(segments) if packed else None)
     np.testing.assert_allclose(out, dense_oracle(queries, keys, values, segments), atol=EXACT)
 

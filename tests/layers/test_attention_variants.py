@@ -1,4 +1,5 @@
-"""Attention by traits: paged, reference and whole-sequence forms against a loop over tokens, heads and keys in float64."""
+"""Attention by traits: paged, reference and whole-sequence forms against a loop over tokens, heads and keys in
+float64."""
 
 import dataclasses
 
@@ -55,9 +56,13 @@ def step_of(name, *, latent, seed=0):
         at += new
         starts[row + 1 :], lens[row] = at, length
     batch = PagedBatch(
-        **{key: jnp.asarray(value) for key, value in per_token.items()}, valid=jnp.arange(total) < num_tokens,
-        query_starts=jnp.asarray(starts), seq_lens=jnp.asarray(lens), page_table=jnp.asarray(table), decode=decode,
-    )  # fmt: skip
+        **{key: jnp.asarray(value) for key, value in per_token.items()},
+        valid=jnp.arange(total) < num_tokens,
+        query_starts=jnp.asarray(starts),
+        seq_lens=jnp.asarray(lens),
+        page_table=jnp.asarray(table),
+        decode=decode,
+    )
     queries = rng.standard_normal((total, HEADS, DIM)).astype(np.float32)
     return queries, pool, batch, kept, num_tokens
 
@@ -82,7 +87,9 @@ def attend(query, stored, at, head, traits):
 def test_each_backend_is_the_loop_and_reads_nothing_that_is_not_seen(step, name, backend):
     traits = TRAITS[name]
     queries, pool, batch, kept, num_tokens = step_of(step, latent=bool(traits.latent))
-    out = np.asarray(RUN[backend](jnp.asarray(queries), jnp.asarray(pool), jnp.asarray(PAGES, jnp.int32), batch, traits))
+    out = np.asarray(
+        RUN[backend](jnp.asarray(queries), jnp.asarray(pool), jnp.asarray(PAGES, jnp.int32), batch, traits)
+    )
     for token in range(num_tokens):
         at, row = int(batch.positions[token]), int(batch.token_rows[token])
         for head in range(HEADS):
@@ -108,7 +115,13 @@ def test_whole_sequences_are_the_loop_segment_by_segment_and_differentiable(name
         for at in range(length):
             first = 0 if segments is None or at < 6 else 6
             for head in range(HEADS):
-                wanted = attend(queries[row, at, head].astype(np.float64), stored[row, first:].astype(np.float64), at - first, head, traits)
+                wanted = attend(
+                    queries[row, at, head].astype(np.float64),
+                    stored[row, first:].astype(np.float64),
+                    at - first,
+                    head,
+                    traits,
+                )
                 np.testing.assert_allclose(out[row, at, head], wanted, atol=2e-5)
     assert np.all(np.isfinite(jax.grad(lambda q: jnp.sum(run(q) ** 2))(jnp.asarray(queries))))
 
@@ -139,7 +152,8 @@ def test_a_token_that_is_no_number_reaches_only_those_that_see_it(step, name, ba
 def test_a_token_that_is_no_number_stays_in_its_segment_and_behind_itself_in_whole_sequences(name):
     traits, rng = TRAITS[name], np.random.default_rng(3)
     queries, keys = (
-        jnp.asarray(rng.standard_normal((2, 13, heads, DIM)), jnp.float32) for heads in (HEADS, 1 if traits.latent else GROUPS)
+        jnp.asarray(rng.standard_normal((2, 13, heads, DIM)), jnp.float32)
+        for heads in (HEADS, 1 if traits.latent else GROUPS)
     )
     segments = jnp.asarray([[0] * 8 + [1] * 5] * 2)
     broken = keys.at[0, 5].set(jnp.nan)
@@ -147,7 +161,10 @@ def test_a_token_that_is_no_number_stays_in_its_segment_and_behind_itself_in_who
     wanted, out = (np.asarray(causal_variant(queries, *pair, segments, traits)) for pair in pairs)
     at = np.arange(13)
     sees = (
-        (at >= 5) & (at < 8) & (not traits.window or at - traits.window < 5) & (not traits.chunk or at // traits.chunk == 5 // traits.chunk)
+        (at >= 5)
+        & (at < 8)
+        & (not traits.window or at - traits.window < 5)
+        & (not traits.chunk or at // traits.chunk == 5 // traits.chunk)
     )
     hit = np.stack([sees, np.zeros(13, bool)])
     assert np.all(np.isnan(out[hit])) and np.array_equal(out[~hit], wanted[~hit])

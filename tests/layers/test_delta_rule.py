@@ -1,5 +1,5 @@
-"""The gated delta rule, a chunk of tokens at once, against a loop over tokens and heads in float64: ragged steps with states, and whole
-sequences."""
+"""The gated delta rule, a chunk of tokens at once, against a loop over tokens and heads in float64: ragged steps with
+states, and whole sequences."""
 
 import itertools
 
@@ -19,7 +19,10 @@ RUN = jax.jit(delta_ragged)
 
 
 def random_inputs(rng, num_tokens, *, forgets=1.0):
-    numbers = {"mixed": rng.standard_normal((num_tokens, SHAPE.channels)), "decay": -forgets * rng.random((num_tokens, 4))}
+    numbers = {
+        "mixed": rng.standard_normal((num_tokens, SHAPE.channels)),
+        "decay": -forgets * rng.random((num_tokens, 4)),
+    }
     numbers |= {"beta": rng.random((num_tokens, 4)), "kernel": rng.standard_normal((SHAPE.channels, 4))}
     return DeltaInputs(**{name: jnp.asarray(value, jnp.float32) for name, value in numbers.items()}, shape=SHAPE)
 
@@ -86,7 +89,9 @@ def test_a_token_that_is_no_number_spoils_those_after_it_in_its_sequence_alone(p
     wanted, whole = steps(inputs, lengths, cuts, state, width=3 * CHUNK)
     numbers = {name: getattr(inputs, name) for name in ("mixed", "decay", "beta")}
     numbers[part] = numbers[part].at[at].set(jnp.nan)
-    reads, left = steps(DeltaInputs(**numbers, kernel=inputs.kernel, shape=SHAPE), lengths, cuts, state, width=3 * CHUNK)
+    reads, left = steps(
+        DeltaInputs(**numbers, kernel=inputs.kernel, shape=SHAPE), lengths, cuts, state, width=3 * CHUNK
+    )
     assert np.array_equal(reads[0][:at], wanted[0][:at]) and np.array_equal(reads[1], wanted[1])
     assert np.all(np.isnan(reads[0][at:]))
     assert np.array_equal(left.memory[1], whole.memory[1]) and not np.any(np.isfinite(left.memory[0]))

@@ -1,5 +1,5 @@
-"""Slots of one table: equal to a loop over tokens in NumPy; a slot of nobody is 0 whatever stands in the weights, and two tables add
-up to the layer."""
+"""Slots of one table: equal to a loop over tokens in NumPy; a slot of nobody is 0 whatever stands in the weights, and
+two tables add up to the layer."""
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,16 @@ BACKENDS = [name for name in ("reference", "tiled", "grouped", "native") if KERN
 @pytest.fixture(scope="module")
 def layer():
     noise = np.random.default_rng(3)
-    table = ExpertTable(*(jnp.asarray(noise.standard_normal(s), jnp.float32) for s in ((R * E, D, 2 * F), (R * E, F, D))))
+    table = ExpertTable(
+        *(jnp.asarray(noise.standard_normal(s), jnp.float32) for s in ((R * E, D, 2 * F), (R * E, F, D)))
+    )
     ids = np.stack([noise.permutation(E)[:K] for _ in range(N)]).astype(np.int32)
-    return jnp.asarray(noise.standard_normal((N, D)), jnp.float32), ids, jnp.asarray(noise.random((N, K)), jnp.float32), table
+    return (
+        jnp.asarray(noise.standard_normal((N, D)), jnp.float32),
+        ids,
+        jnp.asarray(noise.random((N, K)), jnp.float32),
+        table,
+    )
 
 
 def by_loop(x, slots, weights, table, place):
@@ -47,7 +54,9 @@ def test_slots_of_a_table_equal_a_loop(layer, backend):
     x, ids, weights, table = layer
     slots = np.where(np.random.default_rng(1).random(ids.shape) < 0.5, ids, -1)
     slots[2] = -1
-    np.testing.assert_allclose(run(x, slots, weights, table, 1, backend), by_loop(x, slots, weights, table, 1), atol=2e-4, rtol=1e-4)
+    np.testing.assert_allclose(
+        run(x, slots, weights, table, 1, backend), by_loop(x, slots, weights, table, 1), atol=2e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("tiled", "native")])

@@ -74,12 +74,17 @@ def test_prompt_logprobs_are_those_of_the_whole_product(num_tokens: int, top: in
 
 def test_a_prompt_row_has_the_same_bits_however_long_the_prompt_is() -> None:
     rng = np.random.default_rng(0)
-    hidden, head = jnp.asarray(rng.normal(0, 1, (130, 64)), jnp.float32), jnp.asarray(rng.normal(0, 1, (64, 313)), jnp.float32)
+    hidden, head = (
+        jnp.asarray(rng.normal(0, 1, (130, 64)), jnp.float32),
+        jnp.asarray(rng.normal(0, 1, (64, 313)), jnp.float32),
+    )
     targets = jnp.asarray(rng.integers(0, 313, 130), jnp.int32)
     whole = PROMPT(hidden, head, targets, top=3)
     for length in (1, 100):
         part = PROMPT(hidden[:length], head, targets[:length], top=3)
-        jax.tree.map(lambda got, wanted, length=length: np.testing.assert_array_equal(got, wanted[:length]), part, whole)
+        jax.tree.map(
+            lambda got, wanted, length=length: np.testing.assert_array_equal(got, wanted[:length]), part, whole
+        )
 
 
 def test_prompt_logprobs_never_hold_a_whole_row_by_vocabulary_array() -> None:

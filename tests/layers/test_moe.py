@@ -1,4 +1,5 @@
-"""Every expert backend against a NumPy loop over tokens and slots, and its gradients against finite differences of that loop."""
+"""Every expert backend against a NumPy loop over tokens and slots, and its gradients against finite differences of that
+loop."""
 
 import dataclasses
 
@@ -34,7 +35,8 @@ def loop(x, ids, weights, valid, gate_up, down, first_expert):
 
 
 def random_call(seed, shape, *, layers=1, layer=0, ids=None, valid=None):
-    """A call of shape (N, K, E, D, F); experts of the run's other layers are NaN, so that a wrong offset cannot hide."""
+    """A call of shape (N, K, E, D, F); experts of the run's other layers are NaN, so that a wrong offset cannot
+    hide."""
     num_rows, top_k, experts, dim, width = shape
     rng = np.random.default_rng(seed)
     if ids is None:
@@ -62,7 +64,9 @@ def oracle(call):
 
 
 def with_rows(call, **arrays):
-    return dataclasses.replace(call, **{name: jnp.asarray(array, vars(call)[name].dtype) for name, array in arrays.items()})
+    return dataclasses.replace(
+        call, **{name: jnp.asarray(array, vars(call)[name].dtype) for name, array in arrays.items()}
+    )
 
 
 STANDARD = (24, 3, 10, 8, 4)  # N, K, E, D, F; one shape compiles once
@@ -159,7 +163,9 @@ def test_executed_order_of_equal_pairs_does_not_matter_beyond_rounding(name):
 @pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.1), ("float16", 0.02)])
 def test_low_precision_keeps_its_dtype(name, dtype, atol):
     call = random_call(10, (21, 4, 8, 16, 8))
-    low = dataclasses.replace(call, x=call.x.astype(dtype), gate_up=call.gate_up.astype(dtype), down=call.down.astype(dtype))
+    low = dataclasses.replace(
+        call, x=call.x.astype(dtype), gate_up=call.gate_up.astype(dtype), down=call.down.astype(dtype)
+    )
     out = RUN[name](low)
     assert out.dtype == jnp.dtype(dtype)
     np.testing.assert_allclose(np.asarray(out, np.float64), oracle(low), atol=atol)
@@ -169,7 +175,11 @@ def test_low_precision_keeps_its_dtype(name, dtype, atol):
 def test_a_tile_plan_gives_every_valid_slot_one_row_of_its_expert(seed):
     rng = np.random.default_rng(seed)
     num_rows, top_k, experts = [(1, 1, 1), (39, 3, 8), (40, 4, 3)][seed % 3]
-    ids = np.full((num_rows, top_k), experts - 1, np.int32) if seed == 5 else rng.integers(0, experts, (num_rows, top_k)).astype(np.int32)
+    ids = (
+        np.full((num_rows, top_k), experts - 1, np.int32)
+        if seed == 5
+        else rng.integers(0, experts, (num_rows, top_k)).astype(np.int32)
+    )
     valid = rng.random(num_rows) < (0.0 if seed == 4 else 0.8)
     tile = tile_rows(ids.size, experts)
     plan = jax.tree.map(np.asarray, PLAN(jnp.asarray(ids), jnp.asarray(valid), num_experts=experts, tile=tile))
@@ -223,7 +233,9 @@ def test_experts_that_ran_no_token_and_padding_rows_have_gradient_zero(name):
     def loss(x, gate_up, down):
         return jnp.sum(MOE[name].run(dataclasses.replace(call, x=x, gate_up=gate_up, down=down)) ** 2)
 
-    of_x, of_gate_up, of_down = (np.asarray(g) for g in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(call.x, call.gate_up, call.down))
+    of_x, of_gate_up, of_down = (
+        np.asarray(g) for g in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(call.x, call.gate_up, call.down)
+    )
     assert not np.any(of_x[11:]) and np.all(np.any(of_x[:11], axis=1))
     idle = np.setdiff1d(np.arange(8), [1, 6])
     for gradient in (of_gate_up, of_down):
@@ -245,9 +257,11 @@ def test_ids_and_the_split_of_rows_are_inputs_that_compile_nothing():
 
 
 def biased_loop(call):
-    """Experts with biases, and GPT-OSS' activation: gate up to 7, up within 7 of 0, gate * sigmoid(1.702 gate) * (up + 1)."""
+    """Experts with biases, and GPT-OSS' activation: gate up to 7, up within 7 of 0, gate * sigmoid(1.702 gate) * (up +
+    1)."""
     x, weights, gate_up, down, gate_up_bias, down_bias = (
-        np.asarray(part, np.float64) for part in (call.x, call.weights, call.gate_up, call.down, call.gate_up_bias, call.down_bias)
+        np.asarray(part, np.float64)
+        for part in (call.x, call.weights, call.gate_up, call.down, call.gate_up_bias, call.down_bias)
     )
     y, width, first = np.zeros_like(x), down.shape[1], int(call.first_expert)
     for n in np.flatnonzero(call.valid):
@@ -265,6 +279,8 @@ def test_biased_experts_with_a_clamped_swiglu_equal_the_loop(name):
     call = random_call(7, (19, 3, 6, 10, 8), layers=layers, layer=layer)
     rng = np.random.default_rng(8)
     biases = [jnp.asarray(rng.standard_normal((layers * 6, size)), jnp.float32) for size in (16, 10)]
-    call = dataclasses.replace(call, x=call.x * 6, gate_up_bias=biases[0], down_bias=biases[1], activation="clamped swiglu")
+    call = dataclasses.replace(
+        call, x=call.x * 6, gate_up_bias=biases[0], down_bias=biases[1], activation="clamped swiglu"
+    )
     assert call.needs <= MOE[name].features
     np.testing.assert_allclose(RUN[name](call), biased_loop(call), atol=2e-4)

@@ -1,6 +1,6 @@
-"""What the native kernels promise beyond their registry's contract (test_moe, test_attention): every dtype and odd size against
-float64 loops, rows that do not depend on one another by a bit, weights that are read in place, and what a machine without a
-compiler is told."""
+"""What the native kernels promise beyond their registry's contract (test_moe, test_attention): every dtype and odd size
+against float64 loops, rows that do not depend on one another by a bit, weights that are read in place, and what a
+machine without a compiler is told."""
 
 import dataclasses
 import re
@@ -18,7 +18,13 @@ from routed_experts.engine.backends import DEFAULT_BACKENDS
 from routed_experts.layers.attention import Projected, write_kv
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.native import toolchain
-from routed_experts.layers.native.ops import native_attention, native_experts, native_linear, native_prepare, native_router
+from routed_experts.layers.native.ops import (
+    native_attention,
+    native_experts,
+    native_linear,
+    native_prepare,
+    native_router,
+)
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import apply_rotary, rotary_angles
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
@@ -27,11 +33,17 @@ pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
 EXPERTS = jax.jit(native_experts)
 LINEAR = jax.jit(native_linear, static_argnames="dtype")
-BOUNDS = {jnp.float32: 2e-5, jnp.float16: 2e-2, jnp.bfloat16: 1.2e-1}  # of values around 3; half precision rounds x, weights and y
+BOUNDS = {
+    jnp.float32: 2e-5,
+    jnp.float16: 2e-2,
+    jnp.bfloat16: 1.2e-1,
+}  # of values around 3; half precision rounds x, weights and y
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("shape", [(1, 4, 8, 32, 16), (40, 3, 5, 70, 33), (9, 2, 3, 16, 17), (300, 4, 8, 64, 48), (150, 1, 1, 130, 20)])
+@pytest.mark.parametrize(
+    "shape", [(1, 4, 8, 32, 16), (40, 3, 5, 70, 33), (9, 2, 3, 16, 17), (300, 4, 8, 64, 48), (150, 1, 1, 130, 20)]
+)
 def test_experts_equal_the_loop_in_every_dtype(dtype, shape):
     call = random_call(11, shape, layers=2, layer=1)
     halves = {name: vars(call)[name].astype(dtype) for name in ("x", "gate_up", "down")}
@@ -44,11 +56,23 @@ def test_experts_equal_the_loop_in_every_dtype(dtype, shape):
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(
     ("rows", "depth", "cols"),
-    [(1, 64, 64), (3, 7, 5), (8, 130, 200), (9, 33, 17), (200, 96, 300), (400, 16, 257), (70, 1030, 112), (600, 96, 320)],
+    [
+        (1, 64, 64),
+        (3, 7, 5),
+        (8, 130, 200),
+        (9, 33, 17),
+        (200, 96, 300),
+        (400, 16, 257),
+        (70, 1030, 112),
+        (600, 96, 320),
+    ],
 )
 def test_linear_equals_float64_in_every_dtype(dtype, rows, depth, cols):
     rng = np.random.default_rng(12)
-    x, weights = jnp.asarray(rng.standard_normal((rows, depth)), dtype), jnp.asarray(rng.standard_normal((3, depth, cols)), dtype)
+    x, weights = (
+        jnp.asarray(rng.standard_normal((rows, depth)), dtype),
+        jnp.asarray(rng.standard_normal((3, depth, cols)), dtype),
+    )
     weights = weights.at[jnp.array([0, 2])].set(jnp.nan)  # the other layers
     wanted = np.asarray(x, np.float64) @ np.asarray(weights[1], np.float64)
     for result in (jnp.float32, dtype):
@@ -56,17 +80,25 @@ def test_linear_equals_float64_in_every_dtype(dtype, rows, depth, cols):
         assert got.dtype == result
         bound = 1e-5 * depth if result == jnp.float32 else BOUNDS[dtype] * depth**0.5
         np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=bound)
-    np.testing.assert_allclose(got.astype(jnp.float32), reference_linear(x, weights, 1, dtype).astype(jnp.float32), atol=bound)
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), reference_linear(x, weights, 1, dtype).astype(jnp.float32), atol=bound
+    )
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_attention_reads_a_pool_of_every_dtype(dtype):
     step = make_step([(0, 20), (130, 1), (9, 1), (0, 70)], page_size=16, heads=6, groups=3)
-    pool = jnp.where(jnp.isfinite(step.pool) & (step.pool < 1e4), step.pool, 0).astype(dtype)  # so that rounding is the same for both
+    pool = jnp.where(jnp.isfinite(step.pool) & (step.pool < 1e4), step.pool, 0).astype(
+        dtype
+    )  # so that rounding is the same for both
     step.pool[:] = np.asarray(pool, np.float32)
-    step.new_keys[:], step.new_values[:] = (np.asarray(jnp.asarray(new, dtype), np.float32) for new in (step.new_keys, step.new_values))
+    step.new_keys[:], step.new_values[:] = (
+        np.asarray(jnp.asarray(new, dtype), np.float32) for new in (step.new_keys, step.new_values)
+    )
     step.queries[:] = np.asarray(jnp.asarray(step.queries, dtype), np.float32)
-    np.testing.assert_allclose(attend("native", step, dtype=dtype), attend("reference", step, dtype=dtype), atol=BOUNDS[dtype])
+    np.testing.assert_allclose(
+        attend("native", step, dtype=dtype), attend("reference", step, dtype=dtype), atol=BOUNDS[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -74,16 +106,18 @@ def test_attention_reads_a_pool_of_every_dtype(dtype):
 def test_prepare_equals_norm_rotary_and_write(dtype, heads, groups):
     """Queries and the whole pool, every other slot of it untouched; half precision rounds where the plain code does."""
     rng = np.random.default_rng(21)
-    step = make_step([(0, 20), (45, 1), (9, 1), (0, 3)], page_size=16, heads=heads, groups=groups, num_tokens=31, num_requests=6)
+    step = make_step(
+        [(0, 20), (45, 1), (9, 1), (0, 3)], page_size=16, heads=heads, groups=groups, num_tokens=31, num_requests=6
+    )
     tokens, dim = step.queries.shape[0], step.queries.shape[2]
     qkv = jnp.asarray(rng.standard_normal((tokens, (heads + 2 * groups) * dim)), dtype)
     norms = jnp.asarray(rng.standard_normal((2, 3, dim)), dtype)
     cos, sin = rotary_angles(step.batch.positions, head_dim=dim, theta=1e4)
     pool, first = jnp.asarray(step.pool), jnp.int32(step.first_page)
     projected = Projected(qkv=qkv, q_norm=norms[0], k_norm=norms[1], layer=jnp.int32(2), cos=cos, sin=sin, eps=1e-6)
-    queries, written = jax.jit(lambda qkv, pool: native_prepare(dataclasses.replace(projected, qkv=qkv), pool, first, step.batch))(
-        qkv, pool
-    )
+    queries, written = jax.jit(
+        lambda qkv, pool: native_prepare(dataclasses.replace(projected, qkv=qkv), pool, first, step.batch)
+    )(qkv, pool)
 
     mixed = qkv.reshape(tokens, heads + 2 * groups, dim)
     turned = [
@@ -101,7 +135,9 @@ def test_prepare_equals_norm_rotary_and_write(dtype, heads, groups):
 
 def route(logits, *, top_k, renormalize, block=None, layer=0, routed=None):
     spec = RouterSpec(num_experts=logits.shape[1], top_k=top_k, renormalize=renormalize)
-    return jax.jit(native_router, static_argnames="spec")(jnp.asarray(logits), routed, block, jnp.int32(layer), spec=spec)
+    return jax.jit(native_router, static_argnames="spec")(
+        jnp.asarray(logits), routed, block, jnp.int32(layer), spec=spec
+    )
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -111,13 +147,19 @@ def test_router_decides_as_the_plain_one(rows, experts, top_k, renormalize):
     logits = rng.standard_normal((rows, experts)).astype(np.float32) * 3
     logits[::3] = np.round(logits[::3])  # many ties: they go to the lower id
     block = jnp.full((3 * top_k, rows), -7, jnp.int32)
-    plain = replay_topk(jnp.asarray(logits), None, spec=RouterSpec(num_experts=experts, top_k=top_k, renormalize=renormalize))
+    plain = replay_topk(
+        jnp.asarray(logits), None, spec=RouterSpec(num_experts=experts, top_k=top_k, renormalize=renormalize)
+    )
     (routing, none), (recorded, written) = (
         route(logits, top_k=top_k, renormalize=renormalize, block=given, layer=1) for given in (None, block)
     )
     assert none is None
     for got in (routing, recorded):
-        assert np.array_equal(got.ids, plain.ids) and np.array_equal(got.native_ids, plain.ids) and not np.any(got.replaced)
+        assert (
+            np.array_equal(got.ids, plain.ids)
+            and np.array_equal(got.native_ids, plain.ids)
+            and not np.any(got.replaced)
+        )
         np.testing.assert_allclose(got.weights, plain.weights, atol=2e-6)
     wanted = np.array(block)
     wanted[top_k : 2 * top_k] = np.asarray(plain.ids).T
@@ -156,12 +198,16 @@ def test_steps_that_cannot_be_are_an_error_and_not_a_crash():
     step = make_step([(0, 3)], page_size=16)
     batch = dataclasses.replace(step.batch, query_starts=jnp.array([0, 20], jnp.int32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="query_starts or positions lie outside"):
-        jax.block_until_ready(jax.jit(native_attention)(jnp.asarray(step.queries), jnp.asarray(step.pool), jnp.int32(0), batch))
+        jax.block_until_ready(
+            jax.jit(native_attention)(jnp.asarray(step.queries), jnp.asarray(step.pool), jnp.int32(0), batch)
+        )
 
 
 @pytest.mark.parametrize("field", ["moe_backend", "attention_backend"])
 def test_deterministic_mode_refuses_it_by_name(field):
-    with pytest.raises(ConfigError, match=f"{field}='native' with deterministic=True: its rows may depend on their company"):
+    with pytest.raises(
+        ConfigError, match=f"{field}='native' with deterministic=True: its rows may depend on their company"
+    ):
         DEFAULT_BACKENDS.choose(ServerArgs(deterministic=True, **{field: "native"}))
 
 
@@ -172,7 +218,9 @@ def test_router_replays_what_it_is_given_and_writes_that_down():
     valid = np.array([True, False] * 3)
     replayed = LayerRouting(jnp.asarray(given), jnp.asarray(valid))
     plain = replay_topk(jnp.asarray(logits), replayed, spec=RouterSpec(num_experts=8, top_k=2, renormalize=True))
-    routing, block = route(logits, top_k=2, renormalize=True, block=jnp.zeros((4, 6), jnp.int32), layer=1, routed=replayed)
+    routing, block = route(
+        logits, top_k=2, renormalize=True, block=jnp.zeros((4, 6), jnp.int32), layer=1, routed=replayed
+    )
     assert np.array_equal(routing.ids, plain.ids) and np.array_equal(np.asarray(routing.ids)[valid], given[valid])
     assert np.array_equal(block[2:], plain.ids.T) and not np.any(block[:2])
 
@@ -182,7 +230,9 @@ def test_a_row_of_experts_does_not_depend_on_the_others_by_a_bit(others):
     """Few rows of an expert are streamed and many are tiled, and the sums are the same."""
     shape = (others + 1, 2, 3, 40, 24)
     alone = random_call(13, (1, 2, 3, 40, 24), valid=np.ones(1, bool))
-    crowd = dataclasses.replace(random_call(14, shape, valid=np.ones(others + 1, bool)), gate_up=alone.gate_up, down=alone.down)
+    crowd = dataclasses.replace(
+        random_call(14, shape, valid=np.ones(others + 1, bool)), gate_up=alone.gate_up, down=alone.down
+    )
     rows = {name: np.concatenate([vars(crowd)[name][:others], vars(alone)[name]]) for name in ("x", "ids", "weights")}
     assert np.array_equal(EXPERTS(with_rows(crowd, **rows))[-1], EXPERTS(alone)[0])
 
@@ -190,7 +240,10 @@ def test_a_row_of_experts_does_not_depend_on_the_others_by_a_bit(others):
 @pytest.mark.parametrize("others", [1, 7, 8, 9, 250])
 def test_a_row_of_linear_does_not_depend_on_the_others_by_a_bit(others):
     rng = np.random.default_rng(15)
-    x, weights = rng.standard_normal((others + 1, 70)).astype(np.float32), rng.standard_normal((1, 70, 90)).astype(np.float32)
+    x, weights = (
+        rng.standard_normal((others + 1, 70)).astype(np.float32),
+        rng.standard_normal((1, 70, 90)).astype(np.float32),
+    )
     together, alone = (LINEAR(jnp.asarray(rows), jnp.asarray(weights), 0, dtype=jnp.float32) for rows in (x, x[-1:]))
     assert np.array_equal(together[-1], alone[0])
 
@@ -220,7 +273,9 @@ def test_without_a_compiler_auto_takes_plain_kernels_and_a_name_is_refused(monke
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs())
     assert (kernels.moe.name, attention.name) == ("tiled", "paged")
     for field in ("moe_backend", "attention_backend"):
-        with pytest.raises(ConfigError, match=f"{field}='native' cannot run here: no C\\+\\+ compiler was found; or choose auto"):
+        with pytest.raises(
+            ConfigError, match=f"{field}='native' cannot run here: no C\\+\\+ compiler was found; or choose auto"
+        ):
             DEFAULT_BACKENDS.choose(ServerArgs(**{field: "native"}))
 
 

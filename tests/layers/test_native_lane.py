@@ -1,5 +1,6 @@
-"""Errands of a lane against float64 loops: inside a program of the CPU, and through the GPU's handlers over a stand-in for its driver
-(fake_driver.cpp), whose stream runs behind whoever enqueues. What runs between begin and end runs while the host works."""
+"""Errands of a lane against float64 loops: inside a program of the CPU, and through the GPU's handlers over a stand-in
+for its driver (fake_driver.cpp), whose stream runs behind whoever enqueues. What runs between begin and end runs while
+the host works."""
 
 import ctypes
 import functools
@@ -31,7 +32,11 @@ def errand_of(seed, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
     ids = rng.integers(-1, EXPERTS, (TOKENS, TOP_K)).astype(np.int32)
     ids[4] = -1
-    return jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), dtype), ids, rng.standard_normal((TOKENS, TOP_K)).astype(np.float32)
+    return (
+        jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), dtype),
+        ids,
+        rng.standard_normal((TOKENS, TOP_K)).astype(np.float32),
+    )
 
 
 def looped(store, place, x, ids, weights):
@@ -92,7 +97,8 @@ def test_errands_in_a_scan_are_those_of_its_layers():
 
 
 def test_the_host_works_while_the_program_runs_on():
-    """What stands between begin and end waits until the errand has been run: were it run by `end`, that would never be."""
+    """What stands between begin and end waits until the errand has been run: were it run by `end`, that would never
+    be."""
     lane = HostLane([store_of(7)], num_experts=EXPERTS, num_threads=2)
     x, ids, weights = errand_of(8)
 
@@ -102,7 +108,9 @@ def test_the_host_works_while_the_program_runs_on():
             continue
         return np.asarray(x) * lane.counts().num_errands
 
-    same, out = run(lane, x, 1, ids, weights, between=lambda x: jax.pure_callback(waits, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+    same, out = run(
+        lane, x, 1, ids, weights, between=lambda x: jax.pure_callback(waits, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    )
     np.testing.assert_array_equal(same, x)
     np.testing.assert_allclose(out, looped(store_of(7), 1, x, ids, weights), atol=2e-5)
 
@@ -218,7 +226,9 @@ def test_memory_that_the_driver_refuses_is_told_and_asked_for_again(driver, gran
     driver.grant(ctypes.c_int(granted))
     told_bytes = (2 * TOKENS * HIDDEN + 1 + 2 * TOKENS * TOP_K) * 4
     complaint = send().decode()
-    assert complaint.startswith(f"the NVIDIA driver refused {told_bytes} bytes of the host's memory for {TOKENS} tokens")
+    assert complaint.startswith(
+        f"the NVIDIA driver refused {told_bytes} bytes of the host's memory for {TOKENS} tokens"
+    )
     assert complaint.endswith("let this process lock more (ulimit -l), or use host_backend='dispatch'")
     driver.grant(ctypes.c_int(1 << 30))
     assert send() is None

@@ -1,6 +1,7 @@
-"""What the native kernels say of a row hangs on that row and the weights alone, by a bit: not on how many rows stand beside it, on which
-ones, on their order, on how a prompt is cut into steps, nor on how many threads there are; in every dtype. Rows that meet weights of
-bfloat16 are rounded to that, once, and multiplied as pairs, against float64; routers round nothing."""
+"""What the native kernels say of a row hangs on that row and the weights alone, by a bit: not on how many rows stand
+beside it, on which ones, on their order, on how a prompt is cut into steps, nor on how many threads there are; in every
+dtype. Rows that meet weights of bfloat16 are rounded to that, once, and multiplied as pairs, against float64; routers
+round nothing."""
 
 import ctypes
 import dataclasses
@@ -30,7 +31,12 @@ from routed_experts.layers.paged_attend import PagedAttend
 
 DTYPES = "bfloat16", "float32", "float16"
 ROWS, COUNTS, FEW_COUNTS = 64, (*range(1, 21), 25, 64), (1, 8, 25, 64)
-MATRICES = [(96, 320), (1040, 48), (33, 48), (64, 40)]  # [D, O]: pairs; two panels deep; depth is odd; columns are ragged: no pairs
+MATRICES = [
+    (96, 320),
+    (1040, 48),
+    (33, 48),
+    (64, 40),
+]  # [D, O]: pairs; two panels deep; depth is odd; columns are ragged: no pairs
 EXPERTS = [(256, 272), (64, 48), (40, 24)]  # D, F: parts, whole experts, no pairs
 LINEAR, EXPERT_SUMS = jax.jit(native_linear, static_argnames="dtype"), jax.jit(native_experts)
 
@@ -48,7 +54,9 @@ def groups(counts=COUNTS):
 
 def matrix(dtype, shape):
     rng = np.random.default_rng(2)
-    return jnp.asarray(rng.standard_normal((ROWS, shape[0])), dtype), jnp.asarray(rng.standard_normal((1, *shape)), dtype)
+    return jnp.asarray(rng.standard_normal((ROWS, shape[0])), dtype), jnp.asarray(
+        rng.standard_normal((1, *shape)), dtype
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,12 +112,16 @@ def errand(lane, x, ids, weights):
 
 
 class Served:
-    """A run of two layers over 64 requests, who have up to 48 tokens each: what each token's row is, and who is asked for what."""
+    """A run of two layers over 64 requests, who have up to 48 tokens each: what each token's row is, and who is asked
+    for what."""
 
     PAGE, WIDTH, TOKENS = 8, 6, 96
 
     def __init__(self, dtype, hidden, width, experts=6):
-        rng, self.case = np.random.default_rng(6), given(dtype=dtype, experts=experts, hidden=hidden, width=width, dim=20)
+        rng, self.case = (
+            np.random.default_rng(6),
+            given(dtype=dtype, experts=experts, hidden=hidden, width=width, dim=20),
+        )
         pages = 1 + ROWS * self.WIDTH
         self.table = 1 + np.arange(ROWS * self.WIDTH).reshape(ROWS, self.WIDTH)
         self.rows = jnp.asarray(rng.standard_normal((ROWS, 48, hidden)), dtype)
@@ -125,7 +137,8 @@ class Served:
         return native_run(x, self.case.arrays, step, attend, pool, self.block, None, places, self.case.spec)
 
     def step(self, asked, pool=None):
-        """Run (request, first position, tokens), in that order. Gives stream, norm and ids of each, as bits, and the pool."""
+        """Run (request, first position, tokens), in that order. Gives stream, norm and ids of each, as bits, and the
+        pool."""
         total, counts = sum(count for _, _, count in asked), [count for _, _, count in asked]
         requests, positions = np.zeros(self.TOKENS, np.int32), np.zeros(self.TOKENS, np.int32)
         requests[:total] = np.repeat([request for request, _, _ in asked], counts)
@@ -140,7 +153,12 @@ class Served:
             page_table=jnp.asarray(self.table[named], jnp.int32),
             decode=False,
         )
-        out = self._run(self.rows[requests, positions], self.pool if pool is None else pool, jnp.asarray(self.angles[:, positions]), batch)
+        out = self._run(
+            self.rows[requests, positions],
+            self.pool if pool is None else pool,
+            jnp.asarray(self.angles[:, positions]),
+            batch,
+        )
         columns = [bits(out[0]), bits(out[1]), np.asarray(out[3])[2:].T]
         return [[column[begin:end] for column in columns] for begin, end in itertools.pairwise(ends)], out[2]
 
@@ -233,9 +251,13 @@ def test_one_thread_says_what_all_of_them_say(tmp_path):
 @pytest.mark.parametrize("shape", MATRICES)
 @pytest.mark.parametrize("count", [1, 8, 64])
 def test_products_of_bfloat16_are_those_of_float64(shape, count):
-    """Products of two are exact in float32, and so only sums round: half of 2^-23, relative, of the sum so far, at each addition."""
+    """Products of two are exact in float32, and so only sums round: half of 2^-23, relative, of the sum so far, at each
+    addition."""
     x, weights = (np.asarray(array, np.float64) for array in matrix("bfloat16", shape))
-    out = np.asarray(LINEAR(jnp.asarray(x[:count], jnp.bfloat16), jnp.asarray(weights, jnp.bfloat16), 0, dtype=jnp.float32), np.float64)
+    out = np.asarray(
+        LINEAR(jnp.asarray(x[:count], jnp.bfloat16), jnp.asarray(weights, jnp.bfloat16), 0, dtype=jnp.float32),
+        np.float64,
+    )
     bound = shape[0] * 2.0**-24 * (np.abs(x[:count]) @ np.abs(weights[0]))
     assert np.all(np.abs(out - x[:count] @ weights[0]) <= bound)
 
@@ -249,11 +271,20 @@ extern "C" void multiply(int64_t rows, int64_t depth, int64_t cols, const rex::b
 
 
 def test_a_processor_that_knows_no_pairs_has_the_same_products(tmp_path):
-    """Compiled without the instruction, where there is one to leave out: each number's products are added one after the other."""
+    """Compiled without the instruction, where there is one to leave out: each number's products are added one after the
+    other."""
     source, made = tmp_path / "product.cpp", tmp_path / "product.so"
     source.write_text(PRODUCT_ALONE)
     without = ["-mno-avx512bf16"] if platform.machine() == "x86_64" else []
-    command = [*(toolchain.compiler() or ()), *toolchain.FLAGS, *without, f"-I{toolchain.HERE}", str(source), "-o", str(made)]
+    command = [
+        *(toolchain.compiler() or ()),
+        *toolchain.FLAGS,
+        *without,
+        f"-I{toolchain.HERE}",
+        str(source),
+        "-o",
+        str(made),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     multiply = ctypes.CDLL(str(made)).multiply
     multiply.argtypes, multiply.restype = (ctypes.c_int64,) * 3 + (ctypes.c_void_p,) * 3, None
@@ -274,8 +305,8 @@ def rounded(array):
 
 @pytest.mark.parametrize("shape", EXPERTS)
 def test_experts_of_bfloat16_round_hidden_values_once(shape):
-    """And what they give: nearly all of it is what one rounding gives, and much less what none gives, or one more. Where rows and weights
-    make no pairs, hidden values stay float32."""
+    """And what they give: nearly all of it is what one rounding gives, and much less what none gives, or one more.
+    Where rows and weights make no pairs, hidden values stay float32."""
     call = expert_call("bfloat16", shape)
     x, gate_up, down = (np.asarray(vars(call)[name], np.float64) for name in ("x", "gate_up", "down"))
     ways = {"once": rounded, "never": lambda hidden: hidden, "twice": rounded}
@@ -292,18 +323,26 @@ def test_experts_of_bfloat16_round_hidden_values_once(shape):
 
 
 def test_a_router_of_bfloat16_sees_rows_that_are_not_rounded():
-    """Two experts whose scores of each row are a hair apart, the first one's higher: rounded norms would often have it otherwise."""
+    """Two experts whose scores of each row are a hair apart, the first one's higher: rounded norms would often have it
+    otherwise."""
     rng, apart = np.random.default_rng(8), np.repeat([1.0, -1.0], 8)
     drawn = 1 + rng.integers(0, 128, (60_000, 16)) / 128
     close = drawn[drawn @ apart == 1 / 128][:96]
-    x = np.concatenate([close, np.full((96, 1), 2.0), rng.integers(-99, 99, (96, 47)) / 64], axis=1)  # as bfloat16 has them
+    x = np.concatenate(
+        [close, np.full((96, 1), 2.0), rng.integers(-99, 99, (96, 47)) / 64], axis=1
+    )  # as bfloat16 has them
     router = np.zeros((2, 64, 16))  # as many columns as make pairs
     router[:, :16, 0], router[:, :16, 1], router[:, 16, :2] = apart / 2, -apart / 2, 4.0
 
     run = Served("bfloat16", 64, 48, experts=16)
     arrays = run.case.arrays
-    still = dataclasses.replace(arrays, router=jnp.asarray(router, jnp.bfloat16), out=jnp.zeros_like(arrays.out))  # the stream is x
-    run.case, run.rows = dataclasses.replace(run.case, arrays=still), run.rows.at[:24, :4].set(x.reshape(24, 4, 64).astype(jnp.bfloat16))
+    still = dataclasses.replace(
+        arrays, router=jnp.asarray(router, jnp.bfloat16), out=jnp.zeros_like(arrays.out)
+    )  # the stream is x
+    run.case, run.rows = (
+        dataclasses.replace(run.case, arrays=still),
+        run.rows.at[:24, :4].set(x.reshape(24, 4, 64).astype(jnp.bfloat16)),
+    )
     ids = np.concatenate([outs[2][:, :2] for outs in run.step([(request, 0, 4) for request in range(24)])[0]])
     assert np.array_equal(ids, np.tile([0, 1], (96, 1)))
     rounded = (x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + arrays.eps)).astype(jnp.bfloat16).astype(np.float64)

@@ -1,5 +1,5 @@
-"""A run of layers as one native kernel against the layers one by one in plain code: streams, pool, ids; padding; what it refuses;
-and the native choice of a token against plain code."""
+"""A run of layers as one native kernel against the layers one by one in plain code: streams, pool, ids; padding; what
+it refuses; and the native choice of a token against plain code."""
 
 import dataclasses
 import functools
@@ -44,7 +44,9 @@ def steps(whole, *, dtype="float32", capture=True, renormalize=True):
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_a_run_equals_its_layers_in_plain_code(dtype, renormalize):
-    (pool, outs), (wanted_pool, wanted) = (steps(whole, dtype=dtype, renormalize=renormalize) for whole in (True, False))
+    (pool, outs), (wanted_pool, wanted) = (
+        steps(whole, dtype=dtype, renormalize=renormalize) for whole in (True, False)
+    )
     for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, wanted, strict=True):
         assert np.mean(rows != wanted_rows) <= (0 if dtype == "float32" else 0.1)  # bfloat16 may decide a tie otherwise
         np.testing.assert_allclose(hidden.astype(np.float32), wanted_hidden.astype(np.float32), atol=BOUNDS[dtype])
@@ -59,11 +61,14 @@ def test_rows_that_are_given_run_as_in_plain_code(renormalize):
     ids, valid = drifted_rows()
     model, replay = tiny_model(renormalize=renormalize), {"capture": True, "routed": (ids, valid)}
     (_, outs), (_, wanted) = (
-        run_steps(model, *kernels, **replay) for kernels in ((NATIVE_KERNELS, NATIVE_ATTENTION), (PLAIN, ATTENTION_BACKENDS["reference"]))
+        run_steps(model, *kernels, **replay)
+        for kernels in ((NATIVE_KERNELS, NATIVE_ATTENTION), (PLAIN, ATTENTION_BACKENDS["reference"]))
     )
     for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, wanted, strict=True):
         np.testing.assert_array_equal(rows, wanted_rows)
-        np.testing.assert_array_equal(rows[valid[: len(rows)]], ids[: len(rows)].reshape(len(rows), -1)[valid[: len(rows)]])
+        np.testing.assert_array_equal(
+            rows[valid[: len(rows)]], ids[: len(rows)].reshape(len(rows), -1)[valid[: len(rows)]]
+        )
         np.testing.assert_allclose(hidden, wanted_hidden, atol=BOUNDS["float32"])
     assert not np.array_equal(outs[0][1], steps(True, renormalize=renormalize)[1][0][1])
 
@@ -98,10 +103,14 @@ class Given:
         return jax.block_until_ready(jax.jit(given.call)(given.x, given.pool, given.block))
 
 
-def given(*, dtype=jnp.float32, layers=2, experts=5, top_k=2, hidden=40, width=24, dim=8, num_tokens=24, num_requests=5):
+def given(
+    *, dtype=jnp.float32, layers=2, experts=5, top_k=2, hidden=40, width=24, dim=8, num_tokens=24, num_requests=5
+):
     """Two requests in a padded step, over the pool of two layers."""
     rng, heads, groups = np.random.default_rng(5), 4, 2
-    made = make_step([(3, 7), (20, 1)], page_size=8, heads=heads, groups=groups, num_tokens=num_tokens, num_requests=num_requests)
+    made = make_step(
+        [(3, 7), (20, 1)], page_size=8, heads=heads, groups=groups, num_tokens=num_tokens, num_requests=num_requests
+    )
 
     def weights(*shape):
         return jnp.asarray(rng.standard_normal(shape) / np.sqrt(shape[-2]), dtype)
@@ -109,13 +118,20 @@ def given(*, dtype=jnp.float32, layers=2, experts=5, top_k=2, hidden=40, width=2
     sizes = {"input_norm": hidden, "post_norm": hidden, "q_norm": dim, "k_norm": dim}
     norms = {name: jnp.ones((layers, size), dtype) for name, size in sizes.items()}
     arrays = RunArrays(
-        **norms, next_norm=jnp.ones(hidden, dtype), qkv=weights(layers, hidden, (heads + 2 * groups) * dim),
-        out=weights(layers, heads * dim, hidden), router=weights(layers, hidden, experts) * 3,
-        gate_up=weights(layers * experts, hidden, 2 * width), down=weights(layers * experts, width, hidden), eps=1e-6,
-    )  # fmt: skip
+        **norms,
+        next_norm=jnp.ones(hidden, dtype),
+        qkv=weights(layers, hidden, (heads + 2 * groups) * dim),
+        out=weights(layers, heads * dim, hidden),
+        router=weights(layers, hidden, experts) * 3,
+        gate_up=weights(layers * experts, hidden, 2 * width),
+        down=weights(layers * experts, width, hidden),
+        eps=1e-6,
+    )
     pages = 20
     pool = jnp.asarray(rng.standard_normal((layers * pages, 8, 2 * groups, dim)), jnp.float32)
-    table = jnp.asarray(np.arange(num_requests * made.batch.page_table.shape[1]).reshape(num_requests, -1) % pages, jnp.int32)
+    table = jnp.asarray(
+        np.arange(num_requests * made.batch.page_table.shape[1]).reshape(num_requests, -1) % pages, jnp.int32
+    )
     batch = dataclasses.replace(made.batch, page_table=table)
     angles = jnp.asarray(rng.standard_normal((2, num_tokens, dim)), jnp.float32)
     return Given(
@@ -136,7 +152,9 @@ def test_padding_is_left_out_and_changes_nothing():
     stream, normed, pool, block = case.run()
     noisy = case.run(x=case.x.at[real:].set(jnp.nan))
     for got, wanted in zip(noisy, (stream, normed, pool, block), strict=True):
-        np.testing.assert_array_equal(got[:real] if got is noisy[0] else got, wanted[:real] if got is noisy[0] else wanted)
+        np.testing.assert_array_equal(
+            got[:real] if got is noisy[0] else got, wanted[:real] if got is noisy[0] else wanted
+        )
     assert not np.any(normed[real:]) and np.all(np.isfinite(normed))
     np.testing.assert_array_equal(stream[real:], case.x[real:])
     ids = np.asarray(block)
@@ -178,7 +196,11 @@ def test_its_own_rows_and_no_rows_give_the_live_run_by_a_bit(renormalize):
     live = case.run()
     own = np.asarray(live[3])[2:].reshape(2, 2, -1).swapaxes(1, 2)  # [layers, N, K]; padding holds what no router gives
     half = np.arange(case.x.shape[0]) % 2 == 0
-    for ids, valid in ((own, own[0, :, 0] >= 0), (np.where(half[:, None], own, 99), half & (own[0, :, 0] >= 0)), (own * 0 + 99, False)):
+    for ids, valid in (
+        (own, own[0, :, 0] >= 0),
+        (np.where(half[:, None], own, 99), half & (own[0, :, 0] >= 0)),
+        (own * 0 + 99, False),
+    ):
         for got, wanted in zip(case.run(routed=routing(case, ids, valid)), live, strict=True):
             np.testing.assert_array_equal(got, wanted)
 
@@ -239,7 +261,9 @@ def test_many_runs_one_after_another_are_all_the_same():
 
 def test_what_lies_between_its_loops_is_not_borrowed_anew_for_every_step():
     case = given(num_tokens=512)
-    memory = jax.jit(case.call, donate_argnums=(0, 1, 2)).lower(case.x, case.pool, case.block).compile().memory_analysis()
+    memory = (
+        jax.jit(case.call, donate_argnums=(0, 1, 2)).lower(case.x, case.pool, case.block).compile().memory_analysis()
+    )
     assert memory.temp_size_in_bytes < case.x.nbytes
 
 
@@ -282,6 +306,9 @@ def test_an_engine_on_cpu_takes_both():
     """One kernel for all MoE layers of the tiny model, none for their parts; one for the greedy choice."""
     runner = build()
     jobs = program_jobs(runner.state, runner.spec, runner.config)
-    forward, greedy = jobs["forward", DECODE]().as_text(), jobs[sampler_key(runner.spec, DECODE, SamplerForm.GREEDY)]().as_text()
+    forward, greedy = (
+        jobs["forward", DECODE]().as_text(),
+        jobs[sampler_key(runner.spec, DECODE, SamplerForm.GREEDY)]().as_text(),
+    )
     assert forward.count("@RexLayerRun") == 1 and not re.search(r"@Rex(Experts|Router|RecordingRouter)\b", forward)
     assert greedy.count("@RexChoose") == 1

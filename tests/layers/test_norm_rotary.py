@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 import torch
 from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeRMSNorm,
+    Qwen3MoeRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import apply_rotary, rotary_angles
@@ -35,7 +39,9 @@ def test_rms_norm_is_that_of_transformers(dtype, shape):
     ours = NORM(jnp.asarray(x.astype(NUMPY[dtype])), jnp.asarray(scale.astype(NUMPY[dtype])), eps=1e-6)
     assert ours.dtype == NUMPY[dtype]
     # one unit in the last place: both cast to the dtype before they multiply by the scale
-    np.testing.assert_allclose(np.asarray(ours, np.float32), wanted, rtol=2 * float(ml_dtypes.finfo(NUMPY[dtype]).eps), atol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(ours, np.float32), wanted, rtol=2 * float(ml_dtypes.finfo(NUMPY[dtype]).eps), atol=1e-6
+    )
 
 
 def test_rms_norm_of_zeros_is_zero_and_of_large_values_finite():
@@ -67,7 +73,10 @@ def test_rotated_products_depend_on_distance_alone():
     query, key = (jnp.asarray(rng.standard_normal((1, 1, 16)), jnp.float32) for _ in range(2))
 
     def product(at_query, at_key):
-        turned = [ROTATE(x, *ANGLES(jnp.asarray([at], jnp.int32), head_dim=16, theta=1e4)) for x, at in ((query, at_query), (key, at_key))]
+        turned = [
+            ROTATE(x, *ANGLES(jnp.asarray([at], jnp.int32), head_dim=16, theta=1e4))
+            for x, at in ((query, at_query), (key, at_key))
+        ]
         return float(jnp.vdot(*turned))
 
     assert product(9, 4) == pytest.approx(product(105, 100), abs=1e-3)
@@ -83,7 +92,9 @@ def test_rotary_keeps_the_dtype_and_computes_in_float32():
     assert low.dtype == jnp.bfloat16
     wide = ROTATE(x.astype(jnp.bfloat16).astype(jnp.float32), *angles)
     assert np.array_equal(np.asarray(low), np.asarray(wide.astype(jnp.bfloat16)))
-    assert jnp.allclose(jnp.linalg.norm(wide, axis=-1), jnp.linalg.norm(x.astype(jnp.bfloat16).astype(jnp.float32), axis=-1), atol=1e-5)
+    assert jnp.allclose(
+        jnp.linalg.norm(wide, axis=-1), jnp.linalg.norm(x.astype(jnp.bfloat16).astype(jnp.float32), axis=-1), atol=1e-5
+    )
 
 
 def test_a_row_does_not_depend_on_its_neighbours():

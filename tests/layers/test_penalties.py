@@ -25,7 +25,10 @@ def test_penalties_and_bias_are_those_of_the_loop() -> None:
     rows, vocab, width = 9, 23, 5
     logits = rng.normal(0, 3, (rows, vocab)).astype(np.float32)
     logits[:, 4] = -np.inf
-    counts, seen = rng.integers(0, 4, (rows, vocab)) * (rng.random((rows, vocab)) < 0.4), rng.random((rows, vocab)) < 0.3
+    counts, seen = (
+        rng.integers(0, 4, (rows, vocab)) * (rng.random((rows, vocab)) < 0.4),
+        rng.random((rows, vocab)) < 0.3,
+    )
     presence, frequency, repetition = rng.uniform(-2, 2, rows), rng.uniform(-2, 2, rows), rng.uniform(0.5, 2, rows)
     chosen = [rng.choice(vocab, rng.integers(0, width + 1), replace=False) for _ in range(rows)]
     bias = [{int(token): float(rng.choice([-100, 2.5, -np.inf])) for token in tokens} for tokens in chosen]
@@ -40,7 +43,9 @@ def test_penalties_and_bias_are_those_of_the_loop() -> None:
         prompt_seen=jnp.asarray(seen),
     )
     got = np.asarray(jax.jit(penalize)(jnp.asarray(logits), penalties, jnp.asarray(ids), jnp.asarray(values)))
-    np.testing.assert_allclose(got, penalised_by_loop(logits, presence, frequency, repetition, counts, seen, bias), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        got, penalised_by_loop(logits, presence, frequency, repetition, counts, seen, bias), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_neutral_penalties_change_no_bit_and_none_is_off() -> None:

@@ -1,4 +1,5 @@
-"""Routing under capacities: ids and instances are the sequence's, weights are the law's at those ids, and without bound nothing changes."""
+"""Routing under capacities: ids and instances are the sequence's, weights are the law's at those ids, and without bound
+nothing changes."""
 
 import functools
 
@@ -21,7 +22,9 @@ EXPERTS, INSTANCES, TOKENS = 16, 20, 24
 PLAIN = dict(num_experts=EXPERTS, top_k=4, renormalize=True)
 SPECS = {
     "Qwen3": RouterSpec(**PLAIN),
-    "DeepSeek-V3": RouterSpec(**PLAIN, law="sigmoid", scale=2.5, epsilon=1e-20, groups=4, groups_kept=2, group_best=2, biased=True),
+    "DeepSeek-V3": RouterSpec(
+        **PLAIN, law="sigmoid", scale=2.5, epsilon=1e-20, groups=4, groups_kept=2, group_best=2, biased=True
+    ),
     "DeepSeek-V2": RouterSpec(**(PLAIN | dict(renormalize=False)), scale=16.0),
     "GPT-OSS": RouterSpec(**PLAIN, law="logits"),
     "Llama 4": RouterSpec(num_experts=EXPERTS, top_k=1, renormalize=False, law="sigmoid"),
@@ -32,13 +35,17 @@ SPECS = {
 @functools.cache
 def program(name, drops):
     spec = SPECS[name]
-    return jax.jit(lambda z, valid, room, bias: reroute_topk(z, valid, room, spec, bias, num_instances=INSTANCES, drops=drops))
+    return jax.jit(
+        lambda z, valid, room, bias: reroute_topk(z, valid, room, spec, bias, num_instances=INSTANCES, drops=drops)
+    )
 
 
 def batch(name, seed):
     rng = np.random.default_rng(seed)
     logits = (rng.normal(size=(TOKENS, EXPERTS)) + 2 * rng.normal(size=EXPERTS)).astype(np.float32)
-    logits[rng.random(TOKENS) < 0.2] = np.round(logits[0]) + 0.0  # no -0.0, which is below 0.0; ties, and many tokens that want the same
+    logits[rng.random(TOKENS) < 0.2] = (
+        np.round(logits[0]) + 0.0
+    )  # no -0.0, which is below 0.0; ties, and many tokens that want the same
     valid = np.arange(TOKENS) < TOKENS - seed % 5
     bias = rng.normal(size=EXPERTS).astype(np.float32) * 0.1 if SPECS[name].biased else None
     return logits, valid, bias, replica_table(rng, EXPERTS, INSTANCES, 3)
@@ -46,8 +53,12 @@ def batch(name, seed):
 
 def run(name, logits, valid, bias, table, factor, *, drops):
     room = Capacities(jnp.asarray(table), jnp.asarray(factor, jnp.int32))
-    routing, changed = program(name, drops)(jnp.asarray(logits), jnp.asarray(valid), room, None if bias is None else jnp.asarray(bias))
-    return *(np.asarray(part) for part in (routing.ids, routing.instances, routing.weights, routing.native_ids)), np.asarray(changed)
+    routing, changed = program(name, drops)(
+        jnp.asarray(logits), jnp.asarray(valid), room, None if bias is None else jnp.asarray(bias)
+    )
+    return *(
+        np.asarray(part) for part in (routing.ids, routing.instances, routing.weights, routing.native_ids)
+    ), np.asarray(changed)
 
 
 def weights_of(spec, logits, ids):
@@ -68,7 +79,9 @@ def test_what_finds_no_room_is_what_the_sequence_says(name, drops):
     for seed in range(6):
         logits, valid, bias, table = batch(name, seed)
         ids, instances, weights, _, changed = run(name, logits, valid, bias, table, (3, 4), drops=drops)
-        scores = np.asarray(selection_scores(jnp.asarray(logits), spec=spec, bias=None if bias is None else jnp.asarray(bias)))
+        scores = np.asarray(
+            selection_scores(jnp.asarray(logits), spec=spec, bias=None if bias is None else jnp.asarray(bias))
+        )
         room = expert_capacity(int(valid.sum()), spec.top_k, INSTANCES, "3/4")
         wanted = plain_selection(Case(scores, table, room, valid, None), spec.top_k, overflows=not drops)
         np.testing.assert_array_equal(ids[valid], wanted[0][valid])
@@ -118,7 +131,8 @@ def test_room_on_the_device_is_that_of_the_host():
 
 @pytest.mark.tpu_aot
 def test_the_tpu_compiler_takes_it_and_counts_in_registers():
-    """Rerouting is the Pallas kernel there; what is compared to count a step is nowhere in memory, where it would be 8 MiB."""
+    """Rerouting is the Pallas kernel there; what is compared to count a step is nowhere in memory, where it would be 8
+    MiB."""
 
     def step(logits, valid, replicas, factor, ids, counts):
         room = Capacities(replicas, factor)

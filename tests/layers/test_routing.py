@@ -59,7 +59,11 @@ def test_live_routing_is_the_law_with_ties_to_the_lower_id(shape, renormalize):
 def test_replayed_ids_run_in_recorded_order_with_live_weights(shape, renormalize):
     num_tokens, num_experts, top_k = shape
     spec, rng = spec_of(num_experts, top_k, renormalize=renormalize), np.random.default_rng(1)
-    logits, replayed, valid = tied_logits(rng, num_tokens, num_experts), random_ids(rng, num_tokens, spec), rng.random(num_tokens) < 0.5
+    logits, replayed, valid = (
+        tied_logits(rng, num_tokens, num_experts),
+        random_ids(rng, num_tokens, spec),
+        rng.random(num_tokens) < 0.5,
+    )
     routing = ROUTE(jnp.asarray(logits), LayerRouting(jnp.asarray(replayed), jnp.asarray(valid)), spec=spec)
     ids, weights = oracle(logits, replayed, valid, spec)
     assert np.array_equal(routing.ids, ids)
@@ -80,7 +84,9 @@ def test_rows_that_are_not_valid_are_live_bit_for_bit_whatever_they_hold(filler)
     half = np.arange(12) % 2 == 0
     ids = np.where(half[:, None], np.asarray(live.ids)[:, ::-1], filler).astype(np.uint8)
     mixed = ROUTE(logits, LayerRouting(jnp.asarray(ids), jnp.asarray(half)), spec=spec)
-    assert np.array_equal(mixed.ids[~half], live.ids[~half]) and np.array_equal(mixed.weights[~half], live.weights[~half])
+    assert np.array_equal(mixed.ids[~half], live.ids[~half]) and np.array_equal(
+        mixed.weights[~half], live.weights[~half]
+    )
     assert np.array_equal(mixed.ids[half], live.ids[half][:, ::-1])
 
 
@@ -119,7 +125,9 @@ def test_the_gradient_reaches_the_logits_of_replayed_experts_and_not_through_the
     logits, mix = jnp.asarray(rng.standard_normal((3, 12)), jnp.float32), rng.standard_normal((3, 3))
     ids = random_ids(rng, 3, spec)
     routed = LayerRouting(jnp.asarray(ids), jnp.ones(3, bool))
-    gradient = np.asarray(jax.grad(lambda z: jnp.sum(ROUTE(z, routed, spec=spec).weights * mix.astype(np.float32)))(logits))
+    gradient = np.asarray(
+        jax.grad(lambda z: jnp.sum(ROUTE(z, routed, spec=spec).weights * mix.astype(np.float32)))(logits)
+    )
     step = 1e-5
     for n in range(3):
         for expert in range(12):

@@ -1,4 +1,5 @@
-"""Each routing law against a loop over tokens and slots in float64, written from its source; live, replayed and mixed rows."""
+"""Each routing law against a loop over tokens and slots in float64, written from its source; live, replayed and mixed
+rows."""
 
 import math
 
@@ -12,7 +13,9 @@ from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 ROUTE = jax.jit(replay_topk, static_argnames="spec")
 PLAIN = dict(num_experts=16, top_k=4, renormalize=True)
 SPECS = {
-    "DeepSeek-V3": RouterSpec(**PLAIN, law="sigmoid", scale=2.5, epsilon=1e-20, groups=4, groups_kept=2, group_best=2, biased=True),
+    "DeepSeek-V3": RouterSpec(
+        **PLAIN, law="sigmoid", scale=2.5, epsilon=1e-20, groups=4, groups_kept=2, group_best=2, biased=True
+    ),
     "Moonlight, GLM-4.5": RouterSpec(**PLAIN, law="sigmoid", scale=1.0, epsilon=1e-20, biased=True),
     "V3, not renormalised": RouterSpec(**(PLAIN | dict(renormalize=False)), law="sigmoid", scale=2.0, biased=True),
     "DeepSeek-V2": RouterSpec(**(PLAIN | dict(renormalize=False)), scale=16.0, groups=8, groups_kept=3),
@@ -73,7 +76,9 @@ def oracle(logits, bias, replayed, valid, spec):
 
 def inputs(spec, seed=0, rows=40):
     rng = np.random.default_rng(seed)
-    logits = (rng.integers(-60, 61, (rows, spec.num_experts)) / 16).astype(np.float32)  # ties, and gaps far above rounding
+    logits = (rng.integers(-60, 61, (rows, spec.num_experts)) / 16).astype(
+        np.float32
+    )  # ties, and gaps far above rounding
     bias = rng.integers(-4, 5, spec.num_experts) / 8 if spec.biased else np.zeros(spec.num_experts)
     replayed = np.stack([rng.permutation(spec.num_experts)[: spec.top_k] for _ in range(rows)]).astype(np.uint8)
     return logits, bias, replayed, rng.random(rows) < 0.5
@@ -127,7 +132,9 @@ def test_a_selection_bias_moves_the_choice_and_never_a_weight():
 
 
 def test_groups_that_are_not_kept_give_no_expert_even_where_every_kept_score_is_negative():
-    spec = RouterSpec(num_experts=4, top_k=2, renormalize=False, law="sigmoid", groups=2, groups_kept=1, group_best=1, biased=True)
+    spec = RouterSpec(
+        num_experts=4, top_k=2, renormalize=False, law="sigmoid", groups=2, groups_kept=1, group_best=1, biased=True
+    )
     routing = run(spec, np.zeros((1, 4), np.float32), np.array([-9.0, -9.0, -8.0, -9.0]), None)
     assert np.asarray(routing.ids).tolist() == [[2, 3]]
 

@@ -1,4 +1,5 @@
-"""The sampler against NumPy loops in float64, and against its own law: noise is (seed, choice, position), nothing else."""
+"""The sampler against NumPy loops in float64, and against its own law: noise is (seed, choice, position), nothing
+else."""
 
 from collections.abc import Iterator
 
@@ -18,7 +19,9 @@ PROCESSED = jax.jit(processed_logits, static_argnames="mode")
 RANDOM_MODES = [SamplingMode.RANDOM, SamplingMode.FILTERED]
 
 
-def batch_of(rows: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, choice=0, position=0) -> SamplingBatch:
+def batch_of(
+    rows: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, choice=0, position=0
+) -> SamplingBatch:
     def column(value, dtype):
         return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (rows,)))
 
@@ -106,12 +109,18 @@ def test_two_hundred_and_forty_distributions_are_drawn_as_they_should_be() -> No
         logits, settings = random_case(rng)
         mode = RANDOM_MODES[case % 2]
         if mode is SamplingMode.FILTERED:
-            settings |= {"top_k": int(rng.choice([0, 2, 5, 40])), "top_p": rng.choice([1.0, 0.9, 0.55]), "min_p": rng.choice([0, 0.08])}
+            settings |= {
+                "top_k": int(rng.choice([0, 2, 5, 40])),
+                "top_p": rng.choice([1.0, 0.9, 0.55]),
+                "min_p": rng.choice([0, 0.08]),
+            }
         values.append(p_value(draw(logits, case, mode, **settings), expected_distribution(logits, **settings)))
     assert min(values) > 0.001 / len(values)
     informative = [value for value in values if value < 1.0]
     assert len(informative) > 200
-    assert stats.kstest(informative, "uniform").pvalue > 1e-4, "p-values of a right sampler are uniform: neither too bad nor too good"
+    assert stats.kstest(informative, "uniform").pvalue > 1e-4, (
+        "p-values of a right sampler are uniform: neither too bad nor too good"
+    )
 
 
 def test_the_bar_sees_a_temperature_that_is_wrong_by_a_fifth() -> None:
@@ -140,8 +149,17 @@ def filter_cases() -> Iterator[tuple[np.ndarray, float, int, float, float]]:
             logits = (np.round(logits * 2) / 2).astype(np.float32)  # many ties, also at the best
         if rng.random() < 0.3:
             logits[rng.integers(37, size=20)] = -np.inf
-        top_k, top_p = int(rng.choice([-1, 0, 1, 2, 7, 36, 37, 38, 2**31 - 1])), float(rng.choice([1.0, 0.95, 0.5, 1e-3, 1e-30]))
-        yield logits, float(rng.choice([0.25, 0.5, 1.0, 2.0])), top_k, top_p, float(rng.choice([0.0, 1e-30, 0.05, 0.5, 1.0]))
+        top_k, top_p = (
+            int(rng.choice([-1, 0, 1, 2, 7, 36, 37, 38, 2**31 - 1])),
+            float(rng.choice([1.0, 0.95, 0.5, 1e-3, 1e-30])),
+        )
+        yield (
+            logits,
+            float(rng.choice([0.25, 0.5, 1.0, 2.0])),
+            top_k,
+            top_p,
+            float(rng.choice([0.0, 1e-30, 0.05, 0.5, 1.0])),
+        )
 
 
 def test_filters_keep_what_the_loop_keeps() -> None:
@@ -160,10 +178,14 @@ def test_filtered_scores_are_the_scaled_logits_up_to_a_constant() -> None:
     kept = np.asarray(PROCESSED(jnp.asarray(logits), batch_of(4, temperature=0.7, top_k=9), SamplingMode.FILTERED))
     finite = np.isfinite(kept)
     assert (finite.sum(-1) == 9).all()
-    np.testing.assert_allclose(kept[finite], ((logits - logits.max(-1, keepdims=True)) / 0.7)[finite], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        kept[finite], ((logits - logits.max(-1, keepdims=True)) / 0.7)[finite], rtol=1e-5, atol=1e-6
+    )
 
 
-@pytest.mark.parametrize("values", [{"top_p": 1e-9}, {"min_p": 1.0}, {"top_k": 1}, {"temperature": 1e-30}, {"temperature": 1e-7}])
+@pytest.mark.parametrize(
+    "values", [{"top_p": 1e-9}, {"min_p": 1.0}, {"top_k": 1}, {"temperature": 1e-30}, {"temperature": 1e-7}]
+)
 def test_the_tightest_values_leave_the_best_token(values: dict[str, float]) -> None:
     logits = np.random.default_rng(2).normal(0, 30, (8, 50)).astype(np.float32)
     tokens, processed = DRAWS(jnp.asarray(logits), batch_of(8, position=np.arange(8), **values), SamplingMode.FILTERED)
@@ -179,7 +201,9 @@ def test_top_k_equal_scores_at_the_border_are_all_kept() -> None:
 
 def test_negative_zero_ties_with_zero() -> None:
     logits = jnp.asarray([[-0.0, 0.0, -1.0]], jnp.float32)
-    assert np.isfinite(np.asarray(PROCESSED(logits, batch_of(1, top_k=1), SamplingMode.FILTERED))).tolist() == [[True, True, False]]
+    assert np.isfinite(np.asarray(PROCESSED(logits, batch_of(1, top_k=1), SamplingMode.FILTERED))).tolist() == [
+        [True, True, False]
+    ]
     assert int(DRAWS(logits, batch_of(1, temperature=0), SamplingMode.GREEDY)[0][0]) == 0
 
 

@@ -1,4 +1,5 @@
-"""Balanced selection against the law one slot at a time: bit for bit, every form, every kind of scores, capacity and order."""
+"""Balanced selection against the law one slot at a time: bit for bit, every form, every kind of scores, capacity and
+order."""
 
 import dataclasses
 
@@ -20,15 +21,20 @@ SELECT = jax.jit(balanced_expert_selection, static_argnames=STATIC)
 IMPLS = ("rounds", "native")
 SHAPES = [(8, 6, 3, 9, 3), (16, 24, 4, 36, 4), (12, 40, 2, 44, 5)]  # N, E, K, I, J
 VARIANTS = [
-    (SHAPES[0], 0, "overflow"), (SHAPES[0], 3, "drop"), (SHAPES[1], 0, "drop"), (SHAPES[1], 3, "overflow"), (SHAPES[2], 0, "overflow"),
+    (SHAPES[0], 0, "overflow"),
+    (SHAPES[0], 3, "drop"),
+    (SHAPES[1], 0, "drop"),
+    (SHAPES[1], 3, "overflow"),
+    (SHAPES[2], 0, "overflow"),
     (SHAPES[2], 5, "overflow"),
-]  # fmt: skip
+]
 FULL = (512, 256, 8, 384, 16)
 COUNTS = ("num_rerouted", "num_overflowed", "num_dropped")
 
 
 def random_case(seed, shape, num_sources=0):
-    """Scores that are spread, tied, masked or poisoned; capacities that are scarce, ample, mixed or zero; padding here and there."""
+    """Scores that are spread, tied, masked or poisoned; capacities that are scarce, ample, mixed or zero; padding here
+    and there."""
     rng = np.random.default_rng(seed)
     num_tokens, num_experts, k, num_instances, width = shape
     scores = rng.standard_normal((num_tokens, num_experts)) + rng.choice([0, 1, 3]) * rng.standard_normal(num_experts)
@@ -57,9 +63,17 @@ def random_case(seed, shape, num_sources=0):
 
 def select(case, k, *, impl="rounds", on_exhausted="overflow", fn=SELECT):
     return fn(
-        case.scores, case.weights, case.order, case.capacity, k=k, source=case.sources, valid=case.valid, mode="reroute", impl=impl,
+        case.scores,
+        case.weights,
+        case.order,
+        case.capacity,
+        k=k,
+        source=case.sources,
+        valid=case.valid,
+        mode="reroute",
+        impl=impl,
         on_exhausted=on_exhausted,
-    )  # fmt: skip
+    )
 
 
 def sequential(case, k, on_exhausted="overflow"):
@@ -136,13 +150,18 @@ def test_the_full_size_reference_is_the_plain_loop():
 
 
 def proposal_case():
-    """The published proposal's sizes: a map of 257 rows, the last for the shared expert that no router chooses, 16 replica positions,
-    384 instances; 512 tokens, top-8; capacity floor(2 * tokens * 8 / 384); the order of replicas is that of the token's device, of 4."""
+    """The published proposal's sizes: a map of 257 rows, the last for the shared expert that no router chooses, 16
+    replica positions, 384 instances; 512 tokens, top-8; capacity floor(2 * tokens * 8 / 384); the order of replicas is
+    that of the token's device, of 4."""
     rng = np.random.default_rng(7)
     scores = np.concatenate([rng.random((512, 256)), np.full((512, 1), -np.inf)], axis=1).astype(np.float32)
     order = shuffled(rng, replica_table(rng, 257, 384, 16), 4)
     return Case(
-        scores, order, expert_capacity(512, 8, 384, 2, rounding="floor"), np.ones(512, bool), (np.arange(512) // 128).astype(np.int32)
+        scores,
+        order,
+        expert_capacity(512, 8, 384, 2, rounding="floor"),
+        np.ones(512, bool),
+        (np.arange(512) // 128).astype(np.int32),
     )
 
 
@@ -153,7 +172,9 @@ def test_the_proposals_own_example():
     for impl in IMPLS:
         got = select(case, 8, impl=impl)
         assert same_bits(got.logical_ids, law.logical_ids) and same_bits(got.instance_ids, law.instance_ids)
-    assert all(len(set(row)) == 8 and max(row) < 256 for row in law.logical_ids.tolist()), "an expert once, the shared one never"
+    assert all(len(set(row)) == 8 and max(row) < 256 for row in law.logical_ids.tolist()), (
+        "an expert once, the shared one never"
+    )
     assert law.num_overflowed == law.num_dropped == 0 and np.all(law.counts <= case.capacity)
     firsts = case.order[case.sources[:, None], law.logical_ids, 0]
     assert np.mean(law.instance_ids == firsts) > 0.9, "a token's own device says which replica comes first"
@@ -179,9 +200,12 @@ def test_the_corners(impl):
     for num_tokens, num_experts, k in ((1, 1, 1), (6, 4, 4), (2, 300, 2)):
         table = replica_table(rng, num_experts, num_experts + 2, 3)
         base = Case(
-            rng.standard_normal((num_tokens, num_experts)).astype(np.float32), table, np.ones(num_experts + 2, np.int32),
-            np.ones(num_tokens, bool), None,
-        )  # fmt: skip
+            rng.standard_normal((num_tokens, num_experts)).astype(np.float32),
+            table,
+            np.ones(num_experts + 2, np.int32),
+            np.ones(num_tokens, bool),
+            None,
+        )
         poisoned = base.scores.copy()
         poisoned[0] = np.nan
         cases = [
@@ -195,7 +219,11 @@ def test_the_corners(impl):
         for case in cases:
             got, law = select(case, k, impl=impl), sequential(case, k)
             assert same_bits(got.logical_ids, law.logical_ids) and same_bits(got.instance_ids, law.instance_ids)
-            assert same_bits(got.weights, law.weights) and same_bits(got.counts, law.counts) and counts_of(got) == counts_of(law)
+            assert (
+                same_bits(got.weights, law.weights)
+                and same_bits(got.counts, law.counts)
+                and counts_of(got) == counts_of(law)
+            )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -247,7 +275,9 @@ def test_replicas_mode_leaves_every_id_as_top_k_has_it():
         assert np.array_equal(got.counts, np.bincount(instances[instances >= 0], minlength=36))
         weights = np.where(ids >= 0, np.take_along_axis(case.weights, np.maximum(ids, 0), axis=1), 0)
         total = weights.sum(axis=1, keepdims=True, dtype=np.float64)
-        np.testing.assert_allclose(got.weights, np.divide(weights, total, where=total > 0, out=np.zeros_like(weights)), rtol=1e-6)
+        np.testing.assert_allclose(
+            got.weights, np.divide(weights, total, where=total > 0, out=np.zeros_like(weights)), rtol=1e-6
+        )
 
 
 @pytest.mark.parametrize(("changed", "match"), [("order", "names an instance"), ("sources", "names a row")])
@@ -262,9 +292,13 @@ def test_the_native_kernel_reads_nothing_outside_its_tables(changed, match):
 def refused(match, **changes):
     case = random_case(0, SHAPES[0])
     arguments = {
-        "select_scores": case.scores, "weight_scores": case.weights, "replica_order": case.order, "capacity": case.capacity, "k": 3,
+        "select_scores": case.scores,
+        "weight_scores": case.weights,
+        "replica_order": case.order,
+        "capacity": case.capacity,
+        "k": 3,
         "mode": "reroute",
-    } | changes  # fmt: skip
+    } | changes
     with pytest.raises(ConfigError, match=match):
         balanced_expert_selection(**arguments)
 

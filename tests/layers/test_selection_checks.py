@@ -56,7 +56,9 @@ def test_sources_must_list_the_same_instances():
         check_replica_order(np.stack([TABLE, other]), 6)
 
 
-@pytest.mark.parametrize("table", [[0, 1], np.zeros((2, 2, 2, 2), int), np.zeros((0, 3), int), np.zeros((2, 2)), [["a"]]])
+@pytest.mark.parametrize(
+    "table", [[0, 1], np.zeros((2, 2, 2, 2), int), np.zeros((0, 3), int), np.zeros((2, 2)), [["a"]]]
+)
 def test_tables_of_another_form_are_refused(table):
     with pytest.raises(PlacementError, match="replica_order is"):
         check_replica_order(table, 2)

@@ -1,4 +1,5 @@
-"""Water-filling: the loops of its definition, the linear programme's optimum, and one result for cut and uncut tokens."""
+"""Water-filling: the loops of its definition, the linear programme's optimum, and one result for cut and uncut
+tokens."""
 
 import os
 import subprocess
@@ -41,7 +42,9 @@ def test_the_fullest_device_is_within_5_percent_of_the_linear_programmes(num_ins
         ids = np.argsort(-scores, axis=1)[:, :8].astype(np.int32)
         best = best_max_load(np.bincount(ids.ravel(), minlength=256), table, num_devices, num_instances)
         for results, iterations in ((ratios, 16), (even, 1)):
-            got = np.asarray(FILL(ids, table, num_devices=num_devices, num_instances=num_instances, iterations=iterations))
+            got = np.asarray(
+                FILL(ids, table, num_devices=num_devices, num_instances=num_instances, iterations=iterations)
+            )
             results.append(best / device_loads(got, num_devices, num_instances).max())
     assert min(ratios) >= 0.95, ratios
     assert np.mean(ratios) > np.mean(even), "one iteration is the even split"
@@ -68,7 +71,12 @@ def test_no_tokens_one_token_and_one_device():
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(changes, match):
-    arguments = {"ids": np.zeros((5, 2), np.int32), "replica_order": np.zeros((4, 3), np.int32), "num_devices": 3, "num_instances": 6}
+    arguments = {
+        "ids": np.zeros((5, 2), np.int32),
+        "replica_order": np.zeros((4, 3), np.int32),
+        "num_devices": 3,
+        "num_instances": 6,
+    }
     arguments |= changes
     with pytest.raises(ConfigError, match=match):
         waterfill_replicas(arguments.pop("ids"), arguments.pop("replica_order"), **arguments)
@@ -120,7 +128,13 @@ print("compared", compared)
 
 def test_four_devices_select_as_one_whether_tokens_are_cut_or_replicated():
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    environment = os.environ | {
+        "PYTHONPATH": paths,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["compared", "72"]

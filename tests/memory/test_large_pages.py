@@ -1,4 +1,5 @@
-"""Large pages under arrays of the CPU: contents and addresses stay, and the kernel's own account says what was moved."""
+"""Large pages under arrays of the CPU: contents and addresses stay, and the kernel's own account says what was
+moved."""
 
 import ctypes
 import os
@@ -13,7 +14,8 @@ from routed_experts.models.shards import buffers_of
 
 
 def mappings(low, high):
-    """Those of this process that hold a part of [low, high), by /proc/self/smaps: where each begins and ends, its bytes of large pages."""
+    """Those of this process that hold a part of [low, high), by /proc/self/smaps: where each begins and ends, its bytes
+    of large pages."""
     found = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -29,8 +31,8 @@ def whole_pages(low, high):
 
 
 def assert_on_large_pages(array):
-    """All of it that can be: a page is large where one mapping holds it whole (NumPy asks for large pages under its own arrays, and so
-    parts the heap into several)."""
+    """All of it that can be: a page is large where one mapping holds it whole (NumPy asks for large pages under its own
+    arrays, and so parts the heap into several)."""
     (low,) = buffers_of(array)
     held = mappings(low, low + array.nbytes)
     assert held

@@ -51,7 +51,9 @@ def test_double_free_asserts_with_the_page() -> None:
     assert not allocator.check_integrity()
 
 
-@pytest.mark.parametrize(("pages", "message"), [([0], "1..5"), ([6], "1..5"), ([-1], "1..5"), ([1, 2, 1], r"\[1\] more than once")])
+@pytest.mark.parametrize(
+    ("pages", "message"), [([0], "1..5"), ([6], "1..5"), ([-1], "1..5"), ([1, 2, 1], r"\[1\] more than once")]
+)
 def test_wrong_free_asserts_and_changes_nothing(pages: list[int], message: str) -> None:
     allocator = PageAllocator(6, 1)
     take(allocator, 3)
@@ -83,11 +85,15 @@ def test_owners_are_compared_with_the_used_pages() -> None:
     allocator = PageAllocator(9, 1)
     pages = take(allocator, 4)
     assert not names(allocator, cache=pages[:2], request=pages[2:])
-    assert names(allocator, cache=pages[:3], request=pages[2:]) == {"page_two_owners": "page 3 is owned 2 times: ['cache', 'request']"}
+    assert names(allocator, cache=pages[:3], request=pages[2:]) == {
+        "page_two_owners": "page 3 is owned 2 times: ['cache', 'request']"
+    }
     assert names(allocator, cache=pages[:3]) == {"page_leaked": "1 pages are handed out but have no owner: [4]"}
     assert "[0, 9]" in names(allocator, cache=pages, request=np.array([0, 9], dtype=np.int32))["page_owned_range"]
     foreign = np.array([7], dtype=np.int32)
-    assert names(allocator, cache=pages, request=foreign) == {"page_owned_not_used": "1 pages have an owner but are not handed out: [7]"}
+    assert names(allocator, cache=pages, request=foreign) == {
+        "page_owned_not_used": "1 pages have an owner but are not handed out: [7]"
+    }
 
 
 def test_damaged_free_list_is_reported() -> None:

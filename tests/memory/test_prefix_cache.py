@@ -74,7 +74,12 @@ def test_equal_hashes_still_compare_token_ids(hash_page: Callable[[bytes], int])
     cache = PrefixCache(2, hash_page=hash_page)
     for page, tokens in enumerate([(1, 2), (1, 3), (257, 2), (2, 1)], start=1):
         cache.insert(ids(*tokens, 9, 9), ids(page, page + 10), "a")
-    assert [matched(cache, *tokens, 9, 9) for tokens in [(1, 2), (1, 3), (257, 2), (2, 1)]] == [[1, 11], [2, 12], [3, 13], [4, 14]]
+    assert [matched(cache, *tokens, 9, 9) for tokens in [(1, 2), (1, 3), (257, 2), (2, 1)]] == [
+        [1, 11],
+        [2, 12],
+        [3, 13],
+        [4, 14],
+    ]
     assert matched(cache, 257, 3) == []
     assert not names(cache)
 

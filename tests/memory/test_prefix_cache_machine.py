@@ -1,8 +1,8 @@
 """Allocator and prefix cache driven at random as a scheduler would, against a dict of token tuples that knows no tree.
 
 The oracle: cached maps (namespace, all tokens up to the end of a page) to [page, time of last use]; it is closed under
-prefixes. A page is a leaf if no cached key extends its key. Locks are the prefixes of whole requests. After every step both
-structures check themselves, every lock and every page has its owner, and the counts are those of the dict."""
+prefixes. A page is a leaf if no cached key extends its key. Locks are the prefixes of whole requests. After every step
+both structures check themselves, every lock and every page has its owner, and the counts are those of the dict."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -112,8 +112,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """Insert all whole pages of the holder and free its duplicates; its pages are the tree's from now on."""
         keys = self.keys(holder.namespace, holder.tokens)
         known = self.touch(keys)
-        result = self.cache.insert(array(holder.tokens[: len(keys) * self.page_size]), array(holder.pages), holder.namespace)
-        assert result.duplicates.tolist() == [mine for mine, tree in zip(holder.pages, known, strict=False) if mine != tree]
+        result = self.cache.insert(
+            array(holder.tokens[: len(keys) * self.page_size]), array(holder.pages), holder.namespace
+        )
+        assert result.duplicates.tolist() == [
+            mine for mine, tree in zip(holder.pages, known, strict=False) if mine != tree
+        ]
         for key, page in zip(keys[len(known) :], holder.pages[len(known) :], strict=True):
             self.cached[key] = Cached(page, self.now)
         holder.pages = [self.cached[key].page for key in keys]

@@ -1,4 +1,5 @@
-"""Facts of the page table: slot 0 is padding, free rows are empty, rows have no hole, and damage is reported with its numbers."""
+"""Facts of the page table: slot 0 is padding, free rows are empty, rows have no hole, and damage is reported with its
+numbers."""
 
 import numpy as np
 import pytest

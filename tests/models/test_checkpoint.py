@@ -26,13 +26,16 @@ def write_shards(folder, tensors, *, num_shards=2):
     names = sorted(tensors)
     placed = {name: f"model-{i % num_shards + 1:05}-of-{num_shards:05}.safetensors" for i, name in enumerate(names)}
     for file in set(placed.values()):
-        save_file({name: tensors[name] for name in names if placed[name] == file}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {name: tensors[name] for name in names if placed[name] == file}, folder / file, metadata={"format": "pt"}
+        )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     return placed
 
 
 def expert_table(layers, experts, dim, width):
-    """gate|up side by side and transposed, all experts of all layers in one array; norms stacked; one tensor on its own."""
+    """gate|up side by side and transposed, all experts of all layers in one array; norms stacked; one tensor on its
+    own."""
     yield WeightSource(name="embed", shape=(7, dim), target="embed")
     for layer in range(layers):
         yield WeightSource(name=f"{layer}.norm", shape=(dim,), target="runs.0.norm", index=(layer,))
@@ -40,9 +43,13 @@ def expert_table(layers, experts, dim, width):
             row = (layer * experts + expert,)
             for at, part in enumerate(("gate", "up")):
                 name = f"{layer}.{expert}.{part}"
-                yield WeightSource(name=name, shape=(width, dim), target="runs.0.gate_up", index=row, transpose=True, offset=at * width)
+                yield WeightSource(
+                    name=name, shape=(width, dim), target="runs.0.gate_up", index=row, transpose=True, offset=at * width
+                )
             name = f"{layer}.{expert}.down"
-            yield WeightSource(name=name, shape=(dim, width), target="runs.0.down", index=(layer, expert), transpose=True)
+            yield WeightSource(
+                name=name, shape=(dim, width), target="runs.0.down", index=(layer, expert), transpose=True
+            )
 
 
 def targets_of(layers, experts, dim, width, dtype):
@@ -63,7 +70,9 @@ def random_tensors(table, dtype, seed=0):
 def by_hand(tensors, layers, experts, dtype):
     """The oracle: joined with NumPy from the tensors, no table."""
     gate_up = [
-        np.concatenate([tensors[f"{i}.{e}.gate"].T, tensors[f"{i}.{e}.up"].T], axis=1) for i in range(layers) for e in range(experts)
+        np.concatenate([tensors[f"{i}.{e}.gate"].T, tensors[f"{i}.{e}.up"].T], axis=1)
+        for i in range(layers)
+        for e in range(experts)
     ]
     down = [[tensors[f"{i}.{e}.down"].T for e in range(experts)] for i in range(layers)]
     joined = {
@@ -92,7 +101,10 @@ def by_hand(tensors, layers, experts, dtype):
         ("{}", ["architectures=None"]),
         ('{"architectures": ["Qwen3MoeForCausalLM"], "auto_map": {"AutoModel": "m.M"}}', ["auto_map", "never run"]),
         ('{"architectures": ["Unknown"], "auto_map": {"AutoModel": "m.M"}}', ["auto_map", "never run"]),
-        ('{"architectures": ["Qwen3MoeForCausalLM"], "quantization_config": {"quant_method": "fp8"}}', ["quantization_config"]),
+        (
+            '{"architectures": ["Qwen3MoeForCausalLM"], "quantization_config": {"quant_method": "fp8"}}',
+            ["quantization_config"],
+        ),
     ],
 )
 def test_bad_config_is_refused_by_name(tmp_path, text, words):
@@ -112,7 +124,9 @@ def test_missing_folder_is_refused_by_name(tmp_path):
 
 
 def test_planted_code_is_not_imported(tmp_path, monkeypatch):
-    folder = write_tiny_checkpoint(tmp_path / "model", auto_map={"AutoConfig": "planted.C", "AutoModelForCausalLM": "planted.M"})
+    folder = write_tiny_checkpoint(
+        tmp_path / "model", auto_map={"AutoConfig": "planted.C", "AutoModelForCausalLM": "planted.M"}
+    )
     canary = tmp_path / "canary"
     (folder / "planted.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass C: pass\nclass M: pass\n")
     monkeypatch.chdir(folder)
@@ -160,10 +174,21 @@ def test_reader_names_file_key_and_what_was_wanted(value, read):
 
 
 def test_reader_takes_good_values_and_defaults():
-    reader = ConfigReader({"i": 4, "f": 1, "b": False, "s": "x", "l": [1, 2], "one": 7, "null": None, "in": {"i": 5}}, "c")
-    assert (reader.int("i", minimum=4, maximum=4), reader.float("f"), reader.bool("b"), reader.str("s")) == (4, 1.0, False, "x")
+    reader = ConfigReader(
+        {"i": 4, "f": 1, "b": False, "s": "x", "l": [1, 2], "one": 7, "null": None, "in": {"i": 5}}, "c"
+    )
+    assert (reader.int("i", minimum=4, maximum=4), reader.float("f"), reader.bool("b"), reader.str("s")) == (
+        4,
+        1.0,
+        False,
+        "x",
+    )
     assert (reader.ints("l"), reader.ints("one"), reader.section("in").int("i")) == ((1, 2), (7,), 5)
-    assert (reader.int("null", default=0), reader.bool("no", default=False), reader.ints("no", default=())) == (0, False, ())
+    assert (reader.int("null", default=0), reader.bool("no", default=False), reader.ints("no", default=())) == (
+        0,
+        False,
+        (),
+    )
     assert reader.has("b")
     assert not reader.has("null")
     assert not reader.has("no")
@@ -305,7 +330,10 @@ def test_tied_head_may_be_there_or_not(tmp_path):
     head = WeightSource(name="lm_head.weight", shape=(3, 2), target="head", transpose=True, optional=True)
     one = np.arange(6, dtype=np.float32).reshape(3, 2)
     targets = {"embed": jax.ShapeDtypeStruct((3, 2), jnp.float32), "head": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
-    without, with_head = save(tmp_path / "a", {}, {"embed": one}), save(tmp_path / "b", {}, {"embed": one, "lm_head.weight": one + 1})
+    without, with_head = (
+        save(tmp_path / "a", {}, {"embed": one}),
+        save(tmp_path / "b", {}, {"embed": one, "lm_head.weight": one + 1}),
+    )
     for folder, names in ((without, {"embed"}), (with_head, {"embed", "head"})):
         checkpoint = Checkpoint(folder)
         check([embed, head], checkpoint)
@@ -393,7 +421,9 @@ def test_stack_is_written_into_the_donated_target():
 
 
 def test_host_memory_stays_near_its_bound(tmp_path):
-    table = [WeightSource(name=str(i), shape=(64, 128), target="w", index=(i,), transpose=True) for i in range(512)]  # 16 MiB
+    table = [
+        WeightSource(name=str(i), shape=(64, 128), target="w", index=(i,), transpose=True) for i in range(512)
+    ]  # 16 MiB
     checkpoint = Checkpoint(save(tmp_path, {}, {source.name: np.zeros(source.shape, np.float32) for source in table}))
     targets = {"w": jax.ShapeDtypeStruct((512, 128, 64), jnp.float32)}
     load(checkpoint, table, targets, host_bytes=1 << 20)  # compiles
@@ -438,8 +468,14 @@ print("all shards equal")
 def test_each_device_holds_its_own_shard(tmp_path):
     save(tmp_path, {}, random_tensors(expert_table(2, 4, 8, 6), np.float32))
     paths = [os.path.dirname(__file__), *filter(None, sys.path)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
-    run = subprocess.run([sys.executable, "-c", _SHARDED, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "4",
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", _SHARDED, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "all shards equal"
 
@@ -456,6 +492,8 @@ def test_stacks_of_half_precision_are_written_as_bits_on_cpu():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_large_parts_of_half_precision_hold_the_numbers(tmp_path, dtype):
     tensors = random_tensors(expert_table(2, 4, 8, 6), np.float32)
-    loaded = load(Checkpoint(save(tmp_path, {}, tensors)), expert_table(2, 4, 8, 6), targets_of(2, 4, 8, 6, dtype), host_bytes=512)
+    loaded = load(
+        Checkpoint(save(tmp_path, {}, tensors)), expert_table(2, 4, 8, 6), targets_of(2, 4, 8, 6, dtype), host_bytes=512
+    )
     for name, wanted in by_hand(tensors, 2, 4, jnp.dtype(dtype)).items():
         assert loaded[name].dtype == jnp.dtype(dtype) and np.array_equal(np.asarray(loaded[name]), wanted)

@@ -1,4 +1,5 @@
-"""A key that a config.json leaves out means what transformers takes for it: each key that a family reads, left out and written out."""
+"""A key that a config.json leaves out means what transformers takes for it: each key that a family reads, left out and
+written out."""
 
 import json
 

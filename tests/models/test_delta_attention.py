@@ -1,4 +1,5 @@
-"""The parts of a linear attention layer's projections, compiled, against NumPy: also where a compiler fuses what follows."""
+"""The parts of a linear attention layer's projections, compiled, against NumPy: also where a compiler fuses what
+follows."""
 
 import jax
 import jax.numpy as jnp

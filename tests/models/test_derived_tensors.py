@@ -1,4 +1,5 @@
-"""Tensors that are computed when they are read: MXFP4 against transformers, interleaved ones against slices, and what is refused."""
+"""Tensors that are computed when they are read: MXFP4 against transformers, interleaved ones against slices, and what
+is refused."""
 
 import json
 
@@ -56,17 +57,24 @@ def test_a_packed_checkpoint_loads_the_numbers_of_an_unpacked_one(tmp_path):
         experts, inputs, outputs = tensors[name].shape
         inputs = inputs // 32 * 32 or 32
         blocks, scales = packed(rng, experts, outputs, inputs // 32, 16)
-        unpacked = _convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32).numpy()
+        unpacked = _convert_moe_packed_tensors(
+            torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32
+        ).numpy()
         plain[name] = np.ascontiguousarray(unpacked)
         small |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         del small[name]
     config = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 32}
     folders = []
-    for kind, weights, extra in (("plain", plain, {}), ("packed", small, {"quantization_config": {"quant_method": "mxfp4"}})):
+    for kind, weights, extra in (
+        ("plain", plain, {}),
+        ("packed", small, {"quantization_config": {"quant_method": "mxfp4"}}),
+    ):
         folder = tmp_path / kind
         folder.mkdir()
         weights = {name: resized(name, tensor) for name, tensor in weights.items()}
-        save_file({name: np.ascontiguousarray(tensor) for name, tensor in weights.items()}, folder / "model.safetensors")
+        save_file(
+            {name: np.ascontiguousarray(tensor) for name, tensor in weights.items()}, folder / "model.safetensors"
+        )
         (folder / "config.json").write_text(json.dumps(config | extra))
         folders.append(folder)
     one, other = (state_of(folder) for folder in folders)
@@ -86,5 +94,7 @@ def test_other_quantisations_are_refused_by_name(tmp_path, method):
     Oracle(CASES["GptOss"], tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": method}}))
-    with pytest.raises(CheckpointError, match=f"quant_method='{method}'.*mxfp4" if method else "quantization_config; wanted"):
+    with pytest.raises(
+        CheckpointError, match=f"quant_method='{method}'.*mxfp4" if method else "quantization_config; wanted"
+    ):
         ModelFolder.open(tmp_path)

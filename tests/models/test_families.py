@@ -1,7 +1,9 @@
-"""Every family against transformers: the real engine on a checkpoint that transformers wrote, float32 on the CPU, teacher-forced.
+"""Every family against transformers: the real engine on a checkpoint that transformers wrote, float32 on the CPU,
+teacher-forced.
 
-One forward of transformers over prompt and answer judges every token: if its argmax agrees at every place, greedy decoding agrees by
-induction. Where the oracle itself is near a tie (1e-4) a difference is an exception: counted, printed (pytest -rP), and bounded."""
+One forward of transformers over prompt and answer judges every token: if its argmax agrees at every place, greedy
+decoding agrees by induction. Where the oracle itself is near a tie (1e-4) a difference is an exception: counted,
+printed (pytest -rP), and bounded."""
 
 import dataclasses
 
@@ -27,11 +29,20 @@ NEW_TOKENS = 8
 GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
 PROMPT_LENGTHS = (1, 5, 70, 17)  # one longer than two buckets of 32
 ENGINE = dict(
-    skip_tokenizer_init=True, precompile_bs_paddings=(4,), precompile_token_paddings=(32,), page_size=8, max_total_tokens=512,
+    skip_tokenizer_init=True,
+    precompile_bs_paddings=(4,),
+    precompile_token_paddings=(32,),
+    page_size=8,
+    max_total_tokens=512,
     context_length=160,
-)  # fmt: skip
-compiled_forward = nnx.jit(forward, static_argnames=("return_routed",))  # one program takes less time than its operations one by one
-ALL_FORMS = ("Phimoe", "GraniteMoe")  # of sampling: their heads have a bias, and scale; other families differ in layers alone
+)
+compiled_forward = nnx.jit(
+    forward, static_argnames=("return_routed",)
+)  # one program takes less time than its operations one by one
+ALL_FORMS = (
+    "Phimoe",
+    "GraniteMoe",
+)  # of sampling: their heads have a bias, and scale; other families differ in layers alone
 NO_PREFIX_CACHE = ("Qwen3Next", "Qwen3_5Moe")  # they keep states, which cannot be cut where a prefix ends
 
 
@@ -63,7 +74,9 @@ def compare_ids(judged, rows, tally):
     ordered = decided & (margins.min(axis=-1) > MARGIN)
     wanted = np.argsort(-choice, axis=-1, kind="stable")[..., :top_k]
     theirs = np.sort(judged.ids[: len(rows)], axis=-1)
-    assert np.array_equal(np.sort(wanted[decided], axis=-1), theirs[decided]), "the margin rule does not speak of the oracle's choice"
+    assert np.array_equal(np.sort(wanted[decided], axis=-1), theirs[decided]), (
+        "the margin rule does not speak of the oracle's choice"
+    )
     assert np.array_equal(np.sort(rows[decided], axis=-1), theirs[decided])
     assert np.array_equal(rows[ordered], wanted[ordered])
     tally.ids += rows.size
@@ -81,7 +94,9 @@ def compare(oracle, prompt, result, tally, *, prompt_logprobs):
         tally.tokens += 1
         tally.near_tokens += int(best - second <= MARGIN)
         assert best - second <= MARGIN or token == int(np.argmax(logits)), (step, token, int(np.argmax(logits)))
-    told = [(len(prompt), meta["output_token_logprobs"])] + ([(0, meta["input_token_logprobs"])] if prompt_logprobs else [])
+    told = [(len(prompt), meta["output_token_logprobs"])] + (
+        [(0, meta["input_token_logprobs"])] if prompt_logprobs else []
+    )
     for first, entries in told:
         for place, (value, token, _) in enumerate(entries, start=first):
             assert token == tokens[place] and (value is None) == (place == 0)
@@ -96,7 +111,8 @@ def compare(oracle, prompt, result, tally, *, prompt_logprobs):
 
 
 def run(model, tokens, ids=None):
-    """The forward over one sequence; rows of `ids` [S, M, K] are forced but the last, without them the routers choose."""
+    """The forward over one sequence; rows of `ids` [S, M, K] are forced but the last, without them the routers
+    choose."""
     spec, known = model.config.capture_spec, np.arange(len(tokens)) < (len(tokens) - 1 if ids is not None else 0)
     if spec is None:
         return compiled_forward(model, jnp.asarray(tokens, jnp.int32)[None])
@@ -115,11 +131,13 @@ def replayed(oracle, folder, tokens):
 
 
 def check_scores(engine, tokens):
-    """By the kernels that serve: live, its own rows and rows of which none is valid are the same by the bit; rows in an order that no
-    router gives are run as they stand."""
+    """By the kernels that serve: live, its own rows and rows of which none is valid are the same by the bit; rows in an
+    order that no router gives are run as they stand."""
     live = engine.score(tokens)
     rows = live.routed_experts
-    drifted = dataclasses.replace(rows, ids=((rows.ids[..., ::-1].astype(int) + 1) % rows.num_experts).astype(rows.ids.dtype))
+    drifted = dataclasses.replace(
+        rows, ids=((rows.ids[..., ::-1].astype(int) + 1) % rows.num_experts).astype(rows.ids.dtype)
+    )
     for record in (rows, dataclasses.replace(drifted, valid=np.zeros(len(tokens), bool))):
         again = engine.score(tokens, routed=record)
         assert np.array_equal(again.logprobs, live.logprobs) and again.routed_experts == rows
@@ -128,10 +146,13 @@ def check_scores(engine, tokens):
 
 
 def flipped(folder, tokens):
-    """Share of routers that choose other experts in bfloat16 than in float32 with the same, rounded weights. A property of the dtype."""
+    """Share of routers that choose other experts in bfloat16 than in float32 with the same, rounded weights. A property
+    of the dtype."""
     model = ModelFolder.open(folder).load(jnp.dtype(jnp.bfloat16))
     graphdef, state = nnx.split(model)
-    widened = jax.jit(lambda leaves: jax.tree.map(lambda leaf: leaf.astype(jnp.float32), leaves))  # one program, not one a shape
+    widened = jax.jit(
+        lambda leaves: jax.tree.map(lambda leaf: leaf.astype(jnp.float32), leaves)
+    )  # one program, not one a shape
     wide = nnx.merge(graphdef, widened(state))
     low, high = (run(m, tokens).ids for m in (model, wide))
     return float(np.mean(np.any(np.sort(low, axis=-1) != np.sort(high, axis=-1), axis=-1)))
@@ -139,11 +160,14 @@ def flipped(folder, tokens):
 
 @pytest.fixture
 def programs(name, monkeypatch):
-    """What is compiled: where a family has nothing of its own after the last layer, of the four ways to choose a token the greedy one."""
+    """What is compiled: where a family has nothing of its own after the last layer, of the four ways to choose a token
+    the greedy one."""
 
     def wanted(runner):
         jobs = program_jobs(runner.state, runner.spec, runner.config)
-        needed = {key: job for key, job in jobs.items() if key[0] in ("forward", "score") or key[-1] is SamplerForm.GREEDY}
+        needed = {
+            key: job for key, job in jobs.items() if key[0] in ("forward", "score") or key[-1] is SamplerForm.GREEDY
+        }
         return jobs if name in ALL_FORMS else needed
 
     monkeypatch.setattr(ModelRunner, "_jobs", wanted)

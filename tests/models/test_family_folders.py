@@ -1,4 +1,5 @@
-"""Folders of every family: what is refused and how it is told, layouts that hold the same numbers, and what a config makes of layers."""
+"""Folders of every family: what is refused and how it is told, layouts that hold the same numbers, and what a config
+makes of layers."""
 
 import dataclasses
 import functools
@@ -41,7 +42,9 @@ def folder_of(tmp_path_factory):
     def copy(name, tmp_path, **config):
         folder = shutil.copytree(written(name), tmp_path / "copy")
         values = json.loads((folder / "config.json").read_text()) | config
-        (folder / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+        (folder / "config.json").write_text(
+            json.dumps({key: value for key, value in values.items() if value is not ...})
+        )
         return folder
 
     return copy
@@ -60,11 +63,19 @@ def rewrite(folder, change):
 REFUSED = {
     "scoring function": ("DeepseekV3", dict(scoring_func="softmax"), ["scoring_func='softmax'", "sigmoid"]),
     "choice of groups": ("DeepseekV3", dict(topk_method="greedy"), ["topk_method='greedy'", "noaux_tc"]),
-    "choice of groups, V2": ("DeepseekV2", dict(topk_method="noaux_tc"), ["topk_method='noaux_tc'", "group_limited_greedy"]),
+    "choice of groups, V2": (
+        "DeepseekV2",
+        dict(topk_method="noaux_tc"),
+        ["topk_method='noaux_tc'", "group_limited_greedy"],
+    ),
     "renormalised V2": ("DeepseekV2", dict(norm_topk_prob=True), ["norm_topk_prob=True", "false"]),
     "groups that do not divide": ("DeepseekV3", dict(n_group=3), ["n_group=3", "16 experts"]),
     "groups too few": ("DeepseekV3", dict(n_group=16, topk_group=2), ["topk_group=2", "4 experts"]),
-    "rotary positions": ("Glm4Moe", dict(rope_parameters={"rope_type": "ntk", "rope_theta": 1e4}), ["rope_type='ntk'", "yarn"]),
+    "rotary positions": (
+        "Glm4Moe",
+        dict(rope_parameters={"rope_type": "ntk", "rope_theta": 1e4}),
+        ["rope_type='ntk'", "yarn"],
+    ),
     "old spelling": ("Glm4Moe", dict(rope_parameters=..., rope_scaling={"type": "ntk"}), ["type='ntk'", "default"]),
     "experts of a token": ("Mixtral", dict(num_experts_per_tok=9), ["num_experts_per_tok=9", "at most 8"]),
     "experts and tensors": ("Mixtral", dict(num_local_experts=7), ["7.w1.weight", "wanted [7, 64]"]),
@@ -73,16 +84,28 @@ REFUSED = {
     "fp8": ("DeepseekV3", dict(quantization_config={"quant_method": "fp8"}), ["quant_method='fp8'"]),
     "activation": ("GptOss", dict(swiglu_limit=5.0), ["swiglu_limit=5.0", "7.0"]),
     "layer types": ("GptOss", dict(layer_types=["full_attention"]), ["layer_types", "4 words"]),
-    "other layer types": ("Qwen3Next", dict(layer_types=["mamba"] * 8), ["layer_types", "full_attention, linear_attention"]),
+    "other layer types": (
+        "Qwen3Next",
+        dict(layer_types=["mamba"] * 8),
+        ["layer_types", "full_attention, linear_attention"],
+    ),
     "sparsemixer of three": ("Phimoe", dict(num_experts_per_tok=3), ["num_experts_per_tok=3", "2"]),
     "experts of Llama 4": ("Llama4", dict(num_experts_per_tok=2), ["num_experts_per_tok=2", "1"]),
-    "temperature of Llama 4": ("Llama4", dict(attn_temperature_tuning=-1), ["attn_temperature_tuning=-1", "at least 0"]),
+    "temperature of Llama 4": (
+        "Llama4",
+        dict(attn_temperature_tuning=-1),
+        ["attn_temperature_tuning=-1", "at least 0"],
+    ),
     "layer types of Llama 4": ("Llama4", dict(layer_types=["full_attention"] * 4), ["layer_types", "no_rope_layers"]),
     "floor of Ernie's sums": ("Ernie4_5_Moe", dict(moe_norm_min=0.5), ["moe_norm_min=0.5", "1e-6"]),
     "renormalised Qwen3.5": ("Qwen3_5Moe", dict(norm_topk_prob=False), ["norm_topk_prob=False", "true"]),
     "a window of Llama": ("Llama", dict(sliding_window=64), ["sliding_window=64", "none"]),
     "a part of Mixtral's heads": ("Mixtral", dict(partial_rotary_factor=0.5), ["partial_rotary_factor=0.5", "1.0"]),
-    "heads of linear attention": ("Qwen3Next", dict(linear_num_value_heads=3), ["linear_num_value_heads=3", "multiple"]),
+    "heads of linear attention": (
+        "Qwen3Next",
+        dict(linear_num_value_heads=3),
+        ["linear_num_value_heads=3", "multiple"],
+    ),
     "code of Ling in another": ("Mixtral", dict(auto_map={"AutoModel": "x.Y"}), ["auto_map", "never run"]),
 }
 
@@ -117,7 +140,9 @@ def test_fused_experts_hold_the_numbers_of_single_ones(folder_of, tmp_path, name
             for expert in range(16):
                 for part, found in parts.items():
                     found.append(tensors.pop(f"{at}.experts.{expert}.{part}_proj.weight"))
-            tensors[f"{at}.experts.gate_up_proj"] = np.concatenate([np.stack(parts["gate"]), np.stack(parts["up"])], axis=1)
+            tensors[f"{at}.experts.gate_up_proj"] = np.concatenate(
+                [np.stack(parts["gate"]), np.stack(parts["up"])], axis=1
+            )
             tensors[f"{at}.experts.down_proj"] = np.stack(parts["down"])
         return tensors
 
@@ -129,11 +154,19 @@ def test_fused_experts_hold_the_numbers_of_single_ones(folder_of, tmp_path, name
 @pytest.mark.parametrize(
     ("name", "architecture", "stem", "head", "more"),
     [
-        ("Llama4", "Llama4ForConditionalGeneration", "language_model.model.", "language_model.lm_head.", "vision_model.w"),
+        (
+            "Llama4",
+            "Llama4ForConditionalGeneration",
+            "language_model.model.",
+            "language_model.lm_head.",
+            "vision_model.w",
+        ),
         ("Qwen3_5Moe", "Qwen3_5MoeForConditionalGeneration", "model.language_model.", "lm_head.", "model.visual.w"),
     ],
 )
-def test_a_text_model_beside_a_vision_tower_is_the_text_model(folder_of, tmp_path, name, architecture, stem, head, more):
+def test_a_text_model_beside_a_vision_tower_is_the_text_model(
+    folder_of, tmp_path, name, architecture, stem, head, more
+):
     folder = folder_of(name, tmp_path)
     alone = arrays_of(folder)
 
@@ -178,14 +211,21 @@ def lowered_size(values, num_layers):
     """Characters of the lowered step of a model with these config.json values."""
     family = FAMILIES[values["architectures"][0]]
     config = family.read_config(ConfigReader(values | {"num_hidden_layers": num_layers}, "config.json"))
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: family.build(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(jnp.float32))))
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: family.build(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(jnp.float32)))
+    )
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state)
     cache = {field.name: getattr(config.cache, field.name) for field in dataclasses.fields(config.cache)}
     pool = KVPoolSpec(num_pages=9, page_size=8, dtype=jnp.dtype(jnp.float32), num_requests=5, **cache)
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(), config.needs)
     spec = ProgramSpec(
-        graphdef=graphdef, capture=config.capture_spec, kernels=kernels, attention=attention, num_pages=9, raw_logprobs=False
+        graphdef=graphdef,
+        capture=config.capture_spec,
+        kernels=kernels,
+        attention=attention,
+        num_pages=9,
+        raw_logprobs=False,
     )
     shape = BatchShape(mode=ForwardMode.EXTEND, num_tokens=32, num_requests=4, table_width=8)
     runner = RunnerConfig(pool=pool, num_request_slots=5, shapes=(shape,), vocab_size=VOCAB_SIZE)

@@ -1,5 +1,5 @@
-"""Checkpoints whose tensors differ in dtype run in the one that most of their bytes have; a module whose arrays differ is refused when
-an engine is built."""
+"""Checkpoints whose tensors differ in dtype run in the one that most of their bytes have; a module whose arrays differ
+is refused when an engine is built."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ from routed_experts.models.registry import ModelFolder
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply", "compiled_at_first_use")
 
-ENGINE = dict(precompile_bs_paddings=(2,), precompile_token_paddings=(16,), page_size=8, max_total_tokens=128, context_length=64)
+ENGINE = dict(
+    precompile_bs_paddings=(2,), precompile_token_paddings=(16,), page_size=8, max_total_tokens=128, context_length=64
+)
 GREEDY = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 
 
@@ -31,7 +33,11 @@ def cast_checkpoint(folder, dtype_of):
 
 def half_but_norms_and_routers(name):
     """As some published checkpoints are: few large tensors in half precision, many small ones in single."""
-    return np.float32 if "norm" in name or "gate.weight" in name or "router" in name or "bias" in name else ml_dtypes.bfloat16
+    return (
+        np.float32
+        if "norm" in name or "gate.weight" in name or "router" in name or "bias" in name
+        else ml_dtypes.bfloat16
+    )
 
 
 def is_wide(path):
@@ -48,8 +54,12 @@ def test_a_checkpoint_of_two_dtypes_is_cast_to_that_of_most_of_its_bytes(tmp_pat
     assert dtypes.count(np.float32) and dtypes.count(ml_dtypes.bfloat16)
     opened = ModelFolder.open(folder)
     assert opened.dtype("auto") == jnp.bfloat16
-    for (path, wanted), (_, leaf) in zip(whole, nnx.to_flat_state(nnx.state(opened.load(opened.dtype("auto")))), strict=True):
-        assert leaf.dtype == (jnp.float32 if is_wide(path) or (name[:5] == "Ernie" and path[-1] == "router") else jnp.bfloat16), path
+    for (path, wanted), (_, leaf) in zip(
+        whole, nnx.to_flat_state(nnx.state(opened.load(opened.dtype("auto")))), strict=True
+    ):
+        assert leaf.dtype == (
+            jnp.float32 if is_wide(path) or (name[:5] == "Ernie" and path[-1] == "router") else jnp.bfloat16
+        ), path
         if path[-1] != "a_log":  # which the checkpoint has in half precision here
             assert np.array_equal(leaf[...], wanted[...].astype(leaf.dtype)), path
 
@@ -67,7 +77,9 @@ def test_a_checkpoint_of_two_dtypes_runs_on_the_best_kernels(tmp_path):
 
 def test_many_small_tensors_do_not_outvote_few_large_ones(tmp_path):
     folder = Oracle(CASES["GptOss"], tmp_path).folder  # experts are stacked: few tensors
-    tensors = cast_checkpoint(folder, lambda name: ml_dtypes.bfloat16 if "experts" in name and "bias" not in name else np.float32)
+    tensors = cast_checkpoint(
+        folder, lambda name: ml_dtypes.bfloat16 if "experts" in name and "bias" not in name else np.float32
+    )
     half = [tensor for tensor in tensors.values() if tensor.dtype == ml_dtypes.bfloat16]
     assert len(half) < len(tensors) / 2
     cast = sum(tensor.nbytes for tensor in half) > sum(tensor.nbytes for tensor in tensors.values()) / 2
@@ -78,7 +90,9 @@ def test_many_small_tensors_do_not_outvote_few_large_ones(tmp_path):
 def test_a_module_of_two_dtypes_is_refused_when_an_engine_is_built(tmp_path, moe_backend):
     model = ModelFolder.open(Oracle(CASES["DeepseekV3"], tmp_path).folder).load(jnp.dtype(jnp.bfloat16))
     model.norm = nnx.Param(model.norm[...].astype(jnp.float32))
-    with pytest.raises(ConfigError, match=r"bfloat16 \(embed, .*; 1 are float32 \(norm, \.\.\.\); wanted one of .*; cast: nnx") as caught:
+    with pytest.raises(
+        ConfigError, match=r"bfloat16 \(embed, .*; 1 are float32 \(norm, \.\.\.\); wanted one of .*; cast: nnx"
+    ) as caught:
         assemble(ServerArgs(moe_backend=moe_backend, **ENGINE), model=model)
     assert "\n" not in str(caught.value)
     nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(model)))  # as the error says

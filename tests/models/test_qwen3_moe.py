@@ -111,9 +111,18 @@ def lowered_forward(config, *, train):
 
 def lowered_step(config, *, capture):
     graphdef, state = abstract(config)
-    pool = KVPoolSpec(num_layers=config.num_layers, num_pages=9, page_size=8, num_kv_heads=2, head_dim=16, dtype=jnp.dtype(jnp.float32))
+    pool = KVPoolSpec(
+        num_layers=config.num_layers,
+        num_pages=9,
+        page_size=8,
+        num_kv_heads=2,
+        head_dim=16,
+        dtype=jnp.dtype(jnp.float32),
+    )
     backends = dict(kernels=Kernels(moe=MOE_BACKENDS["tiled"]), attention=ATTENTION_BACKENDS["paged"])
-    spec = ProgramSpec(graphdef=graphdef, capture=config.capture_spec if capture else None, num_pages=9, raw_logprobs=False, **backends)
+    spec = ProgramSpec(
+        graphdef=graphdef, capture=config.capture_spec if capture else None, num_pages=9, raw_logprobs=False, **backends
+    )
     shape = BatchShape(mode=ForwardMode.EXTEND, num_tokens=32, num_requests=4, table_width=4)
     runner = RunnerConfig(pool=pool, num_request_slots=5, shapes=(shape,), vocab_size=config.vocab_size)
     return program_jobs(state, spec, runner)["forward", shape]()
@@ -132,7 +141,10 @@ LOWERED = {
 def test_a_program_does_not_grow_with_depth(program, dense_first):
     """Lines of StableHLO: one for each operation, so 4 layers and 24 layers must be nearly the same."""
     only = [0] if dense_first else []
-    lines = [len(LOWERED[program](read(num_hidden_layers=depth, mlp_only_layers=only)).as_text().splitlines()) for depth in (4, 24)]
+    lines = [
+        len(LOWERED[program](read(num_hidden_layers=depth, mlp_only_layers=only)).as_text().splitlines())
+        for depth in (4, 24)
+    ]
     assert lines[0] > 100
     assert abs(lines[1] - lines[0]) < 0.05 * lines[0], lines
 

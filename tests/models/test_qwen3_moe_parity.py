@@ -1,8 +1,9 @@
-"""Parity with transformers: the real engine on a checkpoint that transformers wrote, float32 on the CPU, teacher-forced.
+"""Parity with transformers: the real engine on a checkpoint that transformers wrote, float32 on the CPU,
+teacher-forced.
 
-One forward of transformers over prompt and answer judges every token: if its argmax agrees at every place, greedy decoding agrees
-by induction. Where the oracle itself is near a tie (margin 1e-4) a difference is an exception: counted and printed, one line a
-configuration (pytest -rP), and bounded."""
+One forward of transformers over prompt and answer judges every token: if its argmax agrees at every place, greedy
+decoding agrees by induction. Where the oracle itself is near a tie (margin 1e-4) a difference is an exception: counted
+and printed, one line a configuration (pytest -rP), and bounded."""
 
 import dataclasses
 
@@ -20,17 +21,37 @@ NEW_TOKENS = 12
 GREEDY = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
 CONFIGS = {
     "all MoE, 8 heads on 1, renormalised": dict(
-        num_hidden_layers=3, mlp_only_layers=[], num_attention_heads=8, num_key_value_heads=1, head_dim=8, num_experts=16
+        num_hidden_layers=3,
+        mlp_only_layers=[],
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=16,
     ),
     "sparse step 2, tied, 4 heads on 2, wide heads, not renormalised": dict(
-        num_hidden_layers=4, mlp_only_layers=[], decoder_sparse_step=2, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
-        tie_word_embeddings=True, norm_topk_prob=False, hidden_size=48,
+        num_hidden_layers=4,
+        mlp_only_layers=[],
+        decoder_sparse_step=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        tie_word_embeddings=True,
+        norm_topk_prob=False,
+        hidden_size=48,
     ),
     "dense layers 0 and 2, heads on their own, 260 experts, theta 1e6": dict(
-        num_hidden_layers=4, mlp_only_layers=[0, 2], num_attention_heads=2, num_key_value_heads=2, head_dim=16, hidden_size=32,
-        num_experts=260, num_experts_per_tok=8, moe_intermediate_size=8, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        num_hidden_layers=4,
+        mlp_only_layers=[0, 2],
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        hidden_size=32,
+        num_experts=260,
+        num_experts_per_tok=8,
+        moe_intermediate_size=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
-}  # fmt: skip
+}
 PROMPT_LENGTHS = (1, 5, 70, 17, 33, 32)  # one longer than two buckets of 32, more than run at once
 
 
@@ -138,7 +159,13 @@ def generate(model, prompt):
 
 
 def build(folder, **options):
-    sizes = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), page_size=8, max_total_tokens=512, context_length=160)
+    sizes = dict(
+        precompile_bs_paddings=(4,),
+        precompile_token_paddings=(32,),
+        page_size=8,
+        max_total_tokens=512,
+        context_length=160,
+    )
     return Engine(str(folder), skip_tokenizer_init=True, enable_return_routed_experts=True, **{**sizes, **options})
 
 
@@ -178,7 +205,9 @@ def test_half_precision_checkpoints_are_served_in_their_own_dtype(tmp_path, dtyp
     model = model.to(torch.float32)  # the same rounded weights, computed in float32
     prompts = prompts_of(model, (3, 40, 20), seed=2)
     with build(tmp_path / dtype) as engine:
-        results = engine.generate(input_ids=prompts, sampling_params=GREEDY, return_logprob=True, return_routed_experts=True)
+        results = engine.generate(
+            input_ids=prompts, sampling_params=GREEDY, return_logprob=True, return_routed_experts=True
+        )
     flipped = total = 0
     differences = []
     for prompt, result in zip(prompts, results, strict=True):
@@ -189,5 +218,7 @@ def test_half_precision_checkpoints_are_served_in_their_own_dtype(tmp_path, dtyp
         total += rows.shape[0] * rows.shape[1]
         for place, (value, token, _) in enumerate(result["meta_info"]["output_token_logprobs"], start=len(prompt)):
             differences.append(abs(value - judged.logprobs[place - 1, token]))
-    print(f"{dtype}: {flipped} of {total} routers flipped ({flipped / total:.2%}), mean logprob difference {np.mean(differences):.1e}")
+    print(
+        f"{dtype}: {flipped} of {total} routers flipped ({flipped / total:.2%}), mean logprob difference {np.mean(differences):.1e}"
+    )
     assert np.median(differences) < near

@@ -1,4 +1,5 @@
-"""Configs by chance against transformers: a few of those that tests/oracles/random_configs.py draws, which goes on for as long as asked."""
+"""Configs by chance against transformers: a few of those that tests/oracles/random_configs.py draws, which goes on for
+as long as asked."""
 
 import pytest
 

@@ -1,6 +1,8 @@
-"""What no family serves is refused by name, by the engine itself, before any memory is taken: every family times every fault.
+"""What no family serves is refused by name, by the engine itself, before any memory is taken: every family times every
+fault.
 
-A checkpoint of each family is written by transformers; then one key of its config.json is changed, or one tensor of its file."""
+A checkpoint of each family is written by transformers; then one key of its config.json is changed, or one tensor of its
+file."""
 
 import functools
 import gc
@@ -23,7 +25,11 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 PER_TOKEN = ("num_experts_per_tok", "moe_k")
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")
 UNREAD = {("Qwen3_5Moe", "intermediate_size")}  # no layer is dense
-BY_LAYER = ("layer_types", "moe_layers", "no_rope_layers")  # lists that a change of the layers would contradict before tensors do
+BY_LAYER = (
+    "layer_types",
+    "moe_layers",
+    "no_rope_layers",
+)  # lists that a change of the layers would contradict before tensors do
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +62,10 @@ def faults(name, values):
         yield {"rope_parameters": None, section: {"rope_type": "ntk", "factor": 2.0}}, ["rope_type='ntk'", "yarn"]
     yield {"num_hidden_layers": layers + 1} | dict.fromkeys(BY_LAYER), ["missing", f"layers.{layers}."]
     yield {"num_hidden_layers": layers - 1} | dict.fromkeys(BY_LAYER), ["unexpected", f"layers.{layers - 1}."]
-    yield {"num_hidden_layers": layers - 1, "num_nextn_predict_layers": 1} | dict.fromkeys(BY_LAYER), [f"layers.{layers - 1}."]
+    yield (
+        {"num_hidden_layers": layers - 1, "num_nextn_predict_layers": 1} | dict.fromkeys(BY_LAYER),
+        [f"layers.{layers - 1}."],
+    )
     yield {"num_hidden_layers": 0}, ["num_hidden_layers=0", "at least 1"]
     both = {"num_key_value_heads": 2 * heads} if "kv_lora_rank" in values else {}
     width = {"head_dim": values.get("head_dim") or values["hidden_size"] // heads}
@@ -85,12 +94,18 @@ def faults_of_experts(values):
     yield {"topk_method": "magic"}, ["topk_method='magic'", "wanted one of"]
     yield {experts: 2 * count}, ["wanted"]
     yield {experts: count // 2}, ["wanted"]
-    yield {experts: 0}, ["unexpected"] if values["architectures"] == ["Qwen3MoeForCausalLM"] else [f"{experts}=0", "at least 1"]
+    yield (
+        {experts: 0},
+        ["unexpected"] if values["architectures"] == ["Qwen3MoeForCausalLM"] else [f"{experts}=0", "at least 1"],
+    )
     yield {per_token: 0}, [f"{per_token}=0", "at least 1"]
     yield {per_token: count + 1}, [f"{per_token}={count + 1}", f"{count}"]
     if values.get("n_group", 1) > 1:
         yield {"n_group": 3}, ["n_group=3", "divisor"]
-        yield {"topk_group": values["n_group"] + 1}, [f"topk_group={values['n_group'] + 1}", f"at most {values['n_group']}"]
+        yield (
+            {"topk_group": values["n_group"] + 1},
+            [f"topk_group={values['n_group'] + 1}", f"at most {values['n_group']}"],
+        )
         yield {"n_group": count, "topk_group": 1}, ["topk_group=1", "groups that hold"]
     else:
         yield {"n_group": 2, "topk_group": 3}, ["_group="]
@@ -126,7 +141,8 @@ def test_a_text_model_inside_another_may_not_be_quantised_either(tmp_path, archi
 
 
 @pytest.mark.parametrize(
-    ("file", "method"), [("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ"), ("hf_quant_config.json", "ModelOpt")]
+    ("file", "method"),
+    [("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ"), ("hf_quant_config.json", "ModelOpt")],
 )
 def test_a_file_that_speaks_of_quantisation_is_refused_by_its_method(folder_of, tmp_path, file, method):
     folder = shutil.copytree(folder_of("Mixtral"), tmp_path / "copy")
@@ -144,7 +160,9 @@ def test_a_file_that_speaks_of_quantisation_is_refused_by_its_method(folder_of, 
         (".weight.absmax", "float32", "bitsandbytes"),
     ],
 )
-def test_tensors_that_look_quantised_are_told_by_their_method_where_the_config_does_not(folder_of, tmp_path, end, dtype, method):
+def test_tensors_that_look_quantised_are_told_by_their_method_where_the_config_does_not(
+    folder_of, tmp_path, end, dtype, method
+):
     folder = shutil.copytree(folder_of("Mixtral"), tmp_path / "copy")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.q_proj" + end] = np.zeros((2, 2), dtype)
@@ -157,6 +175,10 @@ def test_a_tensor_of_eight_bits_is_refused_by_its_dtype(folder_of, tmp_path):
     folder = shutil.copytree(folder_of("Mixtral"), tmp_path / "copy")
     tensors = load_file(folder / "model.safetensors")
     at = "model.layers.0.self_attn.q_proj.weight"
-    save_file(tensors | {at: tensors[at].astype(ml_dtypes.float8_e4m3fn)}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        tensors | {at: tensors[at].astype(ml_dtypes.float8_e4m3fn)},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with pytest.raises(CheckpointError, match=rf"{at} is F8_E4M3"):
         Engine(str(folder), skip_tokenizer_init=True)

@@ -1,4 +1,5 @@
-"""From a folder to a model: what is refused and how it is told, and that the loaded module holds the checkpoint's numbers."""
+"""From a folder to a model: what is refused and how it is told, and that the loaded module holds the checkpoint's
+numbers."""
 
 import json
 
@@ -14,7 +15,9 @@ from routed_experts.models.checkpoint import save
 from routed_experts.models.registry import FAMILIES, ModelFolder
 from tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
 
-SMALL = dict(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, hidden_size=16, head_dim=8, intermediate_size=24)
+SMALL = dict(
+    num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, hidden_size=16, head_dim=8, intermediate_size=24
+)
 PLAIN = dict(tokenizer=False, **SMALL)
 
 
@@ -44,14 +47,26 @@ def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(tmp_path
     [  # a layer has 8 tensors of attention and norms; an MoE layer also a router and 3 an expert, a dense one 3
         (dict(num_hidden_layers=3), ["21 missing", "2.input_layernorm.weight"]),
         (dict(num_hidden_layers=1), ["21 unexpected", "1.input_layernorm.weight"]),
-        (dict(num_experts=5), ["3 missing", "1.mlp.experts.4.gate_proj.weight", "1.mlp.gate.weight is [4, 16], wanted [5, 16]"]),
-        (dict(num_experts=3), ["3 unexpected", "1.mlp.experts.3.down_proj.weight", "1.mlp.gate.weight is [4, 16], wanted [3, 16]"]),
+        (
+            dict(num_experts=5),
+            ["3 missing", "1.mlp.experts.4.gate_proj.weight", "1.mlp.gate.weight is [4, 16], wanted [5, 16]"],
+        ),
+        (
+            dict(num_experts=3),
+            ["3 unexpected", "1.mlp.experts.3.down_proj.weight", "1.mlp.gate.weight is [4, 16], wanted [3, 16]"],
+        ),
         (dict(hidden_size=24), ["misshapen", "model.embed_tokens.weight is [313, 16], wanted [313, 24]"]),
         (dict(head_dim=4), ["misshapen", "0.self_attn.q_proj.weight is [32, 16], wanted [16, 16]"]),
         (dict(num_key_value_heads=4), ["misshapen", "0.self_attn.k_proj.weight is [16, 16], wanted [32, 16]"]),
         (dict(mlp_only_layers=[]), ["13 missing", "0.mlp.gate.weight", "3 unexpected", "0.mlp.gate_proj.weight"]),
-        (dict(decoder_sparse_step=3), ["3 missing", "1.mlp.gate_proj.weight", "13 unexpected", "1.mlp.experts.0.up_proj.weight"]),
-        (dict(moe_intermediate_size=8), ["12 misshapen", "1.mlp.experts.0.down_proj.weight is [16, 32], wanted [16, 8]"]),
+        (
+            dict(decoder_sparse_step=3),
+            ["3 missing", "1.mlp.gate_proj.weight", "13 unexpected", "1.mlp.experts.0.up_proj.weight"],
+        ),
+        (
+            dict(moe_intermediate_size=8),
+            ["12 misshapen", "1.mlp.experts.0.down_proj.weight is [16, 32], wanted [16, 8]"],
+        ),
         (dict(vocab_size=400), ["2 misshapen", "lm_head.weight is [313, 16], wanted [400, 16]"]),
         (dict(num_local_experts=8), ["num_experts and num_local_experts differ", "[4, 8]"]),
     ],
@@ -99,7 +114,9 @@ def test_a_missing_head_is_no_fault_of_a_tied_model_and_an_equal_one_is_surplus(
     surplus = save(tmp_path / "surplus", config, tensors)
     assert "head" not in arrays_of(surplus)
     tensors["lm_head.weight"][-1, -1] += 1
-    with pytest.raises(CheckpointError, match=r"tie_word_embeddings=true, but lm_head.weight differs from model.embed_tokens.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"tie_word_embeddings=true, but lm_head.weight differs from model.embed_tokens.weight"
+    ):
         ModelFolder.open(save(tmp_path / "other", config, tensors))
     headless = write_tiny_checkpoint(tmp_path / "headless", tie_word_embeddings=True, **PLAIN)
     rewrite_config(headless, tie_word_embeddings=False)
@@ -118,7 +135,9 @@ def test_every_array_holds_the_numbers_of_its_tensors(tmp_path):
     for run, layers in enumerate(([0], [1], [2, 3])):
         for row, layer in enumerate(layers):
             at = f"model.layers.{layer}."
-            own = {name.removeprefix(at).removesuffix(".weight"): t for name, t in tensors.items() if name.startswith(at)}
+            own = {
+                name.removeprefix(at).removesuffix(".weight"): t for name, t in tensors.items() if name.startswith(at)
+            }
 
             def array(name, run=run):
                 return arrays[f"runs.{run}.{name}"]
@@ -133,7 +152,9 @@ def test_every_array_holds_the_numbers_of_its_tensors(tmp_path):
             experts = ["mlp"] if layer == 1 else [f"mlp.experts.{expert}" for expert in range(4)]
             for expert, mlp in enumerate(experts):
                 place = row * len(experts) + expert
-                assert np.array_equal(array("gate_up")[place], np.concatenate([own[f"{mlp}.gate_proj"], own[f"{mlp}.up_proj"]]).T)
+                assert np.array_equal(
+                    array("gate_up")[place], np.concatenate([own[f"{mlp}.gate_proj"], own[f"{mlp}.up_proj"]]).T
+                )
                 assert np.array_equal(array("down")[place], own[f"{mlp}.down_proj"].T)
             if layer != 1:
                 assert np.array_equal(array("router")[row], own["mlp.gate"].T)
@@ -146,7 +167,9 @@ def test_a_sharded_checkpoint_gives_the_same_bits(tmp_path):
     folder.mkdir()
     placed = {name: f"model-{at % 3 + 1:05}-of-00003.safetensors" for at, name in enumerate(tensors)}
     for file in sorted(set(placed.values())):
-        save_file({name: tensors[name] for name in tensors if placed[name] == file}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {name: tensors[name] for name in tensors if placed[name] == file}, folder / file, metadata={"format": "pt"}
+        )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     (folder / "config.json").write_text((whole / "config.json").read_text())
     one, other = arrays_of(whole), arrays_of(folder)
@@ -178,7 +201,8 @@ def test_progress_ends_at_the_size_of_the_checkpoint(tmp_path):
 
 
 def test_opening_reads_headers_and_loading_says_what_is_damaged(tmp_path):
-    """A file cut short inside the last tensor has good headers in front; safetensors tells it when the folder is opened."""
+    """A file cut short inside the last tensor has good headers in front; safetensors tells it when the folder is
+    opened."""
     folder = write_tiny_checkpoint(tmp_path, **PLAIN)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-7])

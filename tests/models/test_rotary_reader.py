@@ -1,4 +1,5 @@
-"""Rotary frequencies from config.json against those that transformers computes from the same config, and what is refused."""
+"""Rotary frequencies from config.json against those that transformers computes from the same config, and what is
+refused."""
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from routed_experts.models.rotary_reader import read_rotary
 HEAD_DIM, LENGTH = 16, 256
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 SHORT = [1.0, 1.1, 1.3, 1.5, 2.0, 2.5, 3.0, 4.0]
-LONG = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=64, short_factor=SHORT, long_factor=[8.0] * 8)
+LONG = dict(
+    rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=64, short_factor=SHORT, long_factor=[8.0] * 8
+)
 LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, original_max_position_embeddings=64)
 SECTIONS = {
     "linear": dict(rope_type="linear", rope_theta=1e4, factor=2.5),
@@ -59,24 +62,49 @@ def test_plain_positions_are_read_from_either_place_and_by_default():
     assert read(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}) == plain
     assert read(rope_parameters={"rope_theta": 5e5}, rope_theta=5e5) == plain
     assert read().theta == 1e4
-    assert len(read(part=0.5).spec.inverse) == len(read(rope_parameters={"partial_rotary_factor": 0.5}).spec.inverse) == HEAD_DIM // 4
+    assert (
+        len(read(part=0.5).spec.inverse)
+        == len(read(rope_parameters={"partial_rotary_factor": 0.5}).spec.inverse)
+        == HEAD_DIM // 4
+    )
 
 
 REFUSED = {
     "unknown kind": (dict(rope_parameters={"rope_type": "ntk"}), ["rope_type='ntk'", "yarn"]),
     "unknown kind, old spelling": (dict(rope_scaling={"type": "su"}), ["type='su'", "yarn"]),
-    "two kinds": (dict(rope_scaling={"type": "linear", "rope_type": "yarn", "factor": 2.0}), ["type='linear'", "rope_type"]),
-    "two sections": (dict(rope_scaling={"factor": 2.0}, rope_parameters={"rope_type": "linear", "factor": 4.0}), ["factor=4.0", "2.0"]),
+    "two kinds": (
+        dict(rope_scaling={"type": "linear", "rope_type": "yarn", "factor": 2.0}),
+        ["type='linear'", "rope_type"],
+    ),
+    "two sections": (
+        dict(rope_scaling={"factor": 2.0}, rope_parameters={"rope_type": "linear", "factor": 4.0}),
+        ["factor=4.0", "2.0"],
+    ),
     "two bases": (dict(rope_theta=1e4, rope_parameters={"rope_theta": 1e6}), ["rope_theta=1000000.0", "beside it"]),
-    "a base for some layers": (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), ["full_attention", "all layers"]),
+    "a base for some layers": (
+        dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}),
+        ["full_attention", "all layers"],
+    ),
     "base": (dict(rope_theta=0), ["rope_theta=0", "positive"]),
     "linear without a factor": (dict(rope_parameters={"rope_type": "linear"}), ["factor is missing"]),
-    "a factor that shrinks": (dict(rope_parameters={"rope_type": "dynamic", "factor": 0.5}), ["factor=0.5", "at least 1"]),
+    "a factor that shrinks": (
+        dict(rope_parameters={"rope_type": "dynamic", "factor": 0.5}),
+        ["factor=0.5", "at least 1"],
+    ),
     "yarn that shrinks": (dict(rope_parameters=YARN | {"factor": 0.5}), ["factor=0.5", "at least 1"]),
-    "llama3 without a ramp": (dict(rope_parameters={"rope_type": "llama3", "factor": 8.0}), ["low_freq_factor is missing"]),
-    "a falling ramp": (dict(rope_scaling=LLAMA3 | dict(low_freq_factor=4.0, high_freq_factor=1.0)), ["high_freq_factor=1.0"]),
+    "llama3 without a ramp": (
+        dict(rope_parameters={"rope_type": "llama3", "factor": 8.0}),
+        ["low_freq_factor is missing"],
+    ),
+    "a falling ramp": (
+        dict(rope_scaling=LLAMA3 | dict(low_freq_factor=4.0, high_freq_factor=1.0)),
+        ["high_freq_factor=1.0"],
+    ),
     "a part where heads turn whole": (dict(part=None, partial_rotary_factor=0.5), ["partial_rotary_factor=0.5", "1.0"]),
-    "two trained lengths": (dict(rope_scaling=YARN, original_max_position_embeddings=32), ["embeddings=64", "32, as beside"]),
+    "two trained lengths": (
+        dict(rope_scaling=YARN, original_max_position_embeddings=32),
+        ["embeddings=64", "32, as beside"],
+    ),
     "longrope of another head": (dict(rope_parameters=LONG | {"short_factor": [1.0]}), ["short_factor", "8 numbers"]),
     "an odd part": (dict(partial_rotary_factor=0.2), ["partial_rotary_factor=0.2", "head_dim=16"]),
     "more than a head": (dict(partial_rotary_factor=1.5), ["partial_rotary_factor=1.5", "head_dim=16"]),

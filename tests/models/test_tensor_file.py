@@ -1,4 +1,5 @@
-"""Reading a safetensors file: every box of every dtype is what NumPy cuts, nothing is mapped, and a file that shrinks is told."""
+"""Reading a safetensors file: every box of every dtype is what NumPy cuts, nothing is mapped, and a file that shrinks
+is told."""
 
 import itertools
 import tracemalloc

@@ -1,4 +1,5 @@
-"""Variations of families against transformers: some of those that tests/oracles/variations.py holds, which runs all of them by itself."""
+"""Variations of families against transformers: some of those that tests/oracles/variations.py holds, which runs all of
+them by itself."""
 
 import pytest
 
@@ -33,9 +34,18 @@ def test_a_variation_is_what_transformers_makes_of_it(tmp_path, start):
 def test_the_command_that_runs_them_all_prints_a_line_each(capsys):
     assert main(["Llama: linear"]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("Llama: linear, tie_word_embeddings=True: Verdict(") and told[-1].startswith("1 variations, 0 differ")
+    assert told[0].startswith("Llama: linear, tie_word_embeddings=True: Verdict(") and told[-1].startswith(
+        "1 variations, 0 differ"
+    )
 
 
 def test_every_family_with_a_case_is_varied():
     assert len(VARIATIONS) >= 75
-    assert {name.partition(":")[0] for name in VARIATIONS} >= {"Qwen3Moe", "DeepseekV2", "DeepseekV3", "GptOss", "Qwen3Next", "Llama4"}
+    assert {name.partition(":")[0] for name in VARIATIONS} >= {
+        "Qwen3Moe",
+        "DeepseekV2",
+        "DeepseekV3",
+        "GptOss",
+        "Qwen3Next",
+        "Llama4",
+    }

@@ -1,9 +1,9 @@
 """Put requests through a core, step by step, beside an account of what was fed when. Shares no code with capture.
 
-A `Bench` compiles a program once; each `Drive` on it is a scheduler, a store and a core of its own over the same runner, so that a test
-of scheduling compiles nothing. The account (`FedLog`) is written from the batches alone: which forward fed which token of
-which request first, and for a token that the request never fed, which forward wrote the page that it reads.
-Dims: N padded tokens, R rows, M MoE layers, K experts per token."""
+A `Bench` compiles a program once; each `Drive` on it is a scheduler, a store and a core of its own over the same
+runner, so that a test of scheduling compiles nothing. The account (`FedLog`) is written from the batches alone: which
+forward fed which token of which request first, and for a token that the request never fed, which forward wrote the page
+that it reads. Dims: N padded tokens, R rows, M MoE layers, K experts per token."""
 
 import dataclasses
 from types import MappingProxyType
@@ -24,24 +24,44 @@ from routed_experts.scheduling.scheduler import Scheduler
 
 
 def request(
-    rid, ids, max_tokens=8, *, choice=0, group=None, stream=False, asks=True, start=0, include_last=False, stop_token_ids=(),
-    prompt_logprobs_from=-1, extra_key=None, **sampling,
-):  # fmt: skip
+    rid,
+    ids,
+    max_tokens=8,
+    *,
+    choice=0,
+    group=None,
+    stream=False,
+    asks=True,
+    start=0,
+    include_last=False,
+    stop_token_ids=(),
+    prompt_logprobs_from=-1,
+    extra_key=None,
+    **sampling,
+):
     """A request as the door would pass it on; greedy unless `sampling` says otherwise."""
     params = SamplingParams(**{"temperature": 0.0, "seed": 0, **sampling}, max_tokens=max_tokens)
     return Req(
         TokenizedGenerateReqInput(
-            rid=rid, group=rid if group is None else group, choice=choice, input_ids=np.asarray(ids, np.int32),
-            sampling=params.resolve(), stop_token_ids=frozenset(stop_token_ids), extra_key=extra_key, stream=stream,
-            return_logprob=True, logprob_start_len=prompt_logprobs_from, top_logprobs_num=0,
+            rid=rid,
+            group=rid if group is None else group,
+            choice=choice,
+            input_ids=np.asarray(ids, np.int32),
+            sampling=params.resolve(),
+            stop_token_ids=frozenset(stop_token_ids),
+            extra_key=extra_key,
+            stream=stream,
+            return_logprob=True,
+            logprob_start_len=prompt_logprobs_from,
+            top_logprobs_num=0,
             routed_experts=RoutedExpertsRequest(asked=asks, start=start if asks else 0, include_last=include_last),
         )
-    )  # fmt: skip
+    )
 
 
 class Bench:
-    """One model, each program compiled once, with capture on. `args` are fields of ServerArgs; moe_backend "tapped" has a tap before
-    `kernels`."""
+    """One model, each program compiled once, with capture on. `args` are fields of ServerArgs; moe_backend "tapped" has
+    a tap before `kernels`."""
 
     def __init__(self, model, kernels=PLAIN, attention=None, **args):
         self.args = ServerArgs(enable_return_routed_experts=True, **args)
@@ -57,7 +77,8 @@ class Bench:
         self._weights, self._version = self.runner.state, self.runner.weight_version
 
     def drive(self, *, pages=None, **changed):
-        """A fresh core over the compiled runner, with the first weights; `pages` that can be handed out, `changed` args."""
+        """A fresh core over the compiled runner, with the first weights; `pages` that can be handed out, `changed`
+        args."""
         if self.runner.weight_version > self._version:  # the last drive left others
             self._version = self.runner.weight_version + 1
             self.runner.update_weights(self._weights, version=self._version)
@@ -83,7 +104,8 @@ class FedLog:
     def __init__(self, runner, scheduler, page_size):
         self._runner, self._scheduler, self._page_size = runner, scheduler, page_size
         self.forwards = []  # (batch, weight version)
-        self.rows = {}  # rid -> {position: (forward, index in its tokens)}: the first pass, or the one that wrote the page
+        # rid -> {position: (forward, index in its tokens)}: the first pass, or the one that wrote the page
+        self.rows = {}
         self._writers = {}  # KV slot -> (forward, index) that wrote it last
 
     @property
@@ -100,7 +122,9 @@ class FedLog:
         for row in range(batch.num_requests):
             first, end = batch.query_starts[row : row + 2]
             rows = self.rows.setdefault(rids[int(batch.request_slots[row])], {})
-            for position in range(int(batch.positions[first])):  # in the pool already: by an earlier step, or by another request
+            for position in range(
+                int(batch.positions[first])
+            ):  # in the pool already: by an earlier step, or by another request
                 if position not in rows:
                     rows[position] = self._writers[self._slot(batch, row, position)]
             for index in range(first, end):
@@ -220,8 +244,8 @@ def expected_ids(drive, rid, start, end):
 
 
 def assert_faithful(drive, rid):
-    """The record of an ended request is what the tap saw, row by row, version by version, and keeps the row law: S - 1 rows, or S
-    where the last token was wanted too and the request was not aborted."""
+    """The record of an ended request is what the tap saw, row by row, version by version, and keeps the row law: S - 1
+    rows, or S where the last token was wanted too and the request was not aborted."""
     req, told = drive.reqs[rid], drive.told[rid]
     assert told.end is not None and told.end.error is None, (rid, told.end)
     assert told.tokens == req.output_ids.tolist()

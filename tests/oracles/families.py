@@ -1,8 +1,10 @@
-"""Tiny random checkpoints of every family, written by transformers, and transformers as their judge. Shares no code with the package.
+"""Tiny random checkpoints of every family, written by transformers, and transformers as their judge. Shares no code
+with the package.
 
-Each case is a config of the oracle's own class; weights are wide and routers wider, so that routing differs by token. `choice` gives
-the scores that a router of the family chooses by, experts of groups that it did not keep at -inf, and the margin between the groups
-that it kept and the others. Dims: S tokens, M MoE layers, K experts per token, E experts, V vocabulary."""
+Each case is a config of the oracle's own class; weights are wide and routers wider, so that routing differs by token.
+`choice` gives the scores that a router of the family chooses by, experts of groups that it did not keep at -inf, and
+the margin between the groups that it kept and the others. Dims: S tokens, M MoE layers, K experts per token, E experts,
+V vocabulary."""
 
 import dataclasses
 import json
@@ -14,14 +16,24 @@ from safetensors.numpy import load_file, save_file
 
 VOCAB_SIZE = 211
 SIZES = dict(
-    vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-    max_position_embeddings=256, bos_token_id=None, eos_token_id=None, pad_token_id=None, tie_word_embeddings=False,
-)  # fmt: skip
+    vocab_size=VOCAB_SIZE,
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    max_position_embeddings=256,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+    tie_word_embeddings=False,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One family: the oracle's classes are <name>Config and <name>ForCausalLM. `router` is the suffix of a router's class."""
+    """One family: the oracle's classes are <name>Config and <name>ForCausalLM. `router` is the suffix of a router's
+    class."""
 
     name: str
     config: dict
@@ -37,7 +49,8 @@ class Case:
 
 @dataclasses.dataclass
 class Judged:
-    """What transformers says of one sequence; `choice` [S, M, E] and `groups` [S, M], the margin between kept and other groups."""
+    """What transformers says of one sequence; `choice` [S, M, E] and `groups` [S, M], the margin between kept and other
+    groups."""
 
     logits: np.ndarray
     ids: np.ndarray
@@ -72,7 +85,11 @@ class Oracle:
         if case.rewrite is not None:
             case.rewrite(Path(folder))
         self.config = self.model.config
-        self.routers = [module for _, module in self.model.named_modules() if type(module).__name__.lower().endswith(case.router.lower())]
+        self.routers = [
+            module
+            for _, module in self.model.named_modules()
+            if type(module).__name__.lower().endswith(case.router.lower())
+        ]
         assert len(self.routers) == len(case.layer_ids), (case.name, len(self.routers))
 
     def judge(self, tokens):
@@ -80,7 +97,10 @@ class Oracle:
         import torch
 
         seen = []
-        hooks = [router.register_forward_hook(lambda module, inputs, output: seen.append((module, output))) for router in self.routers]
+        hooks = [
+            router.register_forward_hook(lambda module, inputs, output: seen.append((module, output)))
+            for router in self.routers
+        ]
         with torch.no_grad():
             logits = self.model(torch.tensor([list(tokens)])).logits[0].float().numpy()
         for hook in hooks:
@@ -97,7 +117,11 @@ class Oracle:
         """Selection biases of the block that a router stands in, by the last part of their names."""
         block = next(module for module in self.model.modules() if router in module.children())
         found = [*block.named_parameters(), *block.named_buffers()]
-        return {name.rpartition(".")[2]: bias.detach().numpy().reshape(-1) for name, bias in found if name.endswith("correction_bias")}
+        return {
+            name.rpartition(".")[2]: bias.detach().numpy().reshape(-1)
+            for name, bias in found
+            if name.endswith("correction_bias")
+        }
 
     def generate(self, prompt, count):
         """No teacher: the oracle writes its own answer."""
@@ -139,7 +163,9 @@ def softmax(x):
 
 def choice(case, biases, logits):
     """[S, E] scores that are chosen by, and [S] margins between groups."""
-    scores = {"softmax": softmax, "sigmoid": lambda z: 1 / (1 + np.exp(-z)), "logits": lambda z: z}[case.law](logits.astype(np.float64))
+    scores = {"softmax": softmax, "sigmoid": lambda z: 1 / (1 + np.exp(-z)), "logits": lambda z: z}[case.law](
+        logits.astype(np.float64)
+    )
     if "e_score_correction_bias" in biases:
         scores = scores + biases["e_score_correction_bias"]
     groups, kept = case.config.get("n_group") or 1, case.config.get("topk_group") or 1
@@ -154,33 +180,54 @@ def choice(case, biases, logits):
 
 
 QWEN_NEXT = dict(
-    num_hidden_layers=8, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, shared_expert_intermediate_size=24, head_dim=16,
-    linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=12, linear_num_key_heads=2, linear_num_value_heads=4,
-)  # fmt: skip
+    num_hidden_layers=8,
+    num_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=24,
+    head_dim=16,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
 
 
 def as_bailing_moe_v2(folder):
-    """Ling's equations are those of GLM-4-MoE with groups (grouped sigmoid routing, a norm on each head, half of it turned); what
-    differs is what things are called, and that queries, keys and values are one tensor. Names from inclusionAI's published files."""
+    """Ling's equations are those of GLM-4-MoE with groups (grouped sigmoid routing, a norm on each head, half of it
+    turned); what differs is what things are called, and that queries, keys and values are one tensor. Names from
+    inclusionAI's published files."""
     tensors = load_file(folder / "model.safetensors")
     for at in sorted({name.rpartition(".self_attn.")[0] for name in tensors if ".self_attn." in name}):
         parts = [tensors.pop(f"{at}.self_attn.{part}_proj.weight") for part in "qkv"]
         tensors[f"{at}.attention.query_key_value.weight"] = np.concatenate(parts)
     names = {
-        "embed_tokens": "word_embeddings", "self_attn.o_proj": "attention.dense", "self_attn.q_norm": "attention.query_layernorm",
-        "self_attn.k_norm": "attention.key_layernorm", "gate.e_score_correction_bias": "gate.expert_bias",
-    }  # fmt: skip
+        "embed_tokens": "word_embeddings",
+        "self_attn.o_proj": "attention.dense",
+        "self_attn.q_norm": "attention.query_layernorm",
+        "self_attn.k_norm": "attention.key_layernorm",
+        "gate.e_score_correction_bias": "gate.expert_bias",
+    }
     for old, new in names.items():
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     renamed = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
-    config = {renamed.get(key, key): value for key, value in config.items() if key not in ("rope_parameters", "use_qk_norm")}
+    config = {
+        renamed.get(key, key): value for key, value in config.items() if key not in ("rope_parameters", "use_qk_norm")
+    }
     config |= dict(
-        architectures=["BailingMoeV2ForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling_bailing_moe_v2.BailingMoeV2ForCausalLM"},
-        rope_theta=1e4, partial_rotary_factor=0.5, rope_scaling=None, use_qkv_bias=False, score_function="sigmoid", use_qk_norm=True,
+        architectures=["BailingMoeV2ForCausalLM"],
+        auto_map={"AutoModelForCausalLM": "modeling_bailing_moe_v2.BailingMoeV2ForCausalLM"},
+        rope_theta=1e4,
+        partial_rotary_factor=0.5,
+        rope_scaling=None,
+        use_qkv_bias=False,
+        score_function="sigmoid",
+        use_qk_norm=True,
         moe_router_enable_expert_bias=True,
-    )  # fmt: skip
+    )
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -196,10 +243,19 @@ CASES = {
         Case(
             "Phimoe",
             dict(
-                num_local_experts=8, num_experts_per_tok=2, attention_bias=True, lm_head_bias=True, router_jitter_noise=0.2,
+                num_local_experts=8,
+                num_experts_per_tok=2,
+                attention_bias=True,
+                lm_head_bias=True,
+                router_jitter_noise=0.2,
                 rope_parameters=dict(
-                    rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.3, 1.5, 2.0, 2.5, 3.0, 4.0], long_factor=[8.0] * 8,
-                    short_mscale=1.2, long_mscale=1.3, original_max_position_embeddings=160,
+                    rope_type="longrope",
+                    rope_theta=1e4,
+                    short_factor=[1.0, 1.1, 1.3, 1.5, 2.0, 2.5, 3.0, 4.0],
+                    long_factor=[8.0] * 8,
+                    short_mscale=1.2,
+                    long_mscale=1.3,
+                    original_max_position_embeddings=160,
                 ),
             ),
             law="logits",
@@ -207,7 +263,11 @@ CASES = {
         Case(
             "Qwen2Moe",
             dict(
-                num_experts=16, num_experts_per_tok=4, moe_intermediate_size=16, shared_expert_intermediate_size=40, mlp_only_layers=[1],
+                num_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=16,
+                shared_expert_intermediate_size=40,
+                mlp_only_layers=[1],
                 tie_word_embeddings=True,
             ),
             layer_ids=(0, 2, 3),
@@ -216,12 +276,30 @@ CASES = {
         Case(
             "DeepseekV2",
             dict(
-                n_routed_experts=16, num_experts_per_tok=3, moe_intermediate_size=16, n_shared_experts=2, first_k_dense_replace=1,
-                kv_lora_rank=24, q_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10, num_key_value_heads=4,
-                topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=1.7,
+                n_routed_experts=16,
+                num_experts_per_tok=3,
+                moe_intermediate_size=16,
+                n_shared_experts=2,
+                first_k_dense_replace=1,
+                kv_lora_rank=24,
+                q_lora_rank=20,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=12,
+                v_head_dim=10,
+                num_key_value_heads=4,
+                topk_method="group_limited_greedy",
+                n_group=4,
+                topk_group=2,
+                routed_scaling_factor=1.7,
                 rope_parameters=dict(
-                    rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
-                    mscale=0.707, mscale_all_dim=0.707,
+                    rope_type="yarn",
+                    rope_theta=1e4,
+                    factor=4.0,
+                    original_max_position_embeddings=64,
+                    beta_fast=32.0,
+                    beta_slow=1.0,
+                    mscale=0.707,
+                    mscale_all_dim=0.707,
                 ),
             ),
             layer_ids=(1, 2, 3),
@@ -229,12 +307,30 @@ CASES = {
         Case(
             "DeepseekV3",
             dict(
-                n_routed_experts=16, num_experts_per_tok=4, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=2,
-                kv_lora_rank=24, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10, num_key_value_heads=4,
-                n_group=4, topk_group=2, routed_scaling_factor=2.5, num_mtp_layers=0,
+                n_routed_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=16,
+                n_shared_experts=1,
+                first_k_dense_replace=2,
+                kv_lora_rank=24,
+                q_lora_rank=None,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=12,
+                v_head_dim=10,
+                num_key_value_heads=4,
+                n_group=4,
+                topk_group=2,
+                routed_scaling_factor=2.5,
+                num_mtp_layers=0,
                 rope_parameters=dict(
-                    rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
-                    mscale=1.0, mscale_all_dim=1.0,
+                    rope_type="yarn",
+                    rope_theta=1e4,
+                    factor=4.0,
+                    original_max_position_embeddings=64,
+                    beta_fast=32.0,
+                    beta_slow=1.0,
+                    mscale=1.0,
+                    mscale_all_dim=1.0,
                 ),
             ),
             law="sigmoid",
@@ -243,8 +339,15 @@ CASES = {
         Case(
             "Glm4Moe",
             dict(
-                n_routed_experts=16, num_experts_per_tok=4, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=1,
-                routed_scaling_factor=1.5, use_qk_norm=True, attention_bias=True, num_mtp_layers=0,
+                n_routed_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=16,
+                n_shared_experts=1,
+                first_k_dense_replace=1,
+                routed_scaling_factor=1.5,
+                use_qk_norm=True,
+                attention_bias=True,
+                num_mtp_layers=0,
             ),
             law="sigmoid",
             layer_ids=(1, 2, 3),
@@ -252,9 +355,17 @@ CASES = {
         Case(
             "GptOss",
             dict(
-                num_local_experts=8, num_experts_per_tok=3, sliding_window=12, head_dim=16,
+                num_local_experts=8,
+                num_experts_per_tok=3,
+                sliding_window=12,
+                head_dim=16,
                 rope_parameters=dict(
-                    rope_type="yarn", rope_theta=15e4, factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
+                    rope_type="yarn",
+                    rope_theta=15e4,
+                    factor=4.0,
+                    original_max_position_embeddings=64,
+                    beta_fast=32.0,
+                    beta_slow=1.0,
                     truncate=False,
                 ),
             ),
@@ -263,7 +374,11 @@ CASES = {
         Case(
             "GraniteMoe",
             dict(
-                num_local_experts=8, num_experts_per_tok=3, attention_multiplier=0.11, embedding_multiplier=3.0, residual_multiplier=0.7,
+                num_local_experts=8,
+                num_experts_per_tok=3,
+                attention_multiplier=0.11,
+                embedding_multiplier=3.0,
+                residual_multiplier=0.7,
                 logits_scaling=0.5,
             ),
             law="logits",
@@ -271,21 +386,29 @@ CASES = {
         Case(
             "Ernie4_5_Moe",
             dict(
-                moe_num_experts=16, moe_k=4, moe_intermediate_size=16, moe_num_shared_experts=2, moe_layer_start_index=1,
-                moe_layer_end_index=2, rms_norm_eps=1e-5,
+                moe_num_experts=16,
+                moe_k=4,
+                moe_intermediate_size=16,
+                moe_num_shared_experts=2,
+                moe_layer_start_index=1,
+                moe_layer_end_index=2,
+                rms_norm_eps=1e-5,
             ),
             layer_ids=(1, 2),
         ),
-        Case(
-            "MiniMaxM2",
-            dict(num_local_experts=16, num_experts_per_tok=4, head_dim=24, rotary_dim=16),
-            law="sigmoid",
-        ),
+        Case("MiniMaxM2", dict(num_local_experts=16, num_experts_per_tok=4, head_dim=24, rotary_dim=16), law="sigmoid"),
         Case(
             "Llama4",
             dict(
-                num_local_experts=8, num_experts_per_tok=1, intermediate_size=32, intermediate_size_mlp=48, head_dim=16,
-                interleave_moe_layer_step=2, attention_chunk_size=20, floor_scale=16, attn_scale=0.3,
+                num_local_experts=8,
+                num_experts_per_tok=1,
+                intermediate_size=32,
+                intermediate_size_mlp=48,
+                head_dim=16,
+                interleave_moe_layer_step=2,
+                attention_chunk_size=20,
+                floor_scale=16,
+                attn_scale=0.3,
             ),
             law="sigmoid",
             router="Llama4Router",
@@ -295,8 +418,16 @@ CASES = {
         Case(
             "Glm4Moe",
             dict(
-                n_routed_experts=16, num_experts_per_tok=4, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=1,
-                routed_scaling_factor=2.5, use_qk_norm=True, n_group=4, topk_group=2, num_mtp_layers=0,
+                n_routed_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=16,
+                n_shared_experts=1,
+                first_k_dense_replace=1,
+                routed_scaling_factor=2.5,
+                use_qk_norm=True,
+                n_group=4,
+                topk_group=2,
+                num_mtp_layers=0,
             ),
             law="sigmoid",
             layer_ids=(1, 2, 3),
@@ -305,11 +436,22 @@ CASES = {
         ),
         Case("Qwen3Next", QWEN_NEXT | dict(mlp_only_layers=[1]), layer_ids=(0, 2, 3, 4, 5, 6, 7)),
         Case("Qwen3_5Moe", QWEN_NEXT, layer_ids=tuple(range(8)), settings="Qwen3_5MoeTextConfig"),
-        Case("Llama", dict(rope_parameters=dict(
-            rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64,
-        )), layer_ids=()),
+        Case(
+            "Llama",
+            dict(
+                rope_parameters=dict(
+                    rope_type="llama3",
+                    rope_theta=1e4,
+                    factor=4.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=4.0,
+                    original_max_position_embeddings=64,
+                )
+            ),
+            layer_ids=(),
+        ),
         Case("Mistral", dict(head_dim=16, sliding_window=20), layer_ids=()),
         Case("Qwen2", {}, layer_ids=()),
         Case("Qwen3", dict(head_dim=24, tie_word_embeddings=True), layer_ids=()),
     )
-}  # fmt: skip
+}

@@ -1,8 +1,9 @@
-"""Qwen3-MoE over a whole sequence in NumPy float64, from the tensors of a checkpoint. Knows nothing of JAX, pages or batches.
+"""Qwen3-MoE over a whole sequence in NumPy float64, from the tensors of a checkpoint. Knows nothing of JAX, pages or
+batches.
 
-Shares no code with the package. Rows can be forced, so that a run can be compared teacher-forced: what one near tie changed
-is then not counted against the tokens that follow.
-Dims: S tokens, M MoE layers, K experts per token, E experts, D hidden, H heads, C head dim."""
+Shares no code with the package. Rows can be forced, so that a run can be compared teacher-forced: what one near tie
+changed is then not counted against the tokens that follow. Dims: S tokens, M MoE layers, K experts per token, E
+experts, D hidden, H heads, C head dim."""
 
 import dataclasses
 
@@ -37,7 +38,9 @@ class FullSequence:
     def run(self, tokens, forced=None):
         """Score a sequence; row t of `forced` [F, M, K] replaces what the router chooses for token t < F."""
         tokens = np.asarray(tokens)
-        forced = np.zeros((0, len(self.moe_layers), self.config["num_experts_per_tok"]), int) if forced is None else forced
+        forced = (
+            np.zeros((0, len(self.moe_layers), self.config["num_experts_per_tok"]), int) if forced is None else forced
+        )
         x = self.tensors["model.embed_tokens.weight"][tokens]
         ids, scores = [], []
         for layer in range(self.config["num_hidden_layers"]):
@@ -96,12 +99,16 @@ class FullSequence:
         return x * cos + np.concatenate([-x[..., half:], x[..., :half]], axis=-1) * sin
 
     def _norm(self, x, name):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.config["rms_norm_eps"]) * self.tensors[f"{name}.weight"]
+        return (
+            x / np.sqrt((x**2).mean(-1, keepdims=True) + self.config["rms_norm_eps"]) * self.tensors[f"{name}.weight"]
+        )
 
     def _stacked(self, layer):
         at = f"model.layers.{layer}.mlp.experts"
         experts = range(self.config["num_experts"])
-        return tuple(np.stack([self.tensors[f"{at}.{e}.{part}_proj.weight"] for e in experts]) for part in ("gate", "up", "down"))
+        return tuple(
+            np.stack([self.tensors[f"{at}.{e}.{part}_proj.weight"] for e in experts]) for part in ("gate", "up", "down")
+        )
 
 
 def _silu(x):

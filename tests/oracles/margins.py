@@ -1,8 +1,8 @@
 """The margin rule: where routing may differ from the oracle's, and by how little. Knows nothing of engines.
 
-Compared teacher-forced: at the first token that differs, the first layer that does must be a near tie, every slot holding an
-expert whose score is next to the one that the oracle put there. Then the oracle is given the captured row, and the comparison
-goes on with the tokens that follow. Dims: R rows, M MoE layers, K experts per token."""
+Compared teacher-forced: at the first token that differs, the first layer that does must be a near tie, every slot
+holding an expert whose score is next to the one that the oracle put there. Then the oracle is given the captured row,
+and the comparison goes on with the tokens that follow. Dims: R rows, M MoE layers, K experts per token."""
 
 import dataclasses
 
@@ -14,7 +14,8 @@ MOST_EXCEPTIONS = 1e-3  # of all (token, layer)
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first (token, layer) of a token that was routed otherwise than the oracle does, and how far from a tie it was."""
+    """The first (token, layer) of a token that was routed otherwise than the oracle does, and how far from a tie it
+    was."""
 
     token: int
     layer: int
@@ -22,8 +23,8 @@ class Difference:
 
 
 def differences(oracle, tokens, ids):
-    """Compare rows ids [R, M, K] of the first R tokens. Returns the differences, and the last judgement: that of the R tokens and,
-    where there is one, of the next, with every differing row forced."""
+    """Compare rows ids [R, M, K] of the first R tokens. Returns the differences, and the last judgement: that of the R
+    tokens and, where there is one, of the next, with every differing row forced."""
     tokens = np.asarray(tokens)[: len(ids) + 1]
     found, num_forced = [], 0
     while True:

@@ -1,5 +1,5 @@
-"""Loads of devices under replicas: the best that can be had, by linear programming, and the shares of water-filling as loops.
-Shares no code with the package. Dims: E experts, J replica positions, I instances, V devices."""
+"""Loads of devices under replicas: the best that can be had, by linear programming, and the shares of water-filling as
+loops. Shares no code with the package. Dims: E experts, J replica positions, I instances, V devices."""
 
 import numpy as np
 import scipy.optimize
@@ -7,12 +7,15 @@ import scipy.sparse
 
 
 def best_max_load(counts, table, num_devices, num_instances):
-    """The lowest possible load of the fullest device when every expert's occurrences may be split over its replicas at will."""
+    """The lowest possible load of the fullest device when every expert's occurrences may be split over its replicas at
+    will."""
     experts, positions = np.nonzero(table >= 0)
     instances, per_device = table[experts, positions], num_instances // num_devices
     ones, columns = np.ones(num_instances), np.arange(num_instances)
     split = scipy.sparse.coo_array((ones, (experts, columns)), shape=(len(table), num_instances + 1))
-    load = scipy.sparse.coo_array((ones, (instances // per_device, columns)), shape=(num_devices, num_instances + 1)).tolil()
+    load = scipy.sparse.coo_array(
+        (ones, (instances // per_device, columns)), shape=(num_devices, num_instances + 1)
+    ).tolil()
     load[:, -1] = -1
     goal = np.zeros(num_instances + 1)
     goal[-1] = 1
@@ -28,7 +31,8 @@ def device_loads(instances, num_devices, num_instances):
 
 
 def plain_shares(counts, table, num_devices, num_instances, iterations):
-    """Shares {(expert, position): p} after steps towards devices that do less, in float64; those of the lowest maximum."""
+    """Shares {(expert, position): p} after steps towards devices that do less, in float64; those of the lowest
+    maximum."""
     per_device = num_instances // num_devices
     replicas = {e: [int(i) for i in row if i >= 0] for e, row in enumerate(table)}
     shares = {(e, j): 1 / len(row) for e, row in replicas.items() for j in range(len(row))}
@@ -40,7 +44,10 @@ def plain_shares(counts, table, num_devices, num_instances, iterations):
         if max(load) < lowest:
             best, lowest = shares, max(load)
         mean = sum(load) / num_devices
-        moved = {(e, j): share * (mean / max(load[replicas[e][j] // per_device], 1e-3 * mean)) ** 1.5 for (e, j), share in shares.items()}
+        moved = {
+            (e, j): share * (mean / max(load[replicas[e][j] // per_device], 1e-3 * mean)) ** 1.5
+            for (e, j), share in shares.items()
+        }
         total = {e: sum(moved[e, j] for j in range(len(row))) for e, row in replicas.items()}
         shares = {(e, j): moved[e, j] / total[e] for e, j in shares}
     return best, lowest

@@ -1,9 +1,10 @@
-"""Configs of any family by chance, against transformers: sizes that no kernel likes, one expert or 257, scaled positions of every kind, in
-either spelling of config.json.
+"""Configs of any family by chance, against transformers: sizes that no kernel likes, one expert or 257, scaled
+positions of every kind, in either spelling of config.json.
 
     PYTHONPATH=src:tests python tests/oracles/random_configs.py [seconds [first seed [part of a name ...]]]
 
-draws one after the other until the seconds are over and prints a line each; "Mixtral 17" in a line is `drawn("Mixtral", 17)`."""
+draws one after the other until the seconds are over and prints a line each; "Mixtral 17" in a line is `drawn("Mixtral",
+17)`."""
 
 import dataclasses
 import json
@@ -24,14 +25,30 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 PER_TOKEN = ("num_experts_per_tok", "moe_k")
 HEADS_THAT_FILL = ("Olmoe", "GraniteMoe", "Llama", "DeepseekV2", "DeepseekV3")  # no head_dim of their own
 CHOICES = {
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), (1, 5, 8, 13, 24)),
-    "rms_norm_eps": (1e-6, 1e-5, 1e-3), "tie_word_embeddings": (False, False, True), "intermediate_size": (1, 7, 13, 48),
-    "sliding_window": (1, 3, 17, 40), "attention_chunk_size": (1, 7, 64), "floor_scale": (1, 16, 40), "use_qk_norm": (False, True),
-    "clip_qkv": (None, 0.5), "kv_lora_rank": (1, 7, 24), "q_lora_rank": (None, 5, 20), "v_head_dim": (1, 10, 16),
-    "linear_key_head_dim": (1, 5, 8), "linear_value_head_dim": (1, 12), "linear_conv_kernel_dim": (2, 3, 4),
-    "attention_bias": (False, True), "lm_head_bias": (False, True), "router_jitter_noise": (0.01, 0.2),
-    "routed_scaling_factor": (1.0, 2.5), "residual_multiplier": (0.3, 1.0), "norm_topk_prob": (False, True),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), (1, 5, 8, 13, 24)
+    ),
+    "rms_norm_eps": (1e-6, 1e-5, 1e-3),
+    "tie_word_embeddings": (False, False, True),
+    "intermediate_size": (1, 7, 13, 48),
+    "sliding_window": (1, 3, 17, 40),
+    "attention_chunk_size": (1, 7, 64),
+    "floor_scale": (1, 16, 40),
+    "use_qk_norm": (False, True),
+    "clip_qkv": (None, 0.5),
+    "kv_lora_rank": (1, 7, 24),
+    "q_lora_rank": (None, 5, 20),
+    "v_head_dim": (1, 10, 16),
+    "linear_key_head_dim": (1, 5, 8),
+    "linear_value_head_dim": (1, 12),
+    "linear_conv_kernel_dim": (2, 3, 4),
+    "attention_bias": (False, True),
+    "lm_head_bias": (False, True),
+    "router_jitter_noise": (0.01, 0.2),
+    "routed_scaling_factor": (1.0, 2.5),
+    "residual_multiplier": (0.3, 1.0),
+    "norm_topk_prob": (False, True),
+}
 ALWAYS = ("rms_norm_eps", "tie_word_embeddings", "intermediate_size")
 ONLY_SOME = {"norm_topk_prob": ("Qwen3Moe", "Qwen2Moe", "Olmoe", "Qwen3Next", "DeepseekV3", "Glm4Moe")}
 
@@ -46,7 +63,10 @@ def heads_of(name, rng):
     heads = int(rng.integers(1, 7))
     fits = [kv for kv in range(1, heads + 1) if heads % kv == 0]
     size = pick(rng, (4, 6, 8, 10, 14, 24))
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads if name.startswith("Deepseek") else pick(rng, fits)}
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if name.startswith("Deepseek") else pick(rng, fits),
+    }
     if name in HEADS_THAT_FILL:
         return sizes | {"hidden_size": heads * size}
     return sizes | {"head_dim": size, "hidden_size": heads * pick(rng, (5, 11, 16))}
@@ -71,13 +91,27 @@ def positions_of(name, config, rng):
     if kind in ("yarn", "llama3"):
         found["original_max_position_embeddings"] = pick(rng, (16, 64, 100))
     if kind == "yarn":
-        found |= pick(rng, ({}, {"attention_factor": 1.3}, {"mscale": 1.0, "mscale_all_dim": 0.707}, {"beta_fast": 8.0, "beta_slow": 0.5}))
+        found |= pick(
+            rng,
+            (
+                {},
+                {"attention_factor": 1.3},
+                {"mscale": 1.0, "mscale_all_dim": 0.707},
+                {"beta_fast": 8.0, "beta_slow": 0.5},
+            ),
+        )
     if kind == "llama3":
-        found |= dict(zip(("low_freq_factor", "high_freq_factor"), pick(rng, ((1.0, 4.0), (1.0, 1.0), (0.5, 16.0))), strict=True))
+        found |= dict(
+            zip(("low_freq_factor", "high_freq_factor"), pick(rng, ((1.0, 4.0), (1.0, 1.0), (0.5, 16.0))), strict=True)
+        )
     if name in ("Glm4Moe", "Qwen3Next", "Qwen3_5Moe"):
         found["partial_rotary_factor"] = 0.5 if config["head_dim"] % 4 == 0 else 1.0
     if kind == "longrope":
-        head = config.get("qk_rope_head_dim") or config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        head = (
+            config.get("qk_rope_head_dim")
+            or config.get("head_dim")
+            or config["hidden_size"] // config["num_attention_heads"]
+        )
         turned = int(head * found.get("partial_rotary_factor", 1.0)) // 2
         factors = {"short_factor": (1 + rng.random(turned)).tolist(), "long_factor": (4 + rng.random(turned)).tolist()}
         found |= factors | {"original_max_position_embeddings": 160}
@@ -90,7 +124,9 @@ def in_the_old_spelling(folder):
     section = values.pop("rope_parameters")
     values |= {key: section.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in section}
     kind = section.pop("rope_type")
-    values["rope_scaling"] = {"type": kind, **section} if kind != "default" or "GptOss" in values["architectures"][0] else None
+    values["rope_scaling"] = (
+        {"type": kind, **section} if kind != "default" or "GptOss" in values["architectures"][0] else None
+    )
     (folder / "config.json").write_text(json.dumps(values))
 
 

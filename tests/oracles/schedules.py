@@ -33,7 +33,11 @@ def tokens_of(drive, rid):
 
 def assert_merged(drive, rids, record, tokens):
     """R = S - 1 rows, all known, each as its first writer ran it, under the version of that writer."""
-    assert record.valid is None and (record.start, record.num_rows, record.num_tokens) == (0, tokens.size - 1, tokens.size)
+    assert record.valid is None and (record.start, record.num_rows, record.num_tokens) == (
+        0,
+        tokens.size - 1,
+        tokens.size,
+    )
     versions = [version for low, high, version in record.version_spans for _ in range(low, high)]
     at = 0
     for rid in rids:
@@ -83,21 +87,27 @@ def _prefix_hit(stage, rng):
     drive.run(request("writer", shared, 2 * page), check=False)
     whole = tokens_of(drive, "writer")
     cuts = (page + 1, 2 * page + 5, 3 * page + 2)
-    drive.run(*(request(f"r{cut}", np.concatenate([whole[:cut], stage.prompt(rng, 3)]), 8) for cut in cuts), check=False)
+    drive.run(
+        *(request(f"r{cut}", np.concatenate([whole[:cut], stage.prompt(rng, 3)]), 8) for cut in cuts), check=False
+    )
     assert [drive.told[f"r{cut}"].end.cached_tokens for cut in cuts] == [cut // page * page for cut in cuts]
     return drive
 
 
 def _choices(stage, rng):
     drive, prompt = stage.bench.drive(), stage.prompt(rng, 41)
-    drive.run(*(request(f"c{j}", prompt, 12, choice=j, group="one", temperature=1.0, seed=5) for j in range(4)), check=False)
+    drive.run(
+        *(request(f"c{j}", prompt, 12, choice=j, group="one", temperature=1.0, seed=5) for j in range(4)), check=False
+    )
     assert sum(told.end.cached_tokens > 0 for told in drive.told.values()) == 3
     return drive
 
 
 def _retracted(stage, rng):
     drive = stage.bench.drive(chunked_prefill_size=7)
-    drive.run(*some_requests(stage, rng), before_step=lambda step: step % 3 == 2 and drive.retract_victim(), check=False)
+    drive.run(
+        *some_requests(stage, rng), before_step=lambda step: step % 3 == 2 and drive.retract_victim(), check=False
+    )
     assert drive.core.scheduler.num_retracted > 3
     return drive
 
@@ -133,7 +143,8 @@ EVENTS = {
 
 
 def run_event(stage, name, seed=0):
-    """Let one kind of event happen and judge every row; gives the number of rows. AssertionError names the first request that is wrong."""
+    """Let one kind of event happen and judge every row; gives the number of rows. AssertionError names the first
+    request that is wrong."""
     return assert_all_faithful(EVENTS[name](stage, np.random.default_rng(seed)))
 
 
@@ -162,9 +173,18 @@ class _Mixture:
         drive = self.drive
         for chain in self.chains.values():
             told, req = drive.told[chain[-1]], drive.reqs[chain[-1]]
-            if told.end is not None and told.end.finish_reason.type == "abort" and req.max_len > req.num_known and len(chain) < 4:
+            if (
+                told.end is not None
+                and told.end.finish_reason.type == "abort"
+                and req.max_len > req.num_known
+                and len(chain) < 4
+            ):
                 rid = f"{chain[0]}+{len(chain)}"
-                drive.add(request(rid, tokens_of(drive, chain[-1]), req.max_len - req.num_known, temperature=1.0, seed=self.seed))
+                drive.add(
+                    request(
+                        rid, tokens_of(drive, chain[-1]), req.max_len - req.num_known, temperature=1.0, seed=self.seed
+                    )
+                )
                 chain.append(rid)
 
     def meddle(self, _step):
@@ -177,7 +197,9 @@ class _Mixture:
         elif event < 0.34:
             drive.core.flush_cache()
         elif event < 0.39:
-            drive.update_weights(self.stage.other_weights(int(rng.integers(1, 3))), cache=("flush", "keep")[rng.integers(2)])
+            drive.update_weights(
+                self.stage.other_weights(int(rng.integers(1, 3))), cache=("flush", "keep")[rng.integers(2)]
+            )
         elif event < 0.6:
             self.go_on()
 
@@ -189,7 +211,8 @@ class _Mixture:
 
 
 def run_schedule(stage, seed):
-    """One random schedule, every row of it judged; gives the number of rows. AssertionError names the first request that is wrong."""
+    """One random schedule, every row of it judged; gives the number of rows. AssertionError names the first request
+    that is wrong."""
     mixture = _Mixture(stage, seed)
     for _ in range(3):
         mixture.arrive()

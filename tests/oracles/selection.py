@@ -1,7 +1,9 @@
-"""Balanced selection one slot at a time, with dictionaries and sets, and cases to select from. Shares no code with the package.
+"""Balanced selection one slot at a time, with dictionaries and sets, and cases to select from. Shares no code with the
+package.
 
-It looks at every expert anew for each slot, keeps no list and no pointer: the best of those that the token does not hold and that have an
-instance with room. Dims: N tokens, E experts, K experts per token, J replica positions, I instances, V sources."""
+It looks at every expert anew for each slot, keeps no list and no pointer: the best of those that the token does not
+hold and that have an instance with room. Dims: N tokens, E experts, K experts per token, J replica positions, I
+instances, V sources."""
 
 import dataclasses
 import math
@@ -54,7 +56,9 @@ def plain_selection(case, k, *, overflows=True):
     ids, instances = np.full((num_tokens, k), -1), np.full((num_tokens, k), -1)
     load, held = dict.fromkeys(range(len(case.capacity)), 0), {t: set() for t in range(num_tokens)}
     tokens = [t for t in range(num_tokens) if case.valid[t]]
-    worth = {t: {e: float(s) for e, s in enumerate(case.scores[t]) if not math.isnan(s) and s > -math.inf} for t in tokens}
+    worth = {
+        t: {e: float(s) for e, s in enumerate(case.scores[t]) if not math.isnan(s) and s > -math.inf} for t in tokens
+    }
     best = {t: sorted(worth[t], key=lambda e: (-worth[t][e], e))[:k] for t in tokens}
     rerouted = overflowed = 0
 
@@ -94,8 +98,9 @@ def num_filled(case, ids):
 
 
 def popular(seed, spread, num_instances, num_devices, *, num_tokens=512, num_experts=256, width=16):
-    """Scores of tokens with a taste of their own for experts of lognormal popularity, and a table that is placed by that popularity:
-    an instance more where an instance has most to do, and each to the device that has least to do so far. Float32 [N, E], int32 [E, J]."""
+    """Scores of tokens with a taste of their own for experts of lognormal popularity, and a table that is placed by
+    that popularity: an instance more where an instance has most to do, and each to the device that has least to do so
+    far. Float32 [N, E], int32 [E, J]."""
     rng = np.random.default_rng(seed)
     popularity = np.exp(spread * rng.standard_normal(num_experts))
     scores = np.log(popularity) + rng.gumbel(size=(num_tokens, num_experts))

@@ -1,7 +1,7 @@
 """The tap: a MoE backend, registered in tests alone, that notes which experts it runs. Shares no code with capture.
 
-The ids pass through the host on their way into the experts, so what was noted is what was run. Layers of a step come in order,
-one call each. Dims: N padded tokens, M MoE layers, K experts per token."""
+The ids pass through the host on their way into the experts, so what was noted is what was run. Layers of a step come in
+order, one call each. Dims: N padded tokens, M MoE layers, K experts per token."""
 
 import dataclasses
 from types import MappingProxyType
@@ -47,7 +47,9 @@ class Tap:
     def step(self, index):
         """[N, M, K]: the ids that entered the experts in the `index`-th forward."""
         calls = self._calls[index * self._num_layers : (index + 1) * self._num_layers]
-        assert len(calls) == self._num_layers, f"forward {index} has {len(calls)} of {self._num_layers} layers: is it still in flight?"
+        assert len(calls) == self._num_layers, (
+            f"forward {index} has {len(calls)} of {self._num_layers} layers: is it still in flight?"
+        )
         return np.stack(calls, axis=1)
 
     def _tapped(self, run):

@@ -1,9 +1,11 @@
-"""What a family's config may say beside the case that stands for it: groups, dense layers first, shared experts, tied embeddings, parts
-of a head that turn, scaled positions, windows, odd ratios of heads. Each is compared with transformers over whole sequences.
+"""What a family's config may say beside the case that stands for it: groups, dense layers first, shared experts, tied
+embeddings, parts of a head that turn, scaled positions, windows, odd ratios of heads. Each is compared with
+transformers over whole sequences.
 
     PYTHONPATH=src:tests python tests/oracles/variations.py [part of a name ...]
 
-runs all of them, or those whose names hold a part, and prints a line each. Shares no code with the package but what it judges."""
+runs all of them, or those whose names hold a part, and prints a line each. Shares no code with the package but what it
+judges."""
 
 import dataclasses
 import sys
@@ -24,7 +26,15 @@ LENGTH = 75
 def positions(kind, **more):
     """A section of rope_parameters; all that are scaled were trained on 64 tokens."""
     trained = {} if kind in ("default", "linear", "dynamic") else {"original_max_position_embeddings": 64}
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **({} if kind == "default" else {"factor": 4.0}), **trained, **more}}
+    return {
+        "rope_parameters": {
+            "rope_type": kind,
+            "rope_theta": 1e4,
+            **({} if kind == "default" else {"factor": 4.0}),
+            **trained,
+            **more,
+        }
+    }
 
 
 YARN = positions("yarn", beta_fast=32.0, beta_slow=1.0)
@@ -85,18 +95,30 @@ VARIED = {
         (dict(use_qk_norm=False, attention_bias=False, first_k_dense_replace=0, n_shared_experts=2), ALL_LAYERS),
         (positions("default", partial_rotary_factor=1.0) | dict(norm_topk_prob=False), None),
         (positions("default", partial_rotary_factor=0.25) | dict(n_group=4, topk_group=1, num_experts_per_tok=2), None),
-        (positions("yarn", partial_rotary_factor=0.5, beta_fast=32.0, beta_slow=1.0) | dict(tie_word_embeddings=True), None),
+        (
+            positions("yarn", partial_rotary_factor=0.5, beta_fast=32.0, beta_slow=1.0)
+            | dict(tie_word_embeddings=True),
+            None,
+        ),
         (dict(num_attention_heads=6, num_key_value_heads=2, head_dim=16, first_k_dense_replace=3), (3,)),
     ],
     "GptOss": [
         (dict(attention_bias=False, sliding_window=4, num_experts_per_tok=1), None),
         (dict(layer_types=["full_attention"] * 4, tie_word_embeddings=True), None),
-        (dict(layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"]) | positions("default"), None),
+        (
+            dict(layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"])
+            | positions("default"),
+            None,
+        ),
         (dict(num_attention_heads=6, num_key_value_heads=3, num_local_experts=5), None),
     ],
     "GraniteMoe": [
         (dict(attention_bias=True, tie_word_embeddings=True), None),
-        (dict(attention_multiplier=1.0, residual_multiplier=1.0, embedding_multiplier=1.0, logits_scaling=4.0) | YARN, None),
+        (
+            dict(attention_multiplier=1.0, residual_multiplier=1.0, embedding_multiplier=1.0, logits_scaling=4.0)
+            | YARN,
+            None,
+        ),
         (dict(num_experts_per_tok=8, num_key_value_heads=1), None),
     ],
     "Ernie4_5_Moe": [
@@ -123,8 +145,14 @@ VARIED = {
     ],
     "Qwen3Next": [
         (dict(mlp_only_layers=[], norm_topk_prob=False, linear_conv_kernel_dim=2), tuple(range(8))),
-        (dict(mlp_only_layers=[], layer_types=["full_attention", "linear_attention"] * 4, tie_word_embeddings=True), tuple(range(8))),
-        (positions("default", partial_rotary_factor=0.5) | dict(linear_num_key_heads=1, linear_num_value_heads=3), None),
+        (
+            dict(mlp_only_layers=[], layer_types=["full_attention", "linear_attention"] * 4, tie_word_embeddings=True),
+            tuple(range(8)),
+        ),
+        (
+            positions("default", partial_rotary_factor=0.5) | dict(linear_num_key_heads=1, linear_num_value_heads=3),
+            None,
+        ),
         (dict(decoder_sparse_step=2, mlp_only_layers=[], linear_num_key_heads=4), (1, 3, 5, 7)),
         (dict(num_attention_heads=6, num_key_value_heads=2, num_experts_per_tok=1), None),
     ],
@@ -138,7 +166,10 @@ VARIED = {
         (positions("dynamic") | dict(num_attention_heads=6, num_key_value_heads=2, hidden_size=96), None),
     ],
     "Mistral": [(dict(sliding_window=None, num_key_value_heads=1), None), (dict(sliding_window=1) | YARN, None)],
-    "Qwen2": [(dict(tie_word_embeddings=True), None), (dict(use_sliding_window=True, sliding_window=6, max_window_layers=2), None)],
+    "Qwen2": [
+        (dict(tie_word_embeddings=True), None),
+        (dict(use_sliding_window=True, sliding_window=6, max_window_layers=2), None),
+    ],
     "Qwen3": [(YARN, None), (dict(use_sliding_window=True, sliding_window=6, max_window_layers=1), None)],
 }
 
@@ -150,7 +181,14 @@ def told(change):
     kind = (
         []
         if not rope
-        else [" ".join([rope["rope_type"], *(f"{key}={rope[key]}" for key in ("partial_rotary_factor", "mscale") if key in rope)])]
+        else [
+            " ".join(
+                [
+                    rope["rope_type"],
+                    *(f"{key}={rope[key]}" for key in ("partial_rotary_factor", "mscale") if key in rope),
+                ]
+            )
+        ]
     )
     return ", ".join([*kind, *(f"{key}={value}" for key, value in flat.items())])
 
@@ -166,7 +204,8 @@ VARIATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Largest difference of log probabilities, and the largest logit; ids, those near a tie of the oracle (not compared), and wrong ones.
+    """Largest difference of log probabilities, and the largest logit; ids, those near a tie of the oracle (not
+    compared), and wrong ones.
 
     Logits of tied embeddings are ten times larger than others here, and so is what rounding makes of them."""
 
@@ -200,7 +239,9 @@ def compare(case, folder):
     best = -np.sort(-judged.choice, axis=-1)
     margin = np.full(ids.shape[:2], np.inf) if top_k == experts else best[..., top_k - 1] - best[..., top_k]
     decided = (margin > MARGIN) & (judged.groups > MARGIN)
-    return Verdict(difference, largest, ids.size, int((~decided).sum()) * top_k, int((ids[decided] != theirs[decided]).sum()))
+    return Verdict(
+        difference, largest, ids.size, int((~decided).sum()) * top_k, int((ids[decided] != theirs[decided]).sum())
+    )
 
 
 def main(parts):

@@ -1,4 +1,5 @@
-"""The tiny MoE as an engine core and as its oracle, side by side; built once a process, for what they compile is shared.
+"""The tiny MoE as an engine core and as its oracle, side by side; built once a process, for what they compile is
+shared.
 
 A world holds no state that one test could leave to the next: every drive has pages, store and queue of its own."""
 
@@ -31,7 +32,8 @@ class World:
 
 
 def tiny_world(*, config=(), **args):
-    """The tiny MoE; `config` are (key, value) pairs of config.json, `args` fields of ServerArgs beside or instead of SIZES."""
+    """The tiny MoE; `config` are (key, value) pairs of config.json, `args` fields of ServerArgs beside or instead of
+    SIZES."""
     return _world(tuple(config), tuple(sorted({**SIZES, **args}.items())))
 
 
@@ -45,7 +47,9 @@ def _world(overrides, args):
 def model_of(config, tensors):
     """These tensors as a module, by way of a checkpoint folder, as users load theirs."""
     with tempfile.TemporaryDirectory() as folder:
-        opened = ModelFolder.open(save(folder, config, {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}))
+        opened = ModelFolder.open(
+            save(folder, config, {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()})
+        )
         return opened.load(opened.dtype("auto"))
 
 
@@ -70,8 +74,8 @@ def other_weights(seed):
 def wide_margin_oracle():
     """A tiny MoE whose routers leave no doubt: the scores of two neighbours in rank are more than 1e-2 apart.
 
-    The first E components of the stream are a permutation of E levels, one permutation a token. No layer writes to them, and
-    router l reads nothing else, in an order of its own."""
+    The first E components of the stream are a permutation of E levels, one permutation a token. No layer writes to
+    them, and router l reads nothing else, in an order of its own."""
     config = tiny_config()
     experts, rng, tensors = config["num_experts"], np.random.default_rng(5), tiny_tensors(config)
     codes = rng.permuted(np.tile(np.arange(experts) - (experts - 1) / 2, (config["vocab_size"], 1)), axis=1)

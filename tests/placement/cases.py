@@ -7,7 +7,9 @@ import numpy as np
 from routed_experts.core.routed_experts import RoutedExperts
 
 # DeepSeek's worked example: 2 layers of 12 experts in 4 groups, 16 instances, 2 nodes of 4 devices.
-GOLDEN_LOAD = np.array([[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86], [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]])
+GOLDEN_LOAD = np.array(
+    [[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86], [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]]
+)
 GOLDEN_SIZES = {"num_instances": 16, "num_groups": 4, "num_nodes": 2, "num_devices": 8}
 GOLDEN_MAP = [[5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1], [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1]]
 
@@ -27,7 +29,9 @@ def greedy_row(load, *, num_instances, num_groups, num_nodes, num_devices, max_r
             dearest = next(e for e in experts if counts[e] < max_replicas and load[e] / counts[e] == most)
             counts[dearest] += 1
             made.append(dearest)
-        placed += [made[i] for pack in serial_pack([load[e] / counts[e] for e in made], num_devices // nodes) for i in pack]
+        placed += [
+            made[i] for pack in serial_pack([load[e] / counts[e] for e in made], num_devices // nodes) for i in pack
+        ]
     return placed
 
 
@@ -35,14 +39,17 @@ def serial_pack(weights, num_packs):
     """Heaviest first into the lightest pack with room."""
     packs, totals = [[] for _ in range(num_packs)], [0.0] * num_packs
     for item in sorted(range(len(weights)), key=lambda item: (-weights[item], item)):
-        pack = min((p for p in range(num_packs) if len(packs[p]) < len(weights) // num_packs), key=lambda p: (totals[p], p))
+        pack = min(
+            (p for p in range(num_packs) if len(packs[p]) < len(weights) // num_packs), key=lambda p: (totals[p], p)
+        )
         packs[pack].append(item)
         totals[pack] += weights[item]
     return packs
 
 
 def least_peak(load, *, num_instances, num_devices, max_replicas):
-    """The load of the most loaded device in the best placement: every number of replicas, every division among the devices."""
+    """The load of the most loaded device in the best placement: every number of replicas, every division among the
+    devices."""
     divisions = np.array(list(_divisions(tuple(range(num_instances)), num_instances // num_devices)))
     best = np.inf
     for cuts in itertools.combinations(range(1, num_instances), len(load) - 1):
@@ -70,6 +77,12 @@ def skewed_record(rng, logits, num_tokens, *, top_k=4, prompt_len=0):
     scores = logits + rng.gumbel(size=(num_tokens, num_layers, num_experts))
     ids = np.argsort(-scores, axis=2)[:, :, :top_k].astype(np.uint8)
     return RoutedExperts(
-        ids=np.ascontiguousarray(ids), start=0, num_tokens=num_tokens, num_prompt_tokens=prompt_len, layer_ids=tuple(range(num_layers)),
-        num_hidden_layers=num_layers, num_experts=num_experts, version_spans=((0, num_tokens, 0),),
-    )  # fmt: skip
+        ids=np.ascontiguousarray(ids),
+        start=0,
+        num_tokens=num_tokens,
+        num_prompt_tokens=prompt_len,
+        layer_ids=tuple(range(num_layers)),
+        num_hidden_layers=num_layers,
+        num_experts=num_experts,
+        version_spans=((0, num_tokens, 0),),
+    )

@@ -13,9 +13,25 @@ from routed_experts.placement.balance import device_load
 from routed_experts.placement.eplb import rebalance
 
 SMALL = (  # experts, instances, devices: few enough to enumerate
-    (3, 6, 3), (3, 9, 3), (4, 6, 2), (4, 6, 3), (4, 8, 4), (5, 8, 2), (5, 8, 4), (5, 10, 2), (6, 6, 2), (6, 8, 2), (6, 8, 4), (6, 9, 3),
-    (7, 9, 3), (7, 10, 2), (8, 8, 2), (8, 9, 3), (8, 10, 5), (9, 9, 3),
-)  # fmt: skip
+    (3, 6, 3),
+    (3, 9, 3),
+    (4, 6, 2),
+    (4, 6, 3),
+    (4, 8, 4),
+    (5, 8, 2),
+    (5, 8, 4),
+    (5, 10, 2),
+    (6, 6, 2),
+    (6, 8, 2),
+    (6, 8, 4),
+    (6, 9, 3),
+    (7, 9, 3),
+    (7, 10, 2),
+    (8, 8, 2),
+    (8, 9, 3),
+    (8, 10, 5),
+    (9, 9, 3),
+)
 
 
 @st.composite
@@ -26,8 +42,15 @@ def placement_cases(draw):
     num_devices = num_nodes * draw(st.integers(1, 3))
     least = -(-num_experts // num_devices)
     num_instances = num_devices * draw(st.integers(least, least + 2))
-    loads = draw(st.lists(st.lists(st.integers(0, 12), min_size=num_experts, max_size=num_experts), min_size=1, max_size=3))
-    sizes = {"num_instances": num_instances, "num_groups": num_groups, "num_nodes": num_nodes, "num_devices": num_devices}
+    loads = draw(
+        st.lists(st.lists(st.integers(0, 12), min_size=num_experts, max_size=num_experts), min_size=1, max_size=3)
+    )
+    sizes = {
+        "num_instances": num_instances,
+        "num_groups": num_groups,
+        "num_nodes": num_nodes,
+        "num_devices": num_devices,
+    }
     return np.array(loads), sizes | {"max_replicas": draw(st.integers(-(-num_instances // num_experts), num_instances))}
 
 
@@ -53,12 +76,16 @@ def test_a_refined_placement_is_whole_within_its_limits_and_no_worse(case):
     placement, plain = rebalance(loads, **sizes, epoch=3), rebalance(loads, **sizes, refined=False)
     counts = placement.logical_replica_count
     assert counts.min() >= 1 and counts.max() <= sizes["max_replicas"] and placement.epoch == 3
-    assert (counts.sum(axis=1) == sizes["num_instances"]).all()  # and the maps are inverses, or Placement had refused them
+    assert (
+        counts.sum(axis=1) == sizes["num_instances"]
+    ).all()  # and the maps are inverses, or Placement had refused them
     assert (device_load(loads, placement).max(axis=1) <= device_load(loads, plain).max(axis=1) * (1 + 1e-9)).all()
     if sizes["num_groups"] % sizes["num_nodes"] == 0:  # an expert's instances stay on the node of its group
         node = placement.physical_to_logical_map.reshape(len(loads), sizes["num_nodes"], -1)
         published = plain.physical_to_logical_map.reshape(node.shape)
-        assert [[set(one) for one in layer] for layer in node.tolist()] == [[set(one) for one in layer] for layer in published.tolist()]
+        assert [[set(one) for one in layer] for layer in node.tolist()] == [
+            [set(one) for one in layer] for layer in published.tolist()
+        ]
 
 
 def test_balancedness_is_within_one_percent_of_the_best_placement():
@@ -67,12 +94,18 @@ def test_balancedness_is_within_one_percent_of_the_best_placement():
     for num_experts, num_instances, num_devices in SMALL:
         popular = rng.permuted(np.tile(np.arange(1, num_experts + 1) ** -1.2, (4, 1)), axis=1)
         loads = np.concatenate([rng.gamma(shape, size=(4, num_experts)) for shape in (0.4, 1.0)] + [popular])
-        sizes = {"num_instances": num_instances, "num_devices": num_devices, "max_replicas": num_instances - num_experts + 1}
+        sizes = {
+            "num_instances": num_instances,
+            "num_devices": num_devices,
+            "max_replicas": num_instances - num_experts + 1,
+        }
         best = np.array([least_peak(load, **sizes) for load in loads])
         for refined, ratio in ratios.items():
             ratio.append(best / device_load(loads, rebalance(loads, **sizes, refined=refined)).max(axis=1))
     refined, greedy = np.array(ratios[True]), np.array(ratios[False])
-    assert refined.size == 216 and max(refined.max(), greedy.max()) < 1 + 1e-9  # the oracle is no weaker than what it judges
+    assert (
+        refined.size == 216 and max(refined.max(), greedy.max()) < 1 + 1e-9
+    )  # the oracle is no weaker than what it judges
     assert refined.min() >= 0.99, refined.min(axis=1)
     assert np.count_nonzero(greedy < 0.99) > 80 and greedy.min() < 0.75  # the cases are hard enough to tell
 
@@ -87,7 +120,11 @@ WRONG = {
     "negative": (np.array([[1, -1, 0, 0]]), {}, "load of MoE layer 0, expert 1 is -1.0"),
     "no number": (np.array([[1, 0, np.nan, 0]]), {}, "load of MoE layer 0, expert 2 is nan"),
     "too few instances": (np.ones((1, 4)), {"num_instances": 3}, "num_instances=3 for 4 experts"),
-    "too many for the cap": (np.ones((1, 4)), {"max_replicas": 1}, "num_instances=6 is above 4 experts x max_replicas=1"),
+    "too many for the cap": (
+        np.ones((1, 4)),
+        {"max_replicas": 1},
+        "num_instances=6 is above 4 experts x max_replicas=1",
+    ),
     "devices": (np.ones((1, 4)), {"num_devices": 4}, "num_devices=4 does not divide num_instances=6"),
     "nodes": (np.ones((1, 4)), {"num_nodes": 3}, "num_nodes=3 does not divide num_devices=2"),
     "groups": (np.ones((1, 4)), {"num_groups": 3}, "num_groups=3 does not divide the number of experts=4"),

@@ -77,7 +77,9 @@ def test_the_same_placement_under_other_names_moves_nothing():
 
 def test_names_are_matched_only_between_placements_of_one_size():
     old, new, _ = drifted(0)
-    with pytest.raises(PlacementError, match="a placement of 2 MoE layers, 10 experts, 12 instances, 4 devices cannot follow one of"):
+    with pytest.raises(
+        PlacementError, match="a placement of 2 MoE layers, 10 experts, 12 instances, 4 devices cannot follow one of"
+    ):
         relabel(drifted(0, num_instances=12)[0], old)
     with pytest.raises(PlacementError, match="num_nodes=3 does not divide num_devices=4"):
         relabel(new, old, num_nodes=3)
@@ -95,7 +97,9 @@ def test_balance_is_that_of_a_loop_over_instances():
     devices = np.zeros((2, 4))
     for layer, device in itertools.product(range(2), range(4)):
         for expert in by_device(new, layer)[device]:
-            devices[layer, device] += load[layer, expert] / np.count_nonzero(new.physical_to_logical_map[layer] == expert)
+            devices[layer, device] += load[layer, expert] / np.count_nonzero(
+                new.physical_to_logical_map[layer] == expert
+            )
     assert np.allclose(device_load(load, new), devices)
     ratios = [(sum(row) / 4 + 1e-5) / (max(row) + 1e-5) for row in devices.tolist()]
     assert eplb_balancedness(devices) == pytest.approx(sum(ratios) / 2)

@@ -86,7 +86,9 @@ def test_a_plan_that_follows_another_counts_its_copies(records):
     loose = placement.eplb(stats, num_instances=20, num_devices=4)
     assert plan.epoch == first.epoch + 1
     copies = placement.replay(records, plan, previous=first).copies
-    assert (copies == placement.num_copies(first, plan)).all() and copies.sum() < placement.num_copies(first, loose).sum()
+    assert (copies == placement.num_copies(first, plan)).all() and copies.sum() < placement.num_copies(
+        first, loose
+    ).sum()
     recent = placement.eplb(stats.recent_load, num_instances=20, num_devices=4)
     assert recent.num_instances == 20
 
@@ -109,13 +111,19 @@ def test_a_policy_is_run_as_an_engine_would(records):
     for low in range(0, 265, 4):
         step = rows[low : low + 4]
         hits += [np.isin(step[:, layer], state.residency.experts[layer]).sum() for layer in range(3)]
-        state = state.observe(np.stack([np.bincount(step[:, layer].ravel(), minlength=16) for layer in range(3)]), len(step))
+        state = state.observe(
+            np.stack([np.bincount(step[:, layer].ravel(), minlength=16) for layer in range(3)]), len(step)
+        )
     assert np.allclose(report.hit_ratio, hits / (265 * 4))
     assert state.residency.epoch > 0 and report.copies.sum() >= state.residency.epoch
 
 
 def test_a_trace_of_another_model_is_refused(records):
-    for plan in (Placement.identity(3, 15, 3), ResidencyMap.first(2, 16, 3), AdaptiveResidency.start(ResidencyMap.first(3, 8, 3))):
+    for plan in (
+        Placement.identity(3, 15, 3),
+        ResidencyMap.first(2, 16, 3),
+        AdaptiveResidency.start(ResidencyMap.first(3, 8, 3)),
+    ):
         with pytest.raises(PlacementError, match=re.escape("came for a model of 3 x 16")):
             placement.replay(records, plan)
     other = skewed_record(np.random.default_rng(0), LOGITS[:, :8], 9)

@@ -1,4 +1,5 @@
-"""Residency: the most used are kept, an adaptive map follows a load that moves, coverage is that of caches that were run."""
+"""Residency: the most used are kept, an adaptive map follows a load that moves, coverage is that of caches that were
+run."""
 
 import dataclasses
 import re
@@ -14,15 +15,31 @@ from routed_experts import placement
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.routing_stats import RoutingStats
-from routed_experts.placement import AdaptiveResidency, ExpertCosts, lru_coverage, num_promoted, resident, static_coverage
+from routed_experts.placement import (
+    AdaptiveResidency,
+    ExpertCosts,
+    lru_coverage,
+    num_promoted,
+    resident,
+    static_coverage,
+)
 
 
-@given(st.lists(st.lists(st.integers(0, 5), min_size=6, max_size=6), min_size=1, max_size=3), st.integers(0, 6), st.integers(0, 6**4))
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=6, max_size=6), min_size=1, max_size=3),
+    st.integers(0, 6),
+    st.integers(0, 6**4),
+)
 def test_the_most_used_are_resident_and_those_that_stay_keep_their_slots(load, per_layer, seed):
     before = ResidencyMap.of(
-        np.random.default_rng(seed).permuted(np.tile(np.arange(6), (len(load), 1)), axis=1)[:, :per_layer], num_experts=6, epoch=4
-    )  # fmt: skip
-    anew, follows = resident(np.array(load), per_layer=per_layer), resident(np.array(load), per_layer=per_layer, previous=before)
+        np.random.default_rng(seed).permuted(np.tile(np.arange(6), (len(load), 1)), axis=1)[:, :per_layer],
+        num_experts=6,
+        epoch=4,
+    )
+    anew, follows = (
+        resident(np.array(load), per_layer=per_layer),
+        resident(np.array(load), per_layer=per_layer, previous=before),
+    )
     assert (anew.epoch, follows.epoch) == (0, 5)
     for layer, row in enumerate(load):
         wanted = sorted(sorted(range(6), key=lambda e: (-row[e], e))[:per_layer])
@@ -38,7 +55,9 @@ def test_an_adaptive_map_follows_the_load_within_its_limits():
     state = AdaptiveResidency.start(ResidencyMap.of(np.tile(np.arange(32, 64), (2, 1)), num_experts=64))
     for step in range(1, 49):
         before, state = state.residency, state.observe(load, 40)
-        assert num_promoted(before, state.residency).tolist() == ([8, 8] if step % 8 == 0 and step <= 32 else [0, 0]), step
+        assert num_promoted(before, state.residency).tolist() == ([8, 8] if step % 8 == 0 and step <= 32 else [0, 0]), (
+            step
+        )
         assert state.residency.epoch == min(step // 8, 4)
     assert sorted(state.residency.experts[0].tolist()) == list(range(32))
 
@@ -110,9 +129,15 @@ WRONG = {
         lambda: resident(np.ones((1, 4)), per_layer=2, previous=ResidencyMap.first(1, 4, 3)),
         "per_layer=2, but previous has 3 slots a layer",
     ),
-    "other model": (lambda: resident(np.ones((1, 4)), per_layer=2, previous=ResidencyMap.first(2, 4, 2)), "came for a model of 1 x 4"),
+    "other model": (
+        lambda: resident(np.ones((1, 4)), per_layer=2, previous=ResidencyMap.first(2, 4, 2)),
+        "came for a model of 1 x 4",
+    ),
     "costs": (lambda: ExpertCosts(copy_s=-1.0), "copy_s=-1.0; wanted a finite number of seconds"),
-    "counts": (lambda: AdaptiveResidency.start(ResidencyMap.first(1, 4, 2)).observe(np.ones((1, 5), int), 1), "a model of 1 x 5"),
+    "counts": (
+        lambda: AdaptiveResidency.start(ResidencyMap.first(1, 4, 2)).observe(np.ones((1, 5), int), 1),
+        "a model of 1 x 5",
+    ),
 }
 
 

@@ -40,7 +40,10 @@ PAIRS = {
     "vllm021": (adapters.to_vllm021, lambda pair, origin: adapters.from_vllm021(*pair, origin)),
     "verl": (adapters.to_verl, adapters.from_verl),
     "slime": (adapters.to_slime, adapters.from_slime),
-    "megatron": (adapters.to_megatron, lambda pair, origin: without_last(adapters.from_megatron(pair[0], origin, mask=pair[1]))),
+    "megatron": (
+        adapters.to_megatron,
+        lambda pair, origin: without_last(adapters.from_megatron(pair[0], origin, mask=pair[1])),
+    ),
     "nemo_rl": (adapters.to_nemo_rl, adapters.from_nemo_rl),
     "tunix": (adapters.to_tunix, adapters.from_tunix),
     "maxtext": (adapters.to_maxtext, adapters.from_maxtext),
@@ -89,7 +92,11 @@ def test_a_row_that_is_not_known_stays_where_it_is_not_the_last_tokens():
     rows = np.array(adapters.to_tunix(record))[: record.num_rows]
     rows[-1] = -1
     back = adapters.from_tunix(rows, origin_of(record))
-    assert back.num_rows == record.num_rows and back.valid is not None and back.valid.tolist() == [True] * (record.num_rows - 1) + [False]
+    assert (
+        back.num_rows == record.num_rows
+        and back.valid is not None
+        and back.valid.tolist() == [True] * (record.num_rows - 1) + [False]
+    )
 
 
 def test_tunix_says_it_where_the_caller_knows_that_it_is_heard():
@@ -112,10 +119,14 @@ def test_maxtext_takes_the_ids_of_a_live_forward_for_rows_that_are_not_known():
 
 
 FORMS = {
-    "sglang": (np.int32, (LENGTH - 1, 4, 4), -1), "vllm": (np.uint8, (LENGTH - 1, 4, 4), 0), "verl": (np.int16, (LENGTH - 1, 4, 4), 0),
-    "slime": (np.int32, (LENGTH - 1, 4, 4), 0), "nemo_rl": (np.int32, (LENGTH - 1, 4, 4), 0), "tunix": (np.int16, (LENGTH, 3, 4), None),
+    "sglang": (np.int32, (LENGTH - 1, 4, 4), -1),
+    "vllm": (np.uint8, (LENGTH - 1, 4, 4), 0),
+    "verl": (np.int16, (LENGTH - 1, 4, 4), 0),
+    "slime": (np.int32, (LENGTH - 1, 4, 4), 0),
+    "nemo_rl": (np.int32, (LENGTH - 1, 4, 4), 0),
+    "tunix": (np.int16, (LENGTH, 3, 4), None),
     "maxtext": (np.int32, (LENGTH, 3, 4), None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -141,7 +152,8 @@ def test_megatron_spreads_what_the_router_is_to_choose():
 
 
 def test_the_example_of_the_wire_form():
-    """L = 3, layer 0 dense, K = 2, E = 8, prompt of 3, answer of 2, rows from token 2 on: the 48 bytes that peers send."""
+    """L = 3, layer 0 dense, K = 2, E = 8, prompt of 3, answer of 2, rows from token 2 on: the 48 bytes that peers
+    send."""
     spec = CaptureSpec(num_hidden_layers=3, layer_ids=(1, 2), num_experts=8, top_k=2)
     origin = Origin(spec=spec, num_tokens=5, num_prompt_tokens=3, start=2)
     payload = "//////////8BAAAAAAAAAAcAAAADAAAA//////////8EAAAAAgAAAAUAAAABAAAA"
@@ -178,14 +190,32 @@ def test_a_score_record_gives_slime_what_a_rollout_has():
 
 
 BAD = {
-    "flat of another model": (lambda rows: adapters.from_sglang(np.arange(17), rows), "17 ids are no whole rows of 4 layers x 4 experts"),
-    "columns": (lambda rows: adapters.from_vllm(np.zeros((11, 2, 4), int), rows), "rows have 2 columns; wanted 4, .* or 3"),
-    "slots": (lambda rows: adapters.from_verl(np.zeros((11, 4, 3), int), rows), r"verl: rows are int64\[11, 4, 3\]; wanted integers"),
+    "flat of another model": (
+        lambda rows: adapters.from_sglang(np.arange(17), rows),
+        "17 ids are no whole rows of 4 layers x 4 experts",
+    ),
+    "columns": (
+        lambda rows: adapters.from_vllm(np.zeros((11, 2, 4), int), rows),
+        "rows have 2 columns; wanted 4, .* or 3",
+    ),
+    "slots": (
+        lambda rows: adapters.from_verl(np.zeros((11, 4, 3), int), rows),
+        r"verl: rows are int64\[11, 4, 3\]; wanted integers",
+    ),
     "floats": (lambda rows: adapters.from_tunix(np.zeros((12, 3, 4)), rows), "tunix: rows are float64"),
-    "count": (lambda rows: adapters.from_maxtext(np.zeros((10, 3, 4), int), rows), "maxtext: 10 rows .* wanted 11 or 12"),
-    "prompt": (lambda rows: adapters.from_vllm021(*[np.zeros((5 - 1, 3, 4), int)] * 2, rows), "wanted 5, one a prompt token"),
+    "count": (
+        lambda rows: adapters.from_maxtext(np.zeros((10, 3, 4), int), rows),
+        "maxtext: 10 rows .* wanted 11 or 12",
+    ),
+    "prompt": (
+        lambda rows: adapters.from_vllm021(*[np.zeros((5 - 1, 3, 4), int)] * 2, rows),
+        "wanted 5, one a prompt token",
+    ),
     "layers": (lambda rows: adapters.from_megatron([np.zeros((12, 4), int)] * 2, rows), "megatron: 2 layers; wanted 3"),
-    "torn": (lambda rows: adapters.from_nemo_rl(np.zeros((11, 3, 4), int) - np.eye(4, dtype=int)[1], rows), "row 0: .* -1 in part"),
+    "torn": (
+        lambda rows: adapters.from_nemo_rl(np.zeros((11, 3, 4), int) - np.eye(4, dtype=int)[1], rows),
+        "row 0: .* -1 in part",
+    ),
 }
 
 
@@ -223,7 +253,9 @@ def same(one, other):
 def test_a_verl_batch_comes_back(columns):
     batch = batch_of(record_of(), record_of())
     rows = adapters.batch_to_verl(batch, SPEC, columns=columns)
-    assert rows.dtype == np.int16 and rows.shape == (2, 20, 4 if columns == "all" else 3, 4) and not rows[batch.pad].any()
+    assert (
+        rows.dtype == np.int16 and rows.shape == (2, 20, 4 if columns == "all" else 3, 4) and not rows[batch.pad].any()
+    )
     same(batch, adapters.batch_from_verl(rows, ~batch.pad, SPEC))
     with pytest.raises(RoutingAlignmentError, match="choose all"):
         adapters.batch_to_verl(batch, SPEC, columns="dense")
@@ -241,7 +273,11 @@ def test_maxtext_and_tunix_batches_come_back():
 
 def test_a_token_without_a_row_is_refused_by_sample_and_place_or_stood_in_for():
     batch = batch_of(record_of(), with_gap(record_of(), 7))
-    for to in (lambda b: adapters.batch_to_verl(b, SPEC), adapters.batch_to_maxtext, lambda b: adapters.batch_to_tunix(b, SPEC)):
+    for to in (
+        lambda b: adapters.batch_to_verl(b, SPEC),
+        adapters.batch_to_maxtext,
+        lambda b: adapters.batch_to_tunix(b, SPEC),
+    ):
         with pytest.raises(RoutingAlignmentError, match="sample 1, place 10: the row of this token is not known"):
             to(batch)
     native = random_record(np.random.default_rng(6), 40, last=True).ids.reshape(2, 20, 3, 4)
@@ -259,7 +295,10 @@ def test_a_sample_without_rows_is_refused_where_it_would_drop_the_others():
 
 
 def test_batches_of_other_shapes_are_named():
-    for rows, pad in ((np.zeros((2, 20, 2, 4), int), np.zeros((2, 20), bool)), (np.zeros((2, 20, 3, 4), int), np.zeros((2, 19), bool))):
+    for rows, pad in (
+        (np.zeros((2, 20, 2, 4), int), np.zeros((2, 20), bool)),
+        (np.zeros((2, 20, 3, 4), int), np.zeros((2, 19), bool)),
+    ):
         with pytest.raises(RoutingAlignmentError, match="maxtext: rows are"):
             adapters.batch_from_maxtext(rows, pad, SPEC)
 

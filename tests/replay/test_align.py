@@ -56,7 +56,9 @@ def some_samples(seed, lengths=((9, 4), (24, 10), (1, 1), (17, 0), (12, 12))):
         last = bool(rng.integers(2))
         rows = length - start - (not last)
         valid = rng.random(rows) < 0.7 if index % 2 else None
-        samples.append(Sample(random_record(rng, length, start=start, last=last, valid=valid, prompt_len=prompt), length, prompt))
+        samples.append(
+            Sample(random_record(rng, length, start=start, last=last, valid=valid, prompt_len=prompt), length, prompt)
+        )
     return [*samples, Sample(None, 6, 3)]
 
 
@@ -92,7 +94,10 @@ def test_zigzag_gives_rank_r_its_chunk_and_the_opposite_one(parts):
     straight = align(samples, layout="pad_right", seq_len=32, spec=SPEC)
     turned = align(samples, layout="pad_right", seq_len=32, spec=SPEC, zigzag=parts)
     for rank in range(parts):
-        wanted = [*range(rank * size, (rank + 1) * size), *range((2 * parts - 1 - rank) * size, (2 * parts - rank) * size)]
+        wanted = [
+            *range(rank * size, (rank + 1) * size),
+            *range((2 * parts - 1 - rank) * size, (2 * parts - rank) * size),
+        ]
         here = slice(rank * 2 * size, (rank + 1) * 2 * size)
         assert zigzag_order(32, parts)[here].tolist() == wanted
         for name in ("ids", "valid", "pad"):
@@ -105,7 +110,13 @@ def test_weights_travel_with_their_ids():
     batch = align([Sample(record, 9)], layout="pad_left", seq_len=12, spec=SPEC, weights=True)
     np.testing.assert_array_equal(batch.weights[0, 3:11], record.weights)
     with pytest.raises(RoutingAlignmentError, match="sample 1: the record has no weights"):
-        align([Sample(record, 9), Sample(random_record(rng, 9), 9)], layout="pad_left", seq_len=12, spec=SPEC, weights=True)
+        align(
+            [Sample(record, 9), Sample(random_record(rng, 9), 9)],
+            layout="pad_left",
+            seq_len=12,
+            spec=SPEC,
+            weights=True,
+        )
 
 
 # --- what does not fit
@@ -125,9 +136,15 @@ def of(**other):
 
 
 FAULTS = {
-    "one row too few": (changed()[:8], r"sample 1: 8 rows of tokens \[0, 8\) of a sequence of 10; the sample has 10 tokens, so wanted 9"),
+    "one row too few": (
+        changed()[:8],
+        r"sample 1: 8 rows of tokens \[0, 8\) of a sequence of 10; the sample has 10 tokens, so wanted 9",
+    ),
     "another sample": (random_record(np.random.default_rng(2), 11), "sample 1: 10 rows .* the sample has 10 tokens"),
-    "layers": (of(layer_ids=(0, 1, 2)), r"sample 1: .* layer_ids=\(0, 1, 2\), the model \(1, 2, 3\) \(layers \[0, 3\] differ\)"),
+    "layers": (
+        of(layer_ids=(0, 1, 2)),
+        r"sample 1: .* layer_ids=\(0, 1, 2\), the model \(1, 2, 3\) \(layers \[0, 3\] differ\)",
+    ),
     "top_k": (of(top_k=3), "sample 1: the record has top_k=3, the model 4"),
     "experts": (of(num_experts=32), "sample 1: the record has num_experts=32, the model 16"),
     "depth": (of(num_hidden_layers=5), "sample 1: the record has num_hidden_layers=5"),
@@ -157,7 +174,9 @@ def test_what_stands_in_rows_that_are_not_valid_is_not_looked_at():
 def test_rows_of_weights_that_the_batch_does_not_allow_are_refused():
     record = changed(version_spans=((0, 4, 7), (4, 9, 8)))
     assert align([Sample(record, 10)], layout="pad_right", seq_len=12, spec=SPEC, versions=(7, 8)).valid.sum() == 9
-    with pytest.raises(RoutingAlignmentError, match=r"sample 0, row 0: rows 0 to 3 were routed by weight version 7; .*\[8\]"):
+    with pytest.raises(
+        RoutingAlignmentError, match=r"sample 0, row 0: rows 0 to 3 were routed by weight version 7; .*\[8\]"
+    ):
         align([Sample(record, 10)], layout="pad_right", seq_len=12, spec=SPEC, versions=(8,))
 
 
@@ -166,7 +185,9 @@ def test_another_router_is_refused_and_a_hash_routed_layer_may_repeat():
     with pytest.raises(RoutingAlignmentError, match="router=def, the model abc"):
         align([Sample(changed(router="def"), 10)], layout="pad_right", seq_len=12, spec=spec)
     twice = changed((5, 1), [7, 2, 9, 7])
-    assert align([Sample(twice, 10)], layout="pad_right", seq_len=12, spec=SPEC, repeats_in_layers=(2,)).valid.sum() == 9
+    assert (
+        align([Sample(twice, 10)], layout="pad_right", seq_len=12, spec=SPEC, repeats_in_layers=(2,)).valid.sum() == 9
+    )
 
 
 WORDS = {
@@ -178,9 +199,18 @@ WORDS = {
     "negative zigzag": (dict(zigzag=-1), "zigzag=-1 must be"),
     "none": (dict(samples=[]), "samples is empty"),
     "tokens": (dict(samples=[Sample(None, 0)]), "sample 0: num_tokens=0"),
-    "prompt": (dict(samples=[Sample(None, 3, 4)]), "sample 0: prompt_len=4 must be an integer of at least 0 and at most 3"),
-    "prompt_missing": (dict(layout="pad_both", prompt_width=4, samples=[Sample(None, 3)]), "sample 0: prompt_len is missing"),
-    "full": (dict(layout="packed", samples=[Sample(None, 12), Sample(None, 1)]), "sample 1 begins at place 12 of a row of 12"),
+    "prompt": (
+        dict(samples=[Sample(None, 3, 4)]),
+        "sample 0: prompt_len=4 must be an integer of at least 0 and at most 3",
+    ),
+    "prompt_missing": (
+        dict(layout="pad_both", prompt_width=4, samples=[Sample(None, 3)]),
+        "sample 0: prompt_len is missing",
+    ),
+    "full": (
+        dict(layout="packed", samples=[Sample(None, 12), Sample(None, 1)]),
+        "sample 1 begins at place 12 of a row of 12",
+    ),
 }
 
 
@@ -210,7 +240,8 @@ def test_a_prompt_that_is_not_the_records_is_refused():
 
 
 def test_reading_and_cutting_rows_copies_none():
-    """What is read looks into the bytes that came, and so does every slice; alignment writes them once, into the batch."""
+    """What is read looks into the bytes that came, and so does every slice; alignment writes them once, into the
+    batch."""
     record = random_record(np.random.default_rng(5), 400)
     encoded = npy_bytes(record.ids)
     read = record_from_npy(encoded, sidecar_of(record, payload_format="npy").to_json())

@@ -1,4 +1,5 @@
-"""Balance statistics against loops in NumPy: every routing law, executed and native choice, padding left out; the loss and its gradient."""
+"""Balance statistics against loops in NumPy: every routing law, executed and native choice, padding left out; the loss
+and its gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,11 @@ def test_a_layer_counts_what_a_loop_counts(law, on):
     told = jax.jit(run)(logits, bias.astype(np.float32), replayed, valid, counted)
     counts, sums = np.zeros(spec.num_experts, int), np.zeros(spec.num_experts)
     for n in np.flatnonzero(counted):
-        for expert in replayed[n] if valid[n] and on == "executed" else live_ids(logits[n].astype(np.float64).tolist(), bias, spec)[1]:
+        for expert in (
+            replayed[n]
+            if valid[n] and on == "executed"
+            else live_ids(logits[n].astype(np.float64).tolist(), bias, spec)[1]
+        ):
             counts[expert] += 1
         sums += spread(logits[n].astype(np.float64), spec)
     np.testing.assert_array_equal(told.counts, [0 * counts, counts])
@@ -58,15 +63,22 @@ def test_a_layer_counts_what_a_loop_counts(law, on):
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    opened = ModelFolder.open(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), num_hidden_layers=3, tokenizer=False))
+    opened = ModelFolder.open(
+        write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), num_hidden_layers=3, tokenizer=False)
+    )
     return opened.config.capture_spec, *nnx.split(opened.load(jnp.dtype("float32")))
 
 
 def test_a_forward_counts_its_own_ids_without_padding_and_the_loss_reaches_routers_alone(parts):
     spec, graphdef, state = parts
     rng = np.random.default_rng(2)
-    tokens, pad = jnp.asarray(rng.integers(0, VOCAB_SIZE, SHAPE), jnp.int32), np.arange(SHAPE[1]) >= np.array([[12], [7]])
-    ids = rng.permuted(np.tile(np.arange(spec.num_experts, dtype=np.uint8), (*SHAPE, spec.num_moe_layers, 1)), axis=-1)[..., : spec.top_k]
+    tokens, pad = (
+        jnp.asarray(rng.integers(0, VOCAB_SIZE, SHAPE), jnp.int32),
+        np.arange(SHAPE[1]) >= np.array([[12], [7]]),
+    )
+    ids = rng.permuted(np.tile(np.arange(spec.num_experts, dtype=np.uint8), (*SHAPE, spec.num_moe_layers, 1)), axis=-1)[
+        ..., : spec.top_k
+    ]
     routed = RoutedBatch(jnp.asarray(ids), jnp.asarray(~pad & (rng.random(SHAPE) < 0.5)), jnp.asarray(pad))
 
     def loss(state, on, remat):
@@ -82,7 +94,9 @@ def test_a_forward_counts_its_own_ids_without_padding_and_the_loss_reaches_route
     assert not np.array_equal(live.balance.counts, out.balance.counts) and int(out.balance.num_tokens) == np.sum(~pad)
     np.testing.assert_array_equal(live.balance.counts.sum(axis=1), [np.sum(~pad) * spec.top_k] * spec.num_moe_layers)
     np.testing.assert_allclose(live.balance.probabilities, out.balance.probabilities, atol=1e-6)
-    assert np.all(np.isfinite(plain["runs"][1]["router"][...])) and np.all(np.any(plain["runs"][1]["router"][...] != 0, axis=(1, 2)))
+    assert np.all(np.isfinite(plain["runs"][1]["router"][...])) and np.all(
+        np.any(plain["runs"][1]["router"][...] != 0, axis=(1, 2))
+    )
     assert not np.any(plain["head"][...]), "nothing of the logits is in it"
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(remat), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
@@ -90,6 +104,8 @@ def test_a_forward_counts_its_own_ids_without_padding_and_the_loss_reaches_route
 
 def test_another_choice_of_what_is_counted_is_refused(parts):
     _, graphdef, state = parts
-    with pytest.raises(InvalidRequestError, match="balance_on='both' is unknown; choose executed, native or None") as caught:
+    with pytest.raises(
+        InvalidRequestError, match="balance_on='both' is unknown; choose executed, native or None"
+    ) as caught:
         forward(nnx.merge(graphdef, state), jnp.zeros(SHAPE, jnp.int32), balance_on="both")
     assert caught.value.param == "balance_on"

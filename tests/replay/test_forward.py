@@ -1,4 +1,5 @@
-"""The training forward: replay is bitwise where it must be, reaches the router where it should, and agrees with the engine."""
+"""The training forward: replay is bitwise where it must be, reaches the router where it should, and agrees with the
+engine."""
 
 import functools
 
@@ -22,7 +23,9 @@ LENGTH, LAYERS, MOE_LAYERS, EXPERTS, TOP_K = 12, 3, 2, 16, 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), num_hidden_layers=LAYERS, tokenizer=False, hidden_size=32)
+    return write_tiny_checkpoint(
+        tmp_path_factory.mktemp("tiny"), num_hidden_layers=LAYERS, tokenizer=False, hidden_size=32
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +61,15 @@ def random_tokens(batch=2, length=LENGTH, seed=0):
 def drifted_ids(tokens, seed=1):
     """Distinct random experts in random order, for every token and MoE layer."""
     rng = np.random.default_rng(seed)
-    return rng.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (*tokens.shape, MOE_LAYERS, 1)), axis=-1)[..., :TOP_K]
+    return rng.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (*tokens.shape, MOE_LAYERS, 1)), axis=-1)[
+        ..., :TOP_K
+    ]
 
 
 def routed_batch(ids, valid=True, pad=False):
-    return RoutedBatch(jnp.asarray(ids, jnp.uint8), *(jnp.asarray(np.broadcast_to(flags, ids.shape[:2])) for flags in (valid, pad)))
+    return RoutedBatch(
+        jnp.asarray(ids, jnp.uint8), *(jnp.asarray(np.broadcast_to(flags, ids.shape[:2])) for flags in (valid, pad))
+    )
 
 
 def some_rows(tokens, seed=2):
@@ -120,9 +127,12 @@ def test_new_ids_and_new_flags_trace_nothing(run):
 
 @pytest.fixture(scope="module")
 def value_and_grad(parts):
-    """The mean negative log probability of each next token, and its gradient in all weights; one program for each form."""
+    """The mean negative log probability of each next token, and its gradient in all weights; one program for each
+    form."""
 
-    @functools.partial(jax.jit, static_argnames="remat", compiler_options=cheaply.OPTIONS)  # gradients are compared with a tolerance
+    @functools.partial(
+        jax.jit, static_argnames="remat", compiler_options=cheaply.OPTIONS
+    )  # gradients are compared with a tolerance
     def compute(state, tokens, routed=None, *, remat=False):
         def loss(state):
             logits = forward(nnx.merge(parts[0], state), tokens, routed=routed, remat=remat).logits[:, :-1]
@@ -143,7 +153,9 @@ def assert_close(one, other, atol):
 def test_gradients_with_and_without_remat_agree(parts, value_and_grad, replay):
     tokens = random_tokens(seed=7)
     routed = routed_batch(drifted_ids(tokens), valid=some_rows(tokens)) if replay else None
-    (plain_loss, plain), (remat_loss, remat) = (value_and_grad(parts[1], tokens, routed, remat=remat) for remat in (False, True))
+    (plain_loss, plain), (remat_loss, remat) = (
+        value_and_grad(parts[1], tokens, routed, remat=remat) for remat in (False, True)
+    )
     assert float(plain_loss) == pytest.approx(float(remat_loss), abs=1e-6)
     assert_close(plain, remat, 1e-6)
 
@@ -174,8 +186,10 @@ def test_drifted_ids_give_every_router_a_gradient_that_is_a_finite_difference(pa
         assert length > 1e-4, kind
         losses = []
         for sign in (1.0, -1.0):
-            flat = [(path, leaf.replace(leaf[...] + np.float32(sign * step / length) * moved[".".join(map(str, path))]))
-                    for path, leaf in nnx.to_flat_state(parts[1])]  # fmt: skip
+            flat = [
+                (path, leaf.replace(leaf[...] + np.float32(sign * step / length) * moved[".".join(map(str, path))]))
+                for path, leaf in nnx.to_flat_state(parts[1])
+            ]
             losses.append(float(value_and_grad(nnx.from_flat_state(flat), tokens, routed)[0]))
         assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(length, rel=0.03, abs=2e-4), kind
 
@@ -207,7 +221,11 @@ def test_places_without_a_token_change_no_token(run, side):
     wide_valid[:, before : 12 - after] = valid
     for filler in (0, 77):
         wide = jnp.full((1, 12), filler, jnp.int32).at[:, before : 12 - after].set(tokens)
-        padded = run(wide, routed_batch(wide_ids, valid=wide_valid, pad=pad), positions=jnp.arange(12, dtype=jnp.int32)[None] - before)
+        padded = run(
+            wide,
+            routed_batch(wide_ids, valid=wide_valid, pad=pad),
+            positions=jnp.arange(12, dtype=jnp.int32)[None] - before,
+        )
         np.testing.assert_allclose(padded.logits[:, before : 12 - after], alone.logits, atol=1e-4)
         assert np.array_equal(padded.ids[:, before : 12 - after], alone.ids)
         assert np.all(np.isfinite(padded.logits))
@@ -224,8 +242,17 @@ def test_a_sequence_does_not_see_the_others_of_its_batch_nor_what_comes_later(ru
 
 
 def test_the_engine_and_the_forward_say_the_same_logprobs_and_rows(folder, run):
-    prompts = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist() for seed, length in ((0, 3), (1, 21), (2, 40))]
-    sizes = dict(precompile_bs_paddings=(4,), precompile_token_paddings=(32,), page_size=8, max_total_tokens=256, context_length=64)
+    prompts = [
+        np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
+        for seed, length in ((0, 3), (1, 21), (2, 40))
+    ]
+    sizes = dict(
+        precompile_bs_paddings=(4,),
+        precompile_token_paddings=(32,),
+        page_size=8,
+        max_total_tokens=256,
+        context_length=64,
+    )
     with Engine(str(folder), skip_tokenizer_init=True, enable_return_routed_experts=True, **sizes) as engine:
         asked = dict(return_logprob=True, logprob_start_len=0, return_routed_experts=True)
         sampling = {"temperature": 0.9, "seed": 7, "max_tokens": 8, "ignore_eos": True}
@@ -235,7 +262,11 @@ def test_the_engine_and_the_forward_say_the_same_logprobs_and_rows(folder, run):
         meta, tokens = result["meta_info"], [*prompt, *result["output_ids"]]
         rows = extract_routed_experts_from_meta_info(result).reshape(-1, LAYERS, TOP_K)[:, 1:]
         assert len(rows) == len(tokens) - 1
-        ids, valid, pad = np.full((1, 48, *rows.shape[1:]), 255), np.arange(48)[None] < len(rows), np.arange(48)[None] >= len(tokens)
+        ids, valid, pad = (
+            np.full((1, 48, *rows.shape[1:]), 255),
+            np.arange(48)[None] < len(rows),
+            np.arange(48)[None] >= len(tokens),
+        )
         ids[0, : len(rows)] = rows
         padded = jnp.zeros((1, 48), jnp.int32).at[0, : len(tokens)].set(jnp.asarray(tokens, jnp.int32))
         trained = run(padded, routed_batch(ids, valid=valid, pad=pad))

@@ -1,7 +1,9 @@
-"""Replay for every law of routing, on a stack of sparse layers as decoders run them: scanned, recorded on the tape, rematerialised.
+"""Replay for every law of routing, on a stack of sparse layers as decoders run them: scanned, recorded on the tape,
+rematerialised.
 
-C1 executed == forced; C2 self-replay is bitwise; C3 no valid row is live, bitwise; C4 remat changes no gradient; C5 drifted ids
-give the router a gradient; C6 nothing is traced again. Whole models of every family are judged in tests/models/test_families.py."""
+C1 executed == forced; C2 self-replay is bitwise; C3 no valid row is live, bitwise; C4 remat changes no gradient; C5
+drifted ids give the router a gradient; C6 nothing is traced again. Whole models of every family are judged in
+tests/models/test_families.py."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +44,9 @@ def params_of(spec, seed=0):
 def stack(params, x, routed, spec, remat):
     """Residual sparse layers over x [N, D]; gives what leaves the last, and the tape."""
     kernels = Kernels(moe=MOE_BACKENDS["reference"])
-    capture = CaptureSpec(num_hidden_layers=LAYERS, layer_ids=tuple(range(LAYERS)), num_experts=spec.num_experts, top_k=spec.top_k)
+    capture = CaptureSpec(
+        num_hidden_layers=LAYERS, layer_ids=tuple(range(LAYERS)), num_experts=spec.num_experts, top_k=spec.top_k
+    )
 
     def layer(carry, scanned):
         x, tape = carry
@@ -57,7 +61,9 @@ def stack(params, x, routed, spec, remat):
 
     columns = jnp.arange(LAYERS, dtype=jnp.int32)
     body = rematerialised(layer) if remat else layer
-    (x, tape), _ = jax.lax.scan(body, (x, RoutingTape.start(TOKENS, capture)), (columns, params, layers_of(routed, 0, LAYERS)))
+    (x, tape), _ = jax.lax.scan(
+        body, (x, RoutingTape.start(TOKENS, capture)), (columns, params, layers_of(routed, 0, LAYERS))
+    )
     return x, tape
 
 
@@ -92,7 +98,9 @@ def inputs(seed=0):
 
 def drifted(spec, seed=1, valid=None):
     rng = np.random.default_rng(seed)
-    ids = rng.permuted(np.tile(np.arange(spec.num_experts, dtype=np.uint8), (TOKENS, LAYERS, 1)), axis=-1)[..., : spec.top_k]
+    ids = rng.permuted(np.tile(np.arange(spec.num_experts, dtype=np.uint8), (TOKENS, LAYERS, 1)), axis=-1)[
+        ..., : spec.top_k
+    ]
     return TokenRouting(jnp.asarray(ids), jnp.asarray(np.ones(TOKENS, bool) if valid is None else valid))
 
 
@@ -116,7 +124,12 @@ def test_self_replay_and_replay_of_nothing_are_live_by_the_bit(world):
     params, x = params_of(spec), inputs(3)
     live, ids, missed = run(params, x, None)
     assert not np.any(missed)
-    for rows, valid in ((ids, np.ones(TOKENS)), (ids, some()), (ids * 0, np.zeros(TOKENS)), (ids * 0 + 255, np.zeros(TOKENS))):
+    for rows, valid in (
+        (ids, np.ones(TOKENS)),
+        (ids, some()),
+        (ids * 0, np.zeros(TOKENS)),
+        (ids * 0 + 255, np.zeros(TOKENS)),
+    ):
         again, executed, missed = run(params, x, TokenRouting(jnp.asarray(rows, jnp.uint8), jnp.asarray(valid, bool)))
         assert np.array_equal(again, live) and np.array_equal(executed, ids) and not np.any(missed)
 

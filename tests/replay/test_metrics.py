@@ -27,11 +27,16 @@ def test_the_report_says_what_a_loop_says():
     d = [train[at] - rollout[at] for at in np.ndindex(SHAPE) if mask[at]]
     mean = lambda values: math.fsum(values) / len(d)  # noqa: E731
     wanted = dict(
-        num_tokens=len(d), k1=mean([-x for x in d]), k3=mean([math.exp(x) - 1 - x for x in d]),
-        k3_reverse=mean([math.exp(-x) - 1 + x for x in d]), mean_abs=mean([abs(x) for x in d]), max_abs=max(abs(x) for x in d),
-        f_1_1=mean([max(math.exp(x), math.exp(-x)) > 1.1 for x in d]), f_2=mean([max(math.exp(x), math.exp(-x)) > 2 for x in d]),
+        num_tokens=len(d),
+        k1=mean([-x for x in d]),
+        k3=mean([math.exp(x) - 1 - x for x in d]),
+        k3_reverse=mean([math.exp(-x) - 1 + x for x in d]),
+        mean_abs=mean([abs(x) for x in d]),
+        max_abs=max(abs(x) for x in d),
+        f_1_1=mean([max(math.exp(x), math.exp(-x)) > 1.1 for x in d]),
+        f_2=mean([max(math.exp(x), math.exp(-x)) > 2 for x in d]),
         mult_prob_error=mean([math.exp(abs(x)) for x in d]),
-    )  # fmt: skip
+    )
     for name, value in wanted.items():
         assert getattr(report, name) == pytest.approx(value, rel=1e-12), name
     assert 0 < report.f_1_1 < 1 and report.k3_low < report.k3 < report.k3_high
@@ -99,7 +104,11 @@ BAD = {
     "nan": (lambda r, t, m: (r, np.where(m, np.nan, t), m), {}, "train_logprobs"),
     "probabilities": (lambda r, t, m: (np.exp(r), t, m), {}, "rollout_logprobs"),
     "misses alone": (lambda r, t, m: (r, t, m), {"slot_miss": np.zeros((*SHAPE, 3))}, "slot_miss"),
-    "misses of another": (lambda r, t, m: (r, t, m), {"slot_miss": np.zeros((1, 2, 3)), "routed": batch()[0]}, "slot_miss"),
+    "misses of another": (
+        lambda r, t, m: (r, t, m),
+        {"slot_miss": np.zeros((1, 2, 3)), "routed": batch()[0]},
+        "slot_miss",
+    ),
     "lags": (lambda r, t, m: (r, t, m), {"versions": np.zeros(SHAPE)}, "versions"),
 }
 
@@ -121,7 +130,12 @@ def test_the_gate_raises_above_its_limit_and_for_what_is_no_number(caplog):
     with caplog.at_level(logging.WARNING):
         assert CanaryGate(limit=0.1, action="log")(0.2) == 0.2
     assert "canary=0.2" in caplog.text
-    for said, param in ((dict(limit=0), "limit"), (dict(limit=True), "limit"), (dict(limit=2.0), "limit"), (dict(action="stop"), "action")):
+    for said, param in (
+        (dict(limit=0), "limit"),
+        (dict(limit=True), "limit"),
+        (dict(limit=2.0), "limit"),
+        (dict(action="stop"), "action"),
+    ):
         with pytest.raises(InvalidRequestError) as caught:
             CanaryGate(**said)
         assert caught.value.param == param

@@ -1,7 +1,7 @@
 """The effect, end to end: the demo model generates in bfloat16 and is trained in float32, with and without replay.
 
-C7: replay takes at least half of the mismatch away. C8: every fault that was met in the field raises or trips the gate. C9: rows
-that are not known cost next to nothing, because the live router takes them."""
+C7: replay takes at least half of the mismatch away. C8: every fault that was met in the field raises or trips the gate.
+C9: rows that are not known cost next to nothing, because the live router takes them."""
 
 import dataclasses
 
@@ -27,7 +27,8 @@ TEXT = "Once upon a time there was a sea captain who counted the stars. What is 
 
 
 class World:
-    """A rollout in bfloat16 by the engine, and its judge: the forward pass of training, in float32, with the same weights."""
+    """A rollout in bfloat16 by the engine, and its judge: the forward pass of training, in float32, with the same
+    weights."""
 
     def __init__(self, folder, prompts_of, choices=1):
         opened = ModelFolder.open(folder)
@@ -35,14 +36,22 @@ class World:
         self._graphdef, self._state = nnx.split(opened.load(jnp.dtype("float32")))
         count = NUM_SAMPLES * choices
         sizes = dict(precompile_bs_paddings=(count,), precompile_token_paddings=(768,), max_total_tokens=160 * count)
-        with Engine(str(folder), dtype="bfloat16", enable_return_routed_experts=True, context_length=256, **sizes) as engine:
+        with Engine(
+            str(folder), dtype="bfloat16", enable_return_routed_experts=True, context_length=256, **sizes
+        ) as engine:
             prompts = prompts_of(engine)
             sampling = {"temperature": 1.0, "seed": 1, "n": choices, "max_tokens": NEW_TOKENS, "ignore_eos": True}
-            results = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True, return_routed_experts=True)
+            results = engine.generate(
+                input_ids=prompts, sampling_params=sampling, return_logprob=True, return_routed_experts=True
+            )
         prompts = [prompt for prompt in prompts for _ in range(choices)]
         self.records = [record_from_meta_info(result) for result in results]
-        self._tokens = jnp.asarray([[*prompt, *result["output_ids"]] for prompt, result in zip(prompts, results, strict=True)], jnp.int32)
-        self._said = np.array([[value for value, _, _ in result["meta_info"]["output_token_logprobs"]] for result in results])
+        self._tokens = jnp.asarray(
+            [[*prompt, *result["output_ids"]] for prompt, result in zip(prompts, results, strict=True)], jnp.int32
+        )
+        self._said = np.array(
+            [[value for value, _, _ in result["meta_info"]["output_token_logprobs"]] for result in results]
+        )
         self._score = jax.jit(self._traced)
 
     def _traced(self, state, routed):
@@ -88,7 +97,9 @@ def demo():
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """Random weights, six layers of 32 experts: routers are near a tie more often than trained ones."""
-    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("wide"), dtype="bfloat16", num_hidden_layers=6, num_experts=32)
+    folder = write_tiny_checkpoint(
+        tmp_path_factory.mktemp("wide"), dtype="bfloat16", num_hidden_layers=6, num_experts=32
+    )
     return World(folder, lambda engine: np.random.default_rng(1).integers(3, 313, (NUM_SAMPLES, PROMPT_LEN)).tolist())
 
 
@@ -100,7 +111,9 @@ def replayed(demo):
 def shown(live, report, value):
     for name, one in (("live", live), ("replayed", report)):
         print(f"{name}: k3 {one.k3:.2e} [{one.k3_low:.1e}, {one.k3_high:.1e}]")
-    print(f"max |d| {live.max_abs:.3f} -> {report.max_abs:.3f}, F(1.1) {live.f_1_1:.2%} -> {report.f_1_1:.2%}, canary {value:.2%}")
+    print(
+        f"max |d| {live.max_abs:.3f} -> {report.max_abs:.3f}, F(1.1) {live.f_1_1:.2%} -> {report.f_1_1:.2%}, canary {value:.2%}"
+    )
 
 
 def test_replay_takes_at_least_half_of_the_mismatch_away(wide):

@@ -1,5 +1,5 @@
-"""Live is a replay in which no row is valid: the same operations in training, the same program in serving. So what they round
-they round alike, whatever a compiler fuses."""
+"""Live is a replay in which no row is valid: the same operations in training, the same program in serving. So what they
+round they round alike, whatever a compiler fuses."""
 
 import collections
 import functools
@@ -24,7 +24,9 @@ SHAPE = (2, 12)
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    opened = ModelFolder.open(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), num_hidden_layers=3, tokenizer=False))
+    opened = ModelFolder.open(
+        write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), num_hidden_layers=3, tokenizer=False)
+    )
     return opened.config.capture_spec, *nnx.split(opened.load(jnp.dtype("bfloat16")))
 
 
@@ -45,7 +47,11 @@ def test_live_and_replayed_training_have_the_same_operations(parts, options):
     nothing = align([Sample(None, SHAPE[1], 1)] * SHAPE[0], layout="pad_right", seq_len=SHAPE[1], spec=parts[0])
     live, replayed = operations(parts, None, **options), operations(parts, nothing, **options)
     more, fewer = live - replayed, replayed - live
-    assert not fewer and set(more) <= {"stablehlo.optimization_barrier", "stablehlo.constant", "stablehlo.broadcast_in_dim"}
+    assert not fewer and set(more) <= {
+        "stablehlo.optimization_barrier",
+        "stablehlo.constant",
+        "stablehlo.broadcast_in_dim",
+    }
     assert more["stablehlo.optimization_barrier"] == 1, "the rows that nobody gave are hidden from the compiler"
 
 
@@ -67,7 +73,9 @@ def test_scores_are_one_program_and_the_same_by_the_bit(tmp_path, dtype):
     """By the kernels that serve: live, on the rows that the live score gave, and on rows of which none is valid."""
     sequences = [np.random.default_rng(length).integers(0, VOCAB_SIZE, length).tolist() for length in (40, 33, 9)]
     folder = write_tiny_checkpoint(tmp_path, tokenizer=False)
-    with Engine(str(folder), dtype=dtype, skip_tokenizer_init=True, enable_return_routed_experts=True, **SMALL) as engine:
+    with Engine(
+        str(folder), dtype=dtype, skip_tokenizer_init=True, enable_return_routed_experts=True, **SMALL
+    ) as engine:
         live = engine.score(sequences)
         programs = engine._scorer._forward._cache_size()
         rows = [out.routed_experts for out in live]

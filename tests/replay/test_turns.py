@@ -32,7 +32,9 @@ def conversations(draw):
     history, turns = rng.integers(0, 3, draw(st.integers(1, 6))), []
     for version in range(draw(st.integers(1, 4))):
         cut = draw(st.integers(1, history.size))
-        history = np.concatenate([history[:cut] if draw(st.booleans()) else history, rng.integers(0, 3, draw(st.integers(0, 5)))])
+        history = np.concatenate(
+            [history[:cut] if draw(st.booleans()) else history, rng.integers(0, 3, draw(st.integers(0, 5)))]
+        )
         last = draw(st.booleans()) or history.size == 1
         start = draw(st.integers(0, history.size - 1))
         rows = history.size - start - (not last)
@@ -46,7 +48,9 @@ def conversations(draw):
 def test_the_first_writer_of_each_token_wins(conversation):
     turns, tokens = conversation
     merged, rows = merge_turns(turns, tokens), expected(turns, tokens)
-    assert merged.num_tokens == tokens.size and merged.start == min(tokens.size - 1, *(record.start for _, record in turns))
+    assert merged.num_tokens == tokens.size and merged.start == min(
+        tokens.size - 1, *(record.start for _, record in turns)
+    )
     valid = np.ones(merged.num_rows, bool) if merged.valid is None else merged.valid
     assert {merged.start + place for place in np.flatnonzero(valid)} == set(rows)
     versions = {t: version for low, high, version in merged.version_spans for t in range(low, high)}

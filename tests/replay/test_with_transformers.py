@@ -1,4 +1,5 @@
-"""Replay beside an independent trainer: transformers, its routers made to run the same rows, gives this package's logprobs."""
+"""Replay beside an independent trainer: transformers, its routers made to run the same rows, gives this package's
+logprobs."""
 
 import importlib.util
 from pathlib import Path
@@ -19,7 +20,9 @@ SHAPE, VOCAB = (3, 24), 50
 
 def trainer_of(model):
     """Of benchmarks/hf_trainer.py, by its path: that folder on the search path would hide packages of tests."""
-    found = importlib.util.spec_from_file_location("hf_trainer", Path(__file__).parents[2] / "benchmarks" / "hf_trainer.py")
+    found = importlib.util.spec_from_file_location(
+        "hf_trainer", Path(__file__).parents[2] / "benchmarks" / "hf_trainer.py"
+    )
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module.Trainer(model, torch.float32)
@@ -39,7 +42,9 @@ def test_forced_rows_give_the_same_logprobs_and_misses(renormalize):
         theirs = trainer.logprobs(tokens)
         batch = RoutedBatch(jnp.asarray(ids), jnp.asarray(flags), jnp.zeros(SHAPE, bool))
         out = forward(wide, jnp.asarray(tokens, jnp.int32), routed=batch)
-        ours = np.take_along_axis(np.asarray(jax.nn.log_softmax(out.logits[:, :-1])), tokens[:, 1:, None], axis=-1)[..., 0]
+        ours = np.take_along_axis(np.asarray(jax.nn.log_softmax(out.logits[:, :-1])), tokens[:, 1:, None], axis=-1)[
+            ..., 0
+        ]
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
         share = np.asarray(out.slot_miss)[flags].mean(axis=0) / 2 if flags.any() else np.zeros(2)
         np.testing.assert_allclose([float(value) for value in missed], share, atol=1e-6)

@@ -18,7 +18,8 @@ from routed_experts.scheduling.schedule_batch import Req, Row
 
 PAGE, CONTEXT, VOCAB, LIMIT = 4, 32, 97, 6
 BUCKETS = Buckets.of(
-    ServerArgs(page_size=PAGE, precompile_bs_paddings=(2, LIMIT), precompile_token_paddings=(8, 64)), context_length=CONTEXT
+    ServerArgs(page_size=PAGE, precompile_bs_paddings=(2, LIMIT), precompile_token_paddings=(8, 64)),
+    context_length=CONTEXT,
 )
 
 
@@ -45,7 +46,8 @@ def running(builder, table, *, prompt_len=6, generated=0, pages=None, asks=True,
 
 @st.composite
 def row_plans(draw):
-    """(prompt length, generated, start, count, pending) of up to LIMIT rows; a pending row feeds a token nobody has read."""
+    """(prompt length, generated, start, count, pending) of up to LIMIT rows; a pending row feeds a token nobody has
+    read."""
     plans = []
     for _ in range(draw(st.integers(1, LIMIT))):
         prompt_len, generated = draw(st.integers(1, 16)), draw(st.integers(0, 7))
@@ -85,19 +87,30 @@ def test_arrays_equal_a_loop_over_tokens(planned):
         assert not padded[total:].any()
     ends = np.cumsum([row.count for row in rows])
     assert batch.query_starts.tolist() == [0, *ends, *[total] * (batch.request_slots.size - len(rows))]
-    assert batch.seq_lens[: len(rows)].tolist() == [row.start + row.count for row in rows] and not batch.seq_lens[len(rows) :].any()
+    assert (
+        batch.seq_lens[: len(rows)].tolist() == [row.start + row.count for row in rows]
+        and not batch.seq_lens[len(rows) :].any()
+    )
     assert np.array_equal(batch.page_table[: len(rows)], pages[: len(rows)]) and not batch.page_table[len(rows) :].any()
     assert batch.request_slots[len(rows) :].tolist() == [0] * (batch.request_slots.size - len(rows))
     assert batch.samples == tuple(row.samples for row in rows)
-    assert (batch.token_ids.size, batch.request_slots.size) == BUCKETS.shape(total, len(rows), all_decode=all_single)[1:]
+    assert (batch.token_ids.size, batch.request_slots.size) == BUCKETS.shape(total, len(rows), all_decode=all_single)[
+        1:
+    ]
 
 
 def test_parameters_of_each_row_stand_in_its_columns_and_padding_is_neutral():
     builder, table = make_builder()
     given_ = {
-        "temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "top_k": 7, "presence_penalty": 1.5, "frequency_penalty": -0.5,
-        "repetition_penalty": 2.0, "seed": (5 << 32) + 9,
-    }  # fmt: skip
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "top_k": 7,
+        "presence_penalty": 1.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 2.0,
+        "seed": (5 << 32) + 9,
+    }
     req = running(builder, table, choice=3, **given_)
     plain = running(builder, table, temperature=0.0, pages=range(11, 19))
     sampling = builder.build([Row(plain, 0, 6, True), Row(req, 0, 6, True)], step=0).sampling
@@ -106,7 +119,10 @@ def test_parameters_of_each_row_stand_in_its_columns_and_padding_is_neutral():
     assert (int(sampling.top_k[1]), int(sampling.choice[1]), int(sampling.prompt_len[1])) == (7, 3, 6)
     assert sampling.seed[1].tolist() == [5, 9] and sampling.position[:2].tolist() == [6, 6]
     for row in (0, 2):  # greedy, and padding
-        neutral = [float(getattr(sampling, name)[row]) for name in ("temperature", "presence", "frequency", "repetition", "top_p", "min_p")]
+        neutral = [
+            float(getattr(sampling, name)[row])
+            for name in ("temperature", "presence", "frequency", "repetition", "top_p", "min_p")
+        ]
         assert neutral == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
 
 
@@ -117,8 +133,8 @@ def everything_of(batch):
 
 
 def test_what_steps_of_the_same_requests_share_is_made_anew_for_others_in_their_slots():
-    """Each step equals that of a builder that built no step before: prompts, then the same rows again, in another order, fewer, and after
-    another request was given the slot of one of them."""
+    """Each step equals that of a builder that built no step before: prompts, then the same rows again, in another
+    order, fewer, and after another request was given the slot of one of them."""
     builder, table = make_builder()
     first = running(builder, table, temperature=0.5, seed=3)
     second = running(builder, table, temperature=0.25, top_k=4, asks=False, pages=range(11, 19))
@@ -171,7 +187,12 @@ def test_bias_holds_what_was_asked_and_stops_until_min_tokens_are_there():
     other = running(builder, table, pages=range(11, 19))
     sampling = builder.build([Row(req, 0, 6, True), Row(other, 0, 6, True)], step=0).sampling
     assert sampling.bias_ids.shape == (LIMIT, MAX_BIAS)
-    assert sampling.bias_ids[0, :4].tolist() == [7, 4, 9, VOCAB] and sampling.bias_values[0, :4].tolist() == [2.5, -np.inf, -np.inf, 0.0]
+    assert sampling.bias_ids[0, :4].tolist() == [7, 4, 9, VOCAB] and sampling.bias_values[0, :4].tolist() == [
+        2.5,
+        -np.inf,
+        -np.inf,
+        0.0,
+    ]
     assert (sampling.bias_ids[1:] == VOCAB).all() and not sampling.bias_values[1:].any()
     req.num_known, req.num_pending = req.prompt_len + 1, 1  # two tokens are there, one of them not read yet
     sampling = builder.build([Row(req, 7, 1, True)], step=1).sampling

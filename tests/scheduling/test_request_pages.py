@@ -10,7 +10,9 @@ PAGE = 4
 
 
 def make_pages(num_pages=8, *, cache=True):
-    return RequestPages(num_pages=num_pages + 1, page_size=PAGE, num_request_slots=4, table_width=8, use_prefix_cache=cache)
+    return RequestPages(
+        num_pages=num_pages + 1, page_size=PAGE, num_request_slots=4, table_width=8, use_prefix_cache=cache
+    )
 
 
 def admitted(pages, prompt, *, space=None, spare=0, **named):

@@ -1,4 +1,5 @@
-"""Who goes next: single facts of the policy, without a device. The random life of many requests is test_scheduler_machine.py."""
+"""Who goes next: single facts of the policy, without a device. The random life of many requests is
+test_scheduler_machine.py."""
 
 import numpy as np
 import pytest
@@ -23,7 +24,9 @@ class Bench:
         self.args = ServerArgs(**(settings | args))
         buckets = Buckets.of(self.args, context_length=context)
         self.scheduler = Scheduler(self.args, buckets, num_pages=pages + 1, vocab_size=VOCAB)
-        self.device = NumpyDevice(num_slots=(pages + 1) * PAGE, num_request_slots=self.args.running_limit + 1, page_size=PAGE)
+        self.device = NumpyDevice(
+            num_slots=(pages + 1) * PAGE, num_request_slots=self.args.running_limit + 1, page_size=PAGE
+        )
 
     def add(self, *sources):
         reqs = [Req(one) for one in sources]

@@ -1,7 +1,9 @@
-"""The random life of many requests in a pool that is too small for them: arrivals, aborts, retractions, flushes, new weights.
+"""The random life of many requests in a pool that is too small for them: arrivals, aborts, retractions, flushes, new
+weights.
 
-One step is in flight while the next is scheduled, as in the engine. What a request says is known beforehand (numpy_device.says):
-any page that is shared, lost or overwritten wrongly changes it. Every step is looked at, and the whole state after it."""
+One step is in flight while the next is scheduled, as in the engine. What a request says is known beforehand
+(numpy_device.says): any page that is shared, lost or overwritten wrongly changes it. Every step is looked at, and the
+whole state after it."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ CONTEXT = 48
 
 @dataclass(frozen=True)
 class Life:
-    """What happens. Arrivals: tick, common and own part of the prompt, max_tokens, choices, stops, penalised; events: tick, kind, pick."""
+    """What happens. Arrivals: tick, common and own part of the prompt, max_tokens, choices, stops, penalised; events:
+    tick, kind, pick."""
 
     page_size: int
     pages: int
@@ -42,7 +45,13 @@ def lives(draw) -> Life:
     requests = draw(st.integers(1, 4))
     tokens = draw(st.integers(requests, 24))
     arrival = st.tuples(
-        st.integers(0, 12), st.integers(0, 16), st.integers(1, 8), st.integers(1, 24), st.integers(1, 3), st.booleans(), st.booleans()
+        st.integers(0, 12),
+        st.integers(0, 16),
+        st.integers(1, 8),
+        st.integers(1, 24),
+        st.integers(1, 3),
+        st.booleans(),
+        st.booleans(),
     )
     least = -(-CONTEXT // page_size)  # one request at full length
     return Life(
@@ -54,7 +63,13 @@ def lives(draw) -> Life:
         cache=draw(st.booleans()),
         deterministic=draw(st.booleans()),
         arrivals=draw(st.lists(arrival, min_size=2, max_size=10)),
-        events=draw(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["abort", "retract", "flush", "weights"]), st.integers(0, 9)))),
+        events=draw(
+            st.lists(
+                st.tuples(
+                    st.integers(0, 40), st.sampled_from(["abort", "retract", "flush", "weights"]), st.integers(0, 9)
+                )
+            )
+        ),
     )
 
 
@@ -63,9 +78,13 @@ class Machine:
 
     def __init__(self, life: Life) -> None:
         self.args = ServerArgs(
-            page_size=life.page_size, precompile_bs_paddings=(life.requests,), precompile_token_paddings=(life.tokens,),
-            chunked_prefill_size=life.chunk, disable_radix_cache=not life.cache, deterministic=life.deterministic,
-        )  # fmt: skip
+            page_size=life.page_size,
+            precompile_bs_paddings=(life.requests,),
+            precompile_token_paddings=(life.tokens,),
+            chunked_prefill_size=life.chunk,
+            disable_radix_cache=not life.cache,
+            deterministic=life.deterministic,
+        )
         self.buckets = Buckets.of(self.args, context_length=CONTEXT)
         self.scheduler = Scheduler(self.args, self.buckets, num_pages=life.pages + 1, vocab_size=VOCAB)
         self.device = NumpyDevice(
@@ -164,7 +183,15 @@ def sources_of(index, arrival):
     stop = [everything[len(everything) // 2]] if stops else []
     penalty = {"presence_penalty": 1.0} if penalised else {}
     made = [
-        source(prompt, rid=f"{index:02}-{choice}", group=f"{index:02}", choice=choice, max_tokens=max_tokens, stops=stop, **penalty)
+        source(
+            prompt,
+            rid=f"{index:02}-{choice}",
+            group=f"{index:02}",
+            choice=choice,
+            max_tokens=max_tokens,
+            stops=stop,
+            **penalty,
+        )
         for choice in range(choices)
     ]
     return made, says(prompt, max_tokens, stops=stop)
@@ -213,7 +240,9 @@ def test_every_request_ends_with_exactly_its_tokens(life):
 @settings(max_examples=20)
 def test_sixteen_requests_share_pages_for_little_more_than_two(max_tokens, cache, page_size):
     pages = round(2.3 * CONTEXT) // page_size
-    life = Life(page_size, pages, requests=8, tokens=16, chunk=16, cache=cache, deterministic=False, arrivals=[], events=[])
+    life = Life(
+        page_size, pages, requests=8, tokens=16, chunk=16, cache=cache, deterministic=False, arrivals=[], events=[]
+    )
     machine = Machine(life)
     prompts = [[index, *range(index % 8)] for index in range(16)]
     reqs = [Req(source(prompts[i], rid=f"{i:02}", max_tokens=max_tokens[i])) for i in range(16)]

@@ -31,7 +31,9 @@ def connect(server):
 
 def send(wire, path, body):
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
     wire.sendall(head.encode() + content)
 
 
@@ -74,7 +76,10 @@ def test_a_client_that_leaves_frees_everything(server, engine, phase, streamed):
             path = ("/v1/completions", "/v1/chat/completions", "/generate")[trial % 3]
             said = {
                 "/v1/completions": {"prompt": prompt, **LONG, "max_tokens": 150},
-                "/v1/chat/completions": {"messages": [{"role": "user", "content": "a " * (len(prompt) // 2)}], "ignore_eos": True},
+                "/v1/chat/completions": {
+                    "messages": [{"role": "user", "content": "a " * (len(prompt) // 2)}],
+                    "ignore_eos": True,
+                },
                 "/generate": {"input_ids": prompt, "sampling_params": {"max_new_tokens": 150, "ignore_eos": True}},
             }[path]
             send(wire, path, {**said, "stream": streamed, "return_routed_experts": trial % 2 == 0})
@@ -104,10 +109,19 @@ def test_a_reader_that_does_not_read_is_aborted_and_the_others_are_served(engine
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(server.address)
         before = on_engine_thread(engine, lambda core: core.ledger.finished.get("abort", 0))
-        body = {"input_ids": [5] * 8, "sampling_params": {"n": 4, "max_new_tokens": 480, "ignore_eos": True}, "stream": True}
-        send(slow, "/generate", {**body, "return_logprob": True, "top_logprobs_num": 20})  # cumulative: far more than any buffer holds
+        body = {
+            "input_ids": [5] * 8,
+            "sampling_params": {"n": 4, "max_new_tokens": 480, "ignore_eos": True},
+            "stream": True,
+        }
+        send(
+            slow, "/generate", {**body, "return_logprob": True, "top_logprobs_num": 20}
+        )  # cumulative: far more than any buffer holds
         for _ in range(3):
-            assert stream(server, "/v1/completions", {"prompt": "a", **LONG})[-1]["choices"][0]["finish_reason"] == "length"
+            assert (
+                stream(server, "/v1/completions", {"prompt": "a", **LONG})[-1]["choices"][0]["finish_reason"]
+                == "length"
+            )
         leave(slow, reset=True)
         assert_gone(server, engine)
         ended = on_engine_thread(engine, lambda core: dict(core.ledger.finished))
@@ -135,15 +149,28 @@ def num_bytes_left(wire):
 def keep_rows(server, name, num_bytes):
     """Put rows of this size into the server's store."""
     record = RoutedExperts(
-        ids=np.zeros((num_bytes // 8, 1, 8), np.uint8), start=0, num_tokens=num_bytes // 8 + 1, num_prompt_tokens=1, layer_ids=(0,),
-        num_hidden_layers=1, num_experts=256, version_spans=((0, num_bytes // 8, 0),),
-    )  # fmt: skip
-    store, kept = server.service.store, KeptRows(record=record, token_ids=np.zeros(record.num_tokens, np.int32), owner="")
+        ids=np.zeros((num_bytes // 8, 1, 8), np.uint8),
+        start=0,
+        num_tokens=num_bytes // 8 + 1,
+        num_prompt_tokens=1,
+        layer_ids=(0,),
+        num_hidden_layers=1,
+        num_experts=256,
+        version_spans=((0, num_bytes // 8, 0),),
+    )
+    store, kept = (
+        server.service.store,
+        KeptRows(record=record, token_ids=np.zeros(record.num_tokens, np.int32), owner=""),
+    )
     server.loop.call_soon_threadsafe(lambda: store.put(store.expect(name, owner="", choices=[0]), 0, kept))
 
 
-HUGE = {"input_ids": [5] * 8, "sampling_params": {"n": 4, "max_new_tokens": 480, "ignore_eos": True}, "return_logprob": True,
-        "top_logprobs_num": 20}  # fmt: skip
+HUGE = {
+    "input_ids": [5] * 8,
+    "sampling_params": {"n": 4, "max_new_tokens": 480, "ignore_eos": True},
+    "return_logprob": True,
+    "top_logprobs_num": 20,
+}
 
 
 LARGE = 32 << 20  # more than the system's own buffers of a connection hold
@@ -250,14 +277,18 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(engine):
 def test_a_broken_invariant_turns_the_server_degraded_and_it_goes_on_serving(engine):
     with running(engine) as server:
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
-        lost = on_engine_thread(engine, lambda core: core.scheduler.pages.allocator.allocate(1))  # a page that nobody owns
+        lost = on_engine_thread(
+            engine, lambda core: core.scheduler.pages.allocator.allocate(1)
+        )  # a page that nobody owns
         try:
             server.service.integrity._next = 0  # a second has gone by
             assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
             while (answer := server.client.get("/health")).status_code == 200:  # until it has looked
                 continue
             assert answer.json()["state"] == "degraded" and answer.json()["broken"]
-            assert server.client.get("/health/live").status_code == 200 and server.client.get("/ready").status_code == 503
+            assert (
+                server.client.get("/health/live").status_code == 200 and server.client.get("/ready").status_code == 503
+            )
             assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
             assert 'routed_experts_invariant_violations_total{name="' in server.client.get("/metrics").text
         finally:

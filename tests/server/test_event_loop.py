@@ -1,4 +1,5 @@
-"""The event loop stays free: what is large is done in threads, what waits long in threads of its own, and nothing is done twice."""
+"""The event loop stays free: what is large is done in threads, what waits long in threads of its own, and nothing is
+done twice."""
 
 import contextlib
 import io
@@ -81,9 +82,15 @@ def test_too_many_prompts_are_refused_before_any_is_tokenised(server, seen):
 
 def kept(num_rows):
     record = RoutedExperts(
-        ids=np.arange(num_rows * 8, dtype=np.uint32).astype(np.uint8).reshape(num_rows, 1, 8), start=0, num_tokens=num_rows + 1,
-        num_prompt_tokens=1, layer_ids=(0,), num_hidden_layers=1, num_experts=256, version_spans=((0, num_rows, 0),),
-    )  # fmt: skip
+        ids=np.arange(num_rows * 8, dtype=np.uint32).astype(np.uint8).reshape(num_rows, 1, 8),
+        start=0,
+        num_tokens=num_rows + 1,
+        num_prompt_tokens=1,
+        layer_ids=(0,),
+        num_hidden_layers=1,
+        num_experts=256,
+        version_spans=((0, num_rows, 0),),
+    )
     return KeptRows(record=record, token_ids=np.zeros(num_rows + 1, np.int32), owner="")
 
 
@@ -99,7 +106,9 @@ def test_rows_to_fetch_are_encoded_once_to_tell_of_them(server, seen, num_rows):
     whole = server.client.get("/v1/routing/kept")
     assert int(head.headers["content-length"]) == len(whole.content) and whole.headers["etag"] == head.headers["etag"]
     assert np.array_equal(np.load(io.BytesIO(whole.content)), rows.record.ids)
-    assert (loop_thread(server) in {thread for _, thread in seen}) == (num_rows == 10), "large rows are encoded in a thread"
+    assert (loop_thread(server) in {thread for _, thread in seen}) == (num_rows == 10), (
+        "large rows are encoded in a thread"
+    )
     assert json.loads(head.headers["x-routed-experts-info"]) == json.loads(whole.headers["x-routed-experts-info"])
     assert server.client.delete("/v1/routing/kept").status_code == 204
 
@@ -114,13 +123,19 @@ def test_a_name_too_many_is_refused_at_once(server):
 
 
 def test_pauses_that_wait_keep_threads_from_nobody(server, engine):
-    """More of them than the shared pool has threads; what needs a thread is answered meanwhile, and one too many is told so."""
+    """More of them than the shared pool has threads; what needs a thread is answered meanwhile, and one too many is
+    told so."""
     answers = []
 
     def pause():
         answers.append(server.post("/pause_generation", {"mode": "wait"}).status_code)
 
-    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 480, "ignore_eos": True}, "stream": True, "rid": "long"}
+    body = {
+        "input_ids": [5],
+        "sampling_params": {"max_new_tokens": 480, "ignore_eos": True},
+        "stream": True,
+        "rid": "long",
+    }
     release, stuck = threading.Event(), threading.Event()
 
     def block(core):

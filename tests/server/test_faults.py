@@ -1,5 +1,6 @@
-"""Faults under load, in numbers: aborts, pauses, flushes, weight updates, refused requests, a full store. Every accepted request has
-exactly one outcome, no page and no row leaks, and after each kind a request is served. Disconnects are in test_disconnect."""
+"""Faults under load, in numbers: aborts, pauses, flushes, weight updates, refused requests, a full store. Every
+accepted request has exactly one outcome, no page and no row leaks, and after each kind a request is served. Disconnects
+are in test_disconnect."""
 
 import concurrent.futures
 import json
@@ -13,8 +14,16 @@ from routed_experts.capture import record_from_npy, record_from_response
 from serving import assert_idle, on_engine_thread, serve
 from tiny import write_tiny_checkpoint
 
-LONG = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 480, "ignore_eos": True}, "return_routed_experts": True}
-SHORT = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}, "return_routed_experts": True}
+LONG = {
+    "input_ids": [5, 6, 7],
+    "sampling_params": {"max_new_tokens": 480, "ignore_eos": True},
+    "return_routed_experts": True,
+}
+SHORT = {
+    "input_ids": [5, 6, 7],
+    "sampling_params": {"max_new_tokens": 3, "ignore_eos": True},
+    "return_routed_experts": True,
+}
 ENDS = {"stop", "length", "abort", "timeout", "rejected", "error"}
 
 
@@ -62,7 +71,9 @@ def begun(server, engine, bodies):
     futures = [pool.submit(server.post, "/generate", body) for body in bodies]
     pool.shutdown(wait=False)
     while on_engine_thread(engine, lambda core: core.ledger.num_live) < len(bodies):  # held: none can end
-        assert not any(future.done() for future in futures), [future.result().text[:300] for future in futures if future.done()]
+        assert not any(future.done() for future in futures), [
+            future.result().text[:300] for future in futures if future.done()
+        ]
     engine.resume()
     return futures
 
@@ -77,7 +88,10 @@ def rows_fit(said):
 def test_200_aborts_by_id(server, engine):
     for round_ in range(25):
         calls = begun(server, engine, [{**LONG, "rid": f"r{round_}-{index}"} for index in range(8)])
-        assert sum(server.post("/abort_request", {"rid": f"r{round_}-{index}"}).json()["aborted"] for index in range(8)) == 8
+        assert (
+            sum(server.post("/abort_request", {"rid": f"r{round_}-{index}"}).json()["aborted"] for index in range(8))
+            == 8
+        )
         for call in calls:
             said = call.result(30).json()
             assert said["meta_info"]["finish_reason"]["type"] == "abort"
@@ -162,7 +176,9 @@ def test_20_good_and_10_refused_updates_under_load(server, engine):
             for path in ("truncated", "empty", "nowhere"):
                 assert error_of(server.post("/update_weights_from_disk", {"model_path": path}), 400)
         else:
-            said = server.post("/update_weights_from_disk", {"model_path": f"seed{trial % 2}", "flush_cache": trial % 2 == 0}).json()
+            said = server.post(
+                "/update_weights_from_disk", {"model_path": f"seed{trial % 2}", "flush_cache": trial % 2 == 0}
+            ).json()
             version += 1
             assert said["weight_version"] == str(version)
         assert server.client.get("/get_weight_version").json() == {"weight_version": str(version)}

@@ -1,4 +1,5 @@
-"""What /metrics counts: every name that API promises, each outcome once, and nothing compiled once the server is ready."""
+"""What /metrics counts: every name that API promises, each outcome once, and nothing compiled once the server is
+ready."""
 
 import threading
 
@@ -17,7 +18,9 @@ capture_payload_bytes_total capture_host_bytes weight_version_info""".split()
 def metrics(server):
     """Samples of /metrics by name (without our prefix) and labels."""
     lines = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith("routed_experts_")]
-    return {name.removeprefix("routed_experts_"): float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+    return {
+        name.removeprefix("routed_experts_"): float(value) for name, value in (line.rsplit(" ", 1) for line in lines)
+    }
 
 
 def outcomes(found):
@@ -26,18 +29,28 @@ def outcomes(found):
 
 
 def test_every_name_is_there_and_counts(server):
-    body = {"input_ids": [5, 6, 7] * 8, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}, "return_routed_experts": True}
+    body = {
+        "input_ids": [5, 6, 7] * 8,
+        "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
+        "return_routed_experts": True,
+    }
     before = metrics(server)
     for _ in range(2):
         assert stream(server, "/generate", body)
     after = metrics(server)
     assert not [name for name in NAMES if not any(sample.split("{")[0] == name for sample in after)]
-    for name, grown in (("prefix_cache_query_tokens_total", 48), ("prompt_tokens_total", 48), ("request_queue_time_seconds_count", 2)):
+    for name, grown in (
+        ("prefix_cache_query_tokens_total", 48),
+        ("prompt_tokens_total", 48),
+        ("request_queue_time_seconds_count", 2),
+    ):
         assert after[name] == before[name] + grown, name
     hits = after["prefix_cache_hit_tokens_total"] - before["prefix_cache_hit_tokens_total"]
     rows = after["capture_rows_total"] - before["capture_rows_total"]
     assert hits >= 16, "the second call's prompt is known"
-    assert 2 * 27 - hits <= rows <= 2 * 28 - hits, "a row for each token that was fed: S - 1, and one more where a step was in flight"
+    assert 2 * 27 - hits <= rows <= 2 * 28 - hits, (
+        "a row for each token that was fed: S - 1, and one more where a step was in flight"
+    )
     assert after["capture_missing_rows_total"] == 0 and after["watchdog_trips_total"] == before["watchdog_trips_total"]
     assert after["request_queue_time_seconds_sum"] <= after["e2e_request_latency_seconds_sum"]
 
@@ -45,7 +58,13 @@ def test_every_name_is_there_and_counts(server):
 def test_nothing_is_compiled_for_requests(server):
     before = metrics(server)
     assert before['compilations_total{phase="startup"}'] > 0
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "temperature": 0.7}
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "temperature": 0.7,
+    }
     assert server.post("/v1/chat/completions", body).status_code == 200
     after = metrics(server)
     assert after['compilations_total{phase="serving"}'] == before['compilations_total{phase="serving"}']
@@ -76,7 +95,9 @@ def test_what_finds_the_queue_full_ends_as_rejected(engine):
         engine.pause(mode="in_place")
         full = {"input_ids": [[5]] * 256, "sampling_params": {"max_new_tokens": 1, "n": 4}, "rid": "full"}
         answers = []
-        waiting = threading.Thread(target=lambda: answers.append(httpx.post(server.url + "/generate", json=full, trust_env=False)))
+        waiting = threading.Thread(
+            target=lambda: answers.append(httpx.post(server.url + "/generate", json=full, trust_env=False))
+        )
         waiting.start()
         try:
             while on_engine_thread(engine, lambda core: core.ledger.num_live) < 1024:

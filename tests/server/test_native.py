@@ -17,7 +17,9 @@ L, K = 4, 4
 
 
 def without_time(answer):
-    meta = {key: value for key, value in answer["meta_info"].items() if key not in ("id", "e2e_latency", "cached_tokens")}
+    meta = {
+        key: value for key, value in answer["meta_info"].items() if key not in ("id", "e2e_latency", "cached_tokens")
+    }
     return {**answer, "meta_info": meta}
 
 
@@ -54,13 +56,21 @@ def test_rows_of_some_prompts_only(server):
     body = {"text": ["a", "b"], "sampling_params": GREEDY, "return_routed_experts": [False, True]}
     first, second = server.post("/generate", body).json()
     assert not [key for key in first["meta_info"] if "routed" in key] and second["meta_info"]["routed_experts"]
-    assert error_of(server.post("/generate", {**body, "return_routed_experts": [True]}), 400)["param"] == "return_routed_experts"
+    assert (
+        error_of(server.post("/generate", {**body, "return_routed_experts": [True]}), 400)["param"]
+        == "return_routed_experts"
+    )
     listed = {**body, "routed_experts_format": "list"}
     assert error_of(server.post("/generate", listed), 400)["code"] == "list_unsuitable"
 
 
 def test_of_refs_only_those_asked_for_are_kept(server):
-    body = {"text": ["a", "b"], "sampling_params": GREEDY, "return_routed_experts": [False, True], "routed_experts_format": "ref"}
+    body = {
+        "text": ["a", "b"],
+        "sampling_params": GREEDY,
+        "return_routed_experts": [False, True],
+        "routed_experts_format": "ref",
+    }
     for streamed in (False, True):
         if streamed:
             told = {chunk["index"]: chunk for chunk in stream(server, "/generate", {**body, "rid": "some"})}
@@ -84,7 +94,11 @@ def test_a_stream_is_cumulative_and_ends_as_the_answer(server):
     for count, chunk in enumerate(chunks, start=1):
         assert chunk["meta_info"]["completion_tokens"] == count == len(chunk["output_ids"])
         assert whole["text"].startswith(chunk["text"])
-        assert (chunk["meta_info"]["finish_reason"] is None) == (count < len(chunks)) == ("routed_experts" not in chunk["meta_info"])
+        assert (
+            (chunk["meta_info"]["finish_reason"] is None)
+            == (count < len(chunks))
+            == ("routed_experts" not in chunk["meta_info"])
+        )
     assert chunks[-1]["text"] == whole["text"] and chunks[-1]["output_ids"] == whole["output_ids"]
     assert chunks[-1]["meta_info"]["routed_experts"] == whole["meta_info"]["routed_experts"]
     many = stream(server, "/generate", {"text": ["a", "b"], "sampling_params": GREEDY})
@@ -95,9 +109,16 @@ def test_what_slime_checks_on_a_response(engine, server):
     """It sends ids and SGLang's own sampling keys, reads (logprob, id) pairs, and counts the elements of the rows."""
     ids = engine.tokenizer.encode(PROMPT)
     sampling = {
-        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 9, "stop": None, "stop_token_ids": None,
-        "skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False,
-    }  # fmt: skip
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_new_tokens": 9,
+        "stop": None,
+        "stop_token_ids": None,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
     for start in (0, 4):
         payload = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "return_routed_experts": True}
         response = server.post("/generate", {**payload, "routed_experts_start_len": start})
@@ -133,7 +154,12 @@ def test_what_verl_reads(engine, server):
 
 
 def test_an_id_in_use_is_a_conflict_and_an_abort_frees_it(server):
-    body = {"text": PROMPT, "rid": "busy", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
+    body = {
+        "text": PROMPT,
+        "rid": "busy",
+        "sampling_params": {"max_new_tokens": 400, "ignore_eos": True},
+        "stream": True,
+    }
     with server.client.stream("POST", "/generate", json=body) as response:
         lines = response.iter_lines()
         next(lines)
@@ -150,29 +176,42 @@ def test_an_id_in_use_is_a_conflict_and_an_abort_frees_it(server):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, "prompt"), ({"text": "a", "input_ids": [1]}, "prompt"), ({"input_ids": []}, "input_ids"),
+        ({}, "prompt"),
+        ({"text": "a", "input_ids": [1]}, "prompt"),
+        ({"input_ids": []}, "input_ids"),
         ({"input_ids": [1, [2]]}, "input_ids"),
-        ({"text": "a", "sampling_params": {"max_new_token": 3}}, "max_new_token"), ({"text": "a", "sampling_params": {"n": 1e6}}, "n"),
-        ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema"), ({"text": "a", "sampling_params": 5}, "sampling_params"),
-        ({"text": "a", "custom_logit_processor": "import os"}, "custom_logit_processor"), ({"text": "a", "lora_path": "/etc"}, "lora_path"),
-        ({"text": "a", "image_data": "http://127.0.0.1:1/"}, "image_data"), ({"text": "a", "top_logprobs_num": [1, 2]}, "top_logprobs_num"),
-        ({"text": "a", "logprob_start_len": 10**6}, "logprob_start_len"), ({"text": "a", "rid": "../x"}, "rid"),
-        ({"text": "a", "rid": "stats"}, "rid"), ({"text": "a", "stream": "yes"}, "stream"), ({"text": []}, "prompt"),
+        ({"text": "a", "sampling_params": {"max_new_token": 3}}, "max_new_token"),
+        ({"text": "a", "sampling_params": {"n": 1e6}}, "n"),
+        ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema"),
+        ({"text": "a", "sampling_params": 5}, "sampling_params"),
+        ({"text": "a", "custom_logit_processor": "import os"}, "custom_logit_processor"),
+        ({"text": "a", "lora_path": "/etc"}, "lora_path"),
+        ({"text": "a", "image_data": "http://127.0.0.1:1/"}, "image_data"),
+        ({"text": "a", "top_logprobs_num": [1, 2]}, "top_logprobs_num"),
+        ({"text": "a", "logprob_start_len": 10**6}, "logprob_start_len"),
+        ({"text": "a", "rid": "../x"}, "rid"),
+        ({"text": "a", "rid": "stats"}, "rid"),
+        ({"text": "a", "stream": "yes"}, "stream"),
+        ({"text": []}, "prompt"),
         ({"text": "a", "session_params": {"id": 1}}, "session_params"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_request_is_a_400_that_names_the_field(server, body, param):
     assert error_of(server.post("/generate", body), 400)["param"] == param
 
 
 def test_tokens_and_text_go_both_ways(engine, server):
     said = server.post("/tokenize", {"prompt": PROMPT, "return_token_strs": True}).json()
-    assert said["tokens"] == engine.tokenizer.encode(PROMPT) and said["count"] == len(said["tokens"]) == len(said["token_strs"])
+    assert said["tokens"] == engine.tokenizer.encode(PROMPT) and said["count"] == len(said["tokens"]) == len(
+        said["token_strs"]
+    )
     assert said["max_model_len"] == 512
     assert server.post("/detokenize", {"tokens": said["tokens"]}).json()["prompt"] == PROMPT
     messages = [{"role": "user", "content": "a"}]
     rendered = engine.tokenizer.apply_chat_template(messages)
-    assert server.post("/tokenize", {"messages": messages}).json()["tokens"] == engine.tokenizer.encode(rendered, add_special_tokens=False)
+    assert server.post("/tokenize", {"messages": messages}).json()["tokens"] == engine.tokenizer.encode(
+        rendered, add_special_tokens=False
+    )
     info = server.client.get("/tokenizer_info").json()
     assert (info["eos_token"], info["pad_token"], info["bos_token"]) == ("<|im_end|>", "<|endoftext|>", None)
     assert info["chat_template"] == engine.tokenizer.chat_template
@@ -196,17 +235,30 @@ def test_a_server_says_what_it_is(server):
 
 def test_metrics_count_what_was_served(server):
     def value(name):
-        lines = [line for line in server.client.get("/metrics").text.splitlines() if line.startswith(f"routed_experts_{name} ")]
+        lines = [
+            line
+            for line in server.client.get("/metrics").text.splitlines()
+            if line.startswith(f"routed_experts_{name} ")
+        ]
         return float(lines[0].split()[-1])
 
-    before = {name: value(name) for name in ("generation_tokens_total", "requests_accepted_total", "e2e_request_latency_seconds_count")}
-    said = server.post("/generate", {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}).json()
+    before = {
+        name: value(name)
+        for name in ("generation_tokens_total", "requests_accepted_total", "e2e_request_latency_seconds_count")
+    }
+    said = server.post(
+        "/generate", {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
+    ).json()
     assert len(said) == 2
     assert value("generation_tokens_total") == before["generation_tokens_total"] + 10
     assert value("requests_accepted_total") == before["requests_accepted_total"] + 2
     assert value("e2e_request_latency_seconds_count") == before["e2e_request_latency_seconds_count"] + 2
     text = server.client.get("/metrics").text
-    finished = sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("routed_experts_requests_finished_total{"))
+    finished = sum(
+        float(line.split()[-1])
+        for line in text.splitlines()
+        if line.startswith("routed_experts_requests_finished_total{")
+    )
     assert finished == value("requests_accepted_total"), "accepted = finished + in flight, and nothing is in flight"
     assert server.client.head("/metrics").content == b""
 
@@ -219,12 +271,17 @@ def test_the_openapi_document_names_every_route(server):
     for path, methods in document["paths"].items():
         for method in methods:
             named = path.replace("{name}", "tiny")
-            assert server.client.request(method, named).status_code not in (404, 405) or "routing" in path, (method, path)
+            assert server.client.request(method, named).status_code not in (404, 405) or "routing" in path, (
+                method,
+                path,
+            )
 
 
 def test_a_pause_holds_new_requests_until_it_is_ended(server, engine):
     """As slime does around a weight update: `{}` pauses, and aborts what runs."""
-    with server.client.stream("POST", "/generate", json={"input_ids": [5], "sampling_params": LONG, "stream": True}) as response:
+    with server.client.stream(
+        "POST", "/generate", json={"input_ids": [5], "sampling_params": LONG, "stream": True}
+    ) as response:
         lines = response.iter_lines()
         next(lines)
         assert server.post("/pause_generation", {}).json() == {"success": True, "mode": "abort"}
@@ -233,7 +290,9 @@ def test_a_pause_holds_new_requests_until_it_is_ended(server, engine):
         health = server.client.get("/health")
         assert (health.status_code, health.json()["state"]) == (200, "paused")
         assert server.client.get("/ready").status_code == 503
-        with server.client.stream("POST", "/generate", json={"text": "a", "sampling_params": GREEDY, "stream": True}) as held:
+        with server.client.stream(
+            "POST", "/generate", json={"text": "a", "sampling_params": GREEDY, "stream": True}
+        ) as held:
             assert held.status_code == 200 and on_engine_thread(engine, lambda core: len(core.scheduler.waiting)) == 1
             assert server.client.post("/continue_generation", content=b"").json() == {"success": True}
             assert [line for line in held.iter_lines() if line][-1] == "data: [DONE]"
@@ -244,14 +303,31 @@ def test_a_pause_holds_new_requests_until_it_is_ended(server, engine):
 
 
 def test_new_weights_come_from_below_one_root_alone(tmp_path):
-    first, second = write_tiny_checkpoint(tmp_path / "root" / "one"), write_tiny_checkpoint(tmp_path / "root" / "two", seed=1)
+    first, second = (
+        write_tiny_checkpoint(tmp_path / "root" / "one"),
+        write_tiny_checkpoint(tmp_path / "root" / "two", seed=1),
+    )
     write_tiny_checkpoint(tmp_path / "outside")
     (tmp_path / "root" / "link").symlink_to(tmp_path / "outside")
     (tmp_path / "root" / "empty").mkdir()
-    with serve(first, enable_return_routed_experts=True) as engine, running(engine, weights_root=str(tmp_path / "root")) as server:
+    with (
+        serve(first, enable_return_routed_experts=True) as engine,
+        running(engine, weights_root=str(tmp_path / "root")) as server,
+    ):
         old = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY}).json()
         long = ("x" * 2000, "x" * 300, "a/" + "x" * 300 + "/b")
-        for path in ("../outside", "link", str(tmp_path / "outside"), "/etc", "", "nowhere", "a\0b", "..", "two/../../outside", *long):
+        for path in (
+            "../outside",
+            "link",
+            str(tmp_path / "outside"),
+            "/etc",
+            "",
+            "nowhere",
+            "a\0b",
+            "..",
+            "two/../../outside",
+            *long,
+        ):
             response = server.post("/update_weights_from_disk", {"model_path": path})
             if path:
                 assert error_of(response, 400)["param"] == "model_path", path
@@ -262,13 +338,19 @@ def test_new_weights_come_from_below_one_root_alone(tmp_path):
         assert server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY}).json()["text"] == old["text"]
         said = server.post("/update_weights_from_disk", {"model_path": "two", "weight_version": "7"}).json()
         assert said["success"] is True and server.client.get("/get_weight_version").json() == {"weight_version": "7"}
-        new = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY, "return_routed_experts": True}).json()
+        new = server.post(
+            "/generate", {"text": PROMPT, "sampling_params": GREEDY, "return_routed_experts": True}
+        ).json()
         assert new["meta_info"]["weight_version"] == "7" and new["text"] != old["text"]
         assert [span[2] for span in new["meta_info"]["routed_experts_info"]["version_spans"]] == [7]
-        assert error_of(server.post("/update_weights_from_disk", {"model_path": str(second), "weight_version": "x"}), 400)
+        assert error_of(
+            server.post("/update_weights_from_disk", {"model_path": str(second), "weight_version": "x"}), 400
+        )
     with running(None) as server:
         assert error_of(server.post("/update_weights_from_disk", {"model_path": "two"}), 503)
 
 
 def test_without_a_root_no_weights_are_taken(server):
-    assert error_of(server.post("/update_weights_from_disk", {"model_path": "two"}), 403)["code"] == "weights_root_unset"
+    assert (
+        error_of(server.post("/update_weights_from_disk", {"model_path": "two"}), 403)["code"] == "weights_root_unset"
+    )

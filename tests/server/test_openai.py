@@ -30,7 +30,10 @@ def test_a_completion_is_what_the_engine_says(engine, server):
     assert choice["finish_reason"] == wanted["meta_info"]["finish_reason"]["type"]
     assert said["object"] == "text_completion" and said["model"] == "tiny" and "meta_info" not in choice
     usage = said["usage"]
-    assert usage["completion_tokens"] == len(wanted["output_ids"]) and usage["prompt_tokens"] == wanted["meta_info"]["prompt_tokens"]
+    assert (
+        usage["completion_tokens"] == len(wanted["output_ids"])
+        and usage["prompt_tokens"] == wanted["meta_info"]["prompt_tokens"]
+    )
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
@@ -60,7 +63,15 @@ def test_choices_are_those_of_the_seed(engine, server):
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_a_stream_says_what_the_answer_says_at_once(server, echo):
-    body = {"prompt": [PROMPT, "The cat"], "n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 9, "logprobs": 2, "echo": echo}
+    body = {
+        "prompt": [PROMPT, "The cat"],
+        "n": 2,
+        "temperature": 1.0,
+        "seed": 3,
+        "max_tokens": 9,
+        "logprobs": 2,
+        "echo": echo,
+    }
     whole = server.post("/v1/completions", body).json()
     chunks = stream(server, "/v1/completions", {**body, "stream_options": {"include_usage": True}})
     *chunks, last = chunks
@@ -71,43 +82,71 @@ def test_a_stream_says_what_the_answer_says_at_once(server, echo):
         assert "".join(one["text"] for one in mine) == choice["text"]
         assert [one["finish_reason"] for one in mine[:-1]] == [None] * (len(mine) - 1)
         assert (mine[-1]["text"], mine[-1]["finish_reason"]) == ("", choice["finish_reason"])
-        joined = {key: list(chain.from_iterable(one["logprobs"][key] for one in mine[:-1])) for key in choice["logprobs"]}
-        assert joined["tokens"] == choice["logprobs"]["tokens"] and joined["text_offset"] == choice["logprobs"]["text_offset"]
+        joined = {
+            key: list(chain.from_iterable(one["logprobs"][key] for one in mine[:-1])) for key in choice["logprobs"]
+        }
+        assert (
+            joined["tokens"] == choice["logprobs"]["tokens"]
+            and joined["text_offset"] == choice["logprobs"]["text_offset"]
+        )
         first = 1 if echo else 0  # the first token of a prompt has no logprob
         assert joined["token_logprobs"][:first] == choice["logprobs"]["token_logprobs"][:first] == [None] * first
         assert joined["token_logprobs"][first:] == pytest.approx(choice["logprobs"]["token_logprobs"][first:], abs=1e-4)
-        assert [len(top or ()) for top in joined["top_logprobs"]] == [len(top or ()) for top in choice["logprobs"]["top_logprobs"]]
+        assert [len(top or ()) for top in joined["top_logprobs"]] == [
+            len(top or ()) for top in choice["logprobs"]["top_logprobs"]
+        ]
 
 
 def test_echo_gives_the_prompt_with_its_logprobs_as_evaluators_read_them(engine, server):
     ids = engine.tokenizer.encode(PROMPT)
     said = completion(server, prompt=[ids], echo=True, logprobs=1, max_tokens=1)["choices"][0]
-    told, wanted = said["logprobs"], engine.generate(
-        input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 1}, return_logprob=True, logprob_start_len=0, top_logprobs_num=1
-    )["meta_info"]  # fmt: skip
+    told, wanted = (
+        said["logprobs"],
+        engine.generate(
+            input_ids=ids,
+            sampling_params={"temperature": 0, "max_new_tokens": 1},
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=1,
+        )["meta_info"],
+    )
     assert len(told["tokens"]) == len(ids) + 1 == len(told["token_logprobs"]) == len(told["top_logprobs"])
     assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
-    assert told["token_logprobs"][1:-1] == pytest.approx([one[0] for one in wanted["input_token_logprobs"][1:]], abs=1e-5)
+    assert told["token_logprobs"][1:-1] == pytest.approx(
+        [one[0] for one in wanted["input_token_logprobs"][1:]], abs=1e-5
+    )
     assert told["token_logprobs"][-1] == pytest.approx(wanted["output_token_logprobs"][0][0], abs=1e-5)
     assert said["text"].startswith(PROMPT) and "".join(told["tokens"]) == said["text"]
     for token, value, top in zip(told["tokens"][1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True):
         assert top[token] == value and max(top.values()) >= value and len(top) <= 2
     # The text of each token stands where text_offset says.
-    assert all(said["text"][at:].startswith(token) for token, at in zip(told["tokens"], told["text_offset"], strict=True))
+    assert all(
+        said["text"][at:].startswith(token) for token, at in zip(told["tokens"], told["text_offset"], strict=True)
+    )
 
 
 def test_no_new_tokens_compute_the_prompt_alone(server):
     said = completion(server, max_tokens=0, echo=True, logprobs=0)
     (choice,) = said["choices"]
     assert choice["text"] == PROMPT and choice["finish_reason"] == "length"
-    assert said["usage"]["completion_tokens"] == 0 and len(choice["logprobs"]["tokens"]) == said["usage"]["prompt_tokens"]
-    assert "".join(chunk["choices"][0]["text"] for chunk in stream(server, "/v1/completions", {"prompt": PROMPT, "max_tokens": 0})) == ""
+    assert (
+        said["usage"]["completion_tokens"] == 0 and len(choice["logprobs"]["tokens"]) == said["usage"]["prompt_tokens"]
+    )
+    assert (
+        "".join(
+            chunk["choices"][0]["text"]
+            for chunk in stream(server, "/v1/completions", {"prompt": PROMPT, "max_tokens": 0})
+        )
+        == ""
+    )
 
 
 def test_defaults_of_length_are_each_surfaces_own(server):
     said = server.post("/v1/completions", {"prompt": PROMPT, "ignore_eos": True}).json()
     assert said["usage"]["completion_tokens"] == 16
-    said = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}).json()
+    said = server.post(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
+    ).json()
     assert said["usage"]["total_tokens"] == 512, "chat fills the context"
     said = server.post("/generate", {"text": PROMPT, "sampling_params": {"ignore_eos": True}}).json()
     assert said["meta_info"]["completion_tokens"] == 128
@@ -122,9 +161,15 @@ def test_stop_strings_end_the_text_and_are_named(engine, server):
     said = completion(server, logit_bias=bias, max_tokens=20, ignore_eos=True, stop=[stop, "never"])["choices"][0]
     assert said["text"] == free[: free.index(stop)]
     assert (said["finish_reason"], said["stop_reason"]) == ("stop", stop)
-    kept = completion(server, logit_bias=bias, max_tokens=20, ignore_eos=True, stop=stop, include_stop_str_in_output=True)["choices"][0]
+    kept = completion(
+        server, logit_bias=bias, max_tokens=20, ignore_eos=True, stop=stop, include_stop_str_in_output=True
+    )["choices"][0]
     assert kept["text"] == free[: free.index(stop)] + stop
-    chunks = stream(server, "/v1/completions", {"prompt": PROMPT, "logit_bias": bias, "temperature": 0, "max_tokens": 20, "stop": stop})
+    chunks = stream(
+        server,
+        "/v1/completions",
+        {"prompt": PROMPT, "logit_bias": bias, "temperature": 0, "max_tokens": 20, "stop": stop},
+    )
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == said["text"]
 
 
@@ -147,13 +192,18 @@ def test_chat_renders_the_checkpoints_template(engine, server):
     assert (message["role"], message["content"]) == ("assistant", wanted["text"])
     assert said["object"] == "chat.completion"
     assert said["usage"]["prompt_tokens"] == wanted["meta_info"]["prompt_tokens"]
-    parts = [{"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]}, MESSAGES[1]]
+    parts = [
+        {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        MESSAGES[1],
+    ]
     assert chat(server, messages=parts, max_tokens=None, max_completion_tokens=8)["choices"][0]["message"] == message
 
 
 def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(server):
     whole = chat(server, n=2, temperature=1.0, seed=5)
-    chunks = stream(server, "/v1/chat/completions", {"messages": MESSAGES, "n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 8})
+    chunks = stream(
+        server, "/v1/chat/completions", {"messages": MESSAGES, "n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 8}
+    )
     for choice in whole["choices"]:
         mine = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
         assert mine[0]["delta"] == {"role": "assistant", "content": ""}
@@ -161,14 +211,20 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(server):
         assert "".join(one["delta"]["content"] for one in mine[:-1]) == choice["message"]["content"]
     assert all("usage" not in chunk and chunk["object"] == "chat.completion.chunk" for chunk in chunks)
     options = {"continuous_usage_stats": True, "include_usage": True}
-    chunks = stream(server, "/v1/chat/completions", {"messages": MESSAGES, **GREEDY, "ignore_eos": True, "stream_options": options})
+    chunks = stream(
+        server, "/v1/chat/completions", {"messages": MESSAGES, **GREEDY, "ignore_eos": True, "stream_options": options}
+    )
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, *range(1, 9), 8, 8]
 
 
 def test_chat_logprobs_name_the_sampled_token_and_its_bytes(engine, server):
     said = chat(server, logprobs=True, top_logprobs=3)["choices"][0]
     content = said["logprobs"]["content"]
-    assert b"".join(bytes(one["bytes"]) for one in content).decode("utf-8", "replace").startswith(said["message"]["content"])
+    assert (
+        b"".join(bytes(one["bytes"]) for one in content)
+        .decode("utf-8", "replace")
+        .startswith(said["message"]["content"])
+    )
     for one in content:
         assert len(one["top_logprobs"]) == 3 and one["logprob"] <= 0 and math.isfinite(one["logprob"])
         assert one["top_logprobs"][0]["logprob"] == pytest.approx(one["logprob"]), "greedy takes the best"
@@ -185,20 +241,34 @@ def test_ids_of_prompt_and_answer_come_when_asked(engine, server):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"),
-        ({"prompt": ["a", 1]}, "prompt"), ({"prompt": [1, [2]]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"), ({"prompt": [99999]}, "prompt"),
-        ({"prompt": "a", "n": 0}, "n"), ({"prompt": "a", "n": 129}, "n"),
-        ({"prompt": "a", "n": True}, "n"), ({"prompt": "a", "n": "5"}, "n"),
-        ({"prompt": "a", "max_tokens": -1}, "max_tokens"), ({"prompt": "a", "max_tokens": 10**18}, "max_tokens"),
-        ({"prompt": "a", "temperature": -1}, "temperature"), ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1, [2]]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [99999]}, "prompt"),
+        ({"prompt": "a", "n": 0}, "n"),
+        ({"prompt": "a", "n": 129}, "n"),
+        ({"prompt": "a", "n": True}, "n"),
+        ({"prompt": "a", "n": "5"}, "n"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 10**18}, "max_tokens"),
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
-        ({"prompt": "a", "stop": ["a"] * 5}, "stop"), ({"prompt": "a", "stop": ""}, "stop"), ({"prompt": "a", "seed": 2**63}, "seed"),
-        ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"), ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
-        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"), ({"prompt": ["a"] * 257}, "prompt"),
-        ({"prompt": "a", "best_of": 3}, "best_of"), ({"prompt": "a", "request_id": "a b"}, "request_id"),
+        ({"prompt": "a", "stop": ["a"] * 5}, "stop"),
+        ({"prompt": "a", "stop": ""}, "stop"),
+        ({"prompt": "a", "seed": 2**63}, "seed"),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "request_id": "a b"}, "request_id"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_completion_is_a_400_that_names_the_field(server, body, param):
     assert error_of(server.post("/v1/completions", body), 400)["param"] == param
 
@@ -206,15 +276,18 @@ def test_a_wrong_completion_is_a_400_that_names_the_field(server, body, param):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"messages": []}, "messages"), ({}, "messages"), ({"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
+        ({"messages": []}, "messages"),
+        ({}, "messages"),
+        ({"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
         ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
-        ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"), ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
         ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
         ({"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"messages": "x"}}, "messages"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"x": {"y": 1}}}, "chat_template_kwargs"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_chat_is_a_400_that_names_the_field(server, body, param):
     assert error_of(server.post("/v1/chat/completions", body), 400)["param"] == param

@@ -1,14 +1,19 @@
-"""schemathesis on our own OpenAPI document: bodies that fit it and bodies that do not. No 5xx, and only what the document declares.
+"""schemathesis on our own OpenAPI document: bodies that fit it and bodies that do not. No 5xx, and only what the
+document declares.
 
-Which of them must be refused is not asked here: names that we do not know are accepted without effect, and values are checked beyond
-what a schema says; test_refusals and the 400s of each surface have that."""
+Which of them must be refused is not asked here: names that we do not know are accepted without effect, and values are
+checked beyond what a schema says; test_refusals and the 400s of each surface have that."""
 
 import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
-from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from http_server import running
 from routed_experts.server.app import TABLE
@@ -16,7 +21,12 @@ from serving import assert_idle, serve
 from tiny import write_tiny_checkpoint
 
 NUM_CASES = 60  # of each operation and kind
-CHECKS = [schemathesis.checks.not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
 OPERATIONS = {  # of those without a body every path is as declared
     GenerationMode.POSITIVE: [(method, entry.path.replace(":path", "")) for entry in TABLE for method in entry.methods],
     GenerationMode.NEGATIVE: [(method, entry.path) for entry in TABLE for method in entry.methods if entry.body],
@@ -48,7 +58,9 @@ def answered(server, engine, session, operation, mode):
     seen = []
 
     @given(case=operation.as_strategy(generation_mode=mode))
-    @settings(max_examples=NUM_CASES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=NUM_CASES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
     def check(case):
         response = case.call(session=session, timeout=30)
         case.validate_response(response, checks=CHECKS)
@@ -67,9 +79,14 @@ def answered(server, engine, session, operation, mode):
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_only_what_the_document_declares_is_answered(server, engine, session, mode):
     schema = schemathesis.openapi.from_url(server.url + "/openapi.json")
-    told = {(method, path): answered(server, engine, session, schema[path][method], mode) for method, path in OPERATIONS[mode]}
+    told = {
+        (method, path): answered(server, engine, session, schema[path][method], mode)
+        for method, path in OPERATIONS[mode]
+    }
     assert len(told) >= 12 and sum(len(seen) for seen in told.values()) >= 600, "1,200 in both modes"
     assert not [operation for operation, seen in told.items() if not seen]
     if mode.is_positive:
-        taken = {entry.path for entry in TABLE if entry.body} & {path for (_, path), seen in told.items() if 200 in seen}
+        taken = {entry.path for entry in TABLE if entry.body} & {
+            path for (_, path), seen in told.items() if 200 in seen
+        }
         assert len(taken) >= 5, f"bodies are drawn at random, and few kinds of them are ever taken: {taken}"

@@ -1,4 +1,5 @@
-"""The page at /: what it may load, what it may do with text, and that the requests it makes are served. No browser runs here."""
+"""The page at /: what it may load, what it may do with text, and that the requests it makes are served. No browser runs
+here."""
 
 import base64
 import hashlib
@@ -65,7 +66,9 @@ def test_the_policy_names_the_script_and_style_of_the_file_alone(server, engine)
             assert response.status_code == 200 and response.text == HTML
             assert response.headers["content-type"].startswith("text/html")
             policy = dict(part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";"))
-            assert policy["default-src"] == "'self'" and policy["connect-src"] == "'self'" and "unsafe" not in str(policy)
+            assert (
+                policy["default-src"] == "'self'" and policy["connect-src"] == "'self'" and "unsafe" not in str(policy)
+            )
             for tag in ("script", "style"):
                 (body,) = re.findall(rf"<{tag}>(.*?)</{tag}>", HTML, re.DOTALL)
                 digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
@@ -75,9 +78,14 @@ def test_the_policy_names_the_script_and_style_of_the_file_alone(server, engine)
 def test_what_the_page_asks_for_is_served_as_it_reads_it(server, engine):
     """The body that `request()` makes, and the fields that `take()` reads."""
     body = {
-        "text": "The router", "return_logprob": True, "logprob_start_len": 0, "return_routed_experts": True, "routed_experts_stream": True,
-        "routed_experts_layers": "moe", "sampling_params": {"max_new_tokens": 6, "temperature": 0.7, "seed": 1, "ignore_eos": True},
-    }  # fmt: skip
+        "text": "The router",
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "return_routed_experts": True,
+        "routed_experts_stream": True,
+        "routed_experts_layers": "moe",
+        "sampling_params": {"max_new_tokens": 6, "temperature": 0.7, "seed": 1, "ignore_eos": True},
+    }
     events = stream(server, "/generate", body)
     whole = engine.generate("The router", {**body["sampling_params"]}, return_routed_experts=True)
     rows = {}

@@ -1,4 +1,5 @@
-"""Who may pass and what is refused: keys, limits, malformed bodies, and the classes of weakness known from serving engines."""
+"""Who may pass and what is refused: keys, limits, malformed bodies, and the classes of weakness known from serving
+engines."""
 
 import contextlib
 import json
@@ -19,10 +20,17 @@ from routed_experts.server.fields import nearest
 from routed_experts.server.limits import HEADER_TIMEOUT_S, MAX_HEADER_BYTES, MAX_JSON_DEPTH, ServerSettings
 
 KEY, ADMIN = "key-of-users-1", "key-of-admins-1"
-PATHS = sorted({re.sub(r"\{.*?\}", "x", entry.path) for entry in TABLE} | {"/openapi.json", "/version", "/nowhere", "/v1"})
+PATHS = sorted(
+    {re.sub(r"\{.*?\}", "x", entry.path) for entry in TABLE} | {"/openapi.json", "/version", "/nowhere", "/v1"}
+)
 ADMIN_PATHS = {
-    "/flush_cache", "/abort_request", "/pause_generation", "/continue_generation", "/update_weights_from_disk", "/update_weight_version",
-}  # fmt: skip
+    "/flush_cache",
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+}
 PROBES = {"/health", "/health/live", "/ready", "/ping", "/health_generate"}
 
 
@@ -88,8 +96,13 @@ def test_an_admin_key_alone_guards_admin_routes_alone(engine):
         assert server.client.get("/v1/models").status_code == 200
         for path in sorted(ADMIN_PATHS):
             assert error_of(server.post(path, {}), 401)["code"] == "missing_api_key"
-            assert error_of(server.post(path, {}, headers={"authorization": "Bearer " + KEY}), 401)["code"] == "invalid_api_key"
-            assert raw(server, f"POST {path}%0A HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode()).startswith(b"HTTP/1.1 404")
+            assert (
+                error_of(server.post(path, {}, headers={"authorization": "Bearer " + KEY}), 401)["code"]
+                == "invalid_api_key"
+            )
+            assert raw(server, f"POST {path}%0A HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode()).startswith(
+                b"HTTP/1.1 404"
+            )
         server.wait_idle()
         assert server.client.get("/flush_cache", headers={"authorization": "Bearer " + ADMIN}).status_code == 200
 
@@ -97,13 +110,38 @@ def test_an_admin_key_alone_guards_admin_routes_alone(engine):
 @pytest.mark.parametrize(
     "target",
     [
-        "//v1/models", "/v1//models", "/v1/models/", "/V1/models", "/v1/%6dodels", "/v1%2fmodels", "/health/../v1/models",
-        "/health/%2e%2e/v1/models", "/./v1/models", "/v1/models%00", "/health/", "//health", "/health;/v1/models", "/health?x=/v1/models",
-        "/HEALTH", "/ready/x", "http://127.0.0.1/v1/models", "http://evil/v1/models", "http://evil/health", "/%68ealth",
-        "/v1/models#/health", "/ping/../flush_cache", "/flush_cache/", "//flush_cache", "/%66lush_cache", "/FLUSH_CACHE", "/.%2fhealth",
-        "/health%2f..%2fflush_cache", "*", "/v1/models\\health",
+        "//v1/models",
+        "/v1//models",
+        "/v1/models/",
+        "/V1/models",
+        "/v1/%6dodels",
+        "/v1%2fmodels",
+        "/health/../v1/models",
+        "/health/%2e%2e/v1/models",
+        "/./v1/models",
+        "/v1/models%00",
+        "/health/",
+        "//health",
+        "/health;/v1/models",
+        "/health?x=/v1/models",
+        "/HEALTH",
+        "/ready/x",
+        "http://127.0.0.1/v1/models",
+        "http://evil/v1/models",
+        "http://evil/health",
+        "/%68ealth",
+        "/v1/models#/health",
+        "/ping/../flush_cache",
+        "/flush_cache/",
+        "//flush_cache",
+        "/%66lush_cache",
+        "/FLUSH_CACHE",
+        "/.%2fhealth",
+        "/health%2f..%2fflush_cache",
+        "*",
+        "/v1/models\\health",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("host", ["127.0.0.1", "evil.example"])
 def test_no_spelling_of_a_path_gets_past_the_key(guarded, target, host):
     answer = raw(guarded, f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
@@ -113,8 +151,13 @@ def test_no_spelling_of_a_path_gets_past_the_key(guarded, target, host):
 
 
 def test_no_secret_leaves(guarded, engine):
-    bodies = [guarded.client.get(path).text for path in ("/get_server_info", "/get_model_info", "/metrics", "/v1/models", "/openapi.json")]
-    bodies.append(guarded.post("/v1/completions", {"prompt": "a", "model": engine.server_args.model_path}).text)  # what came is no secret,
+    bodies = [
+        guarded.client.get(path).text
+        for path in ("/get_server_info", "/get_model_info", "/metrics", "/v1/models", "/openapi.json")
+    ]
+    bodies.append(
+        guarded.post("/v1/completions", {"prompt": "a", "model": engine.server_args.model_path}).text
+    )  # what came is no secret,
     for body in bodies:  # and yet no path is echoed
         for secret in (KEY, ADMIN, engine.server_args.model_path, "/root", "/home", "Traceback"):
             assert secret not in body
@@ -125,13 +168,17 @@ def test_bodies_beyond_the_limits_are_refused(engine):
     with running(engine, max_body_bytes=4096) as server:
         big = json.dumps({"prompt": "a" * 5000}).encode()
         kind = {"content-type": "application/json"}
-        assert error_of(server.client.post("/v1/completions", content=big, headers=kind), 413)["code"] == "body_too_large"
+        assert (
+            error_of(server.client.post("/v1/completions", content=big, headers=kind), 413)["code"] == "body_too_large"
+        )
         chunked = (big[start : start + 512] for start in range(0, len(big), 512))
         assert error_of(server.client.post("/v1/completions", content=chunked, headers=kind), 413)
         deep = b'{"prompt":' + b"[" * 65 + b"]" * 65 + b"}"
         assert "deeper" in error_of(server.client.post("/v1/completions", content=deep, headers=kind), 400)["message"]
         text = json.dumps({"prompt": "[" * 200, "max_tokens": 1}).encode()
-        assert server.client.post("/v1/completions", content=text, headers=kind).status_code == 200, "brackets in a string are text"
+        assert server.client.post("/v1/completions", content=text, headers=kind).status_code == 200, (
+            "brackets in a string are text"
+        )
 
 
 def depth_of(text):
@@ -165,7 +212,8 @@ def test_the_depth_is_that_of_the_json():
 
 @pytest.mark.parametrize("piece", [b'"', b'\\"', b'"\\', b'["'], ids=["quotes", "escaped", "backslashes", "brackets"])
 def test_an_unended_string_costs_its_length(piece):
-    """In CPU time of this thread. Where a search to the end begins again at each quote, 80 kB take ten seconds and 1 MB half an hour."""
+    """In CPU time of this thread. Where a search to the end begins again at each quote, 80 kB take ten seconds and 1 MB
+    half an hour."""
 
     def cost(size):
         text = b"[" * 65 + b"]" * 65 + b'"' + (piece * size)[:size]
@@ -180,20 +228,37 @@ def test_an_unended_string_costs_its_length(piece):
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"{", b"[]", b"null", b"5", b'"x"', b"{'a': 1}", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}',
-        b"\xef\xbb\xbf{}", b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "a", "temperature": Infinity}', b"[" * 100_000,
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"5",
+        b'"x"',
+        b"{'a': 1}",
+        b'{"prompt": NaN}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b"\xef\xbb\xbf{}",
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b"[" * 100_000,
         b'{"a":' * 1000 + b"1" + b"}" * 1000,
     ],
-)  # fmt: skip
+)
 def test_what_is_no_json_object_is_a_400(server, content):
     response = server.client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     error_of(response, 400)
 
 
-@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "image/json"])
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "image/json"]
+)
 def test_another_content_type_is_a_415(server, kind):
     headers = {} if kind is None else {"content-type": kind}
-    assert error_of(server.client.post("/generate", content=b'{"text": "a"}', headers=headers), 415)["code"] == "unsupported_media_type"
+    assert (
+        error_of(server.client.post("/generate", content=b'{"text": "a"}', headers=headers), 415)["code"]
+        == "unsupported_media_type"
+    )
 
 
 def test_a_name_without_effect_is_told_and_a_typo_refused(server):
@@ -201,11 +266,17 @@ def test_a_name_without_effect_is_told_and_a_typo_refused(server):
     response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **unused})
     assert response.status_code == 200
     assert response.headers["x-ignored-params"] == "user, store, brand_new_field, tool_choice"
-    for typo, meant in (("max_token", "max_tokens"), ("temprature", "temperature"), ("return_routed_expert", "return_routed_experts")):
+    for typo, meant in (
+        ("max_token", "max_tokens"),
+        ("temprature", "temperature"),
+        ("return_routed_expert", "return_routed_experts"),
+    ):
         error = error_of(server.post("/v1/completions", {"prompt": "a", typo: 1}), 400)
         assert error["param"] == typo and meant in error["message"] and error["code"] == "unknown_field"
     hostile = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "x\r\nSet-Cookie: a=b": 1, "y" * 500: 1})
-    assert hostile.status_code == 200 and "set-cookie" not in hostile.headers and "x-ignored-params" not in hostile.headers
+    assert (
+        hostile.status_code == 200 and "set-cookie" not in hostile.headers and "x-ignored-params" not in hostile.headers
+    )
 
 
 def test_strict_fields_refuse_every_unknown_name(engine):
@@ -217,7 +288,10 @@ def test_a_name_without_effect_is_logged_once(engine, caplog):
     caplog.set_level(logging.INFO, logger="routed_experts.server")
     with running(engine) as server:
         for _ in range(3):
-            assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "seldom_seen_field": 1}).status_code == 200
+            assert (
+                server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "seldom_seen_field": 1}).status_code
+                == 200
+            )
             said = {"text": "a", "sampling_params": {"max_new_tokens": 1}, "seldom_seen_field": 1}
             assert server.post("/generate", said).status_code == 200
     assert len([record for record in caplog.records if "seldom_seen_field" in record.getMessage()]) == 1
@@ -230,7 +304,9 @@ def test_the_nearest_name_is_within_two_edits():
     assert nearest("max_output", known) is None and nearest("m", known) is None and nearest("sxxd", known) is None
 
 
-@pytest.mark.parametrize("payload", ["{{ 7*7 }}", "{% for x in ().__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}"])
+@pytest.mark.parametrize(
+    "payload", ["{{ 7*7 }}", "{% for x in ().__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}"]
+)
 def test_a_template_in_a_message_is_text(server, engine, payload):
     tokens = server.post("/tokenize", {"messages": [{"role": "user", "content": payload}]}).json()["tokens"]
     assert payload in engine.tokenizer.decode(tokens, skip_special_tokens=False)
@@ -238,7 +314,9 @@ def test_a_template_in_a_message_is_text(server, engine, payload):
     assert error_of(server.post("/v1/chat/completions", refused), 400)["param"] == "chat_template"
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "..%2f..%2fetc%2fpasswd", "/etc/passwd", "%00", "a" * 5000, "stats/../x", "%2e%2e"])
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "..%2f..%2fetc%2fpasswd", "/etc/passwd", "%00", "a" * 5000, "stats/../x", "%2e%2e"]
+)
 def test_no_path_comes_from_a_request(server, name):
     assert server.client.get(f"/v1/routing/{name}").status_code in (400, 404)
     assert server.client.get(f"/v1/models/{name}").status_code in (400, 404)
@@ -261,7 +339,8 @@ CHUNKED = b"POST /generate HTTP/1.1\r\nContent-Type: application/json\r\nTransfe
     ids=["value", "name", "target", "trailer"],
 )
 def test_a_header_without_an_end_is_given_up_at_its_limit(server, begun):
-    """What the parser must hold until it is whole. The answer comes before the time for headers, or for a body, is over."""
+    """What the parser must hold until it is whole. The answer comes before the time for headers, or for a body, is
+    over."""
     wire = socket.create_connection(server.address, timeout=HEADER_TIMEOUT_S / 2)
     with wire, contextlib.suppress(ConnectionResetError, BrokenPipeError):
         wire.sendall(begun)
@@ -274,7 +353,9 @@ def test_a_header_without_an_end_is_given_up_at_its_limit(server, begun):
 def test_requests_that_come_together_are_all_answered(server):
     """Large bodies and the head of the next one in the same bytes are no header without an end."""
     content = json.dumps({"prompt": "a " * 60_000}).encode()
-    head = b"POST /detokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % len(content)
+    head = b"POST /detokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % len(
+        content
+    )
     answer = b""
     with socket.create_connection(server.address, timeout=15) as wire:
         wire.sendall((head + b"\r\n" + content) * 3 + head + b"Connection: close\r\n\r\n" + content)
@@ -306,7 +387,10 @@ def test_a_request_id_is_echoed_or_refused(server):
     response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
     assert response.headers["x-request-id"] == response.json()["id"]
     for bad in ("a b", "x" * 65, "../x", "stats"):
-        assert error_of(server.client.get("/v1/models", headers={"x-request-id": bad}), 400)["code"] == "invalid_request_id"
+        assert (
+            error_of(server.client.get("/v1/models", headers={"x-request-id": bad}), 400)["code"]
+            == "invalid_request_id"
+        )
 
 
 def test_unknown_routes_and_methods(server):
@@ -320,7 +404,10 @@ def test_cross_origin_is_off_unless_an_origin_is_named(server, engine):
     origin = {"origin": "https://app.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in server.client.get("/v1/models", headers=origin).headers
     with running(engine, cors_origin="https://app.example") as other:
-        assert other.client.options("/v1/models", headers=origin).headers["access-control-allow-origin"] == "https://app.example"
+        assert (
+            other.client.options("/v1/models", headers=origin).headers["access-control-allow-origin"]
+            == "https://app.example"
+        )
         evil = other.client.get("/v1/models", headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in evil.headers
 
@@ -331,7 +418,11 @@ def test_while_it_starts_only_probes_answer():
             response = server.client.get(path)
             assert response.status_code == status and response.json()["state"] == "starting"
             assert ("retry-after" in response.headers) == (status == 503)
-        for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+        for path, body in (
+            ("/generate", {"text": "a"}),
+            ("/v1/completions", {"prompt": "a"}),
+            ("/tokenize", {"prompt": "a"}),
+        ):
             response = server.post(path, body)
             assert error_of(response, 503)["code"] == "starting" and response.headers["retry-after"]
         assert error_of(server.client.get("/v1/models"), 503)
@@ -349,10 +440,17 @@ def test_while_it_drains_nothing_new_is_taken(engine):
 @pytest.mark.parametrize(
     "said",
     [
-        {"port": 70000}, {"api_key": "short"}, {"api_key": "has a blank"}, {"request_timeout": 0}, {"shutdown_timeout": -1},
-        {"cors_origin": "*"}, {"max_body_bytes": 5}, {"routing_store_bytes": -1}, {"routing_store_ttl": 0},
+        {"port": 70000},
+        {"api_key": "short"},
+        {"api_key": "has a blank"},
+        {"request_timeout": 0},
+        {"shutdown_timeout": -1},
+        {"cors_origin": "*"},
+        {"max_body_bytes": 5},
+        {"routing_store_bytes": -1},
+        {"routing_store_ttl": 0},
     ],
-)  # fmt: skip
+)
 def test_settings_that_cannot_work_are_refused(said):
     with pytest.raises(ConfigError, match=next(iter(said))):
         ServerSettings(**said)

@@ -1,4 +1,5 @@
-"""Routed experts over HTTP: every dialect carries the rows that the engine recorded, and readers of its peers find them."""
+"""Routed experts over HTTP: every dialect carries the rows that the engine recorded, and readers of its peers find
+them."""
 
 import base64
 import hashlib
@@ -30,7 +31,10 @@ def records(engine):
 @pytest.fixture(scope="module")
 def peers(engine):
     """Servers that speak as vLLM 0.21 and vLLM 0.33 do."""
-    with running(engine, routed_experts_dialect="vllm021") as old, running(engine, routed_experts_dialect="vllm") as new:
+    with (
+        running(engine, routed_experts_dialect="vllm021") as old,
+        running(engine, routed_experts_dialect="vllm") as new,
+    ):
         yield {"vllm021": old, "vllm": new}
 
 
@@ -42,7 +46,13 @@ def rows(choice):
 @pytest.mark.parametrize("form", ["int32", "npy", "list"])
 @pytest.mark.parametrize("layers", [None, "all", "moe"])
 def test_every_choice_has_its_own_rows(server, records, form, layers, streamed):
-    body = {**SAMPLED, "n": 3, "return_routed_experts": True, "routed_experts_format": form, "routed_experts_layers": layers}
+    body = {
+        **SAMPLED,
+        "n": 3,
+        "return_routed_experts": True,
+        "routed_experts_format": form,
+        "routed_experts_layers": layers,
+    }
     if streamed:
         chunks = stream(server, "/v1/completions", body)
         holders = [chunk for chunk in chunks if any("routed_experts" in json.dumps(one) for one in chunk["choices"])]
@@ -82,14 +92,20 @@ def test_vllm_021_splits_prompt_and_generation_without_being_asked(peers, record
 
 
 def test_vllm_033_sends_an_npy_of_all_layers(peers, records):
-    said = peers["vllm"].post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}).json()
+    said = (
+        peers["vllm"]
+        .post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3})
+        .json()
+    )
     loaded = np.load(io.BytesIO(base64.b64decode(said["choices"][0]["routed_experts"])), allow_pickle=False)
     assert loaded.dtype == np.uint8 and loaded.shape[1:] == (L, K) and not loaded[:, 0].any()
     assert loaded.shape[0] == said["usage"]["total_tokens"] - 1
     said = peers["vllm"].post("/v1/completions", SAMPLED).json()["choices"][0]
     assert np.array_equal(rows(said), records[0])
     asked = peers["vllm"].post("/v1/completions", {**SAMPLED, "routed_experts_format": "int32"}).json()["choices"][0]
-    assert "routed_experts" not in asked and np.array_equal(rows(asked), records[0]), "a named format stands in its own place"
+    assert "routed_experts" not in asked and np.array_equal(rows(asked), records[0]), (
+        "a named format stands in its own place"
+    )
 
 
 def test_a_later_start_sends_only_the_later_rows(server, records, engine):
@@ -133,7 +149,10 @@ def test_a_ref_is_fetched_from_its_url(server, records):
         packed = server.client.get(meta["routed_experts_ref"] + "&format=safetensors").content
         found, tokens = read_record_bytes(packed)
         assert found == record and tokens.size == record.num_tokens
-        assert server.client.get(meta["routed_experts_ref"], headers={"if-none-match": answer.headers["etag"]}).status_code == 304
+        assert (
+            server.client.get(meta["routed_experts_ref"], headers={"if-none-match": answer.headers["etag"]}).status_code
+            == 304
+        )
     assert error_of(server.client.get("/v1/routing/r1?choice=2"), 404)["code"] == "routing_not_found"
     assert error_of(server.client.get("/v1/routing/r1?choice=x"), 400)["param"] == "choice"
     assert error_of(server.client.get("/v1/routing/r1?format=pickle"), 400)["code"] == "unknown_format"
@@ -143,7 +162,10 @@ def test_a_ref_is_fetched_from_its_url(server, records):
 
 
 def test_a_native_ref_and_its_stream(server, records):
-    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True}}
+    body = {
+        "text": PROMPT,
+        "sampling_params": {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True},
+    }
     body |= {"return_routed_experts": True, "routed_experts_format": "ref", "rid": "native-1"}
     last = stream(server, "/generate", body)[-1]
     answer = server.client.get(last["meta_info"]["routed_experts_ref"])
@@ -159,7 +181,10 @@ def test_a_refused_call_of_the_same_id_leaves_the_rows_of_the_running_one(server
         lines = response.iter_lines()
         next(lines)
         for streamed in (False, True):
-            assert error_of(server.post("/v1/completions", {**body, "stream": streamed}), 409)["code"] == "duplicate_request_id"
+            assert (
+                error_of(server.post("/v1/completions", {**body, "stream": streamed}), 409)["code"]
+                == "duplicate_request_id"
+            )
         assert error_of(server.client.get("/v1/routing/twice"), 409)["code"] == "routing_not_ready"
         assert server.post("/abort_request", {"rid": "twice"}).json()["aborted"] == 1
         assert [line for line in lines if line][-1] == "data: [DONE]"
@@ -180,26 +205,43 @@ def test_asking_where_nothing_is_recorded_is_a_400_and_the_server_lives(dialect)
                 error = error_of(response, 400)
                 assert (error["code"], error["param"]) == ("capture_disabled", "return_routed_experts")
                 assert "--enable-return-routed-experts" in error["message"]
-                assert server.post(path, {**body, "stream": streamed}).status_code == 200, "no dialect asks by itself here"
+                assert server.post(path, {**body, "stream": streamed}).status_code == 200, (
+                    "no dialect asks by itself here"
+                )
         assert server.client.get("/v1/models").json()["data"][0]["moe"] is None
 
 
 def test_a_server_without_a_tokenizer_serves_ids():
     with borrow(skip_tokenizer_init=True) as plain, running(plain) as server:
-        said = server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 3, "logprobs": 1, "return_token_ids": True}).json()
+        said = server.post(
+            "/v1/completions", {"prompt": [5, 6], "max_tokens": 3, "logprobs": 1, "return_token_ids": True}
+        ).json()
         (choice,) = said["choices"]
         assert choice["text"] == "" and len(choice["token_ids"]) == 3
         assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
-        assert len(server.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}).json()["output_ids"]) == 2
+        assert (
+            len(
+                server.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}).json()[
+                    "output_ids"
+                ]
+            )
+            == 2
+        )
         for path, body in (
-            ("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-            ("/generate", {"text": "a"}), ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]}),
-        ):  # fmt: skip
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("/generate", {"text": "a"}),
+            ("/tokenize", {"prompt": "a"}),
+            ("/detokenize", {"tokens": [5]}),
+        ):
             error_of(server.post(path, body), 400)
 
 
 def test_native_rows_in_every_format(server, records):
-    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True}}
+    body = {
+        "text": PROMPT,
+        "sampling_params": {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True},
+    }
     for form in ("int32", "npy", "list"):
         said = server.post("/generate", {**body, "return_routed_experts": True, "routed_experts_format": form}).json()
         assert np.array_equal(record_from_meta_info(said).ids, records[0][:, 1:])
@@ -212,7 +254,11 @@ def test_native_rows_in_every_format(server, records):
         ({"return_routed_experts": True, "routed_experts_format": "xml"}, 400, "unknown_format"),
         ({"return_routed_experts": True, "routed_experts_layers": "some"}, 400, "unknown_layers"),
         ({"return_routed_experts": True, "routed_experts_start_len": -1}, 400, "invalid_start"),
-        ({"return_routed_experts": True, "routed_experts_start_len": 1, "routed_experts_prompt_start": 2}, 400, "conflicting_parameters"),
+        (
+            {"return_routed_experts": True, "routed_experts_start_len": 1, "routed_experts_prompt_start": 2},
+            400,
+            "conflicting_parameters",
+        ),
         ({"return_routed_experts": True, "routed_experts_weights": True}, 400, "weights_disabled"),
         ({"return_routed_experts": True, "routed_experts_stream": True}, 400, "stream_required"),
         ({"routed_experts_format": "npy"}, 400, "routing_not_requested"),
@@ -224,12 +270,15 @@ def test_native_rows_in_every_format(server, records):
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_a_wish_that_cannot_be_met_is_refused_by_its_code(server, path, fields, status, code):
-    prompt = {"/generate": {"text": "a"}, "/v1/completions": {"prompt": "a"}}.get(path, {"messages": [{"role": "user", "content": "a"}]})
+    prompt = {"/generate": {"text": "a"}, "/v1/completions": {"prompt": "a"}}.get(
+        path, {"messages": [{"role": "user", "content": "a"}]}
+    )
     assert error_of(server.post(path, {**prompt, **fields}), status)["code"] == code
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})]
+    ("path", "body"),
+    [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})],
 )
 @pytest.mark.parametrize("asked", [[True], [False], []])
 def test_a_list_of_wishes_is_for_generate_alone(server, path, body, asked):
@@ -263,7 +312,13 @@ def test_rows_are_streamed_where_the_sampling_parameters_say_so(server):
 
 def test_another_key_may_not_fetch(engine):
     with running(engine, api_key="k" * 16, admin_api_key="a" * 16) as server:
-        body = {"prompt": "a", "max_tokens": 2, "return_routed_experts": True, "routed_experts_format": "ref", "request_id": "mine"}
+        body = {
+            "prompt": "a",
+            "max_tokens": 2,
+            "return_routed_experts": True,
+            "routed_experts_format": "ref",
+            "request_id": "mine",
+        }
         assert server.post("/v1/completions", body).status_code == 200
         assert server.client.get("/v1/routing/mine").status_code == 200
         other = {"authorization": "Bearer " + "a" * 16}
@@ -273,7 +328,9 @@ def test_another_key_may_not_fetch(engine):
 
 def test_a_store_of_no_bytes_refuses_refs(engine):
     with running(engine, routing_store_bytes=0) as server:
-        error = error_of(server.post("/generate", {"text": "a", "return_routed_experts": True, "routed_experts_format": "ref"}), 400)
+        error = error_of(
+            server.post("/generate", {"text": "a", "return_routed_experts": True, "routed_experts_format": "ref"}), 400
+        )
         assert error["code"] == "ref_unavailable"
 
 
@@ -288,7 +345,12 @@ def joined(pieces):
 @pytest.mark.parametrize("start", [0, 3])
 def test_rows_that_are_streamed_come_with_their_tokens_and_join_to_the_whole(server, records, engine, form, start):
     prompt_len = len(engine.tokenizer.encode(PROMPT))
-    wish = {"return_routed_experts": True, "routed_experts_format": form, "routed_experts_stream": True, "routed_experts_start_len": start}
+    wish = {
+        "return_routed_experts": True,
+        "routed_experts_format": form,
+        "routed_experts_stream": True,
+        "routed_experts_start_len": start,
+    }
     chunks = stream(server, "/v1/completions", {**SAMPLED, "n": 2, **wish})
     for index, wanted in enumerate(records[:2]):
         mine = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
@@ -296,13 +358,20 @@ def test_rows_that_are_streamed_come_with_their_tokens_and_join_to_the_whole(ser
         if form == "list":
             lent = next(chunk["prompt_routed_experts"] for chunk in chunks if chunk.get("prompt_routed_experts"))
             holders[0]["prompt_routed_experts"] = lent  # it comes once, with the first choice
-        pieces = [record_from_response({**chunk, "choices": [{**chunk["choices"][0], "index": 0}]}) for chunk in holders]
+        pieces = [
+            record_from_response({**chunk, "choices": [{**chunk["choices"][0], "index": 0}]}) for chunk in holders
+        ]
         ids, first = joined(pieces)
         assert first == start and np.array_equal(ids, wanted[start:, 1:])
         assert pieces[0].num_rows == prompt_len - start, "the prompt's rows come with the first token"
         for place, piece in enumerate(pieces):
-            assert piece.num_tokens == prompt_len + place + 1 == piece.start + piece.num_rows + 1, "no row before its token is told"
-    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True}}
+            assert piece.num_tokens == prompt_len + place + 1 == piece.start + piece.num_rows + 1, (
+                "no row before its token is told"
+            )
+    body = {
+        "text": PROMPT,
+        "sampling_params": {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True},
+    }
     events = stream(server, "/generate", {**body, **wish})
     pieces = [record_from_meta_info(one) for one in events]
     ids, first = joined([piece for piece in pieces if piece is not None])
@@ -316,7 +385,10 @@ def test_streamed_rows_of_a_long_prompt_come_in_pieces(server, engine):
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 3, "ignore_eos": True, "temperature": 0}}
     wish = {"return_routed_experts": True, "routed_experts_stream": True}
     whole = record_from_meta_info(server.post("/generate", {**body, "return_routed_experts": True}).json())
-    for path, said in (("/generate", body), ("/v1/completions", {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "temperature": 0})):
+    for path, said in (
+        ("/generate", body),
+        ("/v1/completions", {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "temperature": 0}),
+    ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("routed_experts.server.dialects.MAX_EVENT_PAYLOAD", 8 * 1024)
             events = stream(server, path, {**said, **wish})
@@ -325,7 +397,10 @@ def test_streamed_rows_of_a_long_prompt_come_in_pieces(server, engine):
         assert len(holders) > 5 and np.array_equal(joined(pieces)[0], whole.ids)
         payloads = [one["meta_info"] if path == "/generate" else one["choices"][0]["meta_info"] for one in holders]
         assert max(len(one["routed_experts"]) for one in payloads) <= 8 * 1024
-        ends = [one["meta_info"]["finish_reason"] if path == "/generate" else one["choices"][0]["finish_reason"] for one in events]
+        ends = [
+            one["meta_info"]["finish_reason"] if path == "/generate" else one["choices"][0]["finish_reason"]
+            for one in events
+        ]
         assert [end is not None for end in ends] == [False] * (len(ends) - 1) + [True]
 
 

@@ -10,7 +10,11 @@ from routed_experts.capture import record_from_response
 from routed_experts.server.routing_stats import load_entropy, load_imbalance
 from serving import borrow, on_engine_thread
 
-BODY = {"input_ids": list(range(3, 40)), "sampling_params": {"max_new_tokens": 9, "ignore_eos": True}, "return_routed_experts": True}
+BODY = {
+    "input_ids": list(range(3, 40)),
+    "sampling_params": {"max_new_tokens": 9, "ignore_eos": True},
+    "return_routed_experts": True,
+}
 
 
 def counted(record, tokens):
@@ -49,8 +53,15 @@ def test_counts_are_those_of_the_rows(server, record):
 def test_metrics_say_the_same(server, record, engine):
     said = server.client.get("/v1/routing/stats").json()
     lines = server.client.get("/metrics").text.splitlines()
-    told = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith("routed_experts_"))}
-    for name, key in (("expert_load_imbalance", "imbalance"), ("expert_entropy", "entropy"), ("dead_experts", "dead_experts")):
+    told = {
+        name: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith("routed_experts_"))
+    }
+    for name, key in (
+        ("expert_load_imbalance", "imbalance"),
+        ("expert_entropy", "entropy"),
+        ("dead_experts", "dead_experts"),
+    ):
         assert [told[f'routed_experts_{name}{{layer="{layer}"}}'] for layer in (1, 2, 3)] == pytest.approx(said[key])
     assert not [name for name in told if "expert_tokens" in name], "many series come only when they are wanted"
     with running(engine, expert_metrics=True) as other:
@@ -68,7 +79,10 @@ def test_a_reader_learns_that_nothing_has_changed(server, record):
     assert server.client.get("/v1/routing/stats", headers=seen).status_code == 200
     assert server.client.post("/v1/routing/reset").status_code == 200
     nothing = server.client.get("/v1/routing/stats").json()
-    assert nothing["num_tokens"] == {"prompt": 0, "generated": 0} and nothing["imbalance"] == [None] * 3 == nothing["entropy"]
+    assert (
+        nothing["num_tokens"] == {"prompt": 0, "generated": 0}
+        and nothing["imbalance"] == [None] * 3 == nothing["entropy"]
+    )
 
 
 def test_where_nothing_is_recorded_there_is_nothing_to_tell():

@@ -18,9 +18,15 @@ class Clock:
 def kept(rows=10, owner=""):
     ids = np.arange(rows * 2, dtype=np.uint8).reshape(rows, 1, 2)
     record = RoutedExperts(
-        ids=ids, start=0, num_tokens=rows + 1, num_prompt_tokens=1, layer_ids=(0,), num_hidden_layers=1, num_experts=256,
+        ids=ids,
+        start=0,
+        num_tokens=rows + 1,
+        num_prompt_tokens=1,
+        layer_ids=(0,),
+        num_hidden_layers=1,
+        num_experts=256,
         version_spans=((0, rows, 0),),
-    )  # fmt: skip
+    )
     return KeptRows(record=record, token_ids=np.zeros(rows + 1, np.int32), owner=owner)
 
 

@@ -14,13 +14,21 @@ def test_the_last_token_has_its_row_if_it_is_wanted(server, path, max_tokens):
     asked = {"return_routed_experts": True, "routed_experts_include_last": True}
     body = {"prompt": PROMPT, "max_tokens": max_tokens, "n": 2, "seed": 11, "ignore_eos": True}
     if path == "/generate":
-        body = {"text": PROMPT, "sampling_params": {"max_new_tokens": max_tokens, "n": 2, "sampling_seed": 11, "ignore_eos": True}}
+        body = {
+            "text": PROMPT,
+            "sampling_params": {"max_new_tokens": max_tokens, "n": 2, "sampling_seed": 11, "ignore_eos": True},
+        }
     for streamed in (False, True):
         said = stream(server, path, {**body, **asked}) if streamed else server.post(path, {**body, **asked}).json()
         if path == "/generate":
             ended = [one for one in said if one["meta_info"]["finish_reason"]]
         else:
-            ended = [{"choices": [choice]} for one in (said if streamed else [said]) for choice in one["choices"] if "meta_info" in choice]
+            ended = [
+                {"choices": [choice]}
+                for one in (said if streamed else [said])
+                for choice in one["choices"]
+                if "meta_info" in choice
+            ]
         records = [record_from_response(one, one["choices"][0]["index"] if "choices" in one else 0) for one in ended]
         assert len(records) == 2
         for one, record in zip(ended, records, strict=True):
@@ -30,7 +38,13 @@ def test_the_last_token_has_its_row_if_it_is_wanted(server, path, max_tokens):
 
 
 def test_parts_of_a_ref_join_to_the_whole(server):
-    body = {"prompt": PROMPT, "max_tokens": 7, "return_routed_experts": True, "routed_experts_format": "ref", "request_id": "parts"}
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 7,
+        "return_routed_experts": True,
+        "routed_experts_format": "ref",
+        "request_id": "parts",
+    }
     url = server.post("/v1/completions", body).json()["choices"][0]["meta_info"]["routed_experts_ref"]
     whole = server.client.get(url)
     size, tag = len(whole.content), whole.headers["etag"]
@@ -39,8 +53,14 @@ def test_parts_of_a_ref_join_to_the_whole(server):
     def part(asked, **headers):
         return server.client.get(url, headers={"range": asked, **headers})
 
-    for asked, first, last in (("bytes=0-99", 0, 99), ("bytes=9-", 9, size - 1), ("bytes=-30", size - 30, size - 1), ("bytes=5-5", 5, 5),
-                               (f"bytes=50-{size + 9}", 50, size - 1), (f"bytes=-{size + 9}", 0, size - 1)):  # fmt: skip
+    for asked, first, last in (
+        ("bytes=0-99", 0, 99),
+        ("bytes=9-", 9, size - 1),
+        ("bytes=-30", size - 30, size - 1),
+        ("bytes=5-5", 5, 5),
+        (f"bytes=50-{size + 9}", 50, size - 1),
+        (f"bytes=-{size + 9}", 0, size - 1),
+    ):
         found = part(asked, **{"if-range": tag})
         assert found.status_code == 206 and found.content == whole.content[first : last + 1], asked
         assert found.headers["content-range"] == f"bytes {first}-{last}/{size}"
@@ -51,6 +71,9 @@ def test_parts_of_a_ref_join_to_the_whole(server):
     assert part("bytes=0-1", **{"if-range": '"another"'}).status_code == 200
     for asked in (f"bytes={size}-", "bytes=-0", "bytes=999999999999999999-"):
         refused = part(asked)
-        assert error_of(refused, 416)["code"] == "range_not_satisfiable" and refused.headers["content-range"] == f"bytes */{size}"
+        assert (
+            error_of(refused, 416)["code"] == "range_not_satisfiable"
+            and refused.headers["content-range"] == f"bytes */{size}"
+        )
     assert server.client.head(url, headers={"range": "bytes=0-1"}).headers["content-length"] == str(size)
     server.client.delete("/v1/routing/parts")

@@ -1,4 +1,5 @@
-"""/v1/score is Engine.score over HTTP: the same numbers, rows where the dialects have them, and rows of an answer played back."""
+"""/v1/score is Engine.score over HTTP: the same numbers, rows where the dialects have them, and rows of an answer
+played back."""
 
 import dataclasses
 import json
@@ -28,13 +29,23 @@ def test_scores_are_the_engines(engine, server):
     assert [one["index"] for one in said["data"]] == [0, 1, 2] and said["usage"]["total_tokens"] == 12
     for one, output in zip(said["data"], wanted, strict=True):
         assert np.array_equal(np.asarray(one["logprobs"], np.float32), output.logprobs)
-        assert one["meta_info"] == {"prompt_tokens": output.token_ids.size, "weight_version": str(output.weight_version)}
-    assert score(server, token_ids=TOKENS)["data"][0]["logprobs"] == said["data"][0]["logprobs"], "one sequence needs no list"
+        assert one["meta_info"] == {
+            "prompt_tokens": output.token_ids.size,
+            "weight_version": str(output.weight_version),
+        }
+    assert score(server, token_ids=TOKENS)["data"][0]["logprobs"] == said["data"][0]["logprobs"], (
+        "one sequence needs no list"
+    )
 
 
 @pytest.mark.parametrize("form", ["int32", "npy", "list", "ref"])
 def test_a_row_of_every_token_comes_in_every_format(engine, server, form):
-    fields = {"return_routed_experts": True, "routed_experts_format": form, "routed_experts_start_len": 3, "request_id": "scored"}
+    fields = {
+        "return_routed_experts": True,
+        "routed_experts_format": form,
+        "routed_experts_start_len": 3,
+        "request_id": "scored",
+    }
     (said,) = score(server, token_ids=TOKENS, **fields)["data"]
     wanted = engine.score(TOKENS).routed_experts[3:]
     if form == "ref":
@@ -66,7 +77,9 @@ def test_routes_that_no_router_takes_are_executed(engine, server):
     wanted = engine.score([TOKENS, OTHERS], routed=[drifted, None])
     for one, output in zip(said["data"], wanted, strict=True):
         assert np.array_equal(np.asarray(one["logprobs"], np.float32), output.logprobs)
-    assert np.array_equal(record_from_response({"choices": said["data"]}, 0).ids, drifted.ids), "what ran is what was given"
+    assert np.array_equal(record_from_response({"choices": said["data"]}, 0).ids, drifted.ids), (
+        "what ran is what was given"
+    )
     assert score(server, token_ids=TOKENS)["data"][0]["logprobs"] != said["data"][0]["logprobs"]
 
 
@@ -82,17 +95,30 @@ def test_many_tokens_are_scored_some_after_the_others(engine, server, monkeypatc
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, "token_ids"), ({"token_ids": []}, "token_ids"), ({"token_ids": [[]]}, "token_ids"), ({"token_ids": [1, [2]]}, "token_ids"),
-        ({"token_ids": [313]}, "token_ids"), ({"token_ids": [-1]}, "token_ids"), ({"token_ids": [5] * 513}, "token_ids"),
-        ({"token_ids": [[1]] * 257}, "token_ids"), ({"token_ids": TOKENS, "routed_experts": {}}, "routed_experts"),
+        ({}, "token_ids"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [[]]}, "token_ids"),
+        ({"token_ids": [1, [2]]}, "token_ids"),
+        ({"token_ids": [313]}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": [5] * 513}, "token_ids"),
+        ({"token_ids": [[1]] * 257}, "token_ids"),
+        ({"token_ids": TOKENS, "routed_experts": {}}, "routed_experts"),
         ({"token_ids": TOKENS, "routed_experts": [None, None]}, "routed_experts"),
         ({"token_ids": TOKENS, "routed_experts": {"routed_experts": "AAAA"}}, "routed_experts"),
         ({"token_ids": TOKENS, "routed_experts_start_len": 1}, "routed_experts_start_len"),
-        ({"token_ids": TOKENS, "return_routed_experts": True, "routed_experts_start_len": 9}, "routed_experts_start_len"),
-        ({"token_ids": [TOKENS] * 2, "return_routed_experts": True, "routed_experts_format": "list"}, "routed_experts_format"),
-        ({"token_ids": TOKENS, "request_id": "../x"}, "request_id"), ({"token_ids": [[1] * 512] * 256 + [[1]]}, "token_ids"),
+        (
+            {"token_ids": TOKENS, "return_routed_experts": True, "routed_experts_start_len": 9},
+            "routed_experts_start_len",
+        ),
+        (
+            {"token_ids": [TOKENS] * 2, "return_routed_experts": True, "routed_experts_format": "list"},
+            "routed_experts_format",
+        ),
+        ({"token_ids": TOKENS, "request_id": "../x"}, "request_id"),
+        ({"token_ids": [[1] * 512] * 256 + [[1]]}, "token_ids"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_score_is_a_400_that_names_the_field(server, body, param):
     assert error_of(server.post("/v1/score", body), 400)["param"] == param
 
@@ -137,4 +163,6 @@ def test_a_version_is_named_anew_and_old_prefixes_are_not_matched(tmp_path):
         for wrong in ("step-3", "12", 11, -1, 2**31, 10**400, True, None, [13]):
             error = error_of(server.post("/update_weight_version", {"new_version": wrong}), 400)
             assert error["param"] in ("new_version", None), wrong
-        assert server.post("/update_weight_version", {"new_version": 13, "abort_all_requests": False}).status_code == 200
+        assert (
+            server.post("/update_weight_version", {"new_version": 13, "abort_all_requests": False}).status_code == 200
+        )

@@ -1,4 +1,5 @@
-"""`routed-experts serve` as a process: its start, real clients against it, and its ends. The model is the one in the package."""
+"""`routed-experts serve` as a process: its start, real clients against it, and its ends. The model is the one in the
+package."""
 
 import gc
 import os
@@ -32,20 +33,34 @@ from tiny import write_tiny_checkpoint
 SRC = Path(routed_experts.__file__).parents[1]
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "64"]
 KEY = "a-key-for-tests"
-READY = re.compile(r"ready in [\d.]+ s · 6 layers \(5 MoE\) × 32 experts top-4 · [\d,]+ KV tokens · capture on · (http://127\.0\.0\.1:\d+)\n")
+READY = re.compile(
+    r"ready in [\d.]+ s · 6 layers \(5 MoE\) × 32 experts top-4 · [\d,]+ KV tokens · capture on · (http://127\.0\.0\.1:\d+)\n"
+)
 
 
 def start(*flags, model=None):
     env = {**os.environ, "PYTHONPATH": str(SRC), "PYTHONUNBUFFERED": "1"}
     if jax.config.jax_compilation_cache_dir:
         env["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
-    command = [sys.executable, "-m", "routed_experts", "serve", str(model or demo_model_path()), "--port", "0", *SIZES, *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "routed_experts",
+        "serve",
+        str(model or demo_model_path()),
+        "--port",
+        "0",
+        *SIZES,
+        *flags,
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 @pytest.fixture(scope="module")
 def process():
-    running = start("--enable-return-routed-experts", "--api-key", KEY, "--served-model-name", "demo", "--shutdown-timeout", "0.5")
+    running = start(
+        "--enable-return-routed-experts", "--api-key", KEY, "--served-model-name", "demo", "--shutdown-timeout", "0.5"
+    )
     told, planned = [], threading.Event()
 
     def read():  # a full pipe would stop it
@@ -78,12 +93,16 @@ def test_phases_and_the_memory_plan_are_told_before_the_server_is_ready(process)
     names = [line.split()[0] for line in process[2] if re.match(r"[\w-]+ +[\d.]+ s ", line)]
     assert names == ["import", "config", "kernels", "plan", "load", "allocate", "compile", "self-check"]
     first = [line.split()[0] for line in process[2]]
-    assert first.index("plan") < first.index("weights") < first.index("KV") < first.index("allocate"), "before anything is allocated"
+    assert first.index("plan") < first.index("weights") < first.index("KV") < first.index("allocate"), (
+        "before anything is allocated"
+    )
 
 
 def test_openai_lists_and_completes(client):
     assert [model.id for model in client.models.list()] == ["demo"]
-    first = client.completions.create(model="demo", prompt="The sea was", max_tokens=6, temperature=0, logprobs=1, seed=3, n=2)
+    first = client.completions.create(
+        model="demo", prompt="The sea was", max_tokens=6, temperature=0, logprobs=1, seed=3, n=2
+    )
     assert first.choices[0].text and first.choices[0].text == first.choices[1].text
     assert first.usage.completion_tokens == 12 and len(first.choices[0].logprobs.tokens) == 6
     again = client.completions.create(model="demo", prompt="The sea was", max_tokens=6, temperature=0)
@@ -94,14 +113,21 @@ def test_openai_lists_and_completes(client):
 
 def test_openai_gets_routed_experts_through_extra_body(client):
     said = client.chat.completions.create(
-        model="demo", messages=[{"role": "user", "content": "hello"}], max_tokens=5, extra_body={"return_routed_experts": True}
+        model="demo",
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=5,
+        extra_body={"return_routed_experts": True},
     )
     record = record_from_response(said.model_dump())
     assert record.num_rows == said.usage.total_tokens - 1
     meta = said.choices[0].meta_info
     assert meta["routed_experts_info"]["shape"] == [record.num_rows, 6, 4]
     text = client.completions.create(
-        model="demo", prompt="a", max_tokens=5, stream=True, extra_body={"return_routed_experts": True, "routed_experts_format": "npy"}
+        model="demo",
+        prompt="a",
+        max_tokens=5,
+        stream=True,
+        extra_body={"return_routed_experts": True, "routed_experts_format": "npy"},
     )
     holders = [chunk for chunk in text if chunk.choices[0].model_dump().get("routed_experts")]
     assert len(holders) == 1 and holders[0].choices[0].finish_reason
@@ -109,13 +135,22 @@ def test_openai_gets_routed_experts_through_extra_body(client):
 
 def test_openai_streams_chat_with_usage(client):
     messages = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
-    whole = client.chat.completions.create(model="demo", messages=messages, max_tokens=8, temperature=0, logprobs=True, top_logprobs=2)
+    whole = client.chat.completions.create(
+        model="demo", messages=messages, max_tokens=8, temperature=0, logprobs=True, top_logprobs=2
+    )
     stream = client.chat.completions.create(
-        model="demo", messages=messages, max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}
+        model="demo",
+        messages=messages,
+        max_tokens=8,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content == ""
-    assert chunks[-1].usage == whole.usage.model_copy(update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details})
+    assert chunks[-1].usage == whole.usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+    )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == whole.choices[0].message.content
     assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
     with client.chat.completions.stream(model="demo", messages=messages, max_tokens=8, temperature=0) as events:
@@ -125,19 +160,30 @@ def test_openai_streams_chat_with_usage(client):
 def test_openai_meets_typed_errors(client, process):
     with pytest.raises(openai.BadRequestError) as told:
         client.completions.create(model="demo", prompt="a", temperature=-1)
-    assert (told.value.param, told.value.code, told.value.type) == ("temperature", "invalid_request", "invalid_request_error")
+    assert (told.value.param, told.value.code, told.value.type) == (
+        "temperature",
+        "invalid_request",
+        "invalid_request_error",
+    )
     with pytest.raises(openai.NotFoundError) as told:
         client.completions.create(model="gpt", prompt="a")
     assert told.value.code == "model_not_found"
-    with openai.OpenAI(base_url=f"{process[1]}/v1", api_key="wrong-key", max_retries=0) as other, pytest.raises(openai.AuthenticationError):
+    with (
+        openai.OpenAI(base_url=f"{process[1]}/v1", api_key="wrong-key", max_retries=0) as other,
+        pytest.raises(openai.AuthenticationError),
+    ):
         other.models.list()
 
 
 def test_a_stream_that_openai_closes_is_aborted(client, process):
-    stream = client.completions.create(model="demo", prompt="a", max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+    stream = client.completions.create(
+        model="demo", prompt="a", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
     next(iter(stream))
     stream.close()
-    with httpx.Client(base_url=process[1], headers={"authorization": f"Bearer {KEY}"}, timeout=30, trust_env=False) as http:
+    with httpx.Client(
+        base_url=process[1], headers={"authorization": f"Bearer {KEY}"}, timeout=30, trust_env=False
+    ) as http:
         for _ in range(2_000):  # each look is a round trip; the abort takes two steps
             info = http.get("/get_server_info").json()
             if info["requests_accepted"] == sum(info["requests_finished"].values()):
@@ -147,7 +193,9 @@ def test_a_stream_that_openai_closes_is_aborted(client, process):
 
 
 def test_int32_through_httpx_is_the_users_own_snippet(process):
-    with httpx.Client(base_url=process[1], headers={"authorization": f"Bearer {KEY}"}, timeout=30, trust_env=False) as http:
+    with httpx.Client(
+        base_url=process[1], headers={"authorization": f"Bearer {KEY}"}, timeout=30, trust_env=False
+    ) as http:
         body = {"text": "The sea", "sampling_params": {"max_new_tokens": 4}, "return_routed_experts": True}
         said = http.post("/generate", json=body).json()
     meta = said["meta_info"]
@@ -159,16 +207,26 @@ def test_a_port_in_use_ends_with_one(process):
     port = process[1].rsplit(":", 1)[1]
     done = subprocess.run(
         [sys.executable, "-m", "routed_experts", "serve", str(demo_model_path()), "--port", port],
-        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(SRC)},
-    )  # fmt: skip
-    assert done.returncode == 1 and done.stderr.count("\n") <= 3 and port in done.stderr and "Traceback" not in done.stderr
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+    )
+    assert (
+        done.returncode == 1 and done.stderr.count("\n") <= 3 and port in done.stderr and "Traceback" not in done.stderr
+    )
 
 
 def test_sigterm_lets_the_running_end_with_what_they_have_and_exits_0(process):
     """The last test of this process: long requests run when the signal comes, and end as aborts with their rows."""
     running, url, told = process
     with httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=30, trust_env=False) as http:
-        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True}, "return_routed_experts": True}
+        body = {
+            "input_ids": [5],
+            "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True},
+            "return_routed_experts": True,
+        }
         with http.stream("POST", "/generate", json={**body, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
@@ -198,7 +256,9 @@ def test_a_killed_server_leaves_nothing_in_the_way_of_the_next_on_its_port():
         assert port in ("0", ready[1].rsplit(":", 1)[1])
         port = ready[1].rsplit(":", 1)[1]
         with httpx.Client(base_url=ready[1], timeout=30, trust_env=False) as http:
-            assert http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}}).status_code == 200
+            assert (
+                http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}}).status_code == 200
+            )
         running.send_signal(ending)
         running.communicate(timeout=20)
         assert running.returncode == (0 if ending is signal.SIGTERM else -signal.SIGKILL)
@@ -216,12 +276,16 @@ def test_a_signal_while_the_model_loads_ends_at_once():
 @pytest.mark.parametrize(
     ("argv", "code", "told"),
     [
-        (["serve"], 2, "MODEL"), (["serve", "/no/such/model"], 2, "no folder"), (["serve", "x", "--trust-remote-code"], 2, "never run"),
-        (["serve", "x", "--port", "many"], 2, "many"), (["serve", ".", "--port", "99999"], 2, "port=99999"),
-        (["serve", ".", "--api-key", "short"], 2, "api_key"), (["serve", ".", "--routed-experts-dialect", "klingon"], 2, "klingon"),
+        (["serve"], 2, "MODEL"),
+        (["serve", "/no/such/model"], 2, "no folder"),
+        (["serve", "x", "--trust-remote-code"], 2, "never run"),
+        (["serve", "x", "--port", "many"], 2, "many"),
+        (["serve", ".", "--port", "99999"], 2, "port=99999"),
+        (["serve", ".", "--api-key", "short"], 2, "api_key"),
+        (["serve", ".", "--routed-experts-dialect", "klingon"], 2, "klingon"),
         (["serve", ".", "--api-key-file", "/no/such/file"], 1, "/no/such/file"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_start_ends_with_a_sentence(argv, code, told, capsys):
     try:
         came = main(argv)
@@ -240,7 +304,12 @@ def test_a_folder_that_is_no_model_ends_with_two(tmp_path):
 def test_flags_of_others_are_known():
     said = "--max-model-len 64 --max-num-seqs 4 --block-size 8 --no-enable-prefix-caching --seed 3 --routing-store-bytes 2MiB --host ::1"
     options = make_parser().parse_args(["serve", "MODEL", *said.split()])
-    assert (options.context_length, options.max_running_requests, options.page_size, options.random_seed) == (64, 4, 8, 3)
+    assert (options.context_length, options.max_running_requests, options.page_size, options.random_seed) == (
+        64,
+        4,
+        8,
+        3,
+    )
     assert options.routing_store_bytes == 2 << 20 and options.host == "::1"
     assert make_parser().parse_args(["serve", "--model-path", "MODEL"]).model_path == "MODEL"
 

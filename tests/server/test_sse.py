@@ -10,7 +10,8 @@ from routed_experts.server.sse import DONE, EventStream, event
 
 
 def send_all(chunks, *, fail_on=None, hold=False):
-    """The messages of a stream of these chunks; `fail_on`: sending bytes that begin so raises; `hold`: the last chunk waits for that."""
+    """The messages of a stream of these chunks; `fail_on`: sending bytes that begin so raises; `hold`: the last chunk
+    waits for that."""
     sent = []
 
     async def run():

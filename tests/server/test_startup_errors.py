@@ -1,5 +1,5 @@
-"""What keeps `serve` from starting: three lines at most, no traceback, 2 for what the user wrote and 1 for the machine. Each is refused
-before anything is compiled, and leaves no port bound."""
+"""What keeps `serve` from starting: three lines at most, no traceback, 2 for what the user wrote and 1 for the machine.
+Each is refused before anything is compiled, and leaves no port bound."""
 
 import json
 import re
@@ -59,7 +59,12 @@ CASES = {
     "unknown architecture": (lambda folder: rewrite_config(folder, architectures=["Abacus"]), [], 2, "Abacus"),
     "no weights": (no_weights, [], 2, "safetensors"),
     "truncated weights": (cut, [], 2, "model.safetensors"),
-    "weights of another shape": (lambda folder: rewrite_config(folder, moe_intermediate_size=64), [], 2, "shape|wanted"),
+    "weights of another shape": (
+        lambda folder: rewrite_config(folder, moe_intermediate_size=64),
+        [],
+        2,
+        "shape|wanted",
+    ),
     "pickled weights": (pickled, [], 2, "safetensors"),
     "no tokenizer": (no_tokenizer, [], 2, "tokenizer"),
     "capture of a dense model": (dense, ["--enable-return-routed-experts"], 2, "no MoE layer"),

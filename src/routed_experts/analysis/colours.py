@@ -7,8 +7,12 @@ import numpy as np
 from jaxtyping import Float64
 
 # Anchors of matplotlib's viridis (van der Walt, Smith 2015) and cividis (Nunez, Anderton, Renslow 2018), both CC0.
-VIRIDIS = tuple("440154 481a6c 472f7d 414487 39568c 31688e 2a788e 23888e 1f988b 22a884 35b779 54c568 7ad151 a5db36 d2e21b fde725".split())
-CIVIDIS = tuple("00224e 002e6c 1e3a6f 35456c 47516c 575d6d 666970 757575 848279 948e77 a59c74 b7a96e c8b866 dbc75a eed649 fee838".split())
+VIRIDIS = tuple(
+    "440154 481a6c 472f7d 414487 39568c 31688e 2a788e 23888e 1f988b 22a884 35b779 54c568 7ad151 a5db36 d2e21b fde725".split()
+)
+CIVIDIS = tuple(
+    "00224e 002e6c 1e3a6f 35456c 47516c 575d6d 666970 757575 848279 948e77 a59c74 b7a96e c8b866 dbc75a eed649 fee838".split()
+)
 
 
 def colour_at(share: float, anchors: Sequence[str] = VIRIDIS) -> str:
@@ -31,7 +35,10 @@ def ink_on(background: str) -> str:
 
 def luminance(colour: str) -> float:
     """Relative luminance of "#rrggbb" (WCAG 2.2), 0 to 1."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in _channels(colour.removeprefix("#")))]
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (v / 255 for v in _channels(colour.removeprefix("#")))
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 

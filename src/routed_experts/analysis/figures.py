@@ -1,6 +1,6 @@
-"""Pictures of routing, drawn by matplotlib: texts tinted by expert (F3) over the layer x expert load (F1).
-Knows no model. matplotlib (routed-experts[plot]) is imported when a picture is drawn, without pyplot and its global state.
-Dims: M MoE layers, E experts."""
+"""Pictures of routing, drawn by matplotlib: texts tinted by expert (F3) over the layer x expert load (F1). Knows no
+model. matplotlib (routed-experts[plot]) is imported when a picture is drawn, without pyplot and its global state. Dims:
+M MoE layers, E experts."""
 
 import importlib
 import math
@@ -39,7 +39,8 @@ class PlacedToken:
 def draw_routing(
     texts: Sequence[RoutedText], path: str | os.PathLike[str], *, title: str, column: int | None = None, dpi: int = 160
 ) -> None:
-    """Write a PNG, SVG or PDF, as `path` ends, else `path`.png; `column` is the MoE layer that tints the texts, the middle one unless said.
+    """Write a PNG, SVG or PDF, as `path` ends, else `path`.png; `column` is the MoE layer that tints the texts, the
+    middle one unless said.
 
     Raises ConfigError where matplotlib is missing."""
     records = [text.record for text in texts]
@@ -62,7 +63,9 @@ def draw_routing(
     for text, tokens in zip(texts, placed, strict=True):
         top = _draw_text(axes, text, tokens, column, top)
     _draw_loads(figure, texts, column, bottom=0.85 / height, height=map_height / height)
-    caption = f"u = c·E / (T·K): rows of a layer that went to an expert, relative to uniform; T rows, K = {first.top_k}, "
+    caption = (
+        f"u = c·E / (T·K): rows of a layer that went to an expert, relative to uniform; T rows, K = {first.top_k}, "
+    )
     caption += f"E = {first.num_experts}. The strip gives each expert's colour above."
     figure.text(_MARGIN / _WIDTH, 0.16 / height, caption, fontsize=8, color=_SOFT, va="center")
     named = Path(path if Path(path).suffix else f"{os.fspath(path)}.png")
@@ -72,7 +75,8 @@ def draw_routing(
 
 
 def place_tokens(pieces: Sequence[str], *, columns: int) -> list[PlacedToken]:
-    """Break tokens into lines of `columns` characters, one cell a character; a line feed shows as ↵ and ends its line."""
+    """Break tokens into lines of `columns` characters, one cell a character; a line feed shows as ↵ and ends its
+    line."""
     placed: list[PlacedToken] = []
     line = column = 0
     for token, piece in enumerate(pieces):
@@ -98,7 +102,10 @@ def _draw_text(axes: Any, text: RoutedText, placed: Sequence[PlacedToken], layer
     drawable, prompt = _drawable(), text.record.num_prompt_tokens
     cached = f" ({text.cached_tokens} from the prefix cache)" if text.cached_tokens else ""
     said = f"{prompt} tokens of prompt{cached}, {text.record.num_tokens - prompt} generated"
-    title, small = {"fontsize": 9.5, "weight": "bold", "va": "center", "parse_math": False}, {"fontsize": 8, "color": _SOFT, "va": "center"}
+    title, small = (
+        {"fontsize": 9.5, "weight": "bold", "va": "center", "parse_math": False},
+        {"fontsize": 8, "color": _SOFT, "va": "center"},
+    )
     named = axes.annotate(drawable(printable(text.title)), (0, top + 0.75 * _LINE_PT), **title)
     axes.annotate(said, (1, 0.5), xycoords=named, xytext=(8, 0), textcoords="offset points", **small)
     start = top + 1.65 * _LINE_PT
@@ -107,7 +114,9 @@ def _draw_text(axes: Any, text: RoutedText, placed: Sequence[PlacedToken], layer
         experts = text.experts(part.token, layer)
         fill = palette[experts[0]] if experts else "#ffffff"
         edge = {"linewidth": 0} if experts else {"linewidth": 0.6, "edgecolor": _SOFT}
-        axes.add_patch(box((x + 0.5, y - 6.5), width - 1, 13, boxstyle="round,pad=0,rounding_size=2", facecolor=fill, **edge))
+        axes.add_patch(
+            box((x + 0.5, y - 6.5), width - 1, 13, boxstyle="round,pad=0,rounding_size=2", facecolor=fill, **edge)
+        )
         weight = "bold" if part.token >= prompt else "normal"
         font = {"family": "DejaVu Sans Mono", "fontsize": _FONT_PT, "weight": weight, "color": ink_on(fill)}
         axes.text(x, y, drawable(part.text), va="center_baseline", ha="left", parse_math=False, **font)
@@ -120,7 +129,9 @@ def _draw_text(axes: Any, text: RoutedText, placed: Sequence[PlacedToken], layer
 
 def _draw_loads(figure: Any, texts: Sequence[RoutedText], column: int, *, bottom: float, height: float) -> None:
     """Draw the heat maps of prompt and generated rows side by side, with one scale."""
-    colormap = _library("matplotlib.colors").LinearSegmentedColormap.from_list("load", [f"#{colour}" for colour in CIVIDIS])
+    colormap = _library("matplotlib.colors").LinearSegmentedColormap.from_list(
+        "load", [f"#{colour}" for colour in CIVIDIS]
+    )
     colormap = colormap.with_extremes(bad=_NONE)
     spans = {"prompt": [text.record.prompt for text in texts], "generated": [text.record.generated for text in texts]}
     loads = {name: utilization(*records) for name, records in spans.items()}
@@ -131,7 +142,9 @@ def _draw_loads(figure: Any, texts: Sequence[RoutedText], column: int, *, bottom
     inch = 1 / figure.get_figheight()
     for place, (name, load) in enumerate(loads.items()):
         axes = figure.add_axes((left + place * (width + gap), bottom, width, height))
-        drawn = axes.imshow(np.ma.masked_invalid(load), cmap=colormap, vmin=0, vmax=top, aspect="auto", interpolation="nearest")
+        drawn = axes.imshow(
+            np.ma.masked_invalid(load), cmap=colormap, vmin=0, vmax=top, aspect="auto", interpolation="nearest"
+        )
         axes.set_title(f"{name}, T = {len(known_rows(*spans[name])):,} rows", fontsize=9, loc="left")
         _label_axes(axes, load, first.layer_ids, column, with_layers=place == 0)
         strip = figure.add_axes((left + place * (width + gap), bottom - 0.11 * inch, width, 0.07 * inch))
@@ -143,18 +156,24 @@ def _draw_loads(figure: Any, texts: Sequence[RoutedText], column: int, *, bottom
     scale = figure.add_axes((1 - _MARGIN / _WIDTH - 0.42 / _WIDTH, bottom, 0.11 / _WIDTH, height))
     colourbar = figure.colorbar(drawn, cax=scale, ticks=sorted({0.0, 1.0, top}))
     colourbar.ax.axhline(1, color="white", linewidth=1.5)
-    colourbar.ax.set_yticklabels(["uniform" if tick == 1 else f"{tick:g}" for tick in sorted({0.0, 1.0, top})], fontsize=7)
+    colourbar.ax.set_yticklabels(
+        ["uniform" if tick == 1 else f"{tick:g}" for tick in sorted({0.0, 1.0, top})], fontsize=7
+    )
     colourbar.ax.set_title("u", fontsize=8)
     colourbar.outline.set_visible(False)
 
 
-def _label_axes(axes: Any, load: Float64[np.ndarray, "M E"], layer_ids: Sequence[int], column: int, *, with_layers: bool) -> None:
+def _label_axes(
+    axes: Any, load: Float64[np.ndarray, "M E"], layer_ids: Sequence[int], column: int, *, with_layers: bool
+) -> None:
     layers, experts = load.shape
     step = math.ceil(layers / 24)
     rows = [row for row in range(layers) if row % step == 0 or row == column]
     axes.set(xticks=[], yticks=rows if with_layers else [])
     if with_layers:
-        axes.set_yticklabels([f"▸ {layer_ids[row]}" if row == column else str(layer_ids[row]) for row in rows], fontsize=7.5)
+        axes.set_yticklabels(
+            [f"▸ {layer_ids[row]}" if row == column else str(layer_ids[row]) for row in rows], fontsize=7.5
+        )
         axes.set_ylabel("layer", fontsize=8)
     axes.set_xticks(np.arange(experts + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(layers + 1) - 0.5, minor=True)
@@ -172,7 +191,9 @@ def _drawable() -> Callable[[str], str]:
     """A function that puts ▯ for what the font cannot draw, which matplotlib would warn of."""
     manager = _library("matplotlib.font_manager")
     faces = [manager.get_font(manager.findfont(f"DejaVu Sans Mono:{weight}")) for weight in ("normal", "bold")]
-    return lambda text: "".join(character if all(face.get_char_index(ord(character)) for face in faces) else "▯" for character in text)
+    return lambda text: "".join(
+        character if all(face.get_char_index(ord(character)) for face in faces) else "▯" for character in text
+    )
 
 
 def _library(name: str) -> Any:

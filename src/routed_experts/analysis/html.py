@@ -21,12 +21,19 @@ _CELL, _LABELS, _STRIP = 14, 34, 8  # heights and widths in SVG units
 
 
 def routing_page(texts: Sequence[RoutedText], *, title: str, column: int | None = None) -> str:
-    """Render the page; `column` is the MoE layer shown at first, the middle one unless said. All texts are of one model."""
+    """Render the page; `column` is the MoE layer shown at first, the middle one unless said. All texts are of one
+    model."""
     records = [text.record for text in texts]
     num_rows, first = len(known_rows(*records)), records[0]
     column = len(first.layer_ids) // 2 if column is None else column
-    loads = {"prompt": utilization(*(record.prompt for record in records)), "generated": utilization(*(r.generated for r in records))}
-    counts = {"prompt": len(known_rows(*(r.prompt for r in records))), "generated": len(known_rows(*(r.generated for r in records)))}
+    loads = {
+        "prompt": utilization(*(record.prompt for record in records)),
+        "generated": utilization(*(r.generated for r in records)),
+    }
+    counts = {
+        "prompt": len(known_rows(*(r.prompt for r in records))),
+        "generated": len(known_rows(*(r.generated for r in records))),
+    }
     top = scale_top(*loads.values())
     values = {
         "title": html.escape(title),
@@ -35,7 +42,9 @@ def routing_page(texts: Sequence[RoutedText], *, title: str, column: int | None 
         "column": str(column),
         "last_column": str(len(first.layer_ids) - 1),
         "layer_name": f"layer {first.layer_ids[column]}",
-        "texts": "\n".join(_section(text, place, column, expert_palette(first.num_experts)) for place, text in enumerate(texts)),
+        "texts": "\n".join(
+            _section(text, place, column, expert_palette(first.num_experts)) for place, text in enumerate(texts)
+        ),
         "maps": "".join(_map(name, load, counts[name], first.layer_ids, top) for name, load in loads.items()),
         "scale": _scale(top),
         "caption": f"u = c·E / (T·K), where c counts the rows of a layer that went to an expert; 1 is uniform. T = {counts['prompt']} rows "
@@ -43,7 +52,9 @@ def routing_page(texts: Sequence[RoutedText], *, title: str, column: int | None 
         "routing": _script_json(texts),
     }
     template = files("routed_experts.analysis").joinpath("page.html").read_text(encoding="utf-8")
-    return _PLACEHOLDER.sub(lambda found: values[found[1]], template)  # one pass: text that looks like a placeholder stays text
+    return _PLACEHOLDER.sub(
+        lambda found: values[found[1]], template
+    )  # one pass: text that looks like a placeholder stays text
 
 
 def _section(text: RoutedText, place: int, column: int, palette: Sequence[str]) -> str:
@@ -72,8 +83,10 @@ def _span(text: RoutedText, token: int, column: int, palette: Sequence[str]) -> 
 def _map(name: str, load: Float64[np.ndarray, "M E"], num_rows: int, layer_ids: Sequence[int], top: float) -> str:
     layers, experts = load.shape
     width, height = _LABELS + experts * _CELL, layers * _CELL
-    parts = [f'<text x="{_LABELS - 6}" y="{(row + 0.75) * _CELL}" text-anchor="end" data-label="{row}">{layer}</text>'
-             for row, layer in enumerate(layer_ids)]  # fmt: skip
+    parts = [
+        f'<text x="{_LABELS - 6}" y="{(row + 0.75) * _CELL}" text-anchor="end" data-label="{row}">{layer}</text>'
+        for row, layer in enumerate(layer_ids)
+    ]
     for row, column in np.ndindex(layers, experts):
         u = float(load[row, column])
         fill = "var(--none)" if np.isnan(u) else colour_at(u / top, CIVIDIS)
@@ -84,15 +97,21 @@ def _map(name: str, load: Float64[np.ndarray, "M E"], num_rows: int, layer_ids: 
         at = f'x="{_LABELS + expert * _CELL}" y="{height + 4}" width="{_CELL - 1}" height="{_STRIP}"'
         parts.append(f'<rect {at} fill="{colour}"><title>expert {expert}</title></rect>')
     ticks = sorted({*range(0, experts, max(1, experts // 8)), experts - 1})
-    parts += [f'<text x="{_LABELS + (tick + 0.5) * _CELL}" y="{height + 24}" text-anchor="middle" class="soft-ink">{tick}</text>'
-              for tick in ticks if tick == experts - 1 or experts - 1 - tick >= max(1, experts // 16)]  # fmt: skip
+    parts += [
+        f'<text x="{_LABELS + (tick + 0.5) * _CELL}" y="{height + 24}" text-anchor="middle" class="soft-ink">{tick}</text>'
+        for tick in ticks
+        if tick == experts - 1 or experts - 1 - tick >= max(1, experts // 16)
+    ]
     label = f"load of {experts} experts in {layers} layers, {name}"
     drawn = f'<svg viewBox="0 0 {width} {height + 28}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     return f'<div class="map"><p class="soft">{name}, T = {num_rows} rows; layers downward, experts across</p>{drawn}</div>'
 
 
 def _scale(top: float) -> str:
-    stops = "".join(f'<stop offset="{place / (len(CIVIDIS) - 1):.3f}" stop-color="#{colour}"/>' for place, colour in enumerate(CIVIDIS))
+    stops = "".join(
+        f'<stop offset="{place / (len(CIVIDIS) - 1):.3f}" stop-color="#{colour}"/>'
+        for place, colour in enumerate(CIVIDIS)
+    )
     uniform = 10 + 280 / top
     return (
         f'<svg class="scale" viewBox="0 0 300 34" role="img" aria-label="colour scale, load 0 to {top:g}, uniform at 1">'
@@ -117,8 +136,12 @@ def _script_json(texts: Sequence[RoutedText]) -> str:
                 "start": text.record.start,
                 "rows": text.record.num_rows,
                 "id_bytes": text.record.ids.itemsize,
-                "ids": base64.b64encode(text.record.ids.astype(text.record.ids.dtype.newbyteorder("<")).tobytes()).decode(),
-                "known": None if text.record.valid is None else "".join("01"[bool(known)] for known in text.record.valid),
+                "ids": base64.b64encode(
+                    text.record.ids.astype(text.record.ids.dtype.newbyteorder("<")).tobytes()
+                ).decode(),
+                "known": None
+                if text.record.valid is None
+                else "".join("01"[bool(known)] for known in text.record.valid),
             }
             for text in texts
         ],

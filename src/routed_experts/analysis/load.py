@@ -1,8 +1,8 @@
-"""Numbers about routing: how load spreads over experts, which experts work together, where two runs differ. Knows no model,
-no figure, and nothing but the records it is given.
+"""Numbers about routing: how load spreads over experts, which experts work together, where two runs differ. Knows no
+model, no figure, and nothing but the records it is given.
 
-Letters of every formula: T rows that are known, c[l, e] = n(e in row t of layer l), K experts per token, E experts, M MoE
-layers. n(.) counts known rows only. A number that no row determines is NaN, never 0."""
+Letters of every formula: T rows that are known, c[l, e] = n(e in row t of layer l), K experts per token, E experts, M
+MoE layers. n(.) counts known rows only. A number that no row determines is NaN, never 0."""
 
 from dataclasses import dataclass
 
@@ -39,7 +39,9 @@ class RoutingDifference:
 def expert_counts(*records: RoutedExperts) -> Int64[np.ndarray, "M E"]:
     """Count c[l, e], the known rows of layer l that went to expert e, over all records."""
     rows, num_experts = known_rows(*records), records[0].num_experts
-    return np.stack([_chosen(rows[:, layer], num_experts).sum(axis=0, dtype=np.int64) for layer in range(rows.shape[1])])
+    return np.stack(
+        [_chosen(rows[:, layer], num_experts).sum(axis=0, dtype=np.int64) for layer in range(rows.shape[1])]
+    )
 
 
 def utilization(*records: RoutedExperts) -> Float64[np.ndarray, "M E"]:
@@ -74,11 +76,14 @@ def coactivation(*records: RoutedExperts) -> Float64[np.ndarray, "M E E"]:
 
 
 def layer_flow(*records: RoutedExperts) -> Float64[np.ndarray, "M1 E E"]:
-    """Where a token goes next (figure F4): P(j at l+1 given i at l) = n(i at l and j at l+1) / (K·c[l, i]), for M-1 steps."""
+    """Where a token goes next (figure F4): P(j at l+1 given i at l) = n(i at l and j at l+1) / (K·c[l, i]), for M-1
+    steps."""
     rows, counts = known_rows(*records), expert_counts(*records)
     num_experts, steps = counts.shape[1], rows.shape[1] - 1
     both = [_pairs(rows[:, layer], rows[:, layer + 1], num_experts) for layer in range(steps)]
-    return _ratio(np.array(both).reshape(steps, num_experts, num_experts), rows.shape[2] * counts[:-1, :, None].astype(np.float64))
+    return _ratio(
+        np.array(both).reshape(steps, num_experts, num_experts), rows.shape[2] * counts[:-1, :, None].astype(np.float64)
+    )
 
 
 def routing_difference(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
@@ -104,7 +109,8 @@ def routing_difference(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
 
 
 def known_rows(*records: RoutedExperts) -> UInt[np.ndarray, "T M K"]:
-    """Join the known rows of records of one model. Raises RoutingAlignmentError when their shapes differ, or without a record."""
+    """Join the known rows of records of one model. Raises RoutingAlignmentError when their shapes differ, or without a
+    record."""
     if not records:
         raise RoutingAlignmentError("no record came; wanted at least one")
     for other in records[1:]:
@@ -119,7 +125,9 @@ def _known(record: RoutedExperts) -> Bool[np.ndarray, " R"]:
 def _check_alike(a: RoutedExperts, b: RoutedExperts) -> None:
     shapes = [f"layers {record.layer_ids}, {record.num_experts} experts, top-{record.top_k}" for record in (a, b)]
     if shapes[0] != shapes[1]:
-        raise RoutingAlignmentError(f"records of {shapes[0]} and of {shapes[1]} came together; wanted records of one model")
+        raise RoutingAlignmentError(
+            f"records of {shapes[0]} and of {shapes[1]} came together; wanted records of one model"
+        )
 
 
 def _chosen(ids: UInt[np.ndarray, "T K"], num_experts: int) -> Bool[np.ndarray, "T E"]:
@@ -129,7 +137,9 @@ def _chosen(ids: UInt[np.ndarray, "T K"], num_experts: int) -> Bool[np.ndarray, 
     return chosen
 
 
-def _pairs(left: UInt[np.ndarray, "T K"], right: UInt[np.ndarray, "T K"], num_experts: int) -> Float64[np.ndarray, "E E"]:
+def _pairs(
+    left: UInt[np.ndarray, "T K"], right: UInt[np.ndarray, "T K"], num_experts: int
+) -> Float64[np.ndarray, "E E"]:
     """n(i in a row of left and j in the same row of right); float64 holds such counts exactly."""
     return _chosen(left, num_experts).T.astype(np.float64) @ _chosen(right, num_experts).astype(np.float64)
 

@@ -14,8 +14,8 @@ _CONTROL_PICTURES = 0x2400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedText:
-    """One sequence: a piece of text for each of its S tokens, and the record of its rows. `cached_tokens` are those at its
-    beginning that came from the prefix cache."""
+    """One sequence: a piece of text for each of its S tokens, and the record of its rows. `cached_tokens` are those at
+    its beginning that came from the prefix cache."""
 
     title: str
     pieces: tuple[str, ...]
@@ -45,8 +45,8 @@ def pieces_of(token_bytes: Iterable[bytes]) -> tuple[str, ...]:
 
 
 def printable(text: str) -> str:
-    """Make visible what steers a terminal or hides: controls become their pictures (␛), the rest of the invisible U+FFFD.
-    Spaces of any kind become plain ones; line feeds stay."""
+    """Make visible what steers a terminal or hides: controls become their pictures (␛), the rest of the invisible
+    U+FFFD. Spaces of any kind become plain ones; line feeds stay."""
     return "".join(_printable(character) for character in text)
 
 

@@ -1,11 +1,22 @@
 """What was routed: recording it beside the KV cache, and its wire forms. Knows nothing of models, engines or HTTP.
 
-Reading a record needs NumPy alone, so this door imports the codecs at once, and the capturer, which needs JAX, when it is asked for."""
+Reading a record needs NumPy alone, so this door imports the codecs at once, and the capturer, which needs JAX, when it
+is asked for."""
 
 from typing import TYPE_CHECKING
 
-from routed_experts.capture.meta_info import extract_routed_experts_from_meta_info, record_from_meta_info, record_from_response
-from routed_experts.capture.wire import decode_routed_experts, encode_listed, encode_meta_info, encode_routed_experts, record_from_npy
+from routed_experts.capture.meta_info import (
+    extract_routed_experts_from_meta_info,
+    record_from_meta_info,
+    record_from_response,
+)
+from routed_experts.capture.wire import (
+    decode_routed_experts,
+    encode_listed,
+    encode_meta_info,
+    encode_routed_experts,
+    record_from_npy,
+)
 
 if TYPE_CHECKING:
     from routed_experts.capture.routed_experts_capturer import (

@@ -1,11 +1,13 @@
-"""A file of many answers: their token ids, rows and JSON as one safetensors file. Knows nothing of engines or of who reads it.
+"""A file of many answers: their token ids, rows and JSON as one safetensors file. Knows nothing of engines or of who
+reads it.
 
     token_ids       I32 [sum of S]         prompt and generated tokens of each answer, one answer after another
     token_offsets   I64 [n + 1]            answer i has token_ids[token_offsets[i] : token_offsets[i + 1]]
     answers         U8  [bytes]            UTF-8 JSON lines: each answer without its token ids and payload; its sidecar stays
     routed_experts  U8 or U16 [sum of R, M, K], row_offsets I64 [n + 1], and routed_experts_weights F32 where there are weights
 
-Dims: S tokens of a sequence, R rows, M MoE layers, K experts a token, n answers. Rows of answers without a record: none."""
+Dims: S tokens of a sequence, R rows, M MoE layers, K experts a token, n answers. Rows of answers without a record:
+none."""
 
 import dataclasses
 import itertools
@@ -29,7 +31,8 @@ _IDS = ("input_ids", "output_ids")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FiledAnswer:
-    """One result of `Engine.generate`, the prompt's fields beside it; `input_ids` and `output_ids` together are the sequence."""
+    """One result of `Engine.generate`, the prompt's fields beside it; `input_ids` and `output_ids` together are the
+    sequence."""
 
     answer: Mapping[str, object]
     token_ids: Int32[np.ndarray, " S"]
@@ -61,11 +64,21 @@ def decode_answers(encoded: bytes) -> list[FiledAnswer]:
         tensors = load(encoded)
         lines = [cast("dict[str, Any]", json.loads(line)) for line in tensors["answers"].tobytes().splitlines()]
         tokens = _parts(tensors["token_ids"], tensors["token_offsets"], len(lines))
-        rows = _parts(tensors[PAYLOAD_KEY], tensors["row_offsets"], len(lines)) if PAYLOAD_KEY in tensors else [None] * len(lines)
-        weights = _parts(tensors[WEIGHTS_KEY], tensors["row_offsets"], len(lines)) if WEIGHTS_KEY in tensors else [None] * len(lines)
+        rows = (
+            _parts(tensors[PAYLOAD_KEY], tensors["row_offsets"], len(lines))
+            if PAYLOAD_KEY in tensors
+            else [None] * len(lines)
+        )
+        weights = (
+            _parts(tensors[WEIGHTS_KEY], tensors["row_offsets"], len(lines))
+            if WEIGHTS_KEY in tensors
+            else [None] * len(lines)
+        )
         return [_filed(*one) for one in zip(lines, tokens, rows, weights, strict=True)]
     except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as cause:
-        raise RoutingFormatError(f"{len(encoded)} bytes are no file of answers: {cause}; give what generate --output wrote") from cause
+        raise RoutingFormatError(
+            f"{len(encoded)} bytes are no file of answers: {cause}; give what generate --output wrote"
+        ) from cause
 
 
 def holds_answers(encoded: bytes) -> bool:
@@ -83,7 +96,9 @@ def _line(one: FiledAnswer) -> dict[str, object]:
     return {**said, "meta_info": meta}
 
 
-def _filed(line: dict[str, Any], tokens: np.ndarray, rows: np.ndarray | None, weights: np.ndarray | None) -> FiledAnswer:
+def _filed(
+    line: dict[str, Any], tokens: np.ndarray, rows: np.ndarray | None, weights: np.ndarray | None
+) -> FiledAnswer:
     meta = line["meta_info"]
     info, edge = meta.get(INFO_KEY), int(meta["prompt_tokens"])
     record = None
@@ -102,7 +117,9 @@ def _parts(whole: np.ndarray, offsets: Int64[np.ndarray, " n+1"], count: int) ->
     """The pieces of `whole` between offsets; raises RoutingFormatError unless they cut it into `count` pieces."""
     fits = offsets.dtype == np.int64 and offsets.shape == (count + 1,) and offsets[0] == 0 and offsets[-1] == len(whole)
     if not fits or (np.diff(offsets) < 0).any():
-        raise RoutingFormatError(f"offsets {offsets.dtype}{list(offsets.shape)} do not cut {len(whole)} into {count} pieces")
+        raise RoutingFormatError(
+            f"offsets {offsets.dtype}{list(offsets.shape)} do not cut {len(whole)} into {count} pieces"
+        )
     return [whole[begin:end] for begin, end in itertools.pairwise(offsets.tolist())]
 
 

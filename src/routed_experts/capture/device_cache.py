@@ -1,11 +1,12 @@
 """Routed experts of one step, on the device. Knows nothing of requests, of KV slots or of the host.
 
-A pytree value made inside the jitted step: each write returns a new value, so it rides in a scan's carry and leaves no tracer
-behind. It stays int32 and token-minor, [M*K, N], until `rows` narrows and turns all of it at once, or `words` packs it, to leave among
-what a step tells. On TPU small operations count, not bytes, and top-k leaves its ids token-minor: so a layer's write is one or two
-operations and a step adds two to four; a block [M, N*K] took three a layer and six or seven a step (benchmarks/tpu_report.py counts them).
-What is not written holds -1, which narrows to an id no router gives (255 of 256 experts excepted: then the row repeats it).
-Dims: N padded tokens, M MoE layers, K experts per token, W words of a packed row; run: layers of a run."""
+A pytree value made inside the jitted step: each write returns a new value, so it rides in a scan's carry and leaves no
+tracer behind. It stays int32 and token-minor, [M*K, N], until `rows` narrows and turns all of it at once, or `words`
+packs it, to leave among what a step tells. On TPU small operations count, not bytes, and top-k leaves its ids
+token-minor: so a layer's write is one or two operations and a step adds two to four; a block [M, N*K] took three a
+layer and six or seven a step (benchmarks/tpu_report.py counts them). What is not written holds -1, which narrows to an
+id no router gives (255 of 256 experts excepted: then the row repeats it). Dims: N padded tokens, M MoE layers, K
+experts per token, W words of a packed row; run: layers of a run."""
 
 import functools
 from collections.abc import Callable
@@ -27,11 +28,14 @@ class _RoutedExpertsDeviceCache:
 
     ids: Int[Array, "M*K N"]
     spec: CaptureSpec = field(metadata={"static": True})
-    departed: Int[Array, "N 2"] | None = None  # slots that capacities moved to other experts, and left empty; None: there are none
+    departed: Int[Array, "N 2"] | None = (
+        None  # slots that capacities moved to other experts, and left empty; None: there are none
+    )
 
     @staticmethod
     def create(num_tokens: int, spec: CaptureSpec, *, reroutes: bool = False) -> "_RoutedExpertsDeviceCache":
-        """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time. `reroutes`: under capacities."""
+        """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time. `reroutes`:
+        under capacities."""
         shape = (spec.row_ids, num_tokens)
         departed = jnp.zeros((num_tokens, 2), jnp.int32) if reroutes else None
         return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec, departed=departed)
@@ -48,25 +52,34 @@ class _RoutedExpertsDeviceCache:
         native_ids: Int[Array, "N K"] | None = None,
         probabilities: Callable[[], Float[Array, "N E"]] | None = None,
     ) -> "_RoutedExpertsDeviceCache":
-        """Write the executed ids of one layer. `moe_layer` is its ordinal among MoE layers, traced or not; fused shared experts are out.
-        `native_ids`, what the live router chose, and its `probabilities` are for those who compare (replay/tape.py); here they are
-        not kept."""
+        """Write the executed ids of one layer. `moe_layer` is its ordinal among MoE layers, traced or not; fused shared
+        experts are out. `native_ids`, what the live router chose, and its `probabilities` are for those who compare
+        (replay/tape.py); here they are not kept."""
         wanted = (self.num_tokens, self.spec.top_k)
-        assert topk_ids.shape == wanted, f"ids of a layer have the shape {topk_ids.shape}; wanted {wanted}, without shared experts"
+        assert topk_ids.shape == wanted, (
+            f"ids of a layer have the shape {topk_ids.shape}; wanted {wanted}, without shared experts"
+        )
         return self._written(moe_layer, topk_ids[None])
 
-    def capture_run(self, first_moe_layer: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]) -> "_RoutedExpertsDeviceCache":
+    def capture_run(
+        self, first_moe_layer: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]
+    ) -> "_RoutedExpertsDeviceCache":
         """Write the executed ids of a run of layers at once, as a scan stacks them."""
         wanted = (self.num_tokens, self.spec.top_k)
-        assert topk_ids.shape[1:] == wanted, f"ids of a run have the shape {topk_ids.shape}; wanted [run, {wanted[0]}, {wanted[1]}]"
+        assert topk_ids.shape[1:] == wanted, (
+            f"ids of a run have the shape {topk_ids.shape}; wanted [run, {wanted[0]}, {wanted[1]}]"
+        )
         return self._written(first_moe_layer, topk_ids)
 
     def with_changed(self, changed: Int[Array, "N 2"]) -> "_RoutedExpertsDeviceCache":
         """Add what the capacities of one layer changed."""
         return self if self.departed is None else replace(self, departed=self.departed + changed)
 
-    def counted(self, counts: Int32[Array, "F M E"], valid: Bool[Array, " N"], generated: Bool[Array, " N"]) -> Int32[Array, "F M E"]:
-        """Add the step's slots to counts by phase (prompt, generated), MoE layer and expert; padding and empty slots are none."""
+    def counted(
+        self, counts: Int32[Array, "F M E"], valid: Bool[Array, " N"], generated: Bool[Array, " N"]
+    ) -> Int32[Array, "F M E"]:
+        """Add the step's slots to counts by phase (prompt, generated), MoE layer and expert; padding and empty slots
+        are none."""
         layers, experts = counts.shape[1:]
         block = self.ids.reshape(layers, self.spec.top_k, self.num_tokens)
         keys = jnp.where(valid & (block >= 0), block + generated.astype(jnp.int32) * experts, -1)  # [M, K, N]
@@ -77,7 +90,8 @@ class _RoutedExpertsDeviceCache:
         return self.ids.T.astype(self.spec.dtype)  # [M*K, N] -> [N, M*K]
 
     def words(self) -> Int32[Array, "W N"]:
-        """The same rows packed into words (CaptureSpec.row_words), token-minor still: a little-endian host sees them as narrow ids."""
+        """The same rows packed into words (CaptureSpec.row_words), token-minor still: a little-endian host sees them as
+        narrow ids."""
         bits = 8 * self.spec.dtype.itemsize
         ids = self.ids & ((1 << bits) - 1)  # as `rows` narrows
         ids = jnp.pad(ids, ((0, self.spec.row_words * (32 // bits) - ids.shape[0]), (0, 0)))
@@ -87,15 +101,22 @@ class _RoutedExpertsDeviceCache:
     def _written(self, first: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]) -> "_RoutedExpertsDeviceCache":
         if isinstance(first, int):  # a traced index cannot be checked here: dynamic_update_slice would clamp it
             last = first + topk_ids.shape[0] - 1
-            assert 0 <= first <= last < self.spec.num_moe_layers, f"layers {first} to {last}; wanted 0 to {self.spec.num_moe_layers - 1}"
+            assert 0 <= first <= last < self.spec.num_moe_layers, (
+                f"layers {first} to {last}; wanted 0 to {self.spec.num_moe_layers - 1}"
+            )
         block = jnp.swapaxes(topk_ids.astype(jnp.int32), 1, 2).reshape(-1, self.num_tokens)  # [run, N, K] -> [run*K, N]
         row = jnp.asarray(first, jnp.int32) * self.spec.top_k
         # No negative indices: to wrap one around would be three more operations a layer.
-        return replace(self, ids=jax.lax.dynamic_update_slice_in_dim(self.ids, block, row, axis=0, allow_negative_indices=False))
+        return replace(
+            self, ids=jax.lax.dynamic_update_slice_in_dim(self.ids, block, row, axis=0, allow_negative_indices=False)
+        )
 
 
-def create_device_cache(spec: CaptureSpec | None, num_tokens: int, *, reroutes: bool = False) -> _RoutedExpertsDeviceCache | None:
-    """Make a step's cache, or None, the empty pytree, when nothing is recorded: a jitted step closes over `spec` alone."""
+def create_device_cache(
+    spec: CaptureSpec | None, num_tokens: int, *, reroutes: bool = False
+) -> _RoutedExpertsDeviceCache | None:
+    """Make a step's cache, or None, the empty pytree, when nothing is recorded: a jitted step closes over `spec`
+    alone."""
     return None if spec is None else _RoutedExpertsDeviceCache.create(num_tokens, spec, reroutes=reroutes)
 
 
@@ -110,6 +131,8 @@ def _counted_by_scattering(counts: Int32[Array, "F M E"], keys: Int32[Array, "M 
 def _counted_by_comparing(counts: Int32[Array, "F M E"], keys: Int32[Array, "M K N"]) -> Int32[Array, "F M E"]:
     """The same where scatters are slow: all keys are compared with all numbers, and summed in registers."""
     phases, layers, experts = counts.shape
-    own = keys[:, None] == jnp.arange(phases * experts, dtype=jnp.int32)[:, None, None]  # [M, F*E, K, N], never in memory
+    own = (
+        keys[:, None] == jnp.arange(phases * experts, dtype=jnp.int32)[:, None, None]
+    )  # [M, F*E, K, N], never in memory
     added = jnp.sum(own, axis=(2, 3), dtype=jnp.int32)
     return counts + jnp.swapaxes(added.reshape(layers, phases, experts), 0, 1)

@@ -1,9 +1,9 @@
 """ExpertCounts: counts the rows that are filed. Knows nothing of slots, pages or requests. Engine thread only.
 
-Filing only hands rows over. They are counted many at a time by one worker, in pieces small enough that the engine's thread never waits
-long for the interpreter, and the compiled program is the one without counts. A worker that lags makes the engine wait, so what is kept
-for it is bounded; whoever reads waits until all is counted, or takes what was counted last.
-Dims: F phases (prompt, generated), R rows, M MoE layers, K experts per token, E experts."""
+Filing only hands rows over. They are counted many at a time by one worker, in pieces small enough that the engine's
+thread never waits long for the interpreter, and the compiled program is the one without counts. A worker that lags
+makes the engine wait, so what is kept for it is bounded; whoever reads waits until all is counted, or takes what was
+counted last. Dims: F phases (prompt, generated), R rows, M MoE layers, K experts per token, E experts."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -32,7 +32,9 @@ class ExpertCounts:
         # The first number of each slot of a row, by phase: layers, then phases, lie E apart.
         starts = np.arange(len(PHASES) * spec.num_moe_layers) * spec.num_experts
         self._starts: Int64[np.ndarray, "F M*K"] = np.repeat(starts.reshape(len(PHASES), -1), spec.top_k, axis=1)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="expert-counts")  # its thread begins with the first parcel
+        self._worker = ThreadPoolExecutor(
+            1, thread_name_prefix="expert-counts"
+        )  # its thread begins with the first parcel
         self._handed: deque[Future[None]] = deque()
         self._noted: list[NotedRows] = []
         self._noted_ids = 0
@@ -44,7 +46,8 @@ class ExpertCounts:
         self._clear()
 
     def note(self, rows: UInt[np.ndarray, "R M*K"], generated: Bool[np.ndarray, " R"]) -> None:
-        """Count these rows later; nobody may change them from now on. `generated`: those of generated tokens, the others are of prompts."""
+        """Count these rows later; nobody may change them from now on. `generated`: those of generated tokens, the
+        others are of prompts."""
         self._noted.append((rows, generated))
         self._noted_ids += rows.size
         if self._noted_ids >= _HANDED_OVER:
@@ -65,11 +68,15 @@ class ExpertCounts:
         low, step = 0, max(1, _AT_ONCE // rows.shape[1])
         while low < len(rows):
             part = slice(low, low + min(step, WINDOW_TOKENS - self._filling_rows))
-            assert rows[part].max(initial=0) < self._spec.num_experts, f"expert {rows[part].max()} of {self._spec.num_experts}"
+            assert rows[part].max(initial=0) < self._spec.num_experts, (
+                f"expert {rows[part].max()} of {self._spec.num_experts}"
+            )
             for phase, mine in enumerate(_by_phase(rows[part], generated[part])):
                 if not len(mine):
                     continue
-                keys = self._starts[phase] + mine  # phase by phase: to look up each row's own starts takes three times as long
+                keys = (
+                    self._starts[phase] + mine
+                )  # phase by phase: to look up each row's own starts takes three times as long
                 self._filling += np.bincount(keys.ravel(), minlength=self._before.size).reshape(self._shape)
             self._filling_rows += len(rows[part])
             low = part.stop
@@ -98,7 +105,8 @@ class ExpertCounts:
         self._count(noted)
 
     def latest(self) -> RoutingStats:
-        """What the worker had counted when it was last done, without windows; waits for nobody. What was noted since is counted next."""
+        """What the worker had counted when it was last done, without windows; waits for nobody. What was noted since is
+        counted next."""
         while self._handed and self._handed[0].done():
             self._handed.popleft().result()
         if self._noted and len(self._handed) < _MOST_WAITING:
@@ -115,9 +123,12 @@ class ExpertCounts:
 
     def _stats(self, counts: Int64[np.ndarray, "F M E"], windows: Sequence[np.ndarray]) -> RoutingStats:
         return RoutingStats(
-            counts=counts, num_tokens=counts[:, 0].sum(axis=1) // self._spec.top_k,
-            windows=np.array(windows, np.int32).reshape(-1, *self._shape), layer_ids=self._spec.layer_ids, top_k=self._spec.top_k,
-        )  # fmt: skip
+            counts=counts,
+            num_tokens=counts[:, 0].sum(axis=1) // self._spec.top_k,
+            windows=np.array(windows, np.int32).reshape(-1, *self._shape),
+            layer_ids=self._spec.layer_ids,
+            top_k=self._spec.top_k,
+        )
 
 
 def _by_phase(

@@ -1,13 +1,14 @@
 """Host store of routed experts, one row a KV slot. Knows nothing of JAX, requests or who owns a page.
 
-A row has the life of its slot: written by the pass that wrote the slot's keys and values, shared as they are shared, and
-forgotten when the page is handed out again. What stands in a row that is not valid is never to be returned. Validity is kept in the
-slot's weight version, below 0 where there is no row: filing is two writes. What steps bring is only noted, and filed many steps at
-a time, at the latest when somebody reads: between two steps the store, and above all the code that files, are cold in cache, and even
-to copy a step's rows at once would take longer than its share of filing. All that waits is written at once, whatever its order was: of
-two rows of one slot the later stays, and so does a row that came after its page was last forgotten. Experts are counted there too
-(`expert_counts.py`). Token-major: one token's row is one contiguous run of M*K bytes. Engine thread only.
-Dims: Z slots, P pages, R rows, N rows and padding, M MoE layers, K experts per token, W words of a packed row."""
+A row has the life of its slot: written by the pass that wrote the slot's keys and values, shared as they are shared,
+and forgotten when the page is handed out again. What stands in a row that is not valid is never to be returned.
+Validity is kept in the slot's weight version, below 0 where there is no row: filing is two writes. What steps bring is
+only noted, and filed many steps at a time, at the latest when somebody reads: between two steps the store, and above
+all the code that files, are cold in cache, and even to copy a step's rows at once would take longer than its share of
+filing. All that waits is written at once, whatever its order was: of two rows of one slot the later stays, and so does
+a row that came after its page was last forgotten. Experts are counted there too (`expert_counts.py`). Token-major: one
+token's row is one contiguous run of M*K bytes. Engine thread only. Dims: Z slots, P pages, R rows, N rows and padding,
+M MoE layers, K experts per token, W words of a packed row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ _INT32 = np.dtype(np.int32)
 _MOST_STEPS = 128  # that wait to be filed
 _MOST_ROWS = 4096  # of theirs together, padding among them, so that filing never holds a step up for long
 
-# A step that waits to be filed: slots, rows, version, which of them live, and where its tokens come from. Plain: making it is all that
+# A step that waits to be filed: slots, rows, version, which of them live, and where its tokens come from. Plain: making
+# it is all that
 # a step waits for.
 _Step = tuple[Int[np.ndarray, " R"], Any, int, Bool[np.ndarray, " R"] | None, TokenOrigins | None]
 # Pages that were forgotten when so many steps waited.
@@ -38,7 +40,8 @@ _Forgotten = tuple[Int[np.ndarray, " P"], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRows:
-    """Rows that a retracted request takes along, of its positions [0, R0). Where valid, they outrank what its new pages hold."""
+    """Rows that a retracted request takes along, of its positions [0, R0). Where valid, they outrank what its new pages
+    hold."""
 
     ids: UInt[np.ndarray, "R0 M K"]
     valid: Bool[np.ndarray, " R0"]
@@ -49,7 +52,9 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
     """Rows and their weight versions by KV slot."""
 
     def __init__(self, num_slots: int, spec: CaptureSpec, *, page_size: int = 1) -> None:
-        assert num_slots >= 1 and num_slots % page_size == 0, f"{num_slots} slots are no whole number of pages of {page_size}"
+        assert num_slots >= 1 and num_slots % page_size == 0, (
+            f"{num_slots} slots are no whole number of pages of {page_size}"
+        )
         self._spec, self._page_size = spec, page_size
         self._store: UInt[np.ndarray, "Z M*K"] = np.zeros((num_slots, spec.row_ids), spec.dtype)
         self._rows = _whole(self._store)
@@ -66,13 +71,18 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         return self._store.nbytes + self._versions.nbytes
 
     def put(
-        self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None,
+        self,
+        slots: Int[np.ndarray, " R"],
+        rows: Any,
+        version: int,
+        live: Bool[np.ndarray, " R"] | None = None,
         origins: TokenOrigins | None = None,
-    ) -> None:  # fmt: skip
-        """Take the rows of one step under the slots of its real tokens. `version`: of the weights that ran. `rows`: anything that
-        np.asarray reads as [N, M*K] of the spec's dtype, or as an int32 table whose last W columns are packed rows (CaptureSpec.row_words),
-        real tokens first; `live` says which of them to keep, None keeps all. `origins` tells generated tokens from prompts; None counts
-        all as prompts. The arrays are the store's from now on; what is wrong with them is found when they are filed."""
+    ) -> None:
+        """Take the rows of one step under the slots of its real tokens. `version`: of the weights that ran. `rows`:
+        anything that np.asarray reads as [N, M*K] of the spec's dtype, or as an int32 table whose last W columns are
+        packed rows (CaptureSpec.row_words), real tokens first; `live` says which of them to keep, None keeps all.
+        `origins` tells generated tokens from prompts; None counts all as prompts. The arrays are the store's from now
+        on; what is wrong with them is found when they are filed."""
         self._steps.append((slots, rows, version, live, origins))
         self._noted_rows += len(rows)  # padding waits as well
         if self._noted_rows >= _MOST_ROWS or len(self._steps) >= _MOST_STEPS:
@@ -116,7 +126,9 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
         ids = _ids_of(steps, counts, self._spec)
         assert len(ids) == slots.size, f"{len(ids)} rows for {slots.size} tokens"
-        assert ids.max(initial=0) < self._spec.num_experts, f"expert {ids.max()} of {self._spec.num_experts}"  # what was not written, too
+        assert ids.max(initial=0) < self._spec.num_experts, (
+            f"expert {ids.max()} of {self._spec.num_experts}"
+        )  # what was not written, too
         live, generated = _marks(steps, counts)
         versions = np.repeat(np.array([step[2] for step in steps], np.int32), counts)
         assert versions.min(initial=0) > _NO_ROW, versions.min()
@@ -133,8 +145,8 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         self._versions[slots] = versions
 
     def routing_stats(self, *, reset: bool, wait: bool) -> RoutingStats:
-        """Counts of the rows that were filed since the last reset; `reset` begins anew afterwards. Without `wait`, of those that were
-        filed and counted some steps ago."""
+        """Counts of the rows that were filed since the last reset; `reset` begins anew afterwards. Without `wait`, of
+        those that were filed and counted some steps ago."""
         if not wait and not reset:
             return self._counts.latest()
         self.file()
@@ -143,7 +155,9 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
             self._counts.reset()
         return stats
 
-    def gather(self, slots: Int[np.ndarray, " R"]) -> tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np.ndarray, " R"]]:
+    def gather(
+        self, slots: Int[np.ndarray, " R"]
+    ) -> tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np.ndarray, " R"]]:
         """Copy out ids, valid bits and versions; ids of a row that is not valid mean nothing."""
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
         self.file()
@@ -171,7 +185,8 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
 
 
 def _whole(ids: UInt[np.ndarray, "R M*K"]) -> np.ndarray:
-    """The same rows [R], each as one item of so many bytes, which NumPy files by index faster than rows of single ids."""
+    """The same rows [R], each as one item of so many bytes, which NumPy files by index faster than rows of single
+    ids."""
     return ids.view(f"V{ids.shape[1] * ids.itemsize}")[:, 0]
 
 
@@ -179,10 +194,16 @@ def _ids_of(steps: Sequence[_Step], counts: Sequence[int], spec: CaptureSpec) ->
     """The rows of these steps' real tokens, one behind the other."""
     tables = [np.asarray(step[1]) for step in steps]
     if not any(table.dtype == _INT32 for table in tables):
-        return np.ascontiguousarray(np.concatenate([_checked(table, spec)[:count] for table, count in zip(tables, counts, strict=True)]))
+        return np.ascontiguousarray(
+            np.concatenate([_checked(table, spec)[:count] for table, count in zip(tables, counts, strict=True)])
+        )
     parts = zip(tables, counts, strict=True)
-    tables = [table if table.dtype == _INT32 else _packed(_checked(table, spec)[:count], spec) for table, count in parts]
-    if [len(table) for table in tables] != counts or len({table.shape[1] for table in tables}) > 1:  # padding, or some have more columns
+    tables = [
+        table if table.dtype == _INT32 else _packed(_checked(table, spec)[:count], spec) for table, count in parts
+    ]
+    if [len(table) for table in tables] != counts or len(
+        {table.shape[1] for table in tables}
+    ) > 1:  # padding, or some have more columns
         tables = [table[:count, -spec.row_words :] for table, count in zip(tables, counts, strict=True)]
     words = np.ascontiguousarray(np.concatenate(tables)[:, -spec.row_words :])
     assert words.shape[1] == spec.row_words, (words.shape, spec.row_words)
@@ -190,7 +211,12 @@ def _ids_of(steps: Sequence[_Step], counts: Sequence[int], spec: CaptureSpec) ->
 
 
 def _checked(ids: Int[np.ndarray, "N any"], spec: CaptureSpec) -> UInt[np.ndarray, "N M*K"]:
-    assert ids.dtype == spec.dtype and ids.shape[1:] == (spec.row_ids,), (ids.dtype, ids.shape, spec.dtype, spec.row_ids)
+    assert ids.dtype == spec.dtype and ids.shape[1:] == (spec.row_ids,), (
+        ids.dtype,
+        ids.shape,
+        spec.dtype,
+        spec.row_ids,
+    )
     return ids
 
 
@@ -200,7 +226,9 @@ def _packed(ids: UInt[np.ndarray, "R M*K"], spec: CaptureSpec) -> Int32[np.ndarr
     return words
 
 
-def _marks(steps: Sequence[_Step], counts: Sequence[int]) -> tuple[Bool[np.ndarray, " R"] | None, Bool[np.ndarray, " R"]]:
+def _marks(
+    steps: Sequence[_Step], counts: Sequence[int]
+) -> tuple[Bool[np.ndarray, " R"] | None, Bool[np.ndarray, " R"]]:
     """Which rows of these steps are kept, None for all, and which are of generated tokens."""
     generated = np.ones(sum(counts), np.bool_)
     live = np.ones(sum(counts), np.bool_) if any(step[3] is not None for step in steps) else None

@@ -1,7 +1,8 @@
-"""What users read from an answer: flat int32 for trainers, or the record. Knows nothing of JAX or of how the answer travelled.
+"""What users read from an answer: flat int32 for trainers, or the record. Knows nothing of JAX or of how the answer
+travelled.
 
-Invariant: one array for every format; the sidecar drives the reading. Without a sidecar, as peers send, a payload is raw int32.
-Dims: R rows, L hidden layers, K experts per token."""
+Invariant: one array for every format; the sidecar drives the reading. Without a sidecar, as peers send, a payload is
+raw int32. Dims: R rows, L hidden layers, K experts per token."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -28,8 +29,8 @@ _NPY_MAGIC = b"\x93NUMPY"
 def extract_routed_experts_from_meta_info(data: Mapping[str, object]) -> Int32[np.ndarray, " R*L*K"] | None:
     """Return flat, writable int32 of [R, L, K], dense layers -1, from a /generate result or one OpenAI choice.
 
-    None when the rows are absent or null. Rows marked missing are -1 throughout. Raises RoutingFormatError on anything that does
-    not decode to what its sidecar says, and on a ref, which is fetched from its URL instead."""
+    None when the rows are absent or null. Rows marked missing are -1 throughout. Raises RoutingFormatError on anything
+    that does not decode to what its sidecar says, and on a ref, which is fetched from its URL instead."""
     holder = _holder(data)
     if holder.get(PAYLOAD_KEY) is not None and holder.get(INFO_KEY) is None:
         return _bare_int32(holder[PAYLOAD_KEY])
@@ -58,7 +59,9 @@ def record_from_response(response: Mapping[str, object], choice: int = 0) -> Rou
         _require_mapping(one)
     chosen = [one for place, one in enumerate(listed) if one.get("index", place) == choice]
     if len(chosen) != 1:
-        raise RoutingFormatError(f"response has {len(listed)} choices, {len(chosen)} of index {choice}; wanted exactly one")
+        raise RoutingFormatError(
+            f"response has {len(listed)} choices, {len(chosen)} of index {choice}; wanted exactly one"
+        )
     return record_from_meta_info({PROMPT_KEY: response.get(PROMPT_KEY), **chosen[0]})
 
 
@@ -73,19 +76,27 @@ def _holder(data: Mapping[str, object]) -> Mapping[str, object]:
 
 def _require_mapping(data: object) -> None:
     if not isinstance(data, Mapping):
-        raise RoutingFormatError(f"got a {type(data).__name__}; wanted a /generate result or a choice as a dict (choice.model_dump())")
+        raise RoutingFormatError(
+            f"got a {type(data).__name__}; wanted a /generate result or a choice as a dict (choice.model_dump())"
+        )
 
 
 def _record(holder: Mapping[str, object], data: Mapping[str, object]) -> RoutedExperts | None:
     if holder.get(REF_KEY) is not None:
-        raise RoutingFormatError(f"the rows are kept at {holder[REF_KEY]}; GET that URL and read the body with record_from_npy")
+        raise RoutingFormatError(
+            f"the rows are kept at {holder[REF_KEY]}; GET that URL and read the body with record_from_npy"
+        )
     payload = holder.get(PAYLOAD_KEY)
     if payload is None:
         return None
     if holder.get(INFO_KEY) is None:
-        raise RoutingFormatError(f"{PAYLOAD_KEY} came without {INFO_KEY}; wanted both, for a bare int32 payload does not say its shape")
+        raise RoutingFormatError(
+            f"{PAYLOAD_KEY} came without {INFO_KEY}; wanted both, for a bare int32 payload does not say its shape"
+        )
     prompt_payload = holder.get(PROMPT_KEY, data.get(PROMPT_KEY))
-    return decode_routed_experts(payload, holder[INFO_KEY], weights=holder.get(WEIGHTS_KEY), prompt_payload=prompt_payload)
+    return decode_routed_experts(
+        payload, holder[INFO_KEY], weights=holder.get(WEIGHTS_KEY), prompt_payload=prompt_payload
+    )
 
 
 def _bare_int32(payload: object) -> Int32[np.ndarray, " R*L*K"]:

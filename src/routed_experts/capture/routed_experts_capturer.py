@@ -1,8 +1,11 @@
-"""The capturer: files the rows of each step beside their KV pages and hands a sequence its record. Knows nothing of HTTP or scheduling.
+"""The capturer: files the rows of each step beside their KV pages and hands a sequence its record. Knows nothing of
+HTTP or scheduling.
 
-One capturer an engine; a draft model has its own or none. Off is `_RoutedExpertsCapturerNoop`, whose device cache is None, so that
+One capturer an engine; a draft model has its own or none. Off is `_RoutedExpertsCapturerNoop`, whose device cache is
+None, so that
 the compiled program never hears of it. Host methods run on the engine thread, never under jit.
-Order of a page's life: on_pages_allocated (old rows forgotten) -> on_forward_end of the steps that write it -> collect or save
+Order of a page's life: on_pages_allocated (old rows forgotten) -> on_forward_end of the steps that write it -> collect
+or save
 -> page released. Rows of a step that is still in flight are filed before its requests are collected or saved.
 Dims: N padded tokens, R rows, M MoE layers, K experts per token, P pages."""
 
@@ -35,7 +38,9 @@ class RoutedExpertsCapturer(ABC):
         if not enable:
             return _RoutedExpertsCapturerNoop()
         if spec is None:
-            raise CaptureUnsupportedError("capture is on, but this model has no MoE layer; build with enable_return_routed_experts=False")
+            raise CaptureUnsupportedError(
+                "capture is on, but this model has no MoE layer; build with enable_return_routed_experts=False"
+            )
         return _RoutedExpertsCapturerReal(spec, num_slots=num_slots, page_size=page_size)
 
     @property
@@ -53,12 +58,16 @@ class RoutedExpertsCapturer(ABC):
 
     @abstractmethod
     def on_forward_end(
-        self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None,
+        self,
+        slots: Int[np.ndarray, " R"],
+        rows: Any,
+        version: int,
+        live: Bool[np.ndarray, " R"] | None = None,
         origins: TokenOrigins | None = None,
-    ) -> None:  # fmt: skip
-        """File a step's rows under the slots its tokens were written to; `version` of the weights that ran. `rows`: anything that
-        np.asarray reads as [N, M*K] of the spec's dtype, or as an int32 table whose last columns are packed rows (CaptureSpec.row_words),
-        the R real tokens first. `live`: which of them to file; None files all.
+    ) -> None:
+        """File a step's rows under the slots its tokens were written to; `version` of the weights that ran. `rows`:
+        anything that np.asarray reads as [N, M*K] of the spec's dtype, or as an int32 table whose last columns are
+        packed rows (CaptureSpec.row_words), the R real tokens first. `live`: which of them to file; None files all.
         `origins` tells generated tokens from those of prompts; None counts all as prompts."""
 
     @abstractmethod
@@ -67,22 +76,30 @@ class RoutedExpertsCapturer(ABC):
 
     @abstractmethod
     def save(self, slots: Int[np.ndarray, " R0"], earlier: SavedRows | None = None) -> SavedRows:
-        """Take along the rows of positions [0, R0) before their pages go; `earlier` rows of the same request stay as they are."""
+        """Take along the rows of positions [0, R0) before their pages go; `earlier` rows of the same request stay as
+        they are."""
 
     @abstractmethod
     def collect(
-        self, slots: Int[np.ndarray, " R"], *, start: int, num_tokens: int, num_prompt_tokens: int,
-        saved: SavedRows | None = None, include_last: bool = False,
-    ) -> RoutedExperts:  # fmt: skip
+        self,
+        slots: Int[np.ndarray, " R"],
+        *,
+        start: int,
+        num_tokens: int,
+        num_prompt_tokens: int,
+        saved: SavedRows | None = None,
+        include_last: bool = False,
+    ) -> RoutedExperts:
         """Assemble a sequence's record by the row law; slots[i] is the slot of token start + i.
 
-        `include_last`: the last token was fed too (score, max_tokens 0, include_last). Slots past the last row are not read, nor are
-        those whose row was saved. A row that neither knows raises RoutingIncompleteError naming its token."""
+        `include_last`: the last token was fed too (score, max_tokens 0, include_last). Slots past the last row are not
+        read, nor are those whose row was saved. A row that neither knows raises RoutingIncompleteError naming its
+        token."""
 
     @abstractmethod
     def routing_stats(self, *, reset: bool = False, wait: bool = True) -> RoutingStats:
-        """How often each expert was chosen by the rows filed since the last reset; `reset` begins anew afterwards. Without `wait`,
-        by those that are counted by now, without windows."""
+        """How often each expert was chosen by the rows filed since the last reset; `reset` begins anew afterwards.
+        Without `wait`, by those that are counted by now, without windows."""
 
     @abstractmethod
     def host_bytes(self) -> int:
@@ -90,7 +107,8 @@ class RoutedExpertsCapturer(ABC):
 
     @abstractmethod
     def device_bytes(self, num_tokens: int) -> int:
-        """Device memory of a step of `num_tokens` padded tokens, in bytes: the int32 block and the rows that leave (narrow ones)."""
+        """Device memory of a step of `num_tokens` padded tokens, in bytes: the int32 block and the rows that leave
+        (narrow ones)."""
 
     @abstractmethod
     def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
@@ -115,9 +133,13 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
         self.host_cache.clear_pages(pages)
 
     def on_forward_end(
-        self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None,
+        self,
+        slots: Int[np.ndarray, " R"],
+        rows: Any,
+        version: int,
+        live: Bool[np.ndarray, " R"] | None = None,
         origins: TokenOrigins | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.host_cache.put(slots, rows, version, live, origins)
 
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
@@ -129,9 +151,15 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
         return SavedRows(ids=ids, valid=valid, versions=versions)
 
     def collect(
-        self, slots: Int[np.ndarray, " R"], *, start: int, num_tokens: int, num_prompt_tokens: int,
-        saved: SavedRows | None = None, include_last: bool = False,
-    ) -> RoutedExperts:  # fmt: skip
+        self,
+        slots: Int[np.ndarray, " R"],
+        *,
+        start: int,
+        num_tokens: int,
+        num_prompt_tokens: int,
+        saved: SavedRows | None = None,
+        include_last: bool = False,
+    ) -> RoutedExperts:
         num_rows = max(num_tokens - start - (0 if include_last else 1), 0)
         ids, valid, versions = self._joined(slots, start=start, num_rows=num_rows, saved=saved)
         if not valid.all():
@@ -141,10 +169,16 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
                 f"from token {start} on; wanted all of them, so the request fails: report this with the request"
             )
         return RoutedExperts(
-            ids=ids, start=start, num_tokens=num_tokens, num_prompt_tokens=num_prompt_tokens, layer_ids=self.spec.layer_ids,
-            num_hidden_layers=self.spec.num_hidden_layers, num_experts=self.spec.num_experts,
-            version_spans=version_spans_of(start, versions), router=self.spec.router,
-        )  # fmt: skip
+            ids=ids,
+            start=start,
+            num_tokens=num_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            layer_ids=self.spec.layer_ids,
+            num_hidden_layers=self.spec.num_hidden_layers,
+            num_experts=self.spec.num_experts,
+            version_spans=version_spans_of(start, versions),
+            router=self.spec.router,
+        )
 
     def routing_stats(self, *, reset: bool = False, wait: bool = True) -> RoutingStats:
         return self.host_cache.routing_stats(reset=reset, wait=wait)
@@ -158,7 +192,9 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
     def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
         return self.host_cache.check_integrity(owned_slots)
 
-    def _joined(self, slots: Int[np.ndarray, " R"], *, start: int, num_rows: int, saved: SavedRows | None) -> GatheredRows:
+    def _joined(
+        self, slots: Int[np.ndarray, " R"], *, start: int, num_rows: int, saved: SavedRows | None
+    ) -> GatheredRows:
         """Read rows [start, start + num_rows): the slots' rows, and over them the saved ones, which were first."""
         slots = slots[:num_rows]
         if saved is None and slots.size == num_rows:
@@ -188,9 +224,13 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
         return
 
     def on_forward_end(
-        self, slots: Int[np.ndarray, " R"], rows: Any, version: int, live: Bool[np.ndarray, " R"] | None = None,
+        self,
+        slots: Int[np.ndarray, " R"],
+        rows: Any,
+        version: int,
+        live: Bool[np.ndarray, " R"] | None = None,
         origins: TokenOrigins | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         return
 
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
@@ -200,9 +240,15 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
         _refuse()
 
     def collect(
-        self, slots: Int[np.ndarray, " R"], *, start: int, num_tokens: int, num_prompt_tokens: int,
-        saved: SavedRows | None = None, include_last: bool = False,
-    ) -> RoutedExperts:  # fmt: skip
+        self,
+        slots: Int[np.ndarray, " R"],
+        *,
+        start: int,
+        num_tokens: int,
+        num_prompt_tokens: int,
+        saved: SavedRows | None = None,
+        include_last: bool = False,
+    ) -> RoutedExperts:
         _refuse()
 
     def routing_stats(self, *, reset: bool = False, wait: bool = True) -> RoutingStats:
@@ -224,7 +270,8 @@ def _refuse() -> NoReturn:
     )
 
 
-# A thin door for scripts; nothing inside the engine reads it. A ContextVar rather than a module object: it holds no state of its own,
+# A thin door for scripts; nothing inside the engine reads it. A ContextVar rather than a module object: it holds no
+# state of its own,
 # a test or a task that sets it does not change it for another, and a thread that needs the capturer is handed it.
 _global_experts_capturer: ContextVar[RoutedExpertsCapturer | None] = ContextVar("global_experts_capturer", default=None)
 

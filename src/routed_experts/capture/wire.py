@@ -1,4 +1,5 @@
-"""Wire forms of one record: a base64 payload and its sidecar, both ways. Knows nothing of JAX, HTTP or where a payload stands.
+"""Wire forms of one record: a base64 payload and its sidecar, both ways. Knows nothing of JAX, HTTP or where a payload
+stands.
 
 Invariants: every form carries the same ids, so the sidecar's sha256 is one for all; decoding never unpickles and never
 trusts a length it has not compared. Integers are little-endian.
@@ -31,14 +32,19 @@ def encode_routed_experts(
 ) -> dict[str, object]:
     """Return `routed_experts`, its sidecar, and the weights if the record has them, as stand in meta_info or a choice.
 
-    An aborted request that generated nothing has the payload None and no rows; any other record of 0 rows is not None."""
+    An aborted request that generated nothing has the payload None and no rows; any other record of 0 rows is not
+    None."""
     nothing = aborted and record.num_tokens == record.num_prompt_tokens
     if nothing:
         record = record[record.start : record.start]
     if payload_format == "int32":
-        payload = pybase64.b64encode_as_string(spread_columns(record, layers=layers, fill=-1, dtype=np.dtype("<i4")).data)
+        payload = pybase64.b64encode_as_string(
+            spread_columns(record, layers=layers, fill=-1, dtype=np.dtype("<i4")).data
+        )
     else:
-        payload = pybase64.b64encode_as_string(npy_bytes(spread_columns(record, layers=layers, fill=0, dtype=record.ids.dtype)))
+        payload = pybase64.b64encode_as_string(
+            npy_bytes(spread_columns(record, layers=layers, fill=0, dtype=record.ids.dtype))
+        )
     sidecar = sidecar_of(record, payload_format=payload_format, layers=layers)
     fields: dict[str, object] = {PAYLOAD_KEY: None if nothing else payload, INFO_KEY: sidecar.to_json()}
     if record.weights is not None:
@@ -50,12 +56,16 @@ def encode_meta_info(
     record: RoutedExperts, *, payload_format: Literal["int32", "npy"], layers: PayloadLayers, aborted: bool = False
 ) -> dict[str, object]:
     """Return the keys of encode_routed_experts plus the echo of `start` that readers of meta_info look for."""
-    return {START_KEY: record.start, **encode_routed_experts(record, payload_format=payload_format, layers=layers, aborted=aborted)}
+    return {
+        START_KEY: record.start,
+        **encode_routed_experts(record, payload_format=payload_format, layers=layers, aborted=aborted),
+    }
 
 
 def encode_listed(record: RoutedExperts, *, layers: PayloadLayers, aborted: bool = False) -> dict[str, object]:
-    """Return `prompt_routed_experts`, `routed_experts` (the generated rows), the sidecar of both together and the weights, if any, as
-    nested lists: numbers as JSON has them. An aborted request that generated nothing has None for its rows."""
+    """Return `prompt_routed_experts`, `routed_experts` (the generated rows), the sidecar of both together and the
+    weights, if any, as nested lists: numbers as JSON has them. An aborted request that generated nothing has None for
+    its rows."""
     nothing = aborted and record.num_tokens == record.num_prompt_tokens
     if nothing:
         record = record[record.start : record.start]
@@ -81,8 +91,11 @@ def encode_ref(record: RoutedExperts, *, url: str) -> dict[str, object]:
     return {REF_KEY: url, INFO_KEY: sidecar_of(record, payload_format="ref").to_json()}
 
 
-def decode_routed_experts(payload: object, info: object, *, weights: object = None, prompt_payload: object = None) -> RoutedExperts:
-    """Read a payload by its sidecar; `prompt_payload` holds the prompt's rows of a list, which stand apart from the choice's."""
+def decode_routed_experts(
+    payload: object, info: object, *, weights: object = None, prompt_payload: object = None
+) -> RoutedExperts:
+    """Read a payload by its sidecar; `prompt_payload` holds the prompt's rows of a list, which stand apart from the
+    choice's."""
     sidecar = RoutingSidecar.from_json(info)
     if sidecar.format == "int32":
         array = _raw_int32(payload, sidecar.shape)
@@ -91,7 +104,9 @@ def decode_routed_experts(payload: object, info: object, *, weights: object = No
     elif sidecar.format == "list":
         array = _listed_rows(payload, prompt_payload, sidecar)
     else:
-        raise RoutingFormatError(f"a payload came with format {sidecar.format!r}; wanted int32, npy or list: a ref is fetched from its URL")
+        raise RoutingFormatError(
+            f"a payload came with format {sidecar.format!r}; wanted int32, npy or list: a ref is fetched from its URL"
+        )
     return record_of(_canonical_ids(array, sidecar), sidecar, weights=_decoded_weights(weights, sidecar))
 
 
@@ -129,14 +144,20 @@ def read_npy(encoded: bytes, *, dtype: str, shape: tuple[int, ...]) -> np.ndarra
             raise RoutingFormatError(f".npy of version {version}; wanted (1, 0)")
         came_shape, fortran_order, came_dtype = np.lib.format.read_array_header_1_0(stream)
     except ValueError as cause:
-        raise RoutingFormatError(f"{len(encoded)} bytes are no .npy: {cause}; wanted version 1.0 of {dtype}{list(shape)}") from cause
+        raise RoutingFormatError(
+            f"{len(encoded)} bytes are no .npy: {cause}; wanted version 1.0 of {dtype}{list(shape)}"
+        ) from cause
     wanted_dtype = np.dtype(dtype).newbyteorder("<")
     if (came_shape, came_dtype, fortran_order) != (shape, wanted_dtype, False):
         order = ", Fortran order" if fortran_order else ""
-        raise RoutingFormatError(f".npy holds {came_dtype}{list(came_shape)}{order}; wanted C-order {wanted_dtype}{list(shape)}")
+        raise RoutingFormatError(
+            f".npy holds {came_dtype}{list(came_shape)}{order}; wanted C-order {wanted_dtype}{list(shape)}"
+        )
     num_bytes, wanted_bytes = len(encoded) - stream.tell(), math.prod(shape) * wanted_dtype.itemsize
     if num_bytes != wanted_bytes:
-        raise RoutingFormatError(f".npy holds {num_bytes} bytes after its header; wanted {wanted_bytes} for {dtype}{list(shape)}")
+        raise RoutingFormatError(
+            f".npy holds {num_bytes} bytes after its header; wanted {wanted_bytes} for {dtype}{list(shape)}"
+        )
     return np.frombuffer(encoded, wanted_dtype, offset=stream.tell()).reshape(shape)
 
 
@@ -147,13 +168,17 @@ def decode_base64(payload: object) -> bytes:
     try:
         return pybase64.b64decode(payload, validate=True)
     except ValueError as cause:
-        raise RoutingFormatError(f"payload of {len(payload)} characters is no base64: {cause}; wanted RFC 4648 §4, padded") from cause
+        raise RoutingFormatError(
+            f"payload of {len(payload)} characters is no base64: {cause}; wanted RFC 4648 §4, padded"
+        ) from cause
 
 
 def _raw_int32(payload: object, shape: tuple[int, int, int]) -> Int32[np.ndarray, "R columns K"]:
     encoded, num_wanted = decode_base64(payload), math.prod(shape)
     if len(encoded) != 4 * num_wanted:
-        raise RoutingFormatError(f"int32 payload holds {len(encoded)} bytes; wanted {4 * num_wanted} for the shape {list(shape)}")
+        raise RoutingFormatError(
+            f"int32 payload holds {len(encoded)} bytes; wanted {4 * num_wanted} for the shape {list(shape)}"
+        )
     return np.frombuffer(encoded, np.dtype("<i4")).reshape(shape)
 
 
@@ -179,7 +204,11 @@ def _listed_rows(generated: object, prompt: object, sidecar: RoutingSidecar) -> 
     ):
         piece, wanted_shape = _listed(name, nested, np.integer), (wanted_rows, num_columns, num_slots)
         if piece.shape != wanted_shape and (piece.size or wanted_rows):
-            advice = "" if piece.size else "; the prompt's rows stand beside the choices: read the whole response with record_from_response"
+            advice = (
+                ""
+                if piece.size
+                else "; the prompt's rows stand beside the choices: read the whole response with record_from_response"
+            )
             raise RoutingFormatError(f"{name} has the shape {list(piece.shape)}; wanted {list(wanted_shape)}{advice}")
         pieces.append(piece.astype(np.int64).reshape(wanted_shape))
     return np.concatenate(pieces)
@@ -202,10 +231,14 @@ def _canonical_ids(array: Int[np.ndarray, "R columns K"], sidecar: RoutingSideca
     layer_ids = sidecar.moe_layer_ids
     if sidecar.layers == "all":
         if any(layer >= sidecar.num_hidden_layers for layer in layer_ids):
-            raise RoutingFormatError(f"moe_layer_ids {layer_ids}; wanted indices below num_hidden_layers {sidecar.num_hidden_layers}")
+            raise RoutingFormatError(
+                f"moe_layer_ids {layer_ids}; wanted indices below num_hidden_layers {sidecar.num_hidden_layers}"
+            )
         dense = np.delete(array, layer_ids, axis=1)
         if sidecar.dense_fill is None or (dense != sidecar.dense_fill).any():
-            raise RoutingFormatError(f"a dense layer's column holds {np.unique(dense)[:4].tolist()}; wanted {sidecar.dense_fill} alone")
+            raise RoutingFormatError(
+                f"a dense layer's column holds {np.unique(dense)[:4].tolist()}; wanted {sidecar.dense_fill} alone"
+            )
         array = array[:, layer_ids]
     valid = valid_rows_of(sidecar)
     known = np.ones(sidecar.shape[0], np.bool_) if valid is None else valid

@@ -1,6 +1,14 @@
-"""The command line: `routed-experts COMMAND`. Knows the rooms below by their doors; the only room that reads the environment."""
+"""The command line: `routed-experts COMMAND`. Knows the rooms below by their doors; the only room that reads the
+environment."""
 
-from routed_experts.cli.flags import add_engine_flags, add_expert_flags, add_placement_flags, engine_args, expert_args, placement_args
+from routed_experts.cli.flags import (
+    add_engine_flags,
+    add_expert_flags,
+    add_placement_flags,
+    engine_args,
+    expert_args,
+    placement_args,
+)
 from routed_experts.cli.main import main, make_parser
 from routed_experts.cli.start import load_bar
 

@@ -1,4 +1,5 @@
-"""`routed-experts analyze stats|plot|report|diff|tokens FILE...`: numbers and pictures of recorded routing. Reads no model but, for the
+"""`routed-experts analyze stats|plot|report|diff|tokens FILE...`: numbers and pictures of recorded routing. Reads no
+model but, for the
 text of tokens, its tokenizer; starts no engine. What a plan would have done with it: `routed-experts placement`."""
 
 import argparse
@@ -30,10 +31,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The kinds of `analyze` with their flags."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
 
-    def add(name: str, told: str, run: Callable[[argparse.Namespace], None], files: str | int) -> argparse.ArgumentParser:
+    def add(
+        name: str, told: str, run: Callable[[argparse.Namespace], None], files: str | int
+    ) -> argparse.ArgumentParser:
         kind = kinds.add_parser(name, help=told, description=told, allow_abbrev=False)
         kind.set_defaults(analyse=run)
-        kind.add_argument("files", type=Path, nargs=files, metavar="FILE", help=f"recorded routing: {', '.join(SUFFIXES)}")
+        kind.add_argument(
+            "files", type=Path, nargs=files, metavar="FILE", help=f"recorded routing: {', '.join(SUFFIXES)}"
+        )
         return kind
 
     stats = add("stats", "how evenly each layer spreads its load over experts", run_stats, "+")
@@ -47,8 +52,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--output", type=Path, required=True, metavar="FILE.html")
     tokens = add("tokens", "the experts of each token, a line each", run_tokens, "+")
     for kind in (plot, report, tokens):
-        kind.add_argument("--layer", type=int, default=None, metavar="L", help="hidden layer to show (default: the middle MoE layer)")
-        kind.add_argument("--tokenizer", type=Path, default=None, metavar="DIR", help="checkpoint folder, for text of what generate wrote")
+        kind.add_argument(
+            "--layer", type=int, default=None, metavar="L", help="hidden layer to show (default: the middle MoE layer)"
+        )
+        kind.add_argument(
+            "--tokenizer",
+            type=Path,
+            default=None,
+            metavar="DIR",
+            help="checkpoint folder, for text of what generate wrote",
+        )
 
 
 def run(options: argparse.Namespace, began: float) -> int:
@@ -78,7 +91,9 @@ def run_diff(options: argparse.Namespace) -> None:
     ours, theirs = (read_records([file]) for file in options.files)
     if len(ours) != len(theirs):
         a, b = options.files
-        raise RoutingAlignmentError(f"{a} holds {len(ours)} records and {b} {len(theirs)}; give two runs of the same prompts")
+        raise RoutingAlignmentError(
+            f"{a} holds {len(ours)} records and {b} {len(theirs)}; give two runs of the same prompts"
+        )
     found = [analysis.routing_difference(one, other) for one, other in zip(ours, theirs, strict=True)]
     sizes = np.array([len(one.tokens) for one in found], np.float64)
     overlap = np.concatenate([one.overlap for one in found])
@@ -142,7 +157,9 @@ def _pieces(recorded: Recorded, tokenizer: "Tokenizer | None") -> tuple[str, ...
     if tokenizer is None or "output_ids" not in said or not ("prompt" in said or "input_ids" in said):
         return (_UNKNOWN,) * recorded.record.num_tokens
     prompt = cast("list[int]", said["input_ids"]) if "input_ids" in said else tokenizer.encode(str(said["prompt"]))
-    return analysis.pieces_of(tokenizer.token_bytes(token) for token in [*prompt, *cast("list[int]", said["output_ids"])])
+    return analysis.pieces_of(
+        tokenizer.token_bytes(token) for token in [*prompt, *cast("list[int]", said["output_ids"])]
+    )
 
 
 def _column(record: RoutedExperts, layer: int | None) -> int:
@@ -150,7 +167,9 @@ def _column(record: RoutedExperts, layer: int | None) -> int:
     if layer is None:
         return len(record.layer_ids) // 2
     if layer not in record.layer_ids:
-        raise ConfigError(f"--layer {layer} has no routed experts; choose one of {', '.join(map(str, record.layer_ids))}")
+        raise ConfigError(
+            f"--layer {layer} has no routed experts; choose one of {', '.join(map(str, record.layer_ids))}"
+        )
     return record.layer_ids.index(layer)
 
 

@@ -1,7 +1,9 @@
-"""`routed-experts bench throughput|serve|startup|buckets`: what a model does on this machine, as a table and as JSON. Random prompts
+"""`routed-experts bench throughput|serve|startup|buckets`: what a model does on this machine, as a table and as JSON.
+Random prompts
 that no cache knows; greedy, to the full length. Figures of one run on one machine: repeat them before they are told.
 
-throughput: capture on, off, and on again, each an engine of its own, so that a drift of the machine shows as a difference of the two.
+throughput: capture on, off, and on again, each an engine of its own, so that a drift of the machine shows as a
+difference of the two.
 serve: a server that runs, over HTTP, with and without rows asked for.  startup: phases of a start with an empty and a full cache.
 buckets: padded sizes of steps (cli/bench_buckets.py)."""
 
@@ -40,16 +42,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The kinds of `bench` with their flags."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
 
-    def add(name: str, told: str, run: Callable[[argparse.Namespace], list[Row]], *, loads: bool) -> argparse.ArgumentParser:
+    def add(
+        name: str, told: str, run: Callable[[argparse.Namespace], list[Row]], *, loads: bool
+    ) -> argparse.ArgumentParser:
         kind = kinds.add_parser(name, help=told, description=told, allow_abbrev=False)
         kind.set_defaults(measure=run)
-        kind.add_argument("--output", type=Path, default=None, metavar="FILE", help="JSON of the table and of how it came about")
+        kind.add_argument(
+            "--output", type=Path, default=None, metavar="FILE", help="JSON of the table and of how it came about"
+        )
         if loads:
             kind.add_argument("model_path", metavar="MODEL", help="checkpoint folder")
         return kind
 
-    throughput = add("throughput", "tokens a second of an engine, with capture on, off and on again", run_throughput, loads=True)
-    serve = add("serve", "tokens a second and latencies of a server that runs, with and without rows", run_serve, loads=False)
+    throughput = add(
+        "throughput", "tokens a second of an engine, with capture on, off and on again", run_throughput, loads=True
+    )
+    serve = add(
+        "serve", "tokens a second and latencies of a server that runs, with and without rows", run_serve, loads=False
+    )
     serve.add_argument("--base-url", required=True, metavar="URL", help="such as http://127.0.0.1:30000")
     serve.add_argument("--api-key", default=None, metavar="KEY")
     for kind in (throughput, serve):
@@ -57,9 +67,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--input-len", type=int, default=64, metavar="N", help="tokens; default: 64")
         kind.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens; default: 64")
         kind.add_argument("--rounds", type=int, default=3, metavar="N", help="after one that warms up; default: 3")
-    startup = add("startup", "seconds until ready, with an empty cache of programs and with a full one", run_startup, loads=True)
+    startup = add(
+        "startup", "seconds until ready, with an empty cache of programs and with a full one", run_startup, loads=True
+    )
     startup.add_argument("--rounds", type=int, default=1, metavar="N", help="default: 1")
-    buckets = add("buckets", "cost of steps by padded size, and the sizes that are worth a program", bench_buckets.run_buckets, loads=True)
+    buckets = add(
+        "buckets",
+        "cost of steps by padded size, and the sizes that are worth a program",
+        bench_buckets.run_buckets,
+        loads=True,
+    )
     bench_buckets.add_flags(buckets)
     for kind in (throughput, startup):
         add_engine_flags(kind, leave_out=("model_path", "enable_return_routed_experts"))
@@ -105,7 +122,10 @@ def _engine_rows(args: ServerArgs, options: argparse.Namespace) -> list[Row]:
                 began = time.perf_counter()
                 sampling = {"temperature": 0.0, "ignore_eos": True}
                 engine.generate(
-                    input_ids=prompts, sampling_params=sampling, max_new_tokens=options.output_len, return_routed_experts=asked
+                    input_ids=prompts,
+                    sampling_params=sampling,
+                    max_new_tokens=options.output_len,
+                    return_routed_experts=asked,
                 )
                 speeds.append(options.num_prompts * options.output_len / (time.perf_counter() - began))
             on = "on" if args.enable_return_routed_experts else "off"
@@ -128,13 +148,20 @@ def run_serve(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _one_round(options: argparse.Namespace, prompts: Sequence[Sequence[int]], *, asked: bool) -> tuple[float, list[float], list[float]]:
+def _one_round(
+    options: argparse.Namespace, prompts: Sequence[Sequence[int]], *, asked: bool
+) -> tuple[float, list[float], list[float]]:
     """Tokens a second, seconds to each first token, and mean seconds between the tokens of each stream."""
     sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": options.output_len}
     began = time.perf_counter()
 
     def one(prompt: Sequence[int]) -> tuple[float, float]:
-        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True, "return_routed_experts": asked or None}
+        body = {
+            "input_ids": prompt,
+            "sampling_params": sampling,
+            "stream": True,
+            "return_routed_experts": asked or None,
+        }
         answer = _request(options, "POST", "/generate", body)
         first, last = 0.0, b""
         while line := answer.readline():
@@ -180,7 +207,16 @@ def run_startup(options: argparse.Namespace) -> list[Row]:
 
 def _start(options: argparse.Namespace, cache: str) -> Row:
     """Start a server, wait until it is ready, and end it."""
-    command = [sys.executable, "-m", "routed_experts", "serve", options.model_path, "--port", "0", "--enable-return-routed-experts"]
+    command = [
+        sys.executable,
+        "-m",
+        "routed_experts",
+        "serve",
+        options.model_path,
+        "--port",
+        "0",
+        "--enable-return-routed-experts",
+    ]
     for name, value in engine_args(options).items():
         if name != "model_path":
             values: Sequence[object] = [] if value is True else value if isinstance(value, tuple) else [value]

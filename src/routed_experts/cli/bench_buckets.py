@@ -1,7 +1,9 @@
-"""`routed-experts bench buckets MODEL`: what steps cost on this machine by their padded size, and which sizes are worth a program.
+"""`routed-experts bench buckets MODEL`: what steps cost on this machine by their padded size, and which sizes are worth
+a program.
 
-Every candidate is measured when it is full and when smaller ones are in it; of all lists of at most `--most` of them, the one of least
-expected cost is told, beside the list that was given. The flags to serve with are the last column's."""
+Every candidate is measured when it is full and when smaller ones are in it; of all lists of at most `--most` of them,
+the one of least expected cost is told, beside the list that was given. The flags to serve with are the last
+column's."""
 
 import argparse
 import dataclasses
@@ -22,11 +24,19 @@ Row = dict[str, object]
 def add_flags(kind: argparse.ArgumentParser) -> None:
     """The flags of `bench buckets`."""
     kind.add_argument("--most", type=int, default=3, metavar="K", help="sizes in a list; default: 3")
-    kind.add_argument("--rounds", type=int, default=3, metavar="N", help="looks at each pair of sizes, after one that warms up; default: 3")
     kind.add_argument(
-        "--load", default=None, metavar="|".join((*LOADS, "FILE.json")),
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="looks at each pair of sizes, after one that warms up; default: 3",
+    )
+    kind.add_argument(
+        "--load",
+        default=None,
+        metavar="|".join((*LOADS, "FILE.json")),
         help='how often each size comes: a file holds {"decode": {"SIZE": COUNT, ...}, "extend": ...}; default: both names',
-    )  # fmt: skip
+    )
     kind.add_argument("--config-only", action="store_true", help="config.json alone is there: random weights")
     add_engine_flags(kind, leave_out=("model_path", "deterministic"))
 
@@ -46,8 +56,10 @@ def run_buckets(options: argparse.Namespace) -> list[Row]:
         args,
         precompile_bs_paddings=candidates(given["decode"], least=1),
         precompile_token_paddings=candidates(given["extend"], least=16),
-        max_running_requests=None, chunked_prefill_size=None, max_prefill_tokens=None,
-    )  # fmt: skip
+        max_running_requests=None,
+        chunked_prefill_size=None,
+        max_prefill_tokens=None,
+    )
     assembly = assemble(wide, load_format="dummy" if options.config_only else "auto")
     decode, extend = measure_step_costs(assembly, wide, rounds=options.rounds)
     return bucket_rows({"decode": decode, "extend": extend}, given, loads, most=options.most)
@@ -60,8 +72,9 @@ def bucket_rows(
     *,
     most: int,
 ) -> list[Row]:
-    """What was measured, and for every load the mean cost of a step with the given list and with the best one; `to unpadded` is over that
-    of a step whose size has, or is next below, a bucket of its own: all candidates as one list."""
+    """What was measured, and for every load the mean cost of a step with the given list and with the best one; `to
+    unpadded` is over that of a step whose size has, or is next below, a bucket of its own: all candidates as one
+    list."""
     rows: list[Row] = []
     for step, measured in costs.items():
         for bucket in measured.buckets:
@@ -80,8 +93,8 @@ def bucket_rows(
 
 
 def read_load(name: str, given: Mapping[str, tuple[int, ...]]) -> tuple[str, Mapping[str, Mapping[int, float]]]:
-    """A load by its name or from its file, for steps of up to the largest given sizes; sizes above them are cut off by the engine, too.
-    Raises ConfigError for what is no load."""
+    """A load by its name or from its file, for steps of up to the largest given sizes; sizes above them are cut off by
+    the engine, too. Raises ConfigError for what is no load."""
     if not name.endswith(".json"):
         return name, {step: load_of(name, sizes[-1]) for step, sizes in given.items()}
     try:
@@ -102,4 +115,11 @@ def _counts(told: Any, largest: int) -> dict[int, float]:
 
 def _row(step: str, what: str, load: str, buckets: Sequence[int], seconds: float, alone: float) -> Row:
     told = " ".join(map(str, buckets))
-    return {"step": step, "list": what, "load": load, "ms": 1e3 * seconds, "to unpadded": seconds / alone, "buckets": told}
+    return {
+        "step": step,
+        "list": what,
+        "load": load,
+        "ms": 1e3 * seconds,
+        "to unpadded": seconds / alone,
+        "buckets": told,
+    }

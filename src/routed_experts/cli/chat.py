@@ -62,7 +62,9 @@ def _answer(engine: Any, ids: list[int], options: argparse.Namespace) -> str:
     shown = ""
     room = engine.get_server_info()["context_length"] - len(ids)
     length = max(1, min(options.max_new_tokens, room))
-    stream = engine.generate(input_ids=ids, sampling_params={"temperature": options.temperature}, max_new_tokens=length, stream=True)
+    stream = engine.generate(
+        input_ids=ids, sampling_params={"temperature": options.temperature}, max_new_tokens=length, stream=True
+    )
     try:
         for said in stream:
             text = cast("str", said["text"])

@@ -1,12 +1,14 @@
-"""`serve --config FILE`: flags from a YAML or JSON file, named as on the command line without the dashes before them. Knows no engine.
+"""`serve --config FILE`: flags from a YAML or JSON file, named as on the command line without the dashes before them.
+Knows no engine.
 
     model: /models/qwen
     port: 8000
     enable-return-routed-experts: true        # a switch: true, or false for its default
     precompile-bs-paddings: [1, 8, 32]
 
-Values are taken as they are written, not as YAML reads numbers. As with vLLM and SGLang, a flag on the command line wins over the file,
-and the file over the default; so does one that says the same thing by another name (`--api-key-file` over `api-key`)."""
+Values are taken as they are written, not as YAML reads numbers. As with vLLM and SGLang, a flag on the command line
+wins over the file, and the file over the default; so does one that says the same thing by another name
+(`--api-key-file` over `api-key`)."""
 
 import argparse
 import importlib
@@ -21,17 +23,28 @@ from routed_experts.core.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".json")
 _NOT_IN_FILES = ("help", "config")
-_ONE_THING = (("api_key", "api_key_file"), ("admin_api_key", "admin_api_key_file"), ("ep_size", "enable_expert_parallel"))
+_ONE_THING = (
+    ("api_key", "api_key_file"),
+    ("admin_api_key", "admin_api_key_file"),
+    ("ep_size", "enable_expert_parallel"),
+)
 _TAG = "tag:yaml.org,2002:"
 _TEXTS = ("str", "int", "float", "timestamp")
 
 
-def with_config(options: argparse.Namespace, file: Path, add_flags: Callable[[argparse.ArgumentParser], None]) -> argparse.Namespace:
-    """These options over those of the file. `add_flags` gives a parser the flags that a file may name; none of them may have a default.
-    Raises ConfigError naming the file and the key that is unknown (with the nearest known one), said twice, or of a wrong value or none."""
+def with_config(
+    options: argparse.Namespace, file: Path, add_flags: Callable[[argparse.ArgumentParser], None]
+) -> argparse.Namespace:
+    """These options over those of the file. `add_flags` gives a parser the flags that a file may name; none of them may
+    have a default. Raises ConfigError naming the file and the key that is unknown (with the nearest known one), said
+    twice, or of a wrong value or none."""
     parser = _FileParser(file)
     add_flags(parser)
-    actions = {flag.removeprefix("--"): action for flag, action in parser._option_string_actions.items() if flag.startswith("--")}
+    actions = {
+        flag.removeprefix("--"): action
+        for flag, action in parser._option_string_actions.items()
+        if flag.startswith("--")
+    }
     known = {key: action for key, action in actions.items() if key not in _NOT_IN_FILES}
     known["model"] = known["model-path"]
     words: list[str] = []
@@ -75,7 +88,9 @@ def _typed(file: Path, key: str, value: object, action: argparse.Action) -> list
         return [flag] if value else []
     listed = cast("list[object]", value) if isinstance(value, list) else [value]
     if not all(isinstance(one, str) for one in listed):
-        raise ConfigError(f"{file}: {key} is {value!r}; wanted {'a list of numbers' if action.nargs else 'text or a number'}")
+        raise ConfigError(
+            f"{file}: {key} is {value!r}; wanted {'a list of numbers' if action.nargs else 'text or a number'}"
+        )
     if action.nargs:
         return [flag, *map(str, listed)]
     if isinstance(value, list):
@@ -84,7 +99,8 @@ def _typed(file: Path, key: str, value: object, action: argparse.Action) -> list
 
 
 def _read(file: Path) -> Mapping[str, object]:
-    """The keys of the file, each once: truth values, None, texts (numbers too, as they are written) and lists of them."""
+    """The keys of the file, each once: truth values, None, texts (numbers too, as they are written) and lists of
+    them."""
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"--config {file} ends in {file.suffix!r}; name a file that ends in {', '.join(SUFFIXES)}")
     try:
@@ -107,14 +123,19 @@ def _json_pairs(file: Path, text: str) -> list[tuple[str, object]]:
         raise ConfigError(f"--config {file} is no JSON: {error}; write an object of flags and their values") from error
     if not isinstance(said, tuple):
         raise ConfigError(f"--config {file} holds a {type(said).__name__}; write an object of flags and their values")
-    return [(key, dict(value) if isinstance(value, tuple) else value) for key, value in cast("tuple[tuple[str, Any], ...]", said)]
+    return [
+        (key, dict(value) if isinstance(value, tuple) else value)
+        for key, value in cast("tuple[tuple[str, Any], ...]", said)
+    ]
 
 
 def _yaml_pairs(file: Path, text: str) -> list[tuple[str, object]]:
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
-        raise ConfigError(f"--config {file} needs pyyaml, which is not installed; install routed-experts[serve], or write JSON") from error
+        raise ConfigError(
+            f"--config {file} needs pyyaml, which is not installed; install routed-experts[serve], or write JSON"
+        ) from error
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
         if tree is None:
@@ -122,13 +143,16 @@ def _yaml_pairs(file: Path, text: str) -> list[tuple[str, object]]:
         if isinstance(tree, yaml.MappingNode):
             return [(str(_plain(key, as_text=True)), _plain(value)) for key, value in tree.value]
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--config {file} is no YAML: {error}; write a flag and its value a line, such as port: 8000") from error
+        raise ConfigError(
+            f"--config {file} is no YAML: {error}; write a flag and its value a line, such as port: 8000"
+        ) from error
     kind = "list" if isinstance(tree, yaml.SequenceNode) else "single value"
     raise ConfigError(f"--config {file} holds a {kind}; write a flag and its value a line, such as port: 8000")
 
 
 def _plain(node: Any, *, as_text: bool = False) -> object:
-    """What a node of YAML says: the text of a scalar as it stands there. Raises ValueError for what only programs write."""
+    """What a node of YAML says: the text of a scalar as it stands there. Raises ValueError for what only programs
+    write."""
     kind = node.tag.removeprefix(_TAG)
     if node.id == "scalar" and (as_text or kind in _TEXTS):
         return node.value

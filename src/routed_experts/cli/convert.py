@@ -1,4 +1,5 @@
-"""`routed-experts convert A B`: routed experts from one file or wire form into another. Reads no model and starts no device."""
+"""`routed-experts convert A B`: routed experts from one file or wire form into another. Reads no model and starts no
+device."""
 
 import argparse
 import io
@@ -26,14 +27,26 @@ _PAIRS = ("vllm021", "megatron")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `convert`."""
-    parser.add_argument("source", type=Path, metavar="A", help="an answer (.json), a line of many (.jsonl), or a record (.safetensors)")
-    parser.add_argument("target", type=Path, metavar="B", help=".safetensors (the record), .json (a wire format), .npy or .npz (--to)")
+    parser.add_argument(
+        "source", type=Path, metavar="A", help="an answer (.json), a line of many (.jsonl), or a record (.safetensors)"
+    )
+    parser.add_argument(
+        "target", type=Path, metavar="B", help=".safetensors (the record), .json (a wire format), .npy or .npz (--to)"
+    )
     parser.add_argument("--choice", type=int, default=0, metavar="I", help="of an answer with several; default: 0")
-    parser.add_argument("--line", type=int, default=1, metavar="N", help="of a file of many answers, as generate writes; default: 1")
+    parser.add_argument(
+        "--line", type=int, default=1, metavar="N", help="of a file of many answers, as generate writes; default: 1"
+    )
     parser.add_argument("--format", choices=WIRE_FORMATS, default="int32", help="of a .json target; default: int32")
-    parser.add_argument("--layers", choices=("all", "moe"), default=None, help="of a .json target; default: all for int32, else moe")
-    parser.add_argument("--to", choices=FORMS, default="sglang", help="whose array a .npy target holds; default: sglang")
-    parser.add_argument("--missing", choices=("error", "gate"), default="error", help="rows that are not known; default: error")
+    parser.add_argument(
+        "--layers", choices=("all", "moe"), default=None, help="of a .json target; default: all for int32, else moe"
+    )
+    parser.add_argument(
+        "--to", choices=FORMS, default="sglang", help="whose array a .npy target holds; default: sglang"
+    )
+    parser.add_argument(
+        "--missing", choices=("error", "gate"), default="error", help="rows that are not known; default: error"
+    )
 
 
 def run(options: argparse.Namespace, began: float) -> int:
@@ -49,8 +62,12 @@ def run(options: argparse.Namespace, began: float) -> int:
     elif target.suffix in (".npy", ".npz"):
         _write_arrays(record, target, options)
     else:
-        raise ConfigError(f"{target} ends in {target.suffix!r}; name a file that ends in .safetensors, .json, .npy or .npz")
-    print(f"wrote {target}: {record.num_rows} rows from token {record.start} on, {record.ids.shape[1]} MoE layers, top-{record.top_k}")
+        raise ConfigError(
+            f"{target} ends in {target.suffix!r}; name a file that ends in .safetensors, .json, .npy or .npz"
+        )
+    print(
+        f"wrote {target}: {record.num_rows} rows from token {record.start} on, {record.ids.shape[1]} MoE layers, top-{record.top_k}"
+    )
     return 0
 
 

@@ -21,7 +21,13 @@ TOLERANCE = 1e-3  # of a logprob: programs of other shapes sum in another order
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `doctor`."""
-    parser.add_argument("--model", type=Path, default=None, metavar="DIR", help="checkpoint to test with (default: the one in the package)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="checkpoint to test with (default: the one in the package)",
+    )
 
 
 def run(options: argparse.Namespace, began: float) -> int:
@@ -34,14 +40,17 @@ def run(options: argparse.Namespace, began: float) -> int:
     cache = start_jax(default_platform=None)
     import jax
 
-    print(f"devices: {', '.join(str(device) for device in jax.devices())} · compiled programs kept in {cache or 'memory alone'}")
+    print(
+        f"devices: {', '.join(str(device) for device in jax.devices())} · compiled programs kept in {cache or 'memory alone'}"
+    )
     faults = _self_test(demo_model_path() if options.model is None else options.model)
     print(f"FAILED: {'; '.join(faults)}" if faults else "all checks passed")
     return 1 if faults else 0
 
 
 def _self_test(model: Path) -> list[str]:
-    """Generate with capture, score the same tokens with the captured rows, and with rows of other tokens, which must be noticed."""
+    """Generate with capture, score the same tokens with the captured rows, and with rows of other tokens, which must be
+    noticed."""
     from routed_experts.capture.meta_info import record_from_meta_info
     from routed_experts.engine.engine import Engine
 
@@ -55,10 +64,16 @@ def _self_test(model: Path) -> list[str]:
     sizes: dict[str, Any] = {"precompile_bs_paddings": (4,), "precompile_token_paddings": (64,)}
     with Engine(str(model), dtype="float32", enable_return_routed_experts=True, logprobs_mode="raw", **sizes) as engine:
         prompt = list(range(5, 25))
-        said = cast("dict[str, Any]", engine.generate(
-            input_ids=prompt, sampling_params={"temperature": 0.8, "seed": 3, "ignore_eos": True}, max_new_tokens=24,
-            return_logprob=True, return_routed_experts=True,
-        ))  # fmt: skip
+        said = cast(
+            "dict[str, Any]",
+            engine.generate(
+                input_ids=prompt,
+                sampling_params={"temperature": 0.8, "seed": 3, "ignore_eos": True},
+                max_new_tokens=24,
+                return_logprob=True,
+                return_routed_experts=True,
+            ),
+        )
         record = record_from_meta_info(said)
         assert record is not None, "rows were asked for"
         tokens = [*prompt, *said["output_ids"]]

@@ -31,8 +31,12 @@ _ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-_PLACEMENT_FLAGS: Mapping[str, str] = MappingProxyType({"plan": "placement", "mode": "placement_mode"})  # other names than the field's
-_PLACEMENT_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType({"mode": PLACEMENT_MODES, "on_exhausted": ON_EXHAUSTED})
+_PLACEMENT_FLAGS: Mapping[str, str] = MappingProxyType(
+    {"plan": "placement", "mode": "placement_mode"}
+)  # other names than the field's
+_PLACEMENT_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"mode": PLACEMENT_MODES, "on_exhausted": ON_EXHAUSTED}
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,7 +49,9 @@ class Parser(argparse.ArgumentParser):
 class Refused(argparse.Action):
     """A flag that is known elsewhere and refused here; `const` says why."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None) -> NoReturn:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
+    ) -> NoReturn:
         parser.error(str(self.const))
 
 
@@ -56,8 +62,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Sequence[str
         if field.name not in leave_out:
             flags = (f"--{field.name.replace('_', '-')}", *_ALIASES.get(field.name, ()))
             told = "chosen by the engine" if field.default is None else field.default
-            group.add_argument(*flags, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taking(field.type))
-    group.add_argument("--enable-expert-parallel", action="store_true", default=argparse.SUPPRESS, help="ep_size = tp_size")
+            group.add_argument(
+                *flags, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taking(field.type)
+            )
+    group.add_argument(
+        "--enable-expert-parallel", action="store_true", default=argparse.SUPPRESS, help="ep_size = tp_size"
+    )
     why = "code that a checkpoint brings along is never run; use a model of a supported architecture without it"
     group.add_argument("--trust-remote-code", action=Refused, nargs=0, const=why, help=argparse.SUPPRESS)
 
@@ -68,7 +78,9 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
     fields = {field.name: given[field.name] for field in dataclasses.fields(ServerArgs) if field.name in given}
     if "enable_expert_parallel" in given:
         fields.setdefault("ep_size", fields.get("tp_size", 1))
-    return {name: tuple(cast("list[int]", value)) if isinstance(value, list) else value for name, value in fields.items()}
+    return {
+        name: tuple(cast("list[int]", value)) if isinstance(value, list) else value for name, value in fields.items()
+    }
 
 
 def add_expert_flags(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +95,8 @@ def add_expert_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def expert_args(options: argparse.Namespace) -> ExpertsConfig:
-    """How experts are to be shared out; without any of those flags, not at all. Raises ConfigError, and what reading a plan raises."""
+    """How experts are to be shared out; without any of those flags, not at all. Raises ConfigError, and what reading a
+    plan raises."""
     given = vars(options)
     fields = {field.name: given[field.name] for field in dataclasses.fields(ExpertsConfig) if field.name in given}
     if str(fields.get("residency", "")).endswith(".npz"):
@@ -107,13 +120,16 @@ def add_placement_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def placement_args(options: argparse.Namespace) -> PlacementConfig | None:
-    """Where experts are to be, the plan read; None without any of those flags. Raises ConfigError, and what reading a plan raises."""
+    """Where experts are to be, the plan read; None without any of those flags. Raises ConfigError, and what reading a
+    plan raises."""
     given = vars(options)
     names = [field.name for field in dataclasses.fields(PlacementConfig)]
     fields = {name: given[f"placement_{name}"] for name in names if f"placement_{name}" in given}
     if fields and "plan" not in fields:
         told = ", ".join(f"--{_PLACEMENT_FLAGS.get(name, name).replace('_', '-')}" for name in fields)
-        raise ConfigError(f"{told} without --placement FILE.npz, the plan that it is about; make one with routed-experts placement --save")
+        raise ConfigError(
+            f"{told} without --placement FILE.npz, the plan that it is about; make one with routed-experts placement --save"
+        )
     return PlacementConfig.of(PlacementConfig(**fields)) if fields else None
 
 

@@ -16,7 +16,14 @@ import numpy as np
 
 from routed_experts.capture.answer_file import FiledAnswer, encode_answers
 from routed_experts.capture.meta_info import record_from_meta_info
-from routed_experts.cli.flags import add_engine_flags, add_expert_flags, add_placement_flags, engine_args, expert_args, placement_args
+from routed_experts.cli.flags import (
+    add_engine_flags,
+    add_expert_flags,
+    add_placement_flags,
+    engine_args,
+    expert_args,
+    placement_args,
+)
 from routed_experts.cli.start import load_bar, start_jax
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.new_file import new_file
@@ -33,10 +40,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_path", metavar="MODEL", help="checkpoint folder")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
-    prompts.add_argument("--input", type=Path, metavar="FILE", help='JSON lines: {"prompt": TEXT} or {"input_ids": [...]}, - for stdin')
+    prompts.add_argument(
+        "--input", type=Path, metavar="FILE", help='JSON lines: {"prompt": TEXT} or {"input_ids": [...]}, - for stdin'
+    )
     parser.add_argument("--max-new-tokens", type=int, default=None, metavar="N", help="default: 128")
     parser.add_argument("--temperature", type=float, default=None, metavar="T", help="default: 1; 0 is greedy")
-    parser.add_argument("--output", type=Path, default=None, metavar="FILE", help="JSON lines with the rows, or .safetensors")
+    parser.add_argument(
+        "--output", type=Path, default=None, metavar="FILE", help="JSON lines with the rows, or .safetensors"
+    )
     add_engine_flags(parser, leave_out=("model_path", "skip_tokenizer_init"))
     add_expert_flags(parser)
     add_placement_flags(parser)
@@ -45,7 +56,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, began: float) -> int:
     """Generate for all prompts, in order."""
     args, experts, placement = ServerArgs(**engine_args(options)), expert_args(options), placement_args(options)
-    prompts = [_checked({"prompt": text}, "--prompt") for text in options.prompt] if options.prompt else list(_read(options.input))
+    prompts = (
+        [_checked({"prompt": text}, "--prompt") for text in options.prompt]
+        if options.prompt
+        else list(_read(options.input))
+    )
     filed = options.output is not None and options.output.suffix == ".safetensors"
     with ExitStack() as stack:
         lent = None if options.output is None else new_file(options.output) if filed else _new_lines(options.output)
@@ -54,7 +69,9 @@ def run(options: argparse.Namespace, began: float) -> int:
         from routed_experts.engine.engine import Engine
 
         bar = load_bar if sys.stderr.isatty() else None
-        engine = stack.enter_context(Engine(**dataclasses.asdict(args), experts=experts, placement=placement, on_load=bar))
+        engine = stack.enter_context(
+            Engine(**dataclasses.asdict(args), experts=experts, placement=placement, on_load=bar)
+        )
         print(f"ready in {time.perf_counter() - began:.1f} s", file=sys.stderr)
         answers = _answers(engine, prompts, options, wants_rows=args.enable_return_routed_experts)
         if part is None:
@@ -102,7 +119,9 @@ def _filed(engine: "Engine", answer: dict[str, Any]) -> FiledAnswer:
     return FiledAnswer(answer=answer, token_ids=token_ids, record=record_from_meta_info(answer))
 
 
-def _answers(engine: "Engine", prompts: list[dict[str, Any]], options: argparse.Namespace, *, wants_rows: bool) -> Iterator[dict[str, Any]]:
+def _answers(
+    engine: "Engine", prompts: list[dict[str, Any]], options: argparse.Namespace, *, wants_rows: bool
+) -> Iterator[dict[str, Any]]:
     """Each prompt's fields with those of its answer. Prompts of one kind that follow each other share a call."""
     place = 0
     while place < len(prompts):
@@ -157,7 +176,9 @@ def _checked(said: dict[str, Any], where: str) -> dict[str, Any]:
     try:
         json.dumps(said, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{where} holds {error.object[error.start]!a}, half a character, which no file can hold; take it out") from error
+        raise ConfigError(
+            f"{where} holds {error.object[error.start]!a}, half a character, which no file can hold; take it out"
+        ) from error
     return said
 
 

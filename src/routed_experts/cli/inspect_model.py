@@ -12,7 +12,9 @@ from routed_experts.core.server_args import ServerArgs
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `inspect`."""
     parser.add_argument("model_path", metavar="MODEL", help="checkpoint folder")
-    parser.add_argument("--config-only", action="store_true", help="config.json alone is there: plan with bfloat16, look at no tensors")
+    parser.add_argument(
+        "--config-only", action="store_true", help="config.json alone is there: plan with bfloat16, look at no tensors"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     add_engine_flags(parser, leave_out=("model_path",))
 
@@ -30,7 +32,9 @@ def run(options: argparse.Namespace, began: float) -> int:
     moe = f"{len(found.moe_layer_ids)} MoE ({_ranges(found.moe_layer_ids)}) × {found.num_experts} experts top-{found.top_k}"
     print(f"{found.architecture}  {found.num_parameters / 1e9:.3f} billion parameters, {found.dtype}")
     print(f"layers          {found.num_layers}, {moe if found.moe_layer_ids else 'none with experts'}")
-    print(f"vocabulary      {found.vocab_size:,}   context {found.context_length:,} tokens   KV {found.kv_tokens:,} tokens")
+    print(
+        f"vocabulary      {found.vocab_size:,}   context {found.context_length:,} tokens   KV {found.kv_tokens:,} tokens"
+    )
     if found.moe_layer_ids:
         print(f"routed experts  {found.row_bytes:,} bytes a token")
     for line in found.memory_plan:

@@ -1,5 +1,6 @@
-"""The table of commands, and `main`, which runs one. A wrong use, or a model that cannot be served, ends with exit code 2 and at
-most three lines; one that this machine has no room for, with 1. What a command needs is imported when it runs."""
+"""The table of commands, and `main`, which runs one. A wrong use, or a model that cannot be served, ends with exit code
+2 and at most three lines; one that this machine has no room for, with 1. What a command needs is imported when it
+runs."""
 
 import argparse
 import io
@@ -41,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """All commands with their flags."""
-    parser = Parser(prog=PROGRAM, description="Serve Mixture-of-Experts models and know which experts every token was routed to.")
+    parser = Parser(
+        prog=PROGRAM, description="Serve Mixture-of-Experts models and know which experts every token was routed to."
+    )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
 
@@ -51,17 +54,23 @@ def make_parser() -> argparse.ArgumentParser:
         return command
 
     demo = add("demo", "generate with capture, replay it, draw it; no network, no accelerator", _demo)
-    demo.add_argument("--model", type=Path, default=None, metavar="DIR", help="checkpoint to show (default: the one in the package)")
+    demo.add_argument(
+        "--model", type=Path, default=None, metavar="DIR", help="checkpoint to show (default: the one in the package)"
+    )
     demo.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="default: demo-output")
     serve.add_flags(add("serve", "answer HTTP in the dialects of OpenAI, SGLang and vLLM", serve.run))
     generate.add_flags(add("generate", "generate for prompts, with routed experts if asked", generate.run))
     chat.add_flags(add("chat", "talk to a model in the terminal", chat.run))
-    inspect_model.add_flags(add("inspect", "shapes and memory plan of a checkpoint, without loading it", inspect_model.run))
+    inspect_model.add_flags(
+        add("inspect", "shapes and memory plan of a checkpoint, without loading it", inspect_model.run)
+    )
     bench.add_flags(add("bench", "tokens a second, latencies, time until ready", bench.run))
     doctor.add_flags(add("doctor", "versions, devices, and capture == replay on this machine", doctor.run))
     convert.add_flags(add("convert", "turn routed experts from one file or wire form into another", convert.run))
     analyze.add_flags(add("analyze", "numbers and pictures of recorded routing", analyze.run))
-    placement.add_flags(add("placement", "plan where experts live from recorded routing, and what it would have done", placement.run))
+    placement.add_flags(
+        add("placement", "plan where experts live from recorded routing, and what it would have done", placement.run)
+    )
     tiny.add_flags(add("tiny", "write a small checkpoint with tokenizer and chat template", tiny.run))
     return parser
 
@@ -71,7 +80,9 @@ def _demo(options: argparse.Namespace, began: float) -> int:
     from routed_experts.demo.story import DemoOptions, run_demo
 
     model = demo_model_path() if options.model is None else options.model
-    told = DemoOptions(model=model, output=options.output, began=began, imported=time.perf_counter(), cache=cache, version=version())
+    told = DemoOptions(
+        model=model, output=options.output, began=began, imported=time.perf_counter(), cache=cache, version=version()
+    )
     return run_demo(told, sys.stdout)
 
 

@@ -1,4 +1,5 @@
-"""`routed-experts placement FILE...`: plans from recorded routing, and what they would have done. Reads no model, starts no engine."""
+"""`routed-experts placement FILE...`: plans from recorded routing, and what they would have done. Reads no model,
+starts no engine."""
 
 import argparse
 import json
@@ -30,15 +31,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=told)
     told = "recorded routing, or RoutingStats (.npz), that plans are made from (default: FILE, so judged on what they know)"
     parser.add_argument("--plan-from", type=Path, nargs="+", default=None, metavar="FILE", help=told)
-    parser.add_argument("--instances", type=int, default=None, metavar="I", help="expert instances of a layer, to be placed on --devices")
+    parser.add_argument(
+        "--instances",
+        type=int,
+        default=None,
+        metavar="I",
+        help="expert instances of a layer, to be placed on --devices",
+    )
     parser.add_argument("--devices", type=int, default=None, metavar="V", help="devices that share the instances")
-    parser.add_argument("--groups", type=int, default=1, metavar="G", help="expert groups that stay on one node; default: 1")
+    parser.add_argument(
+        "--groups", type=int, default=1, metavar="G", help="expert groups that stay on one node; default: 1"
+    )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes that the devices are on; default: 1")
-    parser.add_argument("--dispatch", choices=DISPATCHES, default="even", help="how slots choose among instances; default: even")
-    parser.add_argument("--residents", type=int, default=None, metavar="N", help="experts of a layer on the accelerator, the rest on host")
+    parser.add_argument(
+        "--dispatch", choices=DISPATCHES, default="even", help="how slots choose among instances; default: even"
+    )
+    parser.add_argument(
+        "--residents",
+        type=int,
+        default=None,
+        metavar="N",
+        help="experts of a layer on the accelerator, the rest on host",
+    )
     told = f"tokens of one step; default: {STEP_TOKENS} for instances, {_RESIDENCY_STEP} for residents"
     parser.add_argument("--step-tokens", type=int, default=None, metavar="T", help=told)
-    parser.add_argument("--save", type=Path, default=None, metavar="FILE.npz", help="write the plan; serve --residency reads residents")
+    parser.add_argument(
+        "--save", type=Path, default=None, metavar="FILE.npz", help="write the plan; serve --residency reads residents"
+    )
     parser.add_argument("--plot", type=Path, default=None, metavar="PNG", help="draw it, too (.png, .svg, .pdf)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -51,8 +70,12 @@ def run(options: argparse.Namespace, began: float) -> int:
         raise ConfigError("there is nothing to plan; give --instances and --devices, or --residents, or all three")
     if options.dispatch != "even":
         start_jax(default_platform="cpu")
-    if options.save is not None and (options.save.suffix != ".npz" or None not in (options.instances, options.residents)):
-        raise ConfigError(f"--save {options.save} writes one plan as .npz; name such a file, and give --instances or --residents, not both")
+    if options.save is not None and (
+        options.save.suffix != ".npz" or None not in (options.instances, options.residents)
+    ):
+        raise ConfigError(
+            f"--save {options.save} writes one plan as .npz; name such a file, and give --instances or --residents, not both"
+        )
     if options.plot is not None and options.plot.suffix not in _PICTURES:
         raise ConfigError(f"--plot {options.plot} is none of {', '.join(_PICTURES)}; name such a file")
     records = read_records(options.files)
@@ -71,10 +94,14 @@ def run(options: argparse.Namespace, began: float) -> int:
 
         draw_plans(options.plot, records, learned.load, devices=devices, residents=options.residents)
     if options.json:
-        listed = {name: {column: values.tolist() for column, values in columns.items()} for name, columns in tables.items()}
+        listed = {
+            name: {column: values.tolist() for column, values in columns.items()} for name, columns in tables.items()
+        }
         print(json.dumps({**told, **listed}))
         return 0
-    print(f"{told['tokens']:,} tokens, {len(told['layers'])} MoE layers x {told['experts']} experts, top-{told['top_k']}")
+    print(
+        f"{told['tokens']:,} tokens, {len(told['layers'])} MoE layers x {told['experts']} experts, top-{told['top_k']}"
+    )
     for name, columns in tables.items():
         _print_table(_title(name, options), learned.layer_ids, columns)
     return 0
@@ -89,18 +116,25 @@ def _read_stats(files: list[Path]) -> RoutingStats:
 def _instances(
     records: list[RoutedExperts], learned: RoutingStats, options: argparse.Namespace
 ) -> tuple[Columns, dict[str, Float64[np.ndarray, "M V"]]]:
-    """Balance of each layer with the plan, and before it where the devices divide the experts; and the load of each device."""
+    """Balance of each layer with the plan, and before it where the devices divide the experts; and the load of each
+    device."""
     num_layers, num_experts = learned.load.shape
     plan = placement.eplb(
-        learned, num_instances=options.instances, num_devices=options.devices, num_groups=options.groups, num_nodes=options.nodes
-    )  # fmt: skip
+        learned,
+        num_instances=options.instances,
+        num_devices=options.devices,
+        num_groups=options.groups,
+        num_nodes=options.nodes,
+    )
     if options.save is not None:
         plan.save(options.save)
     step_tokens = STEP_TOKENS if options.step_tokens is None else options.step_tokens
     columns: Columns = {}
     devices: dict[str, Float64[np.ndarray, "M V"]] = {}
     if num_experts % options.devices == 0:
-        before = placement.replay(records, Placement.identity(num_layers, num_experts, options.devices), step_tokens=step_tokens)
+        before = placement.replay(
+            records, Placement.identity(num_layers, num_experts, options.devices), step_tokens=step_tokens
+        )
         columns["balance before"], devices["before"] = before.balancedness, before.device_load
     after = placement.replay(records, plan, dispatch=options.dispatch, step_tokens=step_tokens)
     columns["balance planned"], devices["planned"] = after.balancedness, after.device_load
@@ -120,7 +154,9 @@ def _residents(records: list[RoutedExperts], learned: RoutingStats, options: arg
     first = ResidencyMap.first(len(learned.layer_ids), learned.num_experts, per_layer)
     prefix = placement.replay(records, first, step_tokens=step_tokens)
     fixed = placement.replay(records, static, step_tokens=step_tokens)
-    adaptive = placement.replay(records, placement.AdaptiveResidency.start(static, learned=learned), step_tokens=step_tokens)
+    adaptive = placement.replay(
+        records, placement.AdaptiveResidency.start(static, learned=learned), step_tokens=step_tokens
+    )
     lru = placement.lru_coverage(*records)
     return {
         "first": prefix.hit_ratio,

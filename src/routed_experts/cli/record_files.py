@@ -16,7 +16,8 @@ SUFFIXES = (".jsonl", ".json", ".safetensors")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """One record, and the answer that it came in: its fields beside the rows, none for a file that is a record alone."""
+    """One record, and the answer that it came in: its fields beside the rows, none for a file that is a record
+    alone."""
 
     record: RoutedExperts
     answer: Mapping[str, object]
@@ -28,15 +29,16 @@ def read_records(files: Iterable[Path]) -> list[RoutedExperts]:
 
 
 def read_answers(files: Iterable[Path]) -> list[Recorded]:
-    """Every record of .jsonl (`generate --output`: an answer a line), .json (an answer, or a list) and .safetensors files (a record, or
-    what `generate --output` wrote), in order.
+    """Every record of .jsonl (`generate --output`: an answer a line), .json (an answer, or a list) and .safetensors
+    files (a record, or what `generate --output` wrote), in order.
 
     Raises ConfigError for another suffix, RoutingFormatError naming the file and what in it holds no routed experts."""
     return [one for file in files for one in _all_of(file)]
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a .jsonl file. They end at line feeds alone: JSON may hold the other characters that `str.splitlines` cuts at."""
+    """The lines of a .jsonl file. They end at line feeds alone: JSON may hold the other characters that
+    `str.splitlines` cuts at."""
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
@@ -71,7 +73,9 @@ def _in_tensors(encoded: bytes) -> Iterator[Recorded]:
         return
     for number, filed in enumerate(decode_answers(encoded), start=1):
         if filed.record is None:
-            raise RoutingFormatError(f"answer {number} holds no routed experts; generate with --enable-return-routed-experts")
+            raise RoutingFormatError(
+                f"answer {number} holds no routed experts; generate with --enable-return-routed-experts"
+            )
         yield Recorded(record=filed.record, answer=filed.answer)
 
 
@@ -86,7 +90,9 @@ def _answers(said: str, where: str) -> list[object]:
 def _choices(answer: object, where: str) -> Iterator[Recorded]:
     """The records of all choices of an answer."""
     if not isinstance(answer, Mapping):
-        raise RoutingFormatError(f"{where} holds no answer but a {type(answer).__name__}; wanted the answer of a server as an object")
+        raise RoutingFormatError(
+            f"{where} holds no answer but a {type(answer).__name__}; wanted the answer of a server as an object"
+        )
     said = cast("Mapping[str, object]", answer)
     choices = said.get("choices")
     for choice in range(len(cast("list[object]", choices)) if isinstance(choices, list) else 1):

@@ -1,7 +1,7 @@
 """`routed-experts serve MODEL`: the HTTP server. Flags of the server are made from the fields of its settings.
 
-Keys may come from files or from the environment (ROUTED_EXPERTS_API_KEY, ROUTED_EXPERTS_ADMIN_API_KEY), so that they need not
-stand on a command line that others can read."""
+Keys may come from files or from the environment (ROUTED_EXPERTS_API_KEY, ROUTED_EXPERTS_ADMIN_API_KEY), so that they
+need not stand on a command line that others can read."""
 
 import argparse
 import dataclasses
@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from routed_experts.cli.config_file import with_config
-from routed_experts.cli.flags import add_engine_flags, add_expert_flags, add_placement_flags, engine_args, expert_args, placement_args
+from routed_experts.cli.flags import (
+    add_engine_flags,
+    add_expert_flags,
+    add_placement_flags,
+    engine_args,
+    expert_args,
+    placement_args,
+)
 from routed_experts.cli.start import PROGRAM, load_bar, start_jax, version
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
@@ -33,7 +40,9 @@ _DIALECTS, _FORMATS = ("sglang", "vllm021", "vllm"), ("int32", "npy", "list", "r
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `serve`. What is not given is left to the settings' own defaults."""
     parser.add_argument("model_path", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="checkpoint folder")
-    parser.add_argument("--config", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="flags as YAML or JSON; those typed win")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="flags as YAML or JSON; those typed win"
+    )
     add_file_flags(parser)
 
 
@@ -62,7 +71,12 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--stream-interval", type=float, metavar="S", told="streams are told once in it; default: 0.025")
     add("--max-body-bytes", type=_size, metavar="BYTES", told="default: 16MiB")
     add("--shutdown-timeout", type=float, metavar="S", told="for running requests after SIGTERM; default: 30")
-    add("--stall-timeout", type=float, metavar="S", told="without a step while requests run, /health is 503; default: 30")
+    add(
+        "--stall-timeout",
+        type=float,
+        metavar="S",
+        told="without a step while requests run, /health is 503; default: 30",
+    )
     add("--weights-root", metavar="DIR", told="weights may be updated from folders below it; default: none")
     add("--strict-fields", action="store_true", told="refuse every unknown field of a body")
     add("--log-level", choices=LOG_LEVELS, told="default: info")
@@ -76,7 +90,10 @@ def run(options: argparse.Namespace, began: float) -> int:
     """Serve until SIGTERM (0) or the engine's death (3)."""
     if "config" in options:
         options = with_config(options, options.config, add_file_flags)
-    args, shared = ServerArgs(**engine_args(options)), {"experts": expert_args(options), "placement": placement_args(options)}
+    args, shared = (
+        ServerArgs(**engine_args(options)),
+        {"experts": expert_args(options), "placement": placement_args(options)},
+    )
     if args.model_path is None:
         raise ConfigError("no model was named; say routed-experts serve MODEL")
     _set_up_logs(vars(options).get("log_level", "info"), vars(options).get("log_format", "text"))
@@ -88,9 +105,14 @@ def run(options: argparse.Namespace, began: float) -> int:
         raise ConfigError(f"serve needs {error.name}, which is not installed; install routed-experts[serve]") from error
     names = {field.name for field in dataclasses.fields(limits.ServerSettings)}
     said = {name: value for name, value in vars(options).items() if name in names}
-    settings = limits.ServerSettings(**said, **{name: key for name in _KEYS if name not in said and (key := _key(options, name))})
+    settings = limits.ServerSettings(
+        **said, **{name: key for name in _KEYS if name not in said and (key := _key(options, name))}
+    )
     if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.api_key is None:
-        print(f"{PROGRAM} serve: warning: {settings.host} is no loopback address, and there is no --api-key", file=sys.stderr)
+        print(
+            f"{PROGRAM} serve: warning: {settings.host} is no loopback address, and there is no --api-key",
+            file=sys.stderr,
+        )
     if not Path(args.model_path).is_dir():
         raise ConfigError(f"model {args.model_path!r} is no folder; give the path of a checkpoint")
     listener = run_module.bind(settings)
@@ -168,7 +190,12 @@ class _JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Write one record."""
-        said = {"time": self.formatTime(record), "level": record.levelname, "logger": record.name, "message": record.getMessage()}
+        said = {
+            "time": self.formatTime(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
         if record.exc_info:
             said["exception"] = self.formatException(record.exc_info)
         return json.dumps(said, ensure_ascii=False)
@@ -177,7 +204,9 @@ class _JsonLines(logging.Formatter):
 def _set_up_logs(level: str, form: str) -> None:
     """Logs go to standard error; libraries are heard from warnings on."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(
+        _JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

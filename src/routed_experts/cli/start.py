@@ -1,4 +1,5 @@
-"""What commands share: starting JAX, the bar of loading, the version. With main, the only files that read the environment.
+"""What commands share: starting JAX, the bar of loading, the version. With main, the only files that read the
+environment.
 
 JAX is imported by the commands that compute, not by --help."""
 
@@ -13,7 +14,8 @@ PROGRAM = "routed-experts"
 
 
 def load_bar(done: int, total: int) -> None:
-    """Draw on standard error how far the loading of `total` bytes is, over the last drawing; the last one ends the line."""
+    """Draw on standard error how far the loading of `total` bytes is, over the last drawing; the last one ends the
+    line."""
     width = 30
     filled = width * done // max(total, 1)
     end = "\n" if done >= total else ""
@@ -35,12 +37,15 @@ def start_jax(*, default_platform: str | None) -> Path | None:
     try:
         jax.devices()
     except RuntimeError as error:
-        raise MachineError(f"JAX finds no device ({error}); set JAX_PLATFORMS to one of those that are there, such as cpu") from error
+        raise MachineError(
+            f"JAX finds no device ({error}); set JAX_PLATFORMS to one of those that are there, such as cpu"
+        ) from error
     return cache
 
 
 def _cache_folder() -> Path | None:
-    """JAX_COMPILATION_CACHE_DIR, else routed-experts/jax in the user's cache folder (XDG_CACHE_HOME, ~/.cache); made if need be."""
+    """JAX_COMPILATION_CACHE_DIR, else routed-experts/jax in the user's cache folder (XDG_CACHE_HOME, ~/.cache); made if
+    need be."""
     said, xdg = os.environ.get("JAX_COMPILATION_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
     base = Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~")) / ".cache"
     folder = Path(said) if said else base / "routed-experts" / "jax"

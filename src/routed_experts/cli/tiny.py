@@ -1,4 +1,5 @@
-"""`routed-experts tiny DIR`: a small checkpoint with tokenizer and chat template, for trying clients and servers out."""
+"""`routed-experts tiny DIR`: a small checkpoint with tokenizer and chat template, for trying clients and servers
+out."""
 
 import argparse
 import shutil

@@ -1,5 +1,5 @@
-"""Arrays in an .npz file, written whole and read with their dtypes and dims checked; nothing in the file runs code. Knows not what
-they mean."""
+"""Arrays in an .npz file, written whole and read with their dtypes and dims checked; nothing in the file runs code.
+Knows not what they mean."""
 
 import os
 import zipfile
@@ -15,14 +15,16 @@ ArrayForms = Mapping[str, tuple[type[Any], int]]  # by name: dtype and number of
 
 
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write an .npz, with that suffix if `path` has another, as NumPy does. Raises WriteError; then nothing is left of it."""
+    """Write an .npz, with that suffix if `path` has another, as NumPy does. Raises WriteError; then nothing is left of
+    it."""
     said = os.fspath(path)
     with new_file(said if said.endswith(".npz") else f"{said}.npz") as part, part.open("wb") as stream:
         np.savez(stream, allow_pickle=False, **arrays)
 
 
 def read_arrays(path: str | os.PathLike[str], forms: ArrayForms, *, what: str) -> dict[str, np.ndarray]:
-    """Read the arrays of these forms; `what` names them in errors. Raises RoutingFormatError for another file or other arrays."""
+    """Read the arrays of these forms; `what` names them in errors. Raises RoutingFormatError for another file or other
+    arrays."""
     try:
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays: dict[str, np.ndarray] = {name: file[name] for name in forms}
@@ -31,5 +33,7 @@ def read_arrays(path: str | os.PathLike[str], forms: ArrayForms, *, what: str) -
     for name, (dtype, ndim) in forms.items():
         if arrays[name].dtype != dtype or arrays[name].ndim != ndim:
             came = f"{arrays[name].dtype} of {arrays[name].ndim} dims"
-            raise RoutingFormatError(f"{path}: {name} is {came}; wanted {np.dtype(dtype)} of {ndim}, as save() writes it")
+            raise RoutingFormatError(
+                f"{path}: {name} is {came}; wanted {np.dtype(dtype)} of {ndim}, as save() writes it"
+            )
     return arrays

@@ -10,8 +10,8 @@ from routed_experts.core.server_args import ServerArgs
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """`decode`: padded requests of decode steps (none in deterministic mode). `extend`: padded tokens of the others, which are
-    all padded to `max_requests` requests. `table_width`: pages a request may have."""
+    """`decode`: padded requests of decode steps (none in deterministic mode). `extend`: padded tokens of the others,
+    which are all padded to `max_requests` requests. `table_width`: pages a request may have."""
 
     decode: tuple[int, ...]
     extend: tuple[int, ...]
@@ -20,7 +20,8 @@ class Buckets:
 
     @staticmethod
     def of(args: ServerArgs, *, context_length: int) -> "Buckets":
-        """The shapes that `args` ask for, without those above what a step can take in: every running request's token, and a prefill."""
+        """The shapes that `args` ask for, without those above what a step can take in: every running request's token,
+        and a prefill."""
         width = -(-context_length // args.page_size)
         requests, tokens = args.precompile_bs_paddings, args.precompile_token_paddings
         tokens = tokens[: 1 + sum(size < args.prefill_limit + args.running_limit for size in tokens)]

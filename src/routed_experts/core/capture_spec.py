@@ -1,4 +1,5 @@
-"""What a model's routing looks like: the shapes that every capture buffer and record follow. Knows nothing of arrays in use.
+"""What a model's routing looks like: the shapes that every capture buffer and record follow. Knows nothing of arrays in
+use.
 
 Invariant: layer_ids ascend within [0, num_hidden_layers); column m of a record is hidden layer layer_ids[m].
 Dims: M MoE layers, K experts per token, E experts."""
@@ -37,13 +38,17 @@ class CaptureSpec:
     def __post_init__(self) -> None:
         expert_id_dtype(self.num_experts)
         if not self.layer_ids:
-            raise CaptureUnsupportedError("a model without MoE layers routes nothing; wanted at least one layer id; build without capture")
+            raise CaptureUnsupportedError(
+                "a model without MoE layers routes nothing; wanted at least one layer id; build without capture"
+            )
         if not all(a < b for a, b in pairwise((-1, *self.layer_ids, self.num_hidden_layers))):
             raise CaptureUnsupportedError(
                 f"layer_ids {self.layer_ids} cannot be captured; wanted ascending indices in 0..{self.num_hidden_layers - 1}"
             )
         if not 1 <= self.top_k <= self.num_experts:
-            raise CaptureUnsupportedError(f"top_k {self.top_k} cannot be captured; wanted 1 to {self.num_experts}, the number of experts")
+            raise CaptureUnsupportedError(
+                f"top_k {self.top_k} cannot be captured; wanted 1 to {self.num_experts}, the number of experts"
+            )
 
     @property
     def dtype(self) -> ExpertIdDType:
@@ -67,5 +72,6 @@ class CaptureSpec:
 
     @property
     def row_words(self) -> int:
-        """32-bit words of one token's row where its ids are packed, the first in the lowest byte; zeros fill the last word."""
+        """32-bit words of one token's row where its ids are packed, the first in the lowest byte; zeros fill the last
+        word."""
         return -(-self.row_bytes // 4)

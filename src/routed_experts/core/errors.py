@@ -21,19 +21,21 @@ class ConfigError(RoutedExpertsError):
 
 
 class MachineError(ConfigError):
-    """The machine cannot do what is asked of it: a device that is not there, or memory that does not suffice. Commands exit with 1."""
+    """The machine cannot do what is asked of it: a device that is not there, or memory that does not suffice. Commands
+    exit with 1."""
 
 
 class WriteError(MachineError, OSError):
-    """A file that was asked for could not be written, such as on a full disk; nothing half-written stands under its name."""
+    """A file that was asked for could not be written, such as on a full disk; nothing half-written stands under its
+    name."""
 
     status = 500
     code = "write_error"
 
 
 class MemoryPlanError(MachineError):
-    """A model does not fit the device with these arguments; raised before anything is allocated. `ways`: changes of the arguments, each
-    of which would make it fit; empty if none does."""
+    """A model does not fit the device with these arguments; raised before anything is allocated. `ways`: changes of the
+    arguments, each of which would make it fit; empty if none does."""
 
     code = "does_not_fit"
 
@@ -55,7 +57,8 @@ class CaptureUnsupportedError(ConfigError):
 
 
 class PlacementError(ConfigError, ValueError):
-    """A placement, a residency map, or what they are planned from cannot be used; raised before anything is allocated or moved."""
+    """A placement, a residency map, or what they are planned from cannot be used; raised before anything is allocated
+    or moved."""
 
     code = "placement_error"
 

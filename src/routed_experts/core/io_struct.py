@@ -1,7 +1,8 @@
 """What travels between the rooms of an engine: a request on its way in, tokens and text on their way out.
 Knows nothing of HTTP; the flag `return_routed_experts` is carried end to end.
 
-GenerateReqInput (as the caller said it) -> TokenizedGenerateReqInput (one sequence, checked) -> BatchTokenIDOut (per step)
+GenerateReqInput (as the caller said it) -> TokenizedGenerateReqInput (one sequence, checked) -> BatchTokenIDOut (per
+step)
 -> BatchStrOut (per request, with text)."""
 
 import dataclasses
@@ -64,7 +65,9 @@ class TokenizedGenerateReqInput:
     logprob_start_len: int
     top_logprobs_num: int
     routed_experts: RoutedExpertsRequest
-    stream_interval_s: float = 0.0  # news of a stream is told once an interval of the clock; the first token and the end wait for nothing
+    stream_interval_s: float = (
+        0.0  # news of a stream is told once an interval of the clock; the first token and the end wait for nothing
+    )
 
     @property
     def return_routed_experts(self) -> bool:
@@ -97,7 +100,8 @@ class Logprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Departed:
-    """Expert slots of a request that capacities moved to an expert outside their token's K best, and slots that they left empty."""
+    """Expert slots of a request that capacities moved to an expert outside their token's K best, and slots that they
+    left empty."""
 
     rerouted_slots: int
     dropped_slots: int
@@ -105,8 +109,8 @@ class Departed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenIDOut:
-    """News of one request after a step; `routed_experts` only with the last. `exact` False: experts were added a layer late, or capacities
-    changed some, so far; `departed`: how many of these, None where there are no capacities."""
+    """News of one request after a step; `routed_experts` only with the last. `exact` False: experts were added a layer
+    late, or capacities changed some, so far; `departed`: how many of these, None where there are no capacities."""
 
     rid: str
     new_token_ids: tuple[int, ...]

@@ -1,7 +1,7 @@
 """ModelWorkerBatch: one step, as the scheduler hands it to the runner. NumPy, padded to a bucket; knows no device.
 
-Tokens of one request are neighbours, in order of position; requests stand in batch-row order. Padding tokens and rows are
-zeros at the end. Dims: N padded tokens, B padded requests, W pages of a request, X bias entries of a request."""
+Tokens of one request are neighbours, in order of position; requests stand in batch-row order. Padding tokens and rows
+are zeros at the end. Dims: N padded tokens, B padded requests, W pages of a request, X bias entries of a request."""
 
 import dataclasses
 import enum
@@ -22,8 +22,8 @@ class ForwardMode(enum.Enum):
 
 
 class SamplerForm(enum.IntEnum):
-    """The cheapest sampling program that serves every row of a step: the largest form that a row needs. FULL adds penalties,
-    bias and top logprobs."""
+    """The cheapest sampling program that serves every row of a step: the largest form that a row needs. FULL adds
+    penalties, bias and top logprobs."""
 
     GREEDY = 0
     RANDOM = 1
@@ -62,13 +62,15 @@ class TokenOrigins(NamedTuple):
         return (self.positions >= self.prompt_len[self.token_rows])[:num_tokens]
 
 
-ALL_GENERATED: Final = TokenOrigins(*np.zeros((3, 0), np.int32))  # of a step without tokens of prompts: known without a look
+ALL_GENERATED: Final = TokenOrigins(
+    *np.zeros((3, 0), np.int32)
+)  # of a step without tokens of prompts: known without a look
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWorkerBatch:
-    """One step. `return_routed_experts` tells which rows asked; rows of all are captured (DESIGN law 6). `all_generated`: no token is of a
-    prompt, which a step of one token a row may have too."""
+    """One step. `return_routed_experts` tells which rows asked; rows of all are captured (DESIGN law 6).
+    `all_generated`: no token is of a prompt, which a step of one token a row may have too."""
 
     step: int
     mode: ForwardMode
@@ -92,14 +94,19 @@ class ModelWorkerBatch:
     @property
     def origins(self) -> TokenOrigins:
         """What tells generated tokens of the step from those of prompts."""
-        return ALL_GENERATED if self.all_generated else TokenOrigins(self.positions, self.sampling.prompt_len, self.token_rows)
+        return (
+            ALL_GENERATED
+            if self.all_generated
+            else TokenOrigins(self.positions, self.sampling.prompt_len, self.token_rows)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step computed, on the host. `rows` are its routed experts [N, M*K], or an int32 table whose last columns are packed rows
-    (CaptureSpec.row_words of them), real tokens first, or None without capture: any array that np.asarray can read, which is left to
-    who files them. `changed`: of each token, slots that capacities moved to other experts and slots that they left empty; None: none."""
+    """What a step computed, on the host. `rows` are its routed experts [N, M*K], or an int32 table whose last columns
+    are packed rows (CaptureSpec.row_words of them), real tokens first, or None without capture: any array that
+    np.asarray can read, which is left to who files them. `changed`: of each token, slots that capacities moved to other
+    experts and slots that they left empty; None: none."""
 
     tokens: Int[np.ndarray, " B"]
     logprobs: Float[np.ndarray, " B"]

@@ -1,4 +1,5 @@
-"""Files that come whole or not at all: written under another name beside the one they are meant for, which they take at the end.
+"""Files that come whole or not at all: written under another name beside the one they are meant for, which they take at
+the end.
 
 Knows nothing of what is written."""
 
@@ -24,14 +25,14 @@ _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)  # nobody may make a file the
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str], *, keep: bool = False) -> Generator[Path, None, None]:
-    """Lend a path in the folder of `path`, of the same suffix, to write a file to; at the end the file is synced and renamed to `path`.
-    After an error what stood at `path` still stands, and nothing is left of the new file; `keep` leaves it, unless empty, under the name
-    that was lent.
+    """Lend a path in the folder of `path`, of the same suffix, to write a file to; at the end the file is synced and
+    renamed to `path`. After an error what stood at `path` still stands, and nothing is left of the new file; `keep`
+    leaves it, unless empty, under the name that was lent.
 
-    A device or a pipe is lent itself, and so is a file whose folder takes no other. Where the name cannot be given (a file that is a mount
-    of its own), the bytes are copied into the file that stands there; if that fails too, they are kept where the WriteError says.
-    Raises WriteError for an OSError of these calls, one that names the lent path, or one of a full or broken disk that names no file;
-    others pass as they are."""
+    A device or a pipe is lent itself, and so is a file whose folder takes no other. Where the name cannot be given (a
+    file that is a mount of its own), the bytes are copied into the file that stands there; if that fails too, they are
+    kept where the WriteError says. Raises WriteError for an OSError of these calls, one that names the lent path, or
+    one of a full or broken disk that names no file; others pass as they are."""
     target, part = _begin(Path(path))
     ours = whole = False
     try:
@@ -52,7 +53,9 @@ def new_file(path: str | os.PathLike[str], *, keep: bool = False) -> Generator[P
             left = "what stood there still stands" if target.is_file() else "nothing is left of it"
         else:
             left = "what stands there now is not whole"
-        raise _told(path, error, f"after {size:,} bytes; {left}", "move that to its place" if whole else "look after that disk") from error
+        raise _told(
+            path, error, f"after {size:,} bytes; {left}", "move that to its place" if whole else "look after that disk"
+        ) from error
     finally:
         if part != target and not (keep and part.is_file() and os.path.getsize(part)):
             _drop(part)
@@ -81,7 +84,9 @@ def _begin(path: Path) -> tuple[Path, Path]:
         if there and error.errno in _CLOSED:
             return target, target
         _drop(part)
-        fix = {errno.ENOENT: "make the folder", errno.ENOTDIR: "its folder is a file"}.get(error.errno or 0, "make the folder writable")
+        fix = {errno.ENOENT: "make the folder", errno.ENOTDIR: "its folder is a file"}.get(
+            error.errno or 0, "make the folder writable"
+        )
         raise _told(path, error, "what stood there still stands" if there else "nothing is left of it", fix) from error
     return target, part
 
@@ -101,7 +106,10 @@ def _give_name(part: Path, target: Path) -> None:
         os.replace(part, target)
     except OSError as refused:
         try:
-            with part.open("rb") as whole, target.open("rb+") as stream:  # no new file: a sticky folder would refuse that too
+            with (
+                part.open("rb") as whole,
+                target.open("rb+") as stream,
+            ):  # no new file: a sticky folder would refuse that too
                 stream.truncate()
                 shutil.copyfileobj(whole, stream)
                 stream.flush()

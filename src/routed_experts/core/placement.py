@@ -1,8 +1,9 @@
-"""Where experts live: the instances of a layer's experts on devices, or the experts that stay on the accelerator. Knows no plan,
-no weight and no device.
+"""Where experts live: the instances of a layer's experts on devices, or the experts that stay on the accelerator. Knows
+no plan, no weight and no device.
 
-Both are per MoE layer, by logical expert id, frozen, and checked when they are made; a change is a new value with a higher epoch.
-Dims: M MoE layers, E experts, I expert instances, J replica positions of an expert, V devices, N resident experts of a layer."""
+Both are per MoE layer, by logical expert id, frozen, and checked when they are made; a change is a new value with a
+higher epoch. Dims: M MoE layers, E experts, I expert instances, J replica positions of an expert, V devices, N resident
+experts of a layer."""
 
 import os
 from dataclasses import dataclass, fields
@@ -16,10 +17,13 @@ from routed_experts.core.errors import PlacementError
 
 _PLACEMENT_FORMS = MappingProxyType(
     {
-        "physical_to_logical_map": (np.int32, 2), "logical_to_physical_map": (np.int32, 3), "logical_replica_count": (np.int32, 2),
-        "num_devices": (np.int64, 0), "epoch": (np.int64, 0),
+        "physical_to_logical_map": (np.int32, 2),
+        "logical_to_physical_map": (np.int32, 3),
+        "logical_replica_count": (np.int32, 2),
+        "num_devices": (np.int64, 0),
+        "epoch": (np.int64, 0),
     }
-)  # fmt: skip
+)
 _RESIDENCY_FORMS = MappingProxyType({"slot_of": (np.int32, 2), "num_resident": (np.int64, 0), "epoch": (np.int64, 0)})
 
 
@@ -27,8 +31,9 @@ _RESIDENCY_FORMS = MappingProxyType({"slot_of": (np.int32, 2), "num_resident": (
 class Placement:
     """Which instance holds which expert; instance i lives on device i // (I / V).
 
-    The two maps are inverses of each other: `logical_to_physical_map` lists the instances of each expert and then -1. Raises
-    PlacementError for maps with gaps, an expert without an instance, an instance of two experts or of none, or uneven devices."""
+    The two maps are inverses of each other: `logical_to_physical_map` lists the instances of each expert and then -1.
+    Raises PlacementError for maps with gaps, an expert without an instance, an instance of two experts or of none, or
+    uneven devices."""
 
     physical_to_logical_map: Int32[np.ndarray, "M I"]
     logical_to_physical_map: Int32[np.ndarray, "M E J"]
@@ -44,20 +49,31 @@ class Placement:
 
     @staticmethod
     def of(
-        physical_to_logical_map: Int[np.ndarray, "M I"], *, num_experts: int, num_devices: int, max_replicas: int | None = None,
+        physical_to_logical_map: Int[np.ndarray, "M I"],
+        *,
+        num_experts: int,
+        num_devices: int,
+        max_replicas: int | None = None,
         epoch: int = 0,
-    ) -> "Placement":  # fmt: skip
-        """Make the placement of these instances; an expert's instances are listed in ascending order. J is `max_replicas`, or else
-        min(16, I - E + 1), or more if an expert has more; keep it from plan to plan, and the shapes stay. Raises PlacementError."""
+    ) -> "Placement":
+        """Make the placement of these instances; an expert's instances are listed in ascending order. J is
+        `max_replicas`, or else min(16, I - E + 1), or more if an expert has more; keep it from plan to plan, and the
+        shapes stay. Raises PlacementError."""
         held = np.array(physical_to_logical_map, np.int32)
         if held.ndim != 2 or held.size == 0:
-            raise PlacementError(f"physical_to_logical_map has shape {list(held.shape)}; wanted [M, I], a row of instances a MoE layer")
+            raise PlacementError(
+                f"physical_to_logical_map has shape {list(held.shape)}; wanted [M, I], a row of instances a MoE layer"
+            )
         if held.min() < 0 or held.max() >= num_experts:
             wrong = held[(held < 0) | (held >= num_experts)][0]
-            raise PlacementError(f"physical_to_logical_map holds expert {wrong}; wanted 0 to {num_experts - 1} in every instance")
+            raise PlacementError(
+                f"physical_to_logical_map holds expert {wrong}; wanted 0 to {num_experts - 1} in every instance"
+            )
         num_layers, num_instances = held.shape
         layers = np.arange(num_layers)[:, None]
-        counts = np.bincount((layers * num_experts + held).ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
+        counts = np.bincount((layers * num_experts + held).ravel(), minlength=num_layers * num_experts).reshape(
+            num_layers, num_experts
+        )
         most = int(counts.max())
         width = max(default_max_replicas(num_instances, num_experts), most) if max_replicas is None else max_replicas
         if width < most:
@@ -68,9 +84,12 @@ class Placement:
         listed = np.full((num_layers, num_experts, width), -1, np.int32)
         listed[layers, experts, rank] = order
         return Placement(
-            physical_to_logical_map=held, logical_to_physical_map=listed, logical_replica_count=counts.astype(np.int32),
-            num_devices=num_devices, epoch=epoch,
-        )  # fmt: skip
+            physical_to_logical_map=held,
+            logical_to_physical_map=listed,
+            logical_replica_count=counts.astype(np.int32),
+            num_devices=num_devices,
+            epoch=epoch,
+        )
 
     @staticmethod
     def identity(num_layers: int, num_experts: int, num_devices: int) -> "Placement":
@@ -104,12 +123,16 @@ class Placement:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> "Placement":
-        """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for maps that do not fit each other."""
+        """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for maps that do not fit
+        each other."""
         arrays = read_arrays(path, _PLACEMENT_FORMS, what="placement")
         return Placement(
-            physical_to_logical_map=arrays["physical_to_logical_map"], logical_to_physical_map=arrays["logical_to_physical_map"],
-            logical_replica_count=arrays["logical_replica_count"], num_devices=int(arrays["num_devices"]), epoch=int(arrays["epoch"]),
-        )  # fmt: skip
+            physical_to_logical_map=arrays["physical_to_logical_map"],
+            logical_to_physical_map=arrays["logical_to_physical_map"],
+            logical_replica_count=arrays["logical_replica_count"],
+            num_devices=int(arrays["num_devices"]),
+            epoch=int(arrays["epoch"]),
+        )
 
     def check_model(self, num_layers: int, num_experts: int) -> None:
         """Raise PlacementError unless this is a placement for a model of so many MoE layers and experts."""
@@ -120,7 +143,8 @@ class Placement:
 class ResidencyMap:
     """Which N experts of each layer are on the accelerator, and in which slot of its table; the others are on the host.
 
-    `slot_of` is -1 for an expert on the host. Raises PlacementError unless each layer fills the slots 0..N-1, each once."""
+    `slot_of` is -1 for an expert on the host. Raises PlacementError unless each layer fills the slots 0..N-1, each
+    once."""
 
     slot_of: Int32[np.ndarray, "M E"]
     num_resident: int
@@ -129,10 +153,14 @@ class ResidencyMap:
     def __post_init__(self) -> None:
         slot_of = self.slot_of
         if slot_of.ndim != 2 or slot_of.size == 0 or slot_of.dtype != np.int32:
-            raise PlacementError(f"slot_of is {slot_of.dtype}{list(slot_of.shape)}; wanted int32[M, E], a row of experts a MoE layer")
+            raise PlacementError(
+                f"slot_of is {slot_of.dtype}{list(slot_of.shape)}; wanted int32[M, E], a row of experts a MoE layer"
+            )
         _check_resident(self.num_resident, slot_of.shape[1])
         _check_epoch(self.epoch)
-        ordered = np.sort(slot_of, axis=1)[:, ::-1][:, : self.num_resident + 1]  # the used slots, downwards, and one more
+        ordered = np.sort(slot_of, axis=1)[:, ::-1][
+            :, : self.num_resident + 1
+        ]  # the used slots, downwards, and one more
         wanted = np.arange(self.num_resident - 1, -2, -1)[: ordered.shape[1]]
         wrong = np.flatnonzero((ordered != wanted).any(axis=1))
         if wrong.size:
@@ -148,7 +176,9 @@ class ResidencyMap:
         """Make the map in which expert `experts[m, s]` is in slot s of MoE layer m. Raises PlacementError."""
         experts = np.asarray(experts)
         if experts.ndim != 2 or experts.shape[0] == 0:
-            raise PlacementError(f"experts has shape {list(experts.shape)}; wanted [M, N], the resident experts of each MoE layer")
+            raise PlacementError(
+                f"experts has shape {list(experts.shape)}; wanted [M, N], the resident experts of each MoE layer"
+            )
         num_resident = experts.shape[1]
         _check_resident(num_resident, num_experts)
         if experts.size and (experts.min() < 0 or experts.max() >= num_experts):
@@ -177,11 +207,13 @@ class ResidencyMap:
     @property
     def experts(self) -> Int32[np.ndarray, "M N"]:
         """The expert in each slot of each layer: the inverse of `slot_of`."""
-        return np.argsort(self.slot_of, axis=1, kind="stable")[:, self.num_experts - self.num_resident :].astype(np.int32)
+        return np.argsort(self.slot_of, axis=1, kind="stable")[:, self.num_experts - self.num_resident :].astype(
+            np.int32
+        )
 
     def keeping_slots_of(self, previous: "ResidencyMap") -> "ResidencyMap":
-        """The same residents, of which those of `previous`, a map of the same sizes, stay in their slots: the fewest copies. One that
-        comes takes the slot that it has here if somebody leaves it, else any that is left."""
+        """The same residents, of which those of `previous`, a map of the same sizes, stay in their slots: the fewest
+        copies. One that comes takes the slot that it has here if somebody leaves it, else any that is left."""
         held, wanted = previous.experts, self.experts
         leaves = np.take_along_axis(self.slot_of, held.astype(np.intp), axis=1) < 0  # [M, N]
         comes = np.take_along_axis(previous.slot_of, wanted.astype(np.intp), axis=1) < 0
@@ -196,9 +228,12 @@ class ResidencyMap:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> "ResidencyMap":
-        """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for a map that cannot be."""
+        """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for a map that cannot
+        be."""
         arrays = read_arrays(path, _RESIDENCY_FORMS, what="residency map")
-        return ResidencyMap(slot_of=arrays["slot_of"], num_resident=int(arrays["num_resident"]), epoch=int(arrays["epoch"]))
+        return ResidencyMap(
+            slot_of=arrays["slot_of"], num_resident=int(arrays["num_resident"]), epoch=int(arrays["epoch"])
+        )
 
     def check_model(self, num_layers: int, num_experts: int) -> None:
         """Raise PlacementError unless this is a map for a model of so many MoE layers and experts."""
@@ -215,23 +250,39 @@ def default_max_replicas(num_instances: int, num_experts: int) -> int:
 
 
 def _check_shapes(placement: Placement) -> None:
-    held, listed, counts = placement.physical_to_logical_map, placement.logical_to_physical_map, placement.logical_replica_count
+    held, listed, counts = (
+        placement.physical_to_logical_map,
+        placement.logical_to_physical_map,
+        placement.logical_replica_count,
+    )
     shapes = [array.shape for array in (held, listed, counts)]
     told = f"maps of shapes {', '.join(str(list(shape)) for shape in shapes)} and dtypes {held.dtype}, {listed.dtype}, {counts.dtype}"
-    fits = (held.ndim, listed.ndim) == (2, 3) and listed.shape[:2] == counts.shape and held.shape[:1] == counts.shape[:1]
+    fits = (
+        (held.ndim, listed.ndim) == (2, 3) and listed.shape[:2] == counts.shape and held.shape[:1] == counts.shape[:1]
+    )
     if not fits or min(held.size, listed.size) == 0 or any(array.dtype != np.int32 for array in (held, listed, counts)):
-        raise PlacementError(f"{told}; wanted int32 physical_to_logical_map [M, I], logical_to_physical_map [M, E, J], count [M, E]")
+        raise PlacementError(
+            f"{told}; wanted int32 physical_to_logical_map [M, I], logical_to_physical_map [M, E, J], count [M, E]"
+        )
     num_instances, num_experts = held.shape[1], counts.shape[1]
     if num_instances < num_experts:
-        raise PlacementError(f"{num_instances} instances for {num_experts} experts; wanted at least one each, {num_experts} or more")
+        raise PlacementError(
+            f"{num_instances} instances for {num_experts} experts; wanted at least one each, {num_experts} or more"
+        )
     if placement.num_devices < 1 or num_instances % placement.num_devices:
-        raise PlacementError(f"num_devices={placement.num_devices} does not divide {num_instances} instances; every device has as many")
+        raise PlacementError(
+            f"num_devices={placement.num_devices} does not divide {num_instances} instances; every device has as many"
+        )
     _check_epoch(placement.epoch)
 
 
 def _check_replicas(placement: Placement) -> None:
     """The counts say where the lists end, and the lists name every instance once, under the expert it holds."""
-    held, listed, counts = placement.physical_to_logical_map, placement.logical_to_physical_map, placement.logical_replica_count
+    held, listed, counts = (
+        placement.physical_to_logical_map,
+        placement.logical_to_physical_map,
+        placement.logical_replica_count,
+    )
     num_layers, num_instances = held.shape
     wrong = np.argwhere((counts < 1) | (counts > listed.shape[2]))
     if wrong.size:
@@ -256,16 +307,22 @@ def _check_replicas(placement: Placement) -> None:
             f"MoE layer {layer}: instance {instance} is listed for expert {expert}, but holds {held[layer, instance]}; "
             "wanted maps that are inverses of each other"
         )
-    named = np.bincount(layers * num_instances + instances, minlength=num_layers * num_instances).reshape(num_layers, num_instances)
+    named = np.bincount(layers * num_instances + instances, minlength=num_layers * num_instances).reshape(
+        num_layers, num_instances
+    )
     wrong = np.argwhere(named != 1)
     if wrong.size:
         layer, instance = wrong[0]
-        raise PlacementError(f"MoE layer {layer}: instance {instance} is listed {named[layer, instance]} times; wanted once")
+        raise PlacementError(
+            f"MoE layer {layer}: instance {instance} is listed {named[layer, instance]} times; wanted once"
+        )
 
 
 def _check_resident(num_resident: int, num_experts: int) -> None:
     if not 0 <= num_resident <= num_experts:
-        raise PlacementError(f"num_resident={num_resident} experts of a layer; wanted 0 to {num_experts}, all there are")
+        raise PlacementError(
+            f"num_resident={num_resident} experts of a layer; wanted 0 to {num_experts}, all there are"
+        )
 
 
 def _check_epoch(epoch: int) -> None:

@@ -1,5 +1,6 @@
-"""PlacementConfig: where an engine's experts are at first, how their slots choose among instances, and whether they move by themselves.
-Knows no device and no weight. Checked once, when it is made; what needs the model is checked when the engine is built."""
+"""PlacementConfig: where an engine's experts are at first, how their slots choose among instances, and whether they
+move by themselves. Knows no device and no weight. Checked once, when it is made; what needs the model is checked when
+the engine is built."""
 
 import dataclasses
 import math
@@ -17,19 +18,23 @@ UNBOUNDED = (1, 0)  # the fraction of a factor without bound
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """A first placement, and what becomes of it. Raises ConfigError for values that cannot work, naming field, value, limit and fix.
+    """A first placement, and what becomes of it. Raises ConfigError for values that cannot work, naming field, value,
+    limit and fix.
 
-    "replicas" changes no token: slots of an expert are spread over its instances. "reroute" gives every instance room for
-    max(1, ceil(capacity_factor * tokens of the step * K / I)) slots, and what finds none goes to the next replica, then to the token's next
-    best expert: it changes the model, a token's experts depend on the other requests, and answers say so. `on_exhausted`: a slot
-    whose token finds room nowhere runs its best expert all the same ("overflow") or none ("drop").
-    With `rebalance_every` the load of that many steps is planned for and weighed, and where it pays the experts move, `layers_per_step`
-    MoE layers between two steps. The gain is weighed as `expert_share` of the wall time that steps took (a step is one program, whose
-    experts cannot be timed by themselves), the copies by `link_bytes_per_s`."""
+    "replicas" changes no token: slots of an expert are spread over its instances. "reroute" gives every instance room
+    for max(1, ceil(capacity_factor * tokens of the step * K / I)) slots, and what finds none goes to the next replica,
+    then to the token's next best expert: it changes the model, a token's experts depend on the other requests, and
+    answers say so. `on_exhausted`: a slot whose token finds room nowhere runs its best expert all the same ("overflow")
+    or none ("drop"). With `rebalance_every` the load of that many steps is planned for and weighed, and where it pays
+    the experts move, `layers_per_step` MoE layers between two steps. The gain is weighed as `expert_share` of the wall
+    time that steps took (a step is one program, whose experts cannot be timed by themselves), the copies by
+    `link_bytes_per_s`."""
 
     plan: Placement | str | os.PathLike[str]  # or the .npz that Placement.save wrote
     mode: str = "replicas"
-    capacity_factor: Fraction | float | str | None = None  # such as 1.25 or "5/4", inf for no bound; of "reroute", which needs it
+    capacity_factor: Fraction | float | str | None = (
+        None  # such as 1.25 or "5/4", inf for no bound; of "reroute", which needs it
+    )
     on_exhausted: str = "overflow"
     rebalance_every: int = 0  # steps; 0: never
     layers_per_step: int = 1
@@ -48,16 +53,24 @@ class PlacementConfig:
                 raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
         if self.reroutes != (self.capacity_factor is not None) or (self.on_exhausted == "drop" and not self.reroutes):
             told = f"mode={self.mode!r}, capacity_factor={self.capacity_factor!r}, on_exhausted={self.on_exhausted!r}"
-            raise ConfigError(f"{told}; a capacity factor and 'drop' go with mode='reroute', and 'reroute' needs a factor, such as 1.25")
+            raise ConfigError(
+                f"{told}; a capacity factor and 'drop' go with mode='reroute', and 'reroute' needs a factor, such as 1.25"
+            )
         fraction_of(self.capacity_factor)
         for name, value, least in (
-            ("rebalance_every", self.rebalance_every, 0), ("layers_per_step", self.layers_per_step, 1),
-            ("num_groups", self.num_groups, 1), ("num_nodes", self.num_nodes, 1),
-        ):  # fmt: skip
+            ("rebalance_every", self.rebalance_every, 0),
+            ("layers_per_step", self.layers_per_step, 1),
+            ("num_groups", self.num_groups, 1),
+            ("num_nodes", self.num_nodes, 1),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name}={value!r} must be an integer of at least {least}")
         for name, value in (("expert_share", self.expert_share), ("link_bytes_per_s", self.link_bytes_per_s)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not (math.isfinite(value) and value > 0)
+            ):
                 raise ConfigError(f"{name}={value!r} must be a finite number above 0")
 
     @staticmethod
@@ -66,7 +79,9 @@ class PlacementConfig:
         if said is None:
             return None
         config = said if isinstance(said, PlacementConfig) else PlacementConfig(plan=said)
-        return config if isinstance(config.plan, Placement) else dataclasses.replace(config, plan=read_plan(config.plan))
+        return (
+            config if isinstance(config.plan, Placement) else dataclasses.replace(config, plan=read_plan(config.plan))
+        )
 
     @property
     def first(self) -> Placement:
@@ -83,18 +98,23 @@ class PlacementConfig:
 def read_plan(path: str | os.PathLike[str]) -> Placement:
     """Read a placement; raises ConfigError where there is no such file, and what `Placement.read` raises."""
     if not os.path.isfile(path):
-        raise ConfigError(f"placement {os.fspath(path)!r} is no file; give the .npz that `routed-experts placement --save` wrote")
+        raise ConfigError(
+            f"placement {os.fspath(path)!r} is no file; give the .npz that `routed-experts placement --save` wrote"
+        )
     return Placement.read(path)
 
 
 def fraction_of(factor: Fraction | float | str | None) -> tuple[int, int]:
-    """A capacity factor as numerator and denominator, a float by its decimal digits; UNBOUNDED for infinity or None. Raises ConfigError."""
+    """A capacity factor as numerator and denominator, a float by its decimal digits; UNBOUNDED for infinity or None.
+    Raises ConfigError."""
     if factor is None or str(factor) in ("inf", "infinity"):
         return UNBOUNDED
     try:
         exact = Fraction(str(factor))
     except (ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"capacity_factor={factor!r} is no number; give one above 0, such as 1.25 or '5/4', or inf") from error
+        raise ConfigError(
+            f"capacity_factor={factor!r} is no number; give one above 0, such as 1.25 or '5/4', or inf"
+        ) from error
     if exact <= 0 or max(exact.numerator, exact.denominator) > MAX_TERM:
         limit = f"above 0, a fraction of integers up to {MAX_TERM}"
         raise ConfigError(f"capacity_factor={factor!r}; it must be {limit}, such as 1.25, or inf")

@@ -1,9 +1,10 @@
-"""The canonical record of routing: which experts every token of one sequence was sent to. Knows nothing of JAX, wires or requests.
+"""The canonical record of routing: which experts every token of one sequence was sent to. Knows nothing of JAX, wires
+or requests.
 
-Row law: row i is the forward pass whose *input* was token start + i; the last sampled token was never fed and has no row.
-Invariants: ids are C-order, read-only, of the smallest dtype, and hold no sentinel; what is unknown is marked in `valid`.
-A record owns its arrays: building one makes them read-only.
-Dims: R rows, L hidden layers, M MoE layers, K experts per token, E experts, S tokens of the sequence."""
+Row law: row i is the forward pass whose *input* was token start + i; the last sampled token was never fed and has no
+row. Invariants: ids are C-order, read-only, of the smallest dtype, and hold no sentinel; what is unknown is marked in
+`valid`. A record owns its arrays: building one makes them read-only. Dims: R rows, L hidden layers, M MoE layers, K
+experts per token, E experts, S tokens of the sequence."""
 
 import base64
 import hashlib
@@ -27,30 +28,54 @@ INFO_KEY = "routed_experts_info"
 
 
 def _from_form(
-    name: str, payload: Any, *, layer_ids: Sequence[int], num_hidden_layers: int, num_experts: int, num_tokens: int,
-    num_prompt_tokens: int, start: int = 0, top_k: int | None = None, version_spans: VersionSpans | None = None,
+    name: str,
+    payload: Any,
+    *,
+    layer_ids: Sequence[int],
+    num_hidden_layers: int,
+    num_experts: int,
+    num_tokens: int,
+    num_prompt_tokens: int,
+    start: int = 0,
+    top_k: int | None = None,
+    version_spans: VersionSpans | None = None,
     router: str | None = None,
-) -> "RoutedExperts":  # fmt: skip
-    """Read what `to(name)` writes, or what the framework of that name holds; rows that name no distinct experts are not valid.
+) -> "RoutedExperts":
+    """Read what `to(name)` writes, or what the framework of that name holds; rows that name no distinct experts are not
+    valid.
 
     `top_k` is needed for flat arrays; without `version_spans` all rows are of version 0. Raises RoutingFormatError."""
     shape = FormShape(
-        layer_ids=tuple(layer_ids), num_hidden_layers=num_hidden_layers, num_experts=num_experts, num_tokens=num_tokens,
-        num_prompt_tokens=num_prompt_tokens, start=start, top_k=top_k,
-    )  # fmt: skip
+        layer_ids=tuple(layer_ids),
+        num_hidden_layers=num_hidden_layers,
+        num_experts=num_experts,
+        num_tokens=num_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+        start=start,
+        top_k=top_k,
+    )
     ids, valid = read_form(name, payload, shape)
     spans = version_spans if version_spans is not None else ((start, start + ids.shape[0], 0),) if ids.shape[0] else ()
     return RoutedExperts(
-        ids=ids, start=start, num_tokens=num_tokens, num_prompt_tokens=num_prompt_tokens, layer_ids=tuple(layer_ids),
-        num_hidden_layers=num_hidden_layers, num_experts=num_experts, version_spans=spans, valid=valid, router=router,
-    )  # fmt: skip
+        ids=ids,
+        start=start,
+        num_tokens=num_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+        layer_ids=tuple(layer_ids),
+        num_hidden_layers=num_hidden_layers,
+        num_experts=num_experts,
+        version_spans=spans,
+        valid=valid,
+        router=router,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutedExperts:
     """Routing of tokens [start, start + R) of a sequence of num_tokens, of which num_prompt_tokens are the prompt.
 
-    `valid` None means that every row is known; `version_spans` hold (lo, hi, weight version) in absolute token indices."""
+    `valid` None means that every row is known; `version_spans` hold (lo, hi, weight version) in absolute token
+    indices."""
 
     ids: UInt[np.ndarray, "R M K"]
     start: int
@@ -94,21 +119,36 @@ class RoutedExperts:
     def __getitem__(self, tokens: slice) -> "RoutedExperts":
         """Cut the rows of tokens [a, b), absolute indices; tokens without a row are left out, S and prompt_len stay."""
         if not isinstance(tokens, slice):  # pyright: ignore[reportUnnecessaryIsInstance]  # iter() on a record ends here
-            raise TypeError(f"a record is indexed by {type(tokens).__name__}; wanted a slice of absolute token indices, record[a:b]")
-        low, high = (0 if tokens.start is None else tokens.start), (self.num_tokens if tokens.stop is None else tokens.stop)
+            raise TypeError(
+                f"a record is indexed by {type(tokens).__name__}; wanted a slice of absolute token indices, record[a:b]"
+            )
+        low, high = (
+            (0 if tokens.start is None else tokens.start),
+            (self.num_tokens if tokens.stop is None else tokens.stop),
+        )
         if tokens.step not in (None, 1) or low < 0 or high < 0:
-            raise IndexError(f"record[{low}:{high}:{tokens.step}] is no run of tokens; wanted absolute indices of at least 0 and no step")
+            raise IndexError(
+                f"record[{low}:{high}:{tokens.step}] is no run of tokens; wanted absolute indices of at least 0 and no step"
+            )
         end = self.start + self.num_rows
         low = min(max(low, self.start), end)
         high = min(max(high, low), end)
         rows = slice(low - self.start, high - self.start)
         return RoutedExperts(
-            ids=self.ids[rows], start=low, num_tokens=self.num_tokens, num_prompt_tokens=self.num_prompt_tokens,
-            layer_ids=self.layer_ids, num_hidden_layers=self.num_hidden_layers, num_experts=self.num_experts,
-            version_spans=tuple((max(a, low), min(b, high), v) for a, b, v in self.version_spans if max(a, low) < min(b, high)),
-            valid=None if self.valid is None else self.valid[rows], weights=None if self.weights is None else self.weights[rows],
+            ids=self.ids[rows],
+            start=low,
+            num_tokens=self.num_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+            layer_ids=self.layer_ids,
+            num_hidden_layers=self.num_hidden_layers,
+            num_experts=self.num_experts,
+            version_spans=tuple(
+                (max(a, low), min(b, high), v) for a, b, v in self.version_spans if max(a, low) < min(b, high)
+            ),
+            valid=None if self.valid is None else self.valid[rows],
+            weights=None if self.weights is None else self.weights[rows],
             router=self.router,
-        )  # fmt: skip
+        )
 
     def validate(self, *, repeats_in_layers: Collection[int] = ()) -> None:
         """Raise RoutingFormatError naming the first bad token, layer and slot of the known rows.
@@ -141,13 +181,16 @@ class RoutedExperts:
         return weights and np.array_equal(self.ids[known], other.ids[known])
 
     def to_bytes(self, token_ids: Int[np.ndarray, " S"] | None = None) -> bytes:
-        """Encode as safetensors with the sidecar in its metadata; `token_ids` are the sequence's, all num_tokens of them."""
+        """Encode as safetensors with the sidecar in its metadata; `token_ids` are the sequence's, all num_tokens of
+        them."""
         from safetensors.numpy import save
 
         tensors: dict[str, np.ndarray] = {"routed_experts": self.ids}
         if token_ids is not None:
             if token_ids.shape != (self.num_tokens,):
-                raise RoutingFormatError(f"token_ids has shape {token_ids.shape}; wanted ({self.num_tokens},), the tokens of the sequence")
+                raise RoutingFormatError(
+                    f"token_ids has shape {token_ids.shape}; wanted ({self.num_tokens},), the tokens of the sequence"
+                )
             tensors["token_ids"] = np.ascontiguousarray(token_ids, dtype=np.int32)
         if self.weights is not None:
             tensors["routed_experts_weights"] = self.weights
@@ -156,15 +199,21 @@ class RoutedExperts:
         return save(tensors, metadata={INFO_KEY: json.dumps(sidecar_of(self, payload_format="ref").to_json())})
 
     def to(self, name: str, *, missing: str = "error", dense_fill: int = -1) -> Any:
-        """Convert to the arrays of another framework: sglang int32 [R, L, K] (dense layers `dense_fill`), vllm uint8 or uint16 [R, L, K]
-        (dense 0), vllm021 a pair of int16 [rows, M, K] (prompt, generated), tunix int16 [S, M, K] (unknown -1), maxtext int32 [S, M, K],
-        megatron a list of M int64 [S, K] and a mask bool [S], verl int16 [R, L, K] (dense 0), writable.
+        """Convert to the arrays of another framework: sglang int32 [R, L, K] (dense layers `dense_fill`), vllm uint8 or
+        uint16 [R, L, K] (dense 0), vllm021 a pair of int16 [rows, M, K] (prompt, generated), tunix int16 [S, M, K]
+        (unknown -1), maxtext int32 [S, M, K], megatron a list of M int64 [S, K] and a mask bool [S], verl int16 [R, L,
+        K] (dense 0), writable.
 
-        `missing`: rows that are not valid raise RoutingFormatError, or with "gate" get the form's own mark, if it has one."""
+        `missing`: rows that are not valid raise RoutingFormatError, or with "gate" get the form's own mark, if it has
+        one."""
         shape = FormShape(
-            layer_ids=self.layer_ids, num_hidden_layers=self.num_hidden_layers, num_experts=self.num_experts, num_tokens=self.num_tokens,
-            num_prompt_tokens=self.num_prompt_tokens, start=self.start,
-        )  # fmt: skip
+            layer_ids=self.layer_ids,
+            num_hidden_layers=self.num_hidden_layers,
+            num_experts=self.num_experts,
+            num_tokens=self.num_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+            start=self.start,
+        )
         return write_form(name, self.ids, self.valid, shape, missing=missing, dense_fill=dense_fill)
 
     from_sglang = staticmethod(partial(_from_form, "sglang"))
@@ -192,12 +241,16 @@ def read_record_bytes(encoded: bytes) -> tuple[RoutedExperts, Int32[np.ndarray, 
         info = json.loads(header["__metadata__"][INFO_KEY])
         ids = tensors["routed_experts"]
     except (SafetensorError, KeyError, TypeError, ValueError) as cause:
-        raise RoutingFormatError(f"{len(encoded)} bytes are no record in safetensors form: {cause!r}; wanted what to_bytes made") from cause
+        raise RoutingFormatError(
+            f"{len(encoded)} bytes are no record in safetensors form: {cause!r}; wanted what to_bytes made"
+        ) from cause
     sidecar = RoutingSidecar.from_json(info)
     record = record_of(ids, sidecar, weights=tensors.get("routed_experts_weights"), valid=tensors.get("valid"))
     token_ids = tensors.get("token_ids")
     if token_ids is not None and (token_ids.shape != (record.num_tokens,) or token_ids.dtype != np.int32):
-        raise RoutingFormatError(f"token_ids is {token_ids.dtype}{list(token_ids.shape)}; wanted int32[{record.num_tokens}]")
+        raise RoutingFormatError(
+            f"token_ids is {token_ids.dtype}{list(token_ids.shape)}; wanted int32[{record.num_tokens}]"
+        )
     return record, token_ids
 
 
@@ -219,36 +272,64 @@ def record_of(
         )
     if (weights is None) != (sidecar.weights is None):
         came = "no weights" if weights is None else "weights"
-        raise RoutingFormatError(f"{came} came with the payload; wanted {sidecar.weights!r}, as routed_experts_info says")
+        raise RoutingFormatError(
+            f"{came} came with the payload; wanted {sidecar.weights!r}, as routed_experts_info says"
+        )
     record = RoutedExperts(
-        ids=ids, start=sidecar.start, num_tokens=sidecar.num_tokens, num_prompt_tokens=sidecar.num_prompt_tokens,
-        layer_ids=sidecar.moe_layer_ids, num_hidden_layers=sidecar.num_hidden_layers, num_experts=sidecar.num_experts,
-        version_spans=sidecar.version_spans, valid=valid, weights=weights, router=sidecar.router,
-    )  # fmt: skip
-    check_id_range(ids, start=record.start, layer_ids=record.layer_ids, num_experts=record.num_experts, known=_known_rows(record))
+        ids=ids,
+        start=sidecar.start,
+        num_tokens=sidecar.num_tokens,
+        num_prompt_tokens=sidecar.num_prompt_tokens,
+        layer_ids=sidecar.moe_layer_ids,
+        num_hidden_layers=sidecar.num_hidden_layers,
+        num_experts=sidecar.num_experts,
+        version_spans=sidecar.version_spans,
+        valid=valid,
+        weights=weights,
+        router=sidecar.router,
+    )
+    check_id_range(
+        ids, start=record.start, layer_ids=record.layer_ids, num_experts=record.num_experts, known=_known_rows(record)
+    )
     if sidecar.sha256 is not None and sidecar.sha256 != ids_sha256(record):
-        raise RoutingFormatError(f"ids have sha256 {ids_sha256(record)}; wanted {sidecar.sha256}: the payload was changed on its way")
+        raise RoutingFormatError(
+            f"ids have sha256 {ids_sha256(record)}; wanted {sidecar.sha256}: the payload was changed on its way"
+        )
     return record
 
 
-def sidecar_of(record: RoutedExperts, *, payload_format: PayloadFormat, layers: PayloadLayers = "moe") -> RoutingSidecar:
+def sidecar_of(
+    record: RoutedExperts, *, payload_format: PayloadFormat, layers: PayloadLayers = "moe"
+) -> RoutingSidecar:
     """Describe a payload of this record; the last token counts as included when it has a row."""
     dtype = {"int32": "int32", "list": "int16"}.get(payload_format, record.ids.dtype.name)
     num_columns = record.num_hidden_layers if layers == "all" else len(record.layer_ids)
     num_missing = 0 if record.valid is None else record.num_rows - int(np.count_nonzero(record.valid))
     packed = None if record.valid is None else np.packbits(record.valid, bitorder="little").tobytes()
     return RoutingSidecar(
-        format=payload_format, layers=layers, dtype=dtype, shape=(record.num_rows, num_columns, record.top_k),
-        start=record.start, num_tokens=record.num_tokens, num_prompt_tokens=record.num_prompt_tokens,
+        format=payload_format,
+        layers=layers,
+        dtype=dtype,
+        shape=(record.num_rows, num_columns, record.top_k),
+        start=record.start,
+        num_tokens=record.num_tokens,
+        num_prompt_tokens=record.num_prompt_tokens,
         prompt_rows=prompt_rows(record.start, record.num_rows, record.num_prompt_tokens),
         include_last=record.num_rows > 0 and record.start + record.num_rows == record.num_tokens,
-        num_hidden_layers=record.num_hidden_layers, moe_layer_ids=record.layer_ids,
-        num_experts=record.num_experts, top_k=record.top_k,
+        num_hidden_layers=record.num_hidden_layers,
+        moe_layer_ids=record.layer_ids,
+        num_experts=record.num_experts,
+        top_k=record.top_k,
         dense_fill=None if layers == "moe" else 0 if payload_format == "npy" else -1,
-        exact=True, placement=None, version_spans=record.version_spans, missing_rows=num_missing,
-        weights=None if record.weights is None else "float32", router=record.router, sha256=ids_sha256(record),
+        exact=True,
+        placement=None,
+        version_spans=record.version_spans,
+        missing_rows=num_missing,
+        weights=None if record.weights is None else "float32",
+        router=record.router,
+        sha256=ids_sha256(record),
         valid=base64.b64encode(packed).decode() if packed is not None and num_missing else None,
-    )  # fmt: skip
+    )
 
 
 def ids_sha256(record: RoutedExperts) -> str:
@@ -269,9 +350,13 @@ def _check_arrays(record: RoutedExperts) -> None:
             f"layer_ids {layer_ids} for {ids.shape[1]} columns; wanted one each, ascending in 0..{record.num_hidden_layers - 1}"
         )
     if record.valid is not None and (record.valid.shape != ids.shape[:1] or record.valid.dtype != np.bool_):
-        raise RoutingFormatError(f"valid is {record.valid.dtype}{list(record.valid.shape)}; wanted bool[{ids.shape[0]}]")
+        raise RoutingFormatError(
+            f"valid is {record.valid.dtype}{list(record.valid.shape)}; wanted bool[{ids.shape[0]}]"
+        )
     if record.weights is not None and (record.weights.shape != ids.shape or record.weights.dtype != np.float32):
-        raise RoutingFormatError(f"weights are {record.weights.dtype}{list(record.weights.shape)}; wanted float32{list(ids.shape)}")
+        raise RoutingFormatError(
+            f"weights are {record.weights.dtype}{list(record.weights.shape)}; wanted float32{list(ids.shape)}"
+        )
 
 
 def _check_tokens(record: RoutedExperts) -> None:
@@ -290,6 +375,13 @@ def _known_rows(record: RoutedExperts) -> Bool[np.ndarray, " R"]:
 
 def _metadata(record: RoutedExperts) -> tuple[object, ...]:
     return (
-        record.ids.shape, record.start, record.num_tokens, record.num_prompt_tokens, record.layer_ids,
-        record.num_hidden_layers, record.num_experts, record.version_spans, record.router,
-    )  # fmt: skip
+        record.ids.shape,
+        record.start,
+        record.num_tokens,
+        record.num_prompt_tokens,
+        record.layer_ids,
+        record.num_hidden_layers,
+        record.num_experts,
+        record.version_spans,
+        record.router,
+    )

@@ -1,4 +1,5 @@
-"""Laws of raw rows: which ids are experts, which rows are known, which weights made them. Knows nothing of records or payloads.
+"""Laws of raw rows: which ids are experts, which rows are known, which weights made them. Knows nothing of records or
+payloads.
 
 Dims: R rows, M MoE layers, K experts per token."""
 
@@ -25,7 +26,9 @@ def check_version_spans(spans: VersionSpans, start: int, end: int) -> None:
     covered = start
     for low, high, version in spans:
         if low != covered or high <= low:
-            raise RoutingFormatError(f"version span {(low, high, version)} begins at {low}; wanted a run of tokens from {covered} on")
+            raise RoutingFormatError(
+                f"version span {(low, high, version)} begins at {low}; wanted a run of tokens from {covered} on"
+            )
         covered = high
     if covered != end:
         raise RoutingFormatError(f"version spans {spans} end at {covered}; wanted them to end at {end}, with the rows")
@@ -39,14 +42,23 @@ def valid_rows_of(sidecar: RoutingSidecar) -> Bool[np.ndarray, " R"] | None:
     try:
         bits = base64.b64decode(sidecar.valid, validate=True)
     except ValueError as cause:
-        raise RoutingFormatError(f"routed_experts_info.valid is {sidecar.valid!r}: {cause}; wanted base64 of {num_rows} bits") from cause
+        raise RoutingFormatError(
+            f"routed_experts_info.valid is {sidecar.valid!r}: {cause}; wanted base64 of {num_rows} bits"
+        ) from cause
     if len(bits) != (num_rows + 7) // 8:
-        raise RoutingFormatError(f"routed_experts_info.valid holds {len(bits)} bytes; wanted {(num_rows + 7) // 8} for {num_rows} rows")
+        raise RoutingFormatError(
+            f"routed_experts_info.valid holds {len(bits)} bytes; wanted {(num_rows + 7) // 8} for {num_rows} rows"
+        )
     return np.unpackbits(np.frombuffer(bits, np.uint8), count=num_rows, bitorder="little").astype(np.bool_)
 
 
 def check_id_range(
-    ids: Int[np.ndarray, "R M K"], *, start: int, layer_ids: tuple[int, ...], num_experts: int, known: Bool[np.ndarray, " R"]
+    ids: Int[np.ndarray, "R M K"],
+    *,
+    start: int,
+    layer_ids: tuple[int, ...],
+    num_experts: int,
+    known: Bool[np.ndarray, " R"],
 ) -> None:
     """Raise RoutingFormatError naming the first token, layer and slot of a known row whose id is no expert."""
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < num_experts):

@@ -1,8 +1,9 @@
-"""RoutingStats: how often each expert was chosen, prompts and generated tokens apart, in all and of late. Knows no placement.
+"""RoutingStats: how often each expert was chosen, prompts and generated tokens apart, in all and of late. Knows no
+placement.
 
-Counts are of logical ids, one a token, layer and slot. A window is the counts of a run of tokens, so that what changes with time can
-be seen; the last one may be short. What was counted before the oldest window that is kept is in `counts` alone.
-Dims: F phases (prompt, generated), M MoE layers, E experts, K experts per token, W windows, T tokens."""
+Counts are of logical ids, one a token, layer and slot. A window is the counts of a run of tokens, so that what changes
+with time can be seen; the last one may be short. What was counted before the oldest window that is kept is in `counts`
+alone. Dims: F phases (prompt, generated), M MoE layers, E experts, K experts per token, W windows, T tokens."""
 
 import os
 from collections.abc import Iterable
@@ -20,7 +21,13 @@ PHASES = ("prompt", "generated")
 WINDOW_TOKENS = 1024
 _FAST, _SLOW = 4.0, 32.0  # half-lives in windows
 _FORMS = MappingProxyType(
-    {"counts": (np.int64, 3), "num_tokens": (np.int64, 1), "windows": (np.int32, 4), "layer_ids": (np.int64, 1), "top_k": (np.int64, 0)}
+    {
+        "counts": (np.int64, 3),
+        "num_tokens": (np.int64, 1),
+        "windows": (np.int32, 4),
+        "layer_ids": (np.int64, 1),
+        "top_k": (np.int64, 0),
+    }
 )
 
 
@@ -51,8 +58,8 @@ class RoutingStats:
 
     @staticmethod
     def from_records(records: Iterable[RoutedExperts], *, window_tokens: int = WINDOW_TOKENS) -> "RoutingStats":
-        """Count the known rows of records of one model, one record after the other. Raises PlacementError when they differ in shape,
-        or when there is none."""
+        """Count the known rows of records of one model, one record after the other. Raises PlacementError when they
+        differ in shape, or when there is none."""
         records = list(records)
         if not records or window_tokens < 1:
             raise PlacementError(f"{len(records)} records, window_tokens={window_tokens}; wanted at least one of each")
@@ -72,8 +79,12 @@ class RoutingStats:
         kept = np.array(windows, np.int32).reshape(-1, *shape)
         counts = kept.sum(axis=0, dtype=np.int64)
         return RoutingStats(
-            counts=counts, num_tokens=counts[:, 0].sum(axis=1) // first.top_k, windows=kept, layer_ids=first.layer_ids, top_k=first.top_k
-        )  # fmt: skip
+            counts=counts,
+            num_tokens=counts[:, 0].sum(axis=1) // first.top_k,
+            windows=kept,
+            layer_ids=first.layer_ids,
+            top_k=first.top_k,
+        )
 
     @property
     def num_experts(self) -> int:
@@ -87,11 +98,13 @@ class RoutingStats:
 
     @property
     def recent_load(self) -> Float64[np.ndarray, "M E"]:
-        """Slots a token of each expert, of late: the larger of two moving averages, with half-lives of 4 and 32 windows."""
+        """Slots a token of each expert, of late: the larger of two moving averages, with half-lives of 4 and 32
+        windows."""
         return recent_load(self.windows, self.top_k)
 
     def average(self, half_life: float) -> Float64[np.ndarray, "F M E"]:
-        """Exponential moving average of slots a token (of any phase): a window counts half as much as one `half_life` windows later."""
+        """Exponential moving average of slots a token (of any phase): a window counts half as much as one `half_life`
+        windows later."""
         return moving_average(self.windows, self.top_k, half_life)
 
     def check_model(self, layer_ids: tuple[int, ...], num_experts: int) -> None:
@@ -105,16 +118,22 @@ class RoutingStats:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an .npz that `read` reads. Raises WriteError."""
         arrays = {"counts": self.counts, "num_tokens": self.num_tokens, "windows": self.windows}
-        write_arrays(path, {**arrays, "layer_ids": np.array(self.layer_ids, np.int64), "top_k": np.array(self.top_k, np.int64)})
+        write_arrays(
+            path, {**arrays, "layer_ids": np.array(self.layer_ids, np.int64), "top_k": np.array(self.top_k, np.int64)}
+        )
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> "RoutingStats":
-        """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for arrays that do not fit."""
+        """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for arrays that do not
+        fit."""
         arrays = read_arrays(path, _FORMS, what="routing statistics")
         return RoutingStats(
-            counts=arrays["counts"], num_tokens=arrays["num_tokens"], windows=arrays["windows"],
-            layer_ids=tuple(arrays["layer_ids"].tolist()), top_k=int(arrays["top_k"]),
-        )  # fmt: skip
+            counts=arrays["counts"],
+            num_tokens=arrays["num_tokens"],
+            windows=arrays["windows"],
+            layer_ids=tuple(arrays["layer_ids"].tolist()),
+            top_k=int(arrays["top_k"]),
+        )
 
 
 def recent_load(windows: Int[np.ndarray, "W F M E"], top_k: int) -> Float64[np.ndarray, "M E"]:

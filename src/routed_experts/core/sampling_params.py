@@ -1,7 +1,7 @@
 """What a request says about sampling, and its limits. Knows nothing of tokenizers, vocabularies or surfaces.
 
-A field that was not named is None: each surface has its own default, so unset is kept apart from set until `resolve`.
-A value is checked when it is named and never patched; what depends on the model (ids in the vocabulary, tokens that fit)
+A field that was not named is None: each surface has its own default, so unset is kept apart from set until `resolve`. A
+value is checked when it is named and never patched; what depends on the model (ids in the vocabulary, tokens that fit)
 is checked at the door of the engine."""
 
 import dataclasses
@@ -115,14 +115,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_CHOICES)
-        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE, fix="0 is greedy, 1 is the model's own distribution")
-        _check_float("top_p", self.top_p, 0.0, 1.0, above_low=True, fix="1 is off; for greedy sampling set temperature to 0")
+        _check_float(
+            "temperature", self.temperature, 0.0, MAX_TEMPERATURE, fix="0 is greedy, 1 is the model's own distribution"
+        )
+        _check_float(
+            "top_p", self.top_p, 0.0, 1.0, above_low=True, fix="1 is off; for greedy sampling set temperature to 0"
+        )
         _check_int("top_k", self.top_k, -1, MAX_INT32, fix="0 or -1 is off")
         _check_float("min_p", self.min_p, 0.0, 1.0, fix="0 is off")
         _check_int("seed", self.seed, 0, MAX_SEED, fix="leave it out for a seed of the engine's choosing")
         _check_stop(self.stop)
         _check_stop_token_ids(self.stop_token_ids)
-        _check_int("max_tokens", self.max_tokens, 1, MAX_INT32, fix="to compute a prompt only, ask for 1 token and drop it")
+        _check_int(
+            "max_tokens", self.max_tokens, 1, MAX_INT32, fix="to compute a prompt only, ask for 1 token and drop it"
+        )
         _check_int("min_tokens", self.min_tokens, 0, MAX_INT32)
         _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, fix="0 gives the chosen token only")
         _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, fix="0 gives the prompt's own tokens only")
@@ -141,7 +147,12 @@ class SamplingParams:
         _check_word("routed_experts_format", self.routed_experts_format, ROUTED_EXPERTS_FORMATS)
         _check_word("routed_experts_layers", self.routed_experts_layers, ROUTED_EXPERTS_LAYERS)
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}", "lower min_tokens or raise max_tokens")
+            _refuse(
+                "min_tokens",
+                self.min_tokens,
+                f"at most max_tokens, {self.max_tokens}",
+                "lower min_tokens or raise max_tokens",
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> "SamplingParams":
@@ -216,14 +227,18 @@ def _either(value: _T | None, default: _T) -> _T:
 
 
 def _check_int(param: str, value: object, low: int, high: int, fix: str = "") -> None:
-    if value is not None and not (isinstance(value, numbers.Integral) and not isinstance(value, bool) and low <= int(value) <= high):
+    if value is not None and not (
+        isinstance(value, numbers.Integral) and not isinstance(value, bool) and low <= int(value) <= high
+    ):
         _refuse(param, value, f"an integer in {low}..{high}", fix)
 
 
 def _check_float(param: str, value: object, low: float, high: float, *, above_low: bool = False, fix: str = "") -> None:
     if value is None:
         return
-    fits = isinstance(value, numbers.Real) and not isinstance(value, bool) and not value < low and value <= high  # NaN does not
+    fits = (
+        isinstance(value, numbers.Real) and not isinstance(value, bool) and not value < low and value <= high
+    )  # NaN does not
     if not fits or (above_low and value == low):
         _refuse(param, value, f"a finite number in {'(' if above_low else '['}{low:g}, {high:g}]", fix)
 
@@ -245,7 +260,9 @@ def _check_stop(value: object) -> None:
     if not isinstance(texts, list | tuple):
         _refuse("stop", value, "a string or a list of strings")
     if len(texts) > MAX_STOP_STRINGS:
-        _refuse("stop", value, f"at most {MAX_STOP_STRINGS} strings", "keep the ones that matter, or use stop_token_ids")
+        _refuse(
+            "stop", value, f"at most {MAX_STOP_STRINGS} strings", "keep the ones that matter, or use stop_token_ids"
+        )
     for index, text in enumerate(texts):
         if not (isinstance(text, str) and 1 <= len(text) <= MAX_STOP_CHARS):
             _refuse("stop", text, f"a string of 1..{MAX_STOP_CHARS} characters (item {index})")

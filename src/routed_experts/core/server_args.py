@@ -25,9 +25,9 @@ _SWITCHES = (
 class ServerArgs:
     """Configuration of an engine. Lengths are in tokens; None means that the engine chooses (see each line).
 
-    `tp_size` devices share one model; with `ep_size` equal to it each holds whole experts, else a share of the width of every expert.
-    `deterministic` promises bitwise equal ids, logprobs and rows whatever the neighbours: one padded shape, reference backends.
-    Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
+    `tp_size` devices share one model; with `ep_size` equal to it each holds whole experts, else a share of the width of
+    every expert. `deterministic` promises bitwise equal ids, logprobs and rows whatever the neighbours: one padded
+    shape, reference backends. Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
 
     model_path: str | None = None
     tokenizer_path: str | None = None  # the model's own
@@ -90,7 +90,9 @@ class ServerArgs:
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
             raise ConfigError(f"mem_fraction_static={fraction!r} is outside (0, 1]; 0.8 is the default")
         if self.enable_return_routed_experts_weights:
-            raise CaptureUnsupportedError("enable_return_routed_experts_weights is not supported by this release; leave it off")
+            raise CaptureUnsupportedError(
+                "enable_return_routed_experts_weights is not supported by this release; leave it off"
+            )
         if self.max_running_requests is not None and self.max_running_requests > max(self.precompile_bs_paddings):
             raise ConfigError(
                 f"max_running_requests={self.max_running_requests} is above the largest of precompile_bs_paddings="
@@ -124,4 +126,6 @@ def _increasing(name: str, value: object) -> None:
     listed: tuple[object, ...] = value if isinstance(value, tuple) else ()
     sizes = [size for size in listed if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
     if not sizes or len(sizes) != len(listed) or any(a >= b for a, b in itertools.pairwise(sizes)):
-        raise ConfigError(f"{name}={value!r} must be a non-empty, strictly increasing tuple of integers, such as (1, 8, 32)")
+        raise ConfigError(
+            f"{name}={value!r} must be a non-empty, strictly increasing tuple of integers, such as (1, 8, 32)"
+        )

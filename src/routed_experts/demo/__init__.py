@@ -1,4 +1,5 @@
-"""`routed-experts demo`: what the package does, shown on a very small model in under a minute. Knows only public doors."""
+"""`routed-experts demo`: what the package does, shown on a very small model in under a minute. Knows only public
+doors."""
 
 from importlib.resources import files
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Does a replay of the captured ids give back what the engine said? Knows nothing of engines: it is given answers and a model.
+"""Does a replay of the captured ids give back what the engine said? Knows nothing of engines: it is given answers and a
+model.
 
 One jitted program scores all answers thrice, through the forward pass of training (dense attention, other kernels than
 the engine's): live, with the captured ids, and with ids that belong to the token before, which must not pass.

@@ -1,4 +1,5 @@
-"""What the demo says and what it hears back: three prompts, and each answer as tokens, logprobs and rows. Knows no screen.
+"""What the demo says and what it hears back: three prompts, and each answer as tokens, logprobs and rows. Knows no
+screen.
 
 The second prompt begins like the first and comes after it, so that its beginning is found in the prefix cache."""
 
@@ -47,7 +48,11 @@ def speak(engine: Engine) -> Iterator[Spoken]:
     for place, (title, prompt) in enumerate(PROMPTS):
         ids = _encode(tokenizer, prompt, chat=place == len(PROMPTS) - 1)
         answer = engine.generate(
-            input_ids=ids, sampling_params=SAMPLING, max_new_tokens=NEW_TOKENS, return_logprob=True, return_routed_experts=True
+            input_ids=ids,
+            sampling_params=SAMPLING,
+            max_new_tokens=NEW_TOKENS,
+            return_logprob=True,
+            return_routed_experts=True,
         )
         yield _heard(title, ids, cast("Mapping[str, Any]", answer), tokenizer)
 

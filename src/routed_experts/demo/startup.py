@@ -1,6 +1,7 @@
 """Where the seconds of start-up go: tracing, lowering, compiling, reading the compilation cache. Knows no engine.
 
-Programs are built in several threads, so these are seconds of threads and may add up to more than the clock on the wall."""
+Programs are built in several threads, so these are seconds of threads and may add up to more than the clock on the
+wall."""
 
 import threading
 from collections import Counter
@@ -31,7 +32,9 @@ class CompileClock:
         monitoring.register_event_listener(self._on_event)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Stop listening."""
         monitoring.unregister_event_duration_listener(self._on_seconds)
         monitoring.unregister_event_listener(self._on_event)

@@ -27,7 +27,8 @@ TITLE = "Which experts wrote this text?"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What the demo is told. `began` and `imported` are perf_counter times: of the command's start, and after its imports."""
+    """What the demo is told. `began` and `imported` are perf_counter times: of the command's start, and after its
+    imports."""
 
     model: Path
     output: Path
@@ -41,7 +42,10 @@ def run_demo(options: DemoOptions, stream: IO[str]) -> int:
     """Run the demo; 0 when every check passed, else 1. Raises RoutedExpertsError for a folder that cannot be served."""
     screen = Screen(stream)
     device = jax.devices()[0]
-    screen.line(f"routed_experts {options.version} · jax {jax.__version__} · {device.platform} · {options.model.name}", style="bold")
+    screen.line(
+        f"routed_experts {options.version} · jax {jax.__version__} · {device.platform} · {options.model.name}",
+        style="bold",
+    )
     with _start(options, screen) as engine:
         answers = _talk(engine, screen)
     column = len(answers[0].record.layer_ids) // 2
@@ -95,7 +99,9 @@ def _talk(engine: Engine, screen: Screen) -> list[Spoken]:
             f"  {record.num_prompt_tokens} tokens of prompt, {answer.cached_tokens} of them from the prefix cache; "
             f"{len(answer.logprobs)} generated in {answer.seconds:.2f} s"
         )
-        screen.line(f"  routed_experts {answer.wire_shape} int32, dense layers -1; record.ids {record.ids.shape} {record.ids.dtype}")
+        screen.line(
+            f"  routed_experts {answer.wire_shape} int32, dense layers -1; record.ids {record.ids.shape} {record.ids.dtype}"
+        )
         answers.append(answer)
     hit = answers[1].cached_tokens
     screen.line("")
@@ -126,8 +132,12 @@ def _replay(options: DemoOptions, answers: Sequence[Spoken], screen: Screen) -> 
 def _tell(check: ReplayCheck, screen: Screen) -> None:
     text = f"replay max |Δ logprob| = {check.replay_logprob:.1e}   over {check.num_logprobs} generated tokens, against the engine's"
     screen.check(text, passed=check.replay_passed)
-    screen.check(f"executed == captured: {_percent(check.executed)}   of {check.num_rows} rows", passed=check.executed == 1.0)
-    text = f"live against replay max |Δ logit| = {check.live_logit:.1f}   the live router chose the captured experts in "
+    screen.check(
+        f"executed == captured: {_percent(check.executed)}   of {check.num_rows} rows", passed=check.executed == 1.0
+    )
+    text = (
+        f"live against replay max |Δ logit| = {check.live_logit:.1f}   the live router chose the captured experts in "
+    )
     screen.check(f"{text}{_percent(check.live_agreement)} of rows and layers", passed=check.live_passed)
     text = f"rows shifted by one token: max |Δ logprob| = {check.shifted_logprob:.2g}   this must be large: the check can fail"
     screen.check(text, passed=check.shift_noticed)

@@ -20,12 +20,19 @@ class Answer:
     """Accumulates what a request told; `to_dict` is the result of API.md at any time."""
 
     def __init__(
-        self, request: TokenizedGenerateReqInput, tokenizer: Tokenizer | None, *, logprobs_mode: str, capture: CaptureSpec | None = None
+        self,
+        request: TokenizedGenerateReqInput,
+        tokenizer: Tokenizer | None,
+        *,
+        logprobs_mode: str,
+        capture: CaptureSpec | None = None,
     ) -> None:
         self.request, self.record, self._capture = request, None, capture
         self.finish_reason: FinishReason | None = None
         self._tokenizer, self._mode = tokenizer, logprobs_mode
-        self._text = None if tokenizer is None or not request.sampling.detokenize else detokenizer_of(request, tokenizer)
+        self._text = (
+            None if tokenizer is None or not request.sampling.detokenize else detokenizer_of(request, tokenizer)
+        )
         self._pieces: list[str] = []
         self._ids: list[int] = []
         self._logprobs: list[object] = []
@@ -35,8 +42,8 @@ class Answer:
         self._since, self._latency = time.monotonic(), 0.0
 
     def add(self, out: TokenIDOut) -> BatchStrOut:
-        """Take in news and give it its text. Raises the error that ended the request, if one did; rows that break the row law
-        end it with RoutingIncompleteError."""
+        """Take in news and give it its text. Raises the error that ended the request, if one did; rows that break the
+        row law end it with RoutingIncompleteError."""
         self._last, self._latency = out, time.monotonic() - self._since
         self.finish_reason = out.finish_reason
         self._ids += out.new_token_ids
@@ -72,8 +79,8 @@ class Answer:
         return self._last
 
     def to_dict(self, *, prompt_only: bool = False, rows: RoutedExperts | None = None) -> dict[str, object]:
-        """`text`, `output_ids`, `meta_info`, cumulative. `prompt_only` leaves out what was generated: every token left was fed.
-        `rows`: encode these instead of all."""
+        """`text`, `output_ids`, `meta_info`, cumulative. `prompt_only` leaves out what was generated: every token left
+        was fed. `rows`: encode these instead of all."""
         out = self.counts
         meta: dict[str, object] = {
             "id": out.rid,
@@ -95,16 +102,23 @@ class Answer:
             whole = self.rows_of_prompt() if prompt_only else self.rows
             meta |= self._encoded_rows(whole if rows is None else rows)
         if prompt_only:
-            left_out: dict[str, object] = {name: [] for name in ("output_token_logprobs", "output_top_logprobs") if name in meta}
+            left_out: dict[str, object] = {
+                name: [] for name in ("output_token_logprobs", "output_top_logprobs") if name in meta
+            }
             if out.finish_reason is not None and out.finish_reason.type == "stop":
                 left_out["finish_reason"] = {"type": "length", "length": 0}
             return {"text": "", "output_ids": [], "meta_info": {**meta, "completion_tokens": 0, **left_out}}
         return {"text": "".join(self._pieces), "output_ids": list(self._ids), "meta_info": meta}
 
     def _shown(self, out: TokenIDOut) -> tuple[int, ...]:
-        """The new tokens that have text: all but a stop token, which is kept in the ids alone unless stops are asked for."""
+        """The new tokens that have text: all but a stop token, which is kept in the ids alone unless stops are asked
+        for."""
         at_stop_token = out.finish_reason is not None and isinstance(out.finish_reason.matched, int)
-        return out.new_token_ids[:-1] if at_stop_token and not self.request.sampling.include_stop_str_in_output else out.new_token_ids
+        return (
+            out.new_token_ids[:-1]
+            if at_stop_token and not self.request.sampling.include_stop_str_in_output
+            else out.new_token_ids
+        )
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -113,8 +127,8 @@ class Answer:
 
     @property
     def rows(self) -> RoutedExperts:
-        """The record of a request that asked for one and has ended; of 0 rows if it ended before its first token. Of one that
-        streams its rows: those of its last news."""
+        """The record of a request that asked for one and has ended; of 0 rows if it ended before its first token. Of
+        one that streams its rows: those of its last news."""
         return self._no_rows() if self.record is None else self.record
 
     def rows_of_prompt(self) -> RoutedExperts:
@@ -140,10 +154,16 @@ class Answer:
         spec, prompt_len = self._capture, int(self.request.input_ids.size)
         assert spec is not None, "the door refuses a request for rows where none are recorded"
         return RoutedExperts(
-            ids=np.zeros((0, spec.num_moe_layers, spec.top_k), spec.dtype), start=self.request.routed_experts.start,
-            num_tokens=prompt_len, num_prompt_tokens=prompt_len, layer_ids=spec.layer_ids,
-            num_hidden_layers=spec.num_hidden_layers, num_experts=spec.num_experts, version_spans=(), router=spec.router,
-        )  # fmt: skip
+            ids=np.zeros((0, spec.num_moe_layers, spec.top_k), spec.dtype),
+            start=self.request.routed_experts.start,
+            num_tokens=prompt_len,
+            num_prompt_tokens=prompt_len,
+            layer_ids=spec.layer_ids,
+            num_hidden_layers=spec.num_hidden_layers,
+            num_experts=spec.num_experts,
+            version_spans=(),
+            router=spec.router,
+        )
 
     def _told_logprobs(self) -> dict[str, object]:
         told: dict[str, object] = {"output_token_logprobs": list(self._logprobs)}
@@ -156,7 +176,8 @@ class Answer:
             told["input_token_logprobs"] = [self._entry(*pair) for pair in zip(self._input.values, tokens, strict=True)]
             if with_top:
                 told["input_top_logprobs"] = [
-                    None if top is None else [self._entry(*alternative) for alternative in top] for top in self._input.top
+                    None if top is None else [self._entry(*alternative) for alternative in top]
+                    for top in self._input.top
                 ]
         return told
 

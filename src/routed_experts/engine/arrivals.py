@@ -1,8 +1,9 @@
 """Arrivals: calls of an event loop on their way to the engine: those that come together are handed over together.
 
-An idle engine that took the first of many would run steps for it alone, on the cores that read the others: these would wait for it, and
-then for each other. So a call that meets an idle engine waits a moment for company; one that meets a busy engine does not, for there it
-waits for the end of a step anyway. Event loop only, but for the news that they are in. Knows nothing of HTTP."""
+An idle engine that took the first of many would run steps for it alone, on the cores that read the others: these would
+wait for it, and then for each other. So a call that meets an idle engine waits a moment for company; one that meets a
+busy engine does not, for there it waits for the end of a step anyway. Event loop only, but for the news that they are
+in. Knows nothing of HTTP."""
 
 import asyncio
 import concurrent.futures
@@ -26,8 +27,8 @@ class Arrivals:
         self._first, self._last = 0.0, 0.0  # when they came, on the monotonic clock
 
     async def submit(self, submission: Submission) -> None:
-        """Hand over the requests of one call, all or none. Raises what `EngineLoop.submit` raises; cancelled before they are handed over,
-        they never come in, and after that they are to be aborted."""
+        """Hand over the requests of one call, all or none. Raises what `EngineLoop.submit` raises; cancelled before
+        they are handed over, they never come in, and after that they are to be aborted."""
         accepted: asyncio.Future[None] = self.events.create_future()
         self._last = time.monotonic()
         if not self._waiting:
@@ -54,7 +55,9 @@ class Arrivals:
 
 
 def _pass_on(
-    events: asyncio.AbstractEventLoop, waiting: Sequence[_Waiting], done: "concurrent.futures.Future[list[Exception | None]]"
+    events: asyncio.AbstractEventLoop,
+    waiting: Sequence[_Waiting],
+    done: "concurrent.futures.Future[list[Exception | None]]",
 ) -> None:
     """From the engine thread: one wake-up for all of them."""
     with contextlib.suppress(RuntimeError):  # the event loop has been closed: nobody is left to be told

@@ -102,9 +102,9 @@ def assemble(
     placement: PlacementConfig | None = None,
     self_check: bool = False,
 ) -> Assembly:
-    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded, bytes in all);
-    `experts` may share them out to the host, `placement` to devices; `self_check` plays captured rows back.
-    Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded,
+    bytes in all); `experts` may share them out to the host, `placement` to devices; `self_check` plays captured rows
+    back. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     refuse_processes()
     shares = experts is not None and experts.num_resident is not None
@@ -115,7 +115,10 @@ def assemble(
     devices = "" if shards is None else f", on {shards.mesh.size} devices"
     clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
     kernels, attention = registry.choose(args, config.needs, placing=placement)
-    clock.done("kernels", f"{kernels.moe.name} matrices, {attention.name} attention{'' if sharing is None else f'; {sharing.told}'}")
+    clock.done(
+        "kernels",
+        f"{kernels.moe.name} matrices, {attention.name} attention{'' if sharing is None else f'; {sharing.told}'}",
+    )
     planned = None if sharing is not None else _planned(clock, args, config, arrays_of(source, args.dtype), shards)
     served, state, parted = _load(source, config, args.dtype, sharing, shards, on_load)
     jax.block_until_ready(state)
@@ -125,10 +128,16 @@ def assemble(
     plan, buckets, capture = planned.memory, planned.buckets, planned.capture
     on = None if shards is None else OnMesh.of(shards.mesh, jax.tree.leaves(state), plan.pool)
     spec = ProgramSpec(
-        graphdef=served.graphdef, capture=capture, kernels=kernels, attention=attention, num_pages=plan.pool.num_pages,
-        raw_logprobs=args.logprobs_mode == "raw", on=on, counted=config.capture_spec if _counts(args, sharing, placement) else None,
+        graphdef=served.graphdef,
+        capture=capture,
+        kernels=kernels,
+        attention=attention,
+        num_pages=plan.pool.num_pages,
+        raw_logprobs=args.logprobs_mode == "raw",
+        on=on,
+        counted=config.capture_spec if _counts(args, sharing, placement) else None,
         told=_told(capture, whole=on is None and sharing is None),
-    )  # fmt: skip
+    )
     sizes = _runner_config(args, buckets, plan, config.vocab_size)
     split = None if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
     runner = split or _runner(state, spec, sizes, config, placement)
@@ -147,13 +156,22 @@ def assemble(
         clock.done("self-check", f"{rows} rows captured, and those that were played back are those that ran")
     _restart(followers)
     return Assembly(
-        core=core, plan=plan, buckets=buckets, context_length=planned.context_length, capture=capture, vocab_size=config.vocab_size,
-        prefix_cache=not args.disable_radix_cache, served=served, rebalancer=rebalancer, watch=watch,
-    )  # fmt: skip
+        core=core,
+        plan=plan,
+        buckets=buckets,
+        context_length=planned.context_length,
+        capture=capture,
+        vocab_size=config.vocab_size,
+        prefix_cache=not args.disable_radix_cache,
+        served=served,
+        rebalancer=rebalancer,
+        watch=watch,
+    )
 
 
 def _told(capture: CaptureSpec | None, *, whole: bool) -> int:
-    """Words of a row where rows come with the tokens: from a CPU, whose memory is the host's, where a step is one program on one device."""
+    """Words of a row where rows come with the tokens: from a CPU, whose memory is the host's, where a step is one
+    program on one device."""
     return capture.row_words if capture is not None and whole and jax.default_backend() == "cpu" else 0
 
 
@@ -174,7 +192,11 @@ def _planned(
 
 
 def _runner(
-    state: nnx.State[Any, Any], spec: ProgramSpec, sizes: RunnerConfig, config: DecoderConfig, placement: PlacementConfig | None
+    state: nnx.State[Any, Any],
+    spec: ProgramSpec,
+    sizes: RunnerConfig,
+    config: DecoderConfig,
+    placement: PlacementConfig | None,
 ) -> ModelRunner:
     """What runs a model whose experts are all on accelerators."""
     if placement is None or not isinstance(config, FamilyConfig):
@@ -184,7 +206,8 @@ def _runner(
 
 
 def _followers(runner: ModelRunner, placement: PlacementConfig | None) -> tuple[LoadWatch | None, Rebalancer | None]:
-    """What counts the load of placed experts, and what moves them by itself. Raises what planning for this placement would."""
+    """What counts the load of placed experts, and what moves them by itself. Raises what planning for this placement
+    would."""
     if placement is None or not isinstance(runner, PlacedRunner):
         return None, None
     watch, spec = LoadWatch(runner), runner.spec.counted
@@ -207,9 +230,13 @@ def _counts(args: ServerArgs, sharing: Sharing | None, placement: PlacementConfi
 
 
 def _new_core(
-    args: ServerArgs, buckets: Buckets, runner: ModelRunner, capture: CaptureSpec | None, sharing: Sharing | None,
+    args: ServerArgs,
+    buckets: Buckets,
+    runner: ModelRunner,
+    capture: CaptureSpec | None,
+    sharing: Sharing | None,
     followers: tuple[LoadWatch | None, Rebalancer | None],
-) -> EngineCore:  # fmt: skip
+) -> EngineCore:
     """A core with queues, pages and rows of its own."""
     pool, enable = runner.config.pool, runner.spec.capture is not None
     capturer = RoutedExpertsCapturer.create(capture, num_slots=pool.num_slots, page_size=args.page_size, enable=enable)
@@ -222,9 +249,12 @@ def _new_core(
             one(took_s)
 
     return EngineCore(
-        scheduler, runner, capturer, after_step=tell if told else follows,
+        scheduler,
+        runner,
+        capturer,
+        after_step=tell if told else follows,
         departures=None if runner.spec.kernels.peers.rerouter is None else Departures(pool.num_slots),
-    )  # fmt: skip
+    )
 
 
 def _open(
@@ -250,8 +280,8 @@ def _load(
     shards: Shards | None,
     on_load: Callable[[int, int], None] | None,
 ) -> tuple[ServedModel, nnx.State[Any, Any], SplitModel | None]:
-    """The model and its arrays where they are served; with `sharing` its graph is that of the rim, and beside it stands the parted
-    model."""
+    """The model and its arrays where they are served; with `sharing` its graph is that of the rim, and beside it stands
+    the parted model."""
     if sharing is None:
         return *load_model(source, config, shards, dtype=dtype, progress=on_load), None
     parted = sharing.load(source, dtype, progress=on_load)
@@ -262,7 +292,10 @@ def _without_prefixes(args: ServerArgs, config: DecoderConfig) -> ServerArgs:
     """Turn the prefix cache off for a model whose layers keep states."""
     if config.cache.recurrent is None or args.disable_radix_cache:
         return args
-    logger.info("prefixes are not cached: %d layers keep a state, which cannot be cut where a prefix ends", config.cache.num_recurrent)
+    logger.info(
+        "prefixes are not cached: %d layers keep a state, which cannot be cut where a prefix ends",
+        config.cache.num_recurrent,
+    )
     return dataclasses.replace(args, disable_radix_cache=True)
 
 

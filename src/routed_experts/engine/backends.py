@@ -1,5 +1,6 @@
-"""Which kernels an engine runs on: the names that a user may type, what each needs, and the choice of `auto` by platform.
-Knows nothing of models. A backend's code is imported when it is chosen, so that no machine loads what it cannot run."""
+"""Which kernels an engine runs on: the names that a user may type, what each needs, and the choice of `auto` by
+platform. Knows nothing of models. A backend's code is imported when it is chosen, so that no machine loads what it
+cannot run."""
 
 import dataclasses
 import functools
@@ -31,8 +32,8 @@ def _nothing() -> str | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Offer(Generic[T]):
-    """A backend by name: how to get it, the platform that it runs on (None: any), and why this machine cannot run it, if so. `alone`: it
-    runs on one device only."""
+    """A backend by name: how to get it, the platform that it runs on (None: any), and why this machine cannot run it,
+    if so. `alone`: it runs on one device only."""
 
     load: Callable[[], T]
     platform: str | None = None
@@ -110,7 +111,8 @@ ATTENTION: Mapping[str, Offer[AttentionBackend]] = MappingProxyType(
     | {"native": Offer(load=_native_attention, platform="cpu", why_not=_why_not_native, alone=True)}
     | {"gpu": Offer(load=_gpu_attention, platform="gpu"), "tpu": Offer(load=_tpu_attention, platform="tpu")}
 )
-# What `auto` takes: the platform's own kernels where this machine can run them and they can do what the model needs; else plain ones.
+# What `auto` takes: the platform's own kernels where this machine can run them and they can do what the model needs;
+# else plain ones.
 OWN: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native",), "gpu": ("gpu",), "tpu": ("tpu",)})
 PLAIN_MOE, PLAIN_ATTENTION = ("tiled",), ("paged",)
 DEPENDENT = frozenset({"tiled", "grouped", "paged", "native", "gpu", "tpu"})
@@ -119,7 +121,8 @@ DETERMINISTIC = ("reference",)  # rows that do not depend on one another
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BackendRegistry:
-    """The kernels that an engine may be built with, by name. `moe_backend` names the kernels of all matrices of a layer."""
+    """The kernels that an engine may be built with, by name. `moe_backend` names the kernels of all matrices of a
+    layer."""
 
     moe: Mapping[str, Offer[Kernels]] = dataclasses.field(default_factory=lambda: KERNELS)
     attention: Mapping[str, Offer[AttentionBackend]] = dataclasses.field(default_factory=lambda: ATTENTION)
@@ -129,12 +132,17 @@ class BackendRegistry:
         return dataclasses.replace(self, moe=MappingProxyType({**self.moe, backend.name: _given(Kernels(moe=backend))}))
 
     def choose(
-        self, args: ServerArgs, needs: Needs = PLAIN, *, platform: str | None = None, placing: PlacementConfig | None = None
+        self,
+        args: ServerArgs,
+        needs: Needs = PLAIN,
+        *,
+        platform: str | None = None,
+        placing: PlacementConfig | None = None,
     ) -> tuple[Kernels, AttentionBackend]:
-        """The backends that `args` name, for a model that `needs` some things and for `platform` (the default device's); with several
-        devices, each on its share; where `placing` says so, routers keep to capacities.
-        Deterministic mode runs on `reference` alone; a backend that hides the ids it runs is refused with capture on. Raises
-        ConfigError, CaptureUnsupportedError."""
+        """The backends that `args` name, for a model that `needs` some things and for `platform` (the default
+        device's); with several devices, each on its share; where `placing` says so, routers keep to capacities.
+        Deterministic mode runs on `reference` alone; a backend that hides the ids it runs is refused with capture on.
+        Raises ConfigError, CaptureUnsupportedError."""
         where = platform or jax.default_backend()
         moe_auto, attention_auto = ((*OWN.get(where, ()), *plain) for plain in (PLAIN_MOE, PLAIN_ATTENTION))
         if args.deterministic:
@@ -149,23 +157,34 @@ class BackendRegistry:
 
         here = (where, args.tp_size)
         kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, here, experts_lacking)
-        attention = _pick("attention_backend", args.attention_backend, self.attention, attention_auto, here, attention_lacking)
+        attention = _pick(
+            "attention_backend", args.attention_backend, self.attention, attention_auto, here, attention_lacking
+        )
         if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
             raise CaptureUnsupportedError(
                 f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded; choose "
                 "another backend or enable_return_routed_experts=False"
             )
         instances = 0 if placing is None else placing.first.num_instances
-        rerouter = None if placing is None or not placing.reroutes else _rerouter(instances, drops=placing.on_exhausted == "drop")
-        peers = Peers(axis=AXIS, count=args.tp_size, whole_experts=args.ep_size > 1, instances=instances, rerouter=rerouter)
+        rerouter = (
+            None
+            if placing is None or not placing.reroutes
+            else _rerouter(instances, drops=placing.on_exhausted == "drop")
+        )
+        peers = Peers(
+            axis=AXIS, count=args.tp_size, whole_experts=args.ep_size > 1, instances=instances, rerouter=rerouter
+        )
         return kernels.among(peers), attention
 
 
 def refuse_dependent(args: ServerArgs) -> None:
-    """Raise ConfigError for a backend whose rows are known to depend on how their requests were cut, or on one another."""
+    """Raise ConfigError for a backend whose rows are known to depend on how their requests were cut, or on one
+    another."""
     for field, name in (("moe_backend", args.moe_backend), ("attention_backend", args.attention_backend)):
         if name in DEPENDENT:
-            raise ConfigError(f"{field}={name!r} with deterministic=True: its rows may depend on their company; choose auto or 'reference'")
+            raise ConfigError(
+                f"{field}={name!r} with deterministic=True: its rows may depend on their company; choose auto or 'reference'"
+            )
 
 
 def _pick(
@@ -176,8 +195,8 @@ def _pick(
     here: tuple[str, int],
     lacking: Callable[[T], frozenset[str]],
 ) -> T:
-    """The backend of that name, or the first of `auto` that this machine can run and that lacks nothing of what the model needs; `here`:
-    the platform, and how many of its devices."""
+    """The backend of that name, or the first of `auto` that this machine can run and that lacks nothing of what the
+    model needs; `here`: the platform, and how many of its devices."""
     if name == "auto":
         for choice in auto[:-1]:
             refusal = offers[choice].refusal(*here)

@@ -1,4 +1,5 @@
-"""Call: one `generate` from the caller's side, waiting in its own thread or event loop. Knows the loop only by its doors.
+"""Call: one `generate` from the caller's side, waiting in its own thread or event loop. Knows the loop only by its
+doors.
 
 Leaving early (an exception, a closed iterator, a cancelled task) aborts what is still running."""
 
@@ -31,7 +32,10 @@ class Call:
     ) -> None:
         self._tokenizer, self._single = tokenizer, single
         self._index = {request.rid: index for index, request in enumerate(requests)}
-        self._answers = {request.rid: Answer(request, tokenizer, logprobs_mode=logprobs_mode, capture=capture) for request in requests}
+        self._answers = {
+            request.rid: Answer(request, tokenizer, logprobs_mode=logprobs_mode, capture=capture)
+            for request in requests
+        }
         self._open = {request.rid for request in requests}
 
     def run(self, loop: EngineLoop) -> dict[str, object] | list[dict[str, object]]:
@@ -87,7 +91,9 @@ class Call:
     def submission(self, sink: Sink) -> Submission:
         """The requests, to be handed over once."""
         reqs = [Req(answer.request) for answer in self._answers.values()]
-        return Submission(reqs, {req.rid: self._stop_check(req.source) for req in reqs if req.source.sampling.stop}, sink)
+        return Submission(
+            reqs, {req.rid: self._stop_check(req.source) for req in reqs if req.source.sampling.stop}, sink
+        )
 
     def _stop_check(self, request: TokenizedGenerateReqInput) -> StopCheck:
         """Finds stop strings on the engine thread, with a detokenizer of its own; the answer's finds the same ones."""

@@ -1,6 +1,7 @@
 """EngineCore: the step loop without a thread. Ties scheduler, runner and capturer; knows no text but stop strings.
 
-    schedule n+1 -> dispatch n+1 -> read n -> file its rows -> commit n -> gather rows of the ended -> release their pages
+    schedule n+1 -> dispatch n+1 -> read n -> file its rows -> commit n -> gather rows of the ended -> release their
+    pages
 so that all host work of step n happens while the device runs step n+1. Engine thread only."""
 
 import enum
@@ -43,9 +44,14 @@ class EngineCore:
     """The loop's state: the live requests and the step in flight."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, capturer: RoutedExpertsCapturer, *, after_step: AfterStep | None = None,
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        capturer: RoutedExpertsCapturer,
+        *,
+        after_step: AfterStep | None = None,
         departures: Departures | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.scheduler, self.runner, self.capturer, self._after_step = scheduler, runner, capturer, after_step
         self.departures = departures  # None: no capacities lead requests away from their experts
         self.ledger = Ledger()
@@ -74,7 +80,8 @@ class EngineCore:
             self.ledger.enter(req, stops.get(req.rid))
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> bool:
-        """End a live request with what it has; its news leaves with the next step. False if there is no such request."""
+        """End a live request with what it has; its news leaves with the next step. False if there is no such
+        request."""
         req = self.ledger.find(rid)
         if req is None:
             return False
@@ -110,9 +117,12 @@ class EngineCore:
         _forget_changed_pages(self.scheduler, self.capturer)
         return freed
 
-    def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, cache: str, donate: bool = False) -> None:
-        """Run later steps with other weights, or (None) with the same ones under another version. Old prefixes are never matched again;
-        "flush" also sends running requests back to prefill anew, "keep" leaves them their pages. Written rows stay. Drain first."""
+    def update_weights(
+        self, state: nnx.State[Any, Any] | None, *, version: int, cache: str, donate: bool = False
+    ) -> None:
+        """Run later steps with other weights, or (None) with the same ones under another version. Old prefixes are
+        never matched again; "flush" also sends running requests back to prefill anew, "keep" leaves them their pages.
+        Written rows stay. Drain first."""
         self.runner.update_weights(state, version=version, donate=donate)
         self.scheduler.weight_version = version
         self.released -= {"weights"}
@@ -126,14 +136,19 @@ class EngineCore:
         return [*self.scheduler.check_integrity(), *self.capturer.check_integrity(slots), *check_outcomes(self.ledger)]
 
     def _schedule(self) -> ModelWorkerBatch | None:
-        """The next batch; when pages have run out and nothing is in flight, requests go back to the queue until one can run."""
+        """The next batch; when pages have run out and nothing is in flight, requests go back to the queue until one can
+        run."""
         if self.released or self.hold not in (None, Hold.WAIT):
             return None
         batch = _next_batch(self.scheduler, self.ledger)
         while batch is None and self._pending is None and (victim := self.scheduler.victim()) is not None:
             self.retract(victim)
             batch = _next_batch(self.scheduler, self.ledger)
-        stuck = batch is None and self._pending is None and (self.ledger.num_live > 0 if self.hold is None else self.scheduler.has_started)
+        stuck = (
+            batch is None
+            and self._pending is None
+            and (self.ledger.num_live > 0 if self.hold is None else self.scheduler.has_started)
+        )
         assert not stuck, f"{self.ledger.num_live} requests live, and none can run"
         _forget_changed_pages(self.scheduler, self.capturer)
         return batch
@@ -166,8 +181,8 @@ class EngineCore:
         return BatchTokenIDOut(step=self.num_steps, outs=tuple(outs))
 
     def _news(self, req: Req) -> TokenIDOut:
-        """What a request has to tell. An ended one hands over its rows (one that streams them: those not told yet), and only
-        then its pages."""
+        """What a request has to tell. An ended one hands over its rows (one that streams them: those not told yet), and
+        only then its pages."""
         record: RoutedExperts | None = None
         error: Exception | None = None
         ended = req.state is ReqState.FINISHED
@@ -177,7 +192,9 @@ class EngineCore:
             except RoutedExpertsError as cause:
                 error = cause
                 self.num_missing_rows += isinstance(cause, RoutingIncompleteError)
-        departed = None if self.departures is None else self.departures.of(req, _prefix_of(self.scheduler, req), ended=ended)
+        departed = (
+            None if self.departures is None else self.departures.of(req, _prefix_of(self.scheduler, req), ended=ended)
+        )
         if ended:
             self.scheduler.release(req)
         runner = self.runner
@@ -204,13 +221,19 @@ def has_work(core: EngineCore) -> bool:
 
 
 def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req, *, start: int) -> RoutedExperts | None:
-    """The rows of a request from token `start` on, from the slots of its pages and from those it took along when it was retracted."""
+    """The rows of a request from token `start` on, from the slots of its pages and from those it took along when it was
+    retracted."""
     if not req.source.routed_experts.asked or req.num_output == 0:
         return None
     end = min(req.num_read, req.num_known - (0 if req.has_fed_last else 1))
     slots = scheduler.pages.kv_slots(req, start, end) if end > start else np.zeros(0, np.int64)
     return capturer.collect(
-        slots, start=start, num_tokens=req.num_known, num_prompt_tokens=req.prompt_len, saved=req.saved, include_last=req.has_fed_last
+        slots,
+        start=start,
+        num_tokens=req.num_known,
+        num_prompt_tokens=req.prompt_len,
+        saved=req.saved,
+        include_last=req.has_fed_last,
     )
 
 

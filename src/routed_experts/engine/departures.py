@@ -1,7 +1,9 @@
-"""Departures: how far each request was led away from its own K best experts, where instances have capacities. Knows no router.
+"""Departures: how far each request was led away from its own K best experts, where instances have capacities. Knows no
+router.
 
-A request departs in the tokens that it feeds, and in those of a cached prefix that others fed: so counts are kept by KV slot too, which
-a token's pass overwrites. Engine thread only; the sums may be read from any. Dims: N padded tokens, Z KV slots."""
+A request departs in the tokens that it feeds, and in those of a cached prefix that others fed: so counts are kept by KV
+slot too, which a token's pass overwrites. Engine thread only; the sums may be read from any. Dims: N padded tokens, Z
+KV slots."""
 
 from collections.abc import Iterable
 
@@ -27,9 +29,14 @@ class Departures:
         return Departed(rerouted_slots=int(self._total[0]), dropped_slots=int(self._total[1]))
 
     def file(
-        self, batch: ModelWorkerBatch, changed: Int[np.ndarray, "N 2"], live: Bool[np.ndarray, " R"] | None, running: Iterable[Req]
+        self,
+        batch: ModelWorkerBatch,
+        changed: Int[np.ndarray, "N 2"],
+        live: Bool[np.ndarray, " R"] | None,
+        running: Iterable[Req],
     ) -> None:
-        """Take in a step: what was changed in each of its tokens, and which of the R real ones are of live requests (None: all)."""
+        """Take in a step: what was changed in each of its tokens, and which of the R real ones are of live requests
+        (None: all)."""
         live = np.ones(batch.num_tokens, np.bool_) if live is None else live
         real = np.where(live[:, None], changed[: batch.num_tokens], 0)
         self._total += real.sum(axis=0)

@@ -1,8 +1,8 @@
 """Text of one request while its tokens arrive: deltas that are never taken back, cut at the first stop string.
 
-Knows nothing of requests. Joined deltas equal the one-shot decode of all tokens, cut at the stop string that completes first (of
-those that complete together, the longest). Held back: an unfinished character, and text that may be the beginning of a stop
-string. Work grows linearly with tokens and characters, whatever they are.
+Knows nothing of requests. Joined deltas equal the one-shot decode of all tokens, cut at the stop string that completes
+first (of those that complete together, the longest). Held back: an unfinished character, and text that may be the
+beginning of a stop string. Work grows linearly with tokens and characters, whatever they are.
 
     tokens -> text that can no longer change -> text that no stop string can claim -> deltas
               (_ByteLevelText or _WindowText)   (_StopMatcher)"""
@@ -29,7 +29,9 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
     ) -> None:
         if "" in stop:
-            raise InvalidRequestError("stop holds an empty string; wanted one character at least; leave it out", param="stop")
+            raise InvalidRequestError(
+                "stop holds an empty string; wanted one character at least; leave it out", param="stop"
+            )
         source = _ByteLevelText if tokenizer.byte_level else _WindowText
         self._text: _ByteLevelText | _WindowText = source(tokenizer, skip_special_tokens)
         self._matcher = _StopMatcher(stop)
@@ -149,7 +151,9 @@ class _ByteLevelText:
     def feed(self, token_ids: Sequence[int]) -> str:
         self.work += len(token_ids)
         tokenizer, skip = self._tokenizer, self._skip
-        told = [tokenizer.token_bytes(token_id) for token_id in token_ids if not (skip and tokenizer.is_special(token_id))]
+        told = [
+            tokenizer.token_bytes(token_id) for token_id in token_ids if not (skip and tokenizer.is_special(token_id))
+        ]
         return self._decoder.decode(b"".join(told))
 
     def flush(self) -> str:
@@ -159,7 +163,8 @@ class _ByteLevelText:
 class _WindowText:
     """Decoders whose text depends on the token before (a leading space) or, for raw bytes, on the whole run of them.
 
-    One token of context is kept. Raw bytes wait for the token after their run: one wrong byte makes U+FFFD of all of them."""
+    One token of context is kept. Raw bytes wait for the token after their run: one wrong byte makes U+FFFD of all of
+    them."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer

@@ -46,13 +46,16 @@ class Door:
     def admit(
         self, said: GenerateReqInput, *, default_max_tokens: int | None = None, routing: RoutingDefaults = NATIVE
     ) -> list[TokenizedGenerateReqInput]:
-        """One request a choice of each prompt, in order (prompt x n + choice). `default_max_tokens` stands for a length that was
-        not named, and is cut to what fits; `routing` for what is not said of routed experts. Raises InvalidRequestError and its kin."""
+        """One request a choice of each prompt, in order (prompt x n + choice). `default_max_tokens` stands for a length
+        that was not named, and is cut to what fits; `routing` for what is not said of routed experts. Raises
+        InvalidRequestError and its kin."""
         _check_flags(said)
         params = _params_of(said)
         default = self._limits.default_max_tokens if default_max_tokens is None else default_max_tokens
         prompts = list(self._prompts(said))
-        samplings = [params.resolve(default_seed=next(self._seeds)) for _ in prompts]  # equal prompts of a call are rollouts of their own
+        samplings = [
+            params.resolve(default_seed=next(self._seeds)) for _ in prompts
+        ]  # equal prompts of a call are rollouts of their own
         n = samplings[0].n
         if len(prompts) * n > self._limits.max_requests:
             raise QueueFullError(
@@ -84,7 +87,9 @@ class Door:
             _check_count("prompt", len(texts))
             for text in texts:
                 if not isinstance(text, str) or text == "":
-                    raise InvalidRequestError(f"prompt={shown(text)} must be text of at least one character", param="prompt")
+                    raise InvalidRequestError(
+                        f"prompt={shown(text)} must be text of at least one character", param="prompt"
+                    )
                 ids = self._text_tokenizer("prompt").encode(text, most_tokens=self._limits.context_length)
                 yield self._checked(np.asarray(ids), "prompt")
             return
@@ -152,19 +157,25 @@ class Door:
         if room < 1:
             raise PromptTooLongError(
                 f"the prompt of {prompt_len} tokens does not fit the KV pool of {limits.pool_tokens} tokens with one new token; "
-                "shorten it or raise max_total_tokens", param="prompt"
-            )  # fmt: skip
+                "shorten it or raise max_total_tokens",
+                param="prompt",
+            )
         if params.max_tokens is None:
             return min(default, room)
         if params.max_tokens > room:
             raise PromptTooLongError(
                 f"max_new_tokens={params.max_tokens} with a prompt of {prompt_len} tokens is above the limit of {prompt_len + room} tokens "
-                f"(context {limits.context_length}, KV pool {limits.pool_tokens}); ask for at most {room}", param="max_new_tokens"
-            )  # fmt: skip
+                f"(context {limits.context_length}, KV pool {limits.pool_tokens}); ask for at most {room}",
+                param="max_new_tokens",
+            )
         return params.max_tokens
 
     def _eos(self) -> frozenset[int]:
-        return self._limits.eos_token_ids if self._tokenizer is None else self._limits.eos_token_ids | self._tokenizer.eos_token_ids
+        return (
+            self._limits.eos_token_ids
+            if self._tokenizer is None
+            else self._limits.eos_token_ids | self._tokenizer.eos_token_ids
+        )
 
     def _text_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
@@ -173,7 +184,10 @@ class Door:
 
     def _check_bias(self, sampling: ResolvedSampling, stops: frozenset[int]) -> None:
         vocab = self._limits.vocab_size
-        for param, ids in (("logit_bias", [token for token, _ in sampling.logit_bias]), ("stop_token_ids", sampling.stop_token_ids)):
+        for param, ids in (
+            ("logit_bias", [token for token, _ in sampling.logit_bias]),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
             wrong = [token for token in ids if token >= vocab]
             if wrong:
                 text = f"{param} holds the token id {wrong[0]}, outside 0..{vocab - 1}; use this model's ids"
@@ -187,7 +201,11 @@ class Door:
 def _params_of(said: GenerateReqInput) -> SamplingParams:
     """The sampling parameters, whichever way they were given; `max_new_tokens` beside them must agree."""
     given = said.sampling_params
-    params = given if isinstance(given, SamplingParams) else SamplingParams.from_dict({} if given is None else _mapping(given))
+    params = (
+        given
+        if isinstance(given, SamplingParams)
+        else SamplingParams.from_dict({} if given is None else _mapping(given))
+    )
     if said.max_new_tokens is None:
         return params
     if params.max_tokens is not None and params.max_tokens != said.max_new_tokens:
@@ -214,10 +232,14 @@ def _as_integers(ids: object) -> np.ndarray:
     else:
         parts: list[Any] | None = list(ids) if isinstance(ids, Sequence) and not isinstance(ids, str | bytes) else None
         if parts is None or not all(_is_id(part) for part in parts):
-            raise InvalidRequestError(f"input_ids={shown(ids)} must be a list of token ids, or a list of such lists", param="input_ids")
+            raise InvalidRequestError(
+                f"input_ids={shown(ids)} must be a list of token ids, or a list of such lists", param="input_ids"
+            )
         array = np.asarray(parts, np.int64)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidRequestError(f"input_ids of shape {array.shape} and type {array.dtype} must be a row of integers", param="input_ids")
+        raise InvalidRequestError(
+            f"input_ids of shape {array.shape} and type {array.dtype} must be a row of integers", param="input_ids"
+        )
     return array.astype(np.int64)
 
 
@@ -240,7 +262,9 @@ def _check_flags(said: GenerateReqInput) -> None:
             raise InvalidRequestError(f"{param}={shown(flag)} must be True or False", param=param)
     key = said.extra_key
     if key is not None and not isinstance(key, str):
-        raise InvalidRequestError(f"extra_key={shown(key)} must be text: requests of equal keys share cached prefixes", param="extra_key")
+        raise InvalidRequestError(
+            f"extra_key={shown(key)} must be text: requests of equal keys share cached prefixes", param="extra_key"
+        )
 
 
 def _check_count(param: str, count: int) -> None:
@@ -251,7 +275,9 @@ def _check_count(param: str, count: int) -> None:
 def _check_logprobs(said: GenerateReqInput, start: int, prompt_len: int) -> None:
     top = said.top_logprobs_num
     if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise InvalidRequestError(f"top_logprobs_num={shown(top)} must be 0..{MAX_TOP_LOGPROBS}", param="top_logprobs_num")
+        raise InvalidRequestError(
+            f"top_logprobs_num={shown(top)} must be 0..{MAX_TOP_LOGPROBS}", param="top_logprobs_num"
+        )
     if isinstance(start, bool) or not isinstance(start, int) or not -1 <= start < prompt_len:
         text = f"logprob_start_len={shown(start)} must be -1 (none of the prompt) or 0..{prompt_len - 1}"
         raise InvalidRequestError(text, param="logprob_start_len")

@@ -40,12 +40,12 @@ Result = dict[str, object] | list[dict[str, object]]
 class Engine(EngineControl):
     """Serves one model. Every method may be called from any thread; leaving the `with` shuts it down.
 
-    Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from tokenizer_path);
-    `load_format="dummy"` gives a folder's config random weights; `experts` keeps some experts on the host (ExpertsConfig), `placement`
-    says on which of `ep_size` devices their instances are (a plan, its file, or a PlacementConfig with how it is served);
-    `self_check` plays captured rows back before the engine is ready; `on_phase` is told of each phase of start-up, `on_load` of (bytes
-    loaded, bytes in all).
-    Raises ConfigError, CheckpointError, PlacementError or CaptureUnsupportedError."""
+    Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from
+    tokenizer_path); `load_format="dummy"` gives a folder's config random weights; `experts` keeps some experts on the
+    host (ExpertsConfig), `placement` says on which of `ep_size` devices their instances are (a plan, its file, or a
+    PlacementConfig with how it is served); `self_check` plays captured rows back before the engine is ready; `on_phase`
+    is told of each phase of start-up, `on_load` of (bytes loaded, bytes in all). Raises ConfigError, CheckpointError,
+    PlacementError or CaptureUnsupportedError."""
 
     def __init__(
         self,
@@ -98,13 +98,14 @@ class Engine(EngineControl):
     ) -> Result | Iterator[dict[str, object]]:
         """Generate for one prompt (a dict) or many (a list of dicts, in order; n > 1 gives n a prompt).
 
-        Each dict holds `text`, `output_ids` and `meta_info`. Keywords are the fields of GenerateReqInput: max_new_tokens, rid,
-        extra_key, return_logprob, logprob_start_len, top_logprobs_num, return_routed_experts, routed_experts_start_len (alias
-        routed_experts_prompt_start), routed_experts_format ("int32" or "npy"), routed_experts_layers ("all" or "moe").
-        With return_routed_experts, meta_info holds `routed_experts` for the S-1 tokens that were fed (int32 [S-1, layers, top_k],
-        dense layers -1): read it with `extract_routed_experts_from_meta_info`.
-        With `stream` it gives an iterator of cumulative dicts; closing it aborts. Raises InvalidRequestError,
-        CaptureDisabledError, PromptTooLongError, QueueFullError, RoutingIncompleteError or EngineDeadError."""
+        Each dict holds `text`, `output_ids` and `meta_info`. Keywords are the fields of GenerateReqInput:
+        max_new_tokens, rid, extra_key, return_logprob, logprob_start_len, top_logprobs_num, return_routed_experts,
+        routed_experts_start_len (alias routed_experts_prompt_start), routed_experts_format ("int32" or "npy"),
+        routed_experts_layers ("all" or "moe"). With return_routed_experts, meta_info holds `routed_experts` for the S-1
+        tokens that were fed (int32 [S-1, layers, top_k], dense layers -1): read it with
+        `extract_routed_experts_from_meta_info`. With `stream` it gives an iterator of cumulative dicts; closing it
+        aborts. Raises InvalidRequestError, CaptureDisabledError, PromptTooLongError, QueueFullError,
+        RoutingIncompleteError or EngineDeadError."""
         call = self._call(prompt, sampling_params, input_ids, stream, said)
         return call.stream(self._loop) if stream else call.run(self._loop)
 
@@ -124,10 +125,10 @@ class Engine(EngineControl):
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, output_kind: str = "delta"
     ) -> AsyncIterator[RequestOutput]:
-        """Generate for one prompt, text or token ids, as RequestOutputs of the running event loop. `output_kind`: "delta" gives what
-        the choice that has news has added, "cumulative" all that it has told, "final" one output of all choices at the end. Rows, if
-        `params` ask for them, come with the end of their choice. Closing the iterator or cancelling its task aborts.
-        Raises InvalidRequestError and its kin at once, others from the iterator."""
+        """Generate for one prompt, text or token ids, as RequestOutputs of the running event loop. `output_kind`:
+        "delta" gives what the choice that has news has added, "cumulative" all that it has told, "final" one output of
+        all choices at the end. Rows, if `params` ask for them, come with the end of their choice. Closing the iterator
+        or cancelling its task aborts. Raises InvalidRequestError and its kin at once, others from the iterator."""
         check_kind(output_kind)
         if params is not None and params.routed_experts_format is not None:
             text = f"routed_experts_format={shown(params.routed_experts_format)} is for the wire; here rows are arrays: leave it out"
@@ -143,14 +144,19 @@ class Engine(EngineControl):
         return stream_outputs(open_call, text, kind=output_kind)
 
     def abort(self, rid: str | None = None, *, abort_all: bool = False) -> int:
-        """End requests with what they have: that of `rid` (with all its choices and prompts), or all. Returns how many."""
+        """End requests with what they have: that of `rid` (with all its choices and prompts), or all. Returns how
+        many."""
         if (rid is None) != abort_all:
             raise InvalidRequestError(f"rid={shown(rid)} with abort_all={abort_all}; give one of them", param="rid")
         core = self._assembly.core
 
         def end() -> int:
             live = [req for one in core.ledger.live() if (req := core.ledger.find(one)) is not None]
-            return sum(core.abort(req.rid) for req in live if abort_all or rid in (req.rid, req.source.group.rpartition("-")[0]))
+            return sum(
+                core.abort(req.rid)
+                for req in live
+                if abort_all or rid in (req.rid, req.source.group.rpartition("-")[0])
+            )
 
         return self._loop.call(end)
 
@@ -197,7 +203,9 @@ class Engine(EngineControl):
         """Give the engine itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Shut down."""
         self.shutdown()
 
@@ -210,10 +218,14 @@ class Engine(EngineControl):
         said: dict[str, Any],
     ) -> Call:
         if "text" in said:
-            raise InvalidRequestError("text is no parameter of generate; did you mean prompt?", param="text", code="unknown_field")
+            raise InvalidRequestError(
+                "text is no parameter of generate; did you mean prompt?", param="text", code="unknown_field"
+            )
         request = request_of(text=prompt, sampling_params=sampling_params, input_ids=input_ids, stream=stream, **said)
         requests = self._door.admit(request)
-        single = len(requests) == 1 and (isinstance(prompt, str) or (input_ids is not None and not is_nested(input_ids)))
+        single = len(requests) == 1 and (
+            isinstance(prompt, str) or (input_ids is not None and not is_nested(input_ids))
+        )
         mode, capture = self.server_args.logprobs_mode, self._assembly.capture
         return Call(requests, self._tokenizer, single=single, logprobs_mode=mode, capture=capture)
 
@@ -243,7 +255,11 @@ def _args_of(model_path: str | None, said: dict[str, Any]) -> ServerArgs:
     paddings = ("precompile_bs_paddings", "precompile_token_paddings")
     fields: dict[str, Any] = {"model_path": model_path} | said
     fields |= {name: tuple(fields[name]) for name in paddings if isinstance(fields.get(name), list)}
-    fields |= {name: str(fields[name]) for name in ("model_path", "tokenizer_path") if isinstance(fields.get(name), os.PathLike)}
+    fields |= {
+        name: str(fields[name])
+        for name in ("model_path", "tokenizer_path")
+        if isinstance(fields.get(name), os.PathLike)
+    }
     return ServerArgs(**fields)
 
 

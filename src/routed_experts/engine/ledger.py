@@ -12,7 +12,10 @@ from routed_experts.core.io_struct import Departed, Logprobs, TokenIDOut
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 
-NEWS_TOGETHER, MAX_SPREAD = 16, 4  # more streams are told less often, in all at most as often as so many, down to a quarter
+NEWS_TOGETHER, MAX_SPREAD = (
+    16,
+    4,
+)  # more streams are told less often, in all at most as often as so many, down to a quarter
 StopCheck = Callable[[int], str | None]  # the next token id -> the stop string that it completed
 
 
@@ -38,7 +41,8 @@ class Ledger:
 
     @property
     def finished(self) -> Mapping[str, int]:
-        """Ended requests by outcome: stop, length, abort, timeout, error, and rejected: those that found the queue full."""
+        """Ended requests by outcome: stop, length, abort, timeout, error, and rejected: those that found the queue
+        full."""
         return MappingProxyType(self._finished)
 
     @property
@@ -92,14 +96,21 @@ class Ledger:
         return req.source.routed_experts.start if told is None else told
 
     def news(
-        self, req: Req, *, record: RoutedExperts | None, error: Exception | None, weight_version: int, exact: bool = True,
+        self,
+        req: Req,
+        *,
+        record: RoutedExperts | None,
+        error: Exception | None,
+        weight_version: int,
+        exact: bool = True,
         departed: Departed | None = None,
-    ) -> TokenIDOut:  # fmt: skip
+    ) -> TokenIDOut:
         """What a request has to tell since it was last asked; an ended one leaves the ledger."""
         entry = self._live[req.rid]
         told, entry.num_told = entry.num_told, req.num_output
         interval = req.source.stream_interval_s * min(MAX_SPREAD, 1 + max(self._num_told - 1, 0) // NEWS_TOGETHER)
-        # At multiples of the interval on the clock, for all streams the same: one wake-up of those who wait for them, not one for each.
+        # At multiples of the interval on the clock, for all streams the same: one wake-up of those who wait for them,
+        # not one for each.
         entry.next_news = (time.monotonic() // interval + 1) * interval if interval else 0.0
         if record is not None:
             entry.rows_told = record.start + record.num_rows

@@ -30,8 +30,8 @@ Messages = Sequence[Mapping[str, object]]
 class LLM:
     """Serves one model in this process. `engine` is what it is made of; leaving the `with`, or `shutdown`, ends it.
 
-    `max_num_seqs` requests run at once, `max_num_batched_tokens` are fed in a step. Code that a checkpoint brings along is never run:
-    trust_remote_code=True is refused. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    `max_num_seqs` requests run at once, `max_num_batched_tokens` are fed in a step. Code that a checkpoint brings along
+    is never run: trust_remote_code=True is refused. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class LLM:
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
         """Generate for one prompt or many, in order; one SamplingParams for all or one each. 16 tokens unless they say.
 
-        Routing comes with every answer of an engine that records it, unless return_routed_experts is False.
-        Raises InvalidRequestError, PromptTooLongError, CaptureDisabledError, RoutingIncompleteError or EngineDeadError."""
+        Routing comes with every answer of an engine that records it, unless return_routed_experts is False. Raises
+        InvalidRequestError, PromptTooLongError, CaptureDisabledError, RoutingIncompleteError or EngineDeadError."""
         listed = _listed(prompts)
         wanted = _params_of(sampling_params, len(listed))
         groups = [self._admit(prompt, params) for prompt, params in zip(listed, wanted, strict=True)]
@@ -89,20 +89,24 @@ class LLM:
         """Answer one conversation or many, by the checkpoint's chat template. Raises as `generate` does."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
-            raise InvalidRequestError("messages came, but this engine has no tokenizer; give token ids to generate", param="messages")
+            raise InvalidRequestError(
+                "messages came, but this engine has no tokenizer; give token ids to generate", param="messages"
+            )
         conversations: Any = messages
         if not conversations:
             raise InvalidRequestError("messages is empty; give at least one", param="messages")
         several = not isinstance(conversations[0], Mapping)
         texts = [tokenizer.apply_chat_template(one) for one in (conversations if several else [conversations])]
-        prompts = [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts]
+        prompts = [
+            {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
+        ]
         return self.generate(prompts, sampling_params)
 
     def score(
         self, token_ids: Sequence[Sequence[int]], *, routed: Sequence[RoutedExperts | None] | None = None
-    ) -> list[ScoreOutput]:  # fmt: skip
-        """Score sequences of token ids, each S - 1 logprobs and, where the engine records, S rows; rows of `routed` are replayed.
-        Raises as `Engine.score` does."""
+    ) -> list[ScoreOutput]:
+        """Score sequences of token ids, each S - 1 logprobs and, where the engine records, S rows; rows of `routed` are
+        replayed. Raises as `Engine.score` does."""
         if not is_nested(token_ids):
             text = f"token_ids={shown(token_ids)} must be a list of lists of token ids, one a sequence"
             raise InvalidRequestError(text, param="token_ids")
@@ -116,7 +120,9 @@ class LLM:
         """Give itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Shut down."""
         self.shutdown()
 
@@ -125,8 +131,16 @@ class LLM:
         if params.routed_experts_format is not None:
             text = f"routed_experts_format={shown(params.routed_experts_format)} is for the wire; here rows are arrays: leave it out"
             raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
-        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None if isinstance(prompt, str) else prompt
-        said = GenerateReqInput(text=None if ids is not None else _text_of(prompt), input_ids=ids, sampling_params=params)
+        ids = (
+            prompt.get("prompt_token_ids")
+            if isinstance(prompt, Mapping)
+            else None
+            if isinstance(prompt, str)
+            else prompt
+        )
+        said = GenerateReqInput(
+            text=None if ids is not None else _text_of(prompt), input_ids=ids, sampling_params=params
+        )
         return self.engine._door.admit(said, default_max_tokens=DEFAULT_MAX_TOKENS, routing=self._routing)
 
     def _bunches(self, groups: list[list[TokenizedGenerateReqInput]]) -> Iterator[list[TokenizedGenerateReqInput]]:
@@ -141,7 +155,9 @@ class LLM:
 
     def _run(self, requests: list[TokenizedGenerateReqInput]) -> Sequence[Answer]:
         mode = self.engine.server_args.logprobs_mode
-        call = Call(requests, self.engine.tokenizer, single=False, logprobs_mode=mode, capture=self.engine._assembly.capture)
+        call = Call(
+            requests, self.engine.tokenizer, single=False, logprobs_mode=mode, capture=self.engine._assembly.capture
+        )
         for _ in call.stream(self.engine._loop):
             continue
         return call.answers

@@ -1,8 +1,9 @@
 """LoadWatch: how evenly the devices of placed experts were loaded of late. Knows no plan and moves nothing.
 
-Steps count their experts on the device. Every tenth step (a beat) the counts are taken, and read with the next beat, when they have long
-been on the host: nothing waits. The placement of that moment says which device they loaded, an expert's slots divided evenly among its
-instances. Dims: M MoE layers, E experts, V devices, F phases (prompt, generated)."""
+Steps count their experts on the device. Every tenth step (a beat) the counts are taken, and read with the next beat,
+when they have long been on the host: nothing waits. The placement of that moment says which device they loaded, an
+expert's slots divided evenly among its instances. Dims: M MoE layers, E experts, V devices, F phases (prompt,
+generated)."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ WINDOWS = (10, 100, 1000)  # steps that balancedness is told of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """How evenly devices were loaded by the last `num_steps` steps, or by all there were. `balancedness`: mean over layers of mean / max
-    device load (SGLang's); `weighted`: sum of the means / sum of the maxima (vLLM's); `max_over_mean`: of each MoE layer."""
+    """How evenly devices were loaded by the last `num_steps` steps, or by all there were. `balancedness`: mean over
+    layers of mean / max device load (SGLang's); `weighted`: sum of the means / sum of the maxima (vLLM's);
+    `max_over_mean`: of each MoE layer."""
 
     num_steps: int
     balancedness: float
@@ -76,7 +78,10 @@ class LoadWatch:
 
     def _take(self, *, told: bool) -> None:
         self._arrive()
-        self._on_its_way, self._num_steps = (self._num_steps, self._runner.take_counts(), self._runner.placement, told), 0
+        self._on_its_way, self._num_steps = (
+            (self._num_steps, self._runner.take_counts(), self._runner.placement, told),
+            0,
+        )
 
     def _arrive(self) -> None:
         """Read what was taken with the last beat."""

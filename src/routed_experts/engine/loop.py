@@ -1,7 +1,7 @@
 """EngineLoop: the thread that steps the core, and the only door to it. Knows nothing of prompts or text.
 
-Callers hand over functions that run between two steps; news goes to the sink of each request. An exception in a step ends
-every live request with its cause. The thread waits on its inbox when there is nothing to do; nobody polls."""
+Callers hand over functions that run between two steps; news goes to the sink of each request. An exception in a step
+ends every live request with its cause. The thread waits on its inbox when there is nothing to do; nobody polls."""
 
 import concurrent.futures
 import dataclasses
@@ -47,7 +47,8 @@ class EngineLoop:
         self._core = core
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
-        # Between the last command that is taken in and the end of the thread. Reentrant: the collector may close a stream in here.
+        # Between the last command that is taken in and the end of the thread. Reentrant: the collector may close a
+        # stream in here.
         self._lock = threading.RLock()
         self._stopping = False
         self._cause: BaseException | None = None
@@ -56,8 +57,9 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, call: Submission) -> concurrent.futures.Future[None]:
-        """Hand over the requests of one call, all or none; the future tells when they are in. QueueFullError if they do not fit,
-        InvalidRequestError if an id is in use, EngineDeadError after the end. Cancelled in time, they never come in."""
+        """Hand over the requests of one call, all or none; the future tells when they are in. QueueFullError if they do
+        not fit, InvalidRequestError if an id is in use, EngineDeadError after the end. Cancelled in time, they never
+        come in."""
         return self._promise(lambda: _accept(self, call))
 
     def call(self, function: Callable[[], _T]) -> _T:
@@ -83,15 +85,22 @@ class EngineLoop:
         return future
 
     def settle(self) -> None:
-        """Wait until there is nothing to do, or nothing is held back any more; requests that a pause holds back do not count."""
+        """Wait until there is nothing to do, or nothing is held back any more; requests that a pause holds back do not
+        count."""
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._send(Command(lambda: self._settling.append(future), fail=lambda: future.set_exception(_death(self._cause))))
+        self._send(
+            Command(lambda: self._settling.append(future), fail=lambda: future.set_exception(_death(self._cause)))
+        )
         future.result()
 
     def abort(self, rids: Sequence[str], sink: Sink, reason: FinishReason = ABORTED) -> None:
-        """End those of these requests whose news goes to `sink`, with what they have; the others (ended, refused, of another
-        call) are left alone. Returns at once."""
-        self._send(Command(lambda: self._abort([rid for rid in rids if self._sinks.get(rid) is sink], reason), fail=lambda: None))
+        """End those of these requests whose news goes to `sink`, with what they have; the others (ended, refused, of
+        another call) are left alone. Returns at once."""
+        self._send(
+            Command(
+                lambda: self._abort([rid for rid in rids if self._sinks.get(rid) is sink], reason), fail=lambda: None
+            )
+        )
 
     def drained(self, function: Callable[[], _T]) -> _T:
         """Run a function on the engine thread while no step is in flight."""
@@ -177,8 +186,8 @@ class EngineLoop:
 
 
 def submit_all(loop: EngineLoop, calls: Sequence[Submission]) -> "concurrent.futures.Future[list[Exception | None]]":
-    """`submit` several at once, before the next step; the future gives what `submit` would have raised for each, or raises
-    EngineDeadError."""
+    """`submit` several at once, before the next step; the future gives what `submit` would have raised for each, or
+    raises EngineDeadError."""
 
     def outcome(call: Submission) -> Exception | None:
         try:
@@ -198,7 +207,9 @@ def is_idle(loop: EngineLoop) -> bool:
 def _accept(loop: EngineLoop, call: Submission) -> None:
     """Engine thread: take in the requests of one call. Raises what `EngineLoop.submit` raises."""
     ledger, reqs = loop._core.ledger, call.reqs
-    taken = next((req.rid for req in reqs if ledger.find(req.rid) is not None or ledger.has_group(req.source.group)), None)
+    taken = next(
+        (req.rid for req in reqs if ledger.find(req.rid) is not None or ledger.has_group(req.source.group)), None
+    )
     if taken is not None:
         text = f"rid={taken!r} is the id of a request that has not ended; choose another, or leave it out"
         raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
@@ -209,7 +220,8 @@ def _accept(loop: EngineLoop, call: Submission) -> None:
 
 
 def _finish_step_in_flight(loop: EngineLoop) -> None:
-    """Tell the news of the step in flight. What fails in it is not the fault of who waits for it: it ends the thread, as any step's."""
+    """Tell the news of the step in flight. What fails in it is not the fault of who waits for it: it ends the thread,
+    as any step's."""
     try:
         outs = loop._core.drain().outs
     except Exception as cause:

@@ -1,8 +1,8 @@
-"""EngineOccupation: the engine's device memory, given up and taken back while the engine lives on: a trainer on the same device needs it.
-Knows nothing of requests but that they wait.
+"""EngineOccupation: the engine's device memory, given up and taken back while the engine lives on: a trainer on the
+same device needs it. Knows nothing of requests but that they wait.
 
-What runs goes back to the queue with its tokens and rows, then the KV pool is freed, and with it every cached prefix: nothing that
-was filed under a page is kept. Compiled programs stay, so taking memory back compiles nothing."""
+What runs goes back to the queue with its tokens and rows, then the KV pool is freed, and with it every cached prefix:
+nothing that was filed under a page is kept. Compiled programs stay, so taking memory back compiles nothing."""
 
 import threading
 import time
@@ -36,9 +36,10 @@ class EngineOccupation:
         self._scorer = Scorer(args, assembly.buckets, assembly.core.runner, self._loop.call)
 
     def release_memory_occupation(self, tags: Sequence[str] = TAGS) -> None:
-        """Free the KV pool ("kv_cache"), the engine's hold on its weights ("weights"), or both, between two steps. Requests that run go
-        back to the queue and, with those that come in, wait until all is taken back. Arrays of weights that the caller holds too stay
-        the caller's. What is released already stays so. Raises InvalidRequestError for other tags, and on an engine with experts=."""
+        """Free the KV pool ("kv_cache"), the engine's hold on its weights ("weights"), or both, between two steps.
+        Requests that run go back to the queue and, with those that come in, wait until all is taken back. Arrays of
+        weights that the caller holds too stay the caller's. What is released already stays so. Raises
+        InvalidRequestError for other tags, and on an engine with experts=."""
         core = self._assembly.core
         refuse_split(core, "release_memory_occupation")
         chosen = frozenset(tags) if isinstance(tags, Sequence) and not isinstance(tags, str) else frozenset[str]()
@@ -48,13 +49,15 @@ class EngineOccupation:
             self._loop.drained(lambda: release(core, chosen))
 
     def resume_memory_occupation(self, state: Weights | None = None, *, version: int | None = None) -> None:
-        """Take back all that was released, with an empty pool, and go on with what waits. Released weights come from `state`, as
-        `update_weights` takes it, under a `version` that rises, or have come by `update_weights` meanwhile. Without a release nothing
-        happens. Raises InvalidRequestError where weights are wanted and none are given, or one of `state` and `version` is missing;
-        WeightsMismatchError as `update_weights`. Then all stays released."""
+        """Take back all that was released, with an empty pool, and go on with what waits. Released weights come from
+        `state`, as `update_weights` takes it, under a `version` that rises, or have come by `update_weights` meanwhile.
+        Without a release nothing happens. Raises InvalidRequestError where weights are wanted and none are given, or
+        one of `state` and `version` is missing; WeightsMismatchError as `update_weights`. Then all stays released."""
         core = self._assembly.core
         if (state is None) != (version is None):
-            raise InvalidRequestError("state and version come together: weights, and the number that they are known by", param="version")
+            raise InvalidRequestError(
+                "state and version come together: weights, and the number that they are known by", param="version"
+            )
 
         def resume(arrays: nnx.State[Any, Any] | None) -> None:
             if not core.released:
@@ -78,7 +81,8 @@ class EngineOccupation:
 
 
 def release(core: EngineCore, tags: frozenset[str]) -> None:
-    """Give up the pool, the weights or both; what runs goes back to the queue, with its tokens and rows. Drain first."""
+    """Give up the pool, the weights or both; what runs goes back to the queue, with its tokens and rows. Drain
+    first."""
     for req in tuple(reversed(core.scheduler.running)):
         core.retract(req)
     core.flush_cache()
@@ -98,7 +102,9 @@ def take_back(core: EngineCore) -> None:
 def served_now(assembly: Assembly) -> ServedModel:
     """The served model, its experts where they are now."""
     runner = assembly.core.runner
-    return assembly.served.under(runner.placement, runner.factor) if isinstance(runner, PlacedRunner) else assembly.served
+    return (
+        assembly.served.under(runner.placement, runner.factor) if isinstance(runner, PlacedRunner) else assembly.served
+    )
 
 
 def refuse_released(core: EngineCore, what: str) -> None:

@@ -1,7 +1,7 @@
 """OpenCall: a call whose news an event loop takes, step by step. Knows nothing of HTTP.
 
-First `accepted`, which raises what a full queue or an id in use raise; then `news`; and `close` at any time, from any task, which
-aborts what is still running. A reader that falls behind is aborted: news never piles up without a bound."""
+First `accepted`, which raises what a full queue or an id in use raise; then `news`; and `close` at any time, from any
+task, which aborts what is still running. A reader that falls behind is aborted: news never piles up without a bound."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,15 +16,23 @@ from routed_experts.engine.sinks import EventMail, EventSink
 
 
 class OpenCall:
-    """One call of one event loop. `max_backlog`: news a request that may wait for the reader; `mail`, `arrivals`: shared with other
-    calls of the event loop; without `arrivals` it goes to the engine by itself, at once."""
+    """One call of one event loop. `max_backlog`: news a request that may wait for the reader; `mail`, `arrivals`:
+    shared with other calls of the event loop; without `arrivals` it goes to the engine by itself, at once."""
 
     def __init__(
-        self, call: Call, loop: EngineLoop, *, max_backlog: int, mail: EventMail | None = None, arrivals: Arrivals | None = None
+        self,
+        call: Call,
+        loop: EngineLoop,
+        *,
+        max_backlog: int,
+        mail: EventMail | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self._call, self._loop, self._arrivals = call, loop, arrivals
         self._is_closed = False
-        self._sink = EventSink(mail or EventMail(asyncio.get_running_loop()), max_waiting=max_backlog * len(call.answers))
+        self._sink = EventSink(
+            mail or EventMail(asyncio.get_running_loop()), max_waiting=max_backlog * len(call.answers)
+        )
 
     @property
     def answers(self) -> tuple[Answer, ...]:
@@ -37,7 +45,8 @@ class OpenCall:
         return self._call.is_open
 
     async def accepted(self) -> None:
-        """Hand the requests over, all or none. Raises QueueFullError, InvalidRequestError (an id in use) or EngineDeadError."""
+        """Hand the requests over, all or none. Raises QueueFullError, InvalidRequestError (an id in use) or
+        EngineDeadError."""
         submission = self._call.submission(self._sink)
         if self._arrivals is None:
             await asyncio.wrap_future(self._loop.submit(submission))

@@ -1,4 +1,5 @@
-"""RequestOutput and CompletionOutput: answers as vLLM's users know them, with the record beside the arrays. Knows no engine.
+"""RequestOutput and CompletionOutput: answers as vLLM's users know them, with the record beside the arrays. Knows no
+engine.
 
 Dims: P prompt rows, G generated rows, M MoE layers, K experts per token."""
 
@@ -21,7 +22,8 @@ MAX_INT16_EXPERTS = 32_768
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """The logprob of one token at one place. `rank` counts from 1 among the alternatives; None for one that is not among them."""
+    """The logprob of one token at one place. `rank` counts from 1 among the alternatives; None for one that is not
+    among them."""
 
     logprob: float
     rank: int | None
@@ -44,7 +46,8 @@ class WeightSpan:
 class CompletionOutput:
     """One choice. `token_ids` hold a stop token that was met; `logprobs` None unless asked for.
 
-    `record` is the whole routing of the sequence, prompt rows included; None where none was asked for, or none was generated."""
+    `record` is the whole routing of the sequence, prompt rows included; None where none was asked for, or none was
+    generated."""
 
     index: int
     text: str
@@ -58,7 +61,8 @@ class CompletionOutput:
 
     @functools.cached_property
     def routed_experts(self) -> Int16[np.ndarray, "G M K"] | None:
-        """Rows of the generated tokens, gen_len - 1: the last token was never fed. Raises RoutingFormatError above 32,768 experts."""
+        """Rows of the generated tokens, gen_len - 1: the last token was never fed. Raises RoutingFormatError above
+        32,768 experts."""
         return None if self.record is None else _as_int16(self.record.generated)
 
 
@@ -77,7 +81,8 @@ class RequestOutput:
 
     @functools.cached_property
     def prompt_routed_experts(self) -> Int16[np.ndarray, "P M K"] | None:
-        """Rows of the prompt's tokens from the start that was asked for on; one for all choices. Raises as routed_experts does."""
+        """Rows of the prompt's tokens from the start that was asked for on; one for all choices. Raises as
+        routed_experts does."""
         record = self.outputs[0].record
         return None if record is None else _as_int16(record.prompt)
 
@@ -141,7 +146,10 @@ def _logprobs(told: list[list[Any]], tops: list[list[list[Any]] | None] | None) 
         if entry[0] is None and not top:
             found.append(None)
             continue
-        ranked = {one[1]: Logprob(logprob=_number(one[0]), rank=rank, decoded_token=one[2]) for rank, one in enumerate(top or [], start=1)}
+        ranked = {
+            one[1]: Logprob(logprob=_number(one[0]), rank=rank, decoded_token=one[2])
+            for rank, one in enumerate(top or [], start=1)
+        }
         ranked.setdefault(entry[1], Logprob(logprob=_number(entry[0]), rank=None, decoded_token=entry[2]))
         found.append(ranked)
     return found
@@ -153,7 +161,8 @@ def _number(value: float | None) -> float:
 
 
 def _weight_versions(answer: Answer) -> tuple[WeightSpan, ...]:
-    """Which weights sampled which output tokens. Output token j was sampled by the pass that fed the token before it."""
+    """Which weights sampled which output tokens. Output token j was sampled by the pass that fed the token before
+    it."""
     count, record = len(answer.token_ids), answer.record
     if record is None:
         return (WeightSpan(version=answer.counts.weight_version, start=0, end=count),) if count else ()
@@ -164,7 +173,9 @@ def _weight_versions(answer: Answer) -> tuple[WeightSpan, ...]:
 
 def _as_int16(record: RoutedExperts) -> Int16[np.ndarray, "R M K"]:
     if record.num_experts > MAX_INT16_EXPERTS:
-        raise RoutingFormatError(f"{record.num_experts} experts do not fit int16; read `record`, whose ids are {record.ids.dtype}")
+        raise RoutingFormatError(
+            f"{record.num_experts} experts do not fit int16; read `record`, whose ids are {record.ids.dtype}"
+        )
     return record.ids.astype(np.int16)
 
 

@@ -1,4 +1,5 @@
-"""Pauses: what becomes of running requests while an engine holds still. Knows nothing of threads; call between steps, drained.
+"""Pauses: what becomes of running requests while an engine holds still. Knows nothing of threads; call between steps,
+drained.
 
 New requests queue until the pause ends, whatever its mode."""
 
@@ -17,8 +18,9 @@ def hold_of(mode: object) -> Hold:
 
 
 def pause(core: EngineCore, hold: Hold) -> None:
-    """Hold the core. WAIT: what has started goes on to its end. RETRACT: it goes back to the queue with its tokens and rows, and
-    its pages are free. IN_PLACE: it keeps its pages and does not move. ABORT: every request ends with what it has."""
+    """Hold the core. WAIT: what has started goes on to its end. RETRACT: it goes back to the queue with its tokens and
+    rows, and its pages are free. IN_PLACE: it keeps its pages and does not move. ABORT: every request ends with what it
+    has."""
     core.hold, core.scheduler.admits_new = hold, False
     if hold is Hold.RETRACT:
         for req in tuple(reversed(core.scheduler.running)):

@@ -11,10 +11,11 @@ from routed_experts.placement.gate import Verdict
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementStats:
-    """Counts since the engine's start. `rebalances`: plans that the experts moved for; `skipped`: plans that were not worth it; `failed`:
-    plans or moves that ended in an error; `copies`: instances that came from another device, whoever moved them; `rerouted_slots`,
-    `dropped_slots`: see Departed. `balance`: by window of steps, without the last ten to twenty. `verdict`: what the
-    gate said of the last plan; `last_move_s`: seconds that the last move took, steps between its layers included."""
+    """Counts since the engine's start. `rebalances`: plans that the experts moved for; `skipped`: plans that were not
+    worth it; `failed`: plans or moves that ended in an error; `copies`: instances that came from another device,
+    whoever moved them; `rerouted_slots`, `dropped_slots`: see Departed. `balance`: by window of steps, without the last
+    ten to twenty. `verdict`: what the gate said of the last plan; `last_move_s`: seconds that the last move took, steps
+    between its layers included."""
 
     epoch: int
     rebalances: int = 0
@@ -36,9 +37,13 @@ class PlacementStats:
         told = PlacementStats(epoch=runner.placement.epoch, copies=runner.num_copied)
         if follows is not None:
             told = dataclasses.replace(
-                told, rebalances=follows.num_rebalanced, skipped=follows.num_skipped, failed=follows.num_failed, verdict=follows.verdict,
+                told,
+                rebalances=follows.num_rebalanced,
+                skipped=follows.num_skipped,
+                failed=follows.num_failed,
+                verdict=follows.verdict,
                 last_move_s=follows.last_move_s,
-            )  # fmt: skip
+            )
         if watch is not None and spec is not None:
             told = dataclasses.replace(told, balance=watch.balance(), layer_ids=tuple(spec.layer_ids))
         return told if departures is None else dataclasses.replace(told, **dataclasses.asdict(departures.total))

@@ -1,4 +1,5 @@
-"""EnginePlaces: where the experts of a running engine are: on which devices, or on the accelerator or its host. Knows no request.
+"""EnginePlaces: where the experts of a running engine are: on which devices, or on the accelerator or its host. Knows
+no request.
 
 Every method may be called from any thread and acts between two steps."""
 
@@ -30,15 +31,16 @@ class EnginePlaces(EngineOccupation):
             assembly.rebalancer.start(self._follow)
 
     def apply_placement(self, placement: Placement) -> int:
-        """Move the experts to where the placement has them, a MoE layer between two steps, while requests go on; returns how many
-        instances came from another device. Ids and outputs stay what they are, up to the order of sums, and nothing is compiled.
-        Raises PlacementError for a placement of another model or other sizes, and InvalidRequestError on an engine that was built
-        without placement=."""
+        """Move the experts to where the placement has them, a MoE layer between two steps, while requests go on;
+        returns how many instances came from another device. Ids and outputs stay what they are, up to the order of
+        sums, and nothing is compiled. Raises PlacementError for a placement of another model or other sizes, and
+        InvalidRequestError on an engine that was built without placement=."""
         return self._move(placement, 1)
 
     def set_capacity_factor(self, factor: Fraction | float | str) -> None:
-        """Give the instances of later steps room for this factor of the mean load; nothing is compiled. `factor` as in PlacementConfig.
-        Raises ConfigError, and InvalidRequestError on an engine that was built without PlacementConfig(mode="reroute")."""
+        """Give the instances of later steps room for this factor of the mean load; nothing is compiled. `factor` as in
+        PlacementConfig. Raises ConfigError, and InvalidRequestError on an engine that was built without
+        PlacementConfig(mode="reroute")."""
         runner, wanted = _placed_runner(self._assembly.core), fraction_of(factor)
         if runner.factor is None:
             text = "this engine's instances have no capacities; build it with Engine(..., placement=PlacementConfig(mode='reroute', ...))"
@@ -48,7 +50,8 @@ class EnginePlaces(EngineOccupation):
             self._loop.drained(lambda: runner.set_capacity(wanted))
 
     def placement_stats(self) -> PlacementStats:
-        """What became of the experts' places since the start. Raises InvalidRequestError on an engine without placement=."""
+        """What became of the experts' places since the start. Raises InvalidRequestError on an engine without
+        placement=."""
         return PlacementStats.of(self._assembly, _placed_runner(self._assembly.core))
 
     def _move(self, placement: Placement, layers_per_step: int) -> int:
@@ -75,15 +78,17 @@ class EnginePlaces(EngineOccupation):
         return sum(moved)
 
     def apply_residency(self, residency: ResidencyMap) -> int:
-        """Make other experts resident on the accelerator, between two steps, and return how many were copied there. Ids and outputs
-        stay what they are, up to the order of sums, and nothing is compiled. Raises PlacementError for a map of another model or
-        another number of residents, and InvalidRequestError on an engine without experts=ExpertsConfig(...)."""
+        """Make other experts resident on the accelerator, between two steps, and return how many were copied there. Ids
+        and outputs stay what they are, up to the order of sums, and nothing is compiled. Raises PlacementError for a
+        map of another model or another number of residents, and InvalidRequestError on an engine without
+        experts=ExpertsConfig(...)."""
         runner = _split_runner(self._assembly.core)
         return self._loop.call(lambda: runner.apply_residency(residency))
 
     def residency(self) -> tuple[ResidencyMap, Float64[np.ndarray, " M"]]:
-        """Which experts are resident, and of each MoE layer the share of all slots so far that residents ran (resident_hit_ratio; NaN
-        before the first step). Raises InvalidRequestError on an engine without experts=ExpertsConfig(...)."""
+        """Which experts are resident, and of each MoE layer the share of all slots so far that residents ran
+        (resident_hit_ratio; NaN before the first step). Raises InvalidRequestError on an engine without
+        experts=ExpertsConfig(...)."""
         runner = _split_runner(self._assembly.core)
         held, counts = self._loop.call(lambda: (runner.residency, runner.slot_counts()))
         return held, 1.0 - counts[:, 0] / np.where(counts[:, 1] == 0, np.nan, counts[:, 1])

@@ -1,5 +1,5 @@
-"""From arguments and a model's shapes to the plan of its memory: the same for `inspect` and for an engine, before a weight is loaded.
-Knows no arrays."""
+"""From arguments and a model's shapes to the plan of its memory: the same for `inspect` and for an engine, before a
+weight is loaded. Knows no arrays."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,8 @@ from routed_experts.models.shards import Shards
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """What an engine will be: its memory, its padded sizes, the positions it serves, what it records (None: nothing)."""
+    """What an engine will be: its memory, its padded sizes, the positions it serves, what it records (None:
+    nothing)."""
 
     memory: MemoryPlan
     buckets: Buckets
@@ -30,9 +31,11 @@ class EnginePlan:
     capture: CaptureSpec | None
 
 
-def plan_engine(args: ServerArgs, config: DecoderConfig, arrays: nnx.State[Any, Any], shards: Shards | None) -> EnginePlan:
-    """Plan a model whose `arrays` (shapes and dtypes are read) are dealt out as `shards` say. Raises what plan_memory raises, and
-    ConfigError for a context_length above the model's."""
+def plan_engine(
+    args: ServerArgs, config: DecoderConfig, arrays: nnx.State[Any, Any], shards: Shards | None
+) -> EnginePlan:
+    """Plan a model whose `arrays` (shapes and dtypes are read) are dealt out as `shards` say. Raises what plan_memory
+    raises, and ConfigError for a context_length above the model's."""
     part, held = (config, arrays) if shards is None else (config.part(shards.split), shards.part_of(arrays))
     context_length = context_length_of(args, config.context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
@@ -48,8 +51,9 @@ def arrays_of(source: ModelFolder | Decoder, dtype: str) -> nnx.State[Any, Any]:
 
 
 def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
-    """The pool's shapes before its size is known. Keys and values have the weights' dtype, but float32 holds those of bfloat16
-    on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are the same."""
+    """The pool's shapes before its size is known. Keys and values have the weights' dtype, but float32 holds those of
+    bfloat16 on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are
+    the same."""
     dtype = jnp.result_type(jax.tree.leaves(state)[0])
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         dtype = jnp.dtype("float32")
@@ -72,5 +76,7 @@ def context_length_of(args: ServerArgs, trained: int) -> int:
     if args.context_length is None:
         return trained
     if args.context_length > trained:
-        raise ConfigError(f"context_length={args.context_length} is above the model's {trained} positions; lower it to {trained}")
+        raise ConfigError(
+            f"context_length={args.context_length} is above the model's {trained} positions; lower it to {trained}"
+        )
     return args.context_length

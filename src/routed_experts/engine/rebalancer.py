@@ -27,8 +27,9 @@ _WINDOWS = 32  # that are averaged
 
 
 class Rebalancer:
-    """Looks at every window of `rebalance_every` steps; while one is planned for, the next one waits and grows. `verdict`: what the gate
-    said of the last plan; `last_move_s`: from the first layer of the last move that it made to the last one, the steps between them too."""
+    """Looks at every window of `rebalance_every` steps; while one is planned for, the next one waits and grows.
+    `verdict`: what the gate said of the last plan; `last_move_s`: from the first layer of the last move that it made to
+    the last one, the steps between them too."""
 
     def __init__(self, config: PlacementConfig, runner: PlacedRunner, watch: LoadWatch, *, top_k: int) -> None:
         self.num_rebalanced = self.num_skipped = self.num_failed = 0
@@ -40,7 +41,9 @@ class Rebalancer:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rebalancer")  # its thread begins with the first window
         self._planning: Future[None] | None = None
         self._num_steps, self._seconds = 0, 0.0
-        self._plan(np.ones((runner.placement.num_layers, runner.placement.num_experts)))  # what cannot be planned is refused now
+        self._plan(
+            np.ones((runner.placement.num_layers, runner.placement.num_experts))
+        )  # what cannot be planned is refused now
 
     def start(self, apply: Callable[[Placement, int], int | None]) -> None:
         """Move experts by this from now on, which any thread may call; it gives None where nothing can be moved now."""
@@ -69,7 +72,10 @@ class Rebalancer:
         self._worker.shutdown(cancel_futures=True)
 
     def _look(
-        self, counts: "Callable[[], Int[np.ndarray, 'F M E']]", seconds: float, apply: Callable[[Placement, int], int | None]
+        self,
+        counts: "Callable[[], Int[np.ndarray, 'F M E']]",
+        seconds: float,
+        apply: Callable[[Placement, int], int | None],
     ) -> None:
         """Plan for a window's counts, and move if that pays."""
         try:
@@ -80,9 +86,13 @@ class Rebalancer:
             load = recent_load(np.stack(self._windows), self._top_k)
             plan = self._plan(load)
             verdict = judge(
-                load, now, plan, expert_time_s=seconds * config.expert_share, expert_bytes=self._runner.expert_bytes,
+                load,
+                now,
+                plan,
+                expert_time_s=seconds * config.expert_share,
+                expert_bytes=self._runner.expert_bytes,
                 link_bytes_per_s=config.link_bytes_per_s,
-            )  # fmt: skip
+            )
             logger.debug("a window of %.3f s: %s", seconds, verdict)
             self.verdict = verdict
             if not verdict.worth:
@@ -97,9 +107,15 @@ class Rebalancer:
             logger.debug("the engine ended while its experts were planned for")
         except Exception:
             self.num_failed += 1
-            logger.exception("the experts stay where they are: planning for a window of %.3f s, or moving them, failed", seconds)
+            logger.exception(
+                "the experts stay where they are: planning for a window of %.3f s, or moving them, failed", seconds
+            )
 
     def _plan(self, load: Float[np.ndarray, "M E"]) -> Placement:
-        """The placement that this load asks for, as near to what is as can be. Raises PlacementError, or ConfigError without SciPy."""
-        now, nodes = self._runner.placement, {"num_groups": self._config.num_groups, "num_nodes": self._config.num_nodes}
+        """The placement that this load asks for, as near to what is as can be. Raises PlacementError, or ConfigError
+        without SciPy."""
+        now, nodes = (
+            self._runner.placement,
+            {"num_groups": self._config.num_groups, "num_nodes": self._config.num_nodes},
+        )
         return eplb(load, num_instances=now.num_instances, num_devices=now.num_devices, previous=now, **nodes)

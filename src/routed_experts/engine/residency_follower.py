@@ -1,5 +1,5 @@
-"""Follows the load with the resident experts while the engine serves: where captured routing, a policy and the runner meet.
-Knows no request and no weight. Engine thread only."""
+"""Follows the load with the resident experts while the engine serves: where captured routing, a policy and the runner
+meet. Knows no request and no weight. Engine thread only."""
 
 import dataclasses
 import logging
@@ -16,12 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class ResidencyFollower:
-    """Every eighth step it looks at what was routed some steps before, as far as it is counted, and exchanges residents where the
-    policy says that it pays. An exchange that fails leaves the residents that were there; after the third in a row it looks no more.
+    """Every eighth step it looks at what was routed some steps before, as far as it is counted, and exchanges residents
+    where the policy says that it pays. An exchange that fails leaves the residents that were there; after the third in
+    a row it looks no more.
 
-    Where routing is captured it looks at the rows; else at counts of the device, as they were eight steps ago: those are on the host by
-    now, and newer ones would have to be waited for. A map that somebody else applied is where it goes on from. Rows that a step brought
-    just before its counts were reset are missed."""
+    Where routing is captured it looks at the rows; else at counts of the device, as they were eight steps ago: those
+    are on the host by now, and newer ones would have to be waited for. A map that somebody else applied is where it
+    goes on from. Rows that a step brought just before its counts were reset are missed."""
 
     def __init__(self, capturer: RoutedExpertsCapturer, runner: SplitRunner, *, top_k: int) -> None:
         self._capturer, self._runner, self._top_k = capturer, runner, top_k
@@ -40,7 +41,11 @@ class ResidencyFollower:
             self._look()
         except Exception:
             self._num_failures += 1
-            how = "residents follow the load no more" if self._num_failures == _MOST_FAILURES else "those that were there stay"
+            how = (
+                "residents follow the load no more"
+                if self._num_failures == _MOST_FAILURES
+                else "those that were there stay"
+            )
             logger.exception("exchanging resident experts failed, %d in a row; %s", self._num_failures, how)
         else:
             self._num_failures = 0

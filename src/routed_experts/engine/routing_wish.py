@@ -1,4 +1,5 @@
-"""What a request wants of its routing: resolved from the two places where it may say so, or a typed error. Knows no payloads."""
+"""What a request wants of its routing: resolved from the two places where it may say so, or a typed error. Knows no
+payloads."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,12 @@ NATIVE = RoutingDefaults()
 
 
 def routing_wish(
-    said: GenerateReqInput, params: SamplingParams, *, prompt_len: int, capture: bool, defaults: RoutingDefaults = NATIVE
+    said: GenerateReqInput,
+    params: SamplingParams,
+    *,
+    prompt_len: int,
+    capture: bool,
+    defaults: RoutingDefaults = NATIVE,
 ) -> RoutedExpertsRequest:
     """Resolve the routing fields of a request. Raises InvalidRequestError naming the field, or CaptureDisabledError."""
     asked = _one_of("return_routed_experts", said.return_routed_experts, params.return_routed_experts)
@@ -37,11 +43,15 @@ def routing_wish(
     last = _one_of("routed_experts_include_last", said.routed_experts_include_last, params.routed_experts_include_last)
     stream = said.routed_experts_stream
     if asked is not None and not isinstance(asked, bool):
-        raise InvalidRequestError(f"return_routed_experts={shown(asked)} must be true or false", param="return_routed_experts")
+        raise InvalidRequestError(
+            f"return_routed_experts={shown(asked)} must be true or false", param="return_routed_experts"
+        )
     if asked is None:
         asked = defaults.asked and capture
     if not asked:
-        _check_nothing_is_said({"start_len": start, "format": form, "layers": layers, "stream": stream, "include_last": last})
+        _check_nothing_is_said(
+            {"start_len": start, "format": form, "layers": layers, "stream": stream, "include_last": last}
+        )
         return RoutedExpertsRequest()
     if not capture:
         raise CaptureDisabledError(
@@ -53,16 +63,26 @@ def routing_wish(
     if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= prompt_len:
         text = f"routed_experts_start_len={shown(start)} must be an integer in 0..{prompt_len}, the prompt's length"
         raise InvalidRequestError(text, param="routed_experts_start_len", code="invalid_start")
-    form = defaults.format if form is None else _word("routed_experts_format", form, ROUTED_EXPERTS_FORMATS, "unknown_format")
+    form = (
+        defaults.format
+        if form is None
+        else _word("routed_experts_format", form, ROUTED_EXPERTS_FORMATS, "unknown_format")
+    )
     if form == "ref" and not defaults.refs:
         text = "routed_experts_format='ref' is for servers that keep rows: here the array is already in this process; choose int32 or npy"
         raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
     usual = {"int32": "all", "npy": defaults.npy_layers}.get(form, "moe")
-    layers = usual if layers is None else _word("routed_experts_layers", layers, ROUTED_EXPERTS_LAYERS, "unknown_layers")
+    layers = (
+        usual if layers is None else _word("routed_experts_layers", layers, ROUTED_EXPERTS_LAYERS, "unknown_layers")
+    )
     if last is not None and not isinstance(last, bool):
-        raise InvalidRequestError(f"routed_experts_include_last={shown(last)} must be true or false", param="routed_experts_include_last")
+        raise InvalidRequestError(
+            f"routed_experts_include_last={shown(last)} must be true or false", param="routed_experts_include_last"
+        )
     stream = _checked_stream(said, form)
-    return RoutedExpertsRequest(asked=True, start=start, format=form, layers=layers, stream=stream, include_last=last is True)
+    return RoutedExpertsRequest(
+        asked=True, start=start, format=form, layers=layers, stream=stream, include_last=last is True
+    )
 
 
 def _checked_stream(said: GenerateReqInput, form: str) -> bool:
@@ -71,7 +91,9 @@ def _checked_stream(said: GenerateReqInput, form: str) -> bool:
     if stream is None or stream is False:
         return False
     if stream is not True:
-        raise InvalidRequestError(f"routed_experts_stream={shown(stream)} must be true or false", param="routed_experts_stream")
+        raise InvalidRequestError(
+            f"routed_experts_stream={shown(stream)} must be true or false", param="routed_experts_stream"
+        )
     if not said.stream:
         text = "routed_experts_stream=True without stream=True; set stream, or drop it and read the rows of the answer"
         raise InvalidRequestError(text, param="routed_experts_stream", code="stream_required")
@@ -101,5 +123,7 @@ def _one_of(param: str, here: object, there: object) -> object:
 
 def _word(param: str, value: object, known: Sequence[str], code: str) -> str:
     if not isinstance(value, str) or value not in known:
-        raise InvalidRequestError(f"{param}={shown(value)} is unknown; choose one of {', '.join(known)}", param=param, code=code)
+        raise InvalidRequestError(
+            f"{param}={shown(value)} is unknown; choose one of {', '.join(known)}", param=param, code=code
+        )
     return value

@@ -1,9 +1,10 @@
 """Score: logprobs and routed experts of tokens that are given, by the serving kernels, on live or on given routes.
 
-Runs in the caller's thread over pages of its own: what is scored never meets the prefix cache, and requests go on beside it. The
-schedule is the engine's own, with a queue that holds this call alone. Programs are made at a shape's first use. Where rows are
-recorded, live is a replay in which no row is valid: one program for both, so routes that a score gave back give its logprobs by the bit.
-Dims: S tokens of a sequence, N padded tokens of a step, M MoE layers, K experts per token."""
+Runs in the caller's thread over pages of its own: what is scored never meets the prefix cache, and requests go on
+beside it. The schedule is the engine's own, with a queue that holds this call alone. Programs are made at a shape's
+first use. Where rows are recorded, live is a replay in which no row is valid: one program for both, so routes that a
+score gave back give its logprobs by the bit. Dims: S tokens of a sequence, N padded tokens of a step, M MoE layers, K
+experts per token."""
 
 import dataclasses
 import functools
@@ -39,7 +40,8 @@ from routed_experts.scheduling.scheduler import Scheduler
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOutput:
-    """One scored sequence: `logprobs[t]` is log p(token t + 1 | tokens up to t) at temperature 1, without penalties or bias;
+    """One scored sequence: `logprobs[t]` is log p(token t + 1 | tokens up to t) at temperature 1, without penalties or
+    bias;
     `routed_experts` has a row for each of the S tokens, or is None where none are recorded."""
 
     token_ids: Int32[np.ndarray, " S"]
@@ -71,21 +73,27 @@ class Scorer:
         routed: Sequence[RoutedExperts | None] | None,
         served: Callable[[], tuple[nnx.State[Any, Any], int]],
     ) -> list[ScoreOutput]:
-        """Score checked sequences, in order, with the weights and version that are served when its turn comes; rows of `routed` that are
-        valid are executed, others are routed live."""
+        """Score checked sequences, in order, with the weights and version that are served when its turn comes; rows of
+        `routed` that are valid are executed, others are routed live."""
         with self.turn:
             state, version = served()
-            jobs = [_Job(_request(index, ids), None if routed is None else routed[index]) for index, ids in enumerate(sequences)]
+            jobs = [
+                _Job(_request(index, ids), None if routed is None else routed[index])
+                for index, ids in enumerate(sequences)
+            ]
             steps = _Steps(self, jobs, state)
             while steps.step():
                 continue
             return [_output(job, self._runner.spec, version) for job in jobs]
 
     def num_pages(self, jobs: Sequence["_Job"]) -> int:
-        """Pages for the longest sequence, or for as many tokens as a step takes in, as a power of two: few sizes, few programs."""
+        """Pages for the longest sequence, or for as many tokens as a step takes in, as a power of two: few sizes, few
+        programs."""
         lengths = [job.req.prompt_len for job in jobs]
         tokens = max([*lengths, min(sum(lengths), self._args.prefill_limit)])
-        pages = pages_for(tokens, self._args.page_size) + 2 * min(len(jobs), self._args.running_limit)  # partly filled, and to spare
+        pages = pages_for(tokens, self._args.page_size) + 2 * min(
+            len(jobs), self._args.running_limit
+        )  # partly filled, and to spare
         return 1 << (pages - 1).bit_length()
 
 
@@ -121,7 +129,9 @@ class _Steps:
         out = self._dispatch(batch, parts)
         scored = None
         if batch.prompt_targets is not None:
-            scored = np.asarray(self._scorer._score(self._state, out.hidden, jnp.asarray(batch.prompt_targets), spec=self._spec))
+            scored = np.asarray(
+                self._scorer._score(self._state, out.hidden, jnp.asarray(batch.prompt_targets), spec=self._spec)
+            )
         if out.rows is not None:
             rows = np.asarray(out.rows)
             for index, job in enumerate(parts):
@@ -141,8 +151,8 @@ class _Steps:
 
 
 def _own_spec(spec: ProgramSpec, num_pages: int) -> ProgramSpec:
-    """The served programs on pages of a score's own: its tokens are not counted, and keep to no capacity, which would be the batch's; no
-    token is sampled."""
+    """The served programs on pages of a score's own: its tokens are not counted, and keep to no capacity, which would
+    be the batch's; no token is sampled."""
     kernels = dataclasses.replace(spec.kernels, peers=dataclasses.replace(spec.kernels.peers, rerouter=None))
     return dataclasses.replace(spec, num_pages=num_pages, kernels=kernels, counted=None, told=0, samples=False)
 
@@ -160,8 +170,12 @@ def _forward_on_all(
     """`forward` on one device, or on all of the spec's mesh."""
     leaves, tree = jax.tree.flatten(state)
 
-    def run(leaves: Any, pool: Any, last_tokens: Any, packed: Any, routed: TokenRouting | None) -> tuple[Any, ForwardOut]:
-        return forward(jax.tree.unflatten(tree, leaves), pool, last_tokens, packed, spec=spec, shape=shape, routed=routed)
+    def run(
+        leaves: Any, pool: Any, last_tokens: Any, packed: Any, routed: TokenRouting | None
+    ) -> tuple[Any, ForwardOut]:
+        return forward(
+            jax.tree.unflatten(tree, leaves), pool, last_tokens, packed, spec=spec, shape=shape, routed=routed
+        )
 
     takes = (WEIGHTS, POOL, EVERYWHERE, EVERYWHERE, EVERYWHERE)
     return on_all(run, spec.on, takes=takes, gives=(POOL, EVERYWHERE))(leaves, pool, last_tokens, packed, routed)
@@ -181,11 +195,20 @@ def _request(index: int, ids: Int32[np.ndarray, " S"]) -> Req:
     """A request that feeds its prompt, and whose one sampled token nobody looks at."""
     return Req(
         TokenizedGenerateReqInput(
-            rid=str(index), group=str(index), choice=0, input_ids=ids, sampling=SamplingParams(temperature=0.0, max_tokens=1).resolve(),
-            stop_token_ids=frozenset(), extra_key=None, stream=False, return_logprob=True, logprob_start_len=0, top_logprobs_num=0,
+            rid=str(index),
+            group=str(index),
+            choice=0,
+            input_ids=ids,
+            sampling=SamplingParams(temperature=0.0, max_tokens=1).resolve(),
+            stop_token_ids=frozenset(),
+            extra_key=None,
+            stream=False,
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=0,
             routed_experts=RoutedExpertsRequest(),
         )
-    )  # fmt: skip
+    )
 
 
 def _routes(batch: ModelWorkerBatch, parts: Sequence[_Job], capture: CaptureSpec) -> TokenRouting:
@@ -209,9 +232,16 @@ def _result(batch: ModelWorkerBatch, scored: Int32[np.ndarray, "N columns"] | No
     logprobs = None if scored is None else np.ascontiguousarray(scored[:, 0]).view(np.float32)
     nothing = np.zeros(batch.page_table.shape[0], np.int32)
     return StepResult(
-        tokens=nothing, logprobs=nothing.astype(np.float32), top_logprobs=None, top_ids=None, prompt_logprobs=logprobs,
-        prompt_top_logprobs=None, prompt_top_ids=None, rows=None, weight_version=0,
-    )  # fmt: skip
+        tokens=nothing,
+        logprobs=nothing.astype(np.float32),
+        top_logprobs=None,
+        top_ids=None,
+        prompt_logprobs=logprobs,
+        prompt_top_logprobs=None,
+        prompt_top_ids=None,
+        rows=None,
+        weight_version=0,
+    )
 
 
 def _output(job: _Job, spec: ProgramSpec, version: int) -> ScoreOutput:
@@ -220,9 +250,15 @@ def _output(job: _Job, spec: ProgramSpec, version: int) -> ScoreOutput:
         capture = spec.capture
         ids = np.concatenate(job.rows).reshape(req.prompt_len, capture.num_moe_layers, capture.top_k)
         record = RoutedExperts(
-            ids=ids, start=0, num_tokens=req.prompt_len, num_prompt_tokens=req.prompt_len, layer_ids=capture.layer_ids,
-            num_hidden_layers=capture.num_hidden_layers, num_experts=capture.num_experts,
-            version_spans=((0, req.prompt_len, version),), router=capture.router,
-        )  # fmt: skip
+            ids=ids,
+            start=0,
+            num_tokens=req.prompt_len,
+            num_prompt_tokens=req.prompt_len,
+            layer_ids=capture.layer_ids,
+            num_hidden_layers=capture.num_hidden_layers,
+            num_experts=capture.num_experts,
+            version_spans=((0, req.prompt_len, version),),
+            router=capture.router,
+        )
     logprobs = np.array([req.input_logprobs[place][0] for place in range(1, req.prompt_len)], np.float32)
     return ScoreOutput(token_ids=req.source.input_ids, logprobs=logprobs, routed_experts=record, weight_version=version)

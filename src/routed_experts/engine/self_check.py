@@ -1,5 +1,6 @@
-"""What is proved at start: deterministic mode, which one bit of difference between company and solitude refuses; and that rows that are
-played back are the rows that run. Knows the core only by its doors; runs on a scheduler of its own, over the runner that will serve."""
+"""What is proved at start: deterministic mode, which one bit of difference between company and solitude refuses; and
+that rows that are played back are the rows that run. Knows the core only by its doors; runs on a scheduler of its own,
+over the runner that will serve."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +18,9 @@ _LENGTHS = (1, 3, 7, 12)  # prompts of the check
 _NEW_TOKENS = 4
 
 
-def check_determinism(new_core: Callable[[], EngineCore], *, vocab_size: int, context_length: int, backends: str) -> int:
+def check_determinism(
+    new_core: Callable[[], EngineCore], *, vocab_size: int, context_length: int, backends: str
+) -> int:
     """Run a few sequences alone, and then together in another order; ids, logprobs and rows must agree to the last bit.
     Returns the number of comparisons. Raises ConfigError naming the backends."""
     noise = np.random.default_rng(0)
@@ -35,13 +38,18 @@ def check_determinism(new_core: Callable[[], EngineCore], *, vocab_size: int, co
 
 
 def check_replay(new_core: Callable[[], EngineCore], scorer: Scorer, *, vocab_size: int, context_length: int) -> int:
-    """Capture a short prompt and its continuation, then feed the same tokens on those rows, and on the rows of other tokens, which the
-    router would not choose: the ids that run must be those that were given. Returns the number of rows, 0 where the context is too
-    short for a sequence. Raises CaptureUnsupportedError naming the first row that ran otherwise."""
+    """Capture a short prompt and its continuation, then feed the same tokens on those rows, and on the rows of other
+    tokens, which the router would not choose: the ids that run must be those that were given. Returns the number of
+    rows, 0 where the context is too short for a sequence. Raises CaptureUnsupportedError naming the first row that ran
+    otherwise."""
     if context_length <= _NEW_TOKENS:
         return 0
     core = new_core()
-    prompt = np.random.default_rng(0).integers(0, vocab_size, size=min(_LENGTHS[-1], context_length - _NEW_TOKENS)).astype(np.int32)
+    prompt = (
+        np.random.default_rng(0)
+        .integers(0, vocab_size, size=min(_LENGTHS[-1], context_length - _NEW_TOKENS))
+        .astype(np.int32)
+    )
     (out,) = _run(core, [(0, prompt)]).values()
     record, tokens = out.routed_experts, np.concatenate([prompt, np.array(out.new_token_ids, np.int32)])
     assert record is not None, "rows were asked for"

@@ -24,8 +24,8 @@ from routed_experts.models.shards import Shards
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """`config` and `arrays` (names, shapes and dtypes) are of the whole model; `graphdef` and `part` are what one device runs: the same,
-    where there is but one (`shards` None)."""
+    """`config` and `arrays` (names, shapes and dtypes) are of the whole model; `graphdef` and `part` are what one
+    device runs: the same, where there is but one (`shards` None)."""
 
     config: DecoderConfig
     arrays: nnx.State[Any, Any]  # of ShapeDtypeStruct
@@ -45,7 +45,9 @@ class ServedModel:
         for name, listed in shards.maps.items():
             _, run, kind, last = name.split(".")
             module.runs[int(run)][int(kind)][last] = nnx.Variable(jax.ShapeDtypeStruct(listed.shape, listed.dtype))
-        return ServedModel(config=config, arrays=arrays, graphdef=nnx.split(module)[0], part=module.config, shards=shards)
+        return ServedModel(
+            config=config, arrays=arrays, graphdef=nnx.split(module)[0], part=module.config, shards=shards
+        )
 
     @property
     def held(self) -> nnx.State[Any, Any]:
@@ -53,29 +55,40 @@ class ServedModel:
         return self.arrays if self.shards is None else self.shards.part_of(self.arrays)
 
     def placed(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
-        """Whole arrays of this model, to each device its part; on one device as they are. `donate`: what was copied is deleted."""
-        return state if self.shards is None else with_maps(self.shards.place(state, donate=donate), self.shards.placed_maps())
+        """Whole arrays of this model, to each device its part; on one device as they are. `donate`: what was copied is
+        deleted."""
+        return (
+            state
+            if self.shards is None
+            else with_maps(self.shards.place(state, donate=donate), self.shards.placed_maps())
+        )
 
     def under(self, placement: Placement | None, factor: tuple[int, int] | None = None) -> "ServedModel":
         """The same with its experts placed otherwise, under this capacity factor; None: as they are."""
         if placement is None or self.shards is None:
             return self
         cuts, config = _placed(self.config, self.config.cuts(by_expert=True), placement), _family(self.config)
-        return dataclasses.replace(self, shards=dataclasses.replace(self.shards, cuts=cuts, maps=_maps(config, placement, factor)))
+        return dataclasses.replace(
+            self, shards=dataclasses.replace(self.shards, cuts=cuts, maps=_maps(config, placement, factor))
+        )
 
 
 def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig | None = None) -> Shards | None:
-    """How a model is dealt out, None: not at all. Raises ConfigError where it cannot be shared so, PlacementError for a placement of
-    another model or of other devices."""
+    """How a model is dealt out, None: not at all. Raises ConfigError where it cannot be shared so, PlacementError for a
+    placement of another model or of other devices."""
     split, cuts = Split(args.tp_size, whole_experts=args.ep_size > 1), config.cuts(by_expert=args.ep_size > 1)
     if placing is None:
         return Shards.of(cuts, split)
     placement = placing.first
     if args.ep_size != placement.num_devices or args.ep_size == 1:
-        text = f"placement has num_devices={placement.num_devices}, but tp_size={args.tp_size} and ep_size={args.ep_size}"
+        text = (
+            f"placement has num_devices={placement.num_devices}, but tp_size={args.tp_size} and ep_size={args.ep_size}"
+        )
         raise PlacementError(f"{text}; build the engine with both equal to num_devices, at least 2")
     if args.deterministic:
-        raise ConfigError("deterministic=True with placement=: which instance runs depends on the batch, and so does the order of sums")
+        raise ConfigError(
+            "deterministic=True with placement=: which instance runs depends on the batch, and so does the order of sums"
+        )
     spec = config.capture_spec
     placement.check_model(*((0, 0) if spec is None else (spec.num_moe_layers, spec.num_experts)))
     if placing.on_exhausted == "drop" and args.enable_return_routed_experts:
@@ -83,7 +96,10 @@ def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig 
         raise CaptureUnsupportedError(f"{text}; choose 'overflow', or enable_return_routed_experts=False")
     factor = fraction_of(placing.capacity_factor) if placing.reroutes else None
     split = dataclasses.replace(
-        split, instances=placement.num_instances, replicas=placement.logical_to_physical_map.shape[2], bounded=placing.reroutes
+        split,
+        instances=placement.num_instances,
+        replicas=placement.logical_to_physical_map.shape[2],
+        bounded=placing.reroutes,
     )
     return Shards.of(_placed(config, cuts, placement), split, maps=_maps(_family(config), placement, factor))
 
@@ -92,14 +108,21 @@ def refuse_processes() -> None:
     """Raise ConfigError where this process is one of several: each would file a part of the rows as if it were all."""
     if jax.process_count() > 1:
         text = f"this is process {jax.process_index()} of {jax.process_count()} (jax.distributed), and an engine is one process"
-        raise ConfigError(f"{text} in this release: it would see and record its own devices' part only; run an engine in each by itself")
+        raise ConfigError(
+            f"{text} in this release: it would see and record its own devices' part only; run an engine in each by itself"
+        )
 
 
 def load_model(
-    source: ModelFolder | Decoder, config: DecoderConfig, shards: Shards | None, *, dtype: str, progress: Callable[[int, int], None] | None
+    source: ModelFolder | Decoder,
+    config: DecoderConfig,
+    shards: Shards | None,
+    *,
+    dtype: str,
+    progress: Callable[[int, int], None] | None,
 ) -> tuple[ServedModel, nnx.State[Any, Any]]:
-    """The model and its arrays where they are served; a folder's go there straight, to each device its part. Raises what
-    `ModelFolder.load` raises."""
+    """The model and its arrays where they are served; a folder's go there straight, to each device its part. Raises
+    what `ModelFolder.load` raises."""
     if not isinstance(source, ModelFolder):
         graphdef, state = nnx.split(source)
         served = ServedModel.of(config, graphdef, shapes_of(state), shards)
@@ -116,7 +139,9 @@ def shapes_of(state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
 
 
-def _maps(config: FamilyConfig, placement: Placement, factor: tuple[int, int] | None) -> dict[str, Int32[np.ndarray, "R ..."]]:
+def _maps(
+    config: FamilyConfig, placement: Placement, factor: tuple[int, int] | None
+) -> dict[str, Int32[np.ndarray, "R ..."]]:
     return replica_maps(config, placement) | ({} if factor is None else capacity_maps(config, factor))
 
 

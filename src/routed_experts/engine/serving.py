@@ -1,6 +1,8 @@
-"""EngineDoor: what a server needs of an engine beside `generate`: calls for its event loop, and what it serves, from any thread.
+"""EngineDoor: what a server needs of an engine beside `generate`: calls for its event loop, and what it serves, from
+any thread.
 
-Knows nothing of HTTP. Nothing here enters the engine thread but a call's requests: a probe is answered while a step is stuck."""
+Knows nothing of HTTP. Nothing here enters the engine thread but a call's requests: a probe is answered while a step is
+stuck."""
 
 import asyncio
 import dataclasses
@@ -51,14 +53,18 @@ class EngineDoor:
         """KV slots that requests can fill."""
         return (self._assembly.plan.pool.num_pages - 1) * self.engine.server_args.page_size
 
-    def admit(self, said: GenerateReqInput, *, default_max_tokens: int, routing: RoutingDefaults) -> list[TokenizedGenerateReqInput]:
+    def admit(
+        self, said: GenerateReqInput, *, default_max_tokens: int, routing: RoutingDefaults
+    ) -> list[TokenizedGenerateReqInput]:
         """Check and tokenise a call, from any thread. Raises InvalidRequestError and its kin."""
         return self.engine._door.admit(said, default_max_tokens=default_max_tokens, routing=routing)
 
-    def open(self, requests: Sequence[TokenizedGenerateReqInput], *, max_backlog: int, interval_s: float = 0.0) -> OpenCall:
-        """Make a call of the running event loop; nothing is handed over yet. `max_backlog`: news a request that may wait;
-        `interval_s`: between two news of a stream at least. A small model makes a token a millisecond for every stream, and news of
-        each would take from the steps the cores that they run on."""
+    def open(
+        self, requests: Sequence[TokenizedGenerateReqInput], *, max_backlog: int, interval_s: float = 0.0
+    ) -> OpenCall:
+        """Make a call of the running event loop; nothing is handed over yet. `max_backlog`: news a request that may
+        wait; `interval_s`: between two news of a stream at least. A small model makes a token a millisecond for every
+        stream, and news of each would take from the steps the cores that they run on."""
         requests = [dataclasses.replace(request, stream_interval_s=interval_s) for request in requests]
         mode = self.engine.server_args.logprobs_mode
         call = Call(requests, self.tokenizer, single=False, logprobs_mode=mode, capture=self.capture)

@@ -1,5 +1,6 @@
-"""How an engine shares its experts out between accelerator and host: what is refused, where things go, which runner runs them.
-Knows nothing of requests. This is where a residency (core/placement.py) and the programs that obey it (execution/) meet."""
+"""How an engine shares its experts out between accelerator and host: what is refused, where things go, which runner
+runs them. Knows nothing of requests. This is where a residency (core/placement.py) and the programs that obey it
+(execution/) meet."""
 
 import dataclasses
 import os
@@ -33,7 +34,9 @@ from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.interface import Decoder, DecoderConfig
 from routed_experts.models.registry import ModelFolder
 
-_DTYPES: Mapping[str, jnp.dtype | None] = MappingProxyType({"auto": None, "bf16": jnp.dtype("bfloat16"), "f32": jnp.dtype("float32")})
+_DTYPES: Mapping[str, jnp.dtype | None] = MappingProxyType(
+    {"auto": None, "bf16": jnp.dtype("bfloat16"), "f32": jnp.dtype("float32")}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,31 +56,51 @@ class Sharing:
         """Raise ConfigError or PlacementError for what cannot be shared out so, before anything is allocated."""
         if not isinstance(config, FamilyConfig):
             kind = type(config).__name__.removesuffix("Config")
-            raise ConfigError(f"model= is a {kind}, whose layers cannot be cut at the experts; give the folder, or a FamilyDecoder")
+            raise ConfigError(
+                f"model= is a {kind}, whose layers cannot be cut at the experts; give the folder, or a FamilyDecoder"
+            )
         spec = config.capture_spec
-        residency = experts.residents_of(0, 0) if spec is None else experts.residents_of(spec.num_moe_layers, spec.num_experts)
+        residency = (
+            experts.residents_of(0, 0) if spec is None else experts.residents_of(spec.num_moe_layers, spec.num_experts)
+        )
         if words := sorted(config.needs.experts):
-            raise ConfigError(f"experts= shares out SiLU-gated experts without biases, and this model has {', '.join(words)}; leave it out")
+            raise ConfigError(
+                f"experts= shares out SiLU-gated experts without biases, and this model has {', '.join(words)}; leave it out"
+            )
         if args.deterministic:
-            raise ConfigError("deterministic=True with experts=: sums of two tables depend on who is resident; leave one of them out")
+            raise ConfigError(
+                "deterministic=True with experts=: sums of two tables depend on who is resident; leave one of them out"
+            )
         for name, size in (("tp_size", args.tp_size), ("ep_size", args.ep_size), ("dp_size", args.dp_size)):
             if size != 1:
-                raise ConfigError(f"{name}={size} with experts=: one accelerator shares with its host in this release; leave it at 1")
+                raise ConfigError(
+                    f"{name}={size} with experts=: one accelerator shares with its host in this release; leave it at 1"
+                )
         sides = _sides()
         backend, reason = backend_of(experts, sides.device.platform)
         _check_threads(experts, backend)
         auto = dataclasses.replace(args, moe_backend="auto", attention_backend="auto")
         host_experts = registry.choose(auto, platform="cpu")[0].moe
         return Sharing(
-            experts=experts, config=config, residency=residency, sides=sides, host_experts=host_experts, backend=backend, reason=reason
+            experts=experts,
+            config=config,
+            residency=residency,
+            sides=sides,
+            host_experts=host_experts,
+            backend=backend,
+            reason=reason,
         )
 
-    def load(self, source: ModelFolder | Decoder | None, dtype: str, *, progress: Callable[[int, int], None] | None) -> SplitModel:
-        """Load a folder, or take a module's arrays, to where they belong. Raises CheckpointError for a kt_weight_path that lacks experts
-        or has them in another shape, before any is read."""
+    def load(
+        self, source: ModelFolder | Decoder | None, dtype: str, *, progress: Callable[[int, int], None] | None
+    ) -> SplitModel:
+        """Load a folder, or take a module's arrays, to where they belong. Raises CheckpointError for a kt_weight_path
+        that lacks experts or has them in another shape, before any is read."""
         model, path = source, self.experts.kt_weight_path
         if path is not None and not isinstance(source, ModelFolder):
-            raise ConfigError(f"kt_weight_path={path!r} with model=, which brings its experts along; leave one of them out")
+            raise ConfigError(
+                f"kt_weight_path={path!r} with model=, which brings its experts along; leave one of them out"
+            )
         if isinstance(source, ModelFolder):
             source = source if path is None else source.with_experts_of(path, is_expert)
             model = source.load(source.dtype(dtype), progress=progress, place=self._place)
@@ -138,8 +161,8 @@ def usual_threads() -> int:
 
 
 def backend_of(experts: ExpertsConfig, platform: str) -> tuple[str, str]:
-    """How the host's experts run beside a default device of this platform (`dispatch` or `ffi`), and why so: `auto` is what was measured to
-    be the faster, where it can be had. Raises ConfigError where `ffi` is asked for and cannot."""
+    """How the host's experts run beside a default device of this platform (`dispatch` or `ffi`), and why so: `auto` is
+    what was measured to be the faster, where it can be had. Raises ConfigError where `ffi` is asked for and cannot."""
     asked = experts.host_backend
     if asked == "dispatch":
         return asked, "as asked"
@@ -150,7 +173,10 @@ def backend_of(experts: ExpertsConfig, platform: str) -> tuple[str, str]:
     if experts.kt_max_deferred_experts_per_token:
         return "dispatch", "one program adds no expert late"
     if platform != "gpu":
-        return "dispatch", f"one program was measured to be the faster on NVIDIA GPUs alone, and the default device is a {platform}"
+        return (
+            "dispatch",
+            f"one program was measured to be the faster on NVIDIA GPUs alone, and the default device is a {platform}",
+        )
     if missing := why_not_inside(platform):
         return "dispatch", missing
     return "ffi", "one program takes 0.3 to 0.7 of the time of a step that is cut (H200)"
@@ -163,7 +189,9 @@ def _check_threads(experts: ExpertsConfig, backend: str) -> None:
         return
     if backend == "ffi":
         if wanted > cores:
-            raise ConfigError(f"kt_cpuinfer={wanted} is above the {cores} cores that this process may run on; lower it to at most {cores}")
+            raise ConfigError(
+                f"kt_cpuinfer={wanted} is above the {cores} cores that this process may run on; lower it to at most {cores}"
+            )
     elif wanted != cores:
         raise ConfigError(
             f"kt_cpuinfer={wanted}, but XLA's CPU client has {cores} threads, one a core that this process may run on, fixed at start; "
@@ -180,11 +208,14 @@ def why_not_inside(platform: str) -> str | None:
 
 
 def _sides() -> Sides:
-    """The default device, and this machine's CPU; where the default device is a CPU, the second one if JAX shows two."""
+    """The default device, and this machine's CPU; where the default device is a CPU, the second one if JAX shows
+    two."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return Sides(device=device, host=jax.local_devices()[-1 if len(jax.local_devices()) == 1 else 1])
     try:
         return Sides(device=device, host=jax.local_devices(backend="cpu")[0])
     except RuntimeError as error:
-        raise ConfigError(f"experts= needs the host's CPU beside the {device.platform} ({error}); add cpu to JAX_PLATFORMS") from error
+        raise ConfigError(
+            f"experts= needs the host's CPU beside the {device.platform} ({error}); add cpu to JAX_PLATFORMS"
+        ) from error

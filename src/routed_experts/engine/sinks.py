@@ -1,7 +1,8 @@
-"""Sinks: where the engine thread leaves the news of a call, and how the caller hears that there is some. Knows nothing of text.
+"""Sinks: where the engine thread leaves the news of a call, and how the caller hears that there is some. Knows nothing
+of text.
 
-A sink keeps what it is given and rings once a step: waking another thread costs more than most news, and lets that thread take the
-interpreter from the step. Engine thread only, but for `coming`, which is the caller's end."""
+A sink keeps what it is given and rings once a step: waking another thread costs more than most news, and lets that
+thread take the interpreter from the step. Engine thread only, but for `coming`, which is the caller's end."""
 
 import asyncio
 import queue
@@ -68,7 +69,8 @@ class EventMail:
 
 
 class EventSink:
-    """For a caller of an event loop: `coming` has its news one by one. `max_waiting`: more than these, and it counts as gone."""
+    """For a caller of an event loop: `coming` has its news one by one. `max_waiting`: more than these, and it counts as
+    gone."""
 
     def __init__(self, mail: EventMail, *, max_waiting: int) -> None:
         self.coming: asyncio.Queue[TokenIDOut] = asyncio.Queue()

@@ -15,9 +15,10 @@ from routed_experts.execution.split_runner import SplitRunner
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counts of one moment, since the engine started where they are of what has been; some may be a step apart from others.
-    `last_step_age_s`: seconds since a step ended, or since work came to an idle engine; 0 when idle. `finished`: by outcome.
-    Pages hold `page_size` tokens; cached ones belong to no request and are given up when pages run short."""
+    """Counts of one moment, since the engine started where they are of what has been; some may be a step apart from
+    others. `last_step_age_s`: seconds since a step ended, or since work came to an idle engine; 0 when idle.
+    `finished`: by outcome. Pages hold `page_size` tokens; cached ones belong to no request and are given up when pages
+    run short."""
 
     running: int
     waiting: int

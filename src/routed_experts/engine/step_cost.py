@@ -31,10 +31,11 @@ def candidates(given: Sequence[int], *, least: int) -> tuple[int, ...]:
 
 
 def measure_step_costs(assembly: Assembly, args: ServerArgs, *, rounds: int) -> tuple[StepCosts, StepCosts]:
-    """Costs of decode steps (sizes are requests) and of extend steps (sizes are tokens), for every bucket that `assembly` was built with
-    and every size that is one of them, in seconds; medians over `rounds` looks at each pair, which take turns. A decode step is the time
-    between two of them, the next in flight; an extend step goes from its scheduling to its tokens on the host. `args` built the assembly,
-    without limits below its sizes. Raises ConfigError in deterministic mode, which has one size."""
+    """Costs of decode steps (sizes are requests) and of extend steps (sizes are tokens), for every bucket that
+    `assembly` was built with and every size that is one of them, in seconds; medians over `rounds` looks at each pair,
+    which take turns. A decode step is the time between two of them, the next in flight; an extend step goes from its
+    scheduling to its tokens on the host. `args` built the assembly, without limits below its sizes. Raises ConfigError
+    in deterministic mode, which has one size."""
     if args.deterministic:
         raise ConfigError("deterministic=True runs every step in one size, so there is none to choose; leave it out")
     ways = (
@@ -61,23 +62,36 @@ class _Steps:
 
     def __init__(self, assembly: Assembly, args: ServerArgs) -> None:
         self._assembly, self._noise, self._count = assembly, np.random.default_rng(0), itertools.count()
-        self._args = dataclasses.replace(args, disable_radix_cache=True, max_queued_requests=sum(assembly.buckets.extend))
+        self._args = dataclasses.replace(
+            args, disable_radix_cache=True, max_queued_requests=sum(assembly.buckets.extend)
+        )
 
     def core(self, **changes: tuple[int, ...]) -> EngineCore:
         """An idle core whose buckets are those of the assembly but for `changes`."""
         buckets: Buckets = dataclasses.replace(self._assembly.buckets, **changes)
         runner = self._assembly.core.runner
         pages, vocab = runner.config.pool.num_pages, runner.config.vocab_size
-        return EngineCore(Scheduler(self._args, buckets, num_pages=pages, vocab_size=vocab), runner, self._assembly.core.capturer)
+        return EngineCore(
+            Scheduler(self._args, buckets, num_pages=pages, vocab_size=vocab), runner, self._assembly.core.capturer
+        )
 
     def request(self, length: int, new: int) -> Req:
         """A greedy request of `length` random tokens that generates `new`; it asks for its rows where they are kept."""
         rid, capture = str(next(self._count)), self._assembly.core.capturer.enabled
         source = TokenizedGenerateReqInput(
-            rid=rid, group=rid, choice=0, input_ids=self._noise.integers(0, self._assembly.vocab_size, size=length).astype(np.int32),
-            sampling=SamplingParams(temperature=0.0, max_tokens=new).resolve(), stop_token_ids=frozenset(), extra_key=None, stream=False,
-            return_logprob=False, logprob_start_len=-1, top_logprobs_num=0, routed_experts=RoutedExpertsRequest(asked=capture),
-        )  # fmt: skip
+            rid=rid,
+            group=rid,
+            choice=0,
+            input_ids=self._noise.integers(0, self._assembly.vocab_size, size=length).astype(np.int32),
+            sampling=SamplingParams(temperature=0.0, max_tokens=new).resolve(),
+            stop_token_ids=frozenset(),
+            extra_key=None,
+            stream=False,
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            routed_experts=RoutedExpertsRequest(asked=capture),
+        )
         return Req(source)
 
 

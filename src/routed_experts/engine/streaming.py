@@ -14,10 +14,14 @@ OUTPUT_KINDS = ("delta", "cumulative", "final")
 def check_kind(kind: str) -> None:
     """Raise InvalidRequestError unless `kind` is one of OUTPUT_KINDS."""
     if kind not in OUTPUT_KINDS:
-        raise InvalidRequestError(f"output_kind={shown(kind)} is unknown; choose one of {', '.join(OUTPUT_KINDS)}", param="output_kind")
+        raise InvalidRequestError(
+            f"output_kind={shown(kind)} is unknown; choose one of {', '.join(OUTPUT_KINDS)}", param="output_kind"
+        )
 
 
-async def stream_outputs(open_call: Callable[[], OpenCall], prompt: str | None, *, kind: str) -> AsyncIterator[RequestOutput]:
+async def stream_outputs(
+    open_call: Callable[[], OpenCall], prompt: str | None, *, kind: str
+) -> AsyncIterator[RequestOutput]:
     """Run the call of one prompt. Leaving early aborts it, as an error of one choice does."""
     call = open_call()
     told: dict[int, RequestOutput] = {}

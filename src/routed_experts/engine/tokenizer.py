@@ -1,7 +1,9 @@
-"""Text to token ids and back, and messages to text, from the tokenizer files of a checkpoint. Knows nothing of requests.
+"""Text to token ids and back, and messages to text, from the tokenizer files of a checkpoint. Knows nothing of
+requests.
 
-Only tokenizer.json is read: code that a checkpoint brings along is never imported, and chat templates come from the checkpoint
-alone and run in a sandbox that can call nothing but what is given here. Needs routed-experts[text], imported when first used."""
+Only tokenizer.json is read: code that a checkpoint brings along is never imported, and chat templates come from the
+checkpoint alone and run in a sandbox that can call nothing but what is given here. Needs routed-experts[text], imported
+when first used."""
 
 import functools
 import importlib
@@ -22,7 +24,9 @@ Scalar = str | int | float | bool | None
 _LONG_CHARS = 1 << 20  # a text up to it is tokenised before its length is judged
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-_TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", *_NAMED_TOKENS})
+_TEMPLATE_NAMES = frozenset(
+    {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", *_NAMED_TOKENS}
+)
 # Decoders whose text grows only at its end, so that it can be streamed. Strip must not strip the end.
 _STREAMABLE = frozenset({"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"})
 
@@ -39,7 +43,9 @@ class SpecialTokens:
 class Tokenizer:
     """The tokenizer of one checkpoint. Immutable but for what it remembers, safe to use from many threads."""
 
-    def __init__(self, backend: Any, special: SpecialTokens, decoders: Sequence[str], template: "ChatTemplate | None" = None) -> None:
+    def __init__(
+        self, backend: Any, special: SpecialTokens, decoders: Sequence[str], template: "ChatTemplate | None" = None
+    ) -> None:
         self._backend = backend
         self._special_ids = special.special_ids
         self._template = template
@@ -52,11 +58,14 @@ class Tokenizer:
 
     @staticmethod
     def from_directory(path: Path | str) -> "Tokenizer":
-        """Read the tokenizer of a checkpoint folder; CheckpointError names the file that is missing or cannot be used."""
+        """Read the tokenizer of a checkpoint folder; CheckpointError names the file that is missing or cannot be
+        used."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.exists():
-            raise CheckpointError(f"{file} does not exist, but text is asked for; add it (slow tokenizers: convert), or pass token ids")
+            raise CheckpointError(
+                f"{file} does not exist, but text is asked for; add it (slow tokenizers: convert), or pass token ids"
+            )
         decoders = _decoders(read_json_object(file), file)
         try:
             backend = _text_library("tokenizers").Tokenizer.from_file(str(file))
@@ -66,7 +75,9 @@ class Tokenizer:
             raise CheckpointError(f"{file} is no tokenizer ({error}); copy the checkpoint again") from error
         backend.no_truncation()  # a tokenizer.json may say "cut at 512", and prompts would lose their ends unseen
         backend.no_padding()
-        settings = read_json_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+        settings = (
+            read_json_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+        )
         template = _find_template(folder, settings)
         return Tokenizer(backend, _special_tokens(backend, folder, settings), decoders, template)
 
@@ -76,15 +87,18 @@ class Tokenizer:
         return None if self._template is None else self._template.source
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
-        """Turn text into ids; special tokens that are spelled out in the text become their ids, as everywhere with this format.
-        Raises PromptTooLongError at once for megabytes that `most_tokens` of the longest token, and as much again, cannot hold."""
+        """Turn text into ids; special tokens that are spelled out in the text become their ids, as everywhere with this
+        format. Raises PromptTooLongError at once for megabytes that `most_tokens` of the longest token, and as much
+        again, cannot hold."""
         if most_tokens is not None and len(text) > max(_LONG_CHARS, 2 * most_tokens * self._longest_token):
             told = f"prompt has {len(text)} characters, which cannot be {most_tokens} tokens, the most that are taken; shorten it"
             raise PromptTooLongError(told, param="prompt")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"text has a lone surrogate at character {error.start}; wanted valid Unicode", param="text") from None
+            raise InvalidRequestError(
+                f"text has a lone surrogate at character {error.start}; wanted valid Unicode", param="text"
+            ) from None
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     @functools.cached_property
@@ -96,7 +110,9 @@ class Tokenizer:
         """Turn ids into text; ids beyond the vocabulary (a padded embedding) have no text."""
         for token_id in token_ids:
             if not 0 <= token_id < 1 << 32:
-                raise InvalidRequestError(f"token id {token_id} cannot be; wanted 0..{self.vocab_size - 1}", param="token_ids")
+                raise InvalidRequestError(
+                    f"token id {token_id} cannot be; wanted 0..{self.vocab_size - 1}", param="token_ids"
+                )
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def is_special(self, token_id: int) -> bool:
@@ -112,7 +128,8 @@ class Tokenizer:
         return self._byte_fallback and _BYTE_TOKEN.fullmatch(self.token_string(token_id) or "") is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token adds to running text; joined, those of a byte-level tokenizer are the text in UTF-8."""
+        """The bytes that one token adds to running text; joined, those of a byte-level tokenizer are the text in
+        UTF-8."""
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._bytes_of(self.token_string(token_id) or "")
@@ -137,11 +154,20 @@ class Tokenizer:
 
         `scalars` are further variables of the template, such as enable_thinking; names and values are checked."""
         if self._template is None:
-            raise InvalidRequestError("messages came, but the checkpoint has no chat template; send a prompt", param="messages")
+            raise InvalidRequestError(
+                "messages came, but the checkpoint has no chat template; send a prompt", param="messages"
+            )
         for name, value in (scalars or {}).items():
-            if name in _TEMPLATE_NAMES or not name.isidentifier() or name.startswith("_") or not isinstance(value, Scalar):
+            if (
+                name in _TEMPLATE_NAMES
+                or not name.isidentifier()
+                or name.startswith("_")
+                or not isinstance(value, Scalar)
+            ):
                 told = f"{name!r}={value!r}"[:80]
-                raise InvalidRequestError(f"chat template variable {told} is refused; wanted a free name and a scalar", param=name[:64])
+                raise InvalidRequestError(
+                    f"chat template variable {told} is refused; wanted a free name and a scalar", param=name[:64]
+                )
         given = {**(scalars or {}), **self.named_tokens, "messages": messages, "tools": tools}
         return self._template.render({**given, "add_generation_prompt": add_generation_prompt})
 
@@ -155,14 +181,20 @@ class ChatTemplate:
         self._jinja = _text_library("jinja2")
         try:
             self._template = _sandbox(self._jinja).from_string(source)
-        except Exception as error:  # TemplateSyntaxError mostly; but constants are folded here, and these raise anything
-            raise CheckpointError(f"the chat template of {origin} cannot be used ({_brief(error)}); correct or remove it") from error
+        except (
+            Exception
+        ) as error:  # TemplateSyntaxError mostly; but constants are folded here, and these raise anything
+            raise CheckpointError(
+                f"the chat template of {origin} cannot be used ({_brief(error)}); correct or remove it"
+            ) from error
 
     def render(self, variables: Mapping[str, object]) -> str:
         try:
             return self._template.render(variables)
         except self._jinja.exceptions.SecurityError as error:
-            raise CheckpointError(f"the chat template of {self._origin} tried what no template may ({_brief(error)}); remove it") from error
+            raise CheckpointError(
+                f"the chat template of {self._origin} tried what no template may ({_brief(error)}); remove it"
+            ) from error
         except Exception as error:  # foreign code: it may raise anything
             told = f"the chat template refuses these messages ({_brief(error)}); change roles or content"
             raise InvalidRequestError(told, param="messages") from error
@@ -215,9 +247,13 @@ def _find_template(folder: Path, settings: Mapping[str, object]) -> ChatTemplate
         return ChatTemplate(file.read_text(encoding="utf-8"), file)
     found, origin = settings.get("chat_template"), folder / "tokenizer_config.json"
     if isinstance(found, list):  # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
-        found = next((item.get("template") for item in found if isinstance(item, dict) and item.get("name") == "default"), None)
+        found = next(
+            (item.get("template") for item in found if isinstance(item, dict) and item.get("name") == "default"), None
+        )
     if found is not None and not isinstance(found, str):
-        raise CheckpointError(f"{origin}: chat_template is a {type(found).__name__}; wanted a string or a list of named ones; correct it")
+        raise CheckpointError(
+            f"{origin}: chat_template is a {type(found).__name__}; wanted a string or a list of named ones; correct it"
+        )
     return None if found is None else ChatTemplate(found, origin)
 
 
@@ -227,7 +263,9 @@ def _special_tokens(backend: Any, folder: Path, settings: Mapping[str, object]) 
     if "eos_token" in named:
         eos_id = backend.token_to_id(named["eos_token"])
         if eos_id is None:
-            raise CheckpointError(f"{folder}: eos_token {named['eos_token']!r} is not in tokenizer.json; correct the name")
+            raise CheckpointError(
+                f"{folder}: eos_token {named['eos_token']!r} is not in tokenizer.json; correct the name"
+            )
         eos_ids.add(eos_id)
     eos_ids.update(eos_token_ids_of(folder))
     contents = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
@@ -247,7 +285,11 @@ def _decoders(described: Mapping[str, object], file: Path) -> tuple[str, ...]:
     steps: Iterable[object] = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
     known = [step for step in steps if isinstance(step, dict)]
     names = tuple(str(step.get("type")) for step in known)
-    if not _STREAMABLE.issuperset(names) or any(step.get("stop", 0) for step in known) or ("ByteLevel" in names and len(names) > 1):
+    if (
+        not _STREAMABLE.issuperset(names)
+        or any(step.get("stop", 0) for step in known)
+        or ("ByteLevel" in names and len(names) > 1)
+    ):
         wanted = f"one of {', '.join(sorted(_STREAMABLE))}; use token ids"
         raise CheckpointError(f"{file} decodes with {', '.join(names)}, which cannot be streamed; wanted {wanted}")
     return names
@@ -257,7 +299,9 @@ def _text_library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"text needs {name}, which is not installed; install routed-experts[text], or pass token ids") from error
+        raise ConfigError(
+            f"text needs {name}, which is not installed; install routed-experts[text], or pass token ids"
+        ) from error
 
 
 def _brief(error: Exception) -> str:
@@ -266,10 +310,13 @@ def _brief(error: Exception) -> str:
 
 
 def _byte_of_character() -> Mapping[str, int]:
-    """The alphabet of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves, the others follow from U+0100."""
+    """The alphabet of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves, the others follow
+    from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return MappingProxyType({chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)})
+    return MappingProxyType(
+        {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    )
 
 
 _BYTE_OF_CHARACTER = _byte_of_character()

@@ -1,6 +1,7 @@
 """New weights in any form that a trainer has them, as the state that is served. Knows nothing of steps or versions.
 
-A form is an nnx.State, an nnx.Module of the same class, or nested (or dotted) mappings of arrays such as nnx.to_pure_dict gives."""
+A form is an nnx.State, an nnx.Module of the same class, or nested (or dotted) mappings of arrays such as
+nnx.to_pure_dict gives."""
 
 import dataclasses
 import gc
@@ -42,12 +43,16 @@ def state_of(new: Weights, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
     return nnx.from_flat_state([(path, leaf.replace(_held(given[name]))) for name, (path, leaf) in wanted.items()])
 
 
-def state_of_folder(path: str | Path, served: ServedModel, *, place: Callable[[str], Any] = lambda name: None) -> nnx.State[Any, Any]:
-    """Load a checkpoint of the served architecture, in the served dtype, to where it is served (on one accelerator and its host: where
-    `place` says, by name). Raises WeightsMismatchError where its
-    config.json says another model, and what ModelFolder.open raises where there is none that can be read."""
+def state_of_folder(
+    path: str | Path, served: ServedModel, *, place: Callable[[str], Any] = lambda name: None
+) -> nnx.State[Any, Any]:
+    """Load a checkpoint of the served architecture, in the served dtype, to where it is served (on one accelerator and
+    its host: where `place` says, by name). Raises WeightsMismatchError where its config.json says another model, and
+    what ModelFolder.open raises where there is none that can be read."""
     if not isinstance(path, str | Path):
-        raise WeightsMismatchError(f"model_path={shown(path)} must be the path of a checkpoint folder", param="model_path")
+        raise WeightsMismatchError(
+            f"model_path={shown(path)} must be the path of a checkpoint folder", param="model_path"
+        )
     folder = ModelFolder.open(path, in_parts=isinstance(served.config, FamilyConfig))  # as it is served
     config: Any = served.config
     if folder.config != config:

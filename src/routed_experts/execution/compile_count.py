@@ -1,6 +1,7 @@
 """Counts the programs that this process makes, before and after an engine is ready. Knows no program.
 
-JAX reports each as an event, those of small eager operations among them; one that is read from the compilation cache counts too."""
+JAX reports each as an event, those of small eager operations among them; one that is read from the compilation cache
+counts too."""
 
 from typing import Any
 

@@ -1,8 +1,10 @@
-"""Experts moved from device to device: which go where, and the program that carries them, a layer at a time. Knows no model.
+"""Experts moved from device to device: which go where, and the program that carries them, a layer at a time. Knows no
+model.
 
-In a turn every device shows one of its experts to all, and each keeps what it wants of them; so the memory that a move takes is one
-layer's part of a device, and an expert of each device. Which experts are shown and kept are arguments: one program for all plans.
-Dims: I instances of a layer, V devices, L instances of a layer on one device, R layers of a run, T turns at most."""
+In a turn every device shows one of its experts to all, and each keeps what it wants of them; so the memory that a move
+takes is one layer's part of a device, and an expert of each device. Which experts are shown and kept are arguments: one
+program for all plans. Dims: I instances of a layer, V devices, L instances of a layer on one device, R layers of a run,
+T turns at most."""
 
 import dataclasses
 from typing import Any
@@ -16,8 +18,8 @@ from jaxtyping import Array, Int, Int32, Shaped
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """Turns of one layer. In turn t device v shows its instance `shown[t, v]` and puts what device `taken[t, v]` shows (-1: nothing)
-    in its place `put[t, v]`. `num_copied`: instances that come from another device."""
+    """Turns of one layer. In turn t device v shows its instance `shown[t, v]` and puts what device `taken[t, v]` shows
+    (-1: nothing) in its place `put[t, v]`. `num_copied`: instances that come from another device."""
 
     num_turns: int
     shown: Int32[np.ndarray, "T V"]
@@ -27,8 +29,8 @@ class Moves:
 
 
 def plan_moves(old: Int[np.ndarray, " I"], new: Int[np.ndarray, " I"], *, num_devices: int) -> Moves:
-    """Turns after which each instance holds the expert of `new`, where it held that of `old`. An expert that a device has already is
-    not fetched from another; otherwise the device with the fewest to show shows it."""
+    """Turns after which each instance holds the expert of `new`, where it held that of `old`. An expert that a device
+    has already is not fetched from another; otherwise the device with the fewest to show shows it."""
     own = len(old) // num_devices
     wanted = [[at for at in range(v * own, (v + 1) * own) if old[at] != new[at]] for v in range(num_devices)]
     sources = {int(expert): [int(at) for at in np.flatnonzero(old == expert)] for expert in np.unique(old)}

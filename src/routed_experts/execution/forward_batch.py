@@ -1,8 +1,8 @@
 """ForwardBatch: one step on the device, unpacked from a single int32 array. Knows nothing of the model.
 
-All metadata of a step is one host-to-device put; floats travel as their bits. What the sampler reads stands first and depends on the
-padded requests alone, so that a sampler knows nothing of the step's tokens. Dims: N padded tokens, B padded requests, R request slots,
-W pages of a request."""
+All metadata of a step is one host-to-device put; floats travel as their bits. What the sampler reads stands first and
+depends on the padded requests alone, so that a sampler knows nothing of the step's tokens. Dims: N padded tokens, B
+padded requests, R request slots, W pages of a request."""
 
 import dataclasses
 import math
@@ -46,10 +46,14 @@ class BatchShape:
 def sampler_segments(num_requests: int) -> dict[str, tuple[int, ...]]:
     """Name and shape of what the sampler reads, in order: the beginning of the packed form."""
     b = (num_requests,)
-    return {"request_slots": b, "top_k": b, "seed": (num_requests, 2), "choice": b, "position": b} | dict.fromkeys(_FLOATS, b)
+    return {"request_slots": b, "top_k": b, "seed": (num_requests, 2), "choice": b, "position": b} | dict.fromkeys(
+        _FLOATS, b
+    )
 
 
-_ORDER = tuple(BatchShape(mode=ForwardMode.DECODE, num_tokens=1, num_requests=1, table_width=1).segments())  # the same for all shapes
+_ORDER = tuple(
+    BatchShape(mode=ForwardMode.DECODE, num_tokens=1, num_requests=1, table_width=1).segments()
+)  # the same for all shapes
 
 
 def num_sampler_words(num_requests: int) -> int:
@@ -149,12 +153,15 @@ def unpack(packed: Int[Array, " words"], shape: BatchShape) -> ForwardBatch:
 
 
 def unpack_sampler(words: Int[Array, " words"], num_requests: int) -> SamplerBatch:
-    """Cut the first words of the packed array into the parts that the sampler needs; what stands behind them is not looked at."""
+    """Cut the first words of the packed array into the parts that the sampler needs; what stands behind them is not
+    looked at."""
     parts = _cut(words, sampler_segments(num_requests))
     seed = lax.bitcast_convert_type(parts["seed"], jnp.uint32)
     names = ("temperature", "top_k", "top_p", "min_p", "choice", "position")
     sampling = SamplingBatch(seed=seed, **{name: parts[name] for name in names})
-    return SamplerBatch(sampling=sampling, **{name: parts[name] for name in ("request_slots", "presence", "frequency", "repetition")})
+    return SamplerBatch(
+        sampling=sampling, **{name: parts[name] for name in ("request_slots", "presence", "frequency", "repetition")}
+    )
 
 
 def _cut(words: Int[Array, " words"], segments: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:

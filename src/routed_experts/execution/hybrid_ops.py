@@ -1,5 +1,5 @@
-"""Steps of a model of which some layers attend to pages and others keep a state for each request slot. Knows no architecture.
-Dims: N padded tokens, B padded requests, H value heads, V value dim."""
+"""Steps of a model of which some layers attend to pages and others keep a state for each request slot. Knows no
+architecture. Dims: N padded tokens, B padded requests, H value heads, V value dim."""
 
 import dataclasses
 
@@ -16,7 +16,8 @@ from routed_experts.models.interface import SequenceOps
 
 
 def hybrid_ops(paged: PagedAttend, batch: ForwardBatch) -> SequenceOps:
-    """Attend to the pages of a HybridPool, and read and write its states; a request that feeds position 0 starts anew."""
+    """Attend to the pages of a HybridPool, and read and write its states; a request that feeds position 0 starts
+    anew."""
 
     def attend(
         queries: Float[Array, "N H C"],
@@ -29,7 +30,9 @@ def hybrid_ops(paged: PagedAttend, batch: ForwardBatch) -> SequenceOps:
         mixed, pages = paged(queries, keys, values, cache.pages, layer, traits)
         return mixed, dataclasses.replace(cache, pages=pages)
 
-    def recur(inputs: DeltaInputs, cache: HybridPool, layer: Int[Array, ""]) -> tuple[Float[Array, "N H V"], HybridPool]:
+    def recur(
+        inputs: DeltaInputs, cache: HybridPool, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N H V"], HybridPool]:
         starts, slots = batch.paged.query_starts, batch.request_slots
         old = jax.tree.map(lambda leaf: leaf[layer, slots], cache.states)
         anew = batch.paged.positions[jnp.minimum(starts[:-1], batch.token_ids.shape[0] - 1)] == 0

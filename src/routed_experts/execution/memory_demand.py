@@ -1,6 +1,8 @@
-"""What an engine must find on a device before it can serve anything, and the flags that would make it fit. Knows numbers, no arrays.
+"""What an engine must find on a device before it can serve anything, and the flags that would make it fit. Knows
+numbers, no arrays.
 
-Every term but the weights follows from a flag, so each flag is searched for the value nearest to the one that was given."""
+Every term but the weights follows from a flag, so each flag is searched for the value nearest to the one that was
+given."""
 
 import bisect
 import dataclasses
@@ -21,8 +23,8 @@ _LEAST_PAGE = 16  # that is advised; smaller ones are slow, and some kernels hav
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDemand:
-    """Bytes that one device must hold. `model`: shapes of its pool, as `args` say; `row_bytes`: rows of a token, 0 with capture off;
-    `device`: bytes of the device."""
+    """Bytes that one device must hold. `model`: shapes of its pool, as `args` say; `row_bytes`: rows of a token, 0 with
+    capture off; `device`: bytes of the device."""
 
     args: ServerArgs
     model: KVPoolSpec
@@ -40,11 +42,16 @@ class MemoryDemand:
     @property
     def penalties(self) -> int:
         """Bytes of what each request slot has said: a count and a mark for each token of the vocabulary."""
-        return (self.args.running_limit + 1) * self.vocab_size * (np.dtype(np.int32).itemsize + np.dtype(np.bool_).itemsize)
+        return (
+            (self.args.running_limit + 1)
+            * self.vocab_size
+            * (np.dtype(np.int32).itemsize + np.dtype(np.bool_).itemsize)
+        )
 
     @property
     def capture_device(self) -> int:
-        """Bytes of the rows of two steps of the largest padded size. Rows of small steps that wait to be filed are not in it."""
+        """Bytes of the rows of two steps of the largest padded size. Rows of small steps that wait to be filed are not
+        in it."""
         shapes = Buckets.of(self.args, context_length=self.context_length).all_shapes()
         return 2 * max(tokens for _, tokens, _ in shapes) * self.row_bytes
 
@@ -55,7 +62,8 @@ class MemoryDemand:
 
     @property
     def wanted_pages(self) -> int:
-        """Pages that must fit: those of max_total_tokens, or of one request of the context_length that was asked for; else one."""
+        """Pages that must fit: those of max_total_tokens, or of one request of the context_length that was asked for;
+        else one."""
         if self.args.max_total_tokens is not None:
             return self.args.max_total_tokens // self.args.page_size
         return 1 if self.args.context_length is None else -(-self.args.context_length // self.args.page_size)
@@ -75,7 +83,9 @@ class MemoryDemand:
         """The same model with some arguments changed."""
         args = dataclasses.replace(self.args, **change)
         model = dataclasses.replace(self.model, page_size=args.page_size, num_requests=args.running_limit + 1)
-        return dataclasses.replace(self, args=args, model=model, context_length=args.context_length or self.context_length)
+        return dataclasses.replace(
+            self, args=args, model=model, context_length=args.context_length or self.context_length
+        )
 
     def require_fit(self) -> None:
         """Raise MemoryPlanError unless it fits: the terms, the limit, and what would fit."""
@@ -85,8 +95,9 @@ class MemoryDemand:
 
 
 def ways_that_fit(demand: MemoryDemand) -> tuple[Change, ...]:
-    """Changes of the arguments, each enough by itself: one flag, at the value nearest to its present one. Where no single flag is
-    enough: beside the largest fraction that is advised; then beside one request at a time in small steps, too. Empty: nothing helps."""
+    """Changes of the arguments, each enough by itself: one flag, at the value nearest to its present one. Where no
+    single flag is enough: beside the largest fraction that is advised; then beside one request at a time in small
+    steps, too. Empty: nothing helps."""
     args, limit = demand.args, demand.args.running_limit
     most = {"mem_fraction_static": max(MOST_FRACTION, args.mem_fraction_static)}
     tokens = next(size for size in args.precompile_token_paddings if size >= limit)
@@ -141,7 +152,9 @@ def _told(demand: MemoryDemand, ways: tuple[Change, ...]) -> str:
     limit = f"{size_of(demand.limit).strip()}, mem_fraction_static={args.mem_fraction_static} of {size_of(demand.device).strip()}"
     fits = ", or with ".join(" and ".join(f"{name}={value}" for name, value in way.items()) for way in ways)
     advice = f"it fits with {fits}" if ways else "no value of these flags makes room"
-    others = "a smaller dtype, a larger tp_size, or experts kept on the host" if demand.weights > demand.limit // 2 else ""
+    others = (
+        "a smaller dtype, a larger tp_size, or experts kept on the host" if demand.weights > demand.limit // 2 else ""
+    )
     advice += f"; {'or' if ways else 'it takes'} {others}" if others else ""
     return f"this model does not fit: {plan} = {size_of(sum(terms.values())).strip()}, above the limit of {limit}; {advice}"
 

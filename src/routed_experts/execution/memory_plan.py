@@ -1,7 +1,8 @@
 """Memory plan: what an engine will allocate, said before it allocates anything. Knows shapes, not arrays.
 
-The pools get what `mem_fraction_static` of the device leaves after the weights and what stands beside them; never more than every
-running request can use twice over (once running, once cached). What a step computes with is not planned: it has the rest."""
+The pools get what `mem_fraction_static` of the device leaves after the weights and what stands beside them; never more
+than every running request can use twice over (once running, once cached). What a step computes with is not planned: it
+has the rest."""
 
 import dataclasses
 import math
@@ -24,8 +25,8 @@ _LISTED = 4  # names of each dtype in an error
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by purpose, and the pool that fits, on each of `num_devices`. `capture_device` is two steps' rows, `capture_host` the store
-    by slot."""
+    """Bytes by purpose, and the pool that fits, on each of `num_devices`. `capture_device` is two steps' rows,
+    `capture_host` the store by slot."""
 
     pool: KVPoolSpec
     weights: int
@@ -67,8 +68,9 @@ def plan_memory(
     context_length: int,
     vocab_size: int,
 ) -> MemoryPlan:
-    """Size the pool. `model` carries the model's shapes; its num_pages is not read. Of several devices, `model` and `state` are what one
-    holds. Raises MemoryPlanError, with the values that would fit, if it does not; ConfigError if weights are of several dtypes."""
+    """Size the pool. `model` carries the model's shapes; its num_pages is not read. Of several devices, `model` and
+    `state` are what one holds. Raises MemoryPlanError, with the values that would fit, if it does not; ConfigError if
+    weights are of several dtypes."""
     require_one_dtype(state)
     demand = MemoryDemand(
         args=args,
@@ -96,15 +98,18 @@ def plan_memory(
 
 
 def require_one_dtype(state: nnx.State[Any, Any]) -> None:
-    """Raise ConfigError unless all weights are of one dtype that kernels compute in. Variables whose metadata says "wide", numbers that
-    choose experts, may be float32 beside the others. A checkpoint's tensors are cast as they are loaded; a module is not."""
+    """Raise ConfigError unless all weights are of one dtype that kernels compute in. Variables whose metadata says
+    "wide", numbers that choose experts, may be float32 beside the others. A checkpoint's tensors are cast as they are
+    loaded; a module is not."""
     found: dict[str, list[str]] = {}
     for path, leaf in nnx.to_flat_state(state):
         dtype = np.dtype(leaf.dtype).name
         if dtype != "float32" or not leaf.get_metadata("wide", False):
             found.setdefault(dtype, []).append(".".join(map(str, path)))
     if len(found) > 1 or not found.keys() <= set(_COMPUTED):
-        told = "; ".join(f"{len(names)} are {dtype} ({', '.join(names[:_LISTED])}, ...)" for dtype, names in found.items())
+        told = "; ".join(
+            f"{len(names)} are {dtype} ({', '.join(names[:_LISTED])}, ...)" for dtype, names in found.items()
+        )
         raise ConfigError(
             f"the arrays of this model cannot be computed with together: {told}; wanted one of {', '.join(_COMPUTED)} for all but those "
             "that the architecture keeps in float32; cast: nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))"

@@ -43,11 +43,15 @@ class PendingStep:
 class ModelRunner:
     """Weights, pools and compiled programs of one model, on one device or on those of a mesh (ProgramSpec.on)."""
 
-    def __init__(self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, weight_version: int = 0) -> None:
+    def __init__(
+        self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, weight_version: int = 0
+    ) -> None:
         self.spec, self.config, self.weight_version = spec, config, weight_version
         self.exact = True  # the model's own numbers; False where some of them come late
         self._owned = list[Array]()  # of the weights: those that were donated
-        self._weights, self._tree = jax.tree.flatten(state)  # leaves: a call costs time by the leaf, and more by the node
+        self._weights, self._tree = jax.tree.flatten(
+            state
+        )  # leaves: a call costs time by the leaf, and more by the node
         on = spec.on
         ask_for_large_pages(self._weights)
         self.allocate_pool()
@@ -57,7 +61,9 @@ class ModelRunner:
         self._everywhere = None if on is None else on.everywhere
         self._counts = _no_counts(self.spec, self._everywhere)
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
-        self._copies = next(iter(self._last_tokens.devices())).platform != "cpu"  # there the host reads an output where it lies
+        self._copies = (
+            next(iter(self._last_tokens.devices())).platform != "cpu"
+        )  # there the host reads an output where it lies
 
     @property
     def state(self) -> nnx.State[Any, Any]:
@@ -76,8 +82,8 @@ class ModelRunner:
         return len(jobs)
 
     def dispatch(self, batch: ModelWorkerBatch) -> PendingStep:
-        """Start a step's programs; returns at once. The first call carries the metadata over, a host array among its arguments (in the FULL
-        form it goes before)."""
+        """Start a step's programs; returns at once. The first call carries the metadata over, a host array among its
+        arguments (in the FULL form it goes before)."""
         shape, packed = shape_of(batch), pack(batch)
         if batch.form is SamplerForm.FULL:  # two programs look at all of it
             packed = jax.device_put(packed, self._everywhere)
@@ -98,12 +104,18 @@ class ModelRunner:
                 if array is not None:
                     array.copy_to_host_async()
         return PendingStep(
-            batch=batch, sampled=sampled, scored=scored, rows=out.rows, weight_version=self.weight_version, changed=out.changed
+            batch=batch,
+            sampled=sampled,
+            scored=scored,
+            rows=out.rows,
+            weight_version=self.weight_version,
+            changed=out.changed,
         )
 
     def take_counts(self) -> Int32[Array, "F M E"]:
-        """Slots by phase (prompt, generated), MoE layer and expert of the steps that were dispatched since they were taken last; on
-        their way to the host, and there when these steps have ended. Later steps count from 0: nothing waits, and no program runs."""
+        """Slots by phase (prompt, generated), MoE layer and expert of the steps that were dispatched since they were
+        taken last; on their way to the host, and there when these steps have ended. Later steps count from 0: nothing
+        waits, and no program runs."""
         assert self._counts is not None, "an engine whose steps are counted"
         taken, self._counts = self._counts, _no_counts(self.spec, self._everywhere)
         taken.copy_to_host_async()
@@ -116,7 +128,9 @@ class ModelRunner:
     def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any) -> ForwardOut:
         """Start all layers of a step."""
         counted = () if self._counts is None else (self._counts,)
-        self._pool, out = self._programs["forward", shape](self._weights, self._pool, self._last_tokens, packed, *counted)
+        self._pool, out = self._programs["forward", shape](
+            self._weights, self._pool, self._last_tokens, packed, *counted
+        )
         self._counts = out.counts
         return out
 
@@ -125,7 +139,9 @@ class ModelRunner:
         sampled = np.asarray(pending.sampled)
         top, full = min(MAX_TOP_LOGPROBS, self.config.vocab_size), pending.batch.form is SamplerForm.FULL
         scored = None if pending.scored is None else np.asarray(pending.scored)
-        rows = np.asarray(pending.rows) if self._copies and pending.rows is not None else pending.rows  # the device's are freed
+        rows = (
+            np.asarray(pending.rows) if self._copies and pending.rows is not None else pending.rows
+        )  # the device's are freed
         if self.spec.told and rows is None:
             rows = sampled
         return StepResult(
@@ -142,36 +158,49 @@ class ModelRunner:
         )
 
     def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, donate: bool = False) -> None:
-        """Run all later steps with other weights of the same tree, shapes and dtypes (None: with the same ones, under another version).
-        Arrays that lie where the served ones do are taken as they are, others are copied there now, so that no step has to. With `donate`
-        they are the runner's from now on: deleted once copied, or when others take their place. Raises WeightsMismatchError."""
+        """Run all later steps with other weights of the same tree, shapes and dtypes (None: with the same ones, under
+        another version). Arrays that lie where the served ones do are taken as they are, others are copied there now,
+        so that no step has to. With `donate` they are the runner's from now on: deleted once copied, or when others
+        take their place. Raises WeightsMismatchError."""
         self.check_version(version)
         if state is None:
             self.weight_version = version
             return
         old, new = (dict(jax.tree_util.tree_flatten_with_path(s)[0]) for s in (self.state, state))
-        wrong = [f"{jax.tree_util.keystr(k)}: {_said(new.get(k))} for {_said(v)}" for k, v in old.items() if _said(new.get(k)) != _said(v)]
+        wrong = [
+            f"{jax.tree_util.keystr(k)}: {_said(new.get(k))} for {_said(v)}"
+            for k, v in old.items()
+            if _said(new.get(k)) != _said(v)
+        ]
         wrong += [f"{jax.tree_util.keystr(k)}: {_said(v)} is not in the model" for k, v in new.items() if k not in old]
         if wrong:
-            raise WeightsMismatchError(f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:4])}", param="state")
+            raise WeightsMismatchError(
+                f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:4])}", param="state"
+            )
         gifts = Gifts(jax.tree.leaves(state) if donate else ())
         placed = [_placed_like(*pair, gifts) for pair in zip(jax.tree.leaves(state), self._weights, strict=True)]
         self._weights, self.weight_version = placed, version
         self._owned = owned_now(self._owned, placed, donate=donate)
 
     def release(self, *, pool: bool, weights: bool) -> None:
-        """Free the pool, and let go of the weights: of them only shapes and places are kept, for those that come next. No step may
-        be in flight."""
+        """Free the pool, and let go of the weights: of them only shapes and places are kept, for those that come next.
+        No step may be in flight."""
         if pool:
             for leaf in jax.tree.leaves(self._pool):
                 leaf.delete()
         if weights:
-            self._weights = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._weights]
+            self._weights = [
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._weights
+            ]
             self._owned = _still_served(self._owned, [])
 
     def check_version(self, version: int) -> None:
         """Raise WeightsMismatchError for a version that does not rise, or is none."""
-        if isinstance(version, bool) or not isinstance(version, int) or not self.weight_version < version <= MAX_WEIGHT_VERSION:
+        if (
+            isinstance(version, bool)
+            or not isinstance(version, int)
+            or not self.weight_version < version <= MAX_WEIGHT_VERSION
+        ):
             wanted = f"an integer above {self.weight_version}, the one that is served, and at most {MAX_WEIGHT_VERSION}"
             raise WeightsMismatchError(f"version={version!r} must be {wanted}; count updates", param="version")
 
@@ -212,7 +241,9 @@ def _still_served(owned: Sequence[Array], weights: Sequence[Array]) -> list[Arra
 
 
 def _placed_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStruct, gifts: Gifts) -> Array:
-    owned = leaf if isinstance(leaf, jax.Array) else np.array(leaf)  # the CPU device may keep a host array as it is, and so see its changes
+    owned = (
+        leaf if isinstance(leaf, jax.Array) else np.array(leaf)
+    )  # the CPU device may keep a host array as it is, and so see its changes
     placed = jax.device_put(owned, served.sharding)
     gifts.copied(leaf, placed)
     return placed

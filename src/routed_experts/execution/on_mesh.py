@@ -1,7 +1,8 @@
-"""A step on several devices: where its arrays lie, and the program of one device made the program of all. Knows no model.
+"""A step on several devices: where its arrays lie, and the program of one device made the program of all. Knows no
+model.
 
-Every device runs the same program on its part of the weights and of the pool (`shard_map`, over a mesh of one axis); what a host reads
-or writes is the same on all. With one device there is no mesh, and a program is what it is."""
+Every device runs the same program on its part of the weights and of the pool (`shard_map`, over a mesh of one axis);
+what a host reads or writes is the same on all. With one device there is no mesh, and a program is what it is."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -28,15 +29,16 @@ class OnMesh:
 
     @staticmethod
     def of(mesh: Mesh, weights: Sequence[Array], pool: KVPoolSpec) -> "OnMesh":
-        """For weights that lie on the mesh (or shapes with shardings) and one device's pool: heads are dealt out, rows that all heads
-        share and states of requests are not."""
+        """For weights that lie on the mesh (or shapes with shardings) and one device's pool: heads are dealt out, rows
+        that all heads share and states of requests are not."""
         pages = EVERYWHERE if pool.latent else PartitionSpec(None, None, mesh.axis_names[0])
         specs: list[PartitionSpec] = []
         for leaf in weights:
             assert isinstance(leaf.sharding, NamedSharding), leaf.sharding
             specs.append(leaf.sharding.spec)
-        return OnMesh(mesh=mesh, weights=tuple(specs), pool=pages if pool.recurrent is None else HybridPool(pages, EVERYWHERE))
-
+        return OnMesh(
+            mesh=mesh, weights=tuple(specs), pool=pages if pool.recurrent is None else HybridPool(pages, EVERYWHERE)
+        )
 
     def specs(self, what: Any) -> Any:
         """WEIGHTS and POOL by the specs that they stand for."""
@@ -70,27 +72,23 @@ def whole(shapes: Any, on: OnMesh | None, specs: Any = EVERYWHERE) -> Any:
 
 
 def on_all(program: Callable[..., Any], on: OnMesh | None, *, takes: Any, gives: Any) -> Callable[..., Any]:
-    """The program of all devices, from that of one. `takes` and `gives` say of its arguments and results whether they are the list of
-    WEIGHTS, the POOL, or the same EVERYWHERE."""
+    """The program of all devices, from that of one. `takes` and `gives` say of its arguments and results whether they
+    are the list of WEIGHTS, the POOL, or the same EVERYWHERE."""
     if on is None:
         return program
     return jax.shard_map(program, mesh=on.mesh, in_specs=on.specs(takes), out_specs=on.specs(gives), check_vma=False)
 
 
 def jit_on_all(
-    program: Callable[..., Any],
-    on: OnMesh | None,
-    *,
-    takes: Any,
-    gives: Any,
-    donate_argnums: tuple[int, ...] = (),
+    program: Callable[..., Any], on: OnMesh | None, *, takes: Any, gives: Any, donate_argnums: tuple[int, ...] = ()
 ) -> Any:
     """The same, jitted, its arguments and results where that says."""
     if on is None:
         return jax.jit(program, donate_argnums=donate_argnums)
     mesh = on.mesh
     arriving, leaving = (
-        jax.tree.map(lambda spec: NamedSharding(mesh, spec), on.specs(what), is_leaf=_is_spec) for what in (takes, gives)
+        jax.tree.map(lambda spec: NamedSharding(mesh, spec), on.specs(what), is_leaf=_is_spec)
+        for what in (takes, gives)
     )
     spread = on_all(program, on, takes=takes, gives=gives)
     return jax.jit(spread, in_shardings=arriving, out_shardings=leaving, donate_argnums=donate_argnums)

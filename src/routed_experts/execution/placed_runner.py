@@ -1,7 +1,8 @@
-"""PlacedRunner: a ModelRunner whose experts may have several instances on the devices of a mesh, and may be moved between two steps.
-Knows nothing of queues, nor of why an expert is where it is.
+"""PlacedRunner: a ModelRunner whose experts may have several instances on the devices of a mesh, and may be moved
+between two steps. Knows nothing of queues, nor of why an expert is where it is.
 
-Maps are arguments of the step, and so is what is moved: another placement compiles nothing. Dims: M MoE layers, I instances."""
+Maps are arguments of the step, and so is what is moved: another placement compiles nothing. Dims: M MoE layers, I
+instances."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -21,16 +22,24 @@ from routed_experts.execution.program_table import RunnerConfig
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.models.placed_experts import CAPACITY, REPLICAS
 
-Places = tuple[tuple[str, tuple[int, ...], tuple[str, ...]], ...]  # dotted path, columns of its layers, names of its expert arrays
+Places = tuple[
+    tuple[str, tuple[int, ...], tuple[str, ...]], ...
+]  # dotted path, columns of its layers, names of its expert arrays
 
 
 class PlacedRunner(ModelRunner):
     """Weights, pools and compiled programs of one model whose experts are placed."""
 
     def __init__(
-        self, state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, *, placement: Placement, places: Iterable[Any],
+        self,
+        state: nnx.State[Any, Any],
+        spec: ProgramSpec,
+        config: RunnerConfig,
+        *,
+        placement: Placement,
+        places: Iterable[Any],
         factor: tuple[int, int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(state, spec, config)
         self.placement, self.factor, self._places = placement, factor, tuple(places)  # factor None: no capacities
         self._held = placement.physical_to_logical_map.copy()  # what is where now, also in the middle of a change
@@ -40,14 +49,17 @@ class PlacedRunner(ModelRunner):
         """Raise PlacementError for a placement of another model or of other sizes."""
         placement.check_model(self.placement.num_layers, self.placement.num_experts)
         sizes = {"instances": "num_instances", "devices": "num_devices"}
-        ours, theirs = ({word: getattr(one, name) for word, name in sizes.items()} for one in (self.placement, placement))
+        ours, theirs = (
+            {word: getattr(one, name) for word, name in sizes.items()} for one in (self.placement, placement)
+        )
         widths = (self.placement.logical_to_physical_map.shape[2], placement.logical_to_physical_map.shape[2])
         if ours != theirs or widths[0] != widths[1]:
             told = f"the placement has {theirs} and max_replicas={widths[1]}"
             raise PlacementError(f"{told}; this engine was built with {ours} and {widths[0]}: plan with these")
 
     def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, donate: bool = False) -> None:
-        """As a ModelRunner does; weights that are new lie as `placement` says, also where a change of it had stopped half way."""
+        """As a ModelRunner does; weights that are new lie as `placement` says, also where a change of it had stopped
+        half way."""
         same = state is None or all(new is old for new, old in zip(jax.tree.leaves(state), self._weights, strict=False))
         super().update_weights(state, version=version, donate=donate)
         if not same:
@@ -58,8 +70,8 @@ class PlacedRunner(ModelRunner):
         return [(place, row) for place, (_, columns, _) in enumerate(self._places) for row in range(len(columns))]
 
     def move_layer(self, place: int, row: int, placement: Placement) -> int:
-        """Put one layer's experts where the placement has them, and give the step its maps; returns how many came from another device.
-        No step may be in flight: the arrays of experts are donated."""
+        """Put one layer's experts where the placement has them, and give the step its maps; returns how many came from
+        another device. No step may be in flight: the arrays of experts are donated."""
         at, columns, names = self._places[place]
         column, devices = columns[row], placement.num_devices
         moves = plan_moves(self._held[column], placement.physical_to_logical_map[column], num_devices=devices)
@@ -83,11 +95,17 @@ class PlacedRunner(ModelRunner):
         return held // (self.placement.num_layers * self.placement.num_instances)
 
     def set_capacity(self, factor: tuple[int, int]) -> None:
-        """Bound the instances of all later steps by another factor, a numerator and a denominator. No step may be in flight."""
+        """Bound the instances of all later steps by another factor, a numerator and a denominator. No step may be in
+        flight."""
         flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(self.state)}
         rows = {f"{at}.{CAPACITY}": len(columns) for at, columns, _ in self._places}
         assert rows.keys() <= flat.keys(), "an engine whose instances have capacities"
-        self._put({name: jax.device_put(np.tile(np.array(factor, np.int32), (count, 1)), self._everywhere) for name, count in rows.items()})
+        self._put(
+            {
+                name: jax.device_put(np.tile(np.array(factor, np.int32), (count, 1)), self._everywhere)
+                for name, count in rows.items()
+            }
+        )
         self.factor = factor
 
     def _put(self, arrays: dict[str, Any]) -> None:
@@ -107,5 +125,7 @@ class PlacedRunner(ModelRunner):
             tables = [jax.ShapeDtypeStruct(flat[f"{at}.{name}"].shape, flat[f"{at}.{name}"].dtype) for name in names]
             dealt = [PartitionSpec(axis)] * len(names)
             run = jit_on_all(program, on, takes=(dealt, *(EVERYWHERE,) * 5), gives=dealt, donate_argnums=(0,))
-            jobs["move", at] = functools.partial(run.lower, tables, *abstract_moves(placement.num_instances, placement.num_devices))
+            jobs["move", at] = functools.partial(
+                run.lower, tables, *abstract_moves(placement.num_instances, placement.num_devices)
+            )
         return jobs

@@ -1,4 +1,5 @@
-"""The table of programs: every padded step of an engine, as calls that lower what it needs. Knows no arrays, only their shapes."""
+"""The table of programs: every padded step of an engine, as calls that lower what it needs. Knows no arrays, only their
+shapes."""
 
 import dataclasses
 import functools
@@ -20,7 +21,8 @@ from routed_experts.memory.kv_pool import KVPoolSpec
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
-    """Static sizes of a runner, of one device where it runs on several. `shapes` are the padded steps it compiles for."""
+    """Static sizes of a runner, of one device where it runs on several. `shapes` are the padded steps it compiles
+    for."""
 
     pool: KVPoolSpec
     num_request_slots: int  # slot 0 is padding
@@ -31,7 +33,8 @@ class RunnerConfig:
 def program_jobs(
     state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig
 ) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
-    """The table of programs: key to a call that lowers it. `state` may be arrays or their shapes; programs take its leaves."""
+    """The table of programs: key to a call that lowers it. `state` may be arrays or their shapes; programs take its
+    leaves."""
     jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
     tree, on = jax.tree.structure(state), spec.on
     same = (EVERYWHERE,)
@@ -40,7 +43,9 @@ def program_jobs(
         args = (jax.tree.leaves(args[0]), *args[1:], *(() if spec.counts is None else (spec.counts,)))
         program = _on_leaves(functools.partial(forward, spec=spec, shape=shape), tree)
         donated = (1,) if spec.counts is None else (1, 4)
-        run = jit_on_all(program, on, takes=(WEIGHTS, POOL, *same * (len(args) - 2)), gives=(POOL, *same), donate_argnums=donated)
+        run = jit_on_all(
+            program, on, takes=(WEIGHTS, POOL, *same * (len(args) - 2)), gives=(POOL, *same), donate_argnums=donated
+        )
         out = jax.eval_shape(run, *args)[1]
         jobs["forward", shape] = functools.partial(run.lower, *args)
         jobs |= sampling_jobs(state, spec, config, shape, out)
@@ -50,8 +55,8 @@ def program_jobs(
 def sampling_jobs(
     state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, out: ForwardOut
 ) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
-    """The programs that follow the layers of a step, whose outputs have the shapes of `out`. Steps of other sizes may need some of the
-    same ones, under the same keys."""
+    """The programs that follow the layers of a step, whose outputs have the shapes of `out`. Steps of other sizes may
+    need some of the same ones, under the same keys."""
     jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
     weights, on = abstract_inputs(state, spec, config, shape)[0], spec.on
     mesh = None if on is None else on.mesh
@@ -63,13 +68,22 @@ def sampling_jobs(
             bias, said = (shape.num_requests, MAX_BIAS), abstract_spoken(shape.num_requests, config.vocab_size)
             full = FullInputs(said, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
         run = sampler_program(_sampler_spec(spec, shape, form), mesh)
-        jobs[sampler_key(spec, shape, form)] = functools.partial(run.lower, *_lying((out.logits, last_tokens, out.words, full), at))
+        jobs[sampler_key(spec, shape, form)] = functools.partial(
+            run.lower, *_lying((out.logits, last_tokens, out.words, full), at)
+        )
     spoken = abstract_spoken(config.num_request_slots, config.vocab_size)
-    jobs["count", shape] = functools.partial(counting_program(shape, mesh).lower, *_lying((spoken, out.tokens, shape.packed), at))
+    jobs["count", shape] = functools.partial(
+        counting_program(shape, mesh).lower, *_lying((spoken, out.tokens, shape.packed), at)
+    )
     if shape.mode is ForwardMode.EXTEND:
         same = (EVERYWHERE,)
         tree = jax.tree.structure(weights)
-        run = jit_on_all(_on_leaves(functools.partial(score_prompt, spec=spec), tree), on, takes=(WEIGHTS, *same * 2), gives=EVERYWHERE)
+        run = jit_on_all(
+            _on_leaves(functools.partial(score_prompt, spec=spec), tree),
+            on,
+            takes=(WEIGHTS, *same * 2),
+            gives=EVERYWHERE,
+        )
         jobs["score", shape.num_tokens] = functools.partial(run.lower, leaves, out.hidden, out.tokens)
     return jobs
 
@@ -82,7 +96,9 @@ def sampler_key(spec: ProgramSpec, shape: BatchShape, form: SamplerForm) -> tupl
 def _sampler_spec(spec: ProgramSpec, shape: BatchShape, form: SamplerForm) -> SamplerSpec:
     choose = spec.kernels.choose if form is SamplerForm.GREEDY else None
     told = spec.told_in(shape)
-    return SamplerSpec(form=form, num_requests=shape.num_requests, told=told, raw_logprobs=spec.raw_logprobs, choose=choose)
+    return SamplerSpec(
+        form=form, num_requests=shape.num_requests, told=told, raw_logprobs=spec.raw_logprobs, choose=choose
+    )
 
 
 def _lying(shapes: Any, sharding: Any) -> Any:
@@ -99,8 +115,11 @@ def _on_leaves(program: Callable[..., Any], tree: Any) -> Callable[..., Any]:
     return on_leaves
 
 
-def abstract_inputs(state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape) -> tuple[Any, ...]:
-    """Shapes and dtypes of the arguments of `forward`. Weights keep their sharding: it names the devices that are compiled for."""
+def abstract_inputs(
+    state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape
+) -> tuple[Any, ...]:
+    """Shapes and dtypes of the arguments of `forward`. Weights keep their sharding: it names the devices that are
+    compiled for."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     pool = whole(config.pool.abstract, spec.on, EVERYWHERE if spec.on is None else spec.on.pool)
     return shapes, pool, jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), shape.packed

@@ -1,10 +1,10 @@
 """The jitted programs of a step, as pure functions of arrays. Knows nothing of schedules, pools' owners or threads.
 
-A step is `forward` (tokens to hidden states and to scores of the vocabulary; writes the KV pool in place; hands out the routed experts,
-as one fresh array or behind the sampler's metadata) and the sampler's program, where there are penalties two (sampler.py).
-`score_prompt` follows where a prompt's logprobs were asked for.
-Capture off is None at trace time: the program is the one that never heard of it.
-Dims: N padded tokens, B padded requests, R request slots, V vocabulary, M MoE layers, K experts per token, T top logprobs."""
+A step is `forward` (tokens to hidden states and to scores of the vocabulary; writes the KV pool in place; hands out the
+routed experts, as one fresh array or behind the sampler's metadata) and the sampler's program, where there are
+penalties two (sampler.py). `score_prompt` follows where a prompt's logprobs were asked for. Capture off is None at
+trace time: the program is the one that never heard of it. Dims: N padded tokens, B padded requests, R request slots, V
+vocabulary, M MoE layers, K experts per token, T top logprobs."""
 
 import dataclasses
 from typing import Any
@@ -31,11 +31,12 @@ from routed_experts.models.interface import TokenRouting
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSpec:
-    """What all programs of an engine share; static. `on`: the mesh that they run on, None for one device; on a mesh `graphdef` is one
-    device's share of the model. `counted`: the experts of a step are counted on the device; None: they are not. `told`: words of a
-    packed row, where rows of a step that decodes leave in the table of its tokens (0: they do not). They go there behind the metadata
-    that both programs see: where the host reads outputs where they lie, an array less is worth most. Elsewhere rows leave alone.
-    `samples`: tokens are chosen behind the layers, so there are scores to choose by."""
+    """What all programs of an engine share; static. `on`: the mesh that they run on, None for one device; on a mesh
+    `graphdef` is one device's share of the model. `counted`: the experts of a step are counted on the device; None:
+    they are not. `told`: words of a packed row, where rows of a step that decodes leave in the table of its tokens (0:
+    they do not). They go there behind the metadata that both programs see: where the host reads outputs where they lie,
+    an array less is worth most. Elsewhere rows leave alone. `samples`: tokens are chosen behind the layers, so there
+    are scores to choose by."""
 
     graphdef: nnx.GraphDef[Any]
     capture: CaptureSpec | None  # None: off
@@ -52,7 +53,11 @@ class ProgramSpec:
     def counts(self) -> jax.ShapeDtypeStruct | None:
         """Shape of the counts: by phase, MoE layer and expert."""
         spec = self.counted
-        return None if spec is None else jax.ShapeDtypeStruct((len(PHASES), spec.num_moe_layers, spec.num_experts), jnp.int32)
+        return (
+            None
+            if spec is None
+            else jax.ShapeDtypeStruct((len(PHASES), spec.num_moe_layers, spec.num_experts), jnp.int32)
+        )
 
     def told_in(self, shape: BatchShape) -> int:
         """Words of a packed row that leave with its token in a step of this shape."""
@@ -62,8 +67,9 @@ class ProgramSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ForwardOut:
-    """Outputs of `forward`. `rows` leave the device, and `changed`: slots of each token that capacities moved or left empty. `counts` are
-    donated to the next step; the rest feeds the programs that follow. `words` have rows behind them that are told with the tokens."""
+    """Outputs of `forward`. `rows` leave the device, and `changed`: slots of each token that capacities moved or left
+    empty. `counts` are donated to the next step; the rest feeds the programs that follow. `words` have rows behind them
+    that are told with the tokens."""
 
     hidden: Float[Array, "N D"]
     logits: Float[Array, "B V"] | None  # None: nothing is sampled
@@ -85,19 +91,23 @@ def forward(
     shape: BatchShape,
     routed: TokenRouting | None = None,
 ) -> tuple[Any, ForwardOut]:
-    """Run all layers over the tokens of a step; with `routed`, on the ids that are given where they are valid. `counts` of the steps
-    before, where there are some, grow by those of this step."""
+    """Run all layers over the tokens of a step; with `routed`, on the ids that are given where they are valid. `counts`
+    of the steps before, where there are some, grow by those of this step."""
     model = nnx.merge(spec.graphdef, state)
     batch = unpack(packed, shape)
     tokens = batch.resolve_tokens(last_tokens)
 
     attend = PagedAttend(backend=spec.attention, batch=batch.paged, num_pages=spec.num_pages)
     capture = create_device_cache(
-        spec.counted if spec.capture is None else spec.capture, shape.num_tokens, reroutes=spec.kernels.peers.rerouter is not None
+        spec.counted if spec.capture is None else spec.capture,
+        shape.num_tokens,
+        reroutes=spec.kernels.peers.rerouter is not None,
     )
     ops = hybrid_ops(attend, batch) if isinstance(pool, HybridPool) else attend
     paged = batch.paged
-    hidden, pool, capture = model(tokens, paged.positions, paged.valid, ops, pool, capture, kernels=spec.kernels, routed=routed)
+    hidden, pool, capture = model(
+        tokens, paged.positions, paged.valid, ops, pool, capture, kernels=spec.kernels, routed=routed
+    )
     rows = None if capture is None or spec.capture is None else capture.rows()
     words = packed[: num_sampler_words(shape.num_requests)]
     if capture is not None and spec.told_in(shape):

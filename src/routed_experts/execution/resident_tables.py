@@ -1,7 +1,7 @@
 """Exchange experts in the accelerator's tables. Knows nothing of steps, nor of why an expert is where it is.
 
-A table is donated to each write, so it is bound anew after each: a write that fails leaves what the ones before it wrote.
-Dims: M MoE layers, N resident experts of a layer, J rows of a store."""
+A table is donated to each write, so it is bound anew after each: a write that fails leaves what the ones before it
+wrote. Dims: M MoE layers, N resident experts of a layer, J rows of a store."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,12 @@ Programs = Mapping[tuple[object, ...], Any]
 
 
 def exchange(
-    model: SplitModel, tables: Tables, programs: Programs, layer: LayerAt, held: Int32[np.ndarray, " N"], new: Int32[np.ndarray, " N"]
+    model: SplitModel,
+    tables: Tables,
+    programs: Programs,
+    layer: LayerAt,
+    held: Int32[np.ndarray, " N"],
+    new: Int32[np.ndarray, " N"],
 ) -> None:
     """Write the experts of a layer's slots that change; `held` says at any time who is there."""
     for slot in np.flatnonzero(held != new).tolist():
@@ -27,7 +32,9 @@ def exchange(
         held[slot] = new[slot]
 
 
-def refill(model: SplitModel, tables: Tables, programs: Programs, layers: Sequence[LayerAt], held: Int32[np.ndarray, "M N"]) -> None:
+def refill(
+    model: SplitModel, tables: Tables, programs: Programs, layers: Sequence[LayerAt], held: Int32[np.ndarray, "M N"]
+) -> None:
     """Write every resident of these layers anew, from the model's store; waits until they are there."""
     for layer in layers:
         if layer.kind in tables:

@@ -1,9 +1,11 @@
-"""The jitted programs behind the layers of a step, as pure functions of arrays: scores of the vocabulary to tokens. Knows no model.
+"""The jitted programs behind the layers of a step, as pure functions of arrays: scores of the vocabulary to tokens.
+Knows no model.
 
-`sample_tokens` depends on sizes (padded requests, request slots, vocabulary) and on how an engine tells logprobs, on nothing else of a
-step or of its model: steps of as many requests share it, and so do models of one vocabulary, through the compilation cache. But for decode
-steps whose rows of experts are told with the tokens: their width is the model's. In the FULL form `count_spoken` comes first.
-Dims: N padded tokens, B padded requests, R request slots, V vocabulary, X bias entries, T top logprobs."""
+`sample_tokens` depends on sizes (padded requests, request slots, vocabulary) and on how an engine tells logprobs, on
+nothing else of a step or of its model: steps of as many requests share it, and so do models of one vocabulary, through
+the compilation cache. But for decode steps whose rows of experts are told with the tokens: their width is the model's.
+In the FULL form `count_spoken` comes first. Dims: N padded tokens, B padded requests, R request slots, V vocabulary, X
+bias entries, T top logprobs."""
 
 import dataclasses
 import functools
@@ -28,13 +30,15 @@ _MODES = {
     SamplerForm.FULL: SamplingMode.FILTERED,
 }
 
-Choose = Callable[[Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]]  # the best token of each row, and its logprob
+Choose = Callable[
+    [Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]
+]  # the best token of each row, and its logprob
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSpec:
-    """What a sampler is; static. `told`: words of a row of experts that stand behind the metadata and leave with each token. `choose`:
-    a kernel for the greedy choice, None: array code."""
+    """What a sampler is; static. `told`: words of a row of experts that stand behind the metadata and leave with each
+    token. `choose`: a kernel for the greedy choice, None: array code."""
 
     form: SamplerForm
     num_requests: int
@@ -46,7 +50,8 @@ class SamplerSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpokenTokens:
-    """What request slots, or the rows of a step, have fed so far: counts of generated tokens, and which tokens the prompt held."""
+    """What request slots, or the rows of a step, have fed so far: counts of generated tokens, and which tokens the
+    prompt held."""
 
     generated: Int[Array, "rows V"]
     prompt: Bool[Array, "rows V"]
@@ -65,8 +70,8 @@ class FullInputs:
 def count_spoken(
     spoken: SpokenTokens, tokens: Int[Array, " N"], packed: Int32[Array, " words"], *, shape: BatchShape
 ) -> tuple[SpokenTokens, SpokenTokens]:
-    """Add the tokens of this step to the counts of their slots; a request that feeds position 0 starts anew. Returns the counts of all
-    slots, and those of the step's rows."""
+    """Add the tokens of this step to the counts of their slots; a request that feeds position 0 starts anew. Returns
+    the counts of all slots, and those of the step's rows."""
     batch = unpack(packed, shape)
     paged, slots = batch.paged, batch.request_slots
     starts_anew = (paged.positions[jnp.minimum(paged.query_starts[:-1], tokens.shape[0] - 1)] == 0)[:, None]
@@ -80,10 +85,16 @@ def count_spoken(
 
 
 def sample_tokens(
-    logits: Float[Array, "B V"], last_tokens: Int[Array, " R"], words: Int32[Array, " words"], full: FullInputs | None, *, spec: SamplerSpec
+    logits: Float[Array, "B V"],
+    last_tokens: Int[Array, " R"],
+    words: Int32[Array, " words"],
+    full: FullInputs | None,
+    *,
+    spec: SamplerSpec,
 ) -> tuple[Int[Array, " R"], Int32[Array, "B columns"]]:
-    """Choose the next token of every row. Returns the slots' last tokens, and one int32 array a row: token, logprob bits, and
-    in the FULL form T top ids and the bits of T top logprobs, and last the packed rows of experts where they are told."""
+    """Choose the next token of every row. Returns the slots' last tokens, and one int32 array a row: token, logprob
+    bits, and in the FULL form T top ids and the bits of T top logprobs, and last the packed rows of experts where they
+    are told."""
     batch, raw = unpack_sampler(words, spec.num_requests), logits
     if full is not None:
         penalties = Penalties(
@@ -95,7 +106,9 @@ def sample_tokens(
         )
         logits = penalize(raw, penalties, full.bias_ids, full.bias_values)
     mode = _MODES[spec.form]
-    if mode is SamplingMode.GREEDY and spec.choose is not None:  # nothing was processed: raw logprobs and processed ones are the same
+    if (
+        mode is SamplingMode.GREEDY and spec.choose is not None
+    ):  # nothing was processed: raw logprobs and processed ones are the same
         tokens, logprobs = spec.choose(logits)
         source = raw
     else:
@@ -113,7 +126,8 @@ def sample_tokens(
 
 @functools.lru_cache(maxsize=256)
 def sampler_program(spec: SamplerSpec, mesh: Mesh | None) -> Any:
-    """`sample_tokens`, jitted; one for all engines of a process, so that what was traced for one is there for the next."""
+    """`sample_tokens`, jitted; one for all engines of a process, so that what was traced for one is there for the
+    next."""
     same = (EVERYWHERE,)
     program = functools.wraps(sample_tokens)(functools.partial(sample_tokens, spec=spec))
     return jit_on_all(program, _without_model(mesh), takes=same * 4, gives=same * 2, donate_argnums=(1,))

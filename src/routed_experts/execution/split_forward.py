@@ -1,5 +1,5 @@
-"""SplitForward: `programs.forward` of a model whose experts are shared out, for steps beside those that are served: scores. Knows
-nothing of queues.
+"""SplitForward: `programs.forward` of a model whose experts are shared out, for steps beside those that are served:
+scores. Knows nothing of queues.
 
 A step is one program whatever the served ones are, with a lane of its own, for it may run at the same time as they."""
 
@@ -16,7 +16,9 @@ from routed_experts.execution.programs import ForwardOut, ProgramSpec
 from routed_experts.execution.split_runner import SplitRunner
 from routed_experts.execution.split_whole import HostSide, WholeArrays, whole_step
 
-Between = Callable[[Callable[[], Any]], Any]  # runs a function between two steps, where tables are not exchanged, and gives its result
+Between = Callable[
+    [Callable[[], Any]], Any
+]  # runs a function between two steps, where tables are not exchanged, and gives its result
 
 
 class SplitForward:
@@ -25,14 +27,17 @@ class SplitForward:
     def __init__(self, runner: SplitRunner, between_steps: Between, *, num_threads: int) -> None:
         self._runner, self._between_steps = runner, between_steps
         self._host = HostSide.of(runner.model, num_threads=num_threads) if runner.split.has_host else None
-        runner.host_sides += [self._host] if self._host is not None else []  # it has new weights when the runner has them
+        runner.host_sides += (
+            [self._host] if self._host is not None else []
+        )  # it has new weights when the runner has them
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
         self._making = threading.Lock()
 
     def __call__(
         self, state: Any, pool: Any, last_tokens: Any, packed: Any, routed: Any, *, spec: ProgramSpec, shape: BatchShape
     ) -> tuple[Any, ForwardOut]:
-        """Run all layers with the residents of now. `state`, the weights that a score was begun with, are those of the runner."""
+        """Run all layers with the residents of now. `state`, the weights that a score was begun with, are those of the
+        runner."""
         del state
         rest = (pool, last_tokens, packed)
         with self._making:
@@ -50,7 +55,13 @@ class SplitForward:
         if key not in self._programs:
             split = dataclasses.replace(self._runner.split, num_pages=spec.num_pages, deferred=0, samples=spec.samples)
             step = functools.partial(whole_step, spec=split, shape=shape, host=self._host)
-            arrays = (WholeArrays.of(self._runner.model, self._runner.tables), *rest, self._runner.slot_of, None, routed)
+            arrays = (
+                WholeArrays.of(self._runner.model, self._runner.tables),
+                *rest,
+                self._runner.slot_of,
+                None,
+                routed,
+            )
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays)
             self._programs[key] = jax.jit(step, donate_argnums=(1,)).lower(*shapes).compile()
         return self._programs[key]

@@ -35,8 +35,8 @@ Jobs = dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sides:
-    """The accelerator and the host, two devices or one, and the copies between them. Those of one platform are started and not
-    waited for; between platforms `arrived` and `bring` wait."""
+    """The accelerator and the host, two devices or one, and the copies between them. Those of one platform are started
+    and not waited for; between platforms `arrived` and `bring` wait."""
 
     device: Any
     host: Any
@@ -95,7 +95,9 @@ class SplitJobs:
                 self.found["write", kind] = functools.partial(write_rows.lower, *args)
         return self.found
 
-    def _job(self, key: tuple[object, ...], program: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Any:
+    def _job(
+        self, key: tuple[object, ...], program: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
+    ) -> Any:
         """Note a program down, and give the shapes of what it returns."""
         self.found[key] = functools.partial(jax.jit(program, donate_argnums=donate).lower, *args)
         return jax.eval_shape(program, *args)
@@ -118,7 +120,17 @@ class SplitJobs:
             given = (jax.ShapeDtypeStruct(stream.x.shape, jnp.float32),) * split.num_given(layer, shape)
         closing, counts = functools.partial(close_step, **static), self.spec.counts
         counted, donated = ((), ()) if counts is None else ((counts,), (5,))
-        out = self._job(("close", shape, len(given)), closing, shapes_of(rim), stream, given, tokens, packed, *counted, donate=donated)
+        out = self._job(
+            ("close", shape, len(given)),
+            closing,
+            shapes_of(rim),
+            stream,
+            given,
+            tokens,
+            packed,
+            *counted,
+            donate=donated,
+        )
         self.found.update(sampling_jobs(self.state, self.spec, self.config, shape, out))
 
     def _of_experts(self, shape: BatchShape, layer: LayerAt, packed: Any, errand: Errand) -> None:
@@ -135,7 +147,10 @@ class SplitJobs:
         args = _at((shapes_of(stored), place, errand.fed, errand.away, errand.weights), self.sides.host)
         self._job(("host", num_tokens, kind), functools.partial(host_step, spec=split), *args)
         if self.streams_from is not None and num_tokens >= self.streams_from and not split.deferred_in(shape):
-            block, row = _rows(table, split.num_experts - split.num_resident), jax.ShapeDtypeStruct((split.num_experts,), jnp.int32)
+            block, row = (
+                _rows(table, split.num_experts - split.num_resident),
+                jax.ShapeDtypeStruct((split.num_experts,), jnp.int32),
+            )
             self._job(("stream", num_tokens, kind), functools.partial(stream_step, spec=split), block, row, errand)
 
 

@@ -1,6 +1,7 @@
-"""The jitted programs of a step that is cut at its experts, as pure functions of arrays. Knows nothing of their order or of devices:
-split_runner.py runs `open_step`, then `layer_step` for each layer with `home_step` and `host_step` between them, then `close_step`.
-Dims: N padded tokens, B padded requests, R request slots, D hidden, M MoE layers, E experts, K experts per token, C experts on the host."""
+"""The jitted programs of a step that is cut at its experts, as pure functions of arrays. Knows nothing of their order
+or of devices: split_runner.py runs `open_step`, then `layer_step` for each layer with `home_step` and `host_step`
+between them, then `close_step`. Dims: N padded tokens, B padded requests, R request slots, D hidden, M MoE layers, E
+experts, K experts per token, C experts on the host."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,16 @@ from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.feed_forward import Sparse
 from routed_experts.models.interface import SequenceOps
 from routed_experts.models.layer_parts import Step
-from routed_experts.models.split_layers import Errand, LayerAt, LayerKind, LayerNumbers, Stream, add_experts, run_at_home, run_to_experts
+from routed_experts.models.split_layers import (
+    Errand,
+    LayerAt,
+    LayerKind,
+    LayerNumbers,
+    Stream,
+    add_experts,
+    run_at_home,
+    run_to_experts,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +73,20 @@ class SplitSpec:
         return self.deferred if self.has_host and shape.mode is ForwardMode.DECODE else 0
 
     def num_given(self, layer: LayerAt, shape: BatchShape) -> int:
-        """How many sums are added behind a layer: of each side that there is, and of what waited in the MoE layer before."""
+        """How many sums are added behind a layer: of each side that there is, and of what waited in the MoE layer
+        before."""
         if layer.column < 0:
             return 0
         return self.has_home(layer.kind) + self.has_host + (layer.column > 0 and self.deferred_in(shape) > 0)
 
 
 def open_step(
-    table: Float[Array, "V D"], last_tokens: Int[Array, " R"], packed: Int32[Array, " words"], *, spec: SplitSpec, shape: BatchShape
+    table: Float[Array, "V D"],
+    last_tokens: Int[Array, " R"],
+    packed: Int32[Array, " words"],
+    *,
+    spec: SplitSpec,
+    shape: BatchShape,
 ) -> tuple[Stream, Int[Array, " N"], Int32[Array, " words"]]:
     """The stream before the first layer, the step's tokens, and its metadata, now on the accelerator."""
     tokens = unpack(packed, shape).resolve_tokens(last_tokens)
@@ -94,7 +110,9 @@ def layer_step(
 ) -> tuple[Stream, Errand | None, Any]:
     """One layer up to its experts. Stream and pool are donated."""
     step = step_of(spec, packed, shape, recurrent=isinstance(pool, HybridPool))
-    return run_to_experts(spec.config, kind, arrays, numbers, stream, given, step, pool, slot_of, deferred=spec.deferred_in(shape))
+    return run_to_experts(
+        spec.config, kind, arrays, numbers, stream, given, step, pool, slot_of, deferred=spec.deferred_in(shape)
+    )
 
 
 def home_step(
@@ -126,9 +144,11 @@ def host_step(
     return run_slots(fed, away, weights, stored, place, size=spec.num_experts, backend=spec.host_experts)
 
 
-def stream_step(block: ExpertTable, block_slots: Int32[Array, " E"], errand: Errand, *, spec: SplitSpec) -> Float32[Array, "N D"]:
-    """The same experts on the accelerator, from a block [C ...] that was copied there for this step; `block_slots` are their rows in it,
-    by expert."""
+def stream_step(
+    block: ExpertTable, block_slots: Int32[Array, " E"], errand: Errand, *, spec: SplitSpec
+) -> Float32[Array, "N D"]:
+    """The same experts on the accelerator, from a block [C ...] that was copied there for this step; `block_slots` are
+    their rows in it, by expert."""
     slots = jnp.where(errand.away >= 0, block_slots[jnp.maximum(errand.away, 0)], -1)
     layer, size = jnp.zeros((), jnp.int32), spec.num_experts - spec.num_resident
     return run_slots(errand.fed, slots, errand.weights, block, layer, size=size, backend=spec.kernels.moe)

@@ -1,11 +1,11 @@
-"""SplitRunner: a ModelRunner whose model's experts are partly on the host. Runs a step layer by layer, and both sides of a layer's
-experts at once. Knows nothing of queues, nor of why an expert is where it is.
+"""SplitRunner: a ModelRunner whose model's experts are partly on the host. Runs a step layer by layer, and both sides
+of a layer's experts at once. Knows nothing of queues, nor of why an expert is where it is.
 
     accelerator   layer 0 | residents of 0         | layer 1 | residents of 1         | ...
     host                  | the others of 0        |         | the others of 1        |
                      x, ids v                  sum ^    x, ids v                  sum ^
-Programs are started in that order, and none is waited for here. Only where accelerator and host are different platforms do the copies
-between them wait for what they copy; by then the residents have been started."""
+Programs are started in that order, and none is waited for here. Only where accelerator and host are different platforms
+do the copies between them wait for what they copy; by then the residents have been started."""
 
 import collections
 import dataclasses
@@ -36,8 +36,9 @@ _KEPT_TALLIES = 8  # counts of so many steps stay on the accelerator: they are r
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostCounts:
-    """`hits`: by hidden layer, the share of slots that residents ran. `deferred`: slots whose experts came a layer late. `busy_s`: how long
-    threads ran experts inside programs, those of scores too; the host's programs of a step that is cut are not timed."""
+    """`hits`: by hidden layer, the share of slots that residents ran. `deferred`: slots whose experts came a layer
+    late. `busy_s`: how long threads ran experts inside programs, those of scores too; the host's programs of a step
+    that is cut are not timed."""
 
     hits: Mapping[int, float]
     deferred: int
@@ -48,10 +49,21 @@ class SplitRunner(ModelRunner):
     """Weights, pools and compiled programs of one model on an accelerator and its host."""
 
     def __init__(
-        self, model: SplitModel, split: SplitSpec, spec: ProgramSpec, config: RunnerConfig, *, sides: Sides, streams_from: int | None
+        self,
+        model: SplitModel,
+        split: SplitSpec,
+        spec: ProgramSpec,
+        config: RunnerConfig,
+        *,
+        sides: Sides,
+        streams_from: int | None,
     ) -> None:
         super().__init__(model.rim[1], spec, config)
-        self.residency, self.num_swapped, self.num_failed = model.residency, 0, 0  # experts copied, exchanges that failed
+        self.residency, self.num_swapped, self.num_failed = (
+            model.residency,
+            0,
+            0,
+        )  # experts copied, exchanges that failed
         self.exact = not (split.deferred and split.has_host)
         self.model, self.split, self._sides, self._streams_from = model, split, sides, streams_from
         self.tables = dict(model.tables)
@@ -66,9 +78,10 @@ class SplitRunner(ModelRunner):
         self._bind(model.residency)
 
     def apply_residency(self, residency: ResidencyMap) -> int:
-        """Run all later steps with other residents, and return how many experts were copied to the accelerator; who is there already
-        keeps its slot. Nothing is compiled, and a step in flight ends with the residents that it began with. Raises PlacementError for
-        a map of another model or size, and what a copy raises: then the copies before it hold, and all others stay who they were."""
+        """Run all later steps with other residents, and return how many experts were copied to the accelerator; who is
+        there already keeps its slot. Nothing is compiled, and a step in flight ends with the residents that it began
+        with. Raises PlacementError for a map of another model or size, and what a copy raises: then the copies before
+        it hold, and all others stay who they were."""
         residency.check_model(self.residency.num_layers, self.residency.num_experts)
         if residency.num_resident != self.residency.num_resident:
             told = f"num_resident={residency.num_resident}; this engine's tables have {self.residency.num_resident} slots a layer"
@@ -90,9 +103,10 @@ class SplitRunner(ModelRunner):
         return copied
 
     def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, donate: bool = False) -> None:
-        """As a ModelRunner does, with a whole model's arrays, which lie where `SplitModel.placed` puts them. The host's store is the new
-        one's; residents are written into the tables that there are, so the accelerator holds them once. Raises WeightsMismatchError, and
-        what a copy raises: then the weights before it are served on. No step, and no score, may be under way."""
+        """As a ModelRunner does, with a whole model's arrays, which lie where `SplitModel.placed` puts them. The host's
+        store is the new one's; residents are written into the tables that there are, so the accelerator holds them
+        once. Raises WeightsMismatchError, and what a copy raises: then the weights before it are served on. No step,
+        and no score, may be under way."""
         if state is None:
             return super().update_weights(None, version=version)
         self.check_version(version)
@@ -109,7 +123,8 @@ class SplitRunner(ModelRunner):
         self._owned = owned_now(self._owned, jax.tree.leaves(state), donate=donate)
 
     def slot_counts(self) -> Int64[np.ndarray, "M 2"]:
-        """Slots of each MoE layer since the start: those that ran on the host, and all. Waits for the step in flight."""
+        """Slots of each MoE layer since the start: those that ran on the host, and all. Waits for the step in
+        flight."""
         self._note(keep=0)
         return self._counted[:, :2].copy()
 
@@ -117,7 +132,11 @@ class SplitRunner(ModelRunner):
         """Of steps that ended some steps ago; waits for nothing, any thread."""
         spec, counted = self.model.config.capture_spec, self._counted.copy()
         assert spec is not None
-        hits = {layer: 1.0 - away / all_ for layer, (away, all_, _) in zip(spec.layer_ids, counted.tolist(), strict=True) if all_}
+        hits = {
+            layer: 1.0 - away / all_
+            for layer, (away, all_, _) in zip(spec.layer_ids, counted.tolist(), strict=True)
+            if all_
+        }
         busy_s = sum(side.lane.counts().busy_s for side in tuple(self.host_sides))
         return HostCounts(hits=hits, deferred=int(counted[:, 2].sum()), busy_s=busy_s)
 
@@ -141,9 +160,14 @@ class SplitRunner(ModelRunner):
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
         jobs = SplitJobs(
-            model=self.model, split=self.split, state=self.state, spec=self.spec, config=self.config, sides=self._sides,
+            model=self.model,
+            split=self.split,
+            state=self.state,
+            spec=self.spec,
+            config=self.config,
+            sides=self._sides,
             streams_from=self._streams_from,
-        )  # fmt: skip
+        )
         return jobs.collect()
 
     def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any) -> ForwardOut:
@@ -154,8 +178,12 @@ class SplitRunner(ModelRunner):
         given, waiting = tuple[Any, ...](), list[Any]()
         for layer in self._layers:
             program, arrays = programs["layer", shape, layer.kind, len(given)], self.model.layers[layer.kind]
-            stream, errand, self._pool = program(stream, self._pool, arrays, self._numbers[layer], here, given, self.slot_of)
-            given = () if errand is None else tuple(self._run_experts(shape, layer, here, errand, waiting, streams=streams))
+            stream, errand, self._pool = program(
+                stream, self._pool, arrays, self._numbers[layer], here, given, self.slot_of
+            )
+            given = (
+                () if errand is None else tuple(self._run_experts(shape, layer, here, errand, waiting, streams=streams))
+            )
         counted = () if self._counts is None else (self._counts,)
         out = programs["close", shape, len(given)](rim, stream, given, tokens, here, *counted)
         self._counts = out.counts
@@ -164,13 +192,17 @@ class SplitRunner(ModelRunner):
 
     def _streams(self, batch: ModelWorkerBatch, shape: BatchShape) -> bool:
         """Whether a step copies the host's experts to the accelerator and runs there alone."""
-        return self._streams_from is not None and batch.num_tokens >= self._streams_from and not self.split.deferred_in(shape)
+        return (
+            self._streams_from is not None
+            and batch.num_tokens >= self._streams_from
+            and not self.split.deferred_in(shape)
+        )
 
     def _run_experts(
         self, shape: BatchShape, layer: LayerAt, packed: Array, errand: Errand, waiting: list[Any], *, streams: bool
     ) -> Sequence[Any]:
-        """Start both sides of a layer's experts; what each gives is on the accelerator, or on its way. `waiting`: what the host still
-        owes from the layer before, and then from this one."""
+        """Start both sides of a layer's experts; what each gives is on the accelerator, or on its way. `waiting`: what
+        the host still owes from the layer before, and then from this one."""
         programs, kind, given = self._programs, layer.kind, list[Any]()
         at_host = self.split.has_host and not streams
         later = () if errand.later is None or layer.column == self.split.num_moe_layers - 1 else (errand.later,)
@@ -199,7 +231,8 @@ class SplitRunner(ModelRunner):
         return program(stored, self._places[layer], fed, ids, weights)
 
     def _note(self, *tallies: Array, keep: int = _KEPT_TALLIES) -> None:
-        """Keep the tallies of steps that were started, and add up those of all but the last `keep`, which may be in flight."""
+        """Keep the tallies of steps that were started, and add up those of all but the last `keep`, which may be in
+        flight."""
         self._tallies.extend(tallies)
         while len(self._tallies) > keep:
             self._counted += np.asarray(self._tallies.popleft())

@@ -1,10 +1,10 @@
-"""A step of a model whose experts are shared out, as one program: the host's experts are errands of a lane that begin and end inside it.
-A pure function of arrays but for the lane. Knows nothing of pools' owners or of devices.
+"""A step of a model whose experts are shared out, as one program: the host's experts are errands of a lane that begin
+and end inside it. A pure function of arrays but for the lane. Knows nothing of pools' owners or of devices.
 
     embed -> [ attention, router -> begin -> residents -> end -> both added ] for each layer -> normed -> scores
 
-Layers of a run are scanned, so the program does not grow with depth. Dims: N padded tokens, R request slots, D hidden, M MoE layers,
-E experts."""
+Layers of a run are scanned, so the program does not grow with depth. Dims: N padded tokens, R request slots, D hidden,
+M MoE layers, E experts."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -26,13 +26,22 @@ from routed_experts.memory.kv_pool import HybridPool
 from routed_experts.models.expert_store import RimArrays, SplitModel
 from routed_experts.models.interface import TokenRouting
 from routed_experts.models.layer_parts import Step
-from routed_experts.models.split_layers import LayerKind, LayerNumbers, Stream, add_experts, layers_at, run_at_home, run_to_experts
+from routed_experts.models.split_layers import (
+    LayerKind,
+    LayerNumbers,
+    Stream,
+    add_experts,
+    layers_at,
+    run_at_home,
+    run_to_experts,
+)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WholeArrays:
-    """What the accelerator holds: the rim, and of the layers by run and by place in its pattern. A layer without experts has no table."""
+    """What the accelerator holds: the rim, and of the layers by run and by place in its pattern. A layer without
+    experts has no table."""
 
     rim: RimArrays
     layers: tuple[tuple[dict[str, Array], ...], ...]
@@ -41,7 +50,10 @@ class WholeArrays:
     @staticmethod
     def of(model: SplitModel, tables: Mapping[LayerKind, ExpertTable]) -> "WholeArrays":
         """A parted model's, with the tables that it has now."""
-        kinds = [[LayerKind(run=run, index=index) for index in range(len(one.pattern))] for run, one in enumerate(model.config.runs)]
+        kinds = [
+            [LayerKind(run=run, index=index) for index in range(len(one.pattern))]
+            for run, one in enumerate(model.config.runs)
+        ]
         return WholeArrays(
             model.rim_arrays,
             tuple(tuple(model.layers[kind] for kind in run) for run in kinds),
@@ -80,8 +92,8 @@ def whole_step(
     shape: BatchShape,
     host: HostSide | None,
 ) -> tuple[Any, ForwardOut, Int32[Array, "M 3"]]:
-    """Run all layers, without a host where no expert is there, and on the ids of `routed` where they are valid; returns the pool, the
-    outputs of `programs.forward`, and the tally of the step's slots."""
+    """Run all layers, without a host where no expert is there, and on the ids of `routed` where they are valid; returns
+    the pool, the outputs of `programs.forward`, and the tally of the step's slots."""
     stream, tokens, packed = open_step(arrays.rim.embed, last_tokens, packed, spec=spec, shape=shape)
     step = step_of(spec, packed, shape, recurrent=isinstance(pool, HybridPool))
     for number in range(len(spec.config.runs)):
@@ -93,16 +105,22 @@ def whole_step(
 
 def _numbers(run: int, spec: SplitSpec) -> tuple[LayerNumbers, ...]:
     """Of each place in a run's pattern the numbers of its layers, [repeats]."""
-    layers, width = [layer for layer in layers_at(spec.config) if layer.kind.run == run], len(spec.config.runs[run].pattern)
+    layers, width = (
+        [layer for layer in layers_at(spec.config) if layer.kind.run == run],
+        len(spec.config.runs[run].pattern),
+    )
 
     def column(name: str, index: int) -> Any:
         return np.array([getattr(layer, name) for layer in layers[index::width]], np.int32)
 
-    return tuple(LayerNumbers(*(column(name, index) for name in ("place", "ordinal", "column"))) for index in range(width))
+    return tuple(
+        LayerNumbers(*(column(name, index) for name in ("place", "ordinal", "column"))) for index in range(width)
+    )
 
 
 def _routed(run: int, spec: SplitSpec, routed: TokenRouting | None) -> tuple[LayerRouting | None, ...]:
-    """Of each place in a run's pattern what its layers are to replay, [repeats, ...]; None for layers without experts."""
+    """Of each place in a run's pattern what its layers are to replay, [repeats, ...]; None for layers without
+    experts."""
     pattern = spec.config.runs[run].pattern
     if routed is None:
         return (None,) * len(pattern)
@@ -112,7 +130,9 @@ def _routed(run: int, spec: SplitSpec, routed: TokenRouting | None) -> tuple[Lay
         columns = np.array([layer.column for layer in layers[index :: len(pattern)]], np.int32)
         if columns[0] < 0:
             return None
-        ids, weights = (None if rows is None else jnp.moveaxis(rows[:, columns], 1, 0) for rows in (routed.ids, routed.weights))
+        ids, weights = (
+            None if rows is None else jnp.moveaxis(rows[:, columns], 1, 0) for rows in (routed.ids, routed.weights)
+        )
         assert ids is not None
         return LayerRouting(ids, jnp.broadcast_to(routed.valid, (len(columns), *routed.valid.shape)), weights)
 
@@ -129,7 +149,9 @@ def _pattern(
         numbers, routed = scanned
         for index, own in enumerate(numbers):
             kind, weights = LayerKind(run=number, index=index), arrays.layers[number][index]
-            stream, errand, pool = run_to_experts(spec.config, kind, weights, own, stream, (), step, pool, slot_of, routed=routed[index])
+            stream, errand, pool = run_to_experts(
+                spec.config, kind, weights, own, stream, (), step, pool, slot_of, routed=routed[index]
+            )
             if errand is None:
                 continue
             given: list[Float32[Array, "N D"]] = []

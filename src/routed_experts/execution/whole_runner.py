@@ -1,7 +1,8 @@
-"""WholeRunner: a SplitRunner whose steps are one program each, the host's experts running beside it on threads of their own, if there
-are any. Knows nothing of queues, nor of why an expert is where it is.
+"""WholeRunner: a SplitRunner whose steps are one program each, the host's experts running beside it on threads of their
+own, if there are any. Knows nothing of queues, nor of why an expert is where it is.
 
-A step that copies the host's experts to the accelerator is started layer by layer, as a SplitRunner starts all of them."""
+A step that copies the host's experts to the accelerator is started layer by layer, as a SplitRunner starts all of
+them."""
 
 import dataclasses
 import functools
@@ -50,17 +51,31 @@ class WholeRunner(SplitRunner):
         long = self._streams_from
         streaming = tuple(shape for shape in self.config.shapes if long is not None and shape.num_tokens >= long)
         cut = SplitJobs(
-            model=self.model, split=self.split, state=self.state, spec=self.spec, sides=self._sides, streams_from=long,
+            model=self.model,
+            split=self.split,
+            state=self.state,
+            spec=self.spec,
+            sides=self._sides,
+            streams_from=long,
             config=dataclasses.replace(self.config, shapes=streaming),
-        )  # fmt: skip
+        )
         jobs = cut.collect()
         last_tokens = jax.ShapeDtypeStruct((self.config.num_request_slots,), jnp.int32)
         counted = () if self.spec.counts is None else (self.spec.counts,)
         for shape in self.config.shapes:
-            args = (shapes_of(self._arrays), self.config.pool.abstract, last_tokens, shape.packed, maps_of(self.split), *counted)
+            args = (
+                shapes_of(self._arrays),
+                self.config.pool.abstract,
+                last_tokens,
+                shape.packed,
+                maps_of(self.split),
+                *counted,
+            )
             program = functools.partial(whole_step, spec=self.split, shape=shape, host=self.host_side)
             out: Any = jax.eval_shape(program, *args)[1]
-            jobs["whole", shape] = functools.partial(jax.jit(program, donate_argnums=(1, 5) if counted else (1,)).lower, *args)
+            jobs["whole", shape] = functools.partial(
+                jax.jit(program, donate_argnums=(1, 5) if counted else (1,)).lower, *args
+            )
             jobs |= sampling_jobs(self.state, self.spec, self.config, shape, out)
         return jobs
 

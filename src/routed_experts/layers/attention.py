@@ -1,12 +1,12 @@
 """Attention over a paged pool of keys and values, and over whole sequences.
 Knows nothing of requests beyond the arrays of a step; `reference` is the oracle of every other backend.
 
-The pool of all layers is one array [L*P, page, 2G, C] that is carried through the layers and updated in place; row 2g holds
-the keys of head g and row 2g+1 its values. New keys and values are written first, then attention reads all from the pool.
-Padding tokens write to page 0 of the layer, which no request owns. What a token does not see may be NaN (left by bad weights,
-or by half-precision overflow): a weight of 0 does not hide that, so values that are not seen, or not finite, are set to 0.
-Dims: N tokens, B requests, L layers, P pages, W pages of a request, H query heads, G kv heads, C head dim, S tokens of a
-sequence, T keys of a block, Q rows of a query tile."""
+The pool of all layers is one array [L*P, page, 2G, C] that is carried through the layers and updated in place; row 2g
+holds the keys of head g and row 2g+1 its values. New keys and values are written first, then attention reads all from
+the pool. Padding tokens write to page 0 of the layer, which no request owns. What a token does not see may be NaN (left
+by bad weights, or by half-precision overflow): a weight of 0 does not hide that, so values that are not seen, or not
+finite, are set to 0. Dims: N tokens, B requests, L layers, P pages, W pages of a request, H query heads, G kv heads, C
+head dim, S tokens of a sequence, T keys of a block, Q rows of a query tile."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -41,8 +41,8 @@ class PagedBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Projected:
-    """Queries, keys and values as a projection left them (or S parts of its sums, in float32), and what turns them: norms of all
-    layers of the run, and angles."""
+    """Queries, keys and values as a projection left them (or S parts of its sums, in float32), and what turns them:
+    norms of all layers of the run, and angles."""
 
     qkv: Float[Array, "N HGGC"] | Float[Array, "S N HGGC"]
     q_norm: Float[Array, "R C"]
@@ -55,12 +55,14 @@ class Projected:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
-    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `fused`, where there is one,
-    does what stands before it too, norms, angles and the write to the pool: (projected, pool, layer, batch, pages of a layer) ->
-    (mixed values, pool)."""
+    """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `fused`, where
+    there is one, does what stands before it too, norms, angles and the write to the pool: (projected, pool, layer,
+    batch, pages of a layer) -> (mixed values, pool)."""
 
     name: str
-    run: Callable[[Float[Array, "N H C"], Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch], Float[Array, "N H C"]]
+    run: Callable[
+        [Float[Array, "N H C"], Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch], Float[Array, "N H C"]
+    ]
     fused: (
         Callable[
             [Projected, Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch, int],
@@ -68,7 +70,9 @@ class AttentionBackend:
         ]
         | None
     ) = None
-    special: Callable[..., Float[Array, "N H V"]] | None = None  # the same with AttentionTraits; None: plain attention alone
+    special: Callable[..., Float[Array, "N H V"]] | None = (
+        None  # the same with AttentionTraits; None: plain attention alone
+    )
 
     def with_special(self, special: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
         """The same backend with a way to attend by traits, unless it brings its own."""
@@ -91,7 +95,10 @@ def write_kv(
 
 
 def attend_all(
-    queries: Float[Array, "N H C"], keys: Float[Array, "N T G C"], values: Float[Array, "N T G C"], seen: Bool[Array, "N T"]
+    queries: Float[Array, "N H C"],
+    keys: Float[Array, "N T G C"],
+    values: Float[Array, "N T G C"],
+    seen: Bool[Array, "N T"],
 ) -> Float[Array, "N H C"]:
     """Softmax attention of each row over its own keys, in float32. Values that are not seen may be NaN."""
     num_rows, heads, head_dim = queries.shape
@@ -103,9 +110,11 @@ def attend_all(
     return jnp.einsum("ngrt,ntgc->ngrc", weights, values).reshape(queries.shape).astype(queries.dtype)
 
 
-def hide_broken(values: Float[Array, "... T C"], seen: Bool[Array, "... S T"]) -> tuple[Float[Array, "... T C"], Bool[Array, "... S"]]:
-    """Values with 0 for what is not finite, and which rows see some of that: they must become NaN, and no other row may, though a
-    product of all rows with all values would multiply it by their weights of 0."""
+def hide_broken(
+    values: Float[Array, "... T C"], seen: Bool[Array, "... S T"]
+) -> tuple[Float[Array, "... T C"], Bool[Array, "... S"]]:
+    """Values with 0 for what is not finite, and which rows see some of that: they must become NaN, and no other row
+    may, though a product of all rows with all values would multiply it by their weights of 0."""
     finite = jnp.isfinite(values)
     broken = ~jnp.all(finite, axis=-1)
     return jnp.where(finite, values, 0.0), jnp.any(seen & broken[..., None, :], axis=-1)
@@ -114,8 +123,10 @@ def hide_broken(values: Float[Array, "... T C"], seen: Bool[Array, "... S T"]) -
 def gather_pages(
     pool: Float[Array, "LP page 2G C"], pages: Int[Array, "B W"], head_dim: int | None = None
 ) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G C"]]:
-    """Give the keys and values of the listed pages, page after page; of a pool that is wider than the heads, `head_dim` numbers."""
-    # As rows of C: else, with fewer than 4 kv heads, the TPU compiler turns the whole pool around in every layer before it gathers.
+    """Give the keys and values of the listed pages, page after page; of a pool that is wider than the heads, `head_dim`
+    numbers."""
+    # As rows of C: else, with fewer than 4 kv heads, the TPU compiler turns the whole pool around in every layer before
+    # it gathers.
     both = jnp.take(pool.reshape(pool.shape[0], -1, pool.shape[3]), pages, axis=0)
     both = both.reshape(pages.shape[0], -1, pool.shape[2] // 2, 2, pool.shape[3])[..., :head_dim]
     return both[..., 0, :], both[..., 1, :]
@@ -148,7 +159,8 @@ class RunningSoftmax:
     def add(
         self, scores: Float[Array, "... T"], values: Float[Array, "... T C"], spoiled: Bool[Array, "..."] | None = None
     ) -> "RunningSoftmax":
-        """Take in one block of keys; batch axes of `values` are all axes of `scores` but its last two. `spoiled` rows end as NaN."""
+        """Take in one block of keys; batch axes of `values` are all axes of `scores` but its last two. `spoiled` rows
+        end as NaN."""
         top = jnp.maximum(self.top, jnp.max(scores, axis=-1))
         shrink, weights = jnp.exp(self.top - top), jnp.exp(scores - top[..., None])
         mixed = self.mixed * shrink[..., None] + weights @ values
@@ -190,7 +202,9 @@ def _decode_attention(
         top = jnp.maximum(state.top, jnp.max(scores, axis=1))
         shrink, weights = jnp.exp(state.top - top), jnp.exp(scores - top[:, None])
         mixed = jnp.sum(weights[..., None] * values[:, :, :, None], axis=1)  # a sum over T reads the values as they lie
-        return RunningSoftmax(top, state.total * shrink + jnp.sum(weights, axis=1), state.mixed * shrink[..., None] + mixed)
+        return RunningSoftmax(
+            top, state.total * shrink + jnp.sum(weights, axis=1), state.mixed * shrink[..., None] + mixed
+        )
 
     blocks = (jnp.max(batch.seq_lens) + block - 1) // block
     state = lax.fori_loop(0, blocks, add_block, RunningSoftmax.empty((num_rows, groups, heads // groups), head_dim))
@@ -200,7 +214,8 @@ def _decode_attention(
 def _ragged_attention(
     queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
 ) -> Float[Array, "N H C"]:
-    """Tiles of Q query rows, each of one request, in order; a tile's rows past its request are overwritten by the next tile."""
+    """Tiles of Q query rows, each of one request, in order; a tile's rows past its request are overwritten by the next
+    tile."""
     (num_tokens, heads, head_dim), groups, page_size = queries.shape, pool.shape[2] // 2, pool.shape[1]
     tile, pages = min(QUERY_TILE, num_tokens), _block_pages(KEY_BLOCK, page_size, batch.page_table.shape[1])
     block, share = pages * page_size, heads // groups
@@ -253,7 +268,9 @@ def causal_attention(
     wide = queries.astype(jnp.float32).reshape(batch, length, groups, heads // groups, head_dim)
     scores = jnp.einsum("bsgrc,btgc->bgrst", wide, keys.astype(jnp.float32)) * head_dim**-0.5
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, NEVER), axis=-1)
-    usable, spoiled = hide_broken(jnp.swapaxes(values.astype(jnp.float32), 1, 2), seen[:, None])  # [B, G, T, C], [B, G, S]
+    usable, spoiled = hide_broken(
+        jnp.swapaxes(values.astype(jnp.float32), 1, 2), seen[:, None]
+    )  # [B, G, T, C], [B, G, S]
     mixed = jnp.einsum("bgrst,bgtc->bsgrc", weights, usable)
     mixed = jnp.where(jnp.swapaxes(spoiled, 1, 2)[..., None, None], jnp.nan, mixed)
     return mixed.reshape(queries.shape).astype(queries.dtype)

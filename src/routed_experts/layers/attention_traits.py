@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionTraits:
-    """None, 0 and 0.0 are the plain case. `window`: tokens seen, itself included. `chunk`: only tokens of the own chunk are seen.
-    `latent`: keys are rows that all heads share, and their first `latent` numbers are the values. `scale`: of the scores."""
+    """None, 0 and 0.0 are the plain case. `window`: tokens seen, itself included. `chunk`: only tokens of the own chunk
+    are seen. `latent`: keys are rows that all heads share, and their first `latent` numbers are the values. `scale`: of
+    the scores."""
 
     sinks: Float[Array, " H"] | None = None
     window: int = dataclasses.field(default=0, metadata={"static": True})

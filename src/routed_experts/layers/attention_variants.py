@@ -1,10 +1,11 @@
-"""Attention that is more than softmax over all keys: windows, chunks, sinks, another scale, and latent attention, whose one row a
-token is key and value at once (DeepSeek-V2, section 2.1). Knows nothing of requests beyond the arrays of a step.
+"""Attention that is more than softmax over all keys: windows, chunks, sinks, another scale, and latent attention, whose
+one row a token is key and value at once (DeepSeek-V2, section 2.1). Knows nothing of requests beyond the arrays of a
+step.
 
-A latent pool is [L*P, page, 1, C]: the C numbers of a token are its key, the first V of them its value, for all heads. Every other
-pool is that of layers/attention.py. A sink is a score of its own, one a head, that takes weight and gives no value (GPT-OSS).
-Dims: N tokens, B requests, L layers, P pages, W pages of a request, H query heads, G kv heads, C key dim, V value dim, S tokens of a
-sequence, T keys of a block, Q rows of a query tile."""
+A latent pool is [L*P, page, 1, C]: the C numbers of a token are its key, the first V of them its value, for all heads.
+Every other pool is that of layers/attention.py. A sink is a score of its own, one a head, that takes weight and gives
+no value (GPT-OSS). Dims: N tokens, B requests, L layers, P pages, W pages of a request, H query heads, G kv heads, C
+key dim, V value dim, S tokens of a sequence, T keys of a block, Q rows of a query tile."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,9 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.layers.attention import (
-    ATTENTION_BACKENDS as PLAIN_BACKENDS,
-)
+from routed_experts.layers.attention import ATTENTION_BACKENDS as PLAIN_BACKENDS
 from routed_experts.layers.attention import (
     DECODE_BLOCK,
     KEY_BLOCK,
@@ -102,7 +101,8 @@ def causal_variant(
     segment_ids: Int[Array, "B S"] | None,
     traits: AttentionTraits,
 ) -> Float[Array, "B S H V"]:
-    """Whole sequences, each token over what it sees of its segment; `values` None: latent. Differentiable; for training."""
+    """Whole sequences, each token over what it sees of its segment; `values` None: latent. Differentiable; for
+    training."""
     (num_rows, length, heads, width), groups = queries.shape, keys.shape[2]
     values = keys[..., : traits.latent] if values is None else values
     places = jnp.arange(length)
@@ -113,7 +113,9 @@ def causal_variant(
     scores = jnp.einsum("bsgrc,btgc->bsgrt", wide, keys.astype(jnp.float32))
     scores = jnp.where(seen[:, :, None, None], scores, NEVER)
     state = _start(scores.shape[:-1], values.shape[-1], _by_group(traits, groups))
-    usable, spoiled = hide_broken(jnp.swapaxes(values.astype(jnp.float32), 1, 2), seen[:, None])  # [B, G, T, V], [B, G, S]
+    usable, spoiled = hide_broken(
+        jnp.swapaxes(values.astype(jnp.float32), 1, 2), seen[:, None]
+    )  # [B, G, T, V], [B, G, S]
     weights, usable = _weights_and(usable, scores, state)
     mixed = jnp.einsum("bsgrt,bgtv->bsgrv", weights, usable)
     mixed = jnp.where(jnp.swapaxes(spoiled, 1, 2)[..., None, None], jnp.nan, mixed)
@@ -155,7 +157,8 @@ def _ragged(
     batch: PagedBatch,
     traits: AttentionTraits,
 ) -> Float[Array, "N H V"]:
-    """Tiles of Q query rows, each of one request, in order; a tile's rows past its request are overwritten by the next tile."""
+    """Tiles of Q query rows, each of one request, in order; a tile's rows past its request are overwritten by the next
+    tile."""
     (num_tokens, heads, width), groups = queries.shape, _groups(pool, traits)
     tile, share, value_dim = min(QUERY_TILE, num_tokens), heads // groups, traits.latent or width
     pages, table = _blocks_of(KEY_BLOCK, pool, batch)

@@ -8,8 +8,8 @@ from routed_experts.layers.delta_rule import DeltaShape
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """L layers, each with keys and values of G heads; or with one row of C numbers a token that all heads share (`latent`). Layers
-    that keep a state instead, one for each request, are counted apart."""
+    """L layers, each with keys and values of G heads; or with one row of C numbers a token that all heads share
+    (`latent`). Layers that keep a state instead, one for each request, are counted apart."""
 
     num_layers: int
     num_kv_heads: int

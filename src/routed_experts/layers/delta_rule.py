@@ -1,11 +1,12 @@
-"""Linear attention by the gated delta rule (Yang, Kautz and Hatamizadeh 2024), as Qwen3-Next has it: a short causal convolution over
-queries, keys and values, then a memory S [K, V] for each value head, that forgets, is corrected, and is read:
+"""Linear attention by the gated delta rule (Yang, Kautz and Hatamizadeh 2024), as Qwen3-Next has it: a short causal
+convolution over queries, keys and values, then a memory S [K, V] for each value head, that forgets, is corrected, and
+is read:
 
     S <- exp(decay) S;   S <- S + k (beta (v - S^T k))^T;   y = S^T q          with |q| = |k| = 1, q divided by sqrt(K)
 
-A sequence's state is the last W - 1 inputs of the convolution, and S. Knows nothing of requests beyond the arrays of a step.
-Dims: N tokens, B sequences, S tokens of a sequence, C tokens of a chunk, Q channels of the convolution (queries, keys, values), W its
-width, H value heads, J key heads, K key dim, V value dim."""
+A sequence's state is the last W - 1 inputs of the convolution, and S. Knows nothing of requests beyond the arrays of a
+step. Dims: N tokens, B sequences, S tokens of a sequence, C tokens of a chunk, Q channels of the convolution (queries,
+keys, values), W its width, H value heads, J key heads, K key dim, V value dim."""
 
 import dataclasses
 
@@ -79,9 +80,13 @@ def delta_step(
     """One token of each sequence."""
     window = jnp.concatenate([state.recent, mixed[:, None].astype(state.recent.dtype)], axis=1)  # [B, W, Q]
     turned = jnp.sum(window.astype(jnp.float32) * kernel.astype(jnp.float32).T, axis=1)
-    split = jnp.split(jax.nn.silu(turned), [shape.key_heads * shape.key_dim, 2 * shape.key_heads * shape.key_dim], axis=-1)
+    split = jnp.split(
+        jax.nn.silu(turned), [shape.key_heads * shape.key_dim, 2 * shape.key_heads * shape.key_dim], axis=-1
+    )
     shares = shape.value_heads // shape.key_heads
-    queries, keys = (jnp.repeat(_unit(part.reshape(mixed.shape[0], shape.key_heads, -1)), shares, axis=1) for part in split[:2])
+    queries, keys = (
+        jnp.repeat(_unit(part.reshape(mixed.shape[0], shape.key_heads, -1)), shares, axis=1) for part in split[:2]
+    )
     values = split[2].reshape(mixed.shape[0], shape.value_heads, -1)
     memory = state.memory * jnp.exp(decay)[..., None, None]
     wrong = (values - jnp.einsum("bhkv,bhk->bhv", memory, keys)) * beta[..., None]
@@ -90,9 +95,11 @@ def delta_step(
     return read, DeltaState(window[:, 1:], memory)
 
 
-def delta_ragged(inputs: DeltaInputs, state: DeltaState, query_starts: Int[Array, " B1"]) -> tuple[Float[Array, "N H V"], DeltaState]:
-    """Tokens of B sequences, neighbours in order. Those of one token take it side by side; the others go chunk by chunk. Sequences
-    without a token keep their state; rows of no sequence give 0."""
+def delta_ragged(
+    inputs: DeltaInputs, state: DeltaState, query_starts: Int[Array, " B1"]
+) -> tuple[Float[Array, "N H V"], DeltaState]:
+    """Tokens of B sequences, neighbours in order. Those of one token take it side by side; the others go chunk by
+    chunk. Sequences without a token keep their state; rows of no sequence give 0."""
     starts, lengths = query_starts[:-1], query_starts[1:] - query_starts[:-1]
     num_tokens, shape = inputs.mixed.shape[0], inputs.shape
     chunk = min(CHUNK, num_tokens)
@@ -104,7 +111,9 @@ def delta_ragged(inputs: DeltaInputs, state: DeltaState, query_starts: Int[Array
     chunk_ends = jnp.cumsum((many + chunk - 1) // chunk)
     padded = [jnp.pad(part, ((0, chunk), (0, 0))) for part in (inputs.mixed, inputs.decay, inputs.beta)]
 
-    def run_chunk(index: Int[Array, ""], carry: tuple[Float[Array, "NC H V"], DeltaState]) -> tuple[Float[Array, "NC H V"], DeltaState]:
+    def run_chunk(
+        index: Int[Array, ""], carry: tuple[Float[Array, "NC H V"], DeltaState]
+    ) -> tuple[Float[Array, "NC H V"], DeltaState]:
         outputs, state = carry
         row = jnp.searchsorted(chunk_ends, index, side="right", method="compare_all").astype(jnp.int32)
         first = chunk_ends[row] - (many[row] + chunk - 1) // chunk
@@ -121,7 +130,9 @@ def delta_ragged(inputs: DeltaInputs, state: DeltaState, query_starts: Int[Array
     return outputs[:num_tokens], state
 
 
-def delta_whole(inputs: DeltaInputs, segment_ids: Int[Array, "B S"] | None, num_sequences: int) -> Float[Array, "N H V"]:
+def delta_whole(
+    inputs: DeltaInputs, segment_ids: Int[Array, "B S"] | None, num_sequences: int
+) -> Float[Array, "N H V"]:
     """Whole sequences from nothing; where the segment changes, a sequence starts anew. Differentiable; for training."""
     shape, length = inputs.shape, inputs.mixed.shape[0] // num_sequences
     chunk = min(CHUNK, length)
@@ -153,8 +164,8 @@ def delta_whole(inputs: DeltaInputs, segment_ids: Int[Array, "B S"] | None, num_
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChunkInputs:
-    """C neighbouring tokens of one sequence; those that are not `there` stand last. `segment` counts the sequences that began among
-    them: tokens of segment 0 go on from the state."""
+    """C neighbouring tokens of one sequence; those that are not `there` stand last. `segment` counts the sequences that
+    began among them: tokens of segment 0 go on from the state."""
 
     mixed: Float[Array, "C Q"]
     decay: Float[Array, "C H"]
@@ -166,13 +177,14 @@ class ChunkInputs:
 def delta_chunk(
     rows: ChunkInputs, state: DeltaState, kernel: Float[Array, "Q W"], shape: DeltaShape
 ) -> tuple[Float[Array, "C H V"], DeltaState]:
-    """All tokens of a chunk at once (Yang et al. 2024, section 3.3): with G the sum of decays up to a token and U = what each token adds,
+    """All tokens of a chunk at once (Yang et al. 2024, section 3.3): with G the sum of decays up to a token and U =
+    what each token adds,
 
         u_t = beta_t (v_t - exp(G_t) S0^T k_t - sum_{i<t} exp(G_t - G_i) (k_t k_i) u_i)         a triangular system
         y_t = exp(G_t) S0^T q_t + sum_{i<=t} exp(G_t - G_i) (q_t k_i) u_i
 
-    A token that is not finite spoils itself and those after it, as one after another would; none before it, and no other sequence.
-    `state` is that of this sequence, without the axis B."""
+    A token that is not finite spoils itself and those after it, as one after another would; none before it, and no
+    other sequence. `state` is that of this sequence, without the axis B."""
     usable, spoiled, ends_spoiled = _usable(rows, state)
     window, queries, keys, values = _convolved(usable, state.recent, kernel, shape)
     places, segment = jnp.arange(rows.there.shape[0]), rows.segment
@@ -184,7 +196,9 @@ def delta_chunk(
     system = jnp.where(places[:, None] > places, beta * ratio * _dot("htk,hik->hti", keys, keys), 0.0)
     wanted = beta * (values - kept * _dot("htk,hkv->htv", keys, memory))
     added = lax.linalg.triangular_solve(system, wanted, left_side=True, lower=True, unit_diagonal=True)
-    read = _dot("hti,hiv->htv", ratio * _dot("htk,hik->hti", queries, keys), added) + kept * _dot("htk,hkv->htv", queries, memory)
+    read = _dot("hti,hiv->htv", ratio * _dot("htk,hik->hti", queries, keys), added) + kept * _dot(
+        "htk,hkv->htv", queries, memory
+    )
     left = jnp.where(segment == segment[-1], jnp.exp(sums[:, -1:] - sums), 0.0)[..., None]
     memory = kept[:, -1:] * memory + _dot("htk,htv->hkv", left * keys, added)
     read = jnp.where(spoiled[:, None, None], jnp.nan, jnp.swapaxes(read, 0, 1))
@@ -194,20 +208,26 @@ def delta_chunk(
 
 
 def _usable(rows: ChunkInputs, state: DeltaState) -> tuple[ChunkInputs, Bool[Array, " C"], Bool[Array, ""]]:
-    """The chunk with 0 in place of tokens that are not there or not finite; whom those spoil; and whether the state after it is."""
-    finite = jnp.stack([jnp.all(jnp.isfinite(part), axis=-1) for part in (rows.mixed, rows.decay, rows.beta)]).all(axis=0)
+    """The chunk with 0 in place of tokens that are not there or not finite; whom those spoil; and whether the state
+    after it is."""
+    finite = jnp.stack([jnp.all(jnp.isfinite(part), axis=-1) for part in (rows.mixed, rows.decay, rows.beta)]).all(
+        axis=0
+    )
     broken, places = rows.there & ~finite, jnp.arange(rows.there.shape[0])
     before = (places[:, None] >= places) & (rows.segment[:, None] == rows.segment)
     began = ~(jnp.all(jnp.isfinite(state.memory)) & jnp.all(jnp.isfinite(state.recent)))
     spoiled = jnp.any(before & broken, axis=-1) | (began & (rows.segment == 0))
-    mixed, decay, beta = (jnp.where((rows.there & finite)[:, None], part, 0) for part in (rows.mixed, rows.decay, rows.beta))
+    mixed, decay, beta = (
+        jnp.where((rows.there & finite)[:, None], part, 0) for part in (rows.mixed, rows.decay, rows.beta)
+    )
     return ChunkInputs(mixed, decay, beta, rows.segment, rows.there), spoiled, spoiled[-1]
 
 
 def _convolved(
     rows: ChunkInputs, recent: Float[Array, "W1 Q"], kernel: Float[Array, "Q W"], shape: DeltaShape
 ) -> tuple[Float[Array, "WC Q"], Float[Array, "H C K"], Float[Array, "H C K"], Float[Array, "H C V"]]:
-    """The inputs of the convolution with those before them, and queries (scaled), keys and values of each value head."""
+    """The inputs of the convolution with those before them, and queries (scaled), keys and values of each value
+    head."""
     chunk, width = rows.there.shape[0], shape.width
     recent = jnp.where(jnp.isfinite(recent), recent, 0)
     window, segment = jnp.concatenate([recent, rows.mixed.astype(recent.dtype)]), jnp.pad(rows.segment, (width - 1, 0))
@@ -215,8 +235,13 @@ def _convolved(
         jnp.where(segment[tap : tap + chunk] == rows.segment, 1.0, 0.0)[:, None] * kernel[:, tap].astype(jnp.float32)
         for tap in range(width)
     ]
-    turned = sum((window[tap : tap + chunk].astype(jnp.float32) * weight for tap, weight in enumerate(taps)), jnp.zeros((), jnp.float32))
-    split = jnp.split(jax.nn.silu(turned), [shape.key_heads * shape.key_dim, 2 * shape.key_heads * shape.key_dim], axis=-1)
+    turned = sum(
+        (window[tap : tap + chunk].astype(jnp.float32) * weight for tap, weight in enumerate(taps)),
+        jnp.zeros((), jnp.float32),
+    )
+    split = jnp.split(
+        jax.nn.silu(turned), [shape.key_heads * shape.key_dim, 2 * shape.key_heads * shape.key_dim], axis=-1
+    )
     shares = shape.value_heads // shape.key_heads
     queries, keys = (jnp.repeat(_unit(part.reshape(chunk, shape.key_heads, -1)), shares, axis=1) for part in split[:2])
     values = split[2].reshape(chunk, shape.value_heads, -1)

@@ -1,9 +1,9 @@
-"""Some of a step's expert slots, run: those whose experts are in one table, while the others run elsewhere. Knows nothing of routers,
-and not where the table is.
+"""Some of a step's expert slots, run: those whose experts are in one table, while the others run elsewhere. Knows
+nothing of routers, and not where the table is.
 
-A slot that is not this table's is no row of the backend's: it costs no product, and its output is 0 before it is weighed, so that
-nothing of it (a NaN times 0 is a NaN) comes through. Dims: N tokens, K experts per token, T experts of the table in one layer, R layers,
-D hidden, F expert width."""
+A slot that is not this table's is no row of the backend's: it costs no product, and its output is 0 before it is
+weighed, so that nothing of it (a NaN times 0 is a NaN) comes through. Dims: N tokens, K experts per token, T experts of
+the table in one layer, R layers, D hidden, F expert width."""
 
 import dataclasses
 
@@ -34,8 +34,8 @@ def run_slots(
     size: int,
     backend: MoeBackend,
 ) -> Float32[Array, "N D"]:
-    """Sum the weighed outputs of the slots that are not -1; the others add nothing. `slots` index the T=`size` experts of `layer`.
-    float32, so that the sums of two tables can be added before they are rounded."""
+    """Sum the weighed outputs of the slots that are not -1; the others add nothing. `slots` index the T=`size` experts
+    of `layer`. float32, so that the sums of two tables can be added before they are rounded."""
     (num_rows, top_k), first = slots.shape, layer * size
     if size == 0:
         return jnp.zeros(x.shape, jnp.float32)

@@ -1,7 +1,7 @@
-"""A run of neighbouring layers, attention and experts, as arrays: what a kernel that runs all of them at once is handed.
-Knows no architecture: pre-norm layers with norms of queries and keys, rotary positions and softmax routing.
-Dims: N tokens, D hidden, R layers of the run, E experts of a layer, F expert width, H query heads, G kv heads, C head dim, M MoE layers,
-K experts per token."""
+"""A run of neighbouring layers, attention and experts, as arrays: what a kernel that runs all of them at once is
+handed. Knows no architecture: pre-norm layers with norms of queries and keys, rotary positions and softmax routing.
+Dims: N tokens, D hidden, R layers of the run, E experts of a layer, F expert width, H query heads, G kv heads, C head
+dim, M MoE layers, K experts per token."""
 
 import dataclasses
 from collections.abc import Callable
@@ -59,15 +59,25 @@ class RunRouting:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRun:
-    """A run of layers as one kernel: (stream [N D], arrays, step, attend, pool, block [MK N] or None, rows to replay or None, places,
-    spec) -> (stream, its norm by `next_norm`, pool, block). Rows are replayed only where a block is written. It decides as the layers
-    one by one, up to rounding: where they round to a half precision, it may keep float32. `can` says which routing laws it knows,
-    `attention` with which backend's pages it works."""
+    """A run of layers as one kernel: (stream [N D], arrays, step, attend, pool, block [MK N] or None, rows to replay or
+    None, places, spec) -> (stream, its norm by `next_norm`, pool, block). Rows are replayed only where a block is
+    written. It decides as the layers one by one, up to rounding: where they round to a half precision, it may keep
+    float32. `can` says which routing laws it knows, `attention` with which backend's pages it works."""
 
     name: str
     attention: str
     run: Callable[
-        [Float[Array, "N D"], RunArrays, StepArrays, PagedAttend, Any, Int[Array, "MK N"] | None, RunRouting | None, RunPlaces, RouterSpec],
+        [
+            Float[Array, "N D"],
+            RunArrays,
+            StepArrays,
+            PagedAttend,
+            Any,
+            Int[Array, "MK N"] | None,
+            RunRouting | None,
+            RunPlaces,
+            RouterSpec,
+        ],
         tuple[Float[Array, "N D"], Float[Array, "N D"], Any, Int[Array, "MK N"] | None],
     ]
     can: Callable[[RouterSpec], bool] = lambda spec: spec.is_plain

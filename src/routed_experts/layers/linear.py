@@ -1,8 +1,8 @@
 """Projections by a stack of matrices, one a layer. Knows nothing of what they project.
 
-The weights of all layers of a run stand in one array [R, D, O]. A kernel that reads them in place takes the whole array and the
-index of its layer, because a scan would copy a layer's matrix in order to slice it. Dims: N tokens, R layers of the run,
-D inputs, O outputs."""
+The weights of all layers of a run stand in one array [R, D, O]. A kernel that reads them in place takes the whole array
+and the index of its layer, because a scan would copy a layer's matrix in order to slice it. Dims: N tokens, R layers of
+the run, D inputs, O outputs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinearBackend:
-    """A way to multiply: (x [N D], weights [R D O], layer, dtype of the result) -> [N O], accumulated in float32. `layered`: it
-    takes the weights of the whole run; otherwise it is given one layer's [1 D O] and layer 0."""
+    """A way to multiply: (x [N D], weights [R D O], layer, dtype of the result) -> [N O], accumulated in float32.
+    `layered`: it takes the weights of the whole run; otherwise it is given one layer's [1 D O] and layer 0."""
 
     name: str
     run: Callable[[Float[Array, "N D"], Float[Array, "R D O"], Int[Array, ""] | int, Any], Float[Array, "N O"]]

@@ -1,8 +1,8 @@
 """Log probabilities of chosen and best tokens. Knows nothing of sampling, requests or the model.
 
 One formula, float32 log_softmax, two sources: raw is the model's logits; processed is what `sampling.sample` returned
-(after penalties, temperature and filters; a dropped token has -inf). Greedy rows have the same in both, unless penalised.
-Dims: B rows, N prompt tokens, D hidden, V vocabulary, T best tokens asked for."""
+(after penalties, temperature and filters; a dropped token has -inf). Greedy rows have the same in both, unless
+penalised. Dims: B rows, N prompt tokens, D hidden, V vocabulary, T best tokens asked for."""
 
 import dataclasses
 
@@ -38,7 +38,9 @@ def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, " B"]) -> Flo
     return jnp.take_along_axis(logprobs, tokens[:, None], axis=-1, mode="clip")[:, 0]
 
 
-def top_logprobs(logits: Float[Array, "B V"], k: int = MAX_TOP_LOGPROBS) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
+def top_logprobs(
+    logits: Float[Array, "B V"], k: int = MAX_TOP_LOGPROBS
+) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
     """Return the best T = min(k, V) log probabilities of each row and their ids, best first, ties to the lower id."""
     values, ids = lax.top_k(_log_softmax(logits), min(k, logits.shape[-1]))
     return values, ids.astype(jnp.int32)
@@ -55,8 +57,8 @@ def prompt_logprobs(
 ) -> PromptLogprobs:
     """Project hidden states and return the log probability of each target and of the `top` best tokens.
 
-    Works in blocks of 64 rows, so no [N, V] array exists, and a row is computed at one matmul shape whatever N is. With `peers`,
-    `head` is one device's rows [D/V, V]."""
+    Works in blocks of 64 rows, so no [N, V] array exists, and a row is computed at one matmul shape whatever N is. With
+    `peers`, `head` is one device's rows [D/V, V]."""
     num_tokens, width = hidden.shape
     padding = -num_tokens % _BLOCK_ROWS
     hidden_blocks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, _BLOCK_ROWS, width)  # [N, D] -> [N/64, 64, D]
@@ -72,7 +74,9 @@ def prompt_logprobs(
 
     blocks = lax.map(of_block, (hidden_blocks, target_blocks))
     rows = num_tokens + padding
-    return jax.tree.map(lambda leaf: leaf.reshape(rows, *leaf.shape[2:])[:num_tokens], blocks)  # [N/64, 64, ...] -> [N, ...]
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(rows, *leaf.shape[2:])[:num_tokens], blocks
+    )  # [N/64, 64, ...] -> [N, ...]
 
 
 def _log_softmax(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:

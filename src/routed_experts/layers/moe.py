@@ -1,9 +1,10 @@
 """Expert computation: y[n] = sum over k of weights[n, k] * expert(ids[n, k])(x[n]), gated experts, some with biases.
-Knows nothing of how ids were chosen; it runs exactly the ids that it is given, which is what makes them worth recording.
+Knows nothing of how ids were chosen; it runs exactly the ids that it is given, which is what makes them worth
+recording.
 
-Expert weights of all layers of a run stand in one array [R*E, ...]; a backend takes the whole array and the first expert of
-its layer, because a scan would copy a layer's experts in order to slice them. Dims: N tokens, K experts per token, E experts
-of a layer, R layers of the run, D hidden, F expert width, T rows of a tile."""
+Expert weights of all layers of a run stand in one array [R*E, ...]; a backend takes the whole array and the first
+expert of its layer, because a scan would copy a layer's experts in order to slice them. Dims: N tokens, K experts per
+token, E experts of a layer, R layers of the run, D hidden, F expert width, T rows of a tile."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -37,14 +38,18 @@ class ExpertCall:
     @property
     def needs(self) -> frozenset[str]:
         """What a backend must be able to do beside SiLU-gated experts without biases."""
-        words = {"biased experts": self.gate_up_bias is not None, f"{self.activation} experts": self.activation != "silu"}
+        words = {
+            "biased experts": self.gate_up_bias is not None,
+            f"{self.activation} experts": self.activation != "silu",
+        }
         return frozenset(word for word, needed in words.items() if needed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoeBackend:
-    """A way to run experts. `reveals_ids`: it runs the ids it is given; a backend that routes inside itself does not, and
-    capture refuses it. `layered`: it takes the weights (and biases) of the whole run; otherwise one layer's [E, ...]."""
+    """A way to run experts. `reveals_ids`: it runs the ids it is given; a backend that routes inside itself does not,
+    and capture refuses it. `layered`: it takes the weights (and biases) of the whole run; otherwise one layer's [E,
+    ...]."""
 
     name: str
     run: Callable[["ExpertCall"], Float[Array, "N D"]]
@@ -71,8 +76,11 @@ ACTIVATIONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
 ALL_EXPERTS = frozenset({"biased experts", "clamped swiglu experts"})
 
 
-def biased(outputs: Float[Array, "... F"], bias: Float[Array, "RE F"] | None, experts: Int[Array, "..."]) -> Float[Array, "... F"]:
-    """Add each expert's bias to its rows; `experts` are places in the run's arrays, broadcast against all axes but the last."""
+def biased(
+    outputs: Float[Array, "... F"], bias: Float[Array, "RE F"] | None, experts: Int[Array, "..."]
+) -> Float[Array, "... F"]:
+    """Add each expert's bias to its rows; `experts` are places in the run's arrays, broadcast against all axes but the
+    last."""
     return outputs if bias is None else outputs + jnp.take(bias, experts, axis=0)
 
 
@@ -87,7 +95,9 @@ def reference_experts(call: ExpertCall) -> Float[Array, "N D"]:
     return combine(outputs[call.ids, rows], call.weights, call.valid)
 
 
-def combine(outputs: Float[Array, "N K D"], weights: Float[Array, "N K"], valid: Bool[Array, " N"]) -> Float[Array, "N D"]:
+def combine(
+    outputs: Float[Array, "N K D"], weights: Float[Array, "N K"], valid: Bool[Array, " N"]
+) -> Float[Array, "N D"]:
     """Weighted sum over the K slots in executed order, accumulated in float32; padding rows become 0."""
     summed = jnp.sum(outputs.astype(jnp.float32) * weights[..., None], axis=1)
     return jnp.where(valid[:, None], summed, 0.0).astype(outputs.dtype)
@@ -96,8 +106,8 @@ def combine(outputs: Float[Array, "N K D"], weights: Float[Array, "N K"], valid:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TilePlan:
-    """Slots sorted by expert and cut into tiles of T rows, each of one expert. The rows of a tile past its expert's last one
-    belong to the next expert, whose own tile overwrites them."""
+    """Slots sorted by expert and cut into tiles of T rows, each of one expert. The rows of a tile past its expert's
+    last one belong to the next expert, whose own tile overwrites them."""
 
     order: Int[Array, " NK"]  # slot (n*K + k) at each sorted place
     place: Int[Array, " NK"]  # sorted place of each slot
@@ -118,7 +128,9 @@ def plan_tiles(ids: Int[Array, "N K"], valid: Bool[Array, " N"], *, num_experts:
     tiles = (counts + tile - 1) // tile
     ends = jnp.cumsum(tiles)
     index = jnp.arange(min(slots, slots // tile + num_experts), dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32), num_experts - 1)
+    expert = jnp.minimum(
+        jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32), num_experts - 1
+    )
     first = ends - tiles
     start = starts[expert] + (index - first[expert]) * tile
     own = jnp.minimum(key, num_experts - 1)
@@ -127,7 +139,8 @@ def plan_tiles(ids: Int[Array, "N K"], valid: Bool[Array, " N"], *, num_experts:
 
 
 def tile_rows(num_slots: int, num_experts: int) -> int:
-    """Rows of a tile: about twice the mean load of an expert, as a power of two between 2 and 32 (measured best on CPU)."""
+    """Rows of a tile: about twice the mean load of an expert, as a power of two between 2 and 32 (measured best on
+    CPU)."""
     rows = 2
     while rows < 32 and rows * num_experts < 2 * num_slots:
         rows *= 2

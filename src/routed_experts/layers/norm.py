@@ -11,8 +11,9 @@ from routed_experts.layers.peers import ALONE, Peers
 def rms_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"], *, eps: float, offset: float = 0.0, peers: Peers = ALONE
 ) -> Float[Array, "... D"]:
-    """Normalise the last axis in float32, cast to x's dtype, then multiply by `scale`. With an `offset`, which is added to the scale,
-    multiply in float32 and cast last: half precision would round 1 + w. With `peers`, x is one device's part of the axis."""
+    """Normalise the last axis in float32, cast to x's dtype, then multiply by `scale`. With an `offset`, which is added
+    to the scale, multiply in float32 and cast last: half precision would round 1 + w. With `peers`, x is one device's
+    part of the axis."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(peers.mean(jnp.mean(wide * wide, axis=-1, keepdims=True)) + eps)
     if offset:
@@ -20,7 +21,9 @@ def rms_norm(
     return (wide * inverse).astype(x.dtype) * scale
 
 
-def layer_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], bias: Float[Array, " D"], *, eps: float) -> Float[Array, "... D"]:
+def layer_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"], bias: Float[Array, " D"], *, eps: float
+) -> Float[Array, "... D"]:
     """Centre and normalise the last axis in float32, times `scale`, plus `bias`; in x's dtype."""
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)

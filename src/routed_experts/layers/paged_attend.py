@@ -27,10 +27,15 @@ class PagedAttend:
         layer: Int[Array, ""],
         traits: AttentionTraits | None = None,
     ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-        """Write the new keys and values (no values: `keys` are latent rows), then attend, by `traits` where there are some."""
+        """Write the new keys and values (no values: `keys` are latent rows), then attend, by `traits` where there are
+        some."""
         first_page = layer * self.num_pages
         batch = self.batch
-        pool = write_latent(pool, keys, first_page, batch) if values is None else write_kv(pool, keys, values, first_page, batch)
+        pool = (
+            write_latent(pool, keys, first_page, batch)
+            if values is None
+            else write_kv(pool, keys, values, first_page, batch)
+        )
         if traits is None:
             return self.backend.run(queries, pool, first_page, batch), pool
         assert self.backend.special is not None, self.backend.name

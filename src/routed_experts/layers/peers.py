@@ -1,8 +1,8 @@
 """Devices that share the work of every layer, as one of them sees the others: what it must add up, gather or look up.
 Knows no mesh and no model; a program that runs on one device has no peers, and none of this is in it.
 
-Each device holds a share of the heads and of the experts and gives a partial sum; the stream between layers, the routers and what
-they choose are the same on all. Dims: N rows, D hidden, V devices."""
+Each device holds a share of the heads and of the experts and gives a partial sum; the stream between layers, the
+routers and what they choose are the same on all. Dims: N rows, D hidden, V devices."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,23 +18,26 @@ from routed_experts.layers.routing import RouterSpec, Routing
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Capacities:
-    """A layer's instances, and what each has room for: `factor` is a fraction of the mean load, its denominator 0 for no bound."""
+    """A layer's instances, and what each has room for: `factor` is a fraction of the mean load, its denominator 0 for
+    no bound."""
 
     replicas: Int[Array, "E J"]
     factor: Int[Array, " 2"]
 
 
-# (logits, valid, capacities, spec, bias) -> the routing, and what it changed in each token: slots moved to other experts, slots left empty
+# (logits, valid, capacities, spec, bias) -> the routing, and what it changed in each token: slots moved to other
+# experts, slots left empty
 Rerouter = Callable[
-    [Float[Array, "N E"], Bool[Array, " N"], Capacities, RouterSpec, Float[Array, " E"] | None], tuple[Routing, Int[Array, "N 2"]]
+    [Float[Array, "N E"], Bool[Array, " N"], Capacities, RouterSpec, Float[Array, " E"] | None],
+    tuple[Routing, Int[Array, "N 2"]],
 ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """`count` devices on the mesh axis `axis`, inside a `shard_map` over it; 1: nobody else. `whole_experts`: each holds some
-    experts, all of them, and not a share of every expert; `instances` of them are on all devices together, 0: one an expert.
-    `rerouter`: routes where instances have capacities; None: they have not."""
+    """`count` devices on the mesh axis `axis`, inside a `shard_map` over it; 1: nobody else. `whole_experts`: each
+    holds some experts, all of them, and not a share of every expert; `instances` of them are on all devices together,
+    0: one an expert. `rerouter`: routes where instances have capacities; None: they have not."""
 
     axis: str = ""
     count: int = 1
@@ -72,7 +75,9 @@ def split_inputs(linear: LinearBackend, peers: Peers) -> LinearBackend:
     if peers.count == 1:
         return linear
 
-    def run(x: Float[Array, "N D"], weights: Float[Array, "R D/V O"], layer: Int[Array, ""] | int, dtype: object) -> Float[Array, "N O"]:
+    def run(
+        x: Float[Array, "N D"], weights: Float[Array, "R D/V O"], layer: Int[Array, ""] | int, dtype: object
+    ) -> Float[Array, "N O"]:
         return peers.add(linear.run(peers.own_columns(x, weights.shape[1]), weights, layer, dtype))
 
     return dataclasses.replace(linear, run=run)

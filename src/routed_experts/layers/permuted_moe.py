@@ -1,9 +1,11 @@
-"""Experts for training on an accelerator: tiles of many rows, and every gather's gradient is a gather or a product, never a scatter.
-Knows nothing of models. The same sums as `grouped_experts`, so gradients do not depend on the order in which threads add.
+"""Experts for training on an accelerator: tiles of many rows, and every gather's gradient is a gather or a product,
+never a scatter. Knows nothing of models. The same sums as `grouped_experts`, so gradients do not depend on the order in
+which threads add.
 
-Rows are permuted into tiles of one expert each and back. Both are permutations of what they move, so the gradient of either is the
-other. A tile's weights are picked by a product with rows of the identity, which is exact, and whose gradient adds in float32.
-Dims: N tokens, K experts per token, E experts, D hidden, F expert width, T rows of a tile, P tile rows of all tiles."""
+Rows are permuted into tiles of one expert each and back. Both are permutations of what they move, so the gradient of
+either is the other. A tile's weights are picked by a product with rows of the identity, which is exact, and whose
+gradient adds in float32. Dims: N tokens, K experts per token, E experts, D hidden, F expert width, T rows of a tile, P
+tile rows of all tiles."""
 
 import dataclasses
 
@@ -93,7 +95,9 @@ def permuted_experts(call: ExpertCall) -> Float[Array, "N D"]:
         return jnp.einsum("ie,eab->iab", picks, weights, precision=lax.Precision.HIGHEST)
 
     at = call.first_expert + expert[:, None]
-    gate_up, down = (lax.dynamic_slice_in_dim(w, call.first_expert, call.num_experts) for w in (call.gate_up, call.down))
+    gate_up, down = (
+        lax.dynamic_slice_in_dim(w, call.first_expert, call.num_experts) for w in (call.gate_up, call.down)
+    )
     rows = _into_tiles(call.x, places).reshape(-1, tile, width)
     hidden = jnp.einsum("itd,idf->itf", rows, of_tiles(gate_up))
     hidden = gated(biased(hidden, call.gate_up_bias, at), call.activation)

@@ -1,10 +1,10 @@
-"""Which instance of its expert a slot runs on, under capacities of the instances: the order of replicas may depend on the source.
-Knows nothing of scores: slots come with their expert, in order of priority.
+"""Which instance of its expert a slot runs on, under capacities of the instances: the order of replicas may depend on
+the source. Knows nothing of scores: slots come with their expert, in order of priority.
 
-The slots of one expert never number more than its instances' capacities together, so each finds a place. With one order for all, the
-o-th slot of an expert takes the first replica that o fits into. With an order per source it is the cutoff iteration of
-layers.selection_rounds with instances for experts: at most J + 1 rounds.
-Dims: A slots in order of priority, E experts, J replica positions, I instances, V sources."""
+The slots of one expert never number more than its instances' capacities together, so each finds a place. With one order
+for all, the o-th slot of an expert takes the first replica that o fits into. With an order per source it is the cutoff
+iteration of layers.selection_rounds with instances for experts: at most J + 1 rounds. Dims: A slots in order of
+priority, E experts, J replica positions, I instances, V sources."""
 
 import dataclasses
 
@@ -21,7 +21,9 @@ def room_of(replica_order: Int[Array, "*V E J"], capacity: Int[Array, " I"]) -> 
     return jnp.where(replica_order >= 0, capacity[replica_order], 0)  # -1 wraps to the last instance, and is masked
 
 
-def in_shared_order(experts: Int[Array, " A"], replica_order: Int[Array, "E J"], capacity: Int[Array, " I"]) -> Int[Array, " A"]:
+def in_shared_order(
+    experts: Int[Array, " A"], replica_order: Int[Array, "E J"], capacity: Int[Array, " I"]
+) -> Int[Array, " A"]:
     """Fill each expert's replicas from the first to the last; -1 for a slot without expert (-1)."""
     num_experts, width = replica_order.shape
     number = ordinals(jnp.where(experts < 0, num_experts, experts), num_experts)
@@ -59,6 +61,11 @@ def in_source_order(
         cut = jnp.where(over, cutoffs(chosen, takers, capacity), state.cut)
         return _Cuts(cut, chosen, state.rounds + 1, ~jnp.any(over))
 
-    start = _Cuts(jnp.where(capacity > 0, num_slots, 0), jnp.full(num_slots, num_instances, jnp.int32), jnp.int32(0), jnp.zeros((), bool))
+    start = _Cuts(
+        jnp.where(capacity > 0, num_slots, 0),
+        jnp.full(num_slots, num_instances, jnp.int32),
+        jnp.int32(0),
+        jnp.zeros((), bool),
+    )
     end = lax.while_loop(lambda state: ~state.settled, one_round, start)
     return jnp.where(end.instances < num_instances, end.instances, -1), end.rounds

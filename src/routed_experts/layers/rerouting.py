@@ -1,8 +1,10 @@
-"""Routing under capacities: the K experts of each token that have room, and their weights. Knows no placement: tables are arguments.
+"""Routing under capacities: the K experts of each token that have room, and their weights. Knows no placement: tables
+are arguments.
 
-What is chosen is balanced_expert_selection's ("reroute"); what it weighs is the model's own law at the ids that were chosen. A slot that
-stays empty has id and instance -1 and weight 0, and where the law makes weights sum to one the others share what it would have had.
-Dims: N tokens, E experts, K experts per token, J replica positions, I instances."""
+What is chosen is balanced_expert_selection's ("reroute"); what it weighs is the model's own law at the ids that were
+chosen. A slot that stays empty has id and instance -1 and weight 0, and where the law makes weights sum to one the
+others share what it would have had. Dims: N tokens, E experts, K experts per token, J replica positions, I
+instances."""
 
 import dataclasses
 
@@ -27,20 +29,30 @@ def reroute_topk(
     num_instances: int,
     drops: bool,
 ) -> tuple[Routing, Int[Array, "N 2"]]:
-    """Route a step's tokens to experts of `num_instances` instances; what finds no room overflows, or with `drops` stays empty. The
-    second result counts, of each token, the slots that run an expert outside its K best and those that are empty. Padding has its own
-    K best, and no instance."""
+    """Route a step's tokens to experts of `num_instances` instances; what finds no room overflows, or with `drops`
+    stays empty. The second result counts, of each token, the slots that run an expert outside its K best and those that
+    are empty. Padding has its own K best, and no instance."""
     scores = selection_scores(logits, spec=spec, bias=bias)
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
     native = jax.lax.top_k(scores, spec.top_k)[1].astype(jnp.int32)
     room = slots_of(capacities.factor, valid, top_k=spec.top_k, num_instances=num_instances)
     chosen = balanced_expert_selection(
-        scores, scores, capacities.replicas, room, k=spec.top_k, valid=valid, mode="reroute", on_exhausted="drop" if drops else "overflow"
+        scores,
+        scores,
+        capacities.replicas,
+        room,
+        k=spec.top_k,
+        valid=valid,
+        mode="reroute",
+        on_exhausted="drop" if drops else "overflow",
     )
     ids, instances = chosen.logical_ids, chosen.instance_ids
     if not drops:  # fewer than K experts can be chosen at all: the others as an unbounded router takes them
         unfilled = (ids < 0) & valid[:, None]
-        ids, instances = jnp.where(unfilled, native, ids), jnp.where(unfilled, capacities.replicas[native, 0], instances)
+        ids, instances = (
+            jnp.where(unfilled, native, ids),
+            jnp.where(unfilled, capacities.replicas[native, 0], instances),
+        )
     filled = ids >= 0
     foreign = filled & ~jnp.any(ids[:, :, None] == native[:, None, :], axis=-1)
     changed = jnp.stack([jnp.sum(foreign, axis=1, dtype=jnp.int32), jnp.sum(~filled, axis=1, dtype=jnp.int32)], axis=1)
@@ -54,7 +66,9 @@ def reroute_topk(
 def slots_of(factor: Int[Array, " 2"], valid: Bool[Array, " N"], *, top_k: int, num_instances: int) -> Int[Array, " I"]:
     """Give every instance max(1, ceil(factor * tokens * K / I)) slots, as `expert_capacity` does on the host."""
     if valid.size * top_k * MAX_TERM > jnp.iinfo(jnp.int32).max:
-        raise ConfigError(f"{valid.size} tokens of {top_k} slots under capacities are counted in int32; lower precompile_token_paddings")
+        raise ConfigError(
+            f"{valid.size} tokens of {top_k} slots under capacities are counted in int32; lower precompile_token_paddings"
+        )
     numerator, denominator = factor[0], factor[1]
     shared = jnp.maximum(denominator, 1) * num_instances
     slots = jnp.maximum(-(-(numerator * jnp.sum(valid, dtype=jnp.int32) * top_k) // shared), 1)

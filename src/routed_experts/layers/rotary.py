@@ -1,5 +1,6 @@
-"""Rotary position embedding (Su et al. 2021), in the half-split form that most Hugging Face checkpoints use, or in pairs.
-Knows nothing of caches; positions are absolute token indices. Dims: N tokens, H heads, C head dim, F frequencies."""
+"""Rotary position embedding (Su et al. 2021), in the half-split form that most Hugging Face checkpoints use, or in
+pairs. Knows nothing of caches; positions are absolute token indices. Dims: N tokens, H heads, C head dim, F
+frequencies."""
 
 import dataclasses
 
@@ -19,7 +20,8 @@ def apply_rotary(x: Float[Array, "N H C"], cos: Float[Array, "N C"], sin: Float[
 class RotarySpec:
     """Frequencies as numbers, whatever scaling they came from. The first 2F dims of a head turn, the others stand.
 
-    `interleaved`: dims 2i and 2i + 1 are a pair, instead of i and i + F. `magnitude` multiplies queries and keys (yarn)."""
+    `interleaved`: dims 2i and 2i + 1 are a pair, instead of i and i + F. `magnitude` multiplies queries and keys
+    (yarn)."""
 
     inverse: tuple[float, ...]
     magnitude: float = 1.0
@@ -30,8 +32,11 @@ class RotarySpec:
         turned = positions.astype(jnp.float32)[:, None] * jnp.asarray(self.inverse, jnp.float32)
         return jnp.cos(turned) * self.magnitude, jnp.sin(turned) * self.magnitude
 
-    def turn(self, x: Float[Array, "N H C"], angles: tuple[Float[Array, "N F"], Float[Array, "N F"]]) -> Float[Array, "N H C"]:
-        """Rotate every head of every token; computed in float32, returned in x's dtype and with its dims where they were."""
+    def turn(
+        self, x: Float[Array, "N H C"], angles: tuple[Float[Array, "N F"], Float[Array, "N F"]]
+    ) -> Float[Array, "N H C"]:
+        """Rotate every head of every token; computed in float32, returned in x's dtype and with its dims where they
+        were."""
         (cos, sin), size = (part[:, None] for part in angles), 2 * len(self.inverse)
         wide, rest = x[..., :size].astype(jnp.float32), x[..., size:]
         if self.interleaved:
@@ -46,8 +51,8 @@ class RotarySpec:
 def rotary_angles(
     positions: Int[Array, " N"], *, head_dim: int, theta: float, scaled: RotarySpec | None = None
 ) -> tuple[Float[Array, "N C"], Float[Array, "N C"]]:
-    """Give float32 cosines and sines of every position, for `apply_rotary`; each of the C/2 frequencies stands twice. Frequencies are
-    those of `theta`, or of `scaled`."""
+    """Give float32 cosines and sines of every position, for `apply_rotary`; each of the C/2 frequencies stands twice.
+    Frequencies are those of `theta`, or of `scaled`."""
     if scaled is not None:
         cos, sin = (jnp.concatenate([part, part], axis=-1) for part in scaled.angles(positions))
         return cos, sin

@@ -1,7 +1,8 @@
 """Routing laws: from router logits to the experts a token runs on, live or replayed.
 Knows nothing of experts' weights. One function serves live, replayed and mixed rows, so they cannot differ.
 
-z = logits in float32, s = scores, c = what is chosen by (s, a selection bias added, groups that were not kept at -inf), v = s at ids:
+z = logits in float32, s = scores, c = what is chosen by (s, a selection bias added, groups that were not kept at -inf),
+v = s at ids:
 
     law           s              weights at ids                               source
     softmax       softmax(z)     v, or softmax over the K gathered z          Qwen3, OLMoE, Mixtral (Jiang et al. 2024), DeepSeek-V2
@@ -9,9 +10,10 @@ z = logits in float32, s = scores, c = what is chosen by (s, a selection bias ad
     logits        z              softmax over the K gathered z                GPT-OSS (2025), Granite
     sparsemixer   z              softmax over the z near the best one left    PhiMoE: SparseMixer-v2 (Liu et al. 2024), inference
 
-each times `scale`. native = top_k(stop_gradient(c)), ties to the lower id; ids = replayed where the row is valid, else native; v is
-gathered from the full, unmasked, unbiased s. A renormalised softmax is softmax over the gathered z: that stays finite where all K
-scores are 0 in float32 (replayed ids may be far below the best). Dims: N tokens, E experts, K experts per token, T groups."""
+each times `scale`. native = top_k(stop_gradient(c)), ties to the lower id; ids = replayed where the row is valid, else
+native; v is gathered from the full, unmasked, unbiased s. A renormalised softmax is softmax over the gathered z: that
+stays finite where all K scores are 0 in float32 (replayed ids may be far below the best). Dims: N tokens, E experts, K
+experts per token, T groups."""
 
 import dataclasses
 
@@ -28,8 +30,10 @@ LAWS = ("softmax", "sigmoid", "logits", "sparsemixer")
 class RouterSpec:
     """The static part of a router: hashable, read from a model's config. The defaults are Qwen3's law.
 
-    `groups` equal parts of the experts are ranked by the sum of their `group_best` best c, and `groups_kept` are chosen from.
-    `biased`: a selection bias is among the weights. `nearness`: sparsemixer keeps z with (best - z) / max(|z|, best) <= 2 nearness."""
+    `groups` equal parts of the experts are ranked by the sum of their `group_best` best c, and `groups_kept` are chosen
+    from.
+    `biased`: a selection bias is among the weights. `nearness`: sparsemixer keeps z with (best - z) / max(|z|, best) <=
+    2 nearness."""
 
     num_experts: int
     top_k: int
@@ -49,15 +53,16 @@ class RouterSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Softmax over all experts, top-k of the scores themselves, weights unscaled: what every fused router can do."""
+        """Softmax over all experts, top-k of the scores themselves, weights unscaled: what every fused router can
+        do."""
         return self.law == "softmax" and self.groups == self.groups_kept and not self.biased and self.scale == 1.0
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerRouting:
-    """Ids to replay in one layer. Ids of a row that is not valid are never read. `weights`, where given, replace those of valid rows,
-    without gradient."""
+    """Ids to replay in one layer. Ids of a row that is not valid are never read. `weights`, where given, replace those
+    of valid rows, without gradient."""
 
     ids: UInt[Array, "N K"] | Int[Array, "N K"]
     valid: Bool[Array, " N"]
@@ -67,8 +72,8 @@ class LayerRouting:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """What a router decided: executed ids in executed order, and the weights that multiply the experts' outputs. `instances`: where
-    slots run, -1 for nowhere; None leaves it to who runs them."""
+    """What a router decided: executed ids in executed order, and the weights that multiply the experts' outputs.
+    `instances`: where slots run, -1 for nowhere; None leaves it to who runs them."""
 
     weights: Float[Array, "N K"]
     ids: Int[Array, "N K"]
@@ -78,9 +83,14 @@ class Routing:
 
 
 def replay_topk(
-    logits: Float[Array, "N E"], routed: LayerRouting | None, *, spec: RouterSpec, bias: Float[Array, " E"] | None = None
+    logits: Float[Array, "N E"],
+    routed: LayerRouting | None,
+    *,
+    spec: RouterSpec,
+    bias: Float[Array, " E"] | None = None,
 ) -> Routing:
-    """Choose K experts a token by the spec's law, or take `routed` where it is valid. `bias` moves the choice, never a weight."""
+    """Choose K experts a token by the spec's law, or take `routed` where it is valid. `bias` moves the choice, never a
+    weight."""
     assert (bias is not None) == spec.biased, "a selection bias and RouterSpec.biased come together"
     wide = logits.astype(jnp.float32)
     scores = _scores(wide, spec)
@@ -92,7 +102,11 @@ def replay_topk(
     else:
         ids, replaced = jnp.where(routed.valid[:, None], routed.ids.astype(jnp.int32), native), routed.valid
     ids = checkpoint_name(ids, ROUTED_IDS)
-    weights = sparsemixer_weights(wide, ids, nearness=spec.nearness) if spec.law == "sparsemixer" else _weights(wide, scores, ids, spec)
+    weights = (
+        sparsemixer_weights(wide, ids, nearness=spec.nearness)
+        if spec.law == "sparsemixer"
+        else _weights(wide, scores, ids, spec)
+    )
     if spec.scale != 1.0:
         weights = weights * spec.scale
     if routed is not None and routed.weights is not None:
@@ -100,14 +114,17 @@ def replay_topk(
     return Routing(weights=weights, ids=ids, native_ids=native, replaced=replaced)
 
 
-def selection_scores(logits: Float[Array, "N E"], *, spec: RouterSpec, bias: Float[Array, " E"] | None = None) -> Float[Array, "N E"]:
+def selection_scores(
+    logits: Float[Array, "N E"], *, spec: RouterSpec, bias: Float[Array, " E"] | None = None
+) -> Float[Array, "N E"]:
     """The c that experts are chosen by, float32 and without gradient."""
     scores = _scores(logits.astype(jnp.float32), spec)
     return jax.lax.stop_gradient(keep_groups(scores if bias is None else scores + bias.astype(jnp.float32), spec))
 
 
 def router_probabilities(logits: Float[Array, "N E"], *, spec: RouterSpec) -> Float[Array, "N E"]:
-    """A router's scores as a distribution over all experts: softmax of the logits, or sigmoids over their sum (DeepSeek-V3, eq. 19)."""
+    """A router's scores as a distribution over all experts: softmax of the logits, or sigmoids over their sum
+    (DeepSeek-V3, eq. 19)."""
     wide = logits.astype(jnp.float32)
     if spec.law != "sigmoid":
         return jax.nn.softmax(wide, axis=-1)
@@ -127,7 +144,8 @@ def keep_groups(choice: Float[Array, "N E"], spec: RouterSpec) -> Float[Array, "
 
 
 def sparsemixer_weights(logits: Float[Array, "N E"], ids: Int[Array, "N K"], *, nearness: float) -> Float[Array, "N K"]:
-    """Slot k: softmax over those z, not taken by an earlier slot, that are near the best of them; a replayed id always counts."""
+    """Slot k: softmax over those z, not taken by an earlier slot, that are near the best of them; a replayed id always
+    counts."""
     experts = jnp.arange(logits.shape[1])
     left, weights = logits, []
     for slot in range(ids.shape[1]):
@@ -146,7 +164,9 @@ def _scores(wide: Float[Array, "N E"], spec: RouterSpec) -> Float[Array, "N E"]:
     return jax.nn.sigmoid(wide) if spec.law == "sigmoid" else wide
 
 
-def _weights(wide: Float[Array, "N E"], scores: Float[Array, "N E"], ids: Int[Array, "N K"], spec: RouterSpec) -> Float[Array, "N K"]:
+def _weights(
+    wide: Float[Array, "N E"], scores: Float[Array, "N E"], ids: Int[Array, "N K"], spec: RouterSpec
+) -> Float[Array, "N K"]:
     """Weights at ids, before the scale."""
     by_logits = spec.law == "logits" or (spec.law == "softmax" and spec.renormalize)
     weights = jnp.take_along_axis(wide if by_logits else scores, ids, axis=-1)

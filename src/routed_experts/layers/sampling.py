@@ -1,9 +1,9 @@
 """Choose one token per row from logits, on the device. Knows nothing of requests, pages, stop strings or the model.
 
 Noise is a function of (seed, choice, position) alone: never of the batch row, its neighbours or the padding. No row is
-sorted: a filter is a border in the row's own scores, found by bisection over the bits of a float32, so its cost does not
-depend on the values, and equal scores are kept or dropped together.
-Dims: B rows, V vocabulary, X logit-bias entries of a row."""
+sorted: a filter is a border in the row's own scores, found by bisection over the bits of a float32, so its cost does
+not depend on the values, and equal scores are kept or dropped together. Dims: B rows, V vocabulary, X logit-bias
+entries of a row."""
 
 import dataclasses
 import enum
@@ -96,8 +96,10 @@ def processed_logits(logits: Float[Array, "B V"], batch: SamplingBatch, mode: Sa
     """Return the scores that are sampled from: dropped tokens are -inf, up to a constant per row.
 
     Temperature, then top-k, then top-p over what top-k left, then min-p: the order of Hugging Face and of SGLang's
-    flashinfer path (vLLM puts min-p first; the two differ only where min-p and top-p are both set). Top-k keeps every score
-    >= the k-th (Hugging Face); top-p keeps the fewest whole groups of equal scores whose mass reaches top_p. The best token
+    flashinfer path (vLLM puts min-p first; the two differ only where min-p and top-p are both set). Top-k keeps every
+    score
+    >= the k-th (Hugging Face); top-p keeps the fewest whole groups of equal scores whose mass reaches top_p. The best
+    token
     stays. A greedy row is returned as it came: its distribution is the model's at temperature 1."""
     if mode is SamplingMode.GREEDY:
         return logits
@@ -109,7 +111,9 @@ def processed_logits(logits: Float[Array, "B V"], batch: SamplingBatch, mode: Sa
     return jnp.where(is_greedy(batch)[:, None], logits, scores)
 
 
-def sample(logits: Float[Array, "B V"], batch: SamplingBatch, mode: SamplingMode) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+def sample(
+    logits: Float[Array, "B V"], batch: SamplingBatch, mode: SamplingMode
+) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
     """Return the token of each row and the processed logits it was drawn from. Ties go to the lower id.
 
     `logits` are float32, after `penalize`. In GREEDY mode the caller vouches that all rows have temperature 0."""
@@ -122,8 +126,8 @@ def sample(logits: Float[Array, "B V"], batch: SamplingBatch, mode: SamplingMode
 
 
 def best_token(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """The lowest id among the highest scores; V - 1 for a row with NaN. Two reductions that XLA turns into vector code on CPU,
-    where argmax is a loop of single comparisons, twice as long."""
+    """The lowest id among the highest scores; V - 1 for a row with NaN. Two reductions that XLA turns into vector code
+    on CPU, where argmax is a loop of single comparisons, twice as long."""
     vocabulary = scores.shape[-1]
     is_best = scores >= jnp.max(scores, axis=-1, keepdims=True)
     return jnp.min(jnp.where(is_best, jnp.arange(vocabulary, dtype=jnp.int32), vocabulary - 1), axis=-1)
@@ -137,8 +141,8 @@ def is_greedy(batch: SamplingBatch) -> Bool[Array, " B"]:
 def gumbel_noise(batch: SamplingBatch, vocab_size: int) -> Float[Array, "B V"]:
     """Return standard Gumbel noise of (seed, choice, position), row by row; finite.
 
-    All 32 random bits are used, with the fine end of the float where the noise is large: it reaches 22.8, where the usual 23 bits
-    end at 15.9 and starve the tail of a large vocabulary (each token below 1e-7)."""
+    All 32 random bits are used, with the fine end of the float where the noise is large: it reaches 22.8, where the
+    usual 23 bits end at 15.9 and starve the tail of a large vocabulary (each token below 1e-7)."""
 
     keys = batch.seed[:, 0], batch.seed[:, 1]
     for data in (batch.choice, batch.position):
@@ -151,10 +155,10 @@ def gumbel_noise(batch: SamplingBatch, vocab_size: int) -> Float[Array, "B V"]:
 
 
 def _threefry(keys: _Words, high: UInt32[Array, "..."], low: UInt32[Array, "..."]) -> _Words:
-    """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) of the words (high, low) under
-    `keys`: `jax.random.fold_in` of threefry2x32 where high is 0, and two halves of what `jax.random.bits` joins by xor. Unrolled, as
-    `jax.random` does not on CPU: a single loop over the vocabulary. Random sampling takes 0.6 to 0.7 of the time there, and these bits
-    compile in 0.4."""
+    """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) of the words
+    (high, low) under `keys`: `jax.random.fold_in` of threefry2x32 where high is 0, and two halves of what
+    `jax.random.bits` joins by xor. Unrolled, as `jax.random` does not on CPU: a single loop over the vocabulary. Random
+    sampling takes 0.6 to 0.7 of the time there, and these bits compile in 0.4."""
     schedule = (*keys, keys[0] ^ keys[1] ^ jnp.uint32(_PARITY))
     high, low = high + schedule[0], low + schedule[1]
     for block in range(5):
@@ -196,7 +200,9 @@ def _border(reaches: Callable[[Float[Array, " B"]], Bool[Array, " B"]], num_rows
     def as_border(bits: Int[Array, " B"]) -> Float[Array, " B"]:
         return -lax.bitcast_convert_type(bits, jnp.float32)
 
-    def halve(_: Int[Array, ""], span: tuple[Int[Array, " B"], Int[Array, " B"]]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    def halve(
+        _: Int[Array, ""], span: tuple[Int[Array, " B"], Int[Array, " B"]]
+    ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
         low, high = span  # the answer is in low..high
         middle = low + (high - low) // 2
         reached = reaches(as_border(middle))

@@ -1,5 +1,6 @@
-"""What a replica table and capacities must hold before they enter a program: values, checked on the host, once a placement.
-Knows nothing of devices: NumPy in, NumPy out. Dims: E experts, J replica positions, I instances, V sources."""
+"""What a replica table and capacities must hold before they enter a program: values, checked on the host, once a
+placement. Knows nothing of devices: NumPy in, NumPy out. Dims: E experts, J replica positions, I instances, V
+sources."""
 
 from fractions import Fraction
 from typing import Any
@@ -14,9 +15,9 @@ INT32_MAX = np.iinfo(np.int32).max
 
 
 def check_replica_order(replica_order: Any, num_instances: int) -> Int[ndarray, "*V E J"]:
-    """Give the table as int32 if it is sound, [E, J] or [V, E, J]: each expert's instances first, -1 behind them; every instance
-    0 .. I-1 in exactly one place of a source's table; the same instances per expert for every source. A layer of
-    `Placement.logical_to_physical_map` is such a table. Raises PlacementError."""
+    """Give the table as int32 if it is sound, [E, J] or [V, E, J]: each expert's instances first, -1 behind them; every
+    instance 0 .. I-1 in exactly one place of a source's table; the same instances per expert for every source. A layer
+    of `Placement.logical_to_physical_map` is such a table. Raises PlacementError."""
     table = np.asarray(replica_order)
     if table.ndim not in (2, 3) or 0 in table.shape or not np.issubdtype(table.dtype, np.integer):
         raise PlacementError(
@@ -49,7 +50,9 @@ def _check_one_source(order: Int[ndarray, "E J"], num_instances: int, where: str
         )
     without = np.flatnonzero(order[:, 0] < 0)
     if len(without):
-        raise PlacementError(f"{where}: expert {int(without[0])} has no instance ({len(without)} such experts); every expert needs one")
+        raise PlacementError(
+            f"{where}: expert {int(without[0])} has no instance ({len(without)} such experts); every expert needs one"
+        )
     places = np.bincount(order[order >= 0], minlength=num_instances)
     if np.any(places != 1):
         instance = int(np.flatnonzero(places != 1)[0])
@@ -68,25 +71,35 @@ def check_capacity(capacity: Any, num_instances: int) -> Int[ndarray, " I"]:
     """Give the capacities, in slots per instance, as int32 [I] if one is above 0 and none below. Raises ConfigError."""
     slots = np.asarray(capacity)
     if slots.shape != (num_instances,) or not np.issubdtype(slots.dtype, np.integer):
-        raise ConfigError(f"capacity is {slots.dtype}{list(slots.shape)}; give {num_instances} integers, one per instance")
+        raise ConfigError(
+            f"capacity is {slots.dtype}{list(slots.shape)}; give {num_instances} integers, one per instance"
+        )
     wrong = np.flatnonzero((slots < 0) | (slots > INT32_MAX))
     if len(wrong):
         instance = int(wrong[0])
-        raise ConfigError(f"capacity[{instance}] = {int(slots[instance])}; slots per instance are 0 .. {INT32_MAX}: 0 takes it out of use")
+        raise ConfigError(
+            f"capacity[{instance}] = {int(slots[instance])}; slots per instance are 0 .. {INT32_MAX}: 0 takes it out of use"
+        )
     if not np.any(slots):
-        raise ConfigError(f"capacity is 0 for all {num_instances} instances: no slot would find room; raise the capacity factor")
+        raise ConfigError(
+            f"capacity is 0 for all {num_instances} instances: no slot would find room; raise the capacity factor"
+        )
     return slots.astype(np.int32)
 
 
 def expert_capacity(
     num_valid: int, k: int, num_instances: int, factor: Fraction | float | str, rounding: str = "ceil"
 ) -> Int[ndarray, " I"]:
-    """Give each instance max(1, ceil(factor * num_valid * k / num_instances)) slots, int32 [I], in exact rational arithmetic.
+    """Give each instance max(1, ceil(factor * num_valid * k / num_instances)) slots, int32 [I], in exact rational
+    arithmetic.
 
-    `num_valid` counts the tokens of the whole expert-parallel group. A float factor is read as its decimal digits (1.1 is 11/10).
-    `rounding="floor"` is the published formula without the lower bound, for comparison: it is 0 for small batches. Raises ConfigError."""
+    `num_valid` counts the tokens of the whole expert-parallel group. A float factor is read as its decimal digits (1.1
+    is 11/10). `rounding="floor"` is the published formula without the lower bound, for comparison: it is 0 for small
+    batches. Raises ConfigError."""
     if num_valid < 0 or k < 1 or num_instances < 1:
-        raise ConfigError(f"num_valid={num_valid}, k={k}, num_instances={num_instances}; wanted are at least 0, 1 and 1")
+        raise ConfigError(
+            f"num_valid={num_valid}, k={k}, num_instances={num_instances}; wanted are at least 0, 1 and 1"
+        )
     if rounding not in ("ceil", "floor"):
         raise ConfigError(f"rounding={rounding!r}; it is 'ceil' or 'floor'")
     try:

@@ -1,5 +1,6 @@
-"""Balanced expert selection as it is defined: one slot after another, in NumPy, on the host. Slow, and the law for every fast form.
-Knows nothing of devices. Dims: N tokens, E experts, K experts per token, J replica positions, I instances, V sources."""
+"""Balanced expert selection as it is defined: one slot after another, in NumPy, on the host. Slow, and the law for
+every fast form. Knows nothing of devices. Dims: N tokens, E experts, K experts per token, J replica positions, I
+instances, V sources."""
 
 import dataclasses
 
@@ -48,10 +49,11 @@ def sequential_selection(
     on_exhausted: str = "overflow",
     renormalize: bool = True,
 ) -> SequentialSelection:
-    """Rank after rank, token after token: the best expert not yet passed of which an instance has room, and its first such instance.
+    """Rank after rank, token after token: the best expert not yet passed of which an instance has room, and its first
+    such instance.
 
-    Scores descend by IEEE total order (-0.0 below 0.0, as in `lax.top_k`), ties go to the lower id, NaN and -inf are never selected.
-    Arguments as in `balanced_expert_selection`, checked by the caller."""
+    Scores descend by IEEE total order (-0.0 below 0.0, as in `lax.top_k`), ties go to the lower id, NaN and -inf are
+    never selected. Arguments as in `balanced_expert_selection`, checked by the caller."""
     num_tokens = select_scores.shape[0]
     scores = np.where(np.isnan(select_scores), -np.inf, select_scores).astype(np.float32)
     orders = replica_order if replica_order.ndim == 3 else replica_order[None]
@@ -88,7 +90,13 @@ def _ranked(scores: Float[ndarray, "N E"]) -> list[list[int]]:
 
 
 def _take_with_room(
-    slots: _Slots, token: int, rank: int, ranked: list[int], table: Int[ndarray, "E J"], capacity: Int[ndarray, " I"], top_k: int
+    slots: _Slots,
+    token: int,
+    rank: int,
+    ranked: list[int],
+    table: Int[ndarray, "E J"],
+    capacity: Int[ndarray, " I"],
+    top_k: int,
 ) -> int:
     """Fill the slot where any expert has room; 1 if that expert is none of the token's K best, else 0."""
     while slots.passed[token] < len(ranked):
@@ -112,7 +120,9 @@ def _take_beyond_room(slots: _Slots, token: int, rank: int, ranked: list[int], t
     return 0
 
 
-def _weights(weight_scores: Float[ndarray, "N E"], ids: Int[ndarray, "N K"], renormalize: bool) -> Float[ndarray, "N K"]:
+def _weights(
+    weight_scores: Float[ndarray, "N E"], ids: Int[ndarray, "N K"], renormalize: bool
+) -> Float[ndarray, "N K"]:
     weights = np.where(ids >= 0, np.take_along_axis(weight_scores, np.maximum(ids, 0), axis=1), np.float32(0))
     if renormalize:
         total = np.zeros(len(ids), np.float32)

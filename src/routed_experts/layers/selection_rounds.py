@@ -1,11 +1,12 @@
-"""Sequential expert selection under capacity, as a few parallel rounds over all scores: CPU and GPU. Knows nothing of instances: an
-expert has room or has none.
+"""Sequential expert selection under capacity, as a few parallel rounds over all scores: CPU and GPU. Knows nothing of
+instances: an expert has room or has none.
 
-If every token's K best fit, they are the answer. Else ranks are settled one by one. In a round each token takes its best expert, after
-the one it took last, that has room for it; an expert with more takers than room lowers its cutoff to its last admitted token, and
-the round is repeated; when none has, the rank is settled. That is deferred acceptance (Gale and Shapley 1962) with one priority list for
-all experts, so its fixpoint is the sequential result, in at most K + f rounds, f = experts that fill. No sort but that of a round's takers.
-Dims: N tokens, E experts, K experts per token."""
+If every token's K best fit, they are the answer. Else ranks are settled one by one. In a round each token takes its
+best expert, after the one it took last, that has room for it; an expert with more takers than room lowers its cutoff to
+its last admitted token, and the round is repeated; when none has, the rank is settled. That is deferred acceptance
+(Gale and Shapley 1962) with one priority list for all experts, so its fixpoint is the sequential result, in at most K +
+f rounds, f = experts that fill. No sort but that of a round's takers. Dims: N tokens, E experts, K experts per
+token."""
 
 import dataclasses
 
@@ -22,7 +23,8 @@ NEVER = jnp.iinfo(jnp.int32).min  # the key of what cannot be chosen
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """Experts in the order of choice, -1 where no selectable expert had room. `num_rerouted`: slots outside their token's K best."""
+    """Experts in the order of choice, -1 where no selectable expert had room. `num_rerouted`: slots outside their
+    token's K best."""
 
     ids: Int[Array, "N K"]
     num_rerouted: Int[Array, ""]
@@ -41,7 +43,8 @@ class _Last:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """Between two rounds: `last` taken by each token, and of each expert the room left and the first token not admitted."""
+    """Between two rounds: `last` taken by each token, and of each expert the room left and the first token not
+    admitted."""
 
     chosen: Int[Array, "K N"]
     last: _Last
@@ -52,7 +55,9 @@ class _State:
     rerouted: Int[Array, ""]
 
 
-def choose_by_rounds(scores: Float[Array, "N E"], room: Int[Array, " E"], valid: Bool[Array, " N"], top_k: int) -> Chosen:
+def choose_by_rounds(
+    scores: Float[Array, "N E"], room: Int[Array, " E"], valid: Bool[Array, " N"], top_k: int
+) -> Chosen:
     """Choose as the sequential algorithm does. `scores` is float32 without NaN; -inf is never chosen."""
     num_experts = scores.shape[1]
     values, best = lax.top_k(scores, top_k)
@@ -113,7 +118,9 @@ def _settle_ranks(keys: Int[Array, "N E"], room: Int[Array, " E"], worst: _Last,
     zero = jnp.int32(0)
     start = _State(
         chosen=jnp.full((top_k, num_tokens), -1, jnp.int32),
-        last=_Last(jnp.full(num_tokens, jnp.iinfo(jnp.int32).max, jnp.int32), jnp.full(num_tokens, num_experts, jnp.int32)),
+        last=_Last(
+            jnp.full(num_tokens, jnp.iinfo(jnp.int32).max, jnp.int32), jnp.full(num_tokens, num_experts, jnp.int32)
+        ),
         room=room,
         cut=jnp.where(room > 0, num_tokens, 0),
         rank=zero,

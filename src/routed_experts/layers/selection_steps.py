@@ -1,5 +1,5 @@
-"""From scores to slots under capacity: experts chosen, instances chosen, slots that found no room placed beyond it. Pure array code.
-Knows nothing of weights or platforms: who chooses the experts is an argument.
+"""From scores to slots under capacity: experts chosen, instances chosen, slots that found no room placed beyond it.
+Pure array code. Knows nothing of weights or platforms: who chooses the experts is an argument.
 
 Dims: N tokens, E experts, K experts per token, J replica positions, I instances, V sources."""
 
@@ -20,7 +20,8 @@ ChooseExperts = Callable[[Float[Array, "N E"], Int[Array, " E"], Bool[Array, " N
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slate:
-    """What selection decides on. `scores` holds no NaN, capacities lie in 0 .. K*N; V = 1: one order for all sources."""
+    """What selection decides on. `scores` holds no NaN, capacities lie in 0 .. K*N; V = 1: one order for all
+    sources."""
 
     scores: Float[Array, "N E"]
     replica_order: Int[Array, "V E J"]
@@ -53,7 +54,9 @@ def assign(slate: Slate, choose: ChooseExperts, top_k: int, *, overflows: bool) 
     else:
         sources = jnp.tile(slate.source, top_k)
         instances, replica_rounds = in_source_order(slots, sources, slate.replica_order, slate.capacity)
-    done = Assigned(chosen.ids, instances.reshape(top_k, -1).T, chosen.num_rerouted, jnp.int32(0), chosen.rounds, replica_rounds)
+    done = Assigned(
+        chosen.ids, instances.reshape(top_k, -1).T, chosen.num_rerouted, jnp.int32(0), chosen.rounds, replica_rounds
+    )
     if not overflows:
         return done
     is_short = jnp.any(slate.valid[:, None] & (chosen.ids < 0))

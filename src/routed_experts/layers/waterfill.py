@@ -1,10 +1,11 @@
-"""Spread the occurrences of each expert over its replicas so that the fullest device has the least to do; no token's experts change.
-Knows nothing of scores or capacities.
+"""Spread the occurrences of each expert over its replicas so that the fullest device has the least to do; no token's
+experts change. Knows nothing of scores or capacities.
 
-Water-filling: a replica's share p of its expert becomes p * (mean / load of its device) ^ 1.5, renormalised, a few times, and the shares
-of the lowest maximum are kept. The power 1.5 goes further in a step than 1, and where 2 would swing for ever it halves the error. An
-occurrence is placed by its ordinal, so the result is a function of the ids alone.
-Instance i lives on device i // (I / devices). Dims: N tokens, K experts per token, E experts, J replica positions, I instances."""
+Water-filling: a replica's share p of its expert becomes p * (mean / load of its device) ^ 1.5, renormalised, a few
+times, and the shares of the lowest maximum are kept. The power 1.5 goes further in a step than 1, and where 2 would
+swing for ever it halves the error. An occurrence is placed by its ordinal, so the result is a function of the ids
+alone. Instance i lives on device i // (I / devices). Dims: N tokens, K experts per token, E experts, J replica
+positions, I instances."""
 
 import dataclasses
 
@@ -41,9 +42,10 @@ def waterfill_replicas(
 ) -> Int[Array, "N K"]:
     """Choose the instance, int32, of every slot; -1 stays -1.
 
-    `ids` int32, -1 for padding; `replica_order` int32, -1 at the tail, as `check_replica_order` passes it. Inside `shard_map` with
-    the tokens cut along the mesh axis `axis_name`, loads and ordinals are those of the whole group (one all-gather of E counts), and the
-    result is the one that the uncut batch has. Raises ConfigError for shapes that do not fit."""
+    `ids` int32, -1 for padding; `replica_order` int32, -1 at the tail, as `check_replica_order` passes it. Inside
+    `shard_map` with the tokens cut along the mesh axis `axis_name`, loads and ordinals are those of the whole group
+    (one all-gather of E counts), and the result is the one that the uncut batch has. Raises ConfigError for shapes that
+    do not fit."""
     _check(ids, replica_order, num_devices, num_instances, iterations)
     num_experts, width = replica_order.shape
     flat = jnp.where(ids < 0, num_experts, ids).reshape(-1)
@@ -68,7 +70,9 @@ def _level(
     """Find the shares. Sums go over fixed places in a fixed order: every device of a group finds the same."""
     here = replica_order >= 0
     experts = jnp.broadcast_to(jnp.arange(replica_order.shape[0], dtype=jnp.int32)[:, None], replica_order.shape)
-    owner = jnp.zeros(num_instances, jnp.int32).at[jnp.where(here, replica_order, num_instances)].set(experts, mode="drop")
+    owner = (
+        jnp.zeros(num_instances, jnp.int32).at[jnp.where(here, replica_order, num_instances)].set(experts, mode="drop")
+    )
     wanted = counts.astype(jnp.float32)[owner]
 
     def loads(shares: Float[Array, " I"]) -> Float[Array, " V"]:
@@ -88,11 +92,15 @@ def _level(
     return lax.fori_loop(0, iterations, step, _Shares(even, even, jnp.float32(jnp.inf))).best
 
 
-def _check(ids: Int[Array, "N K"], replica_order: Int[Array, "E J"], num_devices: int, num_instances: int, iterations: int) -> None:
+def _check(
+    ids: Int[Array, "N K"], replica_order: Int[Array, "E J"], num_devices: int, num_instances: int, iterations: int
+) -> None:
     """Refuse what cannot be: shapes and dtypes only, values are the host's (layers.selection_checks)."""
     for name, array in (("ids", ids), ("replica_order", replica_order)):
         if array.ndim != 2 or array.dtype != jnp.int32:
-            raise ConfigError(f"{name} is {array.dtype}{list(array.shape)}; it must be int32 of two axes: cast it, or drop an axis")
+            raise ConfigError(
+                f"{name} is {array.dtype}{list(array.shape)}; it must be int32 of two axes: cast it, or drop an axis"
+            )
     if ids.size == 0 or (replica_order.shape[0] + 1) * ids.size > jnp.iinfo(jnp.int32).max:
         raise ConfigError(
             f"ids are {list(ids.shape)} of {replica_order.shape[0]} experts; at least one, and counted in int32: use smaller batches"
@@ -102,4 +110,6 @@ def _check(ids: Int[Array, "N K"], replica_order: Int[Array, "E J"], num_devices
             f"num_instances={num_instances} does not divide into num_devices={num_devices}: every device holds equally many, at least one"
         )
     if iterations < 1:
-        raise ConfigError(f"iterations={iterations}; at least 1 is needed (1 is the even split, {ITERATIONS} is the default)")
+        raise ConfigError(
+            f"iterations={iterations}; at least 1 is needed (1 is the even split, {ITERATIONS} is the default)"
+        )

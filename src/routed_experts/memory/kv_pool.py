@@ -1,9 +1,10 @@
 """Paged KV pool: where keys and values live on the device. Knows nothing of requests.
 
-One array [L*P, page, 2G, C], donated to each step and returned by it, so that it is updated in place. Row 2g of a slot holds
-the keys of kv head g, row 2g+1 its values; page 0 of each layer takes the writes of padding. With latent attention a slot has
-one row [L*P, page, 1, C], which is key and value of all heads. Layers of linear attention keep a state for each request slot
-beside the pages. Dims: L layers, P pages a layer, G kv heads, C head dim, T layers with a state, R request slots."""
+One array [L*P, page, 2G, C], donated to each step and returned by it, so that it is updated in place. Row 2g of a slot
+holds the keys of kv head g, row 2g+1 its values; page 0 of each layer takes the writes of padding. With latent
+attention a slot has one row [L*P, page, 1, C], which is key and value of all heads. Layers of linear attention keep a
+state for each request slot beside the pages. Dims: L layers, P pages a layer, G kv heads, C head dim, T layers with a
+state, R request slots."""
 
 import dataclasses
 import math
@@ -28,8 +29,8 @@ TPU_LANES = 128
 
 
 def row_width(head_dim: int, platform: str) -> int:
-    """C of a pool for heads of `head_dim`: on a TPU whole rows of lanes, with zeros beside narrower heads, because its compiler would
-    else turn the whole pool around in every layer."""
+    """C of a pool for heads of `head_dim`: on a TPU whole rows of lanes, with zeros beside narrower heads, because its
+    compiler would else turn the whole pool around in every layer."""
     return -(-head_dim // TPU_LANES) * TPU_LANES if platform == "tpu" else head_dim
 
 
@@ -62,7 +63,9 @@ class KVPoolSpec:
             return pages
         one = jax.eval_shape(lambda: DeltaState.zeros(1, self.recurrent_shape, self.dtype))
         size = (self.num_recurrent, self.num_requests)
-        return HybridPool(pages, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*size, *leaf.shape[1:]), leaf.dtype), one))
+        return HybridPool(
+            pages, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*size, *leaf.shape[1:]), leaf.dtype), one)
+        )
 
     @property
     def recurrent_shape(self) -> DeltaShape:

@@ -1,4 +1,5 @@
-"""Arrays of the CPU on pages of 2 MiB, so that a core finds what it reads with one look instead of 512. Knows nothing of what they hold."""
+"""Arrays of the CPU on pages of 2 MiB, so that a core finds what it reads with one look instead of 512. Knows nothing
+of what they hold."""
 
 import ctypes
 import os
@@ -12,9 +13,10 @@ _COLLAPSE = 25  # madvise(2), Linux 6.1 and later
 
 
 def ask_for_large_pages(arrays: Iterable[Array]) -> int:
-    """Have the kernel move arrays of 2 MiB and more to large pages where they lie, and give the bytes of those that it took. It moves
-    what makes a whole large page of one mapping; edges stay. Addresses and contents stay. Arrays elsewhere, other systems and kernels
-    that refuse are left as they are: pages change how long a read takes, and nothing else. Takes about 0.2 s a GB."""
+    """Have the kernel move arrays of 2 MiB and more to large pages where they lie, and give the bytes of those that it
+    took. It moves what makes a whole large page of one mapping; edges stay. Addresses and contents stay. Arrays
+    elsewhere, other systems and kernels that refuse are left as they are: pages change how long a read takes, and
+    nothing else. Takes about 0.2 s a GB."""
     if sys.platform != "linux":
         return 0
     kernel = ctypes.CDLL(None)

@@ -1,9 +1,8 @@
 """Free pages of the KV pool: who may write where. Knows nothing of requests, of prefixes, or of what a page holds.
 
 Invariants: page 0 is the padding page and is never handed out; every other page is either free or used, never both;
-free + used == total. Reuse is LIFO: the pages freed last come first, in the order in which `free` was given them; a fresh
-allocator hands out 1, 2, 3, ... Engine thread only.
-Dims: P pages."""
+free + used == total. Reuse is LIFO: the pages freed last come first, in the order in which `free` was given them; a
+fresh allocator hands out 1, 2, 3, ... Engine thread only. Dims: P pages."""
 
 from collections.abc import Mapping
 
@@ -56,7 +55,9 @@ class PageAllocator:
         outside = self._outside(pages)
         assert outside.size == 0, f"free of pages {_shown(outside)}: wanted ids in 1..{self.num_total}"
         idle = pages[~self._used[pages]]
-        assert idle.size == 0, f"free of pages {_shown(idle)}, which are free already; {self._num_free} of {self.num_total} are free"
+        assert idle.size == 0, (
+            f"free of pages {_shown(idle)}, which are free already; {self._num_free} of {self.num_total} are free"
+        )
         ascending = np.sort(pages)
         twice = ascending[1:][ascending[1:] == ascending[:-1]]
         assert twice.size == 0, f"free of {pages.size} pages names {_shown(twice)} more than once"
@@ -65,8 +66,8 @@ class PageAllocator:
         self._num_free += pages.size
 
     def check_integrity(self, owners: Mapping[str, Int32[np.ndarray, " P"]] | None = None) -> list[Violation]:
-        """Compare the free list with the used bits and, when `owners` (name -> pages owned, shared pages under the sharer
-        only) is given, with every owner: one owner a page, no leak, no owner of a free page."""
+        """Compare the free list with the used bits and, when `owners` (name -> pages owned, shared pages under the
+        sharer only) is given, with every owner: one owner a page, no leak, no owner of a free page."""
         free = self._stack[: self._num_free]
         empty = np.empty(0, dtype=np.int32)
         owned = np.concatenate([empty, *(owners or {}).values()])
@@ -77,8 +78,14 @@ class PageAllocator:
             if pages.size:
                 found.append(Violation(name=name, detail=f"{pages.size} {what}: {_shown(pages)}"))
 
-        expect_none("page_free_list_range", self._outside(free), f"pages of the free list are padding or outside 1..{self.num_total}")
-        expect_none("page_free_list_duplicate", np.flatnonzero(num_free > 1), "pages are on the free list more than once")
+        expect_none(
+            "page_free_list_range",
+            self._outside(free),
+            f"pages of the free list are padding or outside 1..{self.num_total}",
+        )
+        expect_none(
+            "page_free_list_duplicate", np.flatnonzero(num_free > 1), "pages are on the free list more than once"
+        )
         expect_none("page_free_and_used", np.flatnonzero((num_free > 0) & self._used), "pages are both free and used")
         expect_none("page_padding_used", np.flatnonzero(self._used[: PADDING_PAGE + 1]), "padding page is handed out")
         num_used = int(np.count_nonzero(self._used))
@@ -88,10 +95,20 @@ class PageAllocator:
         if owners is not None:
             for page in np.flatnonzero(num_owned > 1)[:_NUM_SHOWN].tolist():
                 names = [name for name, pages in owners.items() for _ in range(int(np.count_nonzero(pages == page)))]
-                found.append(Violation(name="page_two_owners", detail=f"page {page} is owned {len(names)} times: {names}"))
-            expect_none("page_owned_range", self._outside(owned), f"owned pages are padding or outside 1..{self.num_total}")
-            expect_none("page_owned_not_used", np.flatnonzero((num_owned > 0) & ~self._used), "pages have an owner but are not handed out")
-            expect_none("page_leaked", np.flatnonzero((num_owned == 0) & self._used), "pages are handed out but have no owner")
+                found.append(
+                    Violation(name="page_two_owners", detail=f"page {page} is owned {len(names)} times: {names}")
+                )
+            expect_none(
+                "page_owned_range", self._outside(owned), f"owned pages are padding or outside 1..{self.num_total}"
+            )
+            expect_none(
+                "page_owned_not_used",
+                np.flatnonzero((num_owned > 0) & ~self._used),
+                "pages have an owner but are not handed out",
+            )
+            expect_none(
+                "page_leaked", np.flatnonzero((num_owned == 0) & self._used), "pages are handed out but have no owner"
+            )
         return found
 
     def _outside(self, pages: Int32[np.ndarray, " P"]) -> Int32[np.ndarray, " P"]:

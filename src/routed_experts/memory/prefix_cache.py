@@ -1,12 +1,13 @@
-"""Cached prefixes: a radix tree of pages with reference counts, LRU eviction and flush. Knows nothing of requests or of what a page holds.
+"""Cached prefixes: a radix tree of pages with reference counts, LRU eviction and flush. Knows nothing of requests or of
+what a page holds.
 
-Ownership: the tree owns the pages of its nodes. A lock keeps a node and its path to the root: their pages are not evicted.
-A handle (node) or the pages of a match are good until the next `evict` or `flush` unless locked: match, then lock.
-Flush starts a new tree. What was locked stays, detached, for its holders: never matched, never inserted into again, its pages
-given back by the `unlock` that releases the last lock over them, exactly once. A holder whose node is detached does not
-insert (`is_attached` tells): it frees the pages of its own and unlocks.
-Invariants: those of prefix_tree.py; only pages with refs == 0 are evicted; every unlocked leaf is in the eviction queue.
-Engine thread only. Dims: S tokens of a sequence, P pages."""
+Ownership: the tree owns the pages of its nodes. A lock keeps a node and its path to the root: their pages are not
+evicted. A handle (node) or the pages of a match are good until the next `evict` or `flush` unless locked: match, then
+lock. Flush starts a new tree. What was locked stays, detached, for its holders: never matched, never inserted into
+again, its pages given back by the `unlock` that releases the last lock over them, exactly once. A holder whose node is
+detached does not insert (`is_attached` tells): it frees the pages of its own and unlocks. Invariants: those of
+prefix_tree.py; only pages with refs == 0 are evicted; every unlocked leaf is in the eviction queue. Engine thread only.
+Dims: S tokens of a sequence, P pages."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -61,14 +62,18 @@ class PrefixCache:
         self._queue: list[tuple[int, int, PrefixNode]] = []  # heap of (age when queued, serial, node), one entry a node
 
     def match(self, token_ids: Int32[np.ndarray, " S"], namespace: Hashable) -> PrefixMatch:
-        """Find the longest cached prefix of whole pages and mark it as just used; the root and no pages when there is none."""
+        """Find the longest cached prefix of whole pages and mark it as just used; the root and no pages when there is
+        none."""
         node, pages = self._tree.descend(token_ids, namespace)
         return PrefixMatch(pages=pages, node=node)
 
     def lock(self, node: PrefixNode) -> None:
-        """Keep the node and its path until as many unlocks. A detached node can be locked while another lock covers it."""
+        """Keep the node and its path until as many unlocks. A detached node can be locked while another lock covers
+        it."""
         top = top_of(node)
-        assert top is self._tree.root or top in self._detached, f"lock of {node}, which was evicted or flushed; match again"
+        assert top is self._tree.root or top in self._detached, (
+            f"lock of {node}, which was evicted or flushed; match again"
+        )
         step: PrefixNode | None = node
         while step is not None:
             if step.refs == 0:
@@ -77,7 +82,8 @@ class PrefixCache:
             step = step.parent
 
     def unlock(self, node: PrefixNode) -> Int32[np.ndarray, " P"]:
-        """Release one lock. Returns the flushed pages that nobody holds any more, now the caller's to free; mostly none."""
+        """Release one lock. Returns the flushed pages that nobody holds any more, now the caller's to free; mostly
+        none."""
         assert node.refs > 0, f"unlock of {node}, which nobody holds"
         attached = self.is_attached(node)
         freed: list[PrefixNode] = []
@@ -98,15 +104,24 @@ class PrefixCache:
         self.num_detached -= pages.size
         return pages
 
-    def insert(self, token_ids: Int32[np.ndarray, " S"], pages: Int32[np.ndarray, " P"], namespace: Hashable) -> InsertResult:
-        """Add a sequence of whole pages. The tree takes the pages of tokens it did not know; where it knows the tokens under
-        another page, the caller's page comes back in `duplicates`. A caller whose lock is detached must not insert."""
+    def insert(
+        self, token_ids: Int32[np.ndarray, " S"], pages: Int32[np.ndarray, " P"], namespace: Hashable
+    ) -> InsertResult:
+        """Add a sequence of whole pages. The tree takes the pages of tokens it did not know; where it knows the tokens
+        under another page, the caller's page comes back in `duplicates`. A caller whose lock is detached must not
+        insert."""
         size = self.page_size
-        assert token_ids.size == pages.size * size, f"insert of {token_ids.size} tokens in {pages.size} pages of {size}: not page-aligned"
-        assert pages.size == 0 or pages.min() > 0, f"insert of page {pages.min()}: wanted pages above 0, the padding page"
+        assert token_ids.size == pages.size * size, (
+            f"insert of {token_ids.size} tokens in {pages.size} pages of {size}: not page-aligned"
+        )
+        assert pages.size == 0 or pages.min() > 0, (
+            f"insert of page {pages.min()}: wanted pages above 0, the padding page"
+        )
         if self._detached:
             flushed = np.intersect1d(pages, pages_of(nodes_below(self._detached)))
-            assert flushed.size == 0, f"insert of flushed pages {flushed[:8]}: if not is_attached(node), free your own pages and unlock"
+            assert flushed.size == 0, (
+                f"insert of flushed pages {flushed[:8]}: if not is_attached(node), free your own pages and unlock"
+            )
         node, known = self._tree.descend(token_ids, namespace)
         given, tail = pages[: known.size], pages[known.size :]
         if tail.size:
@@ -117,8 +132,8 @@ class PrefixCache:
         return InsertResult(node=node, pages=np.concatenate([known, tail]), duplicates=given[given != known])
 
     def evict(self, num_pages: int) -> Int32[np.ndarray, " P"]:
-        """Drop the `num_pages` least recently used unlocked pages, leaves first and each from its tail; fewer if there are fewer.
-        Returns them in that order, now the caller's to free."""
+        """Drop the `num_pages` least recently used unlocked pages, leaves first and each from its tail; fewer if there
+        are fewer. Returns them in that order, now the caller's to free."""
         assert num_pages >= 0, f"evict({num_pages}): wanted 0 or more pages"
         freed, wanted = [NO_PAGES], num_pages
         while wanted > 0 and self._queue:
@@ -158,7 +173,8 @@ class PrefixCache:
         return pages_of(nodes_below([self._tree.root, *self._detached]))
 
     def check_integrity(self, expected_refs: Mapping[PrefixNode, int] | None = None) -> list[Violation]:
-        """Walk everything. `expected_refs`: locks held on each handle, over all holders; given, every count is compared with it."""
+        """Walk everything. `expected_refs`: locks held on each handle, over all holders; given, every count is compared
+        with it."""
         attached, detached = nodes_below([self._tree.root]), nodes_below(self._detached)
         nodes = attached + detached
         found = [violation for node in nodes for violation in self._tree.check_node(node)]
@@ -169,14 +185,27 @@ class PrefixCache:
         idle = [node for node in attached if node.refs == 0]
         walked = (pages_of(attached).size, pages_of(idle).size, pages_of(detached).size)
         if counts != walked:
-            found.append(Violation(name="prefix_counts", detail=f"(cached, evictable, detached) says {counts}, the walk finds {walked}"))
+            found.append(
+                Violation(
+                    name="prefix_counts", detail=f"(cached, evictable, detached) says {counts}, the walk finds {walked}"
+                )
+            )
         queued = {node for _, _, node in self._queue}
         lost = [str(node) for node in idle if node.is_evictable and node not in queued]
         if lost:
-            found.append(Violation(name="prefix_eviction_queue", detail=f"{len(lost)} unlocked leaves are not queued: {lost[:8]}"))
+            found.append(
+                Violation(
+                    name="prefix_eviction_queue", detail=f"{len(lost)} unlocked leaves are not queued: {lost[:8]}"
+                )
+            )
         unheld = [str(node) for node in detached if node.refs <= 0]
         if unheld:
-            found.append(Violation(name="prefix_detached_unheld", detail=f"{len(unheld)} flushed nodes are held by nobody: {unheld[:8]}"))
+            found.append(
+                Violation(
+                    name="prefix_detached_unheld",
+                    detail=f"{len(unheld)} flushed nodes are held by nobody: {unheld[:8]}",
+                )
+            )
         return found
 
     def _trim(self, leaf: PrefixNode, num_pages: int) -> None:

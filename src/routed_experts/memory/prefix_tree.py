@@ -1,11 +1,12 @@
-"""Radix tree over whole pages of token ids: find, split, add, remove, walk, check. Knows nothing of locks, eviction or flush.
+"""Radix tree over whole pages of token ids: find, split, add, remove, walk, check. Knows nothing of locks, eviction or
+flush.
 
     root -- [5 9 | 2 2] -- [7 1]            page_size 2: every edge holds whole pages; siblings differ in their first page
                        `- [7 8 | 0 3]      (the namespace is part of it, so no page is shared between namespaces)
 
-Invariants: token ids are compared, a hash only picks the bucket; a page occurs once; refs of a node >= the sum of the refs of its
-children; a node is never older than what hangs below it. Time is a counter.
-Dims: S tokens of a sequence, P pages."""
+Invariants: token ids are compared, a hash only picks the bucket; a page occurs once; refs of a node >= the sum of the
+refs of its children; a node is never older than what hangs below it. Time is a counter. Dims: S tokens of a sequence, P
+pages."""
 
 import itertools
 from collections import Counter
@@ -52,9 +53,11 @@ class PrefixTree:
         self._clock = itertools.count(1)
         self.root = PrefixNode(key=(None, 0), tokens=NO_PAGES, pages=NO_PAGES, parent=None, serial=0, last_access=0)
 
-    def descend(self, token_ids: Int32[np.ndarray, " S"], namespace: Hashable) -> tuple[PrefixNode, Int32[np.ndarray, " P"]]:
-        """Follow the tokens as far as whole pages go and mark the path as just used. A node they end inside is split, so the node
-        answered ends where the pages answered do."""
+    def descend(
+        self, token_ids: Int32[np.ndarray, " S"], namespace: Hashable
+    ) -> tuple[PrefixNode, Int32[np.ndarray, " P"]]:
+        """Follow the tokens as far as whole pages go and mark the path as just used. A node they end inside is split,
+        so the node answered ends where the pages answered do."""
         assert token_ids.dtype == np.int32, f"token ids are {token_ids.dtype}: wanted int32"
         now = next(self._clock)
         node, pages = self.root, [NO_PAGES]
@@ -72,7 +75,9 @@ class PrefixTree:
             rest = rest[count * self.page_size :]
         return node, np.concatenate(pages)
 
-    def add(self, parent: PrefixNode, tokens: Int32[np.ndarray, " S"], pages: Int32[np.ndarray, " P"], namespace: Hashable) -> PrefixNode:
+    def add(
+        self, parent: PrefixNode, tokens: Int32[np.ndarray, " S"], pages: Int32[np.ndarray, " P"], namespace: Hashable
+    ) -> PrefixNode:
         """Hang a leaf under the node where `descend` of its sequence just ended; it is as recent as its parent."""
         leaf = PrefixNode(
             key=self._key(namespace, tokens),
@@ -97,25 +102,37 @@ class PrefixTree:
             for child in bucket:
                 stray = not is_root and key[0] != node.key[0]
                 if child.parent is not node or child.key != key or self._key(key[0], child.tokens) != key or stray:
-                    found.append(Violation(name="prefix_place", detail=f"{child} of parent {child.parent} is below {node} under {key}"))
+                    found.append(
+                        Violation(
+                            name="prefix_place", detail=f"{child} of parent {child.parent} is below {node} under {key}"
+                        )
+                    )
         firsts = Counter((child.key[0], child.tokens[: self.page_size].tobytes()) for child in children)
         shared = sum(count for count in firsts.values() if count > 1)
         if shared:
-            found.append(Violation(name="prefix_siblings", detail=f"{shared} of {len(children)} children of {node} share their first page"))
+            found.append(
+                Violation(
+                    name="prefix_siblings",
+                    detail=f"{shared} of {len(children)} children of {node} share their first page",
+                )
+            )
         child_refs = sum(child.refs for child in children)
         if node.refs < child_refs or any(child.refs < 0 for child in children):
             detail = f"{node} has children with {[child.refs for child in children]} refs"
             found.append(Violation(name="prefix_refs", detail=detail))
         newest = max((child.last_access for child in children), default=0)
         if newest > node.last_access:
-            found.append(Violation(name="prefix_age", detail=f"{node} was used at {node.last_access}, a child of it at {newest}"))
+            found.append(
+                Violation(name="prefix_age", detail=f"{node} was used at {node.last_access}, a child of it at {newest}")
+            )
         return found
 
     def _key(self, namespace: Hashable, tokens: Int32[np.ndarray, " S"]) -> tuple[Hashable, int]:
         return namespace, self._hash_page(tokens[: self.page_size].tobytes())
 
     def _split(self, node: PrefixNode, num_pages: int) -> PrefixNode:
-        """Give the first pages of a node to a new one above it. The old one stays the handle of who locked it: its path is the same."""
+        """Give the first pages of a node to a new one above it. The old one stays the handle of who locked it: its path
+        is the same."""
         cut = num_pages * self.page_size
         assert node.parent is not None, f"split of {node}, a root"
         upper = PrefixNode(
@@ -177,7 +194,9 @@ def check_pages(nodes: list[PrefixNode]) -> list[Violation]:
     found: list[Violation] = []
     twice = pages[counts > 1].tolist()
     if twice:
-        found.append(Violation(name="prefix_page_twice", detail=f"{len(twice)} pages are reached more than once: {twice[:8]}"))
+        found.append(
+            Violation(name="prefix_page_twice", detail=f"{len(twice)} pages are reached more than once: {twice[:8]}")
+        )
     if pages.size and pages[0] <= 0:
         found.append(Violation(name="prefix_padding_page", detail=f"page {pages[0]} is cached: wanted pages above 0"))
     return found

@@ -1,8 +1,8 @@
 """Which pages each running request reads, as one table. Knows nothing of who owns the pages or what they hold.
 
-Invariants: slot 0 is the padding row, never handed out, all zeros; a free slot's row is all zeros; the pages of a row come
-first, without a hole and without a repeat, then zeros (0 is the padding page). Engine thread only.
-Dims: R request slots, W pages of the longest request, B requests of a step, P pages."""
+Invariants: slot 0 is the padding row, never handed out, all zeros; a free slot's row is all zeros; the pages of a row
+come first, without a hole and without a repeat, then zeros (0 is the padding page). Engine thread only. Dims: R request
+slots, W pages of the longest request, B requests of a step, P pages."""
 
 from collections import Counter
 
@@ -56,7 +56,9 @@ class ReqToTokenPool:
         end = start + pages.size
         width = self.pages.shape[1]
         assert 0 <= start <= width - pages.size, f"slot {slot}: columns {start}..{end} of a row of {width} pages"
-        assert start == 0 or pages.size == 0 or self.pages[slot, start - 1] != 0, f"slot {slot}: pages at {start} would leave a hole"
+        assert start == 0 or pages.size == 0 or self.pages[slot, start - 1] != 0, (
+            f"slot {slot}: pages at {start} would leave a hole"
+        )
         self.pages[slot, start:end] = pages
 
     def rows(self, slots: Int[np.ndarray, " B"]) -> Int32[np.ndarray, "B W"]:
@@ -69,9 +71,13 @@ class ReqToTokenPool:
         free, used = self._free_slots, np.flatnonzero(self._used).tolist()
         twice = sorted(slot for slot, count in Counter(free).items() if count > 1)
         if twice:
-            found.append(Violation(name="slot_free_list_duplicate", detail=f"slots {twice} are on the free list more than once"))
+            found.append(
+                Violation(name="slot_free_list_duplicate", detail=f"slots {twice} are on the free list more than once")
+            )
         if not all(PADDING_SLOT < slot <= self.num_total for slot in free):
-            found.append(Violation(name="slot_free_list_range", detail=f"free slots {free} are not all in 1..{self.num_total}"))
+            found.append(
+                Violation(name="slot_free_list_range", detail=f"free slots {free} are not all in 1..{self.num_total}")
+            )
         both = sorted(set(free) & set(used))
         if both:
             found.append(Violation(name="slot_free_and_used", detail=f"slots {both} are both free and used"))
@@ -96,10 +102,14 @@ def _check_row(slot: int, row: Int32[np.ndarray, " W"]) -> list[Violation]:
     held = row[row != 0]
     if row[held.size :].any():
         hole = int(np.flatnonzero(row == 0)[0])
-        found.append(Violation(name="slot_row_hole", detail=f"row {slot} holds {held.size} pages but column {hole} is empty"))
+        found.append(
+            Violation(name="slot_row_hole", detail=f"row {slot} holds {held.size} pages but column {hole} is empty")
+        )
     if (row < 0).any():
         found.append(Violation(name="slot_row_range", detail=f"row {slot} holds page {int(row.min())}"))
     num_distinct = np.unique(held).size
     if num_distinct != held.size:
-        found.append(Violation(name="slot_row_repeat", detail=f"row {slot} holds {held.size} pages, {num_distinct} distinct"))
+        found.append(
+            Violation(name="slot_row_repeat", detail=f"row {slot} holds {held.size} pages, {num_distinct} distinct")
+        )
     return found

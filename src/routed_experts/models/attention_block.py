@@ -1,5 +1,6 @@
 """Attention between its two projections: queries and keys are normalised a head at a time and turned, values are mixed.
-Knows nothing of caches: attention is an argument. Dims: N tokens, H query heads, G kv heads, C head dim, R layers of the run."""
+Knows nothing of caches: attention is an argument. Dims: N tokens, H query heads, G kv heads, C head dim, R layers of
+the run."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +16,8 @@ from routed_experts.models.interface import Attend
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorms:
-    """The norms of queries and keys: this layer's own, and those of the whole run for a kernel that reads them in place."""
+    """The norms of queries and keys: this layer's own, and those of the whole run for a kernel that reads them in
+    place."""
 
     q_norm: Float[Array, " C"]
     k_norm: Float[Array, " C"]
@@ -45,7 +47,8 @@ def mix_values(
     mixed = qkv.reshape(num_tokens, heads + 2 * groups, -1)
     queries, keys, values = mixed[:, :heads], mixed[:, heads : heads + groups], mixed[:, heads + groups :]
     queries, keys = (
-        apply_rotary(rms_norm(part, norm, eps=norms.eps), cos, sin) for part, norm in ((queries, norms.q_norm), (keys, norms.k_norm))
+        apply_rotary(rms_norm(part, norm, eps=norms.eps), cos, sin)
+        for part, norm in ((queries, norms.q_norm), (keys, norms.k_norm))
     )
     attended, cache = attend(queries, keys, values, cache, layer)
     return attended.reshape(num_tokens, -1), cache

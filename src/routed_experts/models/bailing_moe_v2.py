@@ -1,6 +1,6 @@
-"""Bailing MoE v2, that is Ling 2.0 (inclusionAI 2025): grouped-query attention with a norm on each head's queries and keys, half of a
-head turned by position; DeepSeek-V3's grouped sigmoid routing; dense layers first. Its checkpoints bring code, which is never run: the
-architecture is written here."""
+"""Bailing MoE v2, that is Ling 2.0 (inclusionAI 2025): grouped-query attention with a norm on each head's queries and
+keys, half of a head turned by position; DeepSeek-V3's grouped sigmoid routing; dense layers first. Its checkpoints
+bring code, which is never run: the architecture is written here."""
 
 import dataclasses
 
@@ -34,6 +34,8 @@ def read_bailing_moe_v2(reader: ConfigReader) -> FamilyConfig:
     shared *= reader.int("num_shared_experts", minimum=0, default=1)
     sparse = Sparse(router=router, width=width, shared_width=shared, names=_EXPERTS)
     first = reader.int("first_k_dense_replace", minimum=0, default=1)
-    layers = [LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)]
+    layers = [
+        LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)
+    ]
     config = sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))
     return dataclasses.replace(config, embed_name="word_embeddings")

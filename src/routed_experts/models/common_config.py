@@ -29,10 +29,16 @@ class Sizes:
     def attention(self, rotary: RotarySpec | None) -> GroupedAttention:
         """Grouped-query attention without any of a family's additions."""
         return GroupedAttention(
-            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rotary=rotary, eps=self.norm_eps
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rotary=rotary,
+            eps=self.norm_eps,
         )
 
-    def decoder(self, layers: Sequence[LayerSpec], *, surplus: tuple[str, ...] = (), num_predicting: int = 0) -> FamilyConfig:
+    def decoder(
+        self, layers: Sequence[LayerSpec], *, surplus: tuple[str, ...] = (), num_predicting: int = 0
+    ) -> FamilyConfig:
         """A decoder of these layers; `num_predicting` more behind them predict further tokens, and are not run."""
         return FamilyConfig(
             vocab_size=self.vocab_size,
@@ -47,11 +53,14 @@ class Sizes:
 
     def within(self, rotary: Rotary) -> "Sizes":
         """The same, no longer than its rotary positions hold."""
-        return self if rotary.context_length is None else dataclasses.replace(self, context_length=rotary.context_length)
+        return (
+            self if rotary.context_length is None else dataclasses.replace(self, context_length=rotary.context_length)
+        )
 
 
 def read_sizes(reader: ConfigReader, *, eps: float = 1e-6, tied: bool = False) -> Sizes:
-    """Read them; a key that is missing or cannot be is named in a CheckpointError. `eps` and `tied` are the family's defaults."""
+    """Read them; a key that is missing or cannot be is named in a CheckpointError. `eps` and `tied` are the family's
+    defaults."""
     hidden, heads = reader.int("hidden_size", minimum=1), reader.int("num_attention_heads", minimum=1)
     kv_heads = reader.int("num_key_value_heads", minimum=1, default=heads)
     reader.require(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads={heads}")
@@ -86,8 +95,11 @@ def read_experts(
     return experts, reader.int(per_token, minimum=1, maximum=experts)
 
 
-def check_routing(reader: ConfigReader, *, scoring: str = "softmax", methods: Collection[str] = ("greedy",), grouped: bool = False) -> None:
-    """Raise where a config names another routing law than its family's: most configs leave these keys out, and then the family's holds."""
+def check_routing(
+    reader: ConfigReader, *, scoring: str = "softmax", methods: Collection[str] = ("greedy",), grouped: bool = False
+) -> None:
+    """Raise where a config names another routing law than its family's: most configs leave these keys out, and then the
+    family's holds."""
     for word in ("scoring_func", "score_function"):
         reader.str(word, default=scoring, choices=(scoring,))
     reader.str("topk_method", default=next(iter(methods)), choices=methods)
@@ -108,12 +120,19 @@ def read_window(reader: ConfigReader, sizes: Sizes) -> int:
 
 
 def read_windows(reader: ConfigReader, sizes: Sizes) -> tuple[int, ...]:
-    """Tokens that each layer sees, 0 for all, as Qwen says it: with `use_sliding_window`, layers from `max_window_layers` on slide, or
-    those that `layer_types` names."""
-    slides, first = reader.bool("use_sliding_window", default=False), reader.int("max_window_layers", minimum=0, default=28)
+    """Tokens that each layer sees, 0 for all, as Qwen says it: with `use_sliding_window`, layers from
+    `max_window_layers` on slide, or those that `layer_types` names."""
+    slides, first = (
+        reader.bool("use_sliding_window", default=False),
+        reader.int("max_window_layers", minimum=0, default=28),
+    )
     window = read_window(reader, sizes) if slides else 0
     default = tuple(_LAYER_TYPES[slides and at >= first] for at in range(sizes.num_layers))
     kinds = read_words(reader, "layer_types", choices=_LAYER_TYPES, default=default)
     reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
-    reader.require(slides or "sliding_attention" not in kinds, "layer_types", "full_attention alone where use_sliding_window is false")
+    reader.require(
+        slides or "sliding_attention" not in kinds,
+        "layer_types",
+        "full_attention alone where use_sliding_window is false",
+    )
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

@@ -1,7 +1,8 @@
 """config.json of a checkpoint: refused by name when it cannot be served, read key by key with types.
 
-Knows no architecture: their names are passed in, and each model file asks for its own keys. Code that a checkpoint brings
-along (`auto_map`) is never imported. `null` means absent. Integers are never taken from booleans, strings or fractions."""
+Knows no architecture: their names are passed in, and each model file asks for its own keys. Code that a checkpoint
+brings along (`auto_map`) is never imported. `null` means absent. Integers are never taken from booleans, strings or
+fractions."""
 
 import builtins
 import dataclasses
@@ -29,20 +30,26 @@ def read_json_object(file: Path) -> dict[str, object]:
     try:
         value: object = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist; wanted the file that every Hugging Face checkpoint has; check the path") from None
+        raise CheckpointError(
+            f"{file} does not exist; wanted the file that every Hugging Face checkpoint has; check the path"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror}); make it readable") from error
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise CheckpointError(f"{file} is not JSON ({error}); wanted one JSON object; copy the checkpoint again") from error
+        raise CheckpointError(
+            f"{file} is not JSON ({error}); wanted one JSON object; copy the checkpoint again"
+        ) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds a JSON {type(value).__name__}; wanted one object; copy the checkpoint again")
+        raise CheckpointError(
+            f"{file} holds a JSON {type(value).__name__}; wanted one object; copy the checkpoint again"
+        )
     return value
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerated:
-    """What an architecture's checkpoints bring along that is refused elsewhere: `code`, an auto_map that names Python, which is still
-    never run, for the architecture is written here; and names of quantisations that can be read."""
+    """What an architecture's checkpoints bring along that is refused elsewhere: `code`, an auto_map that names Python,
+    which is still never run, for the architecture is written here; and names of quantisations that can be read."""
 
     code: bool = False
     quantization: tuple[str, ...] = ()
@@ -55,7 +62,9 @@ def read_config(path: Path | str, *, architectures: Mapping[str, Tolerated] | Co
     """Read config.json of the checkpoint folder `path`, whose architecture must be one of `architectures`."""
     folder = Path(path)
     if not folder.is_dir():
-        raise CheckpointError(f"no checkpoint folder {folder}; wanted a folder with config.json and safetensors; check the path")
+        raise CheckpointError(
+            f"no checkpoint folder {folder}; wanted a folder with config.json and safetensors; check the path"
+        )
     file = folder / "config.json"
     config = read_json_object(file)
     found = config.get("architectures")
@@ -68,12 +77,15 @@ def read_config(path: Path | str, *, architectures: Mapping[str, Tolerated] | Co
         )
     _refuse_quantized(folder, config, tolerated)
     if only not in architectures:
-        raise CheckpointError(f"{file}: architectures={found!r} is not known here; wanted one of {_listed(architectures)}")
+        raise CheckpointError(
+            f"{file}: architectures={found!r} is not known here; wanted one of {_listed(architectures)}"
+        )
     return config
 
 
 def _refuse_quantized(folder: Path, config: Mapping[str, object], tolerated: Tolerated) -> None:
-    """Raise where config.json, its text model's part, or a file beside it says that weights are quantised in a way we cannot read."""
+    """Raise where config.json, its text model's part, or a file beside it says that weights are quantised in a way we
+    cannot read."""
     inner = config.get("text_config")
     for section in (config, inner if isinstance(inner, dict) else {}):
         for key in ("quantization_config", "compression_config"):
@@ -113,7 +125,8 @@ def eos_token_ids_of(folder: Path) -> frozenset[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfigReader:
-    """Typed access to one JSON object; `path` says in errors which file it came from. Without a default a key is required."""
+    """Typed access to one JSON object; `path` says in errors which file it came from. Without a default a key is
+    required."""
 
     values: Mapping[str, object]
     path: Path | str
@@ -154,7 +167,9 @@ class ConfigReader:
             raise self._error(key, "true or false")
         return value
 
-    def str(self, key: builtins.str, *, default: builtins.str | None = None, choices: Collection[builtins.str] = ()) -> builtins.str:
+    def str(
+        self, key: builtins.str, *, default: builtins.str | None = None, choices: Collection[builtins.str] = ()
+    ) -> builtins.str:
         wanted = f"one of {_listed(choices)}" if choices else "a string"
         value = self._value(key, default, wanted)
         if not isinstance(value, builtins.str) or (choices and value not in choices):
@@ -181,7 +196,9 @@ class ConfigReader:
         spellings = [name for name in (key, *_SYNONYMS.get(key, ())) if self.values.get(name) is not None]
         found = [self.values[name] for name in spellings]
         if any(value != found[0] for value in found):
-            raise CheckpointError(f"{self.path}: {' and '.join(spellings)} differ: {found}; wanted one value; correct the file")
+            raise CheckpointError(
+                f"{self.path}: {' and '.join(spellings)} differ: {found}; wanted one value; correct the file"
+            )
         return found[0] if found else None
 
     def _value(self, key: builtins.str, default: object, wanted: builtins.str) -> object:
@@ -214,7 +231,9 @@ def read_floats(reader: ConfigReader, key: str) -> tuple[float, ...]:
     return numbers
 
 
-def read_words(reader: ConfigReader, key: str, *, choices: Collection[str], default: tuple[str, ...]) -> tuple[str, ...]:
+def read_words(
+    reader: ConfigReader, key: str, *, choices: Collection[str], default: tuple[str, ...]
+) -> tuple[str, ...]:
     """A list of words out of `choices`."""
     value = reader._value(key, default, f"a list of {_listed(choices)}")
     if not isinstance(value, list | tuple) or any(item not in choices for item in value):

@@ -1,6 +1,8 @@
-"""How arrays of weights are dealt out to devices: along one axis, in parts of the same size. Knows no device and no architecture.
+"""How arrays of weights are dealt out to devices: along one axis, in parts of the same size. Knows no device and no
+architecture.
 
-What stands side by side along the axis is cut each for itself, so that a device's part of q|k|v is its own q|k|v: a part is the
+What stands side by side along the axis is cut each for itself, so that a device's part of q|k|v is its own q|k|v: a
+part is the
 device's pieces of all segments, one after another. Dims: V devices."""
 
 import itertools
@@ -12,8 +14,8 @@ from routed_experts.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`size` places along an axis that hold `units` things which are not cut, called `what` in errors. `repeated`: fewer units than
-    devices are held by several devices each."""
+    """`size` places along an axis that hold `units` things which are not cut, called `what` in errors. `repeated`:
+    fewer units than devices are held by several devices each."""
 
     size: int
     units: int
@@ -73,7 +75,8 @@ def stream_cuts(hidden: int, *, tied: bool) -> dict[str, Cut]:
 
 @dataclass(frozen=True, slots=True)
 class ListedCut(Cut):
-    """A cut of the first axis in which each device's places are listed, in any order; a place may be on several devices."""
+    """A cut of the first axis in which each device's places are listed, in any order; a place may be on several
+    devices."""
 
     places: tuple[tuple[int, ...], ...] = ()  # by device
 
@@ -84,8 +87,9 @@ class ListedCut(Cut):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Over how many devices a model is dealt out. `whole_experts`: by experts, not by the width of each. `instances`: of experts, in
-    each layer, if some have several, `replicas` at most of one; 0: one each. `bounded`: they have capacities."""
+    """Over how many devices a model is dealt out. `whole_experts`: by experts, not by the width of each. `instances`:
+    of experts, in each layer, if some have several, `replicas` at most of one; 0: one each. `bounded`: they have
+    capacities."""
 
     devices: int
     whole_experts: bool = False
@@ -99,7 +103,9 @@ class Split:
         wrong = sorted({f"{segment.units} {segment.what}" for segment in segments if not segment.fits(self.devices)})
         if wrong:
             works = ", ".join(str(size) for size in range(1, max(most, 1) + 1) if _all_fit(segments, size))
-            raise ConfigError(f"tp_size={self.devices} does not divide {', '.join(wrong)}; values that work for this model: {works}")
+            raise ConfigError(
+                f"tp_size={self.devices} does not divide {', '.join(wrong)}; values that work for this model: {works}"
+            )
 
 
 def _all_fit(segments: Iterable[Segment], devices: int) -> bool:

@@ -1,5 +1,5 @@
-"""The decoder of all families but Qwen3-MoE's own: embeds, runs its layers, norms. Serves and trains. Knows no architecture: a
-FamilyConfig says what each layer is. Knows nothing of caches: attention is an argument.
+"""The decoder of all families but Qwen3-MoE's own: embeds, runs its layers, norms. Serves and trains. Knows no
+architecture: a FamilyConfig says what each layer is. Knows nothing of caches: attention is an argument.
 
 Dims: N tokens, D hidden, V vocabulary, R repeats of a run's pattern, M MoE layers, K experts per token."""
 
@@ -39,7 +39,12 @@ class FamilyDecoder(nnx.Module):
         self.embed = make((vocab, dim))
         self.runs = nnx.List(
             [
-                nnx.List([make_weights(layer.weights(config), rngs=rngs, num_layers=run.repeats, dtype=dtype) for layer in run.pattern])
+                nnx.List(
+                    [
+                        make_weights(layer.weights(config), rngs=rngs, num_layers=run.repeats, dtype=dtype)
+                        for layer in run.pattern
+                    ]
+                )
                 for run in config.runs
             ]
         )
@@ -50,7 +55,9 @@ class FamilyDecoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR) -> Float[Array, "N V"]:
         """Scores of the vocabulary, float32."""
-        return vocabulary_scores(hidden, self.unembedding(), None if self.head_bias is None else self.head_bias[...], linear)
+        return vocabulary_scores(
+            hidden, self.unembedding(), None if self.head_bias is None else self.head_bias[...], linear
+        )
 
     def unembedding(self) -> Float[Array, "D V"]:
         """The matrix that `logits` multiplies by."""
@@ -69,20 +76,35 @@ class FamilyDecoder(nnx.Module):
         routed: TokenRouting | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
-        """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in it."""
+        """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in
+        it."""
         config = self.config
         ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
-        step = Step(positions, valid, ops.attend, ops.recur, kernels, {spec: spec.angles(positions) for spec in config.rotary})
+        step = Step(
+            positions, valid, ops.attend, ops.recur, kernels, {spec: spec.angles(positions) for spec in config.rotary}
+        )
         x = embed(config, self.embed[...], tokens, kernels.peers)
         first_moe = first_attending = first_recurrent = 0
         for run, arrays in zip(config.runs, self.runs, strict=True):
             num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
-            body = self._pattern(run, arrays, step, (first_moe, first_attending, first_recurrent), None if routed is None else routed.valid)
-            slices = [to_scan(layer.weights(config), place, kernels) for layer, place in zip(run.pattern, arrays, strict=True)]
+            body = self._pattern(
+                run,
+                arrays,
+                step,
+                (first_moe, first_attending, first_recurrent),
+                None if routed is None else routed.valid,
+            )
+            slices = [
+                to_scan(layer.weights(config), place, kernels) for layer, place in zip(run.pattern, arrays, strict=True)
+            ]
             ids = layers_of(routed, first_moe, run.repeats * num_moe) if num_moe else None
-            ids = jax.tree.map(lambda rows, run=run, num_moe=num_moe: rows.reshape(run.repeats, num_moe, *rows.shape[1:]), ids)
+            ids = jax.tree.map(
+                lambda rows, run=run, num_moe=num_moe: rows.reshape(run.repeats, num_moe, *rows.shape[1:]), ids
+            )
             places = jnp.arange(run.repeats, dtype=jnp.int32)
-            (x, cache, capture), _ = lax.scan(rematerialised(body) if remat else body, (x, cache, capture), (places, slices, ids))
+            (x, cache, capture), _ = lax.scan(
+                rematerialised(body) if remat else body, (x, cache, capture), (places, slices, ids)
+            )
             first_moe += run.repeats * num_moe
             first_attending += run.repeats * run.num_attending
             first_recurrent += run.repeats * (len(run.pattern) - run.num_attending)
@@ -102,7 +124,9 @@ class FamilyDecoder(nnx.Module):
             moe = 0
             for index, layer in enumerate(run.pattern):
                 view = LayerView(slices[index], arrays[index], place, step.kernels)
-                kind = int(isinstance(layer.mixer, DeltaAttention))  # layers that attend and those that keep a state count apart
+                kind = int(
+                    isinstance(layer.mixer, DeltaAttention)
+                )  # layers that attend and those that keep a state count apart
                 alike = [isinstance(other.mixer, DeltaAttention) == bool(kind) for other in run.pattern]
                 ordinal = first[1 + kind] + place * sum(alike) + sum(alike[:index])
                 mixed, cache = layer.mixer.run(norm_of(config, x, "input_norm", view), view, step, cache, ordinal)
@@ -119,7 +143,9 @@ class FamilyDecoder(nnx.Module):
         return body
 
 
-def embed(config: FamilyConfig, table: Float[Array, "V D"], tokens: Int[Array, " N"], peers: Peers = ALONE) -> Float[Array, "N D"]:
+def embed(
+    config: FamilyConfig, table: Float[Array, "V D"], tokens: Int[Array, " N"], peers: Peers = ALONE
+) -> Float[Array, "N D"]:
     """What enters the first layer."""
     x = peers.join(jnp.take(table, tokens, axis=0))
     return x * config.embed_scale if config.embed_scale != 1.0 else x

@@ -1,6 +1,6 @@
-"""DeepSeek-V2 (2024) and DeepSeek-V3 (2024), and those built like the latter: Kimi-K2, Moonlight. Latent attention, dense layers first,
-shared experts beside the routed ones. V2 ranks by softmax and groups by their best score; V3 by sigmoid plus a bias that moves the
-choice alone, and groups by the sum of their two best."""
+"""DeepSeek-V2 (2024) and DeepSeek-V3 (2024), and those built like the latter: Kimi-K2, Moonlight. Latent attention,
+dense layers first, shared experts beside the routed ones. V2 ranks by softmax and groups by their best score; V3 by
+sigmoid plus a bias that moves the choice alone, and groups by the sum of their two best."""
 
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.common_config import Sizes, read_experts, read_sizes, refuse
@@ -21,7 +21,9 @@ def read_deepseek_v2(reader: ConfigReader) -> FamilyConfig:
     grouped = reader.str("topk_method", default=_V2_METHODS[0]) == "group_limited_greedy"
     groups, kept = read_groups(reader, experts, top_k, default=1) if grouped else (1, 1)
     scale = reader.float("routed_scaling_factor", default=1.0)
-    router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=False, scale=scale, groups=groups, groups_kept=kept)
+    router = RouterSpec(
+        num_experts=experts, top_k=top_k, renormalize=False, scale=scale, groups=groups, groups_kept=kept
+    )
     return _decoder(reader, sizes, router, interleaved=True, first_dense=0, shared=2)
 
 
@@ -29,10 +31,14 @@ def read_deepseek_v3(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of DeepSeek-V3, Kimi-K2 or Moonlight."""
     sizes = read_sizes(reader)
     router = read_biased_router(reader, groups=8, kept=4, scale=2.5)
-    return _decoder(reader, sizes, router, interleaved=reader.bool("rope_interleave", default=True), first_dense=3, shared=1)
+    return _decoder(
+        reader, sizes, router, interleaved=reader.bool("rope_interleave", default=True), first_dense=3, shared=1
+    )
 
 
-def read_biased_router(reader: ConfigReader, *, groups: int, kept: int, scale: float, key: str = "n_routed_experts") -> RouterSpec:
+def read_biased_router(
+    reader: ConfigReader, *, groups: int, kept: int, scale: float, key: str = "n_routed_experts"
+) -> RouterSpec:
     """The router of V3 and of all who took it over; arguments are the family's defaults."""
     experts, top_k = read_experts(reader, key=key, scoring="sigmoid", methods=("noaux_tc",), grouped=True)
     groups, kept = read_groups(reader, experts, top_k, default=groups, default_kept=kept)
@@ -51,7 +57,9 @@ def read_biased_router(reader: ConfigReader, *, groups: int, kept: int, scale: f
     )
 
 
-def read_groups(reader: ConfigReader, experts: int, top_k: int, *, default: int, default_kept: int = 1) -> tuple[int, int]:
+def read_groups(
+    reader: ConfigReader, experts: int, top_k: int, *, default: int, default_kept: int = 1
+) -> tuple[int, int]:
     """Groups of experts, and how many of them a token may choose from."""
     groups = reader.int("n_group", minimum=1, default=default)
     reader.require(experts % groups == 0, "n_group", f"a divisor of {experts} experts")
@@ -70,7 +78,9 @@ def shared_width(reader: ConfigReader, width: int, *, default: int) -> int:
     return width * reader.int("n_shared_experts", minimum=0, default=default)
 
 
-def _decoder(reader: ConfigReader, sizes: Sizes, router: RouterSpec, *, interleaved: bool, first_dense: int, shared: int) -> FamilyConfig:
+def _decoder(
+    reader: ConfigReader, sizes: Sizes, router: RouterSpec, *, interleaved: bool, first_dense: int, shared: int
+) -> FamilyConfig:
     refuse(reader, "attention_bias")
     refuse(reader, "mlp_bias")
     reader.require(reader.int("moe_layer_freq", minimum=1, default=1) == 1, "moe_layer_freq", "1")
@@ -91,5 +101,7 @@ def _decoder(reader: ConfigReader, sizes: Sizes, router: RouterSpec, *, interlea
     width, dense = reader.int("moe_intermediate_size", minimum=1), reader.int("intermediate_size", minimum=1)
     sparse = Sparse(router=router, width=width, shared_width=shared_width(reader, width, default=shared))
     first = reader.int("first_k_dense_replace", minimum=0, default=first_dense)
-    layers = [LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)]
+    layers = [
+        LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)
+    ]
     return sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))

@@ -1,7 +1,8 @@
-"""Linear attention layers of Qwen3-Next and Qwen3.5: projections, the gated delta rule, a gated norm, a projection. What the layer
-remembers of a request does not grow; it stands beside the pages. Knows nothing of caches.
+"""Linear attention layers of Qwen3-Next and Qwen3.5: projections, the gated delta rule, a gated norm, a projection.
+What the layer remembers of a request does not grow; it stands beside the pages. Knows nothing of caches.
 
-Dims: N tokens, D hidden, H value heads, J key heads, K key dim, V value dim, Q channels of the convolution, W its width."""
+Dims: N tokens, D hidden, H value heads, J key heads, K key dim, V value dim, Q channels of the convolution, W its
+width."""
 
 import dataclasses
 import itertools
@@ -22,8 +23,8 @@ from routed_experts.models.layer_weights import Kind, LayerView, Weight
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaAttention:
-    """`by_key_head`: a checkpoint has two projections, whose outputs stand together for each key head (Qwen3-Next); else four, one
-    for each purpose (Qwen3.5), of which queries, keys and values are one."""
+    """`by_key_head`: a checkpoint has two projections, whose outputs stand together for each key head (Qwen3-Next);
+    else four, one for each purpose (Qwen3.5), of which queries, keys and values are one."""
 
     shape: DeltaShape
     eps: float
@@ -99,7 +100,8 @@ class DeltaAttention:
         width = self.value_width // shape.key_heads
         grouped = qkvz.reshape(rows, shape.key_heads, -1)
         bounds = (0, shape.key_dim, 2 * shape.key_dim, 2 * shape.key_dim + width)
-        # One slice a head: XLA on CPU (jaxlib 0.10.2) gives wrong numbers for bfloat16 slices of all heads that are reshaped, put side by
+        # One slice a head: XLA on CPU (jaxlib 0.10.2) gives wrong numbers for bfloat16 slices of all heads that are
+        # reshaped, put side by
         # side and then padded in one fusion (tests/models/test_delta_attention.py).
         spans = [(head, low, high) for low, high in itertools.pairwise(bounds) for head in range(shape.key_heads)]
         mixed = jnp.concatenate([grouped[:, head, low:high] for head, low, high in spans], axis=-1)

@@ -1,4 +1,5 @@
-"""Dense decoders: Llama, Mistral, Qwen2, Qwen3. They run; there is nothing to capture, and an engine asked to is refused."""
+"""Dense decoders: Llama, Mistral, Qwen2, Qwen3. They run; there is nothing to capture, and an engine asked to is
+refused."""
 
 import dataclasses
 
@@ -12,14 +13,19 @@ from routed_experts.models.rotary_reader import read_rotary
 def read_llama(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of Llama; a window in it would be another architecture's."""
     config = _read_llama(reader, slides=False)
-    reader.require(not reader.has("sliding_window"), "sliding_window", "none: layers of LlamaForCausalLM see all tokens")
+    reader.require(
+        not reader.has("sliding_window"), "sliding_window", "none: layers of LlamaForCausalLM see all tokens"
+    )
     return config
 
 
 def read_mistral(reader: ConfigReader) -> FamilyConfig:
-    """Read config.json of Mistral, whose window is 4096 tokens where the file does not speak of it, and none where it says null."""
+    """Read config.json of Mistral, whose window is 4096 tokens where the file does not speak of it, and none where it
+    says null."""
     silent = "sliding_window" not in reader.values
-    return _read_llama(dataclasses.replace(reader, values={**reader.values, "sliding_window": 4096}) if silent else reader, slides=True)
+    return _read_llama(
+        dataclasses.replace(reader, values={**reader.values, "sliding_window": 4096}) if silent else reader, slides=True
+    )
 
 
 def _read_llama(reader: ConfigReader, *, slides: bool) -> FamilyConfig:
@@ -51,5 +57,8 @@ def _read_qwen(reader: ConfigReader, *, qk_norm: str, bias: bool) -> FamilyConfi
     attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm=qk_norm, bias_in=bias)
     feed = Dense(width=reader.int("intermediate_size", minimum=1))
     return sizes.decoder(
-        [LayerSpec(mixer=dataclasses.replace(attention, window=window), feed=feed) for window in read_windows(reader, sizes)]
+        [
+            LayerSpec(mixer=dataclasses.replace(attention, window=window), feed=feed)
+            for window in read_windows(reader, sizes)
+        ]
     )

@@ -1,8 +1,10 @@
-"""Tensors that a checkpoint does not hold as such but that follow from those it holds: every other row of one, or numbers packed in
-4 bits. They have names, shapes and dtypes like all others and are computed when they are read. Knows no architecture.
+"""Tensors that a checkpoint does not hold as such but that follow from those it holds: every other row of one, or
+numbers packed in 4 bits. They have names, shapes and dtypes like all others and are computed when they are read. Knows
+no architecture.
 
-MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of 4 bits (sign, 2 bits of exponent, 1 of mantissa), two a byte, the lower
-half first; each block is multiplied by 2^(scale - 127). Dims: E experts, D inputs, O outputs, B blocks of a row."""
+MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of 4 bits (sign, 2 bits of exponent, 1 of mantissa), two a
+byte, the lower half first; each block is multiplied by 2^(scale - 127). Dims: E experts, D inputs, O outputs, B blocks
+of a row."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -55,8 +57,8 @@ class EveryOther:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
-    """[E, D, O] from blocks [E, O, B, 16] and scales [E, O, B]; with `start`, every other output from there on. bfloat16 holds it
-    exactly."""
+    """[E, D, O] from blocks [E, O, B, 16] and scales [E, O, B]; with `start`, every other output from there on.
+    bfloat16 holds it exactly."""
 
     blocks: str
     scales: str
@@ -76,10 +78,14 @@ class Mxfp4:
         scales = Checkpoint.read(checkpoint, self.scales, (box[0], whole, whole))
         if self.start is not None:
             blocks, scales = blocks[:, self.start :: 2], scales[:, self.start :: 2]
-        return np.swapaxes(dequantize_mxfp4(blocks[:, box[2]], scales[:, box[2]]), 1, 2)[:, box[1]].astype(ml_dtypes.bfloat16)
+        return np.swapaxes(dequantize_mxfp4(blocks[:, box[2]], scales[:, box[2]]), 1, 2)[:, box[1]].astype(
+            ml_dtypes.bfloat16
+        )
 
 
-def dequantize_mxfp4(blocks: UInt8[np.ndarray, "E O B 16"], scales: UInt8[np.ndarray, "E O B"]) -> Float[np.ndarray, "E O D"]:
+def dequantize_mxfp4(
+    blocks: UInt8[np.ndarray, "E O B 16"], scales: UInt8[np.ndarray, "E O B"]
+) -> Float[np.ndarray, "E O D"]:
     """The numbers of packed rows, float32."""
     numbers = np.empty((*blocks.shape[:-1], 2 * blocks.shape[-1]), np.float32)
     numbers[..., 0::2], numbers[..., 1::2] = FP4_VALUES[blocks & 15], FP4_VALUES[blocks >> 4]
@@ -108,5 +114,7 @@ class DerivedCheckpoint(Checkpoint):
             return super().read(name, box)
         shape = self._shown[name][0]
         array = self._derived[name].read(self, box or tuple(slice(0, size) for size in shape))
-        assert math.prod(array.shape) == math.prod(side.stop - side.start for side in box) if box else array.shape == shape, (name, box)
+        assert (
+            math.prod(array.shape) == math.prod(side.stop - side.start for side in box) if box else array.shape == shape
+        ), (name, box)
         return array

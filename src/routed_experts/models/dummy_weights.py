@@ -1,10 +1,10 @@
-"""Random weights for a published config, made on the device: full size without a checkpoint, for timing and for trying memory out.
-Knows no architecture: it goes by the shape of an array and by its name.
+"""Random weights for a published config, made on the device: full size without a checkpoint, for timing and for trying
+memory out. Knows no architecture: it goes by the shape of an array and by its name.
 
-Matrices are normal with a variance of 1 over their inputs, so that values neither grow nor fade; those that write to the residual
-stream are smaller, so that tokens stay as different as their embeddings and a router spreads them over all experts. Norms are 1
-and whatever else is a vector is 0. Stacked arrays are filled a matrix at a time: the noise of a whole run of layers would not fit
-beside it."""
+Matrices are normal with a variance of 1 over their inputs, so that values neither grow nor fade; those that write to
+the residual stream are smaller, so that tokens stay as different as their embeddings and a router spreads them over all
+experts. Norms are 1 and whatever else is a vector is 0. Stacked arrays are filled a matrix at a time: the noise of a
+whole run of layers would not fit beside it."""
 
 import contextlib
 import functools
@@ -29,8 +29,9 @@ def dummy_model(
     place: Callable[[str], Any] = lambda target: None,
     deal_out: Callable[[str, Array], Array] | None = None,
 ) -> Decoder:
-    """The module that `build` describes, with random weights; nothing of what `build` itself would draw is drawn. `place`: the device
-    of the array of a dotted name, None for the default one; `deal_out` puts an array where it is served before the next is drawn."""
+    """The module that `build` describes, with random weights; nothing of what `build` itself would draw is drawn.
+    `place`: the device of the array of a dotted name, None for the default one; `deal_out` puts an array where it is
+    served before the next is drawn."""
     graphdef, state = nnx.split(nnx.eval_shape(build))
     filled = []
     for index, (path, leaf) in enumerate(nnx.to_flat_state(state)):

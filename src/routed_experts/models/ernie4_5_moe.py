@@ -1,5 +1,5 @@
-"""Ernie 4.5 MoE (Baidu 2025): softmax scores, a bias that moves the choice alone, shared experts, dense layers around the sparse ones,
-rotary positions in pairs. Its routers compute in float32, and so they do here."""
+"""Ernie 4.5 MoE (Baidu 2025): softmax scores, a bias that moves the choice alone, shared experts, dense layers around
+the sparse ones, rotary positions in pairs. Its routers compute in float32, and so they do here."""
 
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.common_config import read_experts, read_sizes, refuse
@@ -20,14 +20,19 @@ def read_ernie4_5_moe(reader: ConfigReader) -> FamilyConfig:
     experts, top_k = read_experts(reader, key="moe_num_experts", per_token="moe_k", methods=("noaux_tc",))
     refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
     reader.require(
-        reader.float("moe_norm_min", default=1e-12) <= 1e-6, "moe_norm_min", "at most 1e-6: weights are divided by their sum alone"
+        reader.float("moe_norm_min", default=1e-12) <= 1e-6,
+        "moe_norm_min",
+        "at most 1e-6: weights are divided by their sum alone",
     )
     router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=True, biased=True)
     width = reader.int("moe_intermediate_size", minimum=1)
     shared = width * reader.int("moe_num_shared_experts", minimum=0, default=2)
     sparse = Sparse(router=router, width=width, names=_NAMES, shared_width=shared, wide_router=True)
     dense = Dense(width=reader.int("intermediate_size", minimum=1))
-    first, step = reader.int("moe_layer_start_index", minimum=0, default=1), reader.int("moe_layer_interval", minimum=1, default=1)
+    first, step = (
+        reader.int("moe_layer_start_index", minimum=0, default=1),
+        reader.int("moe_layer_interval", minimum=1, default=1),
+    )
     last = reader.int("moe_layer_end_index", minimum=-1, default=-1)
     last = sizes.num_layers - 1 if last == -1 else last
     is_sparse = [first <= layer <= last and (layer + 1) % step == 0 for layer in range(sizes.num_layers)]

@@ -1,5 +1,5 @@
-"""How checkpoints name the tensors of a sparse block: one tensor an expert and matrix, or stacks of all experts. Knows no architecture.
-Dims: D hidden, E experts, F expert width."""
+"""How checkpoints name the tensors of a sparse block: one tensor an expert and matrix, or stacks of all experts. Knows
+no architecture. Dims: D hidden, E experts, F expert width."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from routed_experts.models.layer_parts import Place
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stacked:
-    """A tensor of all experts of a layer, for our array `to`: [E, D, 2F], [E, F, D], [E, 2F] or [E, D]. `turned`: the last two axes
-    stand the other way round. `half`: "gate" or "up" alone."""
+    """A tensor of all experts of a layer, for our array `to`: [E, D, 2F], [E, F, D], [E, 2F] or [E, D]. `turned`: the
+    last two axes stand the other way round. `half`: "gate" or "up" alone."""
 
     name: str
     to: str
@@ -35,8 +35,8 @@ class Stacked:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Names below the layer; "{}" in `expert` is the expert's number, and `stacked` stands for all single experts where it is given.
-    `selection_bias_rows`: the selection bias is [1, E]."""
+    """Names below the layer; "{}" in `expert` is the expert's number, and `stacked` stands for all single experts where
+    it is given. `selection_bias_rows`: the selection bias is [1, E]."""
 
     router: str = "mlp.gate.weight"
     router_bias: str = "mlp.gate.bias"
@@ -62,7 +62,9 @@ class ExpertNames:
             yield place.source(f"{at}.{self.up}.weight", (width, hidden), "gate_up", row=row, offset=width)
             yield place.source(f"{at}.{self.down}.weight", (hidden, width), "down", row=row)
 
-    def router_sources(self, place: Place, experts: int, hidden: int, *, bias: bool, selection: bool) -> Iterator[WeightSource]:
+    def router_sources(
+        self, place: Place, experts: int, hidden: int, *, bias: bool, selection: bool
+    ) -> Iterator[WeightSource]:
         """The router's matrix and biases."""
         yield place.source(self.router, (experts, hidden), "router")
         if bias:

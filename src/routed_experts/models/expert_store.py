@@ -1,10 +1,10 @@
-"""Where the experts of a served model are kept: all of them on the host, and those that are resident in tables on the accelerator too.
-Knows no schedule; what is resident is a ResidencyMap's to say.
+"""Where the experts of a served model are kept: all of them on the host, and those that are resident in tables on the
+accelerator too. Knows no schedule; what is resident is a ResidencyMap's to say.
 
     checkpoint -> all experts, on the host -> rows of the residents -> tables, on the accelerator
                -> everything else --------------------------------------------> on the accelerator
-so an expert that is not resident is never there. Dims: M MoE layers, N resident experts of a layer, E experts, R layers of a kind,
-J rows of a block."""
+so an expert that is not resident is never there. Dims: M MoE layers, N resident experts of a layer, E experts, R layers
+of a kind, J rows of a block."""
 
 import dataclasses
 import functools
@@ -51,8 +51,8 @@ class RimArrays:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SplitModel:
-    """A model's arrays by where they are. `state`: all that is on the accelerator, as the decoder's own tree (of its tables, as they were
-    at first); `rim` is a decoder without layers, what stands before and behind them."""
+    """A model's arrays by where they are. `state`: all that is on the accelerator, as the decoder's own tree (of its
+    tables, as they were at first); `rim` is a decoder without layers, what stands before and behind them."""
 
     config: FamilyConfig
     state: nnx.State[Any, Any]
@@ -67,11 +67,14 @@ class SplitModel:
     def whole(self) -> nnx.State[Any, Any]:
         """Names, shapes and dtypes of the model's arrays as they are before it is parted."""
         kept, flat = self._kept(), nnx.to_flat_state(self.state)
-        return nnx.from_flat_state([(path, leaf.replace(jax.ShapeDtypeStruct(kept[path].shape, leaf.dtype))) for path, leaf in flat])
+        return nnx.from_flat_state(
+            [(path, leaf.replace(jax.ShapeDtypeStruct(kept[path].shape, leaf.dtype))) for path, leaf in flat]
+        )
 
     def placed(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
-        """Arrays of a whole model, in the places of this one's: experts on the host, in its number format, the rest on the accelerator.
-        What is there already is not copied; with `donate` a device's array that had to be copied is deleted."""
+        """Arrays of a whole model, in the places of this one's: experts on the host, in its number format, the rest on
+        the accelerator. What is there already is not copied; with `donate` a device's array that had to be copied is
+        deleted."""
         flat, gifts, kept = list[Any](), Gifts(jax.tree.leaves(state) if donate else ()), self._kept()
         for path, leaf in nnx.to_flat_state(state):
             given, like = leaf.get_raw_value(), kept[path]
@@ -90,7 +93,9 @@ class SplitModel:
     def with_arrays(self, state: nnx.State[Any, Any]) -> "SplitModel":
         """The same with arrays that `placed` gave, but for its tables: they are written anew, in place."""
         given = dict(nnx.to_flat_state(state))
-        flat = [(path, leaf if is_expert(str(path[-1])) else given[path]) for path, leaf in nnx.to_flat_state(self.state)]
+        flat = [
+            (path, leaf if is_expert(str(path[-1])) else given[path]) for path, leaf in nnx.to_flat_state(self.state)
+        ]
         host = _stored({path: leaf.get_raw_value() for path, leaf in given.items() if is_expert(str(path[-1]))})
         return _parted(self.config, flat, self.rim[0], self.tables, host, self.residency)
 
@@ -111,8 +116,11 @@ class SplitModel:
         return sum(array.nbytes for array in jax.tree.leaves([*self.host.values()]))
 
 
-def split_model(model: FamilyDecoder, residency: ResidencyMap, *, device: Any, host: Any, host_dtype: jnp.dtype | None) -> SplitModel:
-    """Part a model whose experts may still be anywhere; those that are on the host in `host_dtype` (None: the model's) are not copied."""
+def split_model(
+    model: FamilyDecoder, residency: ResidencyMap, *, device: Any, host: Any, host_dtype: jnp.dtype | None
+) -> SplitModel:
+    """Part a model whose experts may still be anywhere; those that are on the host in `host_dtype` (None: the model's)
+    are not copied."""
     config, flat = model.config, nnx.to_flat_state(nnx.split(model)[1])
     experts = dict[tuple[Any, ...], Array]()
     for path, leaf in flat:
@@ -128,7 +136,9 @@ def split_model(model: FamilyDecoder, residency: ResidencyMap, *, device: Any, h
             filled.append((path, leaf.replace(table.gate_up if path[-1] == "gate_up" else table.down)))
         else:
             filled.append((path, leaf.replace(jax.device_put(leaf[...], device))))
-    rim = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(dataclasses.replace(config, layers=()), rngs=nnx.Rngs(0), dtype=dtype)))[0]
+    rim = nnx.split(
+        nnx.eval_shape(lambda: FamilyDecoder(dataclasses.replace(config, layers=()), rngs=nnx.Rngs(0), dtype=dtype))
+    )[0]
     return _parted(config, filled, rim, tables, stored, residency)
 
 
@@ -174,7 +184,8 @@ def _parted(
 
 
 def host_rows(stored: ExpertTable, rows: Int[np.ndarray, " J"], dtype: jnp.dtype) -> ExpertTable:
-    """Experts of the host's store as NumPy arrays of the accelerator's dtype; copied unless they are neighbours in their own dtype."""
+    """Experts of the host's store as NumPy arrays of the accelerator's dtype; copied unless they are neighbours in
+    their own dtype."""
     first, count = int(rows[0]), len(rows)
     neighbours = bool((rows == np.arange(first, first + count)).all())
     picked = slice(first, first + count) if neighbours else rows
@@ -188,7 +199,9 @@ def write_rows(table: ExpertTable, block: ExpertTable, first: Int[Array, ""]) ->
     return jax.tree.map(functools.partial(_write, first=first), table, block)
 
 
-def _write(array: Float[Array, "RN ..."], rows: Float[Array, "J ..."], *, first: Int[Array, ""]) -> Float[Array, "RN ..."]:
+def _write(
+    array: Float[Array, "RN ..."], rows: Float[Array, "J ..."], *, first: Int[Array, ""]
+) -> Float[Array, "RN ..."]:
     return jax.lax.dynamic_update_slice_in_dim(array, rows, first, axis=0)
 
 

@@ -1,4 +1,5 @@
-"""The families that can be served: one entry an architecture. Knows nothing of folders. docs/models.md is written from this table."""
+"""The families that can be served: one entry an architecture. Knows nothing of folders. docs/models.md is written from
+this table."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -30,14 +31,17 @@ from routed_experts.models.qwen3_next import read_qwen3_5_moe, read_qwen3_5_moe_
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture: how to read its config, build its module, and name its tensors; and what a reader should know of it."""
+    """One architecture: how to read its config, build its module, and name its tensors; and what a reader should know
+    of it."""
 
     read_config: Callable[[ConfigReader], Any]
     build: Callable[..., Decoder] = FamilyDecoder
     weight_sources: Callable[[Any], Iterable[WeightSource]] = weight_sources
     open: Callable[[Path | str], Checkpoint] = Checkpoint
     tolerated: Tolerated = NOTHING
-    read_parts: Callable[[ConfigReader], FamilyConfig] | None = None  # of a module of its own: the same as a FamilyDecoder
+    read_parts: Callable[[ConfigReader], FamilyConfig] | None = (
+        None  # of a module of its own: the same as a FamilyDecoder
+    )
     title: str
     checkpoints: str
     law: str
@@ -48,7 +52,9 @@ class Family:
         """The family as a FamilyDecoder, if it is not one already."""
         if self.read_parts is None:
             return self
-        return dataclasses.replace(self, read_config=self.read_parts, build=FamilyDecoder, weight_sources=weight_sources, read_parts=None)
+        return dataclasses.replace(
+            self, read_config=self.read_parts, build=FamilyDecoder, weight_sources=weight_sources, read_parts=None
+        )
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -217,7 +223,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         **{
             name: Family(
-                read_config=read, title=title, checkpoints=stands_for, law="", refused="capture", proof=f"test_families.py[{case}]"
+                read_config=read,
+                title=title,
+                checkpoints=stands_for,
+                law="",
+                refused="capture",
+                proof=f"test_families.py[{case}]",
             )
             for name, read, title, stands_for, case in (
                 ("LlamaForCausalLM", read_llama, "Llama", "Llama-2, Llama-3", "Llama"),

@@ -1,8 +1,9 @@
-"""What a decoder is made of: its layers, part by part, as one frozen value read from config.json. Knows no architecture.
+"""What a decoder is made of: its layers, part by part, as one frozen value read from config.json. Knows no
+architecture.
 
-Layers are scanned in runs. A run is a pattern of one or more layers that repeats: dense-first models have two runs of one layer each,
-a model whose layers alternate has one run of two. So compile time follows the number of different layers, not of layers.
-Dims: L layers, V vocabulary, D hidden."""
+Layers are scanned in runs. A run is a pattern of one or more layers that repeats: dense-first models have two runs of
+one layer each, a model whose layers alternate has one run of two. So compile time follows the number of different
+layers, not of layers. Dims: L layers, V vocabulary, D hidden."""
 
 import dataclasses
 from collections.abc import Collection, Iterator
@@ -40,7 +41,9 @@ class LayerSpec:
     def weights(self, config: "FamilyConfig") -> tuple[Weight, ...]:
         """All arrays of the layer."""
         hidden = config.hidden_size
-        norms = [Weight(name=name, shape=(hidden,), fill=1.0 - config.norm_offset) for name in ("input_norm", "post_norm")]
+        norms = [
+            Weight(name=name, shape=(hidden,), fill=1.0 - config.norm_offset) for name in ("input_norm", "post_norm")
+        ]
         if config.layer_norms:
             norms += [Weight(name=f"{norm.name}_bias", shape=(hidden,), fill=0.0) for norm in norms]
         return (*norms, *self.mixer.weights(hidden), *self.feed.weights(hidden))
@@ -67,9 +70,10 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyConfig:
-    """`layer_norms`: layer normalisation with biases, not RMS. `norm_offset`: added to the scale of every norm of the stream.
-    `stem` and `head`: how the names of the layers' tensors and of the head's begin. `surplus`: shell patterns of tensors that a
-    checkpoint may hold without a use here. `num_predicting`: layers behind the last one that predict further tokens; they are not run."""
+    """`layer_norms`: layer normalisation with biases, not RMS. `norm_offset`: added to the scale of every norm of the
+    stream. `stem` and `head`: how the names of the layers' tensors and of the head's begin. `surplus`: shell patterns
+    of tensors that a checkpoint may hold without a use here. `num_predicting`: layers behind the last one that predict
+    further tokens; they are not run."""
 
     vocab_size: int
     hidden_size: int
@@ -133,13 +137,17 @@ class FamilyConfig:
     @property
     def capture_spec(self) -> CaptureSpec | None:
         """What the routed experts of this model look like; None for a model without MoE layers."""
-        routers = {index: layer.feed.router for index, layer in enumerate(self.layers) if isinstance(layer.feed, Sparse)}
+        routers = {
+            index: layer.feed.router for index, layer in enumerate(self.layers) if isinstance(layer.feed, Sparse)
+        }
         sizes = {(router.num_experts, router.top_k) for router in routers.values()}
         if not sizes:
             return None
         assert len(sizes) == 1, sizes
         experts, top_k = sizes.pop()
-        return CaptureSpec(num_hidden_layers=self.num_layers, layer_ids=tuple(routers), num_experts=experts, top_k=top_k)
+        return CaptureSpec(
+            num_hidden_layers=self.num_layers, layer_ids=tuple(routers), num_experts=experts, top_k=top_k
+        )
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -150,7 +158,9 @@ class FamilyConfig:
             left = self.layers[first:]
             sizes = range(1, min(_LONGEST_PATTERN, len(left)) + 1)
             covered = {size: _repeats(left, size) * size for size in sizes}
-            size = max((size for size in sizes if covered[size] > size), key=lambda size: (covered[size], -size), default=1)
+            size = max(
+                (size for size in sizes if covered[size] > size), key=lambda size: (covered[size], -size), default=1
+            )
             runs.append(Run(first=first, pattern=left[:size], repeats=covered[size] // size))
             first += covered[size]
         return tuple(runs)
@@ -171,8 +181,9 @@ class FamilyConfig:
         return found
 
     def unused(self, names: Collection[str]) -> tuple[str, ...]:
-        """Shell patterns of the tensors among `names` that are not read. A layer behind the last one is let be only if it is one that
-        predicts: those project an embedding beside a hidden state (`eh_proj`). Another one says that the config counts too few."""
+        """Shell patterns of the tensors among `names` that are not read. A layer behind the last one is let be only if
+        it is one that predicts: those project an embedding beside a hidden state (`eh_proj`). Another one says that the
+        config counts too few."""
         behind = (f"{self.stem}layers.{self.num_layers + index}." for index in range(self.num_predicting))
         return (*self.surplus, *(f"{at}*" for at in behind if f"{at}eh_proj.weight" in names))
 

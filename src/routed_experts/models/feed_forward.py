@@ -1,7 +1,8 @@
 """What stands after attention: one dense network, or a router with its experts, and experts that every token runs.
 Knows nothing of how a family names its tensors beyond the names that it is given.
 
-Dims: N tokens, D hidden, I dense width, E experts, F expert width, K experts per token, S width of the shared experts."""
+Dims: N tokens, D hidden, I dense width, E experts, F expert width, K experts per token, S width of the shared
+experts."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -42,7 +43,12 @@ class Dense:
         yield from _gated_sources(place, self.at, hidden, self.width, "dense")
 
     def run(
-        self, x: Float[Array, "N D"], view: LayerView, step: Step, replay: Replay | None, capture: _RoutedExpertsDeviceCache | None
+        self,
+        x: Float[Array, "N D"],
+        view: LayerView,
+        step: Step,
+        replay: Replay | None,
+        capture: _RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], _RoutedExpertsDeviceCache | None]:
         """Nothing is routed."""
         return view.project(gated(view.project(x, "dense_gate_up")), "dense_down", summed=True), capture
@@ -50,10 +56,10 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
-    """K of E experts a token. `shared_width`: of the experts that every token runs, 0 for none; `shared_gated`: times the sigmoid of
-    a projection. `wide_router`: its matrix stays float32. `weigh_inputs`: the weight multiplies what enters the expert (K = 1).
-    `held`: experts that are here, 0 for all; `replicas`: instances that an expert may have, 0 where none has several; `bounded`: these
-    have capacities."""
+    """K of E experts a token. `shared_width`: of the experts that every token runs, 0 for none; `shared_gated`: times
+    the sigmoid of a projection. `wide_router`: its matrix stays float32. `weigh_inputs`: the weight multiplies what
+    enters the expert (K = 1). `held`: experts that are here, 0 for all; `replicas`: instances that an expert may have,
+    0 where none has several; `bounded`: these have capacities."""
 
     router: RouterSpec
     width: int
@@ -80,7 +86,11 @@ class Sparse:
         held = (split.instances or self.router.num_experts) // split.devices
         share = {"held": held} if split.whole_experts else {"width": self.width // split.devices}
         return dataclasses.replace(
-            self, shared_width=self.shared_width // split.devices, replicas=split.replicas, bounded=split.bounded, **share
+            self,
+            shared_width=self.shared_width // split.devices,
+            replicas=split.replicas,
+            bounded=split.bounded,
+            **share,
         )
 
     def weights(self, hidden: int) -> tuple[Weight, ...]:
@@ -90,14 +100,21 @@ class Sparse:
         found = [
             Weight(name="router", shape=(hidden, experts), wide=self.wide_router),
             Weight(name="gate_up", shape=(held, hidden, 2 * width), kind=Kind.EXPERTS, cut=by_width),
-            Weight(name="down", shape=(held, width, hidden), kind=Kind.EXPERTS, cut=rows(width, width, "columns of an expert")),
+            Weight(
+                name="down",
+                shape=(held, width, hidden),
+                kind=Kind.EXPERTS,
+                cut=rows(width, width, "columns of an expert"),
+            ),
         ]
         if self.router_bias:
             found.append(Weight(name="router_bias", shape=(experts,), fill=0.0))
         if self.router.biased:
             found.append(Weight(name="selection_bias", shape=(experts,), wide=True, fill=0.0))
         if self.biased:
-            found.append(Weight(name="gate_up_bias", shape=(held, 2 * width), kind=Kind.EXPERTS, fill=0.0, cut=by_width))
+            found.append(
+                Weight(name="gate_up_bias", shape=(held, 2 * width), kind=Kind.EXPERTS, fill=0.0, cut=by_width)
+            )
             found.append(Weight(name="down_bias", shape=(held, hidden), kind=Kind.EXPERTS, fill=0.0))
         if self.replicas:
             found.append(Weight(name="replicas", shape=(experts, self.replicas)))
@@ -120,7 +137,12 @@ class Sparse:
             yield place.source(names.shared_gate, (1, hidden), "shared_gate")
 
     def run(
-        self, x: Float[Array, "N D"], view: LayerView, step: Step, replay: Replay | None, capture: _RoutedExpertsDeviceCache | None
+        self,
+        x: Float[Array, "N D"],
+        view: LayerView,
+        step: Step,
+        replay: Replay | None,
+        capture: _RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], _RoutedExpertsDeviceCache | None]:
         """Route, record, run; experts that are shared come on top."""
         fed, routing, capture = self.choose(x, view, step, replay, capture)
@@ -132,7 +154,12 @@ class Sparse:
         return step.kernels.peers.add(y if shared is None else y + shared), capture
 
     def choose(
-        self, x: Float[Array, "N D"], view: LayerView, step: Step, replay: Replay | None, capture: _RoutedExpertsDeviceCache | None
+        self,
+        x: Float[Array, "N D"],
+        view: LayerView,
+        step: Step,
+        replay: Replay | None,
+        capture: _RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], Routing, _RoutedExpertsDeviceCache | None]:
         """Route and record; gives what the experts are fed besides."""
         assert replay is not None, "a sparse layer has a column"
@@ -144,7 +171,9 @@ class Sparse:
                 logits, step.valid, capacities, rerouter, replay.column, capture, spec=self.router, bias=bias
             )
         else:
-            routing, capture = route(logits, replay.routed, replay.column, capture, spec=self.router, kernels=step.kernels, bias=bias)
+            routing, capture = route(
+                logits, replay.routed, replay.column, capture, spec=self.router, kernels=step.kernels, bias=bias
+            )
         if not self.weigh_inputs:
             return x, routing, capture
         return x * routing.weights.astype(x.dtype), _unweighed(routing), capture

@@ -1,9 +1,9 @@
-"""A run of MoE layers in one kernel, or in few for steps of few tokens: the same values as the plain layers; the few round where those do.
-Knows no architecture: pre-norm layers of attention and experts, whose arrays are handed over.
+"""A run of MoE layers in one kernel, or in few for steps of few tokens: the same values as the plain layers; the few
+round where those do. Knows no architecture: pre-norm layers of attention and experts, whose arrays are handed over.
 
-In few kernels the stream is normalised where it is added to, so the carry of the scan holds it twice: as it is, and under the norm of
-what comes next. Dims: N tokens, D hidden, R layers of the run, E experts of a layer, F expert width, H query heads, G kv heads,
-C head dim."""
+In few kernels the stream is normalised where it is added to, so the carry of the scan holds it twice: as it is, and
+under the norm of what comes next. Dims: N tokens, D hidden, R layers of the run, E experts of a layer, F expert width,
+H query heads, G kv heads, C head dim."""
 
 import dataclasses
 from typing import Any
@@ -27,8 +27,8 @@ from routed_experts.models.sparse_block import route
 def runs_together(
     kernels: Kernels, attend: Attend, routed: TokenRouting | None, num_tokens: int, spec: RouterSpec
 ) -> LayerRun | FusedSteps | None:
-    """The shortest way for all layers of a run that this step can take: one kernel, or few; None: layer by layer, as weights that are
-    replayed go, attention that is not paged, and a routing law that the kernels do not know."""
+    """The shortest way for all layers of a run that this step can take: one kernel, or few; None: layer by layer, as
+    weights that are replayed go, attention that is not paged, and a routing law that the kernels do not know."""
     if not isinstance(attend, PagedAttend) or (routed is not None and routed.weights is not None):
         return None
     whole, fused, router = kernels.whole, kernels.fused, kernels.router
@@ -53,12 +53,14 @@ def run_together(
     spec: RouterSpec,
     kernels: Kernels,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
-    """Run the layers, on the rows of `routed` where they are valid; returns the stream, its norm by `next_norm`, the cache and the
-    capture."""
+    """Run the layers, on the rows of `routed` where they are valid; returns the stream, its norm by `next_norm`, the
+    cache and the capture."""
     rows = layers_of(routed, places.first_column, run.qkv.shape[0])
     given = None if rows is None or routed is None else RunRouting(rows[0], routed.valid)
     if isinstance(together, FusedSteps):
-        return _in_few_kernels(x, run, step, attend, cache, capture, given, places=places, spec=spec, kernels=kernels, fused=together)
+        return _in_few_kernels(
+            x, run, step, attend, cache, capture, given, places=places, spec=spec, kernels=kernels, fused=together
+        )
     block = None if capture is None else capture.ids
     x, normed, cache, block = together.run(x, run, step, attend, cache, block, given, places, spec)
     if capture is not None and block is not None:
@@ -91,9 +93,15 @@ def _in_few_kernels(
         parts = fused.product(mixed.reshape(x.shape[0], -1), run.out, place)
         x, normed = fused.add_parts(x, parts, run.post_norm, place, eps=run.eps)
         logits = fused.product(normed, run.router, place)
-        rows = None if given is None else LayerRouting(lax.dynamic_index_in_dim(given.ids, place, keepdims=False), given.valid)
+        rows = (
+            None
+            if given is None
+            else LayerRouting(lax.dynamic_index_in_dim(given.ids, place, keepdims=False), given.valid)
+        )
         routing, capture = route(logits, rows, place + places.first_column, capture, spec=spec, kernels=kernels)
-        call = ExpertCall(normed, routing.ids, routing.weights, step.valid, run.gate_up, run.down, place, spec.num_experts)
+        call = ExpertCall(
+            normed, routing.ids, routing.weights, step.valid, run.gate_up, run.down, place, spec.num_experts
+        )
         x, normed = fused.add_slots(x, fused.slots(call), routing.weights, step.valid, following, place, eps=run.eps)
         return x, normed, cache, capture
 

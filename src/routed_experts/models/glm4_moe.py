@@ -1,5 +1,5 @@
-"""GLM-4.5 (GLM-4.5 Team 2025): DeepSeek-V3's routing on grouped-query attention, half of each head turned by position, with or without
-a norm on queries and keys; dense layers first, one shared expert."""
+"""GLM-4.5 (GLM-4.5 Team 2025): DeepSeek-V3's routing on grouped-query attention, half of each head turned by position,
+with or without a norm on queries and keys; dense layers first, one shared expert."""
 
 import dataclasses
 
@@ -22,5 +22,7 @@ def read_glm4_moe(reader: ConfigReader) -> FamilyConfig:
     width, dense = reader.int("moe_intermediate_size", minimum=1), reader.int("intermediate_size", minimum=1)
     sparse = Sparse(router=router, width=width, shared_width=shared_width(reader, width, default=1))
     first = reader.int("first_k_dense_replace", minimum=0, default=1)
-    layers = [LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)]
+    layers = [
+        LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)
+    ]
     return sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))

@@ -1,5 +1,6 @@
-"""GPT-OSS (OpenAI 2025): every other layer sees a sliding window, a learned sink takes weight in each head, experts and routers have
-biases, the gate is clamped. Experts come as bfloat16, or packed in 4 bits (MXFP4) and are unpacked as they are loaded.
+"""GPT-OSS (OpenAI 2025): every other layer sees a sliding window, a learned sink takes weight in each head, experts and
+routers have biases, the gate is clamped. Experts come as bfloat16, or packed in 4 bits (MXFP4) and are unpacked as they
+are loaded.
 
 A checkpoint interleaves gate and up; here they stand side by side, so that all kernels see one layout."""
 
@@ -32,8 +33,11 @@ _NAMES = ExpertNames(
 _INTERLEAVED = re.compile(r"(?P<at>.*\.experts\.)gate_up_proj(?P<kind>|_bias|_blocks)")
 _PACKED = re.compile(r"(?P<at>.*\.experts\.down_proj)_blocks")
 _POSITIONS = (  # where a config does not speak of them
-    ("rope_type", "yarn"), ("factor", 32.0), ("original_max_position_embeddings", 4096), ("truncate", False),
-)  # fmt: skip
+    ("rope_type", "yarn"),
+    ("factor", 32.0),
+    ("original_max_position_embeddings", 4096),
+    ("truncate", False),
+)
 _LAYER_TYPES: tuple[str, ...] = ("sliding_attention", "full_attention")
 
 
@@ -77,7 +81,9 @@ def _derive(headers: Mapping[str, Header]) -> dict[str, Derived]:
             kind = "" if found["kind"] == "_blocks" else found["kind"]
             for start, half in enumerate(("gate", "up")):
                 packed = Mxfp4(name, f"{found['at']}gate_up_proj_scales", start)
-                derived[f"{found['at']}{half}_proj{kind}"] = packed if found["kind"] == "_blocks" else EveryOther(name, start)
+                derived[f"{found['at']}{half}_proj{kind}"] = (
+                    packed if found["kind"] == "_blocks" else EveryOther(name, start)
+                )
         elif found := _PACKED.fullmatch(name):
             derived[found["at"]] = Mxfp4(name, f"{found['at']}_scales")
     return derived

@@ -1,5 +1,5 @@
-"""Granite-MoE (Granite Team 2024): Mixtral's shape with constants on embeddings, residuals, attention scores and logits; the experts of
-a layer are two tensors."""
+"""Granite-MoE (Granite Team 2024): Mixtral's shape with constants on embeddings, residuals, attention scores and
+logits; the experts of a layer are two tensors."""
 
 import dataclasses
 
@@ -33,7 +33,9 @@ def read_granite_moe(reader: ConfigReader) -> FamilyConfig:
     attention = sizes.attention(rotary.spec)
     attention = dataclasses.replace(attention, bias_in=bias, bias_out=bias, scale=scales["attention_multiplier"])
     router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=True, law="logits")
-    layer = LayerSpec(mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1), names=_NAMES))
+    layer = LayerSpec(
+        mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1), names=_NAMES)
+    )
     return dataclasses.replace(
         sizes.within(rotary).decoder([layer] * sizes.num_layers),
         embed_scale=reader.float("embedding_multiplier", default=1.0),

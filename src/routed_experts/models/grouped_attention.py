@@ -1,5 +1,5 @@
-"""Grouped-query attention with what families add to it: q/k norm of a head or of the whole projection, biases, partial rotary
-positions, windows, sinks, an output gate. Knows nothing of caches.
+"""Grouped-query attention with what families add to it: q/k norm of a head or of the whole projection, biases, partial
+rotary positions, windows, sinks, an output gate. Knows nothing of caches.
 
 Dims: N tokens, D hidden, H query heads, G kv heads, C head dim."""
 
@@ -25,7 +25,8 @@ from routed_experts.models.layer_weights import Kind, LayerView, Weight
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNames:
-    """How a checkpoint names the tensors, each below the layer. `fused`: queries, keys and values are one tensor of this name."""
+    """How a checkpoint names the tensors, each below the layer. `fused`: queries, keys and values are one tensor of
+    this name."""
 
     at: str = "self_attn"
     fused: str = ""
@@ -39,9 +40,10 @@ USUAL_NAMES = AttentionNames()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedAttention:
-    """`qk_norm`: "", "head" or "whole". `norm_offset`: added to the scale of a q/k norm. `scale`: of the scores, 0 for C^-0.5.
-    `gated`: each head's output is multiplied by a sigmoid of its own projection. `clip`: bounds of q, k and v, 0 for none.
-    `turned_norm`: a norm without a scale after positions. `tuning` (f, s): queries times 1 + s log(1 + floor((position + 1) / f))."""
+    """`qk_norm`: "", "head" or "whole". `norm_offset`: added to the scale of a q/k norm. `scale`: of the scores, 0 for
+    C^-0.5. `gated`: each head's output is multiplied by a sigmoid of its own projection. `clip`: bounds of q, k and v,
+    0 for none. `turned_norm`: a norm without a scale after positions. `tuning` (f, s): queries times 1 + s log(1 +
+    floor((position + 1) / f))."""
 
     num_heads: int
     num_kv_heads: int
@@ -76,7 +78,12 @@ class GroupedAttention:
     @property
     def needs(self) -> frozenset[str]:
         """What a backend of attention must be able to do, in words."""
-        words = {"a sliding window": self.window, "chunks": self.chunk, "sinks": self.sinks, "its own scale": self.scale}
+        words = {
+            "a sliding window": self.window,
+            "chunks": self.chunk,
+            "sinks": self.sinks,
+            "its own scale": self.scale,
+        }
         return frozenset(word for word, needed in words.items() if needed)
 
     def cache(self, num_layers: int) -> CacheLayout:
@@ -110,7 +117,11 @@ class GroupedAttention:
             found.append(Weight(name="out_bias", shape=(hidden,), fill=0.0))
         if self.qk_norm:
             sizes = {"head": (self.head_dim, self.head_dim), "whole": (mixed, self.widths["k"])}[self.qk_norm]
-            cuts = (columns(dataclasses.replace(query, size=mixed)), columns(key)) if self.qk_norm == "whole" else (None, None)
+            cuts = (
+                (columns(dataclasses.replace(query, size=mixed)), columns(key))
+                if self.qk_norm == "whole"
+                else (None, None)
+            )
             found += [
                 Weight(name=name, shape=(size,), fill=1.0 - self.norm_offset, cut=cut)
                 for name, size, cut in zip(("q_norm", "k_norm"), sizes, cuts, strict=True)
@@ -149,7 +160,9 @@ class GroupedAttention:
         if self.rotary is not None:
             queries, keys = (self.rotary.turn(part, step.angles[self.rotary]) for part in (queries, keys))
         if self.turned_norm:
-            queries, keys = (rms_norm(part, jnp.ones(self.head_dim, part.dtype), eps=self.eps) for part in (queries, keys))
+            queries, keys = (
+                rms_norm(part, jnp.ones(self.head_dim, part.dtype), eps=self.eps) for part in (queries, keys)
+            )
         if self.tuning[0]:
             places = jnp.floor((step.positions.astype(jnp.float32) + 1.0) / self.tuning[0])
             grown = jnp.log1p(places) * self.tuning[1] + 1.0
@@ -170,7 +183,11 @@ class GroupedAttention:
         """Gates (if any), queries, keys and values, by head."""
         heads = mixed.reshape(mixed.shape[0], -1, self.head_dim)
         first = self.query_rows // self.head_dim
-        queries, keys, values = heads[:, :first], heads[:, first : first + self.num_kv_heads], heads[:, first + self.num_kv_heads :]
+        queries, keys, values = (
+            heads[:, :first],
+            heads[:, first : first + self.num_kv_heads],
+            heads[:, first + self.num_kv_heads :],
+        )
         if not self.gated:
             return None, queries, keys, values
         return queries[:, 1::2], queries[:, 0::2], keys, values  # each head's query and gate stand side by side

@@ -19,18 +19,22 @@ from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.routing import ROUTED_IDS
 from routed_experts.models.cuts import Cut, Split
 
-# (queries [N H C], keys [N G C], values [N G C], cache, layer) -> (mixed values [N H C], cache); the cache is the caller's own pytree.
-# A layer that is not plain adds AttentionTraits; a latent one gives rows [N 1 C] as keys, and None as values. `layer` counts
+# (queries [N H C], keys [N G C], values [N G C], cache, layer) -> (mixed values [N H C], cache); the cache is the
+# caller's own pytree.
+# A layer that is not plain adds AttentionTraits; a latent one gives rows [N 1 C] as keys, and None as values. `layer`
+# counts
 # those layers that attend.
 Attend = Callable[..., tuple[Array, Any]]
 
-# (inputs of a recurrent layer, cache, layer) -> (what was read [N H V], cache); `layer` counts those layers that keep a state
+# (inputs of a recurrent layer, cache, layer) -> (what was read [N H V], cache); `layer` counts those layers that keep a
+# state
 Recur = Callable[[DeltaInputs, Any, Array], tuple[Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceOps:
-    """Everything by which tokens of a sequence see one another. A caller whose models keep no states may give `attend` alone."""
+    """Everything by which tokens of a sequence see one another. A caller whose models keep no states may give `attend`
+    alone."""
 
     attend: Attend
     recur: Recur | None = None
@@ -39,7 +43,8 @@ class SequenceOps:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenRouting:
-    """Ids to replay in all MoE layers, and weights where those are replayed too; rows that are not valid go to the live router."""
+    """Ids to replay in all MoE layers, and weights where those are replayed too; rows that are not valid go to the live
+    router."""
 
     ids: UInt[Array, "N M K"] | Int[Array, "N M K"]
     valid: Bool[Array, " N"]
@@ -48,8 +53,8 @@ class TokenRouting:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What kernels must be able to do beside the plain case, in words for an error: of experts (`MoeBackend.features`) and of
-    attention (any word: AttentionBackend.special)."""
+    """What kernels must be able to do beside the plain case, in words for an error: of experts (`MoeBackend.features`)
+    and of attention (any word: AttentionBackend.special)."""
 
     experts: frozenset[str] = frozenset()
     attention: frozenset[str] = frozenset()
@@ -107,7 +112,9 @@ class Decoder(Protocol):
         remat: bool = False,
     ) -> tuple[Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]: ...
 
-    def logits(self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR) -> Float[Array, "N V"]: ...
+    def logits(
+        self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR
+    ) -> Float[Array, "N V"]: ...
 
     def unembedding(self) -> Float[Array, "D V"]: ...
 
@@ -116,7 +123,10 @@ def layers_of(routed: TokenRouting | None, first: int, count: int) -> tuple[Arra
     """Ids and weights to replay in `count` MoE layers from `first` on, layer axis first, as a scan takes them."""
     if routed is None:
         return None
-    ids, weights = (None if rows is None else jnp.swapaxes(rows[:, first : first + count], 0, 1) for rows in (routed.ids, routed.weights))
+    ids, weights = (
+        None if rows is None else jnp.swapaxes(rows[:, first : first + count], 0, 1)
+        for rows in (routed.ids, routed.weights)
+    )
     assert ids is not None
     return ids, weights
 

@@ -1,9 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one compressed row a token, which is
-all that the cache keeps. Knows nothing of caches.
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one compressed row a
+token, which is all that the cache keeps. Knows nothing of caches.
 
-The matrices that would expand a row into keys and values are applied on the other side (section 2.1.2, "absorbed"): queries go into
-the space of the rows, and what was mixed there comes out as values. Dims: N tokens, D hidden, H heads, R rank of a row, P rotary dims
-beside it (the row is R + P wide), C key dim without them, V value dim, Q rank of the queries."""
+The matrices that would expand a row into keys and values are applied on the other side (section 2.1.2, "absorbed"):
+queries go into the space of the rows, and what was mixed there comes out as values. Dims: N tokens, D hidden, H heads,
+R rank of a row, P rotary dims beside it (the row is R + P wide), C key dim without them, V value dim, Q rank of the
+queries."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -58,7 +59,10 @@ class LatentAttention:
         out = rows(heads * self.value_dim, heads, what)
         found = [
             Weight(
-                name="q", shape=(self.query_rank or hidden, queries), kind=Kind.MATRIX, cut=columns(Segment(queries, heads, what))
+                name="q",
+                shape=(self.query_rank or hidden, queries),
+                kind=Kind.MATRIX,
+                cut=columns(Segment(queries, heads, what)),
             ),
             Weight(name="kv_down", shape=(hidden, self.rank + self.rotary_dim), kind=Kind.MATRIX),
             Weight(name="kv_norm", shape=(self.rank,), fill=1.0),
@@ -98,6 +102,8 @@ class LatentAttention:
         absorbed = jnp.einsum("nhc,rhc->nhr", queries[..., : self.key_dim], up[..., : self.key_dim])
         queries = jnp.concatenate([absorbed, self.rotary.turn(queries[..., self.key_dim :], angles)], axis=-1)
         rows = jnp.concatenate([row[:, None], turned], axis=-1)
-        mixed, cache = step.attend(queries, rows, None, cache, layer, AttentionTraits(latent=self.rank, scale=self.scale))
+        mixed, cache = step.attend(
+            queries, rows, None, cache, layer, AttentionTraits(latent=self.rank, scale=self.scale)
+        )
         values = jnp.einsum("nhr,rhv->nhv", mixed, up[..., self.key_dim :])
         return view.project(values.reshape(x.shape[0], -1), "out", summed=True), cache

@@ -1,7 +1,7 @@
 """What every part of a decoder layer is given and offers. Knows no architecture.
 
-A part is a frozen value, static under jit: it names its arrays (`weights`), says which tensors fill them (`sources`), and computes
-(`run`) from a LayerView. Dims: N tokens, F frequencies, D hidden, K experts per token."""
+A part is a frozen value, static under jit: it names its arrays (`weights`), says which tensors fill them (`sources`),
+and computes (`run`) from a LayerView. Dims: N tokens, F frequencies, D hidden, K experts per token."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -43,7 +43,8 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a layer's tensors go: the arrays at `target`, row `row` of each stack; `at` is the layer's prefix in the checkpoint."""
+    """Where a layer's tensors go: the arrays at `target`, row `row` of each stack; `at` is the layer's prefix in the
+    checkpoint."""
 
     target: str
     row: int
@@ -64,7 +65,13 @@ class Place:
         turn = len(shape) == 2 if transpose is None else transpose
         index = (self.row if row is None else row,)
         return WeightSource(
-            name=self.at + name, shape=shape, target=f"{self.target}.{to}", index=index, transpose=turn, offset=offset, optional=optional
+            name=self.at + name,
+            shape=shape,
+            target=f"{self.target}.{to}",
+            index=index,
+            transpose=turn,
+            offset=offset,
+            optional=optional,
         )
 
 
@@ -92,5 +99,10 @@ class FeedForward(Protocol):
     def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]: ...
 
     def run(
-        self, x: Float[Array, "N D"], view: LayerView, step: Step, replay: Replay | None, capture: _RoutedExpertsDeviceCache | None
+        self,
+        x: Float[Array, "N D"],
+        view: LayerView,
+        step: Step,
+        replay: Replay | None,
+        capture: _RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], _RoutedExpertsDeviceCache | None]: ...

@@ -1,9 +1,9 @@
-"""Weights of a run of layers: which arrays a part of a layer has, how they stand, and how one layer's are reached in a scan.
-Knows no architecture.
+"""Weights of a run of layers: which arrays a part of a layer has, how they stand, and how one layer's are reached in a
+scan. Knows no architecture.
 
-Every array of a run has the layers on its first axis; expert arrays are [R*E, ...] (layers/moe.py). Kernels that read a stack in place
-are given all of it and the layer's place; the others get the slice that the scan made.
-Dims: N tokens, R layers of a run, E experts of a layer, D inputs, O outputs, F expert width."""
+Every array of a run has the layers on its first axis; expert arrays are [R*E, ...] (layers/moe.py). Kernels that read a
+stack in place are given all of it and the layer's place; the others get the slice that the scan made. Dims: N tokens, R
+layers of a run, E experts of a layer, D inputs, O outputs, F expert width."""
 
 import dataclasses
 import enum
@@ -32,9 +32,9 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """One array of a part: its shape in one layer, with the experts first. `wide`: float32 whatever the model's dtype is, for
-    numbers that choose experts; its variable says so too (metadata "wide"). `fill`: the initial value, None for small random numbers.
-    `cut`: how several devices share it, None: each has all of it."""
+    """One array of a part: its shape in one layer, with the experts first. `wide`: float32 whatever the model's dtype
+    is, for numbers that choose experts; its variable says so too (metadata "wide"). `fill`: the initial value, None for
+    small random numbers. `cut`: how several devices share it, None: each has all of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,7 +78,9 @@ def to_scan(weights: Iterable[Weight], arrays: Mapping[str, nnx.Param[Array]], k
     """The arrays that a scan slices, layer axis first."""
     sliced = [weight for weight in weights if not in_place(weight, kernels)]
     return {
-        weight.name: arrays[weight.name][...].reshape(-1, *weight.shape) if weight.kind is Kind.EXPERTS else arrays[weight.name][...]
+        weight.name: arrays[weight.name][...].reshape(-1, *weight.shape)
+        if weight.kind is Kind.EXPERTS
+        else arrays[weight.name][...]
         for weight in sliced
     }
 
@@ -97,8 +99,8 @@ class LayerView:
         return self.sliced[name]
 
     def project(self, x: Float[Array, "N D"], name: str, *, summed: bool = False) -> Float[Array, "N O"]:
-        """Multiply by a matrix, and add its bias `<name>_bias` where there is one. `summed`: devices hold rows of the matrix, and their
-        products are added up."""
+        """Multiply by a matrix, and add its bias `<name>_bias` where there is one. `summed`: devices hold rows of the
+        matrix, and their products are added up."""
         if name in self.sliced:
             y = self.kernels.linear.run(x, self.sliced[name][None], 0, x.dtype)
         else:
@@ -110,5 +112,9 @@ class LayerView:
         """The expert arrays: gate_up, down and, where there are, their biases."""
         in_place = "gate_up" not in self.sliced
         first = self.place * num_experts if in_place else jnp.zeros((), jnp.int32)
-        found = {name: self.whole[name][...] if in_place else self.sliced[name] for name in _EXPERT_ARRAYS if name in self.whole}
+        found = {
+            name: self.whole[name][...] if in_place else self.sliced[name]
+            for name in _EXPERT_ARRAYS
+            if name in self.whole
+        }
         return ExpertWeights(found["gate_up"], found["down"], first, found.get("gate_up_bias"), found.get("down_bias"))

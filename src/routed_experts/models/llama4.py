@@ -1,6 +1,7 @@
-"""Llama 4, text (Meta 2025): one expert a token, whose input is multiplied by the sigmoid of its score; a shared expert; three of four
-layers turn queries and keys by position, norm them, and see their own chunk alone, the fourth sees all and has no positions.
-A checkpoint with a vision tower is read for its text model; the tower is left where it is."""
+"""Llama 4, text (Meta 2025): one expert a token, whose input is multiplied by the sigmoid of its score; a shared
+expert; three of four layers turn queries and keys by position, norm them, and see their own chunk alone, the fourth
+sees all and has no positions. A checkpoint with a vision tower is read for its text model; the tower is left where it
+is."""
 
 import dataclasses
 
@@ -16,7 +17,10 @@ _AT = "feed_forward"
 _LAYER_TYPES = ("full_attention", "chunked_attention")
 _NAMES = ExpertNames(
     router=f"{_AT}.router.weight",
-    stacked=(Stacked(name=f"{_AT}.experts.gate_up_proj", to="gate_up"), Stacked(name=f"{_AT}.experts.down_proj", to="down")),
+    stacked=(
+        Stacked(name=f"{_AT}.experts.gate_up_proj", to="gate_up"),
+        Stacked(name=f"{_AT}.experts.down_proj", to="down"),
+    ),
     shared=f"{_AT}.shared_expert",
 )
 
@@ -29,8 +33,14 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
     experts, top_k = read_experts(reader, key="num_local_experts", scoring="sigmoid")
     reader.require(top_k == 1, "num_experts_per_tok", "1: weights multiply what enters an expert")
     interval = reader.int("no_rope_layer_interval", minimum=1, default=4)
-    turned = reader.ints("no_rope_layers", default=()) or tuple(int((at + 1) % interval != 0) for at in range(sizes.num_layers))
-    reader.require(len(turned) >= sizes.num_layers, "no_rope_layers", f"at least {sizes.num_layers} numbers, 1 for a layer that turns")
+    turned = reader.ints("no_rope_layers", default=()) or tuple(
+        int((at + 1) % interval != 0) for at in range(sizes.num_layers)
+    )
+    reader.require(
+        len(turned) >= sizes.num_layers,
+        "no_rope_layers",
+        f"at least {sizes.num_layers} numbers, 1 for a layer that turns",
+    )
     kinds = tuple(_LAYER_TYPES[turns != 0] for turns in turned)
     told = read_words(reader, "layer_types", choices=_LAYER_TYPES, default=kinds)
     reader.require(told == kinds, "layer_types", "chunked_attention where no_rope_layers is 1, else full_attention")
@@ -52,13 +62,15 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
     sparse = Sparse(router=router, width=width, names=_NAMES, shared_width=width, weigh_inputs=True)
     dense = Dense(width=reader.int("intermediate_size_mlp", minimum=1, default=16_384), at=_AT)
     layers = [
-        LayerSpec(mixer=chunked if turned[at] else plain, feed=sparse if at in sparse_layers else dense) for at in range(sizes.num_layers)
+        LayerSpec(mixer=chunked if turned[at] else plain, feed=sparse if at in sparse_layers else dense)
+        for at in range(sizes.num_layers)
     ]
     return sizes.within(rotary).decoder(layers)
 
 
 def _is_tuned(reader: ConfigReader) -> bool:
-    """Whether queries of layers without positions are scaled; the published files say 4 where transformers says true."""
+    """Whether queries of layers without positions are scaled; the published files say 4 where transformers says
+    true."""
     key = "attn_temperature_tuning"
     return reader.int(key, minimum=0) > 0 if type(reader.values.get(key)) is int else reader.bool(key, default=True)
 

@@ -1,8 +1,9 @@
-"""Which piece of which tensor goes where: the sources of a target, cut along what each device holds of it. Knows no file and no array.
+"""Which piece of which tensor goes where: the sources of a target, cut along what each device holds of it. Knows no
+file and no array.
 
-    sources      tensors of a checkpoint, each a box of the target
-    boxes        what a device holds of the target; several where it was cut apart
-    pieces       where the two meet: a box of a tensor, and a place in the device's part"""
+sources      tensors of a checkpoint, each a box of the target
+boxes        what a device holds of the target; several where it was cut apart
+pieces       where the two meet: a box of a tensor, and a place in the device's part"""
 
 import bisect
 import itertools
@@ -46,7 +47,9 @@ class Piece:
         depth = max(1, rows * most_bytes // max(1, self.num_bytes))
         if depth >= rows:
             return [self]
-        axis = len(self.shape) - (1 if self.transpose and len(self.box) == 2 else len(self.box))  # where that axis stands in the part
+        axis = len(self.shape) - (
+            1 if self.transpose and len(self.box) == 2 else len(self.box)
+        )  # where that axis stands in the part
         slabs: list[Piece] = []
         for low in range(0, rows, depth):
             high = min(low + depth, rows)
@@ -71,7 +74,8 @@ _Bounds = tuple[tuple[int, int], ...]  # [first, end) along each axis of a targe
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """Boxes of a target that stand side by side along `axis` in the part that the devices hold; one, if nothing is cut apart."""
+    """Boxes of a target that stand side by side along `axis` in the part that the devices hold; one, if nothing is cut
+    apart."""
 
     axis: int
     bounds: tuple[_Bounds, ...]
@@ -117,8 +121,10 @@ def plan_parts(
     """Cut the sources of one target along the parts that this host's devices hold of it."""
     covered = sum(math.prod(source.shape) for source in sources)
     if covered != math.prod(struct.shape):
-        raise CheckpointError(f"{len(sources)} tensors hold {covered} of the {math.prod(struct.shape)} values of {sources[0].target}; "
-                              "wanted all of them or, where they are optional, none; copy the checkpoint again")  # fmt: skip
+        raise CheckpointError(
+            f"{len(sources)} tensors hold {covered} of the {math.prod(struct.shape)} values of {sources[0].target}; "
+            "wanted all of them or, where they are optional, none; copy the checkpoint again"
+        )
     parts: list[Part] = []
     for held in boxes:
         places = held.places()
@@ -154,7 +160,9 @@ def _cut(source: WeightSource, dtype: str, bounds: _Bounds, at: tuple[int, int])
     high = [min(first + size, end) for first, size, (_, end) in zip(start, placed, bounds, strict=True)]
     if any(first >= stop for first, stop in zip(low, high, strict=True)):
         return None
-    box = [slice(first - begin, stop - begin) for first, stop, begin in zip(low, high, start, strict=True)][len(source.index) :]
+    box = [slice(first - begin, stop - begin) for first, stop, begin in zip(low, high, start, strict=True)][
+        len(source.index) :
+    ]
     if source.transpose:
         box[-2:] = box[-1], box[-2]
     begins = [first - begin for first, (begin, _) in zip(low, bounds, strict=True)]

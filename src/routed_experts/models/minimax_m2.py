@@ -1,5 +1,5 @@
-"""MiniMax-M2 (MiniMax 2025): sigmoid scores with a bias that moves the choice alone, no shared experts, queries and keys normed over the
-whole projection, a part of each head turned by position."""
+"""MiniMax-M2 (MiniMax 2025): sigmoid scores with a bias that moves the choice alone, no shared experts, queries and
+keys normed over the whole projection, a part of each head turned by position."""
 
 import dataclasses
 
@@ -32,6 +32,8 @@ def read_minimax_m2(reader: ConfigReader) -> FamilyConfig:
     refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
     router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=True, law="sigmoid", biased=True)
     attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm="whole")
-    layer = LayerSpec(mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1), names=_NAMES))
+    layer = LayerSpec(
+        mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1), names=_NAMES)
+    )
     predicting = reader.int("num_mtp_modules", minimum=0, default=0)
     return sizes.within(rotary).decoder([layer] * sizes.num_layers, num_predicting=predicting)

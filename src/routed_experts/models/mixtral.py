@@ -1,5 +1,5 @@
-"""Mixtral (Jiang et al. 2024): grouped-query attention, in every layer 8 experts of which 2 run, weighed by a softmax over the two.
-PhiMoE (Abdin et al. 2024) is built alike, with layer norms, biases, longrope and sparsemixer routing."""
+"""Mixtral (Jiang et al. 2024): grouped-query attention, in every layer 8 experts of which 2 run, weighed by a softmax
+over the two. PhiMoE (Abdin et al. 2024) is built alike, with layer norms, biases, longrope and sparsemixer routing."""
 
 import dataclasses
 
@@ -11,7 +11,9 @@ from routed_experts.models.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.feed_forward import Sparse
 from routed_experts.models.rotary_reader import read_rotary
 
-_NAMES = ExpertNames(router="block_sparse_moe.gate.weight", expert="block_sparse_moe.experts.{}", gate="w1", up="w3", down="w2")
+_NAMES = ExpertNames(
+    router="block_sparse_moe.gate.weight", expert="block_sparse_moe.experts.{}", gate="w1", up="w3", down="w2"
+)
 
 
 def read_mixtral(reader: ConfigReader) -> FamilyConfig:
@@ -23,12 +25,15 @@ def read_mixtral(reader: ConfigReader) -> FamilyConfig:
     refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
     router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=True)
     attention = dataclasses.replace(sizes.attention(rotary.spec), window=read_window(reader, sizes))
-    layer = LayerSpec(mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1), names=_NAMES))
+    layer = LayerSpec(
+        mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1), names=_NAMES)
+    )
     return sizes.decoder([layer] * sizes.num_layers)
 
 
 def read_phimoe(reader: ConfigReader) -> FamilyConfig:
-    """Read config.json of PhiMoE. The jitter of its inputs is for training; that of its router is the width of sparsemixer's choice."""
+    """Read config.json of PhiMoE. The jitter of its inputs is for training; that of its router is the width of
+    sparsemixer's choice."""
     sizes = read_sizes(reader, eps=1e-5)
     rotary = read_rotary(reader, sizes.head_dim, theta=1e6)
     sizes = sizes.within(rotary)
@@ -40,6 +45,8 @@ def read_phimoe(reader: ConfigReader) -> FamilyConfig:
     bias = reader.bool("attention_bias", default=False)
     attention = sizes.attention(rotary.spec)
     attention = dataclasses.replace(attention, window=read_window(reader, sizes), bias_in=bias, bias_out=bias)
-    layer = LayerSpec(mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1), names=_NAMES))
+    layer = LayerSpec(
+        mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1), names=_NAMES)
+    )
     decoder = sizes.decoder([layer] * sizes.num_layers)
     return dataclasses.replace(decoder, layer_norms=True, head_bias=reader.bool("lm_head_bias", default=False))

@@ -1,5 +1,5 @@
-"""OLMoE (Muennighoff et al. 2024): queries and keys normed over the whole projection, softmax over all 64 experts, the best 8 weighed
-by it without renormalisation."""
+"""OLMoE (Muennighoff et al. 2024): queries and keys normed over the whole projection, softmax over all 64 experts, the
+best 8 weighed by it without renormalisation."""
 
 import dataclasses
 

@@ -1,6 +1,6 @@
-"""Where a Placement puts the experts of a decoder: which rows of its arrays each device holds, and the maps that a step is given.
-Knows no device. Instance i of a layer is on device i // (I / V).
-Dims: M MoE layers, R layers of a run, E experts, I instances, J replica positions, V devices."""
+"""Where a Placement puts the experts of a decoder: which rows of its arrays each device holds, and the maps that a step
+is given. Knows no device. Instance i of a layer is on device i // (I / V). Dims: M MoE layers, R layers of a run, E
+experts, I instances, J replica positions, V devices."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,11 +15,15 @@ from routed_experts.models.family_config import FamilyConfig
 from routed_experts.models.feed_forward import Sparse
 from routed_experts.models.layer_weights import Kind
 
-REPLICAS, CAPACITY = "replicas", "capacity"  # names among a run's arrays: its maps [R, E, J], and its capacity factors [R, 2]
+REPLICAS, CAPACITY = (
+    "replicas",
+    "capacity",
+)  # names among a run's arrays: its maps [R, E, J], and its capacity factors [R, 2]
 
 
 def sparse_places(config: FamilyConfig) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Of every place in a run with experts: its dotted path, the column of each layer in the record, and its arrays of experts."""
+    """Of every place in a run with experts: its dotted path, the column of each layer in the record, and its arrays of
+    experts."""
     spec = config.capture_spec
     for number, run in enumerate(config.runs):
         for kind, layer in enumerate(run.pattern):
@@ -48,11 +52,16 @@ def replica_maps(config: FamilyConfig, placement: Placement) -> dict[str, Int32[
 
 def capacity_maps(config: FamilyConfig, factor: tuple[int, int]) -> dict[str, Int32[np.ndarray, "R 2"]]:
     """The capacity factor, numerator and denominator, of every layer, by the same paths."""
-    return {f"{at}.{CAPACITY}": np.tile(np.array(factor, np.int32), (len(columns), 1)) for at, columns, _ in sparse_places(config)}
+    return {
+        f"{at}.{CAPACITY}": np.tile(np.array(factor, np.int32), (len(columns), 1))
+        for at, columns, _ in sparse_places(config)
+    }
 
 
 def with_maps(state: nnx.State[Any, Any], maps: Mapping[str, Any]) -> nnx.State[Any, Any]:
     """A model's arrays, with maps beside those of the experts."""
-    paths = (([int(part) if part.isdigit() else part for part in name.split(".")], value) for name, value in maps.items())
+    paths = (
+        ([int(part) if part.isdigit() else part for part in name.split(".")], value) for name, value in maps.items()
+    )
     added = [(tuple(path), nnx.Variable(value)) for path, value in paths]
     return nnx.from_flat_state([*nnx.to_flat_state(state), *added])

@@ -1,5 +1,5 @@
-"""Qwen2-MoE and Qwen1.5-MoE (Qwen Team 2024): biases on queries, keys and values; experts weighed by their softmax over all, not
-renormalised; beside them a shared expert that every token runs, times a sigmoid gate. Layers may be dense."""
+"""Qwen2-MoE and Qwen1.5-MoE (Qwen Team 2024): biases on queries, keys and values; experts weighed by their softmax over
+all, not renormalised; beside them a shared expert that every token runs, times a sigmoid gate. Layers may be dense."""
 
 import dataclasses
 

@@ -1,9 +1,9 @@
-"""Qwen3-MoE (Qwen Team 2025): grouped-query attention with q/k norm, rotary positions, top-k experts; dense layers may be
-interleaved (`decoder_sparse_step`, `mlp_only_layers`). Knows nothing of caches: attention is an argument.
+"""Qwen3-MoE (Qwen Team 2025): grouped-query attention with q/k norm, rotary positions, top-k experts; dense layers may
+be interleaved (`decoder_sparse_step`, `mlp_only_layers`). Knows nothing of caches: attention is an argument.
 
-Layers stand in homogeneous runs, each scanned: a dense-first model has two. A run's expert weights are one array
-[R*E, ...] (layers/moe.py). Dims: N tokens, L layers, R layers of a run, D hidden, H query heads, G kv heads, C head dim,
-E experts, K experts per token, F expert width, I dense width, V vocabulary."""
+Layers stand in homogeneous runs, each scanned: a dense-first model has two. A run's expert weights are one array [R*E,
+...] (layers/moe.py). Dims: N tokens, L layers, R layers of a run, D hidden, H query heads, G kv heads, C head dim, E
+experts, K experts per token, F expert width, I dense width, V vocabulary."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,7 +42,13 @@ class DecoderRun(nnx.Module):
 
     def __init__(self, config: Qwen3MoeConfig, first: int, end: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         self.first, self.length, self.is_moe = first, end - first, first in config.moe_layers
-        num, dim, heads, groups, c = self.length, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        num, dim, heads, groups, c = (
+            self.length,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
         self.input_norm, self.post_norm = nnx.Param(jnp.ones((num, dim), dtype)), nnx.Param(jnp.ones((num, dim), dtype))
         self.q_norm, self.k_norm = nnx.Param(jnp.ones((num, c), dtype)), nnx.Param(jnp.ones((num, c), dtype))
         self.qkv = _normal(rngs, (num, dim, (heads + 2 * groups) * c), dtype)
@@ -71,13 +77,18 @@ class DecoderRun(nnx.Module):
         assert self.router is not None, "a dense run"
         names = ("input_norm", "post_norm", "q_norm", "k_norm", "qkv", "out", "gate_up", "down")
         weights = zip(
-            names, (self.input_norm, self.post_norm, self.q_norm, self.k_norm, self.qkv, self.out, self.gate_up, self.down), strict=True
+            names,
+            (self.input_norm, self.post_norm, self.q_norm, self.k_norm, self.qkv, self.out, self.gate_up, self.down),
+            strict=True,
         )
-        return RunArrays(**{name: param[...] for name, param in weights}, router=self.router[...], next_norm=next_norm, eps=eps)
+        return RunArrays(
+            **{name: param[...] for name, param in weights}, router=self.router[...], next_norm=next_norm, eps=eps
+        )
 
 
 class Qwen3Moe(nnx.Module):
-    """The decoder. `__call__` gives hidden states of tokens; `logits` turns hidden states into scores of the vocabulary."""
+    """The decoder. `__call__` gives hidden states of tokens; `logits` turns hidden states into scores of the
+    vocabulary."""
 
     def __init__(self, config: Qwen3MoeConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         self.config = config
@@ -108,18 +119,34 @@ class Qwen3Moe(nnx.Module):
         routed: TokenRouting | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
-        """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in it."""
+        """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in
+        it."""
         config = self.config
-        cos, sin = rotary_angles(positions, head_dim=config.head_dim, theta=config.rope_theta, scaled=config.scaled_rotary)
+        cos, sin = rotary_angles(
+            positions, head_dim=config.head_dim, theta=config.rope_theta, scaled=config.scaled_rotary
+        )
         shared = StepArrays(cos=cos, sin=sin, valid=valid)
         x = kernels.peers.join(jnp.take(self.embed[...], tokens, axis=0))
         first_moe, normed = 0, None
         together = runs_together(kernels, attend, routed, tokens.shape[0], config.router)
         for run in self.runs:
             if together is not None and isinstance(attend, PagedAttend) and run.router is not None:
-                arrays, places = run.arrays(self.norm[...], eps=config.norm_eps), RunPlaces(first_layer=run.first, first_column=first_moe)
+                arrays, places = (
+                    run.arrays(self.norm[...], eps=config.norm_eps),
+                    RunPlaces(first_layer=run.first, first_column=first_moe),
+                )
                 x, normed, cache, capture = run_together(
-                    together, x, arrays, shared, attend, cache, capture, routed, places=places, spec=config.router, kernels=kernels
+                    together,
+                    x,
+                    arrays,
+                    shared,
+                    attend,
+                    cache,
+                    capture,
+                    routed,
+                    places=places,
+                    spec=config.router,
+                    kernels=kernels,
                 )
                 first_moe += run.length
                 continue
@@ -144,7 +171,9 @@ class Qwen3Moe(nnx.Module):
         """The body of a run's scan: one decoder layer."""
         config = self.config
 
-        def linear(x: Float[Array, "N D"], weights: Float[Array, "R D O"], place: Int[Array, ""], dtype: Any = None) -> Float[Array, "N O"]:
+        def linear(
+            x: Float[Array, "N D"], weights: Float[Array, "R D O"], place: Int[Array, ""], dtype: Any = None
+        ) -> Float[Array, "N O"]:
             return kernels.linear.run(x, weights, place if kernels.linear.layered else 0, dtype or x.dtype)
 
         def layer(carry: Any, scanned: Any) -> tuple[Any, None]:
@@ -154,15 +183,24 @@ class Qwen3Moe(nnx.Module):
             qkv, out = run.projections() if projections is None else projections
             normed = rms_norm(x, input_norm, eps=config.norm_eps)
             norms = HeadNorms(
-                q_norm=q_norm, k_norm=k_norm, run_q_norm=run.q_norm[...], run_k_norm=run.k_norm[...], place=place, eps=config.norm_eps
+                q_norm=q_norm,
+                k_norm=k_norm,
+                run_q_norm=run.q_norm[...],
+                run_k_norm=run.k_norm[...],
+                place=place,
+                eps=config.norm_eps,
             )
             sizes = {"heads": config.num_heads, "groups": config.num_kv_heads}
-            mixed, cache = mix_values(linear(normed, qkv, place), norms, (shared.cos, shared.sin), attend, cache, index, **sizes)
+            mixed, cache = mix_values(
+                linear(normed, qkv, place), norms, (shared.cos, shared.sin), attend, cache, index, **sizes
+            )
             x = x + kernels.peers.add(linear(mixed, out, place))
             normed = rms_norm(x, post_norm, eps=config.norm_eps)
             if run.router is None:
                 gate_up, down = (run.gate_up[...], run.down[...]) if experts is None else experts
-                hidden = gated(linear(normed, gate_up, place, jnp.float32)).astype(x.dtype)  # rounded once, and the stream once
+                hidden = gated(linear(normed, gate_up, place, jnp.float32)).astype(
+                    x.dtype
+                )  # rounded once, and the stream once
                 y = kernels.peers.add(linear(hidden, down, place, jnp.float32))
                 return ((x.astype(jnp.float32) + y).astype(x.dtype), cache, capture), None
             logits = router_logits(normed, run.router[...], router, place, kernels)
@@ -181,10 +219,14 @@ class Qwen3Moe(nnx.Module):
     def weight_sources(config: Qwen3MoeConfig) -> Iterator[WeightSource]:
         """The table of names: where each tensor of a checkpoint belongs."""
         dim = config.hidden_size
-        yield WeightSource(name="model.embed_tokens.weight", shape=(config.vocab_size, dim), target="embed", index=(), transpose=False)
+        yield WeightSource(
+            name="model.embed_tokens.weight", shape=(config.vocab_size, dim), target="embed", index=(), transpose=False
+        )
         yield WeightSource(name="model.norm.weight", shape=(dim,), target="norm", index=(), transpose=False)
         if not config.tie_embeddings:
-            yield WeightSource(name="lm_head.weight", shape=(config.vocab_size, dim), target="head", index=(), transpose=True)
+            yield WeightSource(
+                name="lm_head.weight", shape=(config.vocab_size, dim), target="head", index=(), transpose=True
+            )
         for run, (first, end) in enumerate(config.runs):
             for layer in range(first, end):
                 yield from _layer_sources(config, f"runs.{run}.", layer, layer - first)
@@ -195,7 +237,9 @@ def _layer_sources(config: Qwen3MoeConfig, run: str, layer: int, index: int) -> 
 
     def source(name: str, shape: tuple[int, ...], target: str, *, row: int = index, offset: int = 0) -> WeightSource:
         full = f"model.layers.{layer}.{name}.weight"
-        return WeightSource(name=full, shape=shape, target=run + target, index=(row,), transpose=len(shape) == 2, offset=offset)
+        return WeightSource(
+            name=full, shape=shape, target=run + target, index=(row,), transpose=len(shape) == 2, offset=offset
+        )
 
     yield source("input_layernorm", (dim,), "input_norm")
     yield source("post_attention_layernorm", (dim,), "post_norm")

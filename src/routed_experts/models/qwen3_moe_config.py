@@ -40,7 +40,9 @@ class Qwen3MoeConfig:
         if not self.moe_layers:
             return None
         experts, top_k = self.router.num_experts, self.router.top_k
-        return CaptureSpec(num_hidden_layers=self.num_layers, layer_ids=self.moe_layers, num_experts=experts, top_k=top_k)
+        return CaptureSpec(
+            num_hidden_layers=self.num_layers, layer_ids=self.moe_layers, num_experts=experts, top_k=top_k
+        )
 
     @property
     def cache(self) -> CacheLayout:
@@ -71,7 +73,9 @@ class Qwen3MoeConfig:
         key = Segment(self.num_kv_heads * self.head_dim, self.num_kv_heads, "kv heads", repeated=True)
         for number, (first, end) in enumerate(self.runs):
             moe = first in self.moe_layers
-            width, what = (self.expert_width, "columns of an expert") if moe else (self.dense_width, "columns of a dense layer")
+            width, what = (
+                (self.expert_width, "columns of an expert") if moe else (self.dense_width, "columns of a dense layer")
+            )
             half, experts = Segment(width, width, what), whole_experts(self.router.num_experts, end - first)
             found |= {
                 f"runs.{number}.qkv": columns(query, key, key),
@@ -103,7 +107,9 @@ class Qwen3MoeConfig:
             head_dim=sizes.head_dim,
             dense_width=reader.int("intermediate_size", minimum=1),
             expert_width=reader.int("moe_intermediate_size", minimum=1),
-            router=RouterSpec(num_experts=experts, top_k=top_k, renormalize=reader.bool("norm_topk_prob", default=False)),
+            router=RouterSpec(
+                num_experts=experts, top_k=top_k, renormalize=reader.bool("norm_topk_prob", default=False)
+            ),
             moe_layers=moe_layers,
             rope_theta=rotary.theta,
             norm_eps=sizes.norm_eps,

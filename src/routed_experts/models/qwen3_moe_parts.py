@@ -1,5 +1,5 @@
-"""Qwen3-MoE as the parts that other families are made of, for steps that are cut at the experts (models/split_layers.py); it computes
-what models/qwen3_moe.py does. Knows nothing of caches."""
+"""Qwen3-MoE as the parts that other families are made of, for steps that are cut at the experts
+(models/split_layers.py); it computes what models/qwen3_moe.py does. Knows nothing of caches."""
 
 import dataclasses
 
@@ -17,5 +17,7 @@ def read_qwen3_moe_parts(reader: ConfigReader) -> FamilyConfig:
     rotary = read_rotary(reader, sizes.head_dim)
     attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm="head")
     dense, sparse = Dense(width=config.dense_width), Sparse(router=config.router, width=config.expert_width)
-    layers = [LayerSpec(mixer=attention, feed=sparse if at in config.moe_layers else dense) for at in range(config.num_layers)]
+    layers = [
+        LayerSpec(mixer=attention, feed=sparse if at in config.moe_layers else dense) for at in range(config.num_layers)
+    ]
     return sizes.within(rotary).decoder(layers)

@@ -1,6 +1,7 @@
-"""Qwen3-Next (Qwen Team 2025) and Qwen3.5-MoE: three of four layers are linear attention with a state that does not grow, the fourth is
-grouped-query attention with gated heads, a quarter of each head turned by position; experts and a gated shared expert in every layer;
-norms scale by 1 + w. Since states cannot be cut where a prefix ends, prefixes are not cached for these models."""
+"""Qwen3-Next (Qwen Team 2025) and Qwen3.5-MoE: three of four layers are linear attention with a state that does not
+grow, the fourth is grouped-query attention with gated heads, a quarter of each head turned by position; experts and a
+gated shared expert in every layer; norms scale by 1 + w. Since states cannot be cut where a prefix ends, prefixes are
+not cached for these models."""
 
 import dataclasses
 
@@ -33,7 +34,9 @@ def read_qwen3_5_moe(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of Qwen3.5-MoE with its vision tower, which is left where it is."""
     config = read_qwen3_5_moe_text(reader.section("text_config"))
     tied = reader.bool("tie_word_embeddings", default=config.tie_embeddings)
-    return dataclasses.replace(config, stem="model.language_model.", tie_embeddings=tied, surplus=(*config.surplus, "model.visual.*"))
+    return dataclasses.replace(
+        config, stem="model.language_model.", tie_embeddings=tied, surplus=(*config.surplus, "model.visual.*")
+    )
 
 
 def _decoder(reader: ConfigReader, *, by_key_head: bool) -> FamilyConfig:
@@ -72,7 +75,9 @@ def _layer_types(reader: ConfigReader, sizes: Sizes) -> tuple[str, ...]:
 
 def _read_delta(reader: ConfigReader, sizes: Sizes, *, by_key_head: bool) -> DeltaAttention:
     key_heads, value_heads = (reader.int(f"linear_num_{kind}_heads", minimum=1) for kind in ("key", "value"))
-    reader.require(value_heads % key_heads == 0, "linear_num_value_heads", f"a multiple of linear_num_key_heads={key_heads}")
+    reader.require(
+        value_heads % key_heads == 0, "linear_num_value_heads", f"a multiple of linear_num_key_heads={key_heads}"
+    )
     shape = DeltaShape(
         key_heads=key_heads,
         value_heads=value_heads,

@@ -1,4 +1,5 @@
-"""How a checkpoint folder becomes a model. Knows nothing of engines, and of architectures what models/families.py lists.
+"""How a checkpoint folder becomes a model. Knows nothing of engines, and of architectures what models/families.py
+lists.
 
 An architecture that is not listed there is refused with the list of those that are."""
 
@@ -37,8 +38,9 @@ _COMPARED_BYTES = 16 << 20  # of a tied head, at once
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """A checkpoint whose config has been read and whose tensors have been checked; no weight is loaded yet. Without `checkpoint`
-    the weights are to be random ones (load_format "dummy"), and config.json is all that the folder needs."""
+    """A checkpoint whose config has been read and whose tensors have been checked; no weight is loaded yet. Without
+    `checkpoint` the weights are to be random ones (load_format "dummy"), and config.json is all that the folder
+    needs."""
 
     path: Path
     family: Family
@@ -49,8 +51,9 @@ class ModelFolder:
 
     @staticmethod
     def open(path: str | Path, *, load_format: str = "auto", in_parts: bool = False) -> "ModelFolder":
-        """Read config.json and, unless `load_format` is "dummy", the tensors' headers. `in_parts`: as a FamilyDecoder, whatever the
-        family. Raises CheckpointError naming everything that does not fit, and ConfigError for another format."""
+        """Read config.json and, unless `load_format` is "dummy", the tensors' headers. `in_parts`: as a FamilyDecoder,
+        whatever the family. Raises CheckpointError naming everything that does not fit, and ConfigError for another
+        format."""
         if load_format not in LOAD_FORMATS:
             raise ConfigError(f"load_format={load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}")
         values = read_config(path, architectures={name: family.tolerated for name, family in FAMILIES.items()})
@@ -68,8 +71,9 @@ class ModelFolder:
         return ModelFolder(path=Path(path), family=family, config=config, checkpoint=checkpoint, sources=sources)
 
     def dtype(self, wanted: str) -> jnp.dtype:
-        """The compute dtype: `wanted`, or with "auto" the one that most bytes of the model's tensors have (bfloat16 without them).
-        Whatever another dtype has is cast as it is loaded, but for numbers that choose experts, which are float32 in any case."""
+        """The compute dtype: `wanted`, or with "auto" the one that most bytes of the model's tensors have (bfloat16
+        without them). Whatever another dtype has is cast as it is loaded, but for numbers that choose experts, which
+        are float32 in any case."""
         if wanted != "auto":
             return jnp.dtype(wanted)
         if self.checkpoint is None:
@@ -80,12 +84,18 @@ class ModelFolder:
         return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype]))
 
     def with_experts_of(self, path: str | Path, targets: Callable[[str], bool]) -> "ModelFolder":
-        """The same model, with the tensors whose target `targets` picks read from another folder. Raises CheckpointError naming those
-        that it lacks or has in another shape."""
+        """The same model, with the tensors whose target `targets` picks read from another folder. Raises
+        CheckpointError naming those that it lacks or has in another shape."""
         if self.checkpoint is None:
-            raise ConfigError(f"kt_weight_path={str(path)!r} with load_format='dummy', which reads no weight; leave one of them out")
+            raise ConfigError(
+                f"kt_weight_path={str(path)!r} with load_format='dummy', which reads no weight; leave one of them out"
+            )
         other = self.family.open(path)
-        wanted = tuple(fuse_experts(filter(lambda source: targets(source.target), self.family.weight_sources(self.config)), other.names()))
+        wanted = tuple(
+            fuse_experts(
+                filter(lambda source: targets(source.target), self.family.weight_sources(self.config)), other.names()
+            )
+        )
         check(wanted, other, ignore=("*",))
         kept = tuple(source for source in self.sources if not targets(source.target))
         return dataclasses.replace(self, sources=kept, others=(other, wanted))
@@ -98,9 +108,9 @@ class ModelFolder:
         place: Callable[[str], Any] = lambda target: None,
         shards: Shards | None = None,
     ) -> Decoder:
-        """Load every tensor and give the model; `progress(bytes done, bytes in all)`. `place` says on which device the array of a
-        dotted name is to be; None: the default one. With `shards` each device reads and gets its own part instead, and the model's
-        arrays are the global ones: it runs only in parts."""
+        """Load every tensor and give the model; `progress(bytes done, bytes in all)`. `place` says on which device the
+        array of a dotted name is to be; None: the default one. With `shards` each device reads and gets its own part
+        instead, and the model's arrays are the global ones: it runs only in parts."""
         if self.checkpoint is None:
             deal_out = None if shards is None else shards.place_array
             build = functools.partial(self.family.build, self.config, dtype=dtype)
@@ -108,7 +118,9 @@ class ModelFolder:
         graphdef, state = self._split(dtype)
         flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
         placed = {name: None if (device := place(name)) is None else SingleDeviceSharding(device) for name in flat}
-        targets = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in flat.items()}
+        targets = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in flat.items()
+        }
         arrays = load(self.checkpoint, self.sources, targets, progress=progress, shards=shards)
         if self.others is not None:
             arrays |= load(*self.others, targets, progress=progress)
@@ -139,4 +151,7 @@ def _same(checkpoint: Checkpoint, one: str, other: str, shape: tuple[int, ...]) 
     """Whether two matrices hold the same numbers, read in blocks of rows."""
     rows = max(1, _COMPARED_BYTES // (4 * shape[1]))
     boxes = ((slice(first, min(first + rows, shape[0])), slice(0, shape[1])) for first in range(0, shape[0], rows))
-    return all(np.array_equal(*(checkpoint.read(name, box).astype(np.float32) for name in (one, other)), equal_nan=True) for box in boxes)
+    return all(
+        np.array_equal(*(checkpoint.read(name, box).astype(np.float32) for name in (one, other)), equal_nan=True)
+        for box in boxes
+    )

@@ -1,5 +1,6 @@
-"""Rotary frequencies from config.json: plain, linear, dynamic up to the trained length, yarn (Peng et al. 2023), llama3, and longrope up
-to the length where its short factors hold. Any other `rope_type` is refused by name. Knows no architecture. Dims: F frequencies."""
+"""Rotary frequencies from config.json: plain, linear, dynamic up to the trained length, yarn (Peng et al. 2023),
+llama3, and longrope up to the length where its short factors hold. Any other `rope_type` is refused by name. Knows no
+architecture. Dims: F frequencies."""
 
 import dataclasses
 import math
@@ -15,8 +16,8 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """The frequencies, their base and kind; what yarn multiplies the scale of attention by where `mscale_all_dim` is set (DeepSeek); and
-    the length up to which they hold, None where the config's own length stands."""
+    """The frequencies, their base and kind; what yarn multiplies the scale of attention by where `mscale_all_dim` is
+    set (DeepSeek); and the length up to which they hold, None where the config's own length stands."""
 
     spec: RotarySpec
     theta: float
@@ -26,10 +27,16 @@ class Rotary:
 
 
 def read_rotary(
-    reader: ConfigReader, head_dim: int, *, theta: float | None = 10_000.0, interleaved: bool = False, part: float | None = None
+    reader: ConfigReader,
+    head_dim: int,
+    *,
+    theta: float | None = 10_000.0,
+    interleaved: bool = False,
+    part: float | None = None,
 ) -> Rotary:
-    """Read either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`. `theta` and `part`, the share of a head's dims
-    that turn, are defaults; without `part` heads of the family turn whole, and a config that says otherwise is refused."""
+    """Read either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`. `theta` and `part`, the share of
+    a head's dims that turn, are defaults; without `part` heads of the family turn whole, and a config that says
+    otherwise is refused."""
     section = _section(reader)
     spellings = {section.str(key, default="", choices=("", *ROPE_TYPES)) for key in ("rope_type", "type")} - {""}
     section.require(len(spellings) <= 1, "type", "the same as rope_type")
@@ -40,7 +47,9 @@ def read_rotary(
     size, holder = int(head_dim * share), _holder(reader, section, "partial_rotary_factor")
     holds, wanted = 2 <= size <= head_dim and size % 2 == 0, f"an even part of head_dim={head_dim}"
     holder.require(holds, "partial_rotary_factor", wanted)
-    holder.require(part is not None or share == 1.0, "partial_rotary_factor", "1.0: heads of this architecture turn whole")
+    holder.require(
+        part is not None or share == 1.0, "partial_rotary_factor", "1.0: heads of this architecture turn whole"
+    )
     plain = 1.0 / np.float32(base) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
     unscaled = Rotary(spec=RotarySpec(inverse=_numbers(plain), interleaved=interleaved), theta=base, kind=kind)
     return unscaled if kind == "default" else _scaled(reader, section, unscaled, plain)
@@ -64,7 +73,9 @@ def _scaled(reader: ConfigReader, section: ConfigReader, unscaled: Rotary, plain
     section.require(same, "original_max_position_embeddings", f"{beside}, as beside it")
     if kind == "longrope":
         inverse, magnitude = _longrope(section, plain, trained, original)
-        return dataclasses.replace(unscaled, spec=of(inverse, magnitude=magnitude), context_length=min(original, trained))
+        return dataclasses.replace(
+            unscaled, spec=of(inverse, magnitude=magnitude), context_length=min(original, trained)
+        )
     factor = section.float("factor", default=trained / original)
     section.require(factor >= 1, "factor", "a number of at least 1")
     if kind == "llama3":
@@ -77,7 +88,8 @@ def _scaled(reader: ConfigReader, section: ConfigReader, unscaled: Rotary, plain
 
 
 def _section(reader: ConfigReader) -> ConfigReader:
-    """The object that speaks of positions. Where both spellings are there, they must say the same; one for all layers."""
+    """The object that speaks of positions. Where both spellings are there, they must say the same; one for all
+    layers."""
     old, new = reader.section("rope_scaling"), reader.section("rope_parameters")
     for key in sorted(old.values.keys() & new.values.keys()):
         new.require(old.values[key] == new.values[key], key, f"{old.values[key]!r}, as rope_scaling says")
@@ -101,7 +113,8 @@ def _holder(reader: ConfigReader, section: ConfigReader, key: str) -> ConfigRead
 def _yarn(
     section: ConfigReader, plain: Float32[np.ndarray, " F"], *, base: float, size: int, factor: float, original: int
 ) -> Float32[np.ndarray, " F"]:
-    """Frequencies that turn often within the original length stay; those that turn little are divided; a ramp between them."""
+    """Frequencies that turn often within the original length stay; those that turn little are divided; a ramp between
+    them."""
 
     def dim_of(rotations: float) -> float:
         return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
@@ -110,23 +123,29 @@ def _yarn(
     if section.bool("truncate", default=True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
-    ramp = np.clip((np.arange(size // 2, dtype=np.float32) - low) / ((high if high != low else high + 0.001) - low), 0, 1)
+    ramp = np.clip(
+        (np.arange(size // 2, dtype=np.float32) - low) / ((high if high != low else high + 0.001) - low), 0, 1
+    )
     return (plain / factor * ramp + plain * (1 - ramp)).astype(np.float32)
 
 
-def _llama3(section: ConfigReader, plain: Float32[np.ndarray, " F"], factor: float, original: int) -> Float32[np.ndarray, " F"]:
+def _llama3(
+    section: ConfigReader, plain: Float32[np.ndarray, " F"], factor: float, original: int
+) -> Float32[np.ndarray, " F"]:
     low, high = section.float("low_freq_factor"), section.float("high_freq_factor")
     section.require(high >= low > 0, "high_freq_factor", "at least low_freq_factor, which is above 0")
     turns = original * plain / (2 * np.pi)
-    smooth = np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns >= low).astype(np.float32)  # no ramp: Llama 4 Scout
+    smooth = (
+        np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns >= low).astype(np.float32)
+    )  # no ramp: Llama 4 Scout
     return ((1 - smooth) * plain / factor + smooth * plain).astype(np.float32)
 
 
 def _longrope(
     section: ConfigReader, plain: Float32[np.ndarray, " F"], trained: int, original: int
 ) -> tuple[Float32[np.ndarray, " F"], float]:
-    """The long factors change every position of a sequence once it outgrows the original length, so keys in a cache would go stale:
-    served up to the original length. Gives frequencies and magnitude."""
+    """The long factors change every position of a sequence once it outgrows the original length, so keys in a cache
+    would go stale: served up to the original length. Gives frequencies and magnitude."""
     factors = np.asarray(read_floats(section, "short_factor"), np.float32)
     section.require(factors.shape == plain.shape, "short_factor", f"{plain.size} numbers")
     ratio = section.float("factor", default=trained / original)

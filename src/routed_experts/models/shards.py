@@ -1,8 +1,8 @@
-"""A model's weights dealt out over a mesh of one axis: which part of an array each device holds, and how arrays get there.
-Knows no architecture: the cuts say it all.
+"""A model's weights dealt out over a mesh of one axis: which part of an array each device holds, and how arrays get
+there. Knows no architecture: the cuts say it all.
 
-Parts of one array stand side by side along the axis of its cut, in the order of the devices, as one global array; where segments are
-cut each for itself, its columns are in another order than in the model's own array. Dims: V devices."""
+Parts of one array stand side by side along the axis of its cut, in the order of the devices, as one global array; where
+segments are cut each for itself, its columns are in another order than in the model's own array. Dims: V devices."""
 
 import dataclasses
 from collections import Counter
@@ -25,7 +25,8 @@ AXIS = "tensor"
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """`split.devices` devices and how each array of a model is dealt out to them; arrays without a cut are whole on each."""
+    """`split.devices` devices and how each array of a model is dealt out to them; arrays without a cut are whole on
+    each."""
 
     split: Split
     cuts: Mapping[str, Cut]  # by dotted path
@@ -34,10 +35,14 @@ class Shards:
 
     @staticmethod
     def of(
-        cuts: Mapping[str, Cut], split: Split, *, devices: tuple[Any, ...] = (), maps: Mapping[str, np.ndarray] | None = None
+        cuts: Mapping[str, Cut],
+        split: Split,
+        *,
+        devices: tuple[Any, ...] = (),
+        maps: Mapping[str, np.ndarray] | None = None,
     ) -> "Shards | None":
-        """For a model's cuts; None for one device. Raises ConfigError where the model cannot be shared by so many; whether there are so
-        many is looked at when `mesh` is asked for."""
+        """For a model's cuts; None for one device. Raises ConfigError where the model cannot be shared by so many;
+        whether there are so many is looked at when `mesh` is asked for."""
         if split.devices == 1:
             return None
         split.check(cuts, most=max(split.devices, jax.device_count()))
@@ -49,8 +54,14 @@ class Shards:
         devices = self.devices or jax.devices()
         if len(devices) < self.split.devices:
             kind = devices[0].platform
-            remedy = ", or set XLA_FLAGS=--xla_force_host_platform_device_count, which makes several of one CPU" if kind == "cpu" else ""
-            raise MachineError(f"tp_size={self.split.devices} is above the {len(devices)} {kind} devices here; lower it{remedy}")
+            remedy = (
+                ", or set XLA_FLAGS=--xla_force_host_platform_device_count, which makes several of one CPU"
+                if kind == "cpu"
+                else ""
+            )
+            raise MachineError(
+                f"tp_size={self.split.devices} is above the {len(devices)} {kind} devices here; lower it{remedy}"
+            )
         return Mesh(np.array(devices[: self.split.devices]), (AXIS,))
 
     def spec(self, name: str, ndim: int) -> PartitionSpec:
@@ -84,7 +95,8 @@ class Shards:
         return nnx.from_flat_state(flat)
 
     def place(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
-        """Copy a model's whole arrays to the devices, to each its part; with `donate` each is deleted once it is copied."""
+        """Copy a model's whole arrays to the devices, to each its part; with `donate` each is deleted once it is
+        copied."""
         flat, gifts = list[Any](), Gifts(jax.tree.leaves(state) if donate else ())
         for path, leaf in nnx.to_flat_state(state):
             given = leaf.get_raw_value()
@@ -119,8 +131,8 @@ def buffers_of(array: Array) -> set[int]:
 
 
 class Gifts:
-    """Arrays that were given away. One may have several names, and is deleted once it was copied under the last of them; one that shares
-    memory with a copy of it is left alone, and so is one of the host."""
+    """Arrays that were given away. One may have several names, and is deleted once it was copied under the last of
+    them; one that shares memory with a copy of it is left alone, and so is one of the host."""
 
     def __init__(self, arrays: Iterable[object]) -> None:
         self._names = Counter(at for array in arrays if isinstance(array, jax.Array) for at in buffers_of(array))

@@ -1,6 +1,6 @@
-"""The sparse block that families share: route, record, run the chosen experts. Knows no architecture.
-The ids that are recorded are the ids that the experts run: one value, used twice. Dims: N tokens, D hidden, F expert width,
-R layers of the run, E experts, K experts per token."""
+"""The sparse block that families share: route, record, run the chosen experts. Knows no architecture. The ids that are
+recorded are the ids that the experts run: one value, used twice. Dims: N tokens, D hidden, F expert width, R layers of
+the run, E experts, K experts per token."""
 
 import dataclasses
 import functools
@@ -34,12 +34,19 @@ def routes_in_place(kernels: Kernels) -> bool:
 
 
 def router_logits(
-    x: Float[Array, "N D"], run: Float[Array, "R D E"], own: Float[Array, "D E"] | None, place: Int[Array, ""], kernels: Kernels
+    x: Float[Array, "N D"],
+    run: Float[Array, "R D E"],
+    own: Float[Array, "D E"] | None,
+    place: Int[Array, ""],
+    kernels: Kernels,
 ) -> Float[Array, "N E"]:
-    """Scores of the experts before any law, float32: by the layer's `own` router, or by the run's in place where that is None."""
+    """Scores of the experts before any law, float32: by the layer's `own` router, or by the run's in place where that
+    is None."""
     if own is not None:
         return jnp.dot(x, own, preferred_element_type=jnp.float32)
-    assert kernels.router is not None and kernels.router.linear is not None, "a layer's router was left out, and no kernel reads the run's"
+    assert kernels.router is not None and kernels.router.linear is not None, (
+        "a layer's router was left out, and no kernel reads the run's"
+    )
     return kernels.router.linear.run(x, run, place, jnp.float32)
 
 
@@ -53,8 +60,8 @@ def route(
     kernels: Kernels,
     bias: Float[Array, " E"] | None = None,
 ) -> tuple[Routing, _RoutedExpertsDeviceCache | None]:
-    """Decide the experts of each token and write their ids down under the layer's column. `bias` moves the choice alone. Weights that
-    are replayed are taken by plain code."""
+    """Decide the experts of each token and write their ids down under the layer's column. `bias` moves the choice
+    alone. Weights that are replayed are taken by plain code."""
     if kernels.router is not None and kernels.router.can(spec) and (routed is None or routed.weights is None):
         block = None if capture is None else capture.ids
         routing, block = kernels.router.run(logits, routed, block, column, spec)
@@ -99,7 +106,18 @@ def run_experts(
 ) -> Float[Array, "N D"]:
     """Run exactly the experts of `routing`; `replicas` are the instances of each, where there are several."""
     call = ExpertCall(
-        x, routing.ids, routing.weights, valid, experts.gate_up, experts.down, experts.first, spec.num_experts,
-        experts.gate_up_bias, experts.down_bias, activation, replicas, routing.instances,
-    )  # fmt: skip
+        x,
+        routing.ids,
+        routing.weights,
+        valid,
+        experts.gate_up,
+        experts.down,
+        experts.first,
+        spec.num_experts,
+        experts.gate_up_bias,
+        experts.down_bias,
+        activation,
+        replicas,
+        routing.instances,
+    )
     return kernels.moe.run(call)

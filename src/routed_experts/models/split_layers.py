@@ -1,5 +1,5 @@
-"""A FamilyDecoder cut at its experts: the layers one by one, each as what comes before the experts run and what comes after.
-Knows nothing of devices, and not where the experts are that a table lacks.
+"""A FamilyDecoder cut at its experts: the layers one by one, each as what comes before the experts run and what comes
+after. Knows nothing of devices, and not where the experts are that a table lacks.
 
     embed -> [ what the experts gave is added -> attention, router -> errand ] for each layer -> added, normed
 
@@ -41,8 +41,8 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAt:
-    """One layer: its kind, its place in the arrays of that kind, its number among those that attend (or keep a state), and among the
-    MoE layers (-1: it is none)."""
+    """One layer: its kind, its place in the arrays of that kind, its number among those that attend (or keep a state),
+    and among the MoE layers (-1: it is none)."""
 
     kind: LayerKind
     place: int
@@ -59,7 +59,9 @@ def layers_at(config: FamilyConfig) -> tuple[LayerAt, ...]:
             for index, layer in enumerate(run.pattern):
                 keeps_state, sparse = isinstance(layer.mixer, DeltaAttention), isinstance(layer.feed, Sparse)
                 ordinal, column = recurrent if keeps_state else attending, columns if sparse else -1
-                found.append(LayerAt(kind=LayerKind(run=number, index=index), place=place, ordinal=ordinal, column=column))
+                found.append(
+                    LayerAt(kind=LayerKind(run=number, index=index), place=place, ordinal=ordinal, column=column)
+                )
                 recurrent, attending, columns = recurrent + keeps_state, attending + (not keeps_state), columns + sparse
     return tuple(found)
 
@@ -77,8 +79,8 @@ class LayerNumbers:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """What goes from layer to layer. `tally`: of each MoE layer, the slots of this step that were not the table's, all slots, and those
-    that were added a layer late."""
+    """What goes from layer to layer. `tally`: of each MoE layer, the slots of this step that were not the table's, all
+    slots, and those that were added a layer late."""
 
     x: Float[Array, "N D"]
     capture: _RoutedExpertsDeviceCache | None
@@ -88,9 +90,9 @@ class Stream:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Errand:
-    """What the experts of a layer are sent. Of the executed ids, `slots` are those in the table and `away` the others, by expert; those
-    among them that may wait for the next MoE layer are `later`, where any may. -1 stands for what is not theirs, padding included.
-    `normed`: what shared experts are fed, where that is another."""
+    """What the experts of a layer are sent. Of the executed ids, `slots` are those in the table and `away` the others,
+    by expert; those among them that may wait for the next MoE layer are `later`, where any may. -1 stands for what is
+    not theirs, padding included. `normed`: what shared experts are fed, where that is another."""
 
     fed: Float[Array, "N D"]
     slots: Int32[Array, "N K"]
@@ -114,9 +116,9 @@ def run_to_experts(
     deferred: int = 0,
     routed: LayerRouting | None = None,
 ) -> tuple[Stream, Errand | None, Any]:
-    """Add what the experts of the layer before gave, attend, and route (rows of `routed` that are valid: as they say); a layer without
-    experts runs to its end, and sends nothing. Of a token's `deferred` lightest experts those that are away may wait, but in the last
-    MoE layer."""
+    """Add what the experts of the layer before gave, attend, and route (rows of `routed` that are valid: as they say);
+    a layer without experts runs to its end, and sends nothing. Of a token's `deferred` lightest experts those that are
+    away may wait, but in the last MoE layer."""
     layer, scale = kind.of(config), config.residual_scale
     view = _view(config, layer, arrays, numbers.place, step.kernels)
     x = add_experts(config, stream.x, given)
@@ -174,7 +176,9 @@ def run_at_home(
     return y if shared is None else y + shared.astype(jnp.float32)
 
 
-def add_experts(config: FamilyConfig, x: Float[Array, "N D"], given: Sequence[Float32[Array, "N D"]]) -> Float[Array, "N D"]:
+def add_experts(
+    config: FamilyConfig, x: Float[Array, "N D"], given: Sequence[Float32[Array, "N D"]]
+) -> Float[Array, "N D"]:
     """Add what the experts gave, here and elsewhere; rounded once."""
     if not given:
         return x
@@ -187,5 +191,9 @@ def _view(
 ) -> LayerView:
     """One layer's weights but its experts: slices, and for kernels that read in place the arrays of its kind."""
     weights = [weight for weight in layer.weights(config) if weight.kind is not Kind.EXPERTS and weight.name in arrays]
-    sliced = {w.name: lax.dynamic_index_in_dim(arrays[w.name], place, keepdims=False) for w in weights if not in_place(w, kernels)}
+    sliced = {
+        w.name: lax.dynamic_index_in_dim(arrays[w.name], place, keepdims=False)
+        for w in weights
+        if not in_place(w, kernels)
+    }
     return LayerView(sliced, arrays, place, kernels)

@@ -1,8 +1,8 @@
 """One safetensors file: its header, and tensors read with plain reads. Knows no architecture and no folder.
 
-Tensors are read, not mapped: pages of a mapped file count as resident memory of the process until the system wants them back, so that
-a checkpoint would count twice. The format (https://github.com/huggingface/safetensors#format): 8 bytes of length, a JSON header, data;
-safetensors' own reader judges whether a file is whole."""
+Tensors are read, not mapped: pages of a mapped file count as resident memory of the process until the system wants them
+back, so that a checkpoint would count twice. The format (https://github.com/huggingface/safetensors#format): 8 bytes of
+length, a JSON header, data; safetensors' own reader judges whether a file is whole."""
 
 import json
 import math
@@ -22,8 +22,15 @@ from routed_experts.core.errors import CheckpointError
 _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
         "BF16": np.dtype(ml_dtypes.bfloat16),
-        **{word: np.dtype(name) for word, name in {"F16": "float16", "F32": "float32", "F64": "float64", "BOOL": "bool"}.items()},
-        **{f"{kind}{bits}": np.dtype(f"{name}{bits}") for kind, name in {"I": "int", "U": "uint"}.items() for bits in (8, 16, 32, 64)},
+        **{
+            word: np.dtype(name)
+            for word, name in {"F16": "float16", "F32": "float32", "F64": "float64", "BOOL": "bool"}.items()
+        },
+        **{
+            f"{kind}{bits}": np.dtype(f"{name}{bits}")
+            for kind, name in {"I": "int", "U": "uint"}.items()
+            for bits in (8, 16, 32, 64)
+        },
     }
 )
 WEIGHT_DTYPES = frozenset({"bfloat16", "float16", "float32"})
@@ -32,7 +39,8 @@ _BLOCK_BYTES = 16 << 20  # read at once where only a part of each row is wanted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Shape, dtype and place of one tensor. `dtype` is NumPy's name where we read it as a weight, else safetensors' word."""
+    """Shape, dtype and place of one tensor. `dtype` is NumPy's name where we read it as a weight, else safetensors'
+    word."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -49,7 +57,8 @@ class TensorFile:
 
     @staticmethod
     def open(path: Path) -> "TensorFile":
-        """Read the header. CheckpointError where the file is damaged or cut short; FileNotFoundError is the caller's."""
+        """Read the header. CheckpointError where the file is damaged or cut short; FileNotFoundError is the
+        caller's."""
         try:
             with safe_open(path, framework="np") as judged:
                 names = set(judged.keys())
@@ -59,10 +68,15 @@ class TensorFile:
         except FileNotFoundError:
             raise
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged or cut short ({error}); wanted safetensors; copy it again") from error
+            raise CheckpointError(
+                f"{path} is damaged or cut short ({error}); wanted safetensors; copy it again"
+            ) from error
         tensors = {
             name: StoredTensor(
-                shape=tuple(entry["shape"]), dtype=_named(entry["dtype"]), word=entry["dtype"], begin=8 + size + entry["data_offsets"][0]
+                shape=tuple(entry["shape"]),
+                dtype=_named(entry["dtype"]),
+                word=entry["dtype"],
+                begin=8 + size + entry["data_offsets"][0],
             )
             for name, entry in header.items()
             if name in names
@@ -70,12 +84,19 @@ class TensorFile:
         return TensorFile(path, tensors)
 
     def read(self, name: str, box: tuple[slice, ...] = ()) -> np.ndarray:
-        """Copy one tensor, or the part of it that `box` names (no steps), to the host. CheckpointError where it cannot be read."""
+        """Copy one tensor, or the part of it that `box` names (no steps), to the host. CheckpointError where it cannot
+        be read."""
         tensor = self.tensors[name]
         dtype = _DTYPES.get(tensor.word)
         if dtype is None:
-            raise CheckpointError(f"{self.path}: {name} is {tensor.word}; wanted one of {', '.join(sorted(_DTYPES))}; convert it")
-        sides = [side.indices(size)[:2] for side, size in zip(box, tensor.shape, strict=True)] if box else [(0, n) for n in tensor.shape]
+            raise CheckpointError(
+                f"{self.path}: {name} is {tensor.word}; wanted one of {', '.join(sorted(_DTYPES))}; convert it"
+            )
+        sides = (
+            [side.indices(size)[:2] for side, size in zip(box, tensor.shape, strict=True)]
+            if box
+            else [(0, n) for n in tensor.shape]
+        )
         out = np.empty(tuple(stop - start for start, stop in sides), dtype)
         try:
             with self.path.open("rb", buffering=0) as file:
@@ -91,8 +112,8 @@ def _named(word: str) -> str:
 
 
 def _read_box(file: FileIO, begin: int, shape: tuple[int, ...], sides: list[tuple[int, int]], out: np.ndarray) -> None:
-    """Fill `out` with the box. Leading axes with one place are an offset; then rows that are wanted whole are one read, others are
-    read whole in blocks of rows and cut."""
+    """Fill `out` with the box. Leading axes with one place are an offset; then rows that are wanted whole are one read,
+    others are read whole in blocks of rows and cut."""
     if out.size == 0:
         return
     axis, place = 0, 0

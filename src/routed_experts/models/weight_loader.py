@@ -1,6 +1,7 @@
 """Weights from a checkpoint to devices, by a table of names. Knows no architecture and no file format.
 
-Host memory stays near `host_bytes` or one row of a tensor, whichever is more; each device gets only its own part of a sharded array:
+Host memory stays near `host_bytes` or one row of a tensor, whichever is more; each device gets only its own part of a
+sharded array:
 
     a part that fits host_bytes     tensors -> one host array -------------------> device
     a larger part                   tensors -> stacks of <= host_bytes / 2 ------> written in place into the donated part
@@ -38,10 +39,10 @@ def load(
 ) -> dict[str, jax.Array]:
     """Fill every target from its sources, cast to the target's dtype; `check` comes first.
 
-    A target stands where its own `sharding` says, else where the argument says, else on the first device; with `shards` it is dealt
-    out, and what is given is the global array. Targets whose sources are all optional and absent are left out.
-    `progress(done, total)` counts bytes read. `host_bytes` in flight: by default 64 MiB, but 4 on CPU, where they stand beside the
-    weights themselves."""
+    A target stands where its own `sharding` says, else where the argument says, else on the first device; with `shards`
+    it is dealt out, and what is given is the global array. Targets whose sources are all optional and absent are left
+    out. `progress(done, total)` counts bytes read. `host_bytes` in flight: by default 64 MiB, but 4 on CPU, where they
+    stand beside the weights themselves."""
     headers = checkpoint.names()
     grouped: dict[str, list[WeightSource]] = defaultdict(list)
     for source in sources:
@@ -69,7 +70,8 @@ def load(
 
 @dataclass(slots=True)
 class _Loader:
-    """Fills parts. The `receipts` of stacks in flight are ready once the stacks are written and their host copies free."""
+    """Fills parts. The `receipts` of stacks in flight are ready once the stacks are written and their host copies
+    free."""
 
     checkpoint: Checkpoint
     host_bytes: int
@@ -102,7 +104,8 @@ class _Loader:
         return [_carried(shard, dtype, device) for shard, device in zip(shards, part.devices, strict=True)]
 
     def _write(self, shards: list[jax.Array], pieces: Sequence[Piece], depth: int, dtype: np.dtype) -> list[jax.Array]:
-        """Send one stack, always of `depth` rows so that it compiles once; rows past the last piece are not looked at."""
+        """Send one stack, always of `depth` rows so that it compiles once; rows past the last piece are not looked
+        at."""
         self._reserve(depth * pieces[0].num_bytes)
         stack = np.empty((depth, *pieces[0].read_shape), pieces[0].dtype)
         starts = np.zeros((depth, len(pieces[0].start)), np.int32)
@@ -131,8 +134,8 @@ class _Loader:
 
 
 def _carrier(dtype: np.dtype, device: Any) -> np.dtype:
-    """The dtype that a large part is filled in: its own, but the bits of half precision on CPU. There XLA would turn the whole part
-    into float32 and back for each stack."""
+    """The dtype that a large part is filled in: its own, but the bits of half precision on CPU. There XLA would turn
+    the whole part into float32 and back for each stack."""
     return np.dtype(np.uint16) if device.platform == "cpu" and dtype.itemsize == 2 else dtype
 
 

@@ -1,8 +1,9 @@
-"""Where experts should live: plans from captured routing, and what a plan would do, before a server is touched. Knows no engine.
+"""Where experts should live: plans from captured routing, and what a plan would do, before a server is touched. Knows
+no engine.
 
-    stats = RoutingStats.from_records(records)                       # or engine.routing_stats()
-    plan = placement.eplb(stats, num_instances=288, num_devices=32)  # or placement.resident(stats, per_layer=32)
-    report = placement.replay(records, plan)"""
+stats = RoutingStats.from_records(records)                       # or engine.routing_stats()
+plan = placement.eplb(stats, num_instances=288, num_devices=32)  # or placement.resident(stats, per_layer=32)
+report = placement.replay(records, plan)"""
 
 from routed_experts.placement.balance import device_load, eplb_balancedness, eplb_balancedness_weighted, num_copies
 from routed_experts.placement.coverage import concentration, lru_coverage, static_coverage

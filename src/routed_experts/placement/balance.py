@@ -13,7 +13,8 @@ _EPSILON = 1e-5
 
 
 def device_load(load: Float[np.ndarray, "M E"], placement: Placement) -> Float64[np.ndarray, "M V"]:
-    """The load of each device when an expert's load is divided evenly among its instances. Raises PlacementError for another model."""
+    """The load of each device when an expert's load is divided evenly among its instances. Raises PlacementError for
+    another model."""
     placement.check_model(*load.shape)
     share = load / placement.logical_replica_count
     instances = np.take_along_axis(share, placement.physical_to_logical_map, axis=1)
@@ -21,19 +22,21 @@ def device_load(load: Float[np.ndarray, "M E"], placement: Placement) -> Float64
 
 
 def eplb_balancedness(devices: Float[np.ndarray, "M V"]) -> float:
-    """Mean over layers of mean / max device load, each with 1e-5 added: 1 at best, 1 for a layer without load (SGLang's)."""
+    """Mean over layers of mean / max device load, each with 1e-5 added: 1 at best, 1 for a layer without load
+    (SGLang's)."""
     return float(np.mean((devices.mean(axis=1) + _EPSILON) / (devices.max(axis=1) + _EPSILON)))
 
 
 def eplb_balancedness_weighted(devices: Float[np.ndarray, "M V"]) -> float:
-    """Sum over layers of the mean device load / sum of the maximum (vLLM's): the share of time that devices do not wait, if
-    time is load. 1 without load."""
+    """Sum over layers of the mean device load / sum of the maximum (vLLM's): the share of time that devices do not
+    wait, if time is load. 1 without load."""
     most = devices.max(axis=1).sum()
     return float(devices.mean(axis=1).sum() / most) if most > 0 else 1.0
 
 
 def num_copies(old: Placement, new: Placement) -> Int64[np.ndarray, " M"]:
-    """Instances of each layer whose device did not hold that expert before: each is one expert's weights over the link."""
+    """Instances of each layer whose device did not hold that expert before: each is one expert's weights over the
+    link."""
     check_alike(old, new)
     held = np.zeros((old.num_layers, old.num_devices, old.num_experts), np.bool_)
     layers, devices = np.arange(old.num_layers)[:, None], np.arange(old.num_instances) // old.instances_per_device

@@ -1,10 +1,10 @@
 """How the slots of a recorded step choose among the instances of their expert. Knows no trace.
 
-"even": every instance takes the same share of its expert's slots, as over many steps. "waterfill": by the load that this step brings to
-the devices, with the serving operator; no token's experts change. "reroute": each instance has room for 1.25 times its mean share, and
-a slot that finds no instance of its expert with room goes to another expert, which changes the model. A record does not say which
-expert was next: such slots are counted, and sent nowhere.
-Dims: N tokens of a step, M MoE layers, E experts, J replica positions, K experts per token, I instances, V devices."""
+"even": every instance takes the same share of its expert's slots, as over many steps. "waterfill": by the load that
+this step brings to the devices, with the serving operator; no token's experts change. "reroute": each instance has room
+for 1.25 times its mean share, and a slot that finds no instance of its expert with room goes to another expert, which
+changes the model. A record does not say which expert was next: such slots are counted, and sent nowhere. Dims: N tokens
+of a step, M MoE layers, E experts, J replica positions, K experts per token, I instances, V devices."""
 
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -23,8 +23,8 @@ Send = Callable[[UInt[np.ndarray, "N M K"]], Sent]
 
 
 def dispatcher(placement: Placement, dispatch: Dispatch, *, step_tokens: int) -> Send:
-    """The function that gives, for a step of at most `step_tokens` tokens, the slots on each device and how many of each layer found
-    no room. Raises PlacementError for a way that there is not."""
+    """The function that gives, for a step of at most `step_tokens` tokens, the slots on each device and how many of
+    each layer found no room. Raises PlacementError for a way that there is not."""
     if dispatch not in DISPATCHES:
         raise PlacementError(f"dispatch={dispatch!r}; choose one of {', '.join(DISPATCHES)}")
     none = np.zeros(placement.num_layers, np.int64)
@@ -37,8 +37,12 @@ def dispatcher(placement: Placement, dispatch: Dispatch, *, step_tokens: int) ->
     def send(rows: UInt[np.ndarray, "N M K"]) -> Sent:
         padded = np.full((step_tokens, *rows.shape[1:]), -1, np.int32)  # one shape, so one program
         padded[: len(rows)] = rows
-        instances = choose(padded.transpose(1, 0, 2), len(rows))[:, : len(rows)].reshape(placement.num_layers, -1)  # [M, N * K]
-        counts = count_experts(instances[:, :, None].transpose(1, 0, 2) + 1, placement.num_instances + 1)  # the first: not sent
+        instances = choose(padded.transpose(1, 0, 2), len(rows))[:, : len(rows)].reshape(
+            placement.num_layers, -1
+        )  # [M, N * K]
+        counts = count_experts(
+            instances[:, :, None].transpose(1, 0, 2) + 1, placement.num_instances + 1
+        )  # the first: not sent
         devices = counts[:, 1:].reshape(placement.num_layers, placement.num_devices, -1).sum(axis=2)
         return devices.astype(np.float64), counts[:, 0]
 

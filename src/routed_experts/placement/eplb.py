@@ -1,9 +1,10 @@
-"""EPLB: how many instances each expert gets and on which device they live, so that devices carry equal load. Knows no records.
+"""EPLB: how many instances each expert gets and on which device they live, so that devices carry equal load. Knows no
+records.
 
-The algorithm is the one that DeepSeek published (EPLB): expert groups are packed to nodes; within a node every spare instance goes to
-the expert of the largest load an instance; instances are packed to the node's devices. Hierarchical where the nodes divide the groups,
-else one group on one node. Host NumPy, all layers at once.
-Dims: M MoE layers, E experts, I instances, V devices."""
+The algorithm is the one that DeepSeek published (EPLB): expert groups are packed to nodes; within a node every spare
+instance goes to the expert of the largest load an instance; instances are packed to the node's devices. Hierarchical
+where the nodes divide the groups, else one group on one node. Host NumPy, all layers at once. Dims: M MoE layers, E
+experts, I instances, V devices."""
 
 import numpy as np
 from jaxtyping import Float, Float64, Int64
@@ -15,14 +16,22 @@ from routed_experts.placement.refine import refine
 
 
 def rebalance(
-    load: Float[np.ndarray, "M E"], *, num_instances: int, num_devices: int, num_groups: int = 1, num_nodes: int = 1,
-    max_replicas: int | None = None, refined: bool = True, epoch: int = 0,
-) -> Placement:  # fmt: skip
-    """Place `num_instances` instances of the experts by their load (any unit, such as tokens). No expert gets more than `max_replicas`,
-    by default min(16, I - E + 1). A layer, or a node's part of one, without load is placed as if all experts had the same.
+    load: Float[np.ndarray, "M E"],
+    *,
+    num_instances: int,
+    num_devices: int,
+    num_groups: int = 1,
+    num_nodes: int = 1,
+    max_replicas: int | None = None,
+    refined: bool = True,
+    epoch: int = 0,
+) -> Placement:
+    """Place `num_instances` instances of the experts by their load (any unit, such as tokens). No expert gets more than
+    `max_replicas`, by default min(16, I - E + 1). A layer, or a node's part of one, without load is placed as if all
+    experts had the same.
 
-    `refined` improves what the greedy choices leave, within each node; without it the placement is the published one. Raises
-    PlacementError."""
+    `refined` improves what the greedy choices leave, within each node; without it the placement is the published one.
+    Raises PlacementError."""
     load = checked_load(load)
     num_experts = load.shape[1]
     most = default_max_replicas(num_instances, num_experts) if max_replicas is None else max_replicas
@@ -44,15 +53,21 @@ def checked_load(load: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, "M E"]:
     """The load as float64; raises PlacementError where it is no load."""
     read = np.asarray(load, np.float64)
     if read.ndim != 2 or read.size == 0:
-        raise PlacementError(f"load has shape {list(read.shape)}; wanted [M, E], the load of each expert of each MoE layer")
+        raise PlacementError(
+            f"load has shape {list(read.shape)}; wanted [M, E], the load of each expert of each MoE layer"
+        )
     wrong = np.argwhere(~np.isfinite(read) | (read < 0))
     if wrong.size:
         layer, expert = wrong[0]
-        raise PlacementError(f"load of MoE layer {layer}, expert {expert} is {read[layer, expert]}; wanted a finite number of at least 0")
+        raise PlacementError(
+            f"load of MoE layer {layer}, expert {expert} is {read[layer, expert]}; wanted a finite number of at least 0"
+        )
     return read
 
 
-def _experts_of_nodes(load: Float64[np.ndarray, "M E"], groups: int, nodes: int) -> Int64[np.ndarray, "M*nodes E/nodes"]:
+def _experts_of_nodes(
+    load: Float64[np.ndarray, "M E"], groups: int, nodes: int
+) -> Int64[np.ndarray, "M*nodes E/nodes"]:
     """The experts of each node, group by group in the order in which the groups were packed."""
     num_layers, num_experts = load.shape
     size = num_experts // groups
@@ -61,13 +76,22 @@ def _experts_of_nodes(load: Float64[np.ndarray, "M E"], groups: int, nodes: int)
     return experts.reshape(num_layers * nodes, num_experts // nodes)
 
 
-def _check_sizes(num_experts: int, num_instances: int, num_devices: int, num_groups: int, num_nodes: int, max_replicas: int) -> None:
-    sizes = {"num_instances": num_instances, "num_devices": num_devices, "num_groups": num_groups, "num_nodes": num_nodes}
+def _check_sizes(
+    num_experts: int, num_instances: int, num_devices: int, num_groups: int, num_nodes: int, max_replicas: int
+) -> None:
+    sizes = {
+        "num_instances": num_instances,
+        "num_devices": num_devices,
+        "num_groups": num_groups,
+        "num_nodes": num_nodes,
+    }
     for name, value in sizes.items():
         if value < 1:
             raise PlacementError(f"{name}={value}; wanted at least 1")
     if num_instances < num_experts:
-        raise PlacementError(f"num_instances={num_instances} for {num_experts} experts; wanted at least one each, {num_experts} or more")
+        raise PlacementError(
+            f"num_instances={num_instances} for {num_experts} experts; wanted at least one each, {num_experts} or more"
+        )
     if num_instances > num_experts * max_replicas:
         raise PlacementError(
             f"num_instances={num_instances} is above {num_experts} experts x max_replicas={max_replicas}; lower the one or raise the other"

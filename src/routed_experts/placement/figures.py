@@ -1,6 +1,6 @@
-"""Pictures of plans, drawn by matplotlib: the load of each device before and after, and what residents catch.
-Knows no model. matplotlib (routed-experts[plot]) is imported when a picture is drawn, without pyplot and its global state.
-Dims: M MoE layers, E experts, V devices."""
+"""Pictures of plans, drawn by matplotlib: the load of each device before and after, and what residents catch. Knows no
+model. matplotlib (routed-experts[plot]) is imported when a picture is drawn, without pyplot and its global state. Dims:
+M MoE layers, E experts, V devices."""
 
 import importlib
 import os
@@ -19,17 +19,30 @@ from routed_experts.placement.coverage import lru_coverage, static_coverage
 from routed_experts.placement.dispatch import count_experts
 
 _WIDTH, _PANEL, _DPI = 10.0, 3.4, 160
-_LINES = {"first": ("#8a8a8a", "--"), "static": ("#00204d", "-"), "static, of its own load": ("#00204d", ":"), "LRU": ("#c2a300", "-")}
+_LINES = {
+    "first": ("#8a8a8a", "--"),
+    "static": ("#00204d", "-"),
+    "static, of its own load": ("#00204d", ":"),
+    "LRU": ("#c2a300", "-"),
+}
 
 
 def draw_plans(
-    path: str | os.PathLike[str], records: Sequence[RoutedExperts], learned: Float[np.ndarray, "M E"], *,
-    devices: Mapping[str, Float64[np.ndarray, "M V"]], residents: int | None, title: str = "Where experts would live",
-) -> None:  # fmt: skip
-    """Write a PNG, SVG or PDF, as `path` ends, else `path`.png. `learned` is the load that plans were made from, `devices` the loads that
-    replay found, by name; `residents` marks a number of them, None leaves residency out. Raises ConfigError where matplotlib is missing."""
+    path: str | os.PathLike[str],
+    records: Sequence[RoutedExperts],
+    learned: Float[np.ndarray, "M E"],
+    *,
+    devices: Mapping[str, Float64[np.ndarray, "M V"]],
+    residents: int | None,
+    title: str = "Where experts would live",
+) -> None:
+    """Write a PNG, SVG or PDF, as `path` ends, else `path`.png. `learned` is the load that plans were made from,
+    `devices` the loads that replay found, by name; `residents` marks a number of them, None leaves residency out.
+    Raises ConfigError where matplotlib is missing."""
     panels = len(devices) + (residents is not None)
-    figure = _library("matplotlib.figure").Figure(figsize=(_WIDTH, _PANEL + 0.9), facecolor="white", layout="constrained")
+    figure = _library("matplotlib.figure").Figure(
+        figsize=(_WIDTH, _PANEL + 0.9), facecolor="white", layout="constrained"
+    )
     axes = figure.subplots(1, panels, squeeze=False)[0]
     layer_ids = records[0].layer_ids
     top = max((float((load / load.mean(axis=1, keepdims=True)).max()) for load in devices.values()), default=1.0)
@@ -46,9 +59,18 @@ def draw_plans(
         figure.savefig(part, format=form, dpi=_DPI, metadata={"Software": None} if form == "png" else None)
 
 
-def _draw_devices(axes: Any, name: str, load: Float64[np.ndarray, "M V"], layer_ids: tuple[int, ...], top: float) -> Any:
+def _draw_devices(
+    axes: Any, name: str, load: Float64[np.ndarray, "M V"], layer_ids: tuple[int, ...], top: float
+) -> Any:
     """Layer x device, relative to the layer's mean; the balance of each layer on the right."""
-    shade = axes.imshow(load / load.mean(axis=1, keepdims=True), cmap="cividis", vmin=0, vmax=top, aspect="auto", interpolation="nearest")
+    shade = axes.imshow(
+        load / load.mean(axis=1, keepdims=True),
+        cmap="cividis",
+        vmin=0,
+        vmax=top,
+        aspect="auto",
+        interpolation="nearest",
+    )
     balance = load.mean(axis=1) / load.max(axis=1)
     axes.set_title(f"{name}: mean / max {balance.mean():.2f}", fontsize=10)
     axes.set_xlabel("device", fontsize=9)
@@ -59,7 +81,9 @@ def _draw_devices(axes: Any, name: str, load: Float64[np.ndarray, "M V"], layer_
     return shade
 
 
-def _draw_residency(axes: Any, records: Sequence[RoutedExperts], learned: Float[np.ndarray, "M E"], residents: int) -> None:
+def _draw_residency(
+    axes: Any, records: Sequence[RoutedExperts], learned: Float[np.ndarray, "M E"], residents: int
+) -> None:
     """Share of slots on the accelerator against the number of residents, mean of the layers."""
     counts = count_experts(known_rows(*records), records[0].num_experts)
     order = np.argsort(-np.asarray(learned), axis=1, kind="stable")

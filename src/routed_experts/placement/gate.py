@@ -29,13 +29,24 @@ class Verdict:
 
 
 def judge(
-    load: Float[np.ndarray, "M E"], now: Placement, new: Placement, *, expert_time_s: float, expert_bytes: int, link_bytes_per_s: float
+    load: Float[np.ndarray, "M E"],
+    now: Placement,
+    new: Placement,
+    *,
+    expert_time_s: float,
+    expert_bytes: int,
+    link_bytes_per_s: float,
 ) -> Verdict:
-    """Weigh the time that better balance saves of `expert_time_s`, the seconds that experts take in a window of this load, against
-    sending `expert_bytes` a copy over a link of `link_bytes_per_s`: gain = T (1 - b_now / b_new), cost = copies * bytes / rate.
+    """Weigh the time that better balance saves of `expert_time_s`, the seconds that experts take in a window of this
+    load, against sending `expert_bytes` a copy over a link of `link_bytes_per_s`: gain = T (1 - b_now / b_new), cost =
+    copies * bytes / rate.
 
     Balancedness is the weighted one, which is the share of time that devices do not wait. Raises PlacementError."""
-    for name, value in {"expert_time_s": expert_time_s, "expert_bytes": expert_bytes, "link_bytes_per_s": link_bytes_per_s}.items():
+    for name, value in {
+        "expert_time_s": expert_time_s,
+        "expert_bytes": expert_bytes,
+        "link_bytes_per_s": link_bytes_per_s,
+    }.items():
         if not (np.isfinite(value) and value >= 0) or (name == "link_bytes_per_s" and value == 0):
             raise PlacementError(f"{name}={value}; wanted a finite number above 0")
     b_now, b_new = (eplb_balancedness_weighted(device_load(load, placement)) for placement in (now, new))

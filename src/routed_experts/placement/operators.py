@@ -1,5 +1,6 @@
 """The serving operators on a recorded step: which instance every slot goes to. Knows no trace; one program a placement.
-Dims: M MoE layers, N tokens of a step (-1 is padding), K experts per token, E experts, J replica positions, I instances."""
+Dims: M MoE layers, N tokens of a step (-1 is padding), K experts per token, E experts, J replica positions, I
+instances."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,9 @@ from routed_experts.layers.waterfill import waterfill_replicas
 
 CAPACITY_FACTOR = 1.25
 
-Choose = Callable[[Int[np.ndarray, "M N K"], int], Int[np.ndarray, "M N K"]]  # ids and the number of real tokens to instances
+Choose = Callable[
+    [Int[np.ndarray, "M N K"], int], Int[np.ndarray, "M N K"]
+]  # ids and the number of real tokens to instances
 
 
 def choose_by_load(placement: Placement) -> Choose:
@@ -38,8 +41,16 @@ def choose_with_room(placement: Placement) -> Choose:
         unknown: Float[Array, "N E"] = jnp.full((len(ids), order.shape[0]), -jnp.inf, jnp.float32)
         scores = unknown.at[tokens, jnp.maximum(ids, 0)].set(ranks)
         picked = balanced_expert_selection(
-            scores, scores, order, capacity, k=ids.shape[1], valid=ids[:, 0] >= 0, mode="reroute", on_exhausted="drop", impl="rounds"
-        )  # fmt: skip
+            scores,
+            scores,
+            order,
+            capacity,
+            k=ids.shape[1],
+            valid=ids[:, 0] >= 0,
+            mode="reroute",
+            on_exhausted="drop",
+            impl="rounds",
+        )
         return picked.instance_ids
 
     @jax.jit

@@ -13,23 +13,35 @@ Load = RoutingStats | Float[np.ndarray, "M E"]
 
 
 def eplb(
-    load: Load, *, num_instances: int, num_devices: int, num_groups: int = 1, num_nodes: int = 1, previous: Placement | None = None
+    load: Load,
+    *,
+    num_instances: int,
+    num_devices: int,
+    num_groups: int = 1,
+    num_nodes: int = 1,
+    previous: Placement | None = None,
 ) -> Placement:
-    """Place experts by their load (of RoutingStats: all that it counted; pass `stats.recent_load` for what counted of late). With
-    `previous`, which must have the same sizes, devices are named so that the fewest experts move, J stays, and the epoch rises.
-    Raises PlacementError, or ConfigError where `previous` is given and SciPy (routed-experts[placement]) is missing."""
+    """Place experts by their load (of RoutingStats: all that it counted; pass `stats.recent_load` for what counted of
+    late). With `previous`, which must have the same sizes, devices are named so that the fewest experts move, J stays,
+    and the epoch rises. Raises PlacementError, or ConfigError where `previous` is given and SciPy
+    (routed-experts[placement]) is missing."""
     most = None if previous is None else previous.logical_to_physical_map.shape[2]
     placement = rebalance(
-        _load_of(load), num_instances=num_instances, num_devices=num_devices, num_groups=num_groups, num_nodes=num_nodes, max_replicas=most
-    )  # fmt: skip
+        _load_of(load),
+        num_instances=num_instances,
+        num_devices=num_devices,
+        num_groups=num_groups,
+        num_nodes=num_nodes,
+        max_replicas=most,
+    )
     if previous is None:
         return placement
     return relabel(placement, previous, num_nodes=num_nodes if num_groups % num_nodes == 0 else 1)
 
 
 def resident(load: Load, *, per_layer: int, previous: ResidencyMap | None = None) -> ResidencyMap:
-    """Keep the `per_layer` most used experts of each layer on the accelerator; with `previous`, those that stay keep their slots.
-    Raises PlacementError."""
+    """Keep the `per_layer` most used experts of each layer on the accelerator; with `previous`, those that stay keep
+    their slots. Raises PlacementError."""
     return most_used(_load_of(load), per_layer, previous)
 
 

@@ -1,9 +1,9 @@
-"""Improve a greedy placement where it is far from what is possible: exchanges between devices, then other numbers of replicas.
-Knows no groups, nodes or layers, and is the same from run to run.
+"""Improve a greedy placement where it is far from what is possible: exchanges between devices, then other numbers of
+replicas. Knows no groups, nodes or layers, and is the same from run to run.
 
-A row is done when its most loaded device is within 0.8 % of a bound that no placement beats. Greedy placement alone misses the best
-one by up to a third on small cases; a placement of hundreds of instances on few devices is seldom touched.
-Dims: R rows, E experts, I instances, V devices, s = I / V slots, C candidates of a row."""
+A row is done when its most loaded device is within 0.8 % of a bound that no placement beats. Greedy placement alone
+misses the best one by up to a third on small cases; a placement of hundreds of instances on few devices is seldom
+touched. Dims: R rows, E experts, I instances, V devices, s = I / V slots, C candidates of a row."""
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -14,16 +14,22 @@ _CLOSE = 1.008
 _STRICTLY = 1 - 1e-12  # less than this share of what was is an improvement; what is nearer is rounding
 _ROUNDS, _MOST_CANDIDATES = 16, 512
 _ROUND_INSTANCES, _ALL_INSTANCES = 100_000, 400_000  # of all candidates: what bounds the time, about 1 us each
-_PAIRS = 4_000_000  # of instances that may change places, looked at together: what bounds the memory, 8 bytes each in a few arrays
+# of instances that may change places, looked at together: what bounds the memory, 8 bytes each in a few arrays
+_PAIRS = 4_000_000
 _NOISE = (0.0, 0.05, 0.1, 0.2, 0.4, 1.0)  # by how much (standard deviation of the logarithm) loads are taken for others
 _TRANSFERS = 5
 
 
 def refine(
-    load: Float64[np.ndarray, "R E"], held: Int64[np.ndarray, "R I"], *, num_devices: int, max_replicas: int, num_nodes: int = 1
+    load: Float64[np.ndarray, "R E"],
+    held: Int64[np.ndarray, "R I"],
+    *,
+    num_devices: int,
+    max_replicas: int,
+    num_nodes: int = 1,
 ) -> Int64[np.ndarray, "R I"]:
-    """Return placements whose most loaded device has at most the load that it has in `held`; instance i is on device i // s. Every
-    `num_nodes` rows are the nodes of one layer: none of them is improved beyond what another must carry."""
+    """Return placements whose most loaded device has at most the load that it has in `held`; instance i is on device i
+    // s. Every `num_nodes` rows are the nodes of one layer: none of them is improved beyond what another must carry."""
     num_instances = held.shape[1]
     rng = np.random.default_rng(0)
     bound = lower_bound(load, num_instances, num_devices=num_devices, max_replicas=max_replicas)
@@ -48,8 +54,11 @@ def refine(
     return held
 
 
-def lower_bound(load: Float64[np.ndarray, "R E"], num_instances: int, *, num_devices: int, max_replicas: int) -> Float64[np.ndarray, " R"]:
-    """A load that the most loaded device of no placement is below: the mean device's, or the smallest that the largest instance can be."""
+def lower_bound(
+    load: Float64[np.ndarray, "R E"], num_instances: int, *, num_devices: int, max_replicas: int
+) -> Float64[np.ndarray, " R"]:
+    """A load that the most loaded device of no placement is below: the mean device's, or the smallest that the largest
+    instance can be."""
     counts = replicate(load, num_instances, max_replicas)[1]
     return np.maximum(load.sum(axis=1) / num_devices, (load / counts).max(axis=1))
 
@@ -57,8 +66,8 @@ def lower_bound(load: Float64[np.ndarray, "R E"], num_instances: int, *, num_dev
 def exchange(
     load: Float64[np.ndarray, "R E"], held: Int64[np.ndarray, "R I"], bound: Float64[np.ndarray, " R"], num_devices: int
 ) -> Float64[np.ndarray, " R"]:
-    """Swap, in place, an instance of the most loaded device for another's, the best pair first, until none helps or the bound is close.
-    Returns the load of the most loaded device."""
+    """Swap, in place, an instance of the most loaded device for another's, the best pair first, until none helps or the
+    bound is close. Returns the load of the most loaded device."""
     most = max(1, _PAIRS // (held.shape[1] ** 2 // num_devices))
     parts = [slice(low, low + most) for low in range(0, len(held), most)]
     return np.concatenate([_exchange(load[part], held[part], bound[part], num_devices) for part in parts])
@@ -103,10 +112,15 @@ def count_instances(held: Int64[np.ndarray, "R I"], num_experts: int) -> Int64[n
 
 
 def _candidates(
-    load: Float64[np.ndarray, "R E"], held: Int64[np.ndarray, "R I"], num_devices: int, max_replicas: int, rng: np.random.Generator
+    load: Float64[np.ndarray, "R E"],
+    held: Int64[np.ndarray, "R I"],
+    num_devices: int,
+    max_replicas: int,
+    rng: np.random.Generator,
 ) -> Int64[np.ndarray, "R I"]:
-    """One placement a row: of what `held` has with a few replicas given to other experts, or, for a quarter of the rows, of what greedy
-    replication gives for loads with noise. Both are packed by loads with noise, so that equal replicas are packed in other ways."""
+    """One placement a row: of what `held` has with a few replicas given to other experts, or, for a quarter of the
+    rows, of what greedy replication gives for loads with noise. Both are packed by loads with noise, so that equal
+    replicas are packed in other ways."""
     num_rows, num_experts = load.shape
     size = np.resize(_NOISE, num_rows)[:, None]
     counts = count_instances(held, num_experts)
@@ -119,8 +133,11 @@ def _candidates(
     return np.take_along_axis(made, pack(weight, num_devices), axis=1)
 
 
-def _transfer(counts: Int64[np.ndarray, "R E"], max_replicas: int, times: Int64[np.ndarray, " R"], rng: np.random.Generator) -> None:
-    """Take, in place, one instance from a random expert that has several and give it to another; `times` of each row."""
+def _transfer(
+    counts: Int64[np.ndarray, "R E"], max_replicas: int, times: Int64[np.ndarray, " R"], rng: np.random.Generator
+) -> None:
+    """Take, in place, one instance from a random expert that has several and give it to another; `times` of each
+    row."""
     rows = np.arange(len(counts))
     for turn in range(_TRANSFERS):
         giver = np.where(counts > 1, rng.random(counts.shape), -1.0).argmax(axis=1)

@@ -1,8 +1,8 @@
 """Name the devices of a new placement so that the fewest experts move. Knows no load: balance is as it was.
 
-Which device of a node carries which set of instances changes no balance, so the sets are matched to the devices that hold most of
-them already (an assignment problem, SciPy), and what stays on a device stays in its slot.
-Dims: M MoE layers, E experts, I instances, J replica positions, V devices, s = I / V slots, R = M * V."""
+Which device of a node carries which set of instances changes no balance, so the sets are matched to the devices that
+hold most of them already (an assignment problem, SciPy), and what stays on a device stays in its slot. Dims: M MoE
+layers, E experts, I instances, J replica positions, V devices, s = I / V slots, R = M * V."""
 
 import importlib
 from typing import Any
@@ -16,11 +16,14 @@ from routed_experts.placement.balance import check_alike
 
 
 def relabel(new: Placement, old: Placement, *, num_nodes: int = 1) -> Placement:
-    """Return `new` with devices renamed within their nodes and slots within their devices, as near to `old` as can be; its epoch is
-    the one after old's. Raises PlacementError where the sizes differ, ConfigError without SciPy (routed-experts[placement])."""
+    """Return `new` with devices renamed within their nodes and slots within their devices, as near to `old` as can be;
+    its epoch is the one after old's. Raises PlacementError where the sizes differ, ConfigError without SciPy
+    (routed-experts[placement])."""
     check_alike(old, new)
     if num_nodes < 1 or new.num_devices % num_nodes:
-        raise PlacementError(f"num_nodes={num_nodes} does not divide num_devices={new.num_devices}; choose one that does")
+        raise PlacementError(
+            f"num_nodes={num_nodes} does not divide num_devices={new.num_devices}; choose one that does"
+        )
     shape = (new.num_layers, new.num_devices, new.instances_per_device)
     before = old.physical_to_logical_map.reshape(shape).astype(np.int64)
     after = new.physical_to_logical_map.reshape(shape).astype(np.int64)
@@ -28,9 +31,12 @@ def relabel(new: Placement, old: Placement, *, num_nodes: int = 1) -> Placement:
     after = np.take_along_axis(after, order[:, :, None], axis=1)
     kept = _keep_slots(after.reshape(-1, shape[2]), before.reshape(-1, shape[2]), new.num_experts)
     return Placement.of(
-        kept.reshape(new.num_layers, new.num_instances), num_experts=new.num_experts, num_devices=new.num_devices,
-        max_replicas=new.logical_to_physical_map.shape[2], epoch=old.epoch + 1,
-    )  # fmt: skip
+        kept.reshape(new.num_layers, new.num_instances),
+        num_experts=new.num_experts,
+        num_devices=new.num_devices,
+        max_replicas=new.logical_to_physical_map.shape[2],
+        epoch=old.epoch + 1,
+    )
 
 
 def _match_devices(new: Placement, old: Placement, num_nodes: int) -> Int64[np.ndarray, "M V"]:
@@ -48,7 +54,8 @@ def _match_devices(new: Placement, old: Placement, num_nodes: int) -> Int64[np.n
 
 
 def _common(new: Placement, old: Placement) -> Int64[np.ndarray, "M V V"]:
-    """How many experts an old device (rows) and a new one both hold: over each expert, the pairs of devices that have it."""
+    """How many experts an old device (rows) and a new one both hold: over each expert, the pairs of devices that have
+    it."""
     before, after = _devices(old)[:, :, :, None], _devices(new)[:, :, None, :]  # [M, E, J, J], once they meet
     held = (before >= 0) & (after >= 0)
     num_layers, num_devices = new.num_layers, new.num_devices
@@ -64,9 +71,14 @@ def _devices(placement: Placement) -> Int64[np.ndarray, "M E J"]:
     return devices
 
 
-def _keep_slots(after: Int64[np.ndarray, "R s"], before: Int64[np.ndarray, "R s"], num_experts: int) -> Int64[np.ndarray, "R s"]:
-    """Order each device's new instances so that one that was there before keeps its slot; the others fill the rest in order."""
-    same = _numbered(after, num_experts)[:, :, None] == _numbered(before, num_experts)[:, None, :]  # [R, new, old], one to one
+def _keep_slots(
+    after: Int64[np.ndarray, "R s"], before: Int64[np.ndarray, "R s"], num_experts: int
+) -> Int64[np.ndarray, "R s"]:
+    """Order each device's new instances so that one that was there before keeps its slot; the others fill the rest in
+    order."""
+    same = (
+        _numbered(after, num_experts)[:, :, None] == _numbered(before, num_experts)[:, None, :]
+    )  # [R, new, old], one to one
     stays, stayed = same.any(axis=2), same.any(axis=1)
     kept = np.empty_like(after)
     comers = np.take_along_axis(after, np.argsort(stays, axis=1, kind="stable"), axis=1)  # those that come first
@@ -91,4 +103,6 @@ def _assignment() -> Any:
     try:
         return importlib.import_module("scipy.optimize").linear_sum_assignment
     except ImportError as error:
-        raise ConfigError("matching devices needs scipy, which is not installed; install routed-experts[placement]") from error
+        raise ConfigError(
+            "matching devices needs scipy, which is not installed; install routed-experts[placement]"
+        ) from error

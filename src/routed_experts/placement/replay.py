@@ -1,7 +1,8 @@
-"""What a plan would have done for tokens that were recorded: balance, hits and copies, before a server is touched. Knows no engine.
+"""What a plan would have done for tokens that were recorded: balance, hits and copies, before a server is touched.
+Knows no engine.
 
-Records are cut into steps of `step_tokens`, one record after the other; a step is what devices share and wait for each other in.
-Dims: T tokens, N tokens of a step, M MoE layers, E experts, K experts per token, V devices."""
+Records are cut into steps of `step_tokens`, one record after the other; a step is what devices share and wait for each
+other in. Dims: T tokens, N tokens of a step, M MoE layers, E experts, K experts per token, V devices."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,20 +24,23 @@ STEP_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacementReport:
-    """A placement on a trace. `balancedness` of a layer: sum over steps of the mean device load / sum of the largest, the share of
-    the layer's time that devices do not wait for each other."""
+    """A placement on a trace. `balancedness` of a layer: sum over steps of the mean device load / sum of the largest,
+    the share of the layer's time that devices do not wait for each other."""
 
     num_tokens: int
     num_steps: int
     device_load: Float64[np.ndarray, "M V"]  # slots
     balancedness: Float64[np.ndarray, " M"]
-    rerouted_slots: Int64[np.ndarray, " M"]  # found no room, with dispatch "reroute": other experts than the record's would run
+    rerouted_slots: Int64[
+        np.ndarray, " M"
+    ]  # found no room, with dispatch "reroute": other experts than the record's would run
     copies: Int64[np.ndarray, " M"]  # from the placement before; 0 without one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ResidencyReport:
-    """A residency on a trace. `hit_ratio`: share of a layer's slots whose expert was on the accelerator; `copies`: experts promoted."""
+    """A residency on a trace. `hit_ratio`: share of a layer's slots whose expert was on the accelerator; `copies`:
+    experts promoted."""
 
     num_tokens: int
     num_steps: int
@@ -46,22 +50,35 @@ class ResidencyReport:
 
 @overload
 def replay(
-    records: Iterable[RoutedExperts], plan: Placement, *, dispatch: Dispatch = "even", step_tokens: int = STEP_TOKENS,
+    records: Iterable[RoutedExperts],
+    plan: Placement,
+    *,
+    dispatch: Dispatch = "even",
+    step_tokens: int = STEP_TOKENS,
     previous: Placement | None = None,
-) -> PlacementReport: ...  # fmt: skip
+) -> PlacementReport: ...
 @overload
 def replay(
-    records: Iterable[RoutedExperts], plan: ResidencyMap | AdaptiveResidency, *, step_tokens: int = STEP_TOKENS,
+    records: Iterable[RoutedExperts],
+    plan: ResidencyMap | AdaptiveResidency,
+    *,
+    step_tokens: int = STEP_TOKENS,
     previous: ResidencyMap | None = None,
-) -> ResidencyReport: ...  # fmt: skip
+) -> ResidencyReport: ...
 def replay(
-    records: Iterable[RoutedExperts], plan: Placement | ResidencyMap | AdaptiveResidency, *, dispatch: Dispatch = "even",
-    step_tokens: int = STEP_TOKENS, previous: Placement | ResidencyMap | None = None,
-) -> PlacementReport | ResidencyReport:  # fmt: skip
-    """Run a plan, or a policy that adapts, over the known rows of records. `dispatch` says how a placement's slots choose among the
-    instances of their expert. `previous`: what the plan replaces; going from there to it is counted as copies.
+    records: Iterable[RoutedExperts],
+    plan: Placement | ResidencyMap | AdaptiveResidency,
+    *,
+    dispatch: Dispatch = "even",
+    step_tokens: int = STEP_TOKENS,
+    previous: Placement | ResidencyMap | None = None,
+) -> PlacementReport | ResidencyReport:
+    """Run a plan, or a policy that adapts, over the known rows of records. `dispatch` says how a placement's slots
+    choose among the instances of their expert. `previous`: what the plan replaces; going from there to it is counted as
+    copies.
 
-    Raises PlacementError for records of another model than the plan's, RoutingAlignmentError for records of two models or none."""
+    Raises PlacementError for records of another model than the plan's, RoutingAlignmentError for records of two models
+    or none."""
     rows, num_experts = _rows_of(records, step_tokens)
     residency = plan.residency if isinstance(plan, AdaptiveResidency) else plan
     residency.check_model(rows.shape[1], num_experts)
@@ -97,7 +114,10 @@ def _replay_placement(
 
 
 def _replay_residency(
-    rows: UInt[np.ndarray, "T M K"], plan: ResidencyMap | AdaptiveResidency, step_tokens: int, previous: ResidencyMap | None
+    rows: UInt[np.ndarray, "T M K"],
+    plan: ResidencyMap | AdaptiveResidency,
+    step_tokens: int,
+    previous: ResidencyMap | None,
 ) -> ResidencyReport:
     now = plan.residency if isinstance(plan, AdaptiveResidency) else plan
     hits = np.zeros(now.num_layers, np.int64)
@@ -110,7 +130,9 @@ def _replay_residency(
             copies = copies + num_promoted(now, plan.residency)
             now = plan.residency
     slots = len(rows) * rows.shape[2]
-    return ResidencyReport(num_tokens=len(rows), num_steps=-(-len(rows) // step_tokens), hit_ratio=hits / max(slots, 1), copies=copies)
+    return ResidencyReport(
+        num_tokens=len(rows), num_steps=-(-len(rows) // step_tokens), hit_ratio=hits / max(slots, 1), copies=copies
+    )
 
 
 def _steps(rows: UInt[np.ndarray, "T M K"], step_tokens: int) -> Iterator[UInt[np.ndarray, "N M K"]]:

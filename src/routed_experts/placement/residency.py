@@ -1,8 +1,8 @@
 """Which experts stay on the accelerator: the most used of a trace, or those of late, exchanged while the model serves.
 Knows no weights and moves none: it says what to move.
 
-A miss never waits for a copy (the host computes it), so a policy only has to be right on average. Rates are slots a token.
-Dims: M MoE layers, E experts, N resident experts of a layer."""
+A miss never waits for a copy (the host computes it), so a policy only has to be right on average. Rates are slots a
+token. Dims: M MoE layers, E experts, N resident experts of a layer."""
 
 import dataclasses
 
@@ -23,7 +23,8 @@ EVERY = 8  # steps between two exchanges
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCosts:
-    """Seconds that one token takes in one expert on the host and on the accelerator, and that a copy of the expert's weights takes.
+    """Seconds that one token takes in one expert on the host and on the accelerator, and that a copy of the expert's
+    weights takes.
 
     As computed for experts of Qwen3-30B-A3B in bfloat16, PCIe 4 and two channels of memory, unless said otherwise."""
 
@@ -39,10 +40,12 @@ class ExpertCosts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdaptiveResidency:
-    """A residency map that follows the load. A value: `observe` returns the next one, whose map has a higher epoch if it changed.
+    """A residency map that follows the load. A value: `observe` returns the next one, whose map has a higher epoch if
+    it changed.
 
-    An expert is promoted over a victim if it is busier by 20 % and the time that it saves over the next 4,096 tokens is above that of
-    the copy; at most 8 of a layer, every 8 steps. Busy is the mean of two moving averages, with half-lives of 256 and 4,096 tokens."""
+    An expert is promoted over a victim if it is busier by 20 % and the time that it saves over the next 4,096 tokens is
+    above that of the copy; at most 8 of a layer, every 8 steps. Busy is the mean of two moving averages, with
+    half-lives of 256 and 4,096 tokens."""
 
     residency: ResidencyMap
     costs: ExpertCosts
@@ -53,17 +56,24 @@ class AdaptiveResidency:
     step: int = 0
 
     @staticmethod
-    def start(residency: ResidencyMap, *, learned: RoutingStats | None = None, costs: ExpertCosts | None = None) -> "AdaptiveResidency":
-        """Begin with this map. Both averages begin with the rates of `learned`, at the weight of one half-life, or else with nothing."""
+    def start(
+        residency: ResidencyMap, *, learned: RoutingStats | None = None, costs: ExpertCosts | None = None
+    ) -> "AdaptiveResidency":
+        """Begin with this map. Both averages begin with the rates of `learned`, at the weight of one half-life, or else
+        with nothing."""
         shape = (residency.num_layers, residency.num_experts)
         rate, known = np.zeros(shape), 0.0
         if learned is not None and learned.num_tokens.any():
             residency.check_model(*learned.load.shape)
             rate, known = learned.load / learned.num_tokens.sum(), 1.0
         return AdaptiveResidency(
-            residency=residency, costs=costs or ExpertCosts(), fast=rate * _FAST, slow=rate * _SLOW, fast_tokens=known * _FAST,
+            residency=residency,
+            costs=costs or ExpertCosts(),
+            fast=rate * _FAST,
+            slow=rate * _SLOW,
+            fast_tokens=known * _FAST,
             slow_tokens=known * _SLOW,
-        )  # fmt: skip
+        )
 
     @property
     def rate(self) -> Float64[np.ndarray, "M E"]:
@@ -71,21 +81,26 @@ class AdaptiveResidency:
         return (self.fast / max(self.fast_tokens, 1.0) + self.slow / max(self.slow_tokens, 1.0)) / 2
 
     def observe(self, counts: Int[np.ndarray, "M E"], num_tokens: int, *, num_steps: int = 1) -> "AdaptiveResidency":
-        """Take in the slots of `num_steps` steps of `num_tokens` tokens in all; with every eighth step, exchange experts."""
+        """Take in the slots of `num_steps` steps of `num_tokens` tokens in all; with every eighth step, exchange
+        experts."""
         self.residency.check_model(*counts.shape)
         fast, slow = 0.5 ** (num_tokens / _FAST), 0.5 ** (num_tokens / _SLOW)
         seen = dataclasses.replace(
-            self, fast=self.fast * fast + counts, slow=self.slow * slow + counts, fast_tokens=self.fast_tokens * fast + num_tokens,
-            slow_tokens=self.slow_tokens * slow + num_tokens, step=self.step + num_steps,
-        )  # fmt: skip
+            self,
+            fast=self.fast * fast + counts,
+            slow=self.slow * slow + counts,
+            fast_tokens=self.fast_tokens * fast + num_tokens,
+            slow_tokens=self.slow_tokens * slow + num_tokens,
+            step=self.step + num_steps,
+        )
         if seen.step // EVERY == self.step // EVERY:
             return seen
         return dataclasses.replace(seen, residency=_exchanged(seen.residency, seen.rate, self.costs))
 
 
 def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: ResidencyMap | None = None) -> ResidencyMap:
-    """Keep the `per_layer` experts of the largest load of each layer, ties to the lower id. An expert that was resident in `previous`
-    keeps its slot, and the epoch is the next. Raises PlacementError."""
+    """Keep the `per_layer` experts of the largest load of each layer, ties to the lower id. An expert that was resident
+    in `previous` keeps its slot, and the epoch is the next. Raises PlacementError."""
     load = checked_load(load)
     if not 0 <= per_layer <= load.shape[1]:
         raise PlacementError(f"per_layer={per_layer} resident experts; wanted 0 to {load.shape[1]}, all there are")
@@ -94,7 +109,9 @@ def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: Residenc
         return ResidencyMap.of(chosen, num_experts=load.shape[1])
     previous.check_model(*load.shape)
     if previous.num_resident != per_layer:
-        raise PlacementError(f"per_layer={per_layer}, but previous has {previous.num_resident} slots a layer; plan with as many")
+        raise PlacementError(
+            f"per_layer={per_layer}, but previous has {previous.num_resident} slots a layer; plan with as many"
+        )
     wanted = np.zeros(load.shape, np.bool_)
     np.put_along_axis(wanted, chosen, values=True, axis=1)
     experts = previous.experts

@@ -1,12 +1,13 @@
-"""Align: from records, one a sample, to a RoutedBatch that lies as the tokens of a batch do. Host NumPy, strict, no silent repair.
+"""Align: from records, one a sample, to a RoutedBatch that lies as the tokens of a batch do. Host NumPy, strict, no
+silent repair.
 
 Column of row t of a sample with S tokens, in rows of L places:
     pad_right  t                      tokens left, padding right
     pad_left   L - S + t              padding left, tokens right
     pad_both   width - prompt_len + t prompts end, and completions begin, at prompt_width
     packed     offset + t             all samples one after another in one row; offsets in order of samples
-Over-long samples are cut as their tokens are: pad_both keeps the prompt's tail and the completion's head, the others the head.
-Dims: B rows of the batch, S tokens of a sequence, M MoE layers, K experts per token."""
+Over-long samples are cut as their tokens are: pad_both keeps the prompt's tail and the completion's head, the others
+the head. Dims: B rows of the batch, S tokens of a sequence, M MoE layers, K experts per token."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -26,8 +27,8 @@ LAYOUTS = ("pad_right", "pad_left", "pad_both", "packed")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence of a batch; a `record` of None has no valid row. `prompt_len` is wanted by pad_both alone, and is the record's there:
-    of merged turns the first one's."""
+    """One sequence of a batch; a `record` of None has no valid row. `prompt_len` is wanted by pad_both alone, and is
+    the record's there: of merged turns the first one's."""
 
     record: RoutedExperts | None
     num_tokens: int
@@ -58,11 +59,11 @@ def align(
 ) -> RoutedBatch:
     """Lay records out as a batch of `seq_len` places a row; arrays are NumPy, to be put on devices as the tokens are.
 
-    `spec` is the model's `config.capture_spec`. A column is valid where its record holds the row and marks it valid; what comes
-    before a record's start, and the last token of a generated sequence, is neither valid nor pad. `zigzag` = c permutes columns
-    by `zigzag_order`, for context parallelism. `versions`: weight versions that rows may be of; None allows any.
-    `repeats_in_layers`: hash-routed layers. `weights` lays out recorded combine weights too. Raises RoutingAlignmentError naming
-    sample, row and layer of what does not fit."""
+    `spec` is the model's `config.capture_spec`. A column is valid where its record holds the row and marks it valid;
+    what comes before a record's start, and the last token of a generated sequence, is neither valid nor pad. `zigzag` =
+    c permutes columns by `zigzag_order`, for context parallelism. `versions`: weight versions that rows may be of; None
+    allows any. `repeats_in_layers`: hash-routed layers. `weights` lays out recorded combine weights too. Raises
+    RoutingAlignmentError naming sample, row and layer of what does not fit."""
     places = _places(samples, layout, seq_len, prompt_width)
     order = zigzag_order(seq_len, zigzag)
     num_rows = 1 if layout == "packed" else len(samples)
@@ -76,7 +77,12 @@ def align(
         if sample.record is None:
             continue
         check_record(
-            sample.record, spec, sample=index, num_tokens=sample.num_tokens, versions=versions, repeats_in_layers=repeats_in_layers
+            sample.record,
+            spec,
+            sample=index,
+            num_tokens=sample.num_tokens,
+            versions=versions,
+            repeats_in_layers=repeats_in_layers,
         )
         part = sample.record[place.first : place.end]
         at = place.column + part.start - place.first
@@ -84,7 +90,9 @@ def align(
         ids[place.row, to], valid[place.row, to] = part.ids, True if part.valid is None else part.valid
         if mixed is not None:
             if part.weights is None:
-                raise RoutingAlignmentError(f"sample {index}: the record has no weights; leave weights=True out, or record them")
+                raise RoutingAlignmentError(
+                    f"sample {index}: the record has no weights; leave weights=True out, or record them"
+                )
             mixed[place.row, to] = part.weights
     arrays: list[Any] = [ids, valid, pad, mixed]
     if zigzag > 1:
@@ -93,14 +101,16 @@ def align(
 
 
 def zigzag_order(seq_len: int, parts: int) -> Int[np.ndarray, " S"]:
-    """Which column stands where, so that a contiguous split in `parts` gives rank r the chunks r and 2 * parts - 1 - r: each rank
-    has as much of the causal triangle as any other. Permute tokens, positions and segment ids alike."""
+    """Which column stands where, so that a contiguous split in `parts` gives rank r the chunks r and 2 * parts - 1 - r:
+    each rank has as much of the causal triangle as any other. Permute tokens, positions and segment ids alike."""
     _whole("seq_len", seq_len, 1)
     _whole("zigzag", parts, 1)
     if parts == 1:
         return np.arange(seq_len)
     if seq_len % (2 * parts):
-        raise RoutingAlignmentError(f"seq_len={seq_len} is no multiple of {2 * parts}, two chunks for each of zigzag={parts}; pad the rows")
+        raise RoutingAlignmentError(
+            f"seq_len={seq_len} is no multiple of {2 * parts}, two chunks for each of zigzag={parts}; pad the rows"
+        )
     chunks = np.arange(seq_len).reshape(2 * parts, -1)
     return np.concatenate([chunks[[rank, 2 * parts - 1 - rank]].reshape(-1) for rank in range(parts)])
 
@@ -112,7 +122,9 @@ def _places(samples: Sequence[Sample], layout: str, seq_len: int, prompt_width: 
     if not samples:
         raise RoutingAlignmentError("samples is empty; give at least one")
     if (prompt_width is not None) != (layout == "pad_both"):
-        raise RoutingAlignmentError(f"prompt_width={prompt_width!r} with layout={layout!r}; it belongs to pad_both, and only there")
+        raise RoutingAlignmentError(
+            f"prompt_width={prompt_width!r} with layout={layout!r}; it belongs to pad_both, and only there"
+        )
     if prompt_width is not None:
         _whole("prompt_width", prompt_width, 0, most=seq_len)
     places: list[_Place] = []
@@ -127,7 +139,9 @@ def _places(samples: Sequence[Sample], layout: str, seq_len: int, prompt_width: 
             places.append(_Place(index, seq_len - kept, 0, kept))
         elif layout == "packed":
             if offset >= seq_len:
-                raise RoutingAlignmentError(f"sample {index} begins at place {offset} of a row of {seq_len}; pack it into another row")
+                raise RoutingAlignmentError(
+                    f"sample {index} begins at place {offset} of a row of {seq_len}; pack it into another row"
+                )
             kept = min(sample.num_tokens, seq_len - offset)
             places.append(_Place(0, offset, 0, kept))
             offset += kept
@@ -144,15 +158,24 @@ def _prompt_len(sample: Sample, index: int, layout: str) -> int:
     if sample.prompt_len is None and layout != "pad_both":
         return 0
     if sample.prompt_len is None:
-        raise RoutingAlignmentError(f"sample {index}: prompt_len is missing; pad_both ends prompts at prompt_width, so say it")
+        raise RoutingAlignmentError(
+            f"sample {index}: prompt_len is missing; pad_both ends prompts at prompt_width, so say it"
+        )
     _whole(f"sample {index}: prompt_len", sample.prompt_len, 0, most=sample.num_tokens)
     if layout == "pad_both" and sample.record is not None and sample.record.num_prompt_tokens != sample.prompt_len:
         told = sample.record.num_prompt_tokens
-        raise RoutingAlignmentError(f"sample {index}: prompt_len={sample.prompt_len}, and its record has a prompt of {told}; give that one")
+        raise RoutingAlignmentError(
+            f"sample {index}: prompt_len={sample.prompt_len}, and its record has a prompt of {told}; give that one"
+        )
     return sample.prompt_len
 
 
 def _whole(name: str, value: object, least: int, *, most: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least or (most is not None and value > most):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | np.integer)
+        or value < least
+        or (most is not None and value > most)
+    ):
         limit = "" if most is None else f" and at most {most}"
         raise RoutingAlignmentError(f"{name}={value!r} must be an integer of at least {least}{limit}")

@@ -10,9 +10,10 @@ from jaxtyping import Array, Bool, Float32, UInt
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoutedBatch:
-    """Rows to replay, aligned with the tokens of a batch; shard it as the tokens are. Ids of a row that is not valid are never
-    read; such a token goes to the live router. `pad` marks places that hold no token, on either side, and that no token sees; a
-    place is never both. `weights` replay the combine weights too, without gradient: leave them out to train the router."""
+    """Rows to replay, aligned with the tokens of a batch; shard it as the tokens are. Ids of a row that is not valid
+    are never read; such a token goes to the live router. `pad` marks places that hold no token, on either side, and
+    that no token sees; a place is never both. `weights` replay the combine weights too, without gradient: leave them
+    out to train the router."""
 
     ids: UInt[Array, "B S M K"]
     valid: Bool[Array, "B S"]

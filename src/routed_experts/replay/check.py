@@ -12,7 +12,9 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import RoutingAlignmentError
 from routed_experts.core.routed_experts import RoutedExperts
 
-_BLOCK = 1 << 17  # ids that are compared at a time: what a core's own cache holds, with the room that the comparison needs
+_BLOCK = (
+    1 << 17
+)  # ids that are compared at a time: what a core's own cache holds, with the room that the comparison needs
 _LANES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}  # K booleans of a row as one number
 
 
@@ -27,10 +29,12 @@ def check_record(
 ) -> None:
     """Raise RoutingAlignmentError unless the record holds rows of this model for a sequence of `num_tokens`.
 
-    `versions`: weight versions that the batch allows; None allows any. `repeats_in_layers`: hidden-layer indices of hash-routed
-    layers, where a row may name an expert twice."""
+    `versions`: weight versions that the batch allows; None allows any. `repeats_in_layers`: hidden-layer indices of
+    hash-routed layers, where a row may name an expert twice."""
     if not isinstance(record, RoutedExperts):
-        raise RoutingAlignmentError(f"sample {sample}: record is a {type(record).__name__}; give a RoutedExperts, or None for no rows")
+        raise RoutingAlignmentError(
+            f"sample {sample}: record is a {type(record).__name__}; give a RoutedExperts, or None for no rows"
+        )
     _check_model(record, spec, sample)
     rows, end = record.num_rows, record.start + record.num_rows
     if record.num_tokens != num_tokens or end not in (num_tokens - 1, num_tokens):
@@ -68,7 +72,8 @@ def repeated_rows(ids: UInt[np.ndarray, "R M K"]) -> Bool[np.ndarray, "R M"]:
 
 
 def _repeats_of_lanes(ids: UInt[np.ndarray, " RK"], top_k: int) -> Bool[np.ndarray, " R"]:
-    """Compare all ids with those d places on, and keep what stayed within a row: K - 1 passes over neighbours, no gather."""
+    """Compare all ids with those d places on, and keep what stayed within a row: K - 1 passes over neighbours, no
+    gather."""
     lane, equal = _LANES[top_k], np.zeros(ids.size, np.bool_)
     found = np.zeros(ids.size // top_k, lane)
     inside = np.zeros(top_k, np.bool_)
@@ -99,11 +104,17 @@ def _check_model(record: RoutedExperts, spec: CaptureSpec, sample: int) -> None:
 
 
 def _check_ids(
-    record: RoutedExperts, spec: CaptureSpec, known: Bool[np.ndarray, " R"], sample: int, repeats_in_layers: Collection[int]
+    record: RoutedExperts,
+    spec: CaptureSpec,
+    known: Bool[np.ndarray, " R"],
+    sample: int,
+    repeats_in_layers: Collection[int],
 ) -> None:
     ids = record.ids
     if ids.dtype != spec.dtype:
-        raise RoutingAlignmentError(f"sample {sample}: ids are {ids.dtype}; wanted {spec.dtype} for {spec.num_experts} experts")
+        raise RoutingAlignmentError(
+            f"sample {sample}: ids are {ids.dtype}; wanted {spec.dtype} for {spec.num_experts} experts"
+        )
     if ids.size == 0:
         return
     if spec.num_experts <= np.iinfo(ids.dtype).max and int(ids.max()) >= spec.num_experts:

@@ -28,9 +28,9 @@ from routed_experts.replay.tape import BalanceTape, RoutingTape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """Logits float32, the executed ids when they were asked for (logical, in executed order), and slot misses: how many of the K
-    experts of a row the live router of that layer would not have chosen; 0 where nothing is replayed, None without MoE layers.
-    `balance`: how evenly experts are used, where it was asked for."""
+    """Logits float32, the executed ids when they were asked for (logical, in executed order), and slot misses: how many
+    of the K experts of a row the live router of that layer would not have chosen; 0 where nothing is replayed, None
+    without MoE layers. `balance`: how evenly experts are used, where it was asked for."""
 
     logits: Float[Array, "B S V"]
     ids: UInt[Array, "B S M K"] | None
@@ -50,14 +50,18 @@ def forward(
     backend: MoeBackend = MOE_BACKENDS["grouped"],
     remat: bool = False,
 ) -> Forward:
-    """Score whole sequences causally. `routed=None` is another trace of the same graph; new ids or a new `valid` never retrace.
+    """Score whole sequences causally. `routed=None` is another trace of the same graph; new ids or a new `valid` never
+    retrace.
 
-    `segment_ids` separate packed sequences (positions count anew in each); `remat` computes layers again in the backward pass, but
-    never the choice of experts. `balance_on` counts slots and probabilities of the experts by layer (`Forward.balance`), of what was
-    "executed" or of what the live router chose ("native"); padding is left out. Raises, at trace time, RoutingAlignmentError for a
-    `routed` of other shapes than the tokens', InvalidRequestError for another `balance_on`."""
+    `segment_ids` separate packed sequences (positions count anew in each); `remat` computes layers again in the
+    backward pass, but never the choice of experts. `balance_on` counts slots and probabilities of the experts by layer
+    (`Forward.balance`), of what was "executed" or of what the live router chose ("native"); padding is left out.
+    Raises, at trace time, RoutingAlignmentError for a `routed` of other shapes than the tokens', InvalidRequestError
+    for another `balance_on`."""
     if balance_on is not None and balance_on not in BALANCE_ON:
-        raise InvalidRequestError(f"balance_on={balance_on!r} is unknown; choose {', '.join(BALANCE_ON)} or None", param="balance_on")
+        raise InvalidRequestError(
+            f"balance_on={balance_on!r} is unknown; choose {', '.join(BALANCE_ON)} or None", param="balance_on"
+        )
     (batch, length), spec = tokens.shape, model.config.capture_spec
     if routed is None and spec is not None:
         routed = _nothing_known(batch, length, spec)
@@ -88,10 +92,14 @@ def forward(
     valid = jnp.ones(tokens.size, bool) if routed is None else ~routed.pad.reshape(-1)
     tape = balance = None
     if spec is not None:
-        tape = RoutingTape.start(tokens.size, spec, None if balance_on is None else BalanceTape.start(valid, spec, balance_on))
+        tape = RoutingTape.start(
+            tokens.size, spec, None if balance_on is None else BalanceTape.start(valid, spec, balance_on)
+        )
     kernels = Kernels(moe=backend)
     ops = attend if model.config.cache.recurrent is None else SequenceOps(attend, recur)
-    hidden, _, told = model(tokens.reshape(-1), where.reshape(-1), valid, ops, None, tape, kernels=kernels, routed=replay, remat=remat)
+    hidden, _, told = model(
+        tokens.reshape(-1), where.reshape(-1), valid, ops, None, tape, kernels=kernels, routed=replay, remat=remat
+    )
     ids = slot_miss = None
     if isinstance(told, RoutingTape) and told.slot_miss is not None:
         ids = told.rows().reshape(batch, length, -1, told.spec.top_k) if return_routed else None
@@ -101,8 +109,9 @@ def forward(
 
 
 def _nothing_known(batch: int, length: int, spec: CaptureSpec) -> RoutedBatch:
-    """A replay in which every place is a token and no row is valid. The barrier keeps a compiler from seeing that: it would leave out
-    what a replay needs, fuse otherwise, and round otherwise where fused operations round otherwise (GPU, TPU)."""
+    """A replay in which every place is a token and no row is valid. The barrier keeps a compiler from seeing that: it
+    would leave out what a replay needs, fuse otherwise, and round otherwise where fused operations round otherwise
+    (GPU, TPU)."""
     nowhere = jnp.zeros((batch, length), bool)
     ids = jnp.zeros((batch, length, spec.num_moe_layers, spec.top_k), spec.dtype)
     return lax.optimization_barrier(RoutedBatch(ids, nowhere, nowhere))
@@ -122,6 +131,8 @@ def _token_routing(routed: RoutedBatch, shape: tuple[int, ...], spec: CaptureSpe
         if array is not None and (array.shape != wanted or np.dtype(array.dtype).kind not in kinds):
             word = {"iu": "integers", "b": "booleans", "f": "floats"}[kinds]
             came = f"{array.dtype}{list(array.shape)}"
-            raise RoutingAlignmentError(f"routed.{name} is {came}; wanted {word} {list(wanted)}: [B, S] of tokens and [M, K] of this model")
+            raise RoutingAlignmentError(
+                f"routed.{name} is {came}; wanted {word} {list(wanted)}: [B, S] of tokens and [M, K] of this model"
+            )
     weights = None if routed.weights is None else routed.weights.reshape(-1, *rows[2:])
     return TokenRouting(routed.ids.reshape(-1, *rows[2:]), routed.valid.reshape(-1), weights)

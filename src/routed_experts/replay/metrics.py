@@ -1,8 +1,8 @@
 """How far a trainer is from the rollout, and whether a replay is sound: mismatch report, canary, gate.
 
-d = log p_train - log p_rollout of each sampled token. KL estimators k1 and k3 are Schulman's (2020, "Approximating KL divergence"):
-k1 = mean(-d), k3 = mean(e^d - 1 - d). The report is float64 on the host; the canary is a scalar on the device.
-Dims: B sequences, S tokens, M MoE layers, K experts per token."""
+d = log p_train - log p_rollout of each sampled token. KL estimators k1 and k3 are Schulman's (2020, "Approximating KL
+divergence"): k1 = mean(-d), k3 = mean(e^d - 1 - d). The report is float64 on the host; the canary is a scalar on the
+device. Dims: B sequences, S tokens, M MoE layers, K experts per token."""
 
 import dataclasses
 import logging
@@ -18,14 +18,18 @@ from routed_experts.core.errors import InvalidRequestError, RoutingReplayError
 from routed_experts.replay.batch import RoutedBatch
 
 logger = logging.getLogger(__name__)
-_RESAMPLES, _BLOCKS = 1000, 2048  # of the bootstrap; neighbouring tokens stay together where there are more than so many
+_RESAMPLES, _BLOCKS = (
+    1000,
+    2048,
+)  # of the bootstrap; neighbouring tokens stay together where there are more than so many
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchReport:
-    """Training against rollout, over the tokens of the mask. `k3_low` and `k3_high`: 95 % bootstrap interval; `f_1_1`, `f_2`: share
-    of tokens whose probability ratio is beyond 1.1 or 2 either way; `slot_miss`: mean share of missed slots by MoE layer over
-    replayed rows; `fallback_frac`: share of tokens that went to the live router; `by_lag`: the same for each weight-version lag."""
+    """Training against rollout, over the tokens of the mask. `k3_low` and `k3_high`: 95 % bootstrap interval; `f_1_1`,
+    `f_2`: share of tokens whose probability ratio is beyond 1.1 or 2 either way; `slot_miss`: mean share of missed
+    slots by MoE layer over replayed rows; `fallback_frac`: share of tokens that went to the live router; `by_lag`: the
+    same for each weight-version lag."""
 
     num_tokens: int
     k1: float
@@ -53,21 +57,30 @@ def mismatch_report(
     routed: RoutedBatch | None = None,
     versions: Any = None,
 ) -> MismatchReport:
-    """Compare logprobs [B, S] (or any one shape) where `mask` is true: entry t is log p(token t | tokens before it), both under the
-    sampling distribution. `slot_miss` [B, S, M] and `routed` come together, as `forward` gave and took them. `versions`: how many
-    weight versions the rollout of each entry lags behind, same shape. Raises InvalidRequestError for shapes that differ, for
+    """Compare logprobs [B, S] (or any one shape) where `mask` is true: entry t is log p(token t | tokens before it),
+    both under the
+    sampling distribution. `slot_miss` [B, S, M] and `routed` come together, as `forward` gave and took them.
+    `versions`: how many
+    weight versions the rollout of each entry lags behind, same shape. Raises InvalidRequestError for shapes that
+    differ, for
     logprobs that are no finite numbers at most 0, and for an empty mask."""
     rollout, train, chosen = _checked(rollout_logprobs, train_logprobs, mask)
     report = _report(rollout[chosen], train[chosen])
     if (slot_miss is None) != (routed is None):
-        raise InvalidRequestError("slot_miss and routed come together: what forward gave, and what it was given", param="slot_miss")
+        raise InvalidRequestError(
+            "slot_miss and routed come together: what forward gave, and what it was given", param="slot_miss"
+        )
     if routed is not None:
         missed, shares = np.asarray(slot_miss), np.asarray(routed.valid)
         tokens = ~np.asarray(routed.pad)
         if missed.shape[:2] != shares.shape:
             text = f"slot_miss is {list(missed.shape)}, routed.valid {list(shares.shape)}; give those of one forward"
             raise InvalidRequestError(text, param="slot_miss")
-        by_layer = missed[shares].mean(axis=0, dtype=np.float64) / routed.ids.shape[-1] if shares.any() else np.zeros(missed.shape[-1])
+        by_layer = (
+            missed[shares].mean(axis=0, dtype=np.float64) / routed.ids.shape[-1]
+            if shares.any()
+            else np.zeros(missed.shape[-1])
+        )
         fallback = 1.0 - float(np.count_nonzero(shares)) / max(int(np.count_nonzero(tokens)), 1)
         report = dataclasses.replace(report, slot_miss=tuple(by_layer.tolist()), fallback_frac=fallback)
     if versions is not None:
@@ -75,14 +88,17 @@ def mismatch_report(
         if lags.shape != chosen.shape or lags.dtype.kind not in "iu":
             text = f"versions is {lags.dtype}{list(lags.shape)}; wanted integers {list(chosen.shape)}: the lag of each token"
             raise InvalidRequestError(text, param="versions")
-        found = {int(lag): _report(rollout[chosen & (lags == lag)], train[chosen & (lags == lag)]) for lag in np.unique(lags[chosen])}
+        found = {
+            int(lag): _report(rollout[chosen & (lags == lag)], train[chosen & (lags == lag)])
+            for lag in np.unique(lags[chosen])
+        }
         report = dataclasses.replace(report, by_lag=found)
     return report
 
 
 def canary(slot_miss: UInt8[Array, "B S M"], routed: RoutedBatch) -> Float[Array, ""]:
-    """Mean share of replayed slots that the live router would not have chosen, over valid rows; 0 where there are none. Return it
-    with the loss: rows of other tokens, layers or samples raise it from below 2 % to above 15 %."""
+    """Mean share of replayed slots that the live router would not have chosen, over valid rows; 0 where there are none.
+    Return it with the loss: rows of other tokens, layers or samples raise it from below 2 % to above 15 %."""
     shares = jnp.where(routed.valid[..., None], slot_miss.astype(jnp.float32), 0.0)
     slots = jnp.sum(routed.valid, dtype=jnp.float32) * slot_miss.shape[-1] * routed.ids.shape[-1]
     return jnp.sum(shares) / jnp.maximum(slots, 1.0)
@@ -90,7 +106,8 @@ def canary(slot_miss: UInt8[Array, "B S M"], routed: RoutedBatch) -> Float[Array
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CanaryGate:
-    """Judges a canary outside jit. Drift over off-policy steps raises the canary too: set the limit by the setup, and log it."""
+    """Judges a canary outside jit. Drift over off-policy steps raises the canary too: set the limit by the setup, and
+    log it."""
 
     limit: float = 0.05
     action: Literal["raise", "log"] = "raise"
@@ -98,12 +115,15 @@ class CanaryGate:
     def __post_init__(self) -> None:
         """Check both fields."""
         if isinstance(self.limit, bool) or not isinstance(self.limit, int | float) or not 0.0 < self.limit <= 1.0:
-            raise InvalidRequestError(f"limit={self.limit!r} must be a share in (0, 1]; 0.05 is the default", param="limit")
+            raise InvalidRequestError(
+                f"limit={self.limit!r} must be a share in (0, 1]; 0.05 is the default", param="limit"
+            )
         if self.action not in ("raise", "log"):
             raise InvalidRequestError(f"action={self.action!r} is unknown; choose raise or log", param="action")
 
     def __call__(self, value: float | Array) -> float:
-        """Give the value as a float. Above the limit, or not a number: RoutingReplayError, or a warning with action "log"."""
+        """Give the value as a float. Above the limit, or not a number: RoutingReplayError, or a warning with action
+        "log"."""
         share = float(jax.device_get(value))
         if share <= self.limit:
             logger.debug("canary: %.4f of replayed slots are not the live router's", share)
@@ -118,7 +138,9 @@ class CanaryGate:
         return share
 
 
-def _checked(rollout: Any, train: Any, mask: Any) -> tuple[Float[np.ndarray, "..."], Float[np.ndarray, "..."], Bool[np.ndarray, "..."]]:
+def _checked(
+    rollout: Any, train: Any, mask: Any
+) -> tuple[Float[np.ndarray, "..."], Float[np.ndarray, "..."], Bool[np.ndarray, "..."]]:
     chosen = np.asarray(mask)
     if chosen.dtype != np.bool_:
         raise InvalidRequestError(f"mask is {chosen.dtype}{list(chosen.shape)}; wanted booleans", param="mask")
@@ -126,12 +148,16 @@ def _checked(rollout: Any, train: Any, mask: Any) -> tuple[Float[np.ndarray, "..
     for name, given in (("rollout_logprobs", rollout), ("train_logprobs", train)):
         array = np.asarray(given)
         if array.shape != chosen.shape:
-            raise InvalidRequestError(f"{name} is {list(array.shape)}, mask {list(chosen.shape)}; wanted one shape", param=name)
+            raise InvalidRequestError(
+                f"{name} is {list(array.shape)}, mask {list(chosen.shape)}; wanted one shape", param=name
+            )
         wide = array.astype(np.float64)
         bad = chosen & ~(np.isfinite(wide) & (wide <= 1e-6))
         if bad.any():
             place = np.argwhere(bad)[0].tolist()
-            text = f"{name}{place} is {wide[tuple(place)]}; wanted finite logprobs of at most 0 wherever the mask is true"
+            text = (
+                f"{name}{place} is {wide[tuple(place)]}; wanted finite logprobs of at most 0 wherever the mask is true"
+            )
             raise InvalidRequestError(text, param=name)
         arrays[name] = wide
     if not chosen.any():
@@ -144,13 +170,23 @@ def _report(rollout: Float[np.ndarray, " T"], train: Float[np.ndarray, " T"]) ->
     terms, away = np.exp(d) - 1 - d, np.abs(d)
     low, high = _interval(terms)
     spread = [float(np.std(np.exp(side))) for side in (rollout, train)]
-    pearson = float(np.corrcoef(np.exp(rollout), np.exp(train))[0, 1]) if min(spread) > 0 else 1.0 if away.max() == 0 else 0.0
+    pearson = (
+        float(np.corrcoef(np.exp(rollout), np.exp(train))[0, 1]) if min(spread) > 0 else 1.0 if away.max() == 0 else 0.0
+    )
     return MismatchReport(
-        num_tokens=int(d.size), k1=float(np.mean(-d)), k3=float(np.mean(terms)), k3_low=low, k3_high=high,
-        k3_reverse=float(np.mean(np.exp(-d) - 1 + d)), mean_abs=float(np.mean(away)), max_abs=float(np.max(away)),
-        f_1_1=float(np.mean(away > np.log(1.1))), f_2=float(np.mean(away > np.log(2.0))),
-        mult_prob_error=float(np.mean(np.exp(away))), pearson=pearson,
-    )  # fmt: skip
+        num_tokens=int(d.size),
+        k1=float(np.mean(-d)),
+        k3=float(np.mean(terms)),
+        k3_low=low,
+        k3_high=high,
+        k3_reverse=float(np.mean(np.exp(-d) - 1 + d)),
+        mean_abs=float(np.mean(away)),
+        max_abs=float(np.max(away)),
+        f_1_1=float(np.mean(away > np.log(1.1))),
+        f_2=float(np.mean(away > np.log(2.0))),
+        mult_prob_error=float(np.mean(np.exp(away))),
+        pearson=pearson,
+    )
 
 
 def _interval(terms: Float[np.ndarray, " T"]) -> tuple[float, float]:

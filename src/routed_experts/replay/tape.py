@@ -1,5 +1,5 @@
-"""The tape of a training forward: which experts every token ran on, how many of them its live router would not have chosen, and, where
-it was asked for, how evenly experts are used. Rides where the device cache of a serving step does.
+"""The tape of a training forward: which experts every token ran on, how many of them its live router would not have
+chosen, and, where it was asked for, how evenly experts are used. Rides where the device cache of a serving step does.
 Dims: N tokens, M MoE layers, K experts per token, E experts."""
 
 import dataclasses
@@ -31,13 +31,17 @@ class BalanceTape:
         shape = (spec.num_moe_layers, spec.num_experts)
         return BalanceTape(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), counted, on)
 
-    def written(self, layer: Int[Array, ""], ids: Int[Array, "N K"], probabilities: Float[Array, "N E"]) -> "BalanceTape":
+    def written(
+        self, layer: Int[Array, ""], ids: Int[Array, "N K"], probabilities: Float[Array, "N E"]
+    ) -> "BalanceTape":
         """With one layer more."""
         counted = self.counted[:, None]
         counts = jnp.zeros(self.counts.shape[1], jnp.int32).at[ids].add(counted.astype(jnp.int32))
         sums = jnp.sum(jnp.where(counted, probabilities, 0.0), axis=0)
         counts = lax.dynamic_update_slice_in_dim(self.counts, counts[None], layer, axis=0)
-        return dataclasses.replace(self, counts=counts, sums=lax.dynamic_update_slice_in_dim(self.sums, sums[None], layer, axis=0))
+        return dataclasses.replace(
+            self, counts=counts, sums=lax.dynamic_update_slice_in_dim(self.sums, sums[None], layer, axis=0)
+        )
 
     def told(self) -> RouterBalance:
         """What is read off at the end."""
@@ -48,7 +52,8 @@ class BalanceTape:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoutingTape(_RoutedExpertsDeviceCache):
-    """The ids of a forward, and slot misses: K minus the number of executed experts that are among the live router's K."""
+    """The ids of a forward, and slot misses: K minus the number of executed experts that are among the live router's
+    K."""
 
     slot_miss: UInt8[Array, "M N"] | None = None
     balance: BalanceTape | None = None

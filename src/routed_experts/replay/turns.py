@@ -1,7 +1,7 @@
 """Turns: one record of a conversation, or of a rollout that was aborted and continued, from the records of its parts.
 
-A turn's row is usable where the turn ran on the same tokens; the first turn that has a row wins. Host NumPy; knows no model.
-Dims: S tokens of a sequence, R rows."""
+A turn's row is usable where the turn ran on the same tokens; the first turn that has a row wins. Host NumPy; knows no
+model. Dims: S tokens of a sequence, R rows."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,17 @@ from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_rows import version_spans_of
 
 
-def merge_turns(turns: Sequence[tuple[Int[np.ndarray, " S_i"], RoutedExperts]], tokens: Int[np.ndarray, " S"]) -> RoutedExperts:
-    """Merge the records of turns, in order of time, each with all the tokens that it ran on, into the record of `tokens`.
+def merge_turns(
+    turns: Sequence[tuple[Int[np.ndarray, " S_i"], RoutedExperts]], tokens: Int[np.ndarray, " S"]
+) -> RoutedExperts:
+    """Merge the records of turns, in order of time, each with all the tokens that it ran on, into the record of
+    `tokens`.
 
-    Row t of a turn counts iff t lies before the first token in which the turn differs from `tokens`. The row of a turn's last
-    token, which was never fed, comes from the next turn's prefill. A row that no turn has is not valid (its version span is its
-    neighbour's, and says nothing). The rows are those of tokens from the lowest start to S - 1, or to S where a turn fed the
-    last token. Raises RoutingAlignmentError naming the turn that does not fit its tokens or the first turn's model."""
+    Row t of a turn counts iff t lies before the first token in which the turn differs from `tokens`. The row of a
+    turn's last token, which was never fed, comes from the next turn's prefill. A row that no turn has is not valid (its
+    version span is its neighbour's, and says nothing). The rows are those of tokens from the lowest start to S - 1, or
+    to S where a turn fed the last token. Raises RoutingAlignmentError naming the turn that does not fit its tokens or
+    the first turn's model."""
     sequence = _row_of_ids(tokens, "tokens")
     if not turns:
         raise RoutingAlignmentError("turns is empty; give at least one (tokens, record)")
@@ -41,17 +45,26 @@ def merge_turns(turns: Sequence[tuple[Int[np.ndarray, " S_i"], RoutedExperts]], 
             weights[to][new] = part.weights[new]
         valid[to] |= new
     return RoutedExperts(
-        ids=ids, start=start, num_tokens=sequence.size, num_prompt_tokens=min(first.num_prompt_tokens, sequence.size),
-        layer_ids=first.layer_ids, num_hidden_layers=first.num_hidden_layers, num_experts=first.num_experts,
-        version_spans=version_spans_of(start, _filled(versions, valid)), valid=None if valid.all() else valid, weights=weights,
+        ids=ids,
+        start=start,
+        num_tokens=sequence.size,
+        num_prompt_tokens=min(first.num_prompt_tokens, sequence.size),
+        layer_ids=first.layer_ids,
+        num_hidden_layers=first.num_hidden_layers,
+        num_experts=first.num_experts,
+        version_spans=version_spans_of(start, _filled(versions, valid)),
+        valid=None if valid.all() else valid,
+        weights=weights,
         router=first.router,
-    )  # fmt: skip
+    )
 
 
 def _row_of_ids(tokens: object, name: str) -> Int[np.ndarray, " S"]:
     array = np.asarray(tokens)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
-        raise RoutingAlignmentError(f"{name} are {array.dtype}{list(array.shape)}; wanted a row of at least one integer token id")
+        raise RoutingAlignmentError(
+            f"{name} are {array.dtype}{list(array.shape)}; wanted a row of at least one integer token id"
+        )
     return array
 
 
@@ -70,7 +83,9 @@ def _check_turn(index: int, own: Int[np.ndarray, " S_i"], record: RoutedExperts,
         ("router", record.router, first.router),
     ):
         if came != wanted:
-            raise RoutingAlignmentError(f"turn {index}: {name}={came}, but turn 0 has {wanted}; merge records of one model")
+            raise RoutingAlignmentError(
+                f"turn {index}: {name}={came}, but turn 0 has {wanted}; merge records of one model"
+            )
 
 
 def _common(own: Int[np.ndarray, " S_i"], tokens: Int[np.ndarray, " S"]) -> int:

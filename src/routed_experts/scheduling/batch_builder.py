@@ -1,7 +1,8 @@
 """From rows to a ModelWorkerBatch: padding, slots, sampling columns. Knows no policy; the arrays are NumPy.
 
-Sampling parameters of running requests stand in one table by request slot, so that a step's columns are one gather, and the next step of
-the same slots uses them again: batches share these arrays, which cannot be written to. Slot 0 is the padding row: greedy and neutral."""
+Sampling parameters of running requests stand in one table by request slot, so that a step's columns are one gather, and
+the next step of the same slots uses them again: batches share these arrays, which cannot be written to. Slot 0 is the
+padding row: greedy and neutral."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -39,9 +40,13 @@ class _Seated:
 class BatchBuilder:
     """Builds batches; owns the table of sampling parameters."""
 
-    def __init__(self, buckets: Buckets, table: ReqToTokenPool, *, num_request_slots: int, page_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, buckets: Buckets, table: ReqToTokenPool, *, num_request_slots: int, page_size: int, vocab_size: int
+    ) -> None:
         self._buckets, self._table, self._page_size, self._vocab_size = buckets, table, page_size, vocab_size
-        self._words = np.zeros((len(_FLOAT_COLUMNS) + len(_INT_COLUMNS), num_request_slots), np.int32)  # floats as their bits
+        self._words = np.zeros(
+            (len(_FLOAT_COLUMNS) + len(_INT_COLUMNS), num_request_slots), np.int32
+        )  # floats as their bits
         self._seeds = np.zeros((num_request_slots, 2), np.uint32)
         self._columns = _named(self._words)
         self._columns["top_p"][0] = self._columns["repetition"][0] = 1.0
@@ -59,10 +64,13 @@ class BatchBuilder:
         self._seated = None
 
     def build(self, rows: Sequence[Row], *, step: int, all_generated: bool = False) -> ModelWorkerBatch:
-        """Pad the rows to the smallest bucket. Rows stand in the given order. `all_generated`: none of them feeds a token of a prompt."""
+        """Pad the rows to the smallest bucket. Rows stand in the given order. `all_generated`: none of them feeds a
+        token of a prompt."""
         counts = [row.count for row in rows]
         total, scored = sum(counts), not all_generated and any(map(wants_scores, rows))
-        mode, padded_tokens, padded_rows = self._buckets.shape(total, len(rows), all_decode=total == len(rows) and not scored)
+        mode, padded_tokens, padded_rows = self._buckets.shape(
+            total, len(rows), all_decode=total == len(rows) and not scored
+        )
         forms = [row.req.form_now() for row in rows]  # of chunks too: FULL counts every token fed
         seated = self._seats(rows, padded_rows)
         seq_lens = np.zeros(padded_rows, np.int32)
@@ -120,7 +128,9 @@ class BatchBuilder:
     def _token_ids(self, rows: Sequence[Row], padded: int, mode: ForwardMode) -> Int32[np.ndarray, " N"]:
         ids = np.zeros(padded, np.int32)
         if mode is ForwardMode.DECODE:
-            ids[: len(rows)] = [row.req.tokens[row.start] if row.start < row.req.num_known else FROM_DEVICE for row in rows]
+            ids[: len(rows)] = [
+                row.req.tokens[row.start] if row.start < row.req.num_known else FROM_DEVICE for row in rows
+            ]
             return ids
         at = 0
         for row in rows:
@@ -140,7 +150,9 @@ class BatchBuilder:
             for index, row in enumerate(rows):
                 for place, (token, value) in enumerate(row.req.bias_now()):
                     bias_ids[index, place], bias_values[index, place] = token, value
-        return SamplingColumns(seed=seated.seeds, position=seq_lens, bias_ids=bias_ids, bias_values=bias_values, **seated.columns)
+        return SamplingColumns(
+            seed=seated.seeds, position=seq_lens, bias_ids=bias_ids, bias_values=bias_values, **seated.columns
+        )
 
 
 def _named(words: Int32[np.ndarray, "C B"]) -> dict[str, np.ndarray]:

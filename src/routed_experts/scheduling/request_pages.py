@@ -1,7 +1,7 @@
 """RequestPages: which pages a request holds, and who owns them. Knows nothing of policy or batches.
 
-A request's pages stand in one row of the page table: first `num_shared` pages that the prefix cache owns and the request has
-locked, then its own. Pages come from the free list, or from the cache by eviction."""
+A request's pages stand in one row of the page table: first `num_shared` pages that the prefix cache owns and the
+request has locked, then its own. Pages come from the free list, or from the cache by eviction."""
 
 from collections.abc import Hashable, Iterable
 
@@ -18,7 +18,9 @@ from routed_experts.scheduling.schedule_batch import Req
 class RequestPages:
     """The page table, the free list and the prefix cache as one."""
 
-    def __init__(self, *, num_pages: int, page_size: int, num_request_slots: int, table_width: int, use_prefix_cache: bool) -> None:
+    def __init__(
+        self, *, num_pages: int, page_size: int, num_request_slots: int, table_width: int, use_prefix_cache: bool
+    ) -> None:
         self.page_size, self.use_prefix_cache = page_size, use_prefix_cache
         self.allocator = PageAllocator(num_pages, page_size)
         self.cache = PrefixCache(page_size)
@@ -31,8 +33,8 @@ class RequestPages:
         return self.allocator.num_free + self.cache.num_evictable
 
     def admit(self, req: Req, namespace: Hashable, *, spare: int) -> bool:
-        """Give a waiting request a slot, its cached prefix, and pages for all its known tokens; False if they are not there,
-        or if fewer than `spare` pages would be left."""
+        """Give a waiting request a slot, its cached prefix, and pages for all its known tokens; False if they are not
+        there, or if fewer than `spare` pages would be left."""
         if self.table.num_free == 0:
             return False
         limit = _matchable_tokens(req) if self.use_prefix_cache else 0
@@ -72,7 +74,12 @@ class RequestPages:
         """Let others use the full pages of what a running request has fed and read back; not where the cache already
         knows those tokens under other pages: the request keeps the pages of its own pass."""
         full = req.num_read // self.page_size
-        if not self.use_prefix_cache or full <= req.num_shared or req.node is None or not self.cache.is_attached(req.node):
+        if (
+            not self.use_prefix_cache
+            or full <= req.num_shared
+            or req.node is None
+            or not self.cache.is_attached(req.node)
+        ):
             return
         known = self.cache.match(req.tokens[: full * self.page_size], namespace)
         if known.pages.size > req.num_shared:
@@ -144,7 +151,8 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 def _matchable_tokens(req: Req) -> int:
-    """Tokens that may come from the cache: not the last, which must be fed to sample; none whose logprobs or counts are needed."""
+    """Tokens that may come from the cache: not the last, which must be fed to sample; none whose logprobs or counts are
+    needed."""
     if req.source.sampling.is_penalized:
         return 0
     limit = req.num_known - 1

@@ -2,9 +2,9 @@
 
 Only Req may change, and only on the engine thread. Its tokens run
     0 .. num_read .. num_fed .. num_known + num_pending
-where read tokens have been fed by a step whose outputs are on the host (their rows are filed), fed ones have been dispatched
-(their keys are or will be in the pool, in order), known ones are on the host, and pending ones have been sampled by a step
-that has not been read yet (at most one)."""
+where read tokens have been fed by a step whose outputs are on the host (their rows are filed), fed ones have been
+dispatched (their keys are or will be in the pool, in order), known ones are on the host, and pending ones have been
+sampled by a step that has not been read yet (at most one)."""
 
 import dataclasses
 import enum
@@ -40,7 +40,9 @@ class Req:
         self.form = form_of(source)
         self.state = ReqState.WAITING
         self.finish_reason: FinishReason | None = None
-        self.ending: FinishReason | None = None  # why it ends once its last token has been fed, which is wanted for its row
+        self.ending: FinishReason | None = (
+            None  # why it ends once its last token has been fed, which is wanted for its row
+        )
         self.num_known, self.num_pending, self.num_fed, self.num_read = self.prompt_len, 0, 0, 0
         self.slot, self.num_pages, self.num_shared = 0, 0, 0
         self.node: PrefixNode | None = None

@@ -1,9 +1,9 @@
 """Scheduler: who goes next. Keeps the waiting queue, the running requests and their pages. Knows no device and no text.
 
-A step holds every request that can decode, then prompt chunks within the token budget: first of requests already running,
-then of waiting ones, first come first served. Requests of one prompt (n > 1) wait until the first has read its prompt back,
-then find it in the prefix cache. When pages run out, the request admitted last goes back to the queue with its rows.
-At most one step is in flight when the next is scheduled."""
+A step holds every request that can decode, then prompt chunks within the token budget: first of requests already
+running, then of waiting ones, first come first served. Requests of one prompt (n > 1) wait until the first has read its
+prompt back, then find it in the prefix cache. When pages run out, the request admitted last goes back to the queue with
+its rows. At most one step is in flight when the next is scheduled."""
 
 import collections
 from collections.abc import Hashable, Iterable, Sequence
@@ -37,11 +37,15 @@ class Scheduler:
             table_width=buckets.table_width,
             use_prefix_cache=not args.disable_radix_cache,
         )
-        self._builder = BatchBuilder(buckets, self.pages.table, num_request_slots=slots, page_size=args.page_size, vocab_size=vocab_size)
+        self._builder = BatchBuilder(
+            buckets, self.pages.table, num_request_slots=slots, page_size=args.page_size, vocab_size=vocab_size
+        )
         self.waiting: collections.deque[Req] = collections.deque()
         self.running: list[Req] = []
         self._leaders: dict[str, Req] = {}  # group -> its first choice, while later choices may wait for it
-        self._in_flight: dict[int, tuple[tuple[Row, ...], int]] = {}  # by step: its rows, and how many had been released before
+        self._in_flight: dict[
+            int, tuple[tuple[Row, ...], int]
+        ] = {}  # by step: its rows, and how many had been released before
         self._num_released = 0
         self._step = 0
         self.num_retracted = 0
@@ -56,9 +60,13 @@ class Scheduler:
         """Queue the requests of one call, all or none; QueueFullError if they do not fit."""
         limit = self._args.max_queued_requests
         if len(reqs) > limit:
-            raise QueueFullError(f"{len(reqs)} requests came in one call, max_queued_requests={limit}; send at most {limit} at once")
+            raise QueueFullError(
+                f"{len(reqs)} requests came in one call, max_queued_requests={limit}; send at most {limit} at once"
+            )
         if len(self.waiting) + len(reqs) > limit:
-            raise QueueFullError(f"{len(self.waiting)} requests wait and {len(reqs)} came, max_queued_requests={limit}; try again later")
+            raise QueueFullError(
+                f"{len(self.waiting)} requests wait and {len(reqs)} came, max_queued_requests={limit}; try again later"
+            )
         for req in reqs:
             if req.source.choice == 0:
                 self._leaders[req.source.group] = req
@@ -66,10 +74,20 @@ class Scheduler:
 
     def schedule(self) -> ModelWorkerBatch | None:
         """Choose the rows of the next step; None when nothing can run now."""
-        rows = [Row(req, req.num_fed, 1, True) for req in self.running if req.wants_decode and self.pages.grow(req, req.num_fed + 1)]
+        rows = [
+            Row(req, req.num_fed, 1, True)
+            for req in self.running
+            if req.wants_decode and self.pages.grow(req, req.num_fed + 1)
+        ]
         decoding, budget = len(rows), min(self._args.prefill_limit, self._buckets.extend[-1] - len(rows))
         for req in self.running:
-            if req.state is ReqState.RUNNING and req.num_pending == 0 and not req.wants_decode and budget > 0 and req.num_unfed > 0:
+            if (
+                req.state is ReqState.RUNNING
+                and req.num_pending == 0
+                and not req.wants_decode
+                and budget > 0
+                and req.num_unfed > 0
+            ):
                 rows.append(_chunk(req, budget))
                 budget -= rows[-1].count
         budget = self._admit(rows, budget)
@@ -84,8 +102,8 @@ class Scheduler:
         return batch
 
     def commit(self, batch: ModelWorkerBatch, result: StepResult) -> list[Req]:
-        """Take in what a step computed. Returns the requests that gained a token, those that it ended among them (they keep
-        their pages until `release`)."""
+        """Take in what a step computed. Returns the requests that gained a token, those that it ended among them (they
+        keep their pages until `release`)."""
         advanced: list[Req] = []
         rows, _ = self._in_flight.pop(batch.step)
         tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
@@ -133,7 +151,8 @@ class Scheduler:
         return self.running[-1] if len(self.running) > 1 else None
 
     def retract(self, req: Req, saved: SavedRows | None) -> None:
-        """Send a running request back to the head of the queue, with its tokens and its rows. Nothing may be in flight."""
+        """Send a running request back to the head of the queue, with its tokens and its rows. Nothing may be in
+        flight."""
         assert not self._in_flight and req.num_pending == 0, (req.rid, list(self._in_flight))
         self.running.remove(req)
         self.pages.release(req, self.namespace(req), keep=False)
@@ -151,7 +170,9 @@ class Scheduler:
         found = self.pages.check_integrity(self.running)
         stray = [req.rid for req in self.waiting if req.num_pages or req.slot]
         if stray:
-            found.append(Violation(name="waiting_holds_pages", detail=f"waiting requests {stray[:8]} hold pages or a slot"))
+            found.append(
+                Violation(name="waiting_holds_pages", detail=f"waiting requests {stray[:8]} hold pages or a slot")
+            )
         return found
 
     def _admit(self, rows: list[Row], budget: int) -> int:
@@ -176,7 +197,12 @@ class Scheduler:
         """Waiting requests in order, without those that wait for the first choice of their prompt."""
         for req in tuple(self.waiting):
             leader = self._leaders.get(req.source.group)
-            waits = leader is not None and leader is not req and not leader.is_prefilled and not self._args.disable_radix_cache
+            waits = (
+                leader is not None
+                and leader is not req
+                and not leader.is_prefilled
+                and not self._args.disable_radix_cache
+            )
             if not waits and (self.admits_new or req.num_output):
                 yield req
 
@@ -210,8 +236,12 @@ def _note_prompt_logprobs(req: Req, row: Row, first: int, result: StepResult) ->
         req.input_logprobs.setdefault(place + 1, (float(result.prompt_logprobs[at]), top))
 
 
-def _top(values: np.ndarray | None, ids: np.ndarray | None, index: int, count: int) -> tuple[tuple[float, int], ...] | None:
+def _top(
+    values: np.ndarray | None, ids: np.ndarray | None, index: int, count: int
+) -> tuple[tuple[float, int], ...] | None:
     """The best `count` (logprob, id) of one row."""
     if count == 0 or values is None or ids is None:
         return None
-    return tuple((float(value), int(token)) for value, token in zip(values[index, :count], ids[index, :count], strict=True))
+    return tuple(
+        (float(value), int(token)) for value, token in zip(values[index, :count], ids[index, :count], strict=True)
+    )

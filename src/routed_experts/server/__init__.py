@@ -1,1 +1,2 @@
-"""HTTP: the dialects of OpenAI, SGLang and vLLM over one engine. Needs routed-experts[serve]; knows the engine by its doors."""
+"""HTTP: the dialects of OpenAI, SGLang and vLLM over one engine. Needs routed-experts[serve]; knows the engine by its
+doors."""

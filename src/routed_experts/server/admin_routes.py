@@ -1,4 +1,5 @@
-"""Admin routes: forget prefixes, abort, pause, new weights from disk. A path from a request is resolved under one root, or refused."""
+"""Admin routes: forget prefixes, abort, pause, new weights from disk. A path from a request is resolved under one root,
+or refused."""
 
 import asyncio
 from pathlib import Path
@@ -35,7 +36,9 @@ async def flush_cache(request: Request, service: Service) -> Response:
 async def abort_request(request: Request, service: Service) -> Response:
     """End one call, or all, with what they have."""
     settings = service.settings
-    body = await read_struct(request, AbortRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields, empty=True)
+    body = await read_struct(
+        request, AbortRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields, empty=True
+    )
     said, everything = body.value, body.value.abort_all is True
     if (not said.rid) != everything:
         raise InvalidRequestError("send either rid, or abort_all true", param="rid")
@@ -48,7 +51,9 @@ async def abort_request(request: Request, service: Service) -> Response:
 async def pause_generation(request: Request, service: Service) -> Response:
     """Hold generation; new requests queue until it continues."""
     settings = service.settings
-    body = await read_struct(request, PauseRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields, empty=True)
+    body = await read_struct(
+        request, PauseRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields, empty=True
+    )
     mode = body.value.mode or "abort"
     door = service.open_door
     door.let_in()
@@ -63,7 +68,9 @@ async def pause_generation(request: Request, service: Service) -> Response:
 async def continue_generation(request: Request, service: Service) -> Response:
     """End a pause."""
     settings = service.settings
-    await read_struct(request, ContinueRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields, empty=True)
+    await read_struct(
+        request, ContinueRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields, empty=True
+    )
     await asyncio.to_thread(service.open_door.engine.resume)
     return json_reply({"success": True})
 
@@ -71,7 +78,9 @@ async def continue_generation(request: Request, service: Service) -> Response:
 async def update_weights_from_disk(request: Request, service: Service) -> Response:
     """Serve the weights of another checkpoint of the same model; a refused one leaves the old ones serving."""
     settings = service.settings
-    body = await read_struct(request, UpdateWeightsRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
+    body = await read_struct(
+        request, UpdateWeightsRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields
+    )
     said, door = body.value, service.open_door
     folder = await asyncio.to_thread(_under_root, settings.weights_root, said.model_path)
     version = _version(said.weight_version, served=door.engine.stats().weight_version)
@@ -83,20 +92,26 @@ async def update_weights_from_disk(request: Request, service: Service) -> Respon
 async def update_weight_version(request: Request, service: Service) -> Response:
     """Name the served weights anew."""
     settings = service.settings
-    body = await read_struct(request, UpdateWeightVersionRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
+    body = await read_struct(
+        request, UpdateWeightVersionRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields
+    )
     said, door = body.value, service.open_door
     version = _version(said.new_version, served=door.engine.stats().weight_version, param="new_version")
     if said.abort_all_requests is not False:
         door.let_in()
         await asyncio.to_thread(door.engine.abort, abort_all=True)
     await asyncio.to_thread(door.engine.update_weight_version, version)
-    return json_reply({"success": True, "message": "updated", "new_version": str(version), "weight_version": str(version)})
+    return json_reply(
+        {"success": True, "message": "updated", "new_version": str(version), "weight_version": str(version)}
+    )
 
 
 def _under_root(root: str | None, said: str) -> Path:
     """The folder that a request names, which must lie under the root once every link is followed."""
     if root is None:
-        raise ApiError("this server takes no weights; start it with --weights-root DIR", status=403, code="weights_root_unset")
+        raise ApiError(
+            "this server takes no weights; start it with --weights-root DIR", status=403, code="weights_root_unset"
+        )
     if "\0" in said or len(said) > 1024:
         raise InvalidRequestError(f"model_path={shown(said)} is no path", param="model_path")
     base = Path(root).resolve()

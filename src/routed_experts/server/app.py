@@ -39,7 +39,8 @@ Handler = Callable[[Request, Service], Awaitable[Response]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One path: its methods, its handler and the struct of its body, if it takes one. `admin`: with an admin key, that one alone."""
+    """One path: its methods, its handler and the struct of its body, if it takes one. `admin`: with an admin key, that
+    one alone."""
 
     path: str
     methods: tuple[str, ...]
@@ -78,8 +79,12 @@ TABLE = (
     Entry("/abort_request", ("POST",), admin_routes.abort_request, AbortRequest, admin=True),
     Entry("/pause_generation", ("POST",), admin_routes.pause_generation, PauseRequest, admin=True),
     Entry("/continue_generation", ("POST",), admin_routes.continue_generation, ContinueRequest, admin=True),
-    Entry("/update_weights_from_disk", ("POST",), admin_routes.update_weights_from_disk, UpdateWeightsRequest, admin=True),
-    Entry("/update_weight_version", ("POST",), admin_routes.update_weight_version, UpdateWeightVersionRequest, admin=True),
+    Entry(
+        "/update_weights_from_disk", ("POST",), admin_routes.update_weights_from_disk, UpdateWeightsRequest, admin=True
+    ),
+    Entry(
+        "/update_weight_version", ("POST",), admin_routes.update_weight_version, UpdateWeightVersionRequest, admin=True
+    ),
 )
 
 
@@ -100,7 +105,10 @@ def make_app(service: Service, *, version: str) -> tuple[ASGIApp, Gate]:
         return page
 
     routes = [Route(one.path, _bound(one, service), methods=list(one.methods)) for one in _merged()]
-    routes += [Route(path, told, methods=["GET"]) for path, told in (("/", root), ("/openapi.json", openapi), ("/version", told_version))]
+    routes += [
+        Route(path, told, methods=["GET"])
+        for path, told in (("/", root), ("/openapi.json", openapi), ("/version", told_version))
+    ]
     gate = Gate(Router(routes, redirect_slashes=False), service.settings, on_idle=service.on_idle)
     origin = service.settings.cors_origin
     if origin is None:
@@ -108,7 +116,9 @@ def make_app(service: Service, *, version: str) -> tuple[ASGIApp, Gate]:
     exposed = ["X-Request-Id", "X-Ignored-Params", "X-Routed-Experts-Info", "ETag", "Content-Range"]
     methods = ["GET", "POST", "PUT", "DELETE"]
     headers = ["Authorization", "Content-Type", "X-Request-Id", "Range", "If-Range"]
-    app = CORSMiddleware(gate, allow_origins=[origin], allow_methods=methods, allow_headers=headers, expose_headers=exposed)
+    app = CORSMiddleware(
+        gate, allow_origins=[origin], allow_methods=methods, allow_headers=headers, expose_headers=exposed
+    )
     return app, gate
 
 

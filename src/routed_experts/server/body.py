@@ -14,7 +14,9 @@ from routed_experts.server.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH
 from routed_experts.server.threads import off_loop
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
-_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)  # possessive: a string that never ends is read once
+_BRACKETS = re.compile(
+    rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL
+)  # possessive: a string that never ends is read once
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _JSON_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`")
 
@@ -32,14 +34,19 @@ class Body(Generic[_Struct]):
     num_bytes: int
 
 
-async def read_struct(request: Request, kind: type[_Struct], *, max_bytes: int, strict: bool, empty: bool = False) -> Body[_Struct]:
-    """Read a JSON body. `empty`: none at all means {}. Raises ApiError: 400 (with the path in the JSON), 408, 413 or 415."""
+async def read_struct(
+    request: Request, kind: type[_Struct], *, max_bytes: int, strict: bool, empty: bool = False
+) -> Body[_Struct]:
+    """Read a JSON body. `empty`: none at all means {}. Raises ApiError: 400 (with the path in the JSON), 408, 413 or
+    415."""
     raw = await _read(request, max_bytes)
     if not raw.strip() and empty:
         return Body(kind(), [], 0)
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
-        text = f"content-type is {media[:60]!r}; wanted application/json; send the header Content-Type: application/json"
+        text = (
+            f"content-type is {media[:60]!r}; wanted application/json; send the header Content-Type: application/json"
+        )
         raise ApiError(text, status=415, code="unsupported_media_type")
     return await off_loop(len(raw), lambda: _decode(raw, kind, strict))
 
@@ -66,7 +73,11 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(f"the body is above the limit of {max_bytes} bytes; send less (--max-body-bytes)", status=413, code="body_too_large")
+    return ApiError(
+        f"the body is above the limit of {max_bytes} bytes; send less (--max-body-bytes)",
+        status=413,
+        code="body_too_large",
+    )
 
 
 def _decode(raw: bytes, kind: type[_Struct], strict: bool) -> Body[_Struct]:
@@ -94,7 +105,9 @@ def _convert(kept: dict[str, object], kind: type[_Struct]) -> _Struct:
         param = re.split(r"[.\[]", path, maxsplit=1)[0] or (missing[1] if missing else None)
         raise ApiError(text, status=400, code="invalid_request", param=param) from error
     except (OverflowError, RecursionError) as error:
-        raise ApiError(f"the body holds a number that is too large ({error})", status=400, code="invalid_request") from error
+        raise ApiError(
+            f"the body holds a number that is too large ({error})", status=400, code="invalid_request"
+        ) from error
 
 
 def _check_depth(raw: bytes) -> None:

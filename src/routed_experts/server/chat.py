@@ -20,7 +20,9 @@ from routed_experts.server.openai_fields import Length, options_of, sampling_of
 from routed_experts.server.protocol import ChatRequest
 from routed_experts.server.service import Service
 
-_NAMES = MappingProxyType({"max_new_tokens": "max_tokens", "input_ids": "messages", "rid": "request_id", "text": "messages"})
+_NAMES = MappingProxyType(
+    {"max_new_tokens": "max_tokens", "input_ids": "messages", "rid": "request_id", "text": "messages"}
+)
 
 
 class ChatForm:
@@ -34,7 +36,10 @@ class ChatForm:
     def whole(self, choice: Choice) -> dict[str, object]:
         """All of a choice."""
         piece = choice.whole()
-        body: dict[str, object] = {"index": choice.index, "message": {"role": "assistant", "content": piece.text, "refusal": None}}
+        body: dict[str, object] = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+        }
         return {**body, **self._told(choice, piece)}
 
     def opening(self, choice: Choice) -> dict[str, object] | None:
@@ -50,7 +55,9 @@ class ChatForm:
         return {"index": choice.index, "delta": {}, "logprobs": None}
 
     def _told(self, choice: Choice, piece: Piece) -> dict[str, object]:
-        told: dict[str, object] = {"logprobs": chat_logprobs(self._tokenizer, piece.logprobs) if self._logprobs else None}
+        told: dict[str, object] = {
+            "logprobs": chat_logprobs(self._tokenizer, piece.logprobs) if self._logprobs else None
+        }
         if self._token_ids:
             told |= {"token_ids": list(piece.token_ids), "prompt_token_ids": choice.request.input_ids.tolist()}
         return told
@@ -78,7 +85,9 @@ async def chat_completions(request: Request, service: Service) -> Response:
     )
     rest = service.door.context_length  # cut to what the prompt leaves
     routing = openai_defaults(settings)
-    requests = await service.admit(asked, default_max_tokens=rest, routing=routing, num_bytes=body.num_bytes, names=_NAMES)
+    requests = await service.admit(
+        asked, default_max_tokens=rest, routing=routing, num_bytes=body.num_bytes, names=_NAMES
+    )
     form = ChatForm(service.door.tokenizer, logprobs=wants, token_ids=said.return_token_ids is True)
     call = OpenAICall(service, requests, form, dataclasses.replace(options, prompt_only=length.prompt_only))
     return await (call.stream(request) if said.stream else call.plain(request))

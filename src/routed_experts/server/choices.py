@@ -14,7 +14,8 @@ _LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token, its logprob (None: the first of a prompt) and the best alternatives (logprob, id), the token itself not always among."""
+    """One token, its logprob (None: the first of a prompt) and the best alternatives (logprob, id), the token itself
+    not always among."""
 
     token_id: int
     value: float | None
@@ -31,8 +32,8 @@ class Piece:
 
 
 class Choice:
-    """One sequence of a call. `echo`: the prompt's text, which comes first. `prompt_only`: the one token that the engine had to
-    generate is left out (max_tokens 0)."""
+    """One sequence of a call. `echo`: the prompt's text, which comes first. `prompt_only`: the one token that the
+    engine had to generate is left out (max_tokens 0)."""
 
     def __init__(self, index: int, request: TokenizedGenerateReqInput, *, echo: str | None, prompt_only: bool) -> None:
         self.index, self.request, self.prompt_only = index, request, prompt_only
@@ -50,7 +51,13 @@ class Choice:
     def take(self, news: BatchStrOut) -> Piece:
         """Take in news; what it adds."""
         out = news.out
-        told = () if self.prompt_only else _joined(out.new_token_ids, out.output_logprobs) if self.request.return_logprob else ()
+        told = (
+            ()
+            if self.prompt_only
+            else _joined(out.new_token_ids, out.output_logprobs)
+            if self.request.return_logprob
+            else ()
+        )
         text, ids = ("", ()) if self.prompt_only else (news.text, out.new_token_ids)
         if self._echo is not None:
             text, self._echo = self._echo + text, None
@@ -74,7 +81,8 @@ class Choice:
         )
 
     def ending(self) -> dict[str, object]:
-        """`finish_reason` and `stop_reason` (the stop string, or the stop id that the request named); and `exact` where it is false."""
+        """`finish_reason` and `stop_reason` (the stop string, or the stop id that the request named); and `exact` where
+        it is false."""
         finish = self.finish
         assert finish is not None, self.request.rid
         named = isinstance(finish.matched, str) or finish.matched in self.request.sampling.stop_token_ids
@@ -105,7 +113,8 @@ def chat_logprobs(tokenizer: Tokenizer | None, told: Sequence[TokenLogprob]) -> 
         return {"token": _text(tokenizer, token_id), "logprob": _number(value), "bytes": list(raw)}
 
     content = [
-        {**entry(one.value, one.token_id), "top_logprobs": [entry(value, token_id) for value, token_id in one.top]} for one in told
+        {**entry(one.value, one.token_id), "top_logprobs": [entry(value, token_id) for value, token_id in one.top]}
+        for one in told
     ]
     return {"content": content, "refusal": None}
 
@@ -126,7 +135,9 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, object]:
 
 def _joined(token_ids: Sequence[int], told: Logprobs) -> tuple[TokenLogprob, ...]:
     tops = told.top or (None,) * len(told.values)
-    return tuple(TokenLogprob(token, value, top or ()) for token, value, top in zip(token_ids, told.values, tops, strict=True))
+    return tuple(
+        TokenLogprob(token, value, top or ()) for token, value, top in zip(token_ids, told.values, tops, strict=True)
+    )
 
 
 def _text(tokenizer: Tokenizer | None, token_id: int) -> str:

@@ -24,7 +24,9 @@ from routed_experts.server.service import Service
 from routed_experts.server.threads import off_loop
 
 DEFAULT_MAX_TOKENS = 16
-_NAMES = MappingProxyType({"max_new_tokens": "max_tokens", "input_ids": "prompt", "rid": "request_id", "text": "prompt"})
+_NAMES = MappingProxyType(
+    {"max_new_tokens": "max_tokens", "input_ids": "prompt", "rid": "request_id", "text": "prompt"}
+)
 
 
 class TextForm:
@@ -49,7 +51,9 @@ class TextForm:
         body: dict[str, object] = {"index": choice.index, "text": piece.text, "logprobs": None}
         if self._logprobs:
             told = completion_logprobs(self._tokenizer, piece.logprobs, offset=self._offsets.get(choice.index, 0))
-            self._offsets[choice.index] = self._offsets.get(choice.index, 0) + sum(len(str(text)) for text in _listed(told["tokens"]))
+            self._offsets[choice.index] = self._offsets.get(choice.index, 0) + sum(
+                len(str(text)) for text in _listed(told["tokens"])
+            )
             body["logprobs"] = told
         if self._token_ids:
             body |= {"token_ids": list(piece.token_ids), "prompt_token_ids": choice.request.input_ids.tolist()}
@@ -63,11 +67,18 @@ class TextForm:
 async def completions(request: Request, service: Service) -> Response:
     """Continue prompts: text, token ids, or lists of either."""
     settings = service.settings
-    body = await read_struct(request, CompletionRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
+    body = await read_struct(
+        request, CompletionRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields
+    )
     said = body.value
     service.check_model(said.model)
     if said.best_of is not None and said.best_of != (said.n or 1):
-        raise ApiError("best_of other than n is not supported; leave it out", status=400, code="unsupported_parameter", param="best_of")
+        raise ApiError(
+            "best_of other than n is not supported; leave it out",
+            status=400,
+            code="unsupported_parameter",
+            param="best_of",
+        )
     options = options_of(request, service, said, body.ignored, prefix="cmpl-")
     length, wants, top = Length(max_tokens=said.max_tokens), *_logprobs_of(said)
     prompt = await off_loop(body.num_bytes, lambda: _prompt_of(service, said))
@@ -114,7 +125,9 @@ def _prompt_of(service: Service, said: CompletionRequest) -> dict[str, object]:
         if "" in texts or not texts:
             raise InvalidRequestError("prompt holds no text; send at least one character", param="prompt")
         if len(texts) > MAX_PROMPTS:  # the engine says so too, but only once they are token ids
-            raise InvalidRequestError(f"prompt has {len(texts)} prompts, above the limit of {MAX_PROMPTS}; send fewer", param="prompt")
+            raise InvalidRequestError(
+                f"prompt has {len(texts)} prompts, above the limit of {MAX_PROMPTS}; send fewer", param="prompt"
+            )
         tokenizer = service.tokenizer("prompt")
         if said.add_special_tokens is False:
             most = service.door.context_length

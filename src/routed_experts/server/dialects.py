@@ -1,7 +1,8 @@
-"""Where routed experts stand in an answer of /v1: the places and defaults of each dialect. Knows payloads, not how they are made.
+"""Where routed experts stand in an answer of /v1: the places and defaults of each dialect. Knows payloads, not how they
+are made.
 
-The version of the weights is always in choices[i].meta_info. Rows: (b) int32 and ref: there too. (c) list: prompt rows beside the
-choices, the others in the choice. (d) npy: in the choice."""
+The version of the weights is always in choices[i].meta_info. Rows: (b) int32 and ref: there too. (c) list: prompt rows
+beside the choices, the others in the choice. (d) npy: in the choice."""
 
 import dataclasses
 import math
@@ -30,7 +31,9 @@ from routed_experts.server.limits import MAX_EVENT_PAYLOAD, MAX_LISTED_IDS, Serv
 from routed_experts.server.protocol import RoutingFields
 from routed_experts.server.routing_store import KeptRows
 
-_DIALECTS: Mapping[str, tuple[bool, str]] = MappingProxyType({"sglang": (False, "int32"), "vllm021": (True, "list"), "vllm": (True, "npy")})
+_DIALECTS: Mapping[str, tuple[bool, str]] = MappingProxyType(
+    {"sglang": (False, "int32"), "vllm021": (True, "list"), "vllm": (True, "npy")}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +57,8 @@ def native_defaults(settings: ServerSettings) -> RoutingDefaults:
 
 
 def routing_keywords(body: RoutingFields, *, asked: bool | None) -> dict[str, object]:
-    """The routing fields of a body as keywords of the engine; `asked`: are rows wanted. Raises for what this release does not do."""
+    """The routing fields of a body as keywords of the engine; `asked`: are rows wanted. Raises for what this release
+    does not do."""
     if body.routed_experts_weights:
         text = "routed_experts_weights=True, but this engine records no weights; drop it"
         raise CaptureDisabledError(text, param="routed_experts_weights", code="weights_disabled")
@@ -91,8 +95,8 @@ def check_listed(wanted: RoutedExpertsRequest, capture: CaptureSpec | None, *, p
 
 
 def rows_of(answer: Answer, *, prompt_only: bool) -> RoutedExperts:
-    """The record of an ended answer. `prompt_only`: the token that the engine had to generate is not part of the sequence, so that
-    every token of it was fed and has a row."""
+    """The record of an ended answer. `prompt_only`: the token that the engine had to generate is not part of the
+    sequence, so that every token of it was fed and has a row."""
     return answer.rows_of_prompt() if prompt_only else answer.rows
 
 
@@ -104,7 +108,8 @@ def ref_url(request_id: str, choice: int) -> str:
 def place_rows(
     record: RoutedExperts, wanted: RoutedExpertsRequest, *, aborted: bool, url: str, weight_version: int, beside: bool
 ) -> Placed:
-    """Put rows where clients of their format look. `beside`: may prompt rows of a list stand beside the choices (once an answer)."""
+    """Put rows where clients of their format look. `beside`: may prompt rows of a list stand beside the choices (once
+    an answer)."""
     layers = "moe" if wanted.layers == "moe" else "all"
     version = {"weight_version": str(weight_version)}
     if wanted.format == "list":

@@ -1,5 +1,5 @@
-"""Which names a body may hold: ours, those that others send and that change nothing here, and none that is a typo. Knows no values
-of our own fields. null is absent, whatever its name."""
+"""Which names a body may hold: ours, those that others send and that change nothing here, and none that is a typo.
+Knows no values of our own fields. null is absent, whatever its name."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -71,8 +71,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def screen(said: Mapping[str, object], known: Collection[str], *, strict: bool) -> tuple[dict[str, object], list[str]]:
-    """Split a body into the fields that we know and the names that have no effect. Raises ApiError (400) for a name that is a typo,
-    that is reserved, or whose value would have to change the answer; with `strict` for every name that we do not know."""
+    """Split a body into the fields that we know and the names that have no effect. Raises ApiError (400) for a name
+    that is a typo, that is reserved, or whose value would have to change the answer; with `strict` for every name that
+    we do not know."""
     kept = {name: value for name, value in said.items() if value is not None and name in known}
     ignored: list[str] = []
     others = {name: value for name, value in said.items() if value is not None and name not in known}
@@ -100,7 +101,9 @@ def _check_unknown(name: str, known: Collection[str], *, strict: bool) -> None:
     near = nearest(name, known)
     if strict or near is not None or name.startswith(_RESERVED):
         fix = f"did you mean {near}?" if near else "leave it out"
-        raise ApiError(f"{shown(name)} is no parameter of this route; {fix}", status=400, code="unknown_field", param=name[:64])
+        raise ApiError(
+            f"{shown(name)} is no parameter of this route; {fix}", status=400, code="unknown_field", param=name[:64]
+        )
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
@@ -108,13 +111,18 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     if not 3 <= len(name) <= 64:
         return None
     limit = 1 if len(name) <= 5 else 2
-    measured = [(_edits(name, other, limit), other) for other in sorted(known) if len(other) > 2 and abs(len(other) - len(name)) <= limit]
+    measured = [
+        (_edits(name, other, limit), other)
+        for other in sorted(known)
+        if len(other) > 2 and abs(len(other) - len(name)) <= limit
+    ]
     near = min((one for one in measured if one[0] <= limit), default=None)
     return None if near is None else near[1]
 
 
 def _edits(one: str, other: str, limit: int) -> int:
-    """Insertions, deletions and replacements between two words (Levenshtein); at least limit + 1 when there are more."""
+    """Insertions, deletions and replacements between two words (Levenshtein); at least limit + 1 when there are
+    more."""
     row = list(range(len(other) + 1))
     for place, letter in enumerate(one, start=1):
         above, row[0] = row[0], place

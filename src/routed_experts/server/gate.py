@@ -1,8 +1,9 @@
-"""Gate: the outermost layer. Who may pass, how many at once, and no error leaves but in our form. Knows no route's work.
+"""Gate: the outermost layer. Who may pass, how many at once, and no error leaves but in our form. Knows no route's
+work.
 
-Denied by default: without the key only the probes and the static page are answered. Which routes are for admins the table of routes
-says; the gate notes what a key may do and `check_admin` stands before such a route itself, however its path was spelled. Keys are
-compared in constant time."""
+Denied by default: without the key only the probes and the static page are answered. Which routes are for admins the
+table of routes says; the gate notes what a key may do and `check_admin` stands before such a route itself, however its
+path was spelled. Keys are compared in constant time."""
 
 import asyncio
 import hashlib
@@ -61,7 +62,9 @@ class Gate:
         finally:
             self._count(-1 if counted else 0)
             took = 1000 * (time.perf_counter() - began)
-            logger.info("%s %s %d %.1f ms %s", scope["method"], _shown_path(scope), reply.status, took, reply.request_id)
+            logger.info(
+                "%s %s %d %.1f ms %s", scope["method"], _shown_path(scope), reply.status, took, reply.request_id
+            )
 
     def _count(self, change: int) -> None:
         self.open_requests += change
@@ -88,7 +91,8 @@ class Gate:
 
 
 def check_admin(scope: Scope) -> None:
-    """Raise 401 or 403 unless the gate let this request through with a key for admin routes. Every admin route begins with it."""
+    """Raise 401 or 403 unless the gate let this request through with a key for admin routes. Every admin route begins
+    with it."""
     refusal: ApiError | None = scope["state"]["admin_refusal"]
     if refusal is not None:
         raise refusal
@@ -143,7 +147,9 @@ def _name_request(scope: Scope) -> None:
     if said is not None:
         text = said.decode("latin-1")
         if not REQUEST_ID.fullmatch(text) or text in RESERVED_IDS:
-            raise ApiError("X-Request-Id must be 1 to 64 of A-Z a-z 0-9 . _ -; change it", status=400, code="invalid_request_id")
+            raise ApiError(
+                "X-Request-Id must be 1 to 64 of A-Z a-z 0-9 . _ -; change it", status=400, code="invalid_request_id"
+            )
         scope["state"] |= {"request_id": text, "is_named": True}
 
 

@@ -1,5 +1,5 @@
-"""HttpCall: what every call of an engine over HTTP does, from its checked requests to its end: wait or stream, keep rows, count.
-Knows no dialect."""
+"""HttpCall: what every call of an engine over HTTP does, from its checked requests to its end: wait or stream, keep
+rows, count. Knows no dialect."""
 
 import dataclasses
 import time
@@ -34,7 +34,9 @@ class HttpCall(ABC):
     def __init__(self, service: Service, requests: Sequence[TokenizedGenerateReqInput], name: CallName) -> None:
         check_list(requests, service.door.capture)
         self._service, self._requests, self._name = service, requests, name
-        self._call = service.open_door.open(requests, max_backlog=MAX_BACKLOG, interval_s=service.settings.stream_interval)
+        self._call = service.open_door.open(
+            requests, max_backlog=MAX_BACKLOG, interval_s=service.settings.stream_interval
+        )
         self._began = time.monotonic()
         self._first: dict[int, float] = {}
         self._kept: StoreEntry | None = None
@@ -68,10 +70,13 @@ class HttpCall(ABC):
         except BaseException:
             self.close()
             raise
-        return EventStream(self._chunks(), close=self.close, expire=self.expire, timeout_s=timeout, headers=self._name.headers)
+        return EventStream(
+            self._chunks(), close=self.close, expire=self.expire, timeout_s=timeout, headers=self._name.headers
+        )
 
     async def accepted(self) -> None:
-        """Wait until the engine has taken the call in; from then on the store expects its rows, if they are to be fetched."""
+        """Wait until the engine has taken the call in; from then on the store expects its rows, if they are to be
+        fetched."""
         await self._call.accepted()
         wishes = [request.routed_experts for request in self._requests]
         choices = [index for index, wish in enumerate(wishes) if wish.asked and wish.format == "ref"]
@@ -90,7 +95,8 @@ class HttpCall(ABC):
             self._service.store.forget(self._kept)
 
     def sending(self, index: int, record: RoutedExperts) -> int:
-        """Rows are about to leave: count them, and keep those that will be fetched. About how many bytes they will be."""
+        """Rows are about to leave: count them, and keep those that will be fetched. About how many bytes they will
+        be."""
         wanted, answer = self._requests[index].routed_experts, self._call.answers[index]
         if self._kept is not None:
             self._service.store.put(self._kept, index, kept_rows(answer, record, owner=self._name.owner))

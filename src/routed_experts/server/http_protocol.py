@@ -1,5 +1,5 @@
-"""How bytes become HTTP requests: uvicorn's protocol with limits on connections, headers and time, and errors in our form. Knows no
-route.
+"""How bytes become HTTP requests: uvicorn's protocol with limits on connections, headers and time, and errors in our
+form. Knows no route.
 
 Neither side waits for ever: headers come in time, and a reader that takes nothing for a while is cut off."""
 
@@ -66,7 +66,8 @@ class ReadOrLeave(HttpToolsProtocol):
         super().resume_writing()
 
     def on_headers_complete(self) -> None:
-        """The request is known, and its answer will be watched. Whoever answers may cut the connection: `routed_experts.abort`."""
+        """The request is known, and its answer will be watched. Whoever answers may cut the connection:
+        `routed_experts.abort`."""
         if not self.flow.write_paused:
             self._reading.stop()
         self.scope["extensions"] = {"routed_experts.abort": {"call": self.transport.abort}}
@@ -90,7 +91,8 @@ class ReadOrLeave(HttpToolsProtocol):
             self.watch_reader()
 
     def watch_reader(self, before: int | None = None) -> None:
-        """Cut the connection off unless the reader goes on taking. `before`: bytes buffered a while ago, if it was behind then."""
+        """Cut the connection off unless the reader goes on taking. `before`: bytes buffered a while ago, if it was
+        behind then."""
         self._reading.stop()
         left = self.transport.get_write_buffer_size()
         if before is not None and left > max(0, before - MIN_READ_BYTES):
@@ -100,7 +102,8 @@ class ReadOrLeave(HttpToolsProtocol):
 
 
 class LimitedProtocol(ReadOrLeave):
-    """One connection. A request whose headers are not there in time, too long or malformed is answered and the connection closed."""
+    """One connection. A request whose headers are not there in time, too long or malformed is answered and the
+    connection closed."""
 
     max_connections = MAX_CONNECTIONS
     _header_bytes = 0
@@ -118,7 +121,8 @@ class LimitedProtocol(ReadOrLeave):
             self._heading.start(self.loop, HEADER_TIMEOUT_S, self.close)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came. What the parser holds back because it is not whole, such as a header without an end, is bounded."""
+        """Parse what came. What the parser holds back because it is not whole, such as a header without an end, is
+        bounded."""
         if self.transport.is_closing():
             return
         self._has_progressed = False
@@ -166,7 +170,9 @@ class LimitedProtocol(ReadOrLeave):
         self._heading.stop()
         if self.transport.is_closing():
             return
-        cycle: RequestResponseCycle | None = vars(self)["cycle"]  # None before the first request, whatever its type says
+        cycle: RequestResponseCycle | None = vars(self)[
+            "cycle"
+        ]  # None before the first request, whatever its type says
         answering = cycle is not None and cycle.response_started and not cycle.response_complete
         if answering:
             self.close()

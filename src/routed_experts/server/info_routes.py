@@ -1,4 +1,5 @@
-"""What a server says of itself: models, configuration, version, metrics, health. Knows nothing of generation but the one-token probe.
+"""What a server says of itself: models, configuration, version, metrics, health. Knows nothing of generation but the
+one-token probe.
 
 Only names of an allow-list leave: no key, no path beyond the model's name, no address."""
 
@@ -113,7 +114,9 @@ async def health_generate(request: Request, service: Service) -> Response:
 
     async def one_token() -> None:
         said = request_of(input_ids=[0], max_new_tokens=1)
-        requests = await service.admit(said, default_max_tokens=1, routing=native_defaults(service.settings), num_bytes=0)
+        requests = await service.admit(
+            said, default_max_tokens=1, routing=native_defaults(service.settings), num_bytes=0
+        )
         call = service.open_door.open(requests, max_backlog=MAX_BACKLOG)
         try:
             await call.accepted()

@@ -1,6 +1,8 @@
-"""IntegrityWatch: asks the engine for broken invariants when the server falls idle, at most once a second. Knows no route.
+"""IntegrityWatch: asks the engine for broken invariants when the server falls idle, at most once a second. Knows no
+route.
 
-A violation never ends the process: it is logged with its numbers, counted, and turns the server degraded. Event loop only."""
+A violation never ends the process: it is logged with its numbers, counted, and turns the server degraded. Event loop
+only."""
 
 import asyncio
 import logging

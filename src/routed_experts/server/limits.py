@@ -35,7 +35,8 @@ Dialect = Literal["sglang", "vllm021", "vllm"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """What `serve` was told beside the engine's arguments. Times are in seconds; raises ConfigError for what cannot work."""
+    """What `serve` was told beside the engine's arguments. Times are in seconds; raises ConfigError for what cannot
+    work."""
 
     host: str = "127.0.0.1"
     port: int = 30000
@@ -62,8 +63,12 @@ class ServerSettings:
             raise ConfigError(f"port={self.port} must be in 0..65535; 0 lets the system choose")
         for name in ("api_key", "admin_api_key"):
             key = getattr(self, name)
-            if key is not None and not (8 <= len(key) <= 512 and key.isascii() and key.isprintable() and " " not in key):
-                raise ConfigError(f"{name} has {len(key)} characters; wanted 8 to 512 of printable ASCII without spaces")
+            if key is not None and not (
+                8 <= len(key) <= 512 and key.isascii() and key.isprintable() and " " not in key
+            ):
+                raise ConfigError(
+                    f"{name} has {len(key)} characters; wanted 8 to 512 of printable ASCII without spaces"
+                )
         for name in ("request_timeout", "routing_store_ttl", "stall_timeout"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and at most 86400 seconds")
@@ -74,6 +79,8 @@ class ServerSettings:
         if not 1024 <= self.max_body_bytes <= 1 << 30:
             raise ConfigError(f"max_body_bytes={self.max_body_bytes} must be in 1024..{1 << 30}")
         if self.routing_store_bytes < 0:
-            raise ConfigError(f"routing_store_bytes={self.routing_store_bytes} must be at least 0; 0 refuses format ref")
+            raise ConfigError(
+                f"routing_store_bytes={self.routing_store_bytes} must be at least 0; 0 refuses format ref"
+            )
         if self.cors_origin is not None and not re.fullmatch(r"https?://[^/\s*]+", self.cors_origin):
             raise ConfigError(f"cors_origin={self.cors_origin!r} must be one origin such as https://app.example")

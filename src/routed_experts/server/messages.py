@@ -18,7 +18,8 @@ def render(
     add_generation_prompt: bool = True,
     scalars: Mapping[str, Scalar] | None = None,
 ) -> str:
-    """Render messages; encode the text without special tokens. Raises InvalidRequestError naming the message and part."""
+    """Render messages; encode the text without special tokens. Raises InvalidRequestError naming the message and
+    part."""
     if not messages or len(messages) > MAX_MESSAGES:
         text = f"messages holds {len(messages or ())}; send 1 to {MAX_MESSAGES}"
         raise InvalidRequestError(text, param="messages")
@@ -45,7 +46,9 @@ def _text(content: object, place: int) -> str:
         text = said.get("text")
         if said.get("type") != "text" or not isinstance(text, str):
             param = f"messages[{place}].content[{index}]"
-            told = f"{param} is of type {shown(said.get('type'))}; this server takes text parts only, and fetches nothing"
+            told = (
+                f"{param} is of type {shown(said.get('type'))}; this server takes text parts only, and fetches nothing"
+            )
             raise InvalidRequestError(told, param=param)
         texts.append(text)
     return "".join(texts)

@@ -1,4 +1,5 @@
-"""Metrics: Prometheus text of one server. Counts come from the stats of the engine and from what the routes report. Knows no route."""
+"""Metrics: Prometheus text of one server. Counts come from the stats of the engine and from what the routes report.
+Knows no route."""
 
 import dataclasses
 import logging
@@ -22,7 +23,26 @@ from routed_experts.server.routing_store import RoutingStore
 
 logger = logging.getLogger("routed_experts.server")
 _PREFIX = "routed_experts"
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+)
 _OUTCOMES = ("stop", "length", "abort", "timeout", "rejected", "error")
 
 
@@ -61,7 +81,9 @@ class Metrics:
         self._payload = counter("capture_payload_bytes", "Bytes of routed experts sent or kept for fetching", "format")
         self._ignored = counter("ignored_parameters", "Parameters of requests that had no effect")
         self._violations = counter("invariant_violations", "Broken invariants, as they were found", "name")
-        self._stalls = counter("watchdog_trips", "Times that requests ran and no step ended for --stall-timeout, as it was noticed")
+        self._stalls = counter(
+            "watchdog_trips", "Times that requests ran and no step ended for --stall-timeout, as it was noticed"
+        )
         self._queue = seconds("request_queue_time_seconds", "From the engine taking a request in to its first step")
         self._first = seconds("time_to_first_token_seconds", "From a request's arrival to its first token")
         self._whole = seconds("e2e_request_latency_seconds", "From a request's arrival to its end")
@@ -98,7 +120,8 @@ class Metrics:
         self._violations.labels(violation.name).inc()
 
     def ignored(self, names: Collection[str]) -> None:
-        """A request named parameters that have no effect; the first of each name is logged, of a bounded number of names."""
+        """A request named parameters that have no effect; the first of each name is logged, of a bounded number of
+        names."""
         self._ignored.inc(len(names))
         for name in names:
             if name not in self._logged and len(self._logged) < MAX_LOGGED_NAMES:
@@ -126,13 +149,19 @@ class _EngineCollector(Collector):
             ("requests_waiting", "Requests in the queue", seen.waiting),
             ("kv_usage_ratio", "Share of KV pages that running requests hold", usage),
             ("last_step_age_seconds", "Since a step ended while requests run; 0 when idle", seen.last_step_age_s),
-            ("capture_host_bytes", "Host memory of rows, those kept for fetching included", seen.capture_host_bytes + self._store.nbytes),
+            (
+                "capture_host_bytes",
+                "Host memory of rows, those kept for fetching included",
+                seen.capture_host_bytes + self._store.nbytes,
+            ),
         ):
             yield GaugeMetricFamily(f"{_PREFIX}_{name}", told, value=float(value))
         yield _labelled(GaugeMetricFamily(f"{_PREFIX}_kv_pages", "KV pages by state", labels=["state"]), _pages(seen))
         yield CounterMetricFamily(f"{_PREFIX}_requests_accepted", "Sequences accepted", value=float(seen.accepted))
         finished = {outcome: seen.finished.get(outcome, 0) for outcome in _OUTCOMES}
-        yield _labelled(CounterMetricFamily(f"{_PREFIX}_requests_finished", "Sequences ended", labels=["outcome"]), finished)
+        yield _labelled(
+            CounterMetricFamily(f"{_PREFIX}_requests_finished", "Sequences ended", labels=["outcome"]), finished
+        )
         compiles = self._door.engine.compiles
         for name, told, count in (
             ("preemptions", "Requests sent back to the queue", seen.preemptions),
@@ -140,9 +169,21 @@ class _EngineCollector(Collector):
             ("capture_missing_rows", "Requests that failed for a row that was not known", seen.capture_missing_rows),
             ("resident_swaps", "Experts copied to the accelerator while it served", seen.resident_swaps),
             ("deferred_slots", "Slots whose experts, on the host, were added a layer late", seen.deferred_slots),
-            ("host_experts_seconds", "Seconds that threads of the host ran experts inside programs", seen.host_experts_s),
-            ("resident_swap_failures", "Exchanges of resident experts that failed; those that were there stayed", seen.resident_failures),
-            ("compile_cache_hits", "Programs that were read from the compilation cache, of this process", compiles.cache_hits),
+            (
+                "host_experts_seconds",
+                "Seconds that threads of the host ran experts inside programs",
+                seen.host_experts_s,
+            ),
+            (
+                "resident_swap_failures",
+                "Exchanges of resident experts that failed; those that were there stayed",
+                seen.resident_failures,
+            ),
+            (
+                "compile_cache_hits",
+                "Programs that were read from the compilation cache, of this process",
+                compiles.cache_hits,
+            ),
         ):
             yield CounterMetricFamily(f"{_PREFIX}_{name}", told, value=float(count))
         yield from _placement(seen.placement)
@@ -150,11 +191,15 @@ class _EngineCollector(Collector):
         told = "Share of a MoE layer's slots that ran on the accelerator, where experts are on the host too"
         yield _labelled(GaugeMetricFamily(f"{_PREFIX}_resident_hit_ratio", told, labels=["layer"]), hits)
         programs = {"startup": compiles.startup, "serving": compiles.serving}
-        yield _labelled(CounterMetricFamily(f"{_PREFIX}_compilations", "Programs made by this process", labels=["phase"]), programs)
+        yield _labelled(
+            CounterMetricFamily(f"{_PREFIX}_compilations", "Programs made by this process", labels=["phase"]), programs
+        )
         phases = {phase.name: phase.seconds for phase in self._door.engine.phases}
         yield _labelled(GaugeMetricFamily(f"{_PREFIX}_startup_seconds", "Start-up by phase", labels=["phase"]), phases)
         version = {str(seen.weight_version): 1}
-        yield _labelled(GaugeMetricFamily(f"{_PREFIX}_weight_version_info", "Weights served", labels=["weight_version"]), version)
+        yield _labelled(
+            GaugeMetricFamily(f"{_PREFIX}_weight_version_info", "Weights served", labels=["weight_version"]), version
+        )
         for name, value in _renamed(self._compat, seen, usage).items():
             yield GaugeMetricFamily(name, "As the other server names it", value=float(value))
 
@@ -192,13 +237,19 @@ def _placement(stats: PlacementStats | None) -> Iterator[Metric]:
         return
     yield from _balance(stats)
     yield from _gate(stats)
-    yield GaugeMetricFamily(f"{_PREFIX}_placement_epoch", "Rises with every change of the placement", value=float(stats.epoch))
+    yield GaugeMetricFamily(
+        f"{_PREFIX}_placement_epoch", "Rises with every change of the placement", value=float(stats.epoch)
+    )
     for name, told, count in (
         ("eplb_rebalances", "Plans that experts were moved for", stats.rebalances),
         ("eplb_skipped", "Plans that were not worth their copies", stats.skipped),
         ("eplb_failed", "Plans or moves that ended in an error", stats.failed),
         ("expert_copies", "Expert instances copied from another device", stats.copies),
-        ("rerouted_slots", "Slots that capacities moved to an expert outside their token's K best", stats.rerouted_slots),
+        (
+            "rerouted_slots",
+            "Slots that capacities moved to an expert outside their token's K best",
+            stats.rerouted_slots,
+        ),
         ("dropped_slots", "Slots that capacities left without an expert", stats.dropped_slots),
     ):
         yield CounterMetricFamily(f"{_PREFIX}_{name}", told, value=float(count))
@@ -212,7 +263,9 @@ def _balance(stats: PlacementStats) -> Iterator[Metric]:
         ("eplb_balancedness", "Mean over layers of mean over largest device load", of_layers),
         ("eplb_balancedness_weighted", "Mean device loads over the largest, summed over layers", summed),
     ):
-        yield _labelled(GaugeMetricFamily(f"{_PREFIX}_{name}", f"{told}, in the last steps", labels=["window"]), by_window)
+        yield _labelled(
+            GaugeMetricFamily(f"{_PREFIX}_{name}", f"{told}, in the last steps", labels=["window"]), by_window
+        )
     if stats.balance:
         longest = stats.balance[max(stats.balance)].max_over_mean.tolist()
         told = "Largest over mean device load of a layer, in the longest window"
@@ -252,7 +305,11 @@ def _renamed(compat: str | None, seen: EngineStats, usage: float) -> dict[str, f
             "vllm:kv_cache_usage_perc": usage,
         }
     if compat == "sglang":
-        return {"sglang:num_running_reqs": seen.running, "sglang:num_queue_reqs": seen.waiting, "sglang:token_usage": usage}
+        return {
+            "sglang:num_running_reqs": seen.running,
+            "sglang:num_queue_reqs": seen.waiting,
+            "sglang:token_usage": usage,
+        }
     return {}
 
 

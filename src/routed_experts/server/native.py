@@ -1,4 +1,5 @@
-"""POST /generate, in SGLang's dialect: text cumulative in streams, everything else in meta_info. Knows no other dialect."""
+"""POST /generate, in SGLang's dialect: text cumulative in streams, everything else in meta_info. Knows no other
+dialect."""
 
 import asyncio
 import dataclasses
@@ -68,9 +69,13 @@ async def generate(request: Request, service: Service) -> Response:
         **routing_keywords(said, asked=any(wanted) if isinstance(wanted, list) else wanted),
     )
     routing = native_defaults(settings)
-    requests = await service.admit(asked, default_max_tokens=DEFAULT_MAX_TOKENS, routing=routing, num_bytes=body.num_bytes)
+    requests = await service.admit(
+        asked, default_max_tokens=DEFAULT_MAX_TOKENS, routing=routing, num_bytes=body.num_bytes
+    )
     requests = _as_asked(requests, _asked_list(said))
-    single = isinstance(said.text, str) or (isinstance(said.input_ids, list) and not isinstance(said.input_ids[0], list))
+    single = isinstance(said.text, str) or (
+        isinstance(said.input_ids, list) and not isinstance(said.input_ids[0], list)
+    )
     options = NativeOptions(
         request_id=rid,
         owner=str(request.scope["state"]["owner"]),
@@ -107,8 +112,8 @@ class _NativeCall(HttpCall):
             yield last if self._call.is_open else last + DONE
 
     async def _said(self, index: int) -> list[dict[str, object]]:
-        """What the answer says now; with large streamed rows in several pieces, of which the last has the finish reason. Large rows are
-        encoded off the event loop."""
+        """What the answer says now; with large streamed rows in several pieces, of which the last has the finish
+        reason. Large rows are encoded off the event loop."""
         answer, wanted = self._call.answers[index], self._requests[index].routed_experts
         if not wanted.asked or (answer.finish_reason is None and answer.record is None):
             return [self._dict_of(index, None)]
@@ -141,13 +146,16 @@ class _NativeCall(HttpCall):
 
 
 def _with_routing(said: GenerateRequest) -> GenerateRequest:
-    """The body, with the routing fields that only the door knows taken out of its sampling parameters. Said twice they must agree."""
+    """The body, with the routing fields that only the door knows taken out of its sampling parameters. Said twice they
+    must agree."""
     given = said.sampling_params or {}
     found = {name: given[name] for name in _ROUTING_OF_SAMPLING if given.get(name) is not None}
     for name, value in found.items():
         if not isinstance(value, bool):
             raise InvalidRequestError(f"{name}={shown(value)} must be true or false", param=name)
-    beside = {name: value for name, value in msgspec.structs.asdict(said).items() if name in found and value is not None}
+    beside = {
+        name: value for name, value in msgspec.structs.asdict(said).items() if name in found and value is not None
+    }
     for name, value in beside.items():
         if value != found[name]:
             text = f"{name}={shown(value)}, but sampling_params say {shown(found[name])}; say it once"
@@ -186,16 +194,22 @@ def _one(param: str, value: bool | int | list[bool] | list[int] | None) -> bool 
     if not isinstance(value, list):
         return value
     if len(set(value)) != 1:
-        raise InvalidRequestError(f"{param}={shown(value)} holds different values; send prompts of one kind in a call", param=param)
+        raise InvalidRequestError(
+            f"{param}={shown(value)} holds different values; send prompts of one kind in a call", param=param
+        )
     return value[0]
 
 
-def _as_asked(requests: Sequence[TokenizedGenerateReqInput], asked: Sequence[bool] | None) -> Sequence[TokenizedGenerateReqInput]:
+def _as_asked(
+    requests: Sequence[TokenizedGenerateReqInput], asked: Sequence[bool] | None
+) -> Sequence[TokenizedGenerateReqInput]:
     """The requests, of which those whose rows were not asked for ask for none. `asked`: one a prompt."""
     if asked is None:
         return requests
     none = RoutedExpertsRequest()
-    wishes = [request.routed_experts if asked[index // request.sampling.n] else none for index, request in enumerate(requests)]
+    wishes = [
+        request.routed_experts if asked[index // request.sampling.n] else none for index, request in enumerate(requests)
+    ]
     return [dataclasses.replace(request, routed_experts=wish) for request, wish in zip(requests, wishes, strict=True)]
 
 

@@ -1,4 +1,5 @@
-"""OpenAICall: one call of /v1, from its checked requests to an answer at once or in a stream. Chat and text differ in their form only.
+"""OpenAICall: one call of /v1, from its checked requests to an answer at once or in a stream. Chat and text differ in
+their form only.
 
 First chunk, deltas, a last chunk with the finish reason for each choice, then usage if asked."""
 
@@ -45,7 +46,8 @@ class Form(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """What a call is beside its requests. `echo`: texts of the prompts, which come first; `ignored`: names that had no effect."""
+    """What a call is beside its requests. `echo`: texts of the prompts, which come first; `ignored`: names that had no
+    effect."""
 
     request_id: str
     owner: str
@@ -59,7 +61,9 @@ class CallOptions:
 class OpenAICall(HttpCall):
     """Runs on the event loop."""
 
-    def __init__(self, service: Service, requests: Sequence[TokenizedGenerateReqInput], form: Form, options: CallOptions) -> None:
+    def __init__(
+        self, service: Service, requests: Sequence[TokenizedGenerateReqInput], form: Form, options: CallOptions
+    ) -> None:
         super().__init__(service, requests, CallName(options.request_id, options.owner, options.headers))
         self._form, self._options = form, options
         n = requests[0].sampling.n
@@ -96,7 +100,8 @@ class OpenAICall(HttpCall):
             yield event({**self._head(self._form.chunk_name), "choices": [], "usage": usage_of(self._choices)})
 
     async def _chunks_of(self, choice: Choice, piece: Piece) -> list[bytes]:
-        """The chunks of one event: what was said, rows that are streamed, and at the end the finish reason with the rows."""
+        """The chunks of one event: what was said, rows that are streamed, and at the end the finish reason with the
+        rows."""
         placed: list[Placed] = []
         if choice.finish is not None or (choice.request.routed_experts.stream and piece.token_ids):
             placed = await self._placed(choice, beside=not self._prompt_told)
@@ -105,8 +110,12 @@ class OpenAICall(HttpCall):
         chunks: list[bytes] = []
         if piece.text or piece.token_ids:
             first = placed.pop(0) if placed else Placed({}, {})
-            chunks.append(self._chunk(choice, {**self._form.delta(choice, piece), **first.choice}, beside=first.response))
-        chunks += [self._chunk(choice, {**self._form.closing(choice), **one.choice}, beside=one.response) for one in placed]
+            chunks.append(
+                self._chunk(choice, {**self._form.delta(choice, piece), **first.choice}, beside=first.response)
+            )
+        chunks += [
+            self._chunk(choice, {**self._form.closing(choice), **one.choice}, beside=one.response) for one in placed
+        ]
         if last is not None:
             closing = {**self._form.closing(choice), **choice.ending(), **last.choice}
             chunks.append(self._chunk(choice, closing, beside=last.response))
@@ -119,8 +128,8 @@ class OpenAICall(HttpCall):
         return piece
 
     async def _placed(self, choice: Choice, *, beside: bool) -> list[Placed]:
-        """The rows that a choice has to tell, in their places: one piece, or several where streamed rows are large. Large ones are
-        encoded off the event loop."""
+        """The rows that a choice has to tell, in their places: one piece, or several where streamed rows are large.
+        Large ones are encoded off the event loop."""
         wanted, answer = choice.request.routed_experts, self._call.answers[choice.index]
         if not wanted.asked:
             return [Placed({}, {})]
@@ -137,10 +146,19 @@ class OpenAICall(HttpCall):
         return await asyncio.to_thread(place) if size > 4 * INLINE_BYTES else place()
 
     def _head(self, name: str) -> dict[str, object]:
-        return {"id": self._options.request_id, "object": name, "created": self._created, "model": self._service.model_name}
+        return {
+            "id": self._options.request_id,
+            "object": name,
+            "created": self._created,
+            "model": self._service.model_name,
+        }
 
     def _chunk(self, choice: Choice, body: dict[str, object], *, beside: dict[str, object] | None = None) -> bytes:
-        chunk: dict[str, object] = {**self._head(self._form.chunk_name), "choices": [{"finish_reason": None, **body}], **(beside or {})}
+        chunk: dict[str, object] = {
+            **self._head(self._form.chunk_name),
+            "choices": [{"finish_reason": None, **body}],
+            **(beside or {}),
+        }
         if self._options.continuous_usage:
             chunk["usage"] = usage_of(self._choices)
         elif self._options.include_usage:

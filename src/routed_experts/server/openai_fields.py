@@ -1,6 +1,7 @@
 """The fields that chat and text completions share, as the engine takes them. Knows no route.
 
-A body's numbers are checked by SamplingParams and the engine's door; here only what OpenAI means differently is turned."""
+A body's numbers are checked by SamplingParams and the engine's door; here only what OpenAI means differently is
+turned."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,7 +25,8 @@ _SAME = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """How many tokens were asked for; 0 computes the prompt only, for which the engine generates one that is left out."""
+    """How many tokens were asked for; 0 computes the prompt only, for which the engine generates one that is left
+    out."""
 
     max_tokens: int | None
 
@@ -59,7 +61,9 @@ def name_call(request: Request, said: str | None, *, prefix: str, param: str = "
     state: Mapping[str, object] = request.scope["state"]
     if said is not None:
         if not REQUEST_ID.fullmatch(said) or said in RESERVED_IDS:
-            raise InvalidRequestError(f"{param}={shown(said)} must be 1 to 64 of A-Z a-z 0-9 . _ -; change it", param=param)
+            raise InvalidRequestError(
+                f"{param}={shown(said)} must be 1 to 64 of A-Z a-z 0-9 . _ -; change it", param=param
+            )
         named = said
     elif state.get("is_named"):
         named = str(state["request_id"])
@@ -69,14 +73,23 @@ def name_call(request: Request, said: str | None, *, prefix: str, param: str = "
     return named
 
 
-def options_of(request: Request, service: Service, body: OpenAIRequest, ignored: list[str], *, prefix: str) -> CallOptions:
+def options_of(
+    request: Request, service: Service, body: OpenAIRequest, ignored: list[str], *, prefix: str
+) -> CallOptions:
     """What a call is beside its prompts. Raises for options that need a stream."""
     streams = body.stream is True
     options = body.stream_options
     if options is not None and not streams and (options.include_usage or options.continuous_usage_stats):
-        raise ApiError("stream_options without stream; set stream to true", status=400, code="stream_required", param="stream_options")
+        raise ApiError(
+            "stream_options without stream; set stream to true",
+            status=400,
+            code="stream_required",
+            param="stream_options",
+        )
     if body.rid is not None and body.request_id is not None and body.rid != body.request_id:
-        raise ApiError("rid and request_id differ; send one", status=400, code="conflicting_parameters", param="request_id")
+        raise ApiError(
+            "rid and request_id differ; send one", status=400, code="conflicting_parameters", param="request_id"
+        )
     service.metrics.ignored(ignored)
     continuous = options is not None and options.continuous_usage_stats is True
     return CallOptions(

@@ -1,4 +1,5 @@
-"""GET /openapi.json: made from the table of routes and the structs of their bodies, so that it cannot drift. Knows no handler."""
+"""GET /openapi.json: made from the table of routes and the structs of their bodies, so that it cannot drift. Knows no
+handler."""
 
 import dataclasses
 import re
@@ -56,9 +57,15 @@ def _described(one: Operation, method: str, by_struct: dict[type[msgspec.Struct]
     if one.told.startswith("How often"):
         described["responses"]["304"] = {"description": "as you have it"}
     if one.query:  # what can be fetched can be fetched in parts, and need not be when it is there already
-        described["responses"] |= {"206": {"description": "a part"}, "304": {"description": "as you have it"}, "416": error}
+        described["responses"] |= {
+            "206": {"description": "a part"},
+            "304": {"description": "as you have it"},
+            "416": error,
+        }
     names = re.findall(r"\{(\w+)(?::\w+)?\}", one.path)
-    described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    described["parameters"] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+    ]
     described["parameters"] += [{"name": name, "in": "query", "schema": {"type": "string"}} for name in one.query]
     if one.body is not None:
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": by_struct[one.body]}}}

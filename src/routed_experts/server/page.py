@@ -1,6 +1,7 @@
 """GET /: one HTML file for trying the server out, with what it may load nailed down. Knows nothing of its content.
 
-Nothing comes from another origin, and only the script and style that stand in the file run: their hashes are in the policy."""
+Nothing comes from another origin, and only the script and style that stand in the file run: their hashes are in the
+policy."""
 
 import base64
 import hashlib

@@ -68,7 +68,8 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message; content is text or a list of text parts. Further keys are for the template of other servers, and dropped."""
+    """One message; content is text or a list of text parts. Further keys are for the template of other servers, and
+    dropped."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -141,8 +142,8 @@ class ContinueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /update_weights_from_disk. `model_path` lies under --weights-root; `weight_version` is a number above the served one, and
-    that one plus 1 when absent; `flush_cache` false lets running requests keep their pages."""
+    """POST /update_weights_from_disk. `model_path` lies under --weights-root; `weight_version` is a number above the
+    served one, and that one plus 1 when absent; `flush_cache` false lets running requests keep their pages."""
 
     model_path: str
     weight_version: int | str | None = None
@@ -150,16 +151,17 @@ class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
 
 
 class UpdateWeightVersionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /update_weight_version. `new_version` is a number above the served one; running requests are aborted first unless
-    `abort_all_requests` is false."""
+    """POST /update_weight_version. `new_version` is a number above the served one; running requests are aborted first
+    unless `abort_all_requests` is false."""
 
     new_version: int | str
     abort_all_requests: bool | None = None
 
 
 class ScoreRequest(RoutingFields, kw_only=True):
-    """POST /v1/score. `token_ids`: one sequence or several. `routed_experts`: rows to execute, each as the meta_info (or the choice)
-    of an answer has them, the sidecar among them; one for one sequence, else a list with null for a sequence that is routed live."""
+    """POST /v1/score. `token_ids`: one sequence or several. `routed_experts`: rows to execute, each as the meta_info
+    (or the choice) of an answer has them, the sidecar among them; one for one sequence, else a list with null for a
+    sequence that is routed live."""
 
     token_ids: list[int | list[int]]
     routed_experts: dict[str, Any] | list[dict[str, Any] | None] | None = None

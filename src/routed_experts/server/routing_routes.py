@@ -1,4 +1,5 @@
-"""/v1/routing: rows of a request that asked for format ref, fetched once it has ended, and counts of all routing. Knows no generation."""
+"""/v1/routing: rows of a request that asked for format ref, fetched once it has ended, and counts of all routing. Knows
+no generation."""
 
 import hashlib
 
@@ -21,7 +22,8 @@ FORMATS = ("npy", "safetensors")
 
 
 async def fetch(request: Request, service: Service) -> Response:
-    """The rows of one choice: a .npy of the canonical ids, or ?format=safetensors with the token ids beside them. Parts by Range."""
+    """The rows of one choice: a .npy of the canonical ids, or ?format=safetensors with the token ids beside them. Parts
+    by Range."""
     form, choice = request.query_params.get("format", "npy"), request.query_params.get("choice", "0")
     if form not in FORMATS:
         text = f"format={shown(form)} is unknown; choose one of {', '.join(FORMATS)}"
@@ -36,14 +38,17 @@ async def fetch(request: Request, service: Service) -> Response:
     if told.headers["ETag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=told.headers)
     if request.method == "HEAD":
-        return Response(headers={**told.headers, "Content-Length": str(told.num_bytes)}, media_type="application/octet-stream")
+        return Response(
+            headers={**told.headers, "Content-Length": str(told.num_bytes)}, media_type="application/octet-stream"
+        )
     if body is None:
         body = await off_loop(kept.nbytes, lambda: _body(kept, form))
     return partial(request, body, Response(body, headers=told.headers, media_type="application/octet-stream"))
 
 
 async def stats(request: Request, service: Service) -> Response:
-    """How often each expert was chosen since the start or the last reset, prompts and generated tokens apart, and how evenly."""
+    """How often each expert was chosen since the start or the last reset, prompts and generated tokens apart, and how
+    evenly."""
     return stats_reply(request, await patiently(service.stats, service.settings.stall_timeout))
 
 

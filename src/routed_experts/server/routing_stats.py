@@ -1,7 +1,8 @@
-"""GET /v1/routing/stats and POST /v1/routing/reset: how often each expert was chosen, and how evenly. Knows no placement.
+"""GET /v1/routing/stats and POST /v1/routing/reset: how often each expert was chosen, and how evenly. Knows no
+placement.
 
-Counts are read on the engine's thread, between two steps; readers that come together share one reading, and metrics take the last
-one when the thread is stuck. Event loop only. Dims: M MoE layers, E experts."""
+Counts are read on the engine's thread, between two steps; readers that come together share one reading, and metrics
+take the last one when the thread is stuck. Event loop only. Dims: M MoE layers, E experts."""
 
 import asyncio
 import hashlib
@@ -37,7 +38,8 @@ class StatsReader:
         return found
 
     async def soon(self) -> RoutingStats | None:
-        """The counts, or those of the last reading if the engine's thread has no time or is gone; None where there are none."""
+        """The counts, or those of the last reading if the engine's thread has no time or is gone; None where there are
+        none."""
         try:
             return await asyncio.wait_for(self.now(), _PATIENCE_S)
         except (TimeoutError, RoutedExpertsError):

@@ -1,7 +1,7 @@
 """RoutingStore: rows that are kept for fetching (format ref), within a number of bytes and of seconds. Knows no HTTP.
 
-The oldest finished go first; nothing live is ever dropped for room. A call holds the entry that `expect` gave it, for its id may be used
-again and is then the newer call's. Time is the injected clock's. Event loop only."""
+The oldest finished go first; nothing live is ever dropped for room. A call holds the entry that `expect` gave it, for
+its id may be used again and is then the newer call's. Time is the injected clock's. Event loop only."""
 
 import collections
 import dataclasses
@@ -29,7 +29,9 @@ class KeptRows:
     record: RoutedExperts
     token_ids: Int32[np.ndarray, " S"]
     owner: str
-    told: dict[str, Told] = dataclasses.field(default_factory=dict[str, Told], compare=False)  # by form, once it was encoded
+    told: dict[str, Told] = dataclasses.field(
+        default_factory=dict[str, Told], compare=False
+    )  # by form, once it was encoded
 
     @property
     def nbytes(self) -> int:
@@ -49,10 +51,16 @@ class StoreEntry:
 
 
 class RoutingStore:
-    """Kept rows by request id and choice. `later` calls back after some seconds, so that rows expire where nobody asks."""
+    """Kept rows by request id and choice. `later` calls back after some seconds, so that rows expire where nobody
+    asks."""
 
     def __init__(
-        self, *, max_bytes: int, ttl_s: float, clock: Callable[[], float], later: Callable[[float, Callable[[], None]], object]
+        self,
+        *,
+        max_bytes: int,
+        ttl_s: float,
+        clock: Callable[[], float],
+        later: Callable[[float, Callable[[], None]], object],
     ) -> None:
         self._max_bytes, self._ttl_s, self._clock = max_bytes, ttl_s, clock
         self._later, self._is_awaited = later, False
@@ -72,8 +80,8 @@ class RoutingStore:
         return entry
 
     def put(self, entry: StoreEntry, choice: int, kept: KeptRows) -> None:
-        """Keep the rows of an ended choice; the oldest finished make room. Rows that cannot fit at all are not kept, nor are those of
-        an entry that has gone."""
+        """Keep the rows of an ended choice; the oldest finished make room. Rows that cannot fit at all are not kept,
+        nor are those of an entry that has gone."""
         self.expire()
         request_id = entry.request_id
         if self._entries.get(request_id) is not entry:
@@ -85,7 +93,9 @@ class RoutingStore:
             self._entries.move_to_end(request_id)
             self._await_expiry()
         while self.nbytes > self._max_bytes:
-            finished = next((name for name, one in self._entries.items() if one.until < float("inf") and name != request_id), None)
+            finished = next(
+                (name for name, one in self._entries.items() if one.until < float("inf") and name != request_id), None
+            )
             self._drop(request_id if finished is None else finished)
 
     def forget(self, entry: StoreEntry) -> None:
@@ -133,7 +143,9 @@ class RoutingStore:
             text = "no rows are kept under this id: unknown, freed or expired (--routing-store-ttl)"
             raise ApiError(text, status=404, code="routing_not_found")
         if entry.owner != owner:
-            raise ApiError("these rows were asked for with another key; use that one", status=403, code="routing_of_another_key")
+            raise ApiError(
+                "these rows were asked for with another key; use that one", status=403, code="routing_of_another_key"
+            )
         return entry
 
     def _drop(self, request_id: str) -> None:

@@ -1,4 +1,5 @@
-"""One server process: bind, load, serve, drain, exit. Knows signals and exit codes; the engine is made by whoever calls.
+"""One server process: bind, load, serve, drain, exit. Knows signals and exit codes; the engine is made by whoever
+calls.
 
 The port is bound first, so that a port in use costs no loading, and probes are answered while the model loads.
 Exit codes: 0 drained, 3 the engine died after it was ready; what goes wrong before is raised."""
@@ -31,7 +32,8 @@ logger = logging.getLogger("routed_experts.server")
 def bind(settings: ServerSettings) -> socket.socket:
     """Take the port. Raises OSError with a sentence if it cannot be had."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # Named TCP, for asyncio turns off Nagle's algorithm only where it is: without that an answer in two writes waits 40 ms.
+    # Named TCP, for asyncio turns off Nagle's algorithm only where it is: without that an answer in two writes waits 40
+    # ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Connections inherit it: megabytes of unsent bytes in the system's buffer would hide whether a slow reader reads.
@@ -68,17 +70,25 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
 
 
 def set_start_up_aside() -> None:
-    """What start-up made stays: full collections of garbage pass over it from now on. They would stop the engine and the server for 0.1 s
-    and more. What is no longer referred to is freed all the same; cycles of it are not: those that there are go first."""
+    """What start-up made stays: full collections of garbage pass over it from now on. They would stop the engine and
+    the server for 0.1 s and more. What is no longer referred to is freed all the same; cycles of it are not: those that
+    there are go first."""
     gc.collect()
     gc.freeze()
 
 
 class ServerProcess:
-    """Runs one app until it is told to stop. `load` makes the engine, in a thread of its own; `on_ready` hears that it serves."""
+    """Runs one app until it is told to stop. `load` makes the engine, in a thread of its own; `on_ready` hears that it
+    serves."""
 
     def __init__(
-        self, service: Service, listener: socket.socket, *, version: str, load: Callable[[], EngineDoor], on_ready: Callable[[], None]
+        self,
+        service: Service,
+        listener: socket.socket,
+        *,
+        version: str,
+        load: Callable[[], EngineDoor],
+        on_ready: Callable[[], None],
     ) -> None:
         self._service, self._listener = service, listener
         self._load, self._on_ready = load, on_ready
@@ -131,7 +141,8 @@ class ServerProcess:
         self._on_ready()
 
     def _ended(self, cause: BaseException | None) -> None:
-        """The engine's thread is gone: by our own shutdown, or it died, and then the process ends once the last have been told."""
+        """The engine's thread is gone: by our own shutdown, or it died, and then the process ends once the last have
+        been told."""
         if self._drain is not None and cause is None:
             return
         self._has_died = True
@@ -191,5 +202,3 @@ async def _first(*waits: Coroutine[object, object, object], timeout_s: float) ->
     finally:
         for task in tasks:
             task.cancel()
-
-

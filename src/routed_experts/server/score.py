@@ -1,5 +1,5 @@
-"""POST /v1/score: logprobs and rows of tokens that are given, on live routes or on those of a record. Knows no queue: scores run beside
-it."""
+"""POST /v1/score: logprobs and rows of tokens that are given, on live routes or on those of a record. Knows no queue:
+scores run beside it."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.capture.meta_info import record_from_meta_info
-from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError, RoutingAlignmentError, RoutingFormatError
+from routed_experts.core.errors import (
+    CaptureDisabledError,
+    InvalidRequestError,
+    RoutingAlignmentError,
+    RoutingFormatError,
+)
 from routed_experts.core.io_struct import RoutedExpertsRequest
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
@@ -49,7 +54,9 @@ async def score(request: Request, service: Service) -> Response:
     def work() -> tuple[list[ScoreOutput], list[dict[str, object]]]:
         outputs = _scored(service, sequences, _records(said, len(sequences)), nobody_waits)
         url = [ref_url(name, index) for index in range(len(outputs))]
-        return outputs, [_told(index, one, wish, url[index]) for index, (one, wish) in enumerate(zip(outputs, wishes, strict=True))]
+        return outputs, [
+            _told(index, one, wish, url[index]) for index, (one, wish) in enumerate(zip(outputs, wishes, strict=True))
+        ]
 
     try:
         outputs, told = await watched(request, service.scoring_room.wait(work), timeout_s=settings.request_timeout)
@@ -59,8 +66,18 @@ async def score(request: Request, service: Service) -> Response:
         _keep(service, name, str(request.scope["state"]["owner"]), outputs, wishes[0])
     count = sum(len(ids) for ids in sequences)
     usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
-    answer = {"id": name, "object": "list", "created": service.created, "model": service.model_name, "data": told, "usage": usage}
-    num_bytes = sum(0 if one.routed_experts is None else one.routed_experts.ids.nbytes for one in outputs) + count * _LOGPROB_BYTES
+    answer = {
+        "id": name,
+        "object": "list",
+        "created": service.created,
+        "model": service.model_name,
+        "data": told,
+        "usage": usage,
+    }
+    num_bytes = (
+        sum(0 if one.routed_experts is None else one.routed_experts.ids.nbytes for one in outputs)
+        + count * _LOGPROB_BYTES
+    )
     return await off_loop(num_bytes, lambda: json_reply(answer, headers=header_of(body.ignored)))
 
 
@@ -85,7 +102,9 @@ def _records(said: ScoreRequest, count: int) -> list[RoutedExperts | None] | Non
         return None
     given = said.routed_experts if isinstance(said.routed_experts, list) else [said.routed_experts]
     if len(given) != count:
-        raise InvalidRequestError(f"routed_experts has {len(given)} records for {count} sequences; send one each", param="routed_experts")
+        raise InvalidRequestError(
+            f"routed_experts has {len(given)} records for {count} sequences; send one each", param="routed_experts"
+        )
     try:
         return [None if one is None else _record(one) for one in given]
     except RoutingFormatError as error:
@@ -95,7 +114,9 @@ def _records(said: ScoreRequest, count: int) -> list[RoutedExperts | None] | Non
 def _record(given: Mapping[str, Any]) -> RoutedExperts:
     record = record_from_meta_info(given)
     if record is None:
-        raise RoutingFormatError("an object without rows; send the meta_info (or the choice) of an answer, or null for live routes")
+        raise RoutingFormatError(
+            "an object without rows; send the meta_info (or the choice) of an answer, or null for live routes"
+        )
     return record
 
 
@@ -107,7 +128,10 @@ def _wish(service: Service, said: ScoreRequest, length: int) -> RoutedExpertsReq
 
 
 def _scored(
-    service: Service, sequences: list[list[int]], records: list[RoutedExperts | None] | None, nobody_waits: threading.Event
+    service: Service,
+    sequences: list[list[int]],
+    records: list[RoutedExperts | None] | None,
+    nobody_waits: threading.Event,
 ) -> list[ScoreOutput]:
     """Score some sequences after the others, so that other calls have their turn, and until nobody waits."""
     outputs: list[ScoreOutput] = []
@@ -117,7 +141,9 @@ def _scored(
             while end < len(sequences) and (end == start or tokens + len(sequences[end]) <= SCORED_TOGETHER):
                 tokens += len(sequences[end])
                 end += 1
-            outputs += service.door.engine.score(sequences[start:end], routed=None if records is None else records[start:end])
+            outputs += service.door.engine.score(
+                sequences[start:end], routed=None if records is None else records[start:end]
+            )
         return outputs
     except RoutingAlignmentError as error:
         raise InvalidRequestError(str(error), param="routed_experts", code=error.code) from error
@@ -127,7 +153,10 @@ def _scored(
 
 def _told(index: int, output: ScoreOutput, wish: RoutedExpertsRequest, url: str) -> dict[str, object]:
     """One scored sequence; its rows stand where `/v1` has those of an answer."""
-    meta: dict[str, object] = {"prompt_tokens": int(output.token_ids.size), "weight_version": str(output.weight_version)}
+    meta: dict[str, object] = {
+        "prompt_tokens": int(output.token_ids.size),
+        "weight_version": str(output.weight_version),
+    }
     said: dict[str, object] = {"index": index, "object": "score", "logprobs": output.logprobs.tolist()}
     record = output.routed_experts
     if not wish.asked or record is None:

@@ -1,6 +1,8 @@
-"""Service: the engine's life as HTTP sees it: starting, serving, draining, dead; and what every route shares. Knows no route.
+"""Service: the engine's life as HTTP sees it: starting, serving, draining, dead; and what every route shares. Knows no
+route.
 
-Probes read what the engine publishes and never enter its thread. Event loop only, but for `phase`, which the loading thread calls."""
+Probes read what the engine publishes and never enter its thread. Event loop only, but for `phase`, which the loading
+thread calls."""
 
 import asyncio
 import dataclasses
@@ -43,7 +45,9 @@ class Health:
 class Service:
     """Shared by all routes of one server."""
 
-    def __init__(self, settings: ServerSettings, *, model_path: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: ServerSettings, *, model_path: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.settings = settings
         self.model_name = settings.served_model_name or Path(model_path).resolve().name
         self.created = int(time.time())
@@ -128,22 +132,37 @@ class Service:
         state = "degraded" if self.integrity.broken else state
         state = "dead" if self._death is not None else "draining" if self._is_draining else state
         return Health(
-            state=state, phase=self._phase, last_step_age_s=seen.last_step_age_s, running=seen.running, waiting=seen.waiting,
+            state=state,
+            phase=self._phase,
+            last_step_age_s=seen.last_step_age_s,
+            running=seen.running,
+            waiting=seen.waiting,
             broken=tuple(sorted(self.integrity.broken)),
-        )  # fmt: skip
+        )
 
     async def admit(
-        self, said: GenerateReqInput, *, default_max_tokens: int, routing: RoutingDefaults, num_bytes: int, names: Mapping[str, str] = _SAME
+        self,
+        said: GenerateReqInput,
+        *,
+        default_max_tokens: int,
+        routing: RoutingDefaults,
+        num_bytes: int,
+        names: Mapping[str, str] = _SAME,
     ) -> Sequence[TokenizedGenerateReqInput]:
-        """Check and tokenise; long text off the event loop. `names`: what this surface calls parameters of the engine, for errors."""
+        """Check and tokenise; long text off the event loop. `names`: what this surface calls parameters of the engine,
+        for errors."""
         door = self.open_door
         try:
-            return await off_loop(num_bytes, lambda: door.admit(said, default_max_tokens=default_max_tokens, routing=routing))
+            return await off_loop(
+                num_bytes, lambda: door.admit(said, default_max_tokens=default_max_tokens, routing=routing)
+            )
         except InvalidRequestError as error:
             named = names.get(error.param or "")
             if named is None or error.param is None:
                 raise
-            raise InvalidRequestError(str(error).replace(error.param, named, 1), param=named, code=error.code) from error
+            raise InvalidRequestError(
+                str(error).replace(error.param, named, 1), param=named, code=error.code
+            ) from error
 
     async def probe(self, generate: Callable[[], "asyncio.Task[None]"]) -> None:
         """Run one token through the engine; callers that come meanwhile share the answer."""

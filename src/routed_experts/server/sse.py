@@ -1,4 +1,5 @@
-"""Server-sent events: a stream that notices at once when its reader leaves, and a plain answer that does. Knows no dialect."""
+"""Server-sent events: a stream that notices at once when its reader leaves, and a plain answer that does. Knows no
+dialect."""
 
 import asyncio
 import logging
@@ -35,9 +36,9 @@ class OutOfTime(ApiError):
 
 
 class EventStream(Response):
-    """Sends what `events` yields; an error becomes one error event, and [DONE] comes last, with the last event if that brings it
-    along: a write less for each stream. `close` runs at the end, whatever it was, and
-    `expire` before it when time is up. A reader that has not taken the last words some seconds after `timeout_s` is cut off."""
+    """Sends what `events` yields; an error becomes one error event, and [DONE] comes last, with the last event if that
+    brings it along: a write less for each stream. `close` runs at the end, whatever it was, and `expire` before it when
+    time is up. A reader that has not taken the last words some seconds after `timeout_s` is cut off."""
 
     media_type = "text/event-stream"
 
@@ -115,7 +116,8 @@ class EventStream(Response):
 
 
 async def watched(request: Request, work: Awaitable[_T], *, timeout_s: float) -> _T:
-    """Do `work` for a client that waits for it; when the client leaves (ClientGone) or time is up (OutOfTime) it is cancelled."""
+    """Do `work` for a client that waits for it; when the client leaves (ClientGone) or time is up (OutOfTime) it is
+    cancelled."""
     task, gone = asyncio.ensure_future(work), asyncio.create_task(_until_gone(request.receive))
     try:
         done, _ = await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -29,7 +29,9 @@ async def tokenize(request: Request, service: Service) -> Response:
 async def detokenize(request: Request, service: Service) -> Response:
     """Turn token ids into text."""
     settings = service.settings
-    body = await read_struct(request, DetokenizeRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
+    body = await read_struct(
+        request, DetokenizeRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields
+    )
     service.check_model(body.value.model)
     text = await off_loop(body.num_bytes, lambda: _text(service, body.value))
     return json_reply({"prompt": text, "text": text}, headers=header_of(body.ignored))
@@ -50,7 +52,9 @@ async def tokenizer_info(request: Request, service: Service) -> Response:
     named = tokenizer.named_tokens
     said: dict[str, object] = {name: named.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     said |= {"eos_token_ids": sorted(tokenizer.eos_token_ids), "vocab_size": tokenizer.vocab_size}
-    return json_reply({**said, "chat_template": tokenizer.chat_template, "model_max_length": service.door.context_length})
+    return json_reply(
+        {**said, "chat_template": tokenizer.chat_template, "model_max_length": service.door.context_length}
+    )
 
 
 def _ids(service: Service, body: Body[TokenizeRequest]) -> list[int]:

@@ -1,5 +1,5 @@
-"""Which work leaves the event loop, and where it goes: large pieces to the shared threads, long waits to threads of their own.
-Knows nothing of what is done."""
+"""Which work leaves the event loop, and where it goes: large pieces to the shared threads, long waits to threads of
+their own. Knows nothing of what is done."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,14 +18,16 @@ async def off_loop(num_bytes: int, work: Callable[[], _T]) -> _T:
 
 
 class WaitingRoom:
-    """Threads for work that may wait as long as requests run, so that it keeps the shared ones from nobody. Event loop only."""
+    """Threads for work that may wait as long as requests run, so that it keeps the shared ones from nobody. Event loop
+    only."""
 
     def __init__(self, num_seats: int) -> None:
         self._threads = ThreadPoolExecutor(num_seats, thread_name_prefix="waiting")
         self._num_seats, self.num_taken = num_seats, 0
 
     async def wait(self, work: Callable[[], _T]) -> _T:
-        """Do `work`, to its end even if nobody waits for it any more. Raises ApiError (503) when every seat is taken."""
+        """Do `work`, to its end even if nobody waits for it any more. Raises ApiError (503) when every seat is
+        taken."""
         if self.num_taken >= self._num_seats:
             raise busy(f"{self._num_seats} calls of this kind are under way; try again later", code="too_many_requests")
         self.num_taken += 1

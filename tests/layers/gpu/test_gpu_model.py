@@ -1,4 +1,5 @@
-"""A whole step on the GPU's kernels, interpreted, against the plain code: the fused run of layers, the capture, the pool."""
+"""A whole step on the GPU's kernels, interpreted, against the plain code: the fused run of layers, the capture, the
+pool."""
 
 import functools
 
@@ -33,11 +34,18 @@ def test_a_step_equals_plain_code():
 def test_rows_that_are_given_run_as_in_plain_code():
     """By the same few kernels: of half of the tokens, in an order that no router gives."""
     ids, valid = drifted_rows()
-    gpu, plain = (gpu_kernels(interpret=True), gpu_attention_backend(interpret=True)), (PLAIN, ATTENTION_BACKENDS["reference"])
-    (_, outs), (_, wanted) = (run_steps(tiny_model(), *kernels, capture=True, routed=(ids, valid)) for kernels in (gpu, plain))
+    gpu, plain = (
+        (gpu_kernels(interpret=True), gpu_attention_backend(interpret=True)),
+        (PLAIN, ATTENTION_BACKENDS["reference"]),
+    )
+    (_, outs), (_, wanted) = (
+        run_steps(tiny_model(), *kernels, capture=True, routed=(ids, valid)) for kernels in (gpu, plain)
+    )
     for (hidden, rows), (wanted_hidden, wanted_rows) in zip(outs, wanted, strict=True):
         np.testing.assert_array_equal(rows, wanted_rows)
-        np.testing.assert_array_equal(rows[valid[: len(rows)]], ids[: len(rows)].reshape(len(rows), -1)[valid[: len(rows)]])
+        np.testing.assert_array_equal(
+            rows[valid[: len(rows)]], ids[: len(rows)].reshape(len(rows), -1)[valid[: len(rows)]]
+        )
         np.testing.assert_allclose(hidden, wanted_hidden, rtol=2e-4, atol=2e-5)
 
 

@@ -1,4 +1,5 @@
-"""TPU attention, interpreted, against a NumPy loop over tokens on random page tables; what a request does not own is NaN."""
+"""TPU attention, interpreted, against a NumPy loop over tokens on random page tables; what a request does not own is
+NaN."""
 
 import dataclasses
 import functools
@@ -90,7 +91,9 @@ def oracle(step, dtype):
 
 def attend(step, dtype=jnp.float32, run=RUN):
     first = jnp.asarray(step.first_page, jnp.int32)
-    return np.asarray(run(jnp.asarray(step.queries, dtype), jnp.asarray(step.pool, dtype), first, step.batch), np.float64)
+    return np.asarray(
+        run(jnp.asarray(step.queries, dtype), jnp.asarray(step.pool, dtype), first, step.batch), np.float64
+    )
 
 
 RAGGED = {  # (keys before, new tokens) of each request
@@ -107,7 +110,9 @@ def test_a_ragged_step_equals_the_loop(requests):
 
 
 # query heads, kv heads, head dim
-@pytest.mark.parametrize(("sizes", "dtype"), [((4, 4, 8), jnp.bfloat16), ((2, 1, 16), jnp.float32), ((6, 2, 128), jnp.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [((4, 4, 8), jnp.bfloat16), ((2, 1, 16), jnp.float32), ((6, 2, 128), jnp.bfloat16)], ids=str
+)
 def test_any_number_of_heads_will_do(sizes, dtype):
     heads, groups, head_dim = sizes
     step = make_step([(70, 9), (0, 30), (101, 1)], heads=heads, groups=groups, head_dim=head_dim, padded=48, rows=5)
@@ -122,7 +127,9 @@ def test_any_page_size_will_do(page_size):
     np.testing.assert_allclose(attend(step), oracle(step, jnp.float32), atol=EXACT[jnp.float32])
 
 
-@pytest.mark.parametrize(("decode", "dtype"), [(True, jnp.float32), (True, jnp.bfloat16), (False, jnp.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("decode", "dtype"), [(True, jnp.float32), (True, jnp.bfloat16), (False, jnp.float32)], ids=str
+)
 def test_a_decode_step_equals_the_loop_in_either_form(decode, dtype):
     requests = [(length, 1) for length in (0, 63, 64, 200, 5, 17, 127, 128, 1, 33, 90)]  # two tiles of decode
     step = make_step(requests, padded=13, rows=13, decode=decode)
@@ -146,7 +153,9 @@ def test_the_blocks_an_engine_uses_give_the_same():
 def test_heads_narrower_than_the_pool_stand_beside_zeros():
     step, dtype = make_step([(70, 9), (20, 1)], head_dim=8), jnp.bfloat16
     wide = np.pad(step.pool, ((0, 0), (0, 0), (0, 0), (0, 8)))
-    np.testing.assert_allclose(attend(dataclasses.replace(step, pool=wide), dtype), oracle(step, dtype), atol=EXACT[dtype])
+    np.testing.assert_allclose(
+        attend(dataclasses.replace(step, pool=wide), dtype), oracle(step, dtype), atol=EXACT[dtype]
+    )
 
 
 def test_what_was_just_written_is_what_is_read():
@@ -157,7 +166,9 @@ def test_what_was_just_written_is_what_is_read():
     pool = write_kv(jnp.asarray(step.pool), jnp.asarray(new[0]), jnp.asarray(new[1]), first, step.batch)
     for row, (start, end, before) in enumerate(((0, 5, 20), (5, 6, 3))):
         step.keys[row][before:], step.values[row][before:] = new[0][start:end], new[1][start:end]
-    np.testing.assert_allclose(attend(dataclasses.replace(step, pool=np.asarray(pool))), oracle(step, jnp.float32), atol=2e-5)
+    np.testing.assert_allclose(
+        attend(dataclasses.replace(step, pool=np.asarray(pool))), oracle(step, jnp.float32), atol=2e-5
+    )
 
 
 def test_a_pool_that_the_kernel_cannot_read_is_refused():

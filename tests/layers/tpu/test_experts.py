@@ -1,4 +1,5 @@
-"""TPU experts, interpreted, against a NumPy loop over tokens and slots; other layers' experts are NaN. Plans against counting."""
+"""TPU experts, interpreted, against a NumPy loop over tokens and slots; other layers' experts are NaN. Plans against
+counting."""
 
 import dataclasses
 import functools
@@ -44,7 +45,9 @@ def random_call(seed, shape, *, ids=None, valid=None, layers=2, layer=1):
 
 def loop(call):
     """The oracle: one row and one slot at a time, in float64."""
-    x, weights, gate_up, down = (np.asarray(array, np.float64) for array in (call.x, call.weights, call.gate_up, call.down))
+    x, weights, gate_up, down = (
+        np.asarray(array, np.float64) for array in (call.x, call.weights, call.gate_up, call.down)
+    )
     y, width = np.zeros_like(x), down.shape[1]
     for n in np.flatnonzero(call.valid):
         for k, expert in enumerate(np.asarray(call.ids)[n]):
@@ -55,7 +58,9 @@ def loop(call):
 
 
 def with_rows(call, **arrays):
-    return dataclasses.replace(call, **{name: jnp.asarray(array, vars(call)[name].dtype) for name, array in arrays.items()})
+    return dataclasses.replace(
+        call, **{name: jnp.asarray(array, vars(call)[name].dtype) for name, array in arrays.items()}
+    )
 
 
 STANDARD = (24, 3, 10, 8, 4)  # N, K, E, D, F; one shape compiles once a path
@@ -135,7 +140,9 @@ def test_a_row_of_nan_stays_alone_and_an_expert_of_nan_reaches_only_its_own_rows
 @pytest.mark.parametrize("path", PATHS)
 def test_bfloat16_keeps_its_dtype(path):
     call = random_call(8, (21, 4, 8, 16, 8))
-    low = dataclasses.replace(call, **{name: vars(call)[name].astype(jnp.bfloat16) for name in ("x", "gate_up", "down")})
+    low = dataclasses.replace(
+        call, **{name: vars(call)[name].astype(jnp.bfloat16) for name in ("x", "gate_up", "down")}
+    )
     out = RUN[path](low)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(out, np.float64), loop(low), atol=0.05)
@@ -167,12 +174,21 @@ def test_a_plan_lists_every_expert_with_rows_on_each_tile_that_holds_them(shape,
         plan, total = run(jnp.asarray(ids), jnp.asarray(valid.astype(np.int32)))
         wanted = visits_of(np.where(valid, ids, -1), experts, tile)
         assert total == max(1, len(wanted))
-        assert [tuple(map(int, column)) for column in np.asarray(plan)[[EXPERT, TILE, BEGIN, END], : len(wanted)].T] == wanted
+        assert [
+            tuple(map(int, column)) for column in np.asarray(plan)[[EXPERT, TILE, BEGIN, END], : len(wanted)].T
+        ] == wanted
         assert wanted or not np.any(plan[jnp.asarray([BEGIN, END])])
 
 
 def test_experts_that_fit_no_memory_and_cannot_be_cut_are_refused():
-    abstract = {"x": (4, 4096), "ids": (4, 2), "weights": (4, 2), "valid": (4,), "gate_up": (8, 4096, 4000), "down": (8, 2000, 4096)}
+    abstract = {
+        "x": (4, 4096),
+        "ids": (4, 2),
+        "weights": (4, 2),
+        "valid": (4,),
+        "gate_up": (8, 4096, 4000),
+        "down": (8, 2000, 4096),
+    }
     dtypes = {"ids": jnp.int32, "valid": jnp.bool_}
     arrays = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in abstract.items()}
     call = ExpertCall(**arrays, first_expert=jax.ShapeDtypeStruct((), jnp.int32), num_experts=8)

@@ -15,7 +15,9 @@ RUN = jax.jit(functools.partial(layered_linear, interpret=True), static_argnums=
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "inputs", "outputs"), [(1, 8, 5), (TOKEN_TILE + 13, 16, 300), (7, 8192, 700)], ids=["one row", "tiles of rows", "parts"]
+    ("num_tokens", "inputs", "outputs"),
+    [(1, 8, 5), (TOKEN_TILE + 13, 16, 300), (7, 8192, 700)],
+    ids=["one row", "tiles of rows", "parts"],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_projection_is_the_product_with_its_layers_matrix(num_tokens, inputs, outputs, dtype):

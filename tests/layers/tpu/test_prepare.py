@@ -1,5 +1,5 @@
-"""Norms, angles and the write to the pool as one TPU kernel, interpreted, against array code and against a loop; untouched places
-of the pool keep what they held, bit for bit."""
+"""Norms, angles and the write to the pool as one TPU kernel, interpreted, against array code and against a loop;
+untouched places of the pool keep what they held, bit for bit."""
 
 import dataclasses
 import functools
@@ -22,7 +22,9 @@ INTERPRETED = functools.partial(prepare, interpret=True)
 
 
 def run(projected, *rest, program=INTERPRETED):
-    arrays = {field.name: getattr(projected, field.name) for field in dataclasses.fields(projected) if field.name != "eps"}
+    arrays = {
+        field.name: getattr(projected, field.name) for field in dataclasses.fields(projected) if field.name != "eps"
+    }
     return jax.jit(lambda arrays, *rest: program(Projected(**arrays, eps=projected.eps), *rest))(arrays, *rest)
 
 
@@ -39,7 +41,10 @@ def make(requests, *, heads, groups, head_dim, padded, dtype=jnp.float32, seed=0
         starts.append(at + new)
     starts, total = [*starts, starts[-1]], starts[-1]
     batch = PagedBatch(
-        *(jnp.asarray(array) for array in (positions, token_rows, np.arange(padded) < total, np.array(starts, np.int32))),
+        *(
+            jnp.asarray(array)
+            for array in (positions, token_rows, np.arange(padded) < total, np.array(starts, np.int32))
+        ),
         jnp.asarray([*[before + new for before, new in requests], 0], jnp.int32),
         jnp.asarray(table),
         decode=False,
@@ -49,7 +54,9 @@ def make(requests, *, heads, groups, head_dim, padded, dtype=jnp.float32, seed=0
     cos, sin = rotary_angles(batch.positions, head_dim=head_dim, theta=1e4)
     qkv = jnp.asarray(rng.standard_normal((padded, (heads + 2 * groups) * head_dim)), dtype)
     q_norm, k_norm = (jnp.asarray(norm, dtype) for norm in norms)
-    projected = Projected(qkv=qkv, q_norm=q_norm, k_norm=k_norm, layer=jnp.asarray(1, jnp.int32), cos=cos, sin=sin, eps=1e-6)
+    projected = Projected(
+        qkv=qkv, q_norm=q_norm, k_norm=k_norm, layer=jnp.asarray(1, jnp.int32), cos=cos, sin=sin, eps=1e-6
+    )
     pool = jnp.asarray(rng.standard_normal((LAYERS * NUM_PAGES, PAGE_SIZE, 2 * groups, head_dim)), dtype)
     return projected, pool, jnp.asarray(NUM_PAGES, jnp.int32), batch, total
 
@@ -95,7 +102,9 @@ def test_queries_and_the_pool_are_those_of_the_loop(sizes):
     np.testing.assert_allclose(queries[:total], wanted_queries, atol=2e-5)
     np.testing.assert_allclose(pool, wanted_pool, atol=2e-5)
     untouched = wanted_pool == np.asarray(made[1], np.float64)
-    assert np.array_equal(np.asarray(pool)[untouched], np.asarray(made[1])[untouched]) and untouched.sum() < untouched.size
+    assert (
+        np.array_equal(np.asarray(pool)[untouched], np.asarray(made[1])[untouched]) and untouched.sum() < untouched.size
+    )
     assert np.all(np.isfinite(pool))
 
 

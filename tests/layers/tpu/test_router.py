@@ -1,4 +1,5 @@
-"""The fused TPU router, interpreted, against the law as a loop: ids equal, ties to the lower id, and the block written in its place."""
+"""The fused TPU router, interpreted, against the law as a loop: ids equal, ties to the lower id, and the block written
+in its place."""
 
 import functools
 
@@ -56,7 +57,9 @@ def test_live_routing_is_the_law_and_is_written_at_its_layer_alone(shape):
     ids, weights = oracle(logits, spec)
     for layer in (0, 3, LAYERS - 1):
         block = block_of(spec, num_tokens)
-        routing, written = ROUTE(jnp.asarray(logits), None, jnp.asarray(block), jnp.asarray(layer, jnp.int32), spec=spec)
+        routing, written = ROUTE(
+            jnp.asarray(logits), None, jnp.asarray(block), jnp.asarray(layer, jnp.int32), spec=spec
+        )
         assert np.array_equal(routing.ids, ids) and np.array_equal(routing.native_ids, ids)
         np.testing.assert_allclose(routing.weights, weights, rtol=2e-6)
         assert not np.any(routing.replaced)
@@ -94,7 +97,8 @@ def test_the_router_is_the_same_without_a_block():
 
 @pytest.mark.parametrize("spread", [1e-3, 1.0, 40.0])
 def test_ids_are_those_of_the_plain_law_also_where_scores_vanish_or_crowd(spread):
-    """Scores that are 0 in float32, or equal after rounding although their logits are not, are ties by score, as in replay_topk."""
+    """Scores that are 0 in float32, or equal after rounding although their logits are not, are ties by score, as in
+    replay_topk."""
     spec = spec_of(64, 8)
     logits = jnp.asarray(np.random.default_rng(3).standard_normal((200, 64)) * spread, jnp.float32)
     routing, _ = ROUTE(logits, None, None, jnp.asarray(0, jnp.int32), spec=spec)
@@ -122,6 +126,8 @@ def test_a_row_of_nan_names_the_first_experts_as_the_plain_law_does_and_harms_no
         assert np.array_equal(routing.ids[n], clean.ids[n])
 
 
-@pytest.mark.parametrize(("rows", "top_k", "wanted"), [(384, 8, 8), (40, 4, 8), (4, 4, 4), (30, 6, 0), (80, 16, 16), (5, 1, 5)])
+@pytest.mark.parametrize(
+    ("rows", "top_k", "wanted"), [(384, 8, 8), (40, 4, 8), (4, 4, 4), (30, 6, 0), (80, 16, 16), (5, 1, 5)]
+)
 def test_a_window_is_whole_tiles_that_hold_a_layers_ids(rows, top_k, wanted):
     assert window_rows(rows, top_k) == wanted

@@ -1,4 +1,5 @@
-"""The TPU kernel that chooses experts under capacity: interpreted, against the law one slot at a time; and compiled for the chips."""
+"""The TPU kernel that chooses experts under capacity: interpreted, against the law one slot at a time; and compiled for
+the chips."""
 
 import functools
 
@@ -66,7 +67,13 @@ def test_sizes_that_fill_no_tile_and_tokens_of_several_blocks_are_the_law():
 
 
 def test_a_batch_beyond_vmem_is_left_to_other_code():
-    assert fits(512, 256, 8) and fits(400, 255, 8) and not fits(513, 256, 8) and not fits(512, 257, 8) and not fits(1, 256, 129)
+    assert (
+        fits(512, 256, 8)
+        and fits(400, 255, 8)
+        and not fits(513, 256, 8)
+        and not fits(512, 257, 8)
+        and not fits(1, 256, 129)
+    )
 
 
 def abstract(*shape, dtype=jnp.int32):
@@ -78,7 +85,11 @@ def abstract(*shape, dtype=jnp.int32):
 def test_the_kernel_compiles_for_the_chip_within_4_mib_of_vmem(chip):
     num_tokens, num_experts, k, *_ = FULL
     assert VMEM_BYTES == 4 << 20  # the compiler is held to it: more is an error
-    arguments = (abstract(num_tokens, num_experts, dtype=jnp.float32), abstract(num_experts), abstract(num_tokens, dtype=bool))
+    arguments = (
+        abstract(num_tokens, num_experts, dtype=jnp.float32),
+        abstract(num_experts),
+        abstract(num_tokens, dtype=bool),
+    )
     compile_tpu(functools.partial(choose_by_kernel, top_k=k), *arguments, mesh=tpu_mesh(chip))
 
 
@@ -87,7 +98,14 @@ def test_the_kernel_compiles_for_the_chip_within_4_mib_of_vmem(chip):
 def test_the_whole_operation_compiles_for_the_chip(mode, chip):
     num_tokens, num_experts, k, num_instances, width = FULL
     scores = abstract(num_tokens, num_experts, dtype=jnp.float32)
-    arguments = (scores, scores, abstract(num_experts, width), *([abstract(num_instances)] if mode == "reroute" else []))
+    arguments = (
+        scores,
+        scores,
+        abstract(num_experts, width),
+        *([abstract(num_instances)] if mode == "reroute" else []),
+    )
     sizes = {"num_devices": 32, "num_instances": num_instances} if mode == "replicas" else {}
-    compiled = compile_tpu(functools.partial(balanced_expert_selection, k=k, mode=mode, **sizes), *arguments, mesh=tpu_mesh(chip))
+    compiled = compile_tpu(
+        functools.partial(balanced_expert_selection, k=k, mode=mode, **sizes), *arguments, mesh=tpu_mesh(chip)
+    )
     assert ("choose_experts" in compiled.as_text()) == (mode == "reroute"), "the kernel is what `auto` takes on a TPU"

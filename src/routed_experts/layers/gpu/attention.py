@@ -1,11 +1,11 @@
-"""Attention to the paged pool on a GPU: decode splits each request's keys over blocks, extend walks tiles of query rows.
-Knows nothing of who wrote the keys.
+"""Attention to the paged pool on a GPU: decode splits each request's keys over blocks, extend walks tiles of query
+rows. Knows nothing of who wrote the keys.
 
-Query heads that share a kv head are the rows of one tile, so keys and values are read once for all of them. The splits of a
-request are joined in their order by a second kernel: no result depends on the order in which blocks run. What a request does not
-own may be NaN and is never let in: its scores become NEVER and its values 0.
-Dims: N tokens, B requests, H query heads, G kv heads, C head dim, S splits, T keys of a step, Q query tokens of a tile, M rows
-of a tile (a token and a head each)."""
+Query heads that share a kv head are the rows of one tile, so keys and values are read once for all of them. The splits
+of a request are joined in their order by a second kernel: no result depends on the order in which blocks run. What a
+request does not own may be NaN and is never let in: its scores become NEVER and its values 0. Dims: N tokens, B
+requests, H query heads, G kv heads, C head dim, S splits, T keys of a step, Q query tokens of a tile, M rows of a tile
+(a token and a head each)."""
 
 import functools
 from typing import Any
@@ -48,7 +48,9 @@ def _add_keys(state: State, rows: Array, keys: Array, values: Array, seen: Array
     return new_top, total * shrink + jnp.sum(weights, axis=1), mixed
 
 
-def _load_keys(pool: Any, table: Any, first: Array, request: Array, places: Array, end: Array | None, group: Array) -> tuple[Array, Array]:
+def _load_keys(
+    pool: Any, table: Any, first: Array, request: Array, places: Array, end: Array | None, group: Array
+) -> tuple[Array, Array]:
     """Keys and values [T C] of the places in a request's sequence; zeros from `end` on, if it is given."""
     page_size, dim = pool.shape[1], pool.shape[3]
     lanes = jnp.arange(power_of_two(dim))
@@ -63,7 +65,17 @@ def _load_keys(pool: Any, table: Any, first: Array, request: Array, places: Arra
 
 
 def _decode(
-    first_page: Any, queries: Any, pool: Any, lens: Any, table: Any, *outs: Any, share: int, splits: int, rows: int, keys: int, stride: int
+    first_page: Any,
+    queries: Any,
+    pool: Any,
+    lens: Any,
+    table: Any,
+    *outs: Any,
+    share: int,
+    splits: int,
+    rows: int,
+    keys: int,
+    stride: int,
 ) -> None:
     """Block (group, request, split): the split's part of the softmax of all heads of the group."""
     group, request, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -100,7 +112,9 @@ def _join(parts: Any, tops: Any, totals: Any, out: Any, *, splits: int) -> None:
     there, real = order < splits, lanes < dim
     top = plgpu.load(tops.at[request, order, head], mask=there, other=NEVER)
     total = plgpu.load(totals.at[request, order, head], mask=there, other=0.0)
-    part = plgpu.load(parts.at[request, order[:, None], head, lanes[None, :]], mask=there[:, None] & real[None, :], other=0.0)
+    part = plgpu.load(
+        parts.at[request, order[:, None], head, lanes[None, :]], mask=there[:, None] & real[None, :], other=0.0
+    )
     scale = jnp.exp2(top - jnp.max(top, axis=0))
     mixed = jnp.sum(part * scale[:, None], axis=0) / jnp.maximum(jnp.sum(total * scale, axis=0), 1e-30)
     plgpu.store(out.at[request, head, lanes], mixed.astype(out.dtype), mask=real)
@@ -130,7 +144,9 @@ def decode_attention(
     splits = splits or choose_splits(num_rows, groups, batch.page_table.shape[1] * pool.shape[1])
     rows = max(16, power_of_two(share))
     keys, warps, stages = next(row[1:] for row in DECODE_STEPS if num_rows <= row[0])
-    kernel = functools.partial(_decode, share=share, splits=splits, rows=rows, keys=steps_of(keys, pool.dtype), stride=stride)
+    kernel = functools.partial(
+        _decode, share=share, splits=splits, rows=rows, keys=steps_of(keys, pool.dtype), stride=stride
+    )
     whole = jax.ShapeDtypeStruct(queries.shape, queries.dtype)
     part = [jax.ShapeDtypeStruct((num_rows, splits, heads, *tail), jnp.float32) for tail in ((dim,), (), ())]
     outs = pl.pallas_call(
@@ -227,7 +243,14 @@ def extend_attention(
         compiler_params=plgpu.CompilerParams(num_warps=EXTEND_WARPS, num_stages=EXTEND_STAGES),
         interpret=interpret,
         name="extend_attention",
-    )(jnp.asarray(first_page, jnp.int32).reshape(1), queries, pool, batch.query_starts, batch.positions, batch.page_table)
+    )(
+        jnp.asarray(first_page, jnp.int32).reshape(1),
+        queries,
+        pool,
+        batch.query_starts,
+        batch.positions,
+        batch.page_table,
+    )
 
 
 def gpu_attention(
@@ -260,7 +283,10 @@ def fused_attention(
 
 def gpu_attention_backend(*, interpret: bool) -> AttentionBackend:
     """The backend; `interpret` runs it on any device, slowly, for tests."""
-    run, fused = functools.partial(gpu_attention, interpret=interpret), functools.partial(fused_attention, interpret=interpret)
+    run, fused = (
+        functools.partial(gpu_attention, interpret=interpret),
+        functools.partial(fused_attention, interpret=interpret),
+    )
     return AttentionBackend(name="gpu", run=run, fused=fused)
 
 

@@ -20,7 +20,8 @@ def both(*masks: Array | None) -> Array | None:
 
 
 def load_or_zero(ref: Any, mask: Array | None) -> Array:
-    """A load with zeros where the mask is false, or a plain one: a mask that is always true would still cost registers."""
+    """A load with zeros where the mask is false, or a plain one: a mask that is always true would still cost
+    registers."""
     return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0.0)
 
 

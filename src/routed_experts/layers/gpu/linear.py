@@ -1,8 +1,8 @@
 """Projections on a GPU for few rows: reads a layer's matrix where it stands. Knows nothing of what it projects.
 
-With few rows the matrix is all the traffic, and slicing it first would pass it through memory three times; with many rows the
-library's product wins and the slice does not count.
-Dims: N tokens, R layers of the run, D inputs, O outputs, S parts of a sum."""
+With few rows the matrix is all the traffic, and slicing it first would pass it through memory three times; with many
+rows the library's product wins and the slice does not count. Dims: N tokens, R layers of the run, D inputs, O outputs,
+S parts of a sum."""
 
 import dataclasses
 import functools
@@ -21,7 +21,8 @@ from routed_experts.layers.linear import reference_linear
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTile:
-    """Blocks of `rows` by `out`, sums cut into `splits` parts and made in steps of `inner`; warps and stages of the Triton compiler."""
+    """Blocks of `rows` by `out`, sums cut into `splits` parts and made in steps of `inner`; warps and stages of the
+    Triton compiler."""
 
     rows: int
     out: int
@@ -37,8 +38,8 @@ BLOCKS = 80  # fewer leave multiprocessors without work
 
 
 def choose_tile(num_rows: int, inner: int, outputs: int) -> LinearTile:
-    """Narrow blocks and short sums, so that every multiprocessor has all of its share in flight. Measured best on an H200 for
-    2048 x 5120, 4096 x 2048 and 2048 x 128."""
+    """Narrow blocks and short sums, so that every multiprocessor has all of its share in flight. Measured best on an
+    H200 for 2048 x 5120, 4096 x 2048 and 2048 x 128."""
     rows = min(max(16, power_of_two(num_rows)), 64)
     if outputs <= NARROW:
         splits = _splits(inner, inner // (128 if num_rows <= 64 else 256))
@@ -58,7 +59,10 @@ def _splits(inner: int, wanted: int) -> int:
 def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile) -> None:
     """Block (columns, rows, split): the split's part of the sums, in float32 unless it is all of them."""
     num_rows, inner_size, outputs = x.shape[0], weights.shape[1] // tile.splits, weights.shape[2]
-    rows, columns = pl.program_id(1) * tile.rows + jnp.arange(tile.rows), pl.program_id(0) * tile.out + jnp.arange(tile.out)
+    rows, columns = (
+        pl.program_id(1) * tile.rows + jnp.arange(tile.rows),
+        pl.program_id(0) * tile.out + jnp.arange(tile.out),
+    )
     split = pl.program_id(2)
     there = None if num_rows % tile.rows == 0 else (rows < num_rows)[:, None]
     inside = None if outputs % tile.out == 0 else (columns < outputs)[None, :]
@@ -68,7 +72,9 @@ def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile) ->
         offset = index * tile.inner + jnp.arange(tile.inner)
         deep, depth = None if inner_size % tile.inner == 0 else offset < inner_size, split * inner_size + offset
         taken = load_or_zero(x.at[rows[:, None], depth[None, :]], both(there, None if deep is None else deep[None, :]))
-        matrix = load_or_zero(weights.at[place, depth[:, None], columns[None, :]], both(None if deep is None else deep[:, None], inside))
+        matrix = load_or_zero(
+            weights.at[place, depth[:, None], columns[None, :]], both(None if deep is None else deep[:, None], inside)
+        )
         return total + jnp.dot(taken, matrix, preferred_element_type=jnp.float32)
 
     total = lax.fori_loop(0, pl.cdiv(inner_size, tile.inner), step, jnp.zeros((tile.rows, tile.out), jnp.float32))

@@ -1,11 +1,12 @@
-"""Experts on a GPU: one kernel gathers rows and computes SiLU(gate) * up, one multiplies by `down`; K slots are summed afterwards.
-Knows nothing of how ids were chosen.
+"""Experts on a GPU: one kernel gathers rows and computes SiLU(gate) * up, one multiplies by `down`; K slots are summed
+afterwards. Knows nothing of how ids were chosen.
 
-Expert weights of the whole run are read in place: expert e of the layer is row first_expert + e of the arrays. Slots (n*K + k) are
-listed by expert in order of n, so no result depends on the order in which blocks run; there are no atomics. Each block finds its
-expert from the counts alone: `counts[e]` slots stand in `order` from the sum of the counts before them. With few slots there is
-no list: each slot is a tile of its own. Weights pass once through the chip at small N, where they are all the traffic.
-Dims: N tokens, K experts per token, E experts of a layer, R layers of the run, D hidden, F expert width, T rows of a tile."""
+Expert weights of the whole run are read in place: expert e of the layer is row first_expert + e of the arrays. Slots
+(n*K + k) are listed by expert in order of n, so no result depends on the order in which blocks run; there are no
+atomics. Each block finds its expert from the counts alone: `counts[e]` slots stand in `order` from the sum of the
+counts before them. With few slots there is no list: each slot is a tile of its own. Weights pass once through the chip
+at small N, where they are all the traffic. Dims: N tokens, K experts per token, E experts of a layer, R layers of the
+run, D hidden, F expert width, T rows of a tile."""
 
 import dataclasses
 import functools
@@ -83,7 +84,9 @@ def _list_slots(ids: Any, valid: Any, counts: Any, order: Any, *, slots: int, to
         _, found = chosen(index)
         there = found >= 0
         below, own = sums
-        return below + jnp.sum((there & (found < expert)).astype(jnp.int32)), own + jnp.sum((found == expert).astype(jnp.int32))
+        return below + jnp.sum((there & (found < expert)).astype(jnp.int32)), own + jnp.sum(
+            (found == expert).astype(jnp.int32)
+        )
 
     steps = -(-slots // chunk)
     zero = jnp.zeros((), jnp.int32)
@@ -121,7 +124,8 @@ def list_slots(
 
 
 def _find_tile(counts: Any, rows: int, num_experts: int) -> tuple[Array, Array, Array]:
-    """(expert, place of the first row, end of the expert's rows) of this block's tile; expert E where there is no such tile."""
+    """(expert, place of the first row, end of the expert's rows) of this block's tile; expert E where there is no such
+    tile."""
     tile = pl.program_id(1)
     experts = jnp.arange(power_of_two(num_experts))
     counted = plgpu.load(counts.at[experts], mask=experts < num_experts, other=0)
@@ -170,7 +174,9 @@ def _gate_up(*refs: Any, static: Static) -> None:
         def step(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             depth = index * tile.inner + jnp.arange(tile.inner)
             deep = None if inner_size % tile.inner == 0 else depth < inner_size
-            taken = load_or_zero(x.at[rows[:, None], depth[None, :]], both(there, None if deep is None else deep[None, :]))
+            taken = load_or_zero(
+                x.at[rows[:, None], depth[None, :]], both(there, None if deep is None else deep[None, :])
+            )
             wanted = both(None if deep is None else deep[:, None], inside)
             gate = load_or_zero(weights.at[expert, depth[:, None], columns[None, :]], wanted)
             up = load_or_zero(weights.at[expert, depth[:, None], width + columns[None, :]], wanted)
@@ -200,9 +206,12 @@ def _down(*refs: Any, static: Static) -> None:
         def step(index: Array, total: Array) -> Array:
             depth = index * tile.inner + jnp.arange(tile.inner)
             deep = None if inner_size % tile.inner == 0 else depth < inner_size
-            taken = load_or_zero(hidden.at[slots[:, None], depth[None, :]], both(there, None if deep is None else deep[None, :]))
+            taken = load_or_zero(
+                hidden.at[slots[:, None], depth[None, :]], both(there, None if deep is None else deep[None, :])
+            )
             matrix = load_or_zero(
-                weights.at[expert, depth[:, None], columns[None, :]], both(None if deep is None else deep[:, None], inside)
+                weights.at[expert, depth[:, None], columns[None, :]],
+                both(None if deep is None else deep[:, None], inside),
             )
             return total + jnp.dot(taken, matrix, preferred_element_type=jnp.float32)
 
@@ -218,8 +227,8 @@ def choose_tiles(slots: int, table: tuple[MoeTiles, ...] = TILES) -> MoeTiles:
 
 
 def slot_outputs(call: ExpertCall, tiles: MoeTiles, *, stride: int = 1, interpret: bool) -> Float[Array, "NK D"]:
-    """Each slot's expert applied to its row; slots of padding rows are not written. `first_expert` counts in steps of `stride`: a
-    product of two scalars is a launch where a kernel does not make it."""
+    """Each slot's expert applied to its row; slots of padding rows are not written. `first_expert` counts in steps of
+    `stride`: a product of two scalars is a launch where a kernel does not make it."""
     (num_rows, top_k), dim, width = call.ids.shape, call.x.shape[1], call.down.shape[1]
     slots, flat = num_rows * top_k, call.ids.reshape(-1)
     valid = call.valid

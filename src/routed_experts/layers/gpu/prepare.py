@@ -2,8 +2,8 @@
 Knows nothing of how they are attended to.
 
 Queries and keys are normalised a head at a time and turned by their position (half-split rotary form), rounded as
-`rms_norm` and `apply_rotary` round; the pool is written in place. Padding tokens write nothing.
-Dims: N tokens, B requests, L layers, P pages, H query heads, G kv heads, C head dim, R layers of the run, T rows of a block."""
+`rms_norm` and `apply_rotary` round; the pool is written in place. Padding tokens write nothing. Dims: N tokens, B
+requests, L layers, P pages, H query heads, G kv heads, C head dim, R layers of the run, T rows of a block."""
 
 import functools
 from typing import Any
@@ -18,7 +18,9 @@ from routed_experts.layers.attention import PagedBatch, Projected
 from routed_experts.layers.gpu.blocks import power_of_two
 
 
-def _turn(part: Array, partner: Array, scale: Array, partner_scale: Array, angles: tuple[Array, Array], eps: float, dim: int) -> Array:
+def _turn(
+    part: Array, partner: Array, scale: Array, partner_scale: Array, angles: tuple[Array, Array], eps: float, dim: int
+) -> Array:
     """Norm and rotary of one head; `partner` holds each column's other half."""
     dtype = part.dtype
     wide, other = part.astype(jnp.float32), partner.astype(jnp.float32)
@@ -59,7 +61,9 @@ def _prepare(*refs: Any, heads: int, groups: int, eps: float, rows: int, page_si
         request = plgpu.load(token_rows.at[tokens], mask=kept, other=0)
         page = plgpu.load(table.at[request, at // page_size], mask=kept, other=0)
         page = jnp.where(kept, first_page[0] * stride + page, pool.shape[0])
-        plgpu.store(pool.at[page[:, None], (at % page_size)[:, None], row, lanes[None, :]], value, mask=kept[:, None] & real)
+        plgpu.store(
+            pool.at[page[:, None], (at % page_size)[:, None], row, lanes[None, :]], value, mask=kept[:, None] & real
+        )
 
     @pl.when(head < heads)
     def _() -> None:
@@ -84,12 +88,15 @@ def prepare(
     stride: int = 1,
     interpret: bool = False,
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-    """Queries, normalised and turned, and the pool with the new keys and values. `first_page` counts in steps of `stride`."""
+    """Queries, normalised and turned, and the pool with the new keys and values. `first_page` counts in steps of
+    `stride`."""
     groups, dim = pool.shape[2] // 2, pool.shape[3]
     qkv = projected.qkv.reshape(-1, *projected.qkv.shape[-2:])  # [S, N, HGGC]
     num_tokens, heads = qkv.shape[1], qkv.shape[2] // dim - 2 * groups
     rows = 1 if num_tokens <= 64 else 16
-    kernel = functools.partial(_prepare, heads=heads, groups=groups, eps=projected.eps, rows=rows, page_size=pool.shape[1], stride=stride)
+    kernel = functools.partial(
+        _prepare, heads=heads, groups=groups, eps=projected.eps, rows=rows, page_size=pool.shape[1], stride=stride
+    )
     scalars = [jnp.asarray(value, jnp.int32).reshape(1) for value in (projected.layer, first_page)]
     arrays = [qkv, projected.q_norm, projected.k_norm, projected.cos, projected.sin]
     places = [batch.positions, batch.token_rows, batch.valid, batch.page_table]

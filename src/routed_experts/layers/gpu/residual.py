@@ -1,8 +1,8 @@
 """The residual stream on a GPU: add what a matrix gave, in parts or in slots, and normalise the sum, as one kernel.
 Knows nothing of what was added.
 
-Rounded as the plain code rounds: what is added is one array of the model's dtype, so is the sum, and `rms_norm` takes that.
-Dims: N tokens, D hidden, S parts of a sum, K experts per token, R layers of the run."""
+Rounded as the plain code rounds: what is added is one array of the model's dtype, so is the sum, and `rms_norm` takes
+that. Dims: N tokens, D hidden, S parts of a sum, K experts per token, R layers of the run."""
 
 import functools
 from collections.abc import Callable
@@ -17,8 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 from routed_experts.layers.gpu.blocks import load_or_zero, power_of_two
 
 
-def _add_and_norm(x: Any, addend: Callable[[Array], Array], scales: Any, layer: Any, stream: Any, normed: Any, *, eps: float) -> None:
-    """Finish a row; `addend` makes what is added at the given columns. All that is read is asked for before anything is waited for."""
+def _add_and_norm(
+    x: Any, addend: Callable[[Array], Array], scales: Any, layer: Any, stream: Any, normed: Any, *, eps: float
+) -> None:
+    """Finish a row; `addend` makes what is added at the given columns. All that is read is asked for before anything is
+    waited for."""
     row, dim = pl.program_id(0), x.shape[1]
     lanes = jnp.arange(power_of_two(dim))
     real = None if lanes.shape[0] == dim else lanes < dim
@@ -37,12 +40,16 @@ def _of_parts(x: Any, parts: Any, scales: Any, layer: Any, stream: Any, normed: 
 
     def addend(lanes: Array) -> Array:
         mask = None if lanes.shape[0] == x.shape[1] else lanes < x.shape[1]
-        return functools.reduce(jnp.add, [load_or_zero(parts.at[part, row, lanes], mask) for part in range(parts.shape[0])])
+        return functools.reduce(
+            jnp.add, [load_or_zero(parts.at[part, row, lanes], mask) for part in range(parts.shape[0])]
+        )
 
     _add_and_norm(x, addend, scales, layer, stream, normed, eps=eps)
 
 
-def _of_slots(x: Any, slots: Any, weights: Any, valid: Any, scales: Any, layer: Any, stream: Any, normed: Any, *, eps: float) -> None:
+def _of_slots(
+    x: Any, slots: Any, weights: Any, valid: Any, scales: Any, layer: Any, stream: Any, normed: Any, *, eps: float
+) -> None:
     row, top_k = pl.program_id(0), weights.shape[1]
 
     def addend(lanes: Array) -> Array:
@@ -94,5 +101,8 @@ def add_slots(
     eps: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"]]:
-    """x plus the weighted slots in executed order, and its norm by the layer's scale; to rows of padding nothing is added."""
-    return _call(_of_slots, "add_slots", x, slots, weights, valid, scales, layer.reshape(1), eps=eps, interpret=interpret)
+    """x plus the weighted slots in executed order, and its norm by the layer's scale; to rows of padding nothing is
+    added."""
+    return _call(
+        _of_slots, "add_slots", x, slots, weights, valid, scales, layer.reshape(1), eps=eps, interpret=interpret
+    )

@@ -1,9 +1,9 @@
 """Router on a GPU: softmax, top-k, weights and the write of the executed ids, one kernel. Knows nothing of experts.
 
-It decides as `replay_topk` does: scores in float32, the lowest id among equal scores, weights renormalised over the K slots
-where the family does. The ids go into the step's block [M*K, N] in place, so that capture adds no launch. Rows to replay come as two
-more inputs, of another build of the same kernel: a step that replays none does not read them.
-Dims: N tokens, E experts, M MoE layers, K experts per token, S parts of a sum."""
+It decides as `replay_topk` does: scores in float32, the lowest id among equal scores, weights renormalised over the K
+slots where the family does. The ids go into the step's block [M*K, N] in place, so that capture adds no launch. Rows to
+replay come as two more inputs, of another build of the same kernel: a step that replays none does not read them. Dims:
+N tokens, E experts, M MoE layers, K experts per token, S parts of a sum."""
 
 import functools
 from typing import Any
@@ -21,13 +21,16 @@ ROWS = 4  # of a block; comparing every expert with every other in one pass took
 
 
 def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, replays: bool, captured: bool) -> None:
-    """Rows of one block. Refs: rows to replay and their flags, the block; weights, ids, the live choice, the block. An expert's lane
-    keeps its place among the chosen and stores for itself: what is known by lane is not gathered by slot, which takes a pass each."""
+    """Rows of one block. Refs: rows to replay and their flags, the block; weights, ids, the live choice, the block. An
+    expert's lane keeps its place among the chosen and stores for itself: what is known by lane is not gathered by slot,
+    which takes a pass each."""
     given, valid = refs[:2] if replays else (None, None)
     weights, ids, *rest = refs[2 * replays + captured :]
     native, block = rest[0] if replays else None, rest[-1] if captured else None
     experts, top_k, num_tokens = spec.num_experts, spec.top_k, logits.shape[1]
-    first = 0 if block is None else column[0] * top_k  # read here, once: behind a store it would be read anew, and waited for
+    first = (
+        0 if block is None else column[0] * top_k
+    )  # read here, once: behind a store it would be read anew, and waited for
     tokens, lanes = pl.program_id(0) * rows + jnp.arange(rows), jnp.arange(power_of_two(experts))[None, :]
     inside, real = tokens < num_tokens, lanes < experts
     mask = inside[:, None] & real
@@ -35,7 +38,9 @@ def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, re
     wide = functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
     powers = jnp.where(real, jnp.exp(wide - jnp.max(jnp.where(real, wide, -jnp.inf), axis=1)[:, None]), 0.0)
     scores = powers / jnp.sum(powers, axis=1)[:, None]
-    live = _places(jnp.where(real, jnp.where(scores == scores, scores, 0.0), -1.0), lanes, top_k)  # NaN: distinct ids all the same
+    live = _places(
+        jnp.where(real, jnp.where(scores == scores, scores, 0.0), -1.0), lanes, top_k
+    )  # NaN: distinct ids all the same
     if given is None or valid is None or native is None:
         values = _weights(wide, scores, live < top_k, spec)
         mine = inside[:, None] & (live < top_k)
@@ -55,14 +60,16 @@ def _route(logits: Any, column: Any, *refs: Any, spec: RouterSpec, rows: int, re
     values = _weights(wide, scores, picked, spec)
     for k, expert in enumerate(chosen):
         plgpu.store(ids.at[tokens, k], expert, mask=inside)
-        plgpu.store(weights.at[tokens, k], jnp.sum(jnp.where(lanes == expert[:, None], values, 0.0), axis=1), mask=inside)
+        plgpu.store(
+            weights.at[tokens, k], jnp.sum(jnp.where(lanes == expert[:, None], values, 0.0), axis=1), mask=inside
+        )
         if block is not None:
             plgpu.store(block.at[first + k, tokens], expert, mask=inside)
 
 
 def _places(left: Any, lanes: Any, top_k: int) -> Any:
-    """The place of each lane among the chosen of its row, the highest first and the lowest id among equals; `top_k` for the others.
-    Lanes that hold less than 0 are never chosen."""
+    """The place of each lane among the chosen of its row, the highest first and the lowest id among equals; `top_k` for
+    the others. Lanes that hold less than 0 are never chosen."""
     places = jnp.full(left.shape, top_k, jnp.int32)
     for k in range(top_k):
         best = jnp.max(left, axis=1)[:, None]
@@ -89,8 +96,8 @@ def route_rows(
     *,
     interpret: bool = False,
 ) -> tuple[Routing, Int[Array, "MK N"] | None]:
-    """Decide, or take the rows to replay where they are valid, and write the ids under the layer's column of the block. Logits may
-    come as S parts of their sums."""
+    """Decide, or take the rows to replay where they are valid, and write the ids under the layer's column of the block.
+    Logits may come as S parts of their sums."""
     logits = logits.reshape(-1, *logits.shape[-2:])  # [S, N, E]
     num_tokens, top_k = logits.shape[1], spec.top_k
     assert routed is None or routed.weights is None, "weights that are replayed go through plain code"

@@ -7,14 +7,24 @@ import jax
 from routed_experts.layers.native import toolchain
 
 HANDLERS = (
-    *("RexExperts", "RexLinear", "RexAttention", "RexPrepare", "RexRouter", "RexRecordingRouter", "RexLayerRun", "RexChoose"),
+    *(
+        "RexExperts",
+        "RexLinear",
+        "RexAttention",
+        "RexPrepare",
+        "RexRouter",
+        "RexRecordingRouter",
+        "RexLayerRun",
+        "RexChoose",
+    ),
     "RexSelect",
 )
 
 
 @functools.cache
 def registered() -> bool:
-    """Register all handlers, once a process; compiles the library at first use. Raises OSError where it cannot be made."""
+    """Register all handlers, once a process; compiles the library at first use. Raises OSError where it cannot be
+    made."""
     library = toolchain.library()
     for name in HANDLERS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")

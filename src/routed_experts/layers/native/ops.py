@@ -1,5 +1,6 @@
-"""The native kernels as backends. Each takes the arrays of its registry's contract and gives what `reference` gives, within rounding.
-Nothing of their weights is copied. Not differentiable. Dims as in layers/moe.py, layers/linear.py, layers/attention.py."""
+"""The native kernels as backends. Each takes the arrays of its registry's contract and gives what `reference` gives,
+within rounding. Nothing of their weights is copied. Not differentiable. Dims as in layers/moe.py, layers/linear.py,
+layers/attention.py."""
 
 from typing import Any
 
@@ -22,11 +23,19 @@ def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
     """Each chosen expert is read once, by one core; the K outputs of a row are summed in executed order, in float32."""
     assert registered()
     run = jax.ffi.ffi_call("RexExperts", jax.ShapeDtypeStruct(call.x.shape, call.x.dtype))
-    ids, weights, first = call.ids.astype(jnp.int32), call.weights.astype(jnp.float32), call.first_expert.astype(jnp.int32)
-    return run(call.x, ids, weights, call.valid, call.gate_up, call.down, first.reshape(1), num_experts=call.num_experts)
+    ids, weights, first = (
+        call.ids.astype(jnp.int32),
+        call.weights.astype(jnp.float32),
+        call.first_expert.astype(jnp.int32),
+    )
+    return run(
+        call.x, ids, weights, call.valid, call.gate_up, call.down, first.reshape(1), num_experts=call.num_experts
+    )
 
 
-def native_linear(x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any) -> Float[Array, "N O"]:
+def native_linear(
+    x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any
+) -> Float[Array, "N O"]:
     """Columns are shared out among the cores."""
     assert registered()
     run = jax.ffi.ffi_call("RexLinear", jax.ShapeDtypeStruct((x.shape[0], weights.shape[2]), dtype))
@@ -39,7 +48,14 @@ def native_attention(
     """Online softmax over the pages of each request; (tokens, kv head) pieces are shared out among the cores."""
     assert registered()
     run = jax.ffi.ffi_call("RexAttention", jax.ShapeDtypeStruct(queries.shape, queries.dtype))
-    return run(queries, pool, jnp.asarray(first_page, jnp.int32).reshape(1), batch.positions, batch.query_starts, batch.page_table)
+    return run(
+        queries,
+        pool,
+        jnp.asarray(first_page, jnp.int32).reshape(1),
+        batch.positions,
+        batch.query_starts,
+        batch.page_table,
+    )
 
 
 def native_prepare(
@@ -68,7 +84,11 @@ def native_fused_attention(
 
 
 def native_router(
-    logits: Float[Array, "N E"], routed: LayerRouting | None, block: Int[Array, "MK N"] | None, layer: Int[Array, ""], spec: RouterSpec
+    logits: Float[Array, "N E"],
+    routed: LayerRouting | None,
+    block: Int[Array, "MK N"] | None,
+    layer: Int[Array, ""],
+    spec: RouterSpec,
 ) -> tuple[Routing, Int[Array, "MK N"] | None]:
     """Softmax, choice, weights and the write of the ids, as one kernel; rows to replay go through plain array code."""
     if routed is not None:
@@ -78,12 +98,17 @@ def native_router(
         return routing, block
     assert registered()
     shape = (logits.shape[0], spec.top_k)
-    made: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)]
+    made: list[jax.ShapeDtypeStruct] = [
+        jax.ShapeDtypeStruct(shape, jnp.int32),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+    ]
     wide = logits.astype(jnp.float32)
     if block is None:
         ids, weights = jax.ffi.ffi_call("RexRouter", made)(wide, renormalize=spec.renormalize)
     else:
-        run = jax.ffi.ffi_call("RexRecordingRouter", [*made, jax.ShapeDtypeStruct(block.shape, block.dtype)], input_output_aliases={1: 2})
+        run = jax.ffi.ffi_call(
+            "RexRecordingRouter", [*made, jax.ShapeDtypeStruct(block.shape, block.dtype)], input_output_aliases={1: 2}
+        )
         ids, weights, block = run(wide, block, jnp.asarray(layer, jnp.int32).reshape(1), renormalize=spec.renormalize)
     return Routing(weights=weights, ids=ids, native_ids=ids, replaced=jnp.zeros(logits.shape[0], bool)), block
 

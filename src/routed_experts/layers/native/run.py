@@ -1,5 +1,5 @@
-"""A run of layers as one native kernel: no thread sleeps and nothing is handed back to XLA between its first norm and its last.
-Not differentiable. Dims as in layers/layer_run.py."""
+"""A run of layers as one native kernel: no thread sleeps and nothing is handed back to XLA between its first norm and
+its last. Not differentiable. Dims as in layers/layer_run.py."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,8 @@ def native_run(
     places: RunPlaces,
     spec: RouterSpec,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Float[Array, "LP page 2G C"], Int[Array, "MK N"] | None]:
-    """All layers of the run over the tokens of a step. Rows of padding tokens keep their stream, and their norm is 0."""
+    """All layers of the run over the tokens of a step. Rows of padding tokens keep their stream, and their norm is
+    0."""
     assert registered()
     assert routed is None or block is not None, "rows are replayed where rows are recorded"
     batch = attend.batch
@@ -40,10 +41,22 @@ def native_run(
     where = (batch.positions, batch.token_rows, step.valid, batch.query_starts, batch.page_table)
     given = [] if routed is None else [routed.ids.astype(jnp.int32), routed.valid]
     stream, normed, written, *blocks = jax.ffi.ffi_call("RexLayerRun", made, input_output_aliases=aliases)(
-        x, *norms, *matrices, step.cos, step.sin, *where, pool, *blocks, *given,
-        first_layer=np.int64(places.first_layer), first_column=np.int64(places.first_column), layer_pages=np.int64(attend.num_pages),
-        top_k=np.int64(spec.top_k), eps=np.float32(arrays.eps), renormalize=spec.renormalize,
-    )  # fmt: skip
+        x,
+        *norms,
+        *matrices,
+        step.cos,
+        step.sin,
+        *where,
+        pool,
+        *blocks,
+        *given,
+        first_layer=np.int64(places.first_layer),
+        first_column=np.int64(places.first_column),
+        layer_pages=np.int64(attend.num_pages),
+        top_k=np.int64(spec.top_k),
+        eps=np.float32(arrays.eps),
+        renormalize=spec.renormalize,
+    )
     return stream, normed, written, blocks[0] if blocks else None
 
 

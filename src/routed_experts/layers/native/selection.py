@@ -9,7 +9,8 @@ from routed_experts.layers.selection_steps import Assigned, Slate
 
 
 def native_selection(slate: Slate, top_k: int, *, overflows: bool) -> Assigned:
-    """Select one slot after another; there are no rounds. The kernel refuses a table or a source that points outside."""
+    """Select one slot after another; there are no rounds. The kernel refuses a table or a source that points
+    outside."""
     assert registered()
     slots, count = jax.ShapeDtypeStruct((slate.scores.shape[0], top_k), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     run = jax.ffi.ffi_call("RexSelect", [slots, slots, count, count])

@@ -1,7 +1,8 @@
 """Compile the C++ of this room for this machine and give the library. Knows nothing of kernels' meaning.
 
-The library stands in a folder of the user's cache under a name that is the checksum of all that it was made of: sources, jaxlib's
-headers, compiler and processor. A machine without a compiler has no native kernels: `why_not` says so."""
+The library stands in a folder of the user's cache under a name that is the checksum of all that it was made of:
+sources, jaxlib's headers, compiler and processor. A machine without a compiler has no native kernels: `why_not` says
+so."""
 
 import ctypes
 import functools
@@ -25,7 +26,8 @@ _TIMEOUT_S = 300
 
 
 def compiler() -> tuple[str, ...] | None:
-    """The command that compiles C++: the system's, or the one that `pip install ziglang` brings; None where there is none."""
+    """The command that compiles C++: the system's, or the one that `pip install ziglang` brings; None where there is
+    none."""
     for name in _COMPILERS:
         if path := shutil.which(name):
             return (path,)
@@ -35,7 +37,8 @@ def compiler() -> tuple[str, ...] | None:
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept; a fresh folder of this process alone where the user's cache cannot be written."""
+    """Where compiled libraries are kept; a fresh folder of this process alone where the user's cache cannot be
+    written."""
     try:
         folder = Path.home() / ".cache" / "routed-experts" / "native"
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +73,15 @@ def compile_library(command: tuple[str, ...], file: Path) -> None:
     """Compile beside the place and move there: another process may do the same."""
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / "kernels.so"
-        arguments = [*command, *FLAGS, *_vectors(), f"-I{jax.ffi.include_dir()}", str(HERE / "kernels.cpp"), "-o", str(made)]
+        arguments = [
+            *command,
+            *FLAGS,
+            *_vectors(),
+            f"-I{jax.ffi.include_dir()}",
+            str(HERE / "kernels.cpp"),
+            "-o",
+            str(made),
+        ]
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode != 0:
             raise OSError(f"{' '.join(command)} could not compile the native kernels: {done.stderr.strip()[-500:]}")
@@ -82,7 +93,9 @@ def _vectors() -> tuple[str, ...]:
 
 
 def _checksum(command: tuple[str, ...]) -> str:
-    told = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+    told = subprocess.run(
+        [*command, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+    ).stdout
     sources = [file.read_text() for file in sorted(HERE.glob("*.h")) + sorted(HERE.glob("*.cpp"))]
     parts = [*sources, *FLAGS, version("jaxlib"), told, platform.machine(), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

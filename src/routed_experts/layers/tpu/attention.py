@@ -1,17 +1,18 @@
 """Ragged paged attention as one TPU kernel: prefill chunks and decode tokens of a step, over the pool as it lies.
 Knows nothing of requests beyond the arrays of a step.
 
-Pages are fetched by their number, so a layer is an offset to the page table and the pool of all layers goes in whole. A grid step
-is a tile of Q tokens; in it, one request after another is a segment, and walks over its keys in blocks of T with an online
-softmax. Two blocks are in VMEM: while one is multiplied the next is on its way, across segments and tiles too. A request of one
-token runs alone, so that decode multiplies no row for nothing. JAX's own ragged paged attention (jax.experimental.pallas.ops.tpu)
-has the same pool and no form that runs on a CPU, where ours is tested; it multiplies a tile's rows for every decode token.
+Pages are fetched by their number, so a layer is an offset to the page table and the pool of all layers goes in whole. A
+grid step is a tile of Q tokens; in it, one request after another is a segment, and walks over its keys in blocks of T
+with an online softmax. Two blocks are in VMEM: while one is multiplied the next is on its way, across segments and
+tiles too. A request of one token runs alone, so that decode multiplies no row for nothing. JAX's own ragged paged
+attention (jax.experimental.pallas.ops.tpu) has the same pool and no form that runs on a CPU, where ours is tested; it
+multiplies a tile's rows for every decode token.
 
     pool row of a token, bfloat16:  k0 v0 k1 v1 ...   one 32-bit word holds a lane of (k, v): a strided load of words takes a head
 
-What is not seen may be NaN: scores are selected, and values past a segment's last key are set to 0. Rows of no request yield 0.
-Dims: N tokens, B requests, W pages of a request, H query heads, G kv heads, S heads of a group, C head dim, L layers, P pages,
-T keys of a block, Q tokens of a tile, R rows of a product (tokens times S)."""
+What is not seen may be NaN: scores are selected, and values past a segment's last key are set to 0. Rows of no request
+yield 0. Dims: N tokens, B requests, W pages of a request, H query heads, G kv heads, S heads of a group, C head dim, L
+layers, P pages, T keys of a block, Q tokens of a tile, R rows of a product (tokens times S)."""
 
 import dataclasses
 import functools
@@ -46,7 +47,8 @@ class _Form:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Refs:
-    """The kernel's arrays. Scalars: first page of the layer, and a PagedBatch; then VMEM, the pool in HBM, and scratch."""
+    """The kernel's arrays. Scalars: first page of the layer, and a PagedBatch; then VMEM, the pool in HBM, and
+    scratch."""
 
     first_page: Any
     seq_lens: Any
@@ -99,7 +101,9 @@ def ragged_attention(
 ) -> Float[Array, "N H C"]:
     """Attend to the pages of each token's request. A pool wider than the heads holds zeros beside them."""
     if pool.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ConfigError(f"a KV pool of {pool.dtype} cannot be read by attention_backend='tpu'; load the model in bfloat16 or float32")
+        raise ConfigError(
+            f"a KV pool of {pool.dtype} cannot be read by attention_backend='tpu'; load the model in bfloat16 or float32"
+        )
     (num_tokens, heads, head_dim), (_, page_size, rows, lanes) = queries.shape, pool.shape
     groups, width = rows // 2, batch.page_table.shape[1]
     share = heads // groups
@@ -208,7 +212,8 @@ def _attend_tile(refs: _Refs, segment: _Segment, total: Int[Array, ""], form: _F
 
 
 def _walk(refs: _Refs, segment: _Segment, total: Int[Array, ""], form: _Form, rows: Any, positions: Any) -> None:
-    """Walk over a segment's keys, each row seeing those up to its own position; leaves the state of the softmax in scratch."""
+    """Walk over a segment's keys, each row seeing those up to its own position; leaves the state of the softmax in
+    scratch."""
     block_keys = form.block_pages * refs.pool.shape[1]
     num_blocks = lax.div(segment.last, block_keys) + 1
     groups = refs.mixed.shape[0]
@@ -242,7 +247,9 @@ def _walk(refs: _Refs, segment: _Segment, total: Int[Array, ""], form: _Form, ro
     lax.fori_loop(0, num_blocks, add_block, None)
 
 
-def _fetch(refs: _Refs, segment: _Segment, block: Int[Array, ""], slot: Int[Array, ""], form: _Form, *, wait: bool = False) -> None:
+def _fetch(
+    refs: _Refs, segment: _Segment, block: Int[Array, ""], slot: Int[Array, ""], form: _Form, *, wait: bool = False
+) -> None:
     """Start, or wait for, the pages of a block that hold keys of the segment."""
     first = block * form.block_pages
     there = lax.div(segment.last, refs.pool.shape[1]) + 1 - first

@@ -27,7 +27,10 @@ def tpu_kernels(*, interpret: Any = False) -> Kernels:
 
 def tpu_attention(*, interpret: Any = False) -> AttentionBackend:
     """Attention over the pool, and what stands before it."""
-    run, fused = functools.partial(_attend, interpret=interpret), functools.partial(_prepare_and_attend, interpret=interpret)
+    run, fused = (
+        functools.partial(_attend, interpret=interpret),
+        functools.partial(_prepare_and_attend, interpret=interpret),
+    )
     return AttentionBackend(name=NAME, run=run, fused=fused)
 
 
@@ -60,7 +63,12 @@ def _route(
 
 
 def _attend(
-    queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch, *, interpret: Any
+    queries: Float[Array, "N H C"],
+    pool: Float[Array, "LP page 2G C"],
+    first_page: Int[Array, ""],
+    batch: PagedBatch,
+    *,
+    interpret: Any,
 ) -> Float[Array, "N H C"]:
     from routed_experts.layers.tpu.attention import ragged_attention
 

@@ -1,11 +1,12 @@
-"""Experts on TPU, without a copy of their weights: the arrays of all layers go in whole, and a visit fetches its expert's
-matrices from its layer's place. Knows nothing of how ids were chosen.
+"""Experts on TPU, without a copy of their weights: the arrays of all layers go in whole, and a visit fetches its
+expert's matrices from its layer's place. Knows nothing of how ids were chosen.
 
-Up to FEW_ROWS tokens (all of a decode step) a visited expert runs on every row at once and each row takes what it chose: reading the
-experts takes longer than multiplying all rows, so that nothing is sorted, gathered or scattered. Above, slots are sorted by
-expert and cut into tiles (plan.py); the rows of a tile that belong to another expert are left to that expert's visit.
-Results are accumulated in float32; what a row did not choose is selected away, not multiplied by 0, and so may be NaN.
-Dims: N tokens, K experts per token, E experts of a layer, R layers of the run, D hidden, F expert width, T rows of a tile."""
+Up to FEW_ROWS tokens (all of a decode step) a visited expert runs on every row at once and each row takes what it
+chose: reading the experts takes longer than multiplying all rows, so that nothing is sorted, gathered or scattered.
+Above, slots are sorted by expert and cut into tiles (plan.py); the rows of a tile that belong to another expert are
+left to that expert's visit. Results are accumulated in float32; what a row did not choose is selected away, not
+multiplied by 0, and so may be NaN. Dims: N tokens, K experts per token, E experts of a layer, R layers of the run, D
+hidden, F expert width, T rows of a tile."""
 
 import dataclasses
 import functools
@@ -44,7 +45,9 @@ def fused_experts(call: ExpertCall, *, interpret: Any = False) -> Float[Array, "
     return run(call, interpret=interpret)
 
 
-def few_rows_experts(call: ExpertCall, *, weight_bytes: int = WEIGHT_BYTES, interpret: Any = False) -> Float[Array, "N D"]:
+def few_rows_experts(
+    call: ExpertCall, *, weight_bytes: int = WEIGHT_BYTES, interpret: Any = False
+) -> Float[Array, "N D"]:
     """Every expert that was chosen, on all rows; each row adds up what it chose."""
     (num_tokens, top_k), dim = call.ids.shape, call.x.shape[1]
     form = PlanForm(num_experts=call.num_experts, max_visits=min(call.num_experts, call.ids.size), tile=0)
@@ -69,7 +72,9 @@ def few_rows_experts(call: ExpertCall, *, weight_bytes: int = WEIGHT_BYTES, inte
     )
 
 
-def sorted_experts(call: ExpertCall, *, weight_bytes: int = WEIGHT_BYTES, interpret: Any = False) -> Float[Array, "N D"]:
+def sorted_experts(
+    call: ExpertCall, *, weight_bytes: int = WEIGHT_BYTES, interpret: Any = False
+) -> Float[Array, "N D"]:
     """Slots sorted by expert, in tiles of T rows; each expert runs on the tiles that hold its rows."""
     (num_tokens, top_k), dim = call.ids.shape, call.x.shape[1]
     keys = jnp.where(call.valid, call.ids.T, call.num_experts)
@@ -129,14 +134,19 @@ def _visit(
     scratch: list[Any],
     interpret: Any,
 ) -> Array:
-    """Run a kernel over the visits of a plan and the parts of each expert, which the pipeline fetches one visit ahead."""
+    """Run a kernel over the visits of a plan and the parts of each expert, which the pipeline fetches one visit
+    ahead."""
     dim, parts = call.x.shape[1], widths.width // widths.part
 
     def gate(offset: int) -> pl.BlockSpec:
         columns = widths.part if widths.split else 2 * widths.width
-        return pl.BlockSpec((1, dim, columns), lambda visit, part, first, plan: (first[0] + plan[EXPERT, visit], 0, offset + part))
+        return pl.BlockSpec(
+            (1, dim, columns), lambda visit, part, first, plan: (first[0] + plan[EXPERT, visit], 0, offset + part)
+        )
 
-    down = pl.BlockSpec((1, widths.part, dim), lambda visit, part, first, plan: (first[0] + plan[EXPERT, visit], part, 0))
+    down = pl.BlockSpec(
+        (1, widths.part, dim), lambda visit, part, first, plan: (first[0] + plan[EXPERT, visit], part, 0)
+    )
     gates = [gate(0), gate(parts)] if widths.split else [gate(0)]
     return pl.pallas_call(
         functools.partial(kernel, widths=widths),
@@ -148,7 +158,9 @@ def _visit(
             scratch_shapes=scratch,
         ),
         out_shape=jax.ShapeDtypeStruct(operands[0].shape, call.x.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
         cost_estimate=_cost(call, rows=operands[0].shape[0], visits=plan.shape[1]),
         interpret=interpret,
         name="fused_experts",

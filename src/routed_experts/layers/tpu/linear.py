@@ -1,8 +1,9 @@
-"""Projections on TPU: one layer's matrix out of the run's array, read where it lies. Knows nothing of what is projected.
+"""Projections on TPU: one layer's matrix out of the run's array, read where it lies. Knows nothing of what is
+projected.
 
-Left to itself XLA turns the whole array around before the scan (1 GB for Qwen3-30B-A3B, each step) and slices every layer out of it.
-An array of one layer, such as the unembedding, which may be a transposed view, stays with XLA.
-Dims: N tokens, R layers of the run, D inputs, O outputs."""
+Left to itself XLA turns the whole array around before the scan (1 GB for Qwen3-30B-A3B, each step) and slices every
+layer out of it. An array of one layer, such as the unembedding, which may be a transposed view, stays with XLA. Dims: N
+tokens, R layers of the run, D inputs, O outputs."""
 
 from typing import Any
 
@@ -21,7 +22,12 @@ VMEM_BYTES = 48 << 20
 
 
 def layered_linear(
-    x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any, *, interpret: Any = False
+    x: Float[Array, "N D"],
+    weights: Float[Array, "R D O"],
+    layer: Int[Array, ""] | int,
+    dtype: Any,
+    *,
+    interpret: Any = False,
 ) -> Float[Array, "N O"]:
     """Multiply by one layer's matrix, accumulated in float32. Each matrix is read once, some columns at a time."""
     (num_tokens, inputs), (num_layers, _, outputs) = x.shape, weights.shape

@@ -1,10 +1,10 @@
-"""Lists of visits: which expert a kernel of experts runs next, on which tile of rows. One TPU kernel; nothing is sorted here.
-Knows nothing of weights or values.
+"""Lists of visits: which expert a kernel of experts runs next, on which tile of rows. One TPU kernel; nothing is sorted
+here. Knows nothing of weights or values.
 
-A visit is one expert on one tile. Either all rows are one tile, and each expert that was chosen is visited once; or slots stand
-sorted by expert in tiles of T rows, and an expert visits each tile that holds rows of its own, as in megablox (Gale et al. 2022).
-Counts are summed in float32, which is exact below 2^24 slots. Dims: N tokens, K experts per token, E experts, V visits at most,
-T rows of a tile, R rows of the plan."""
+A visit is one expert on one tile. Either all rows are one tile, and each expert that was chosen is visited once; or
+slots stand sorted by expert in tiles of T rows, and an expert visits each tile that holds rows of its own, as in
+megablox (Gale et al. 2022). Counts are summed in float32, which is exact below 2^24 slots. Dims: N tokens, K experts
+per token, E experts, V visits at most, T rows of a tile, R rows of the plan."""
 
 import dataclasses
 import functools
@@ -34,19 +34,26 @@ class PlanForm:
 def plan_visits(
     ids: Int[Array, "K N"], valid: Int[Array, "1 N"], form: PlanForm, *, interpret: Any = False
 ) -> tuple[Int[Array, "R V"], Int[Array, ""]]:
-    """List the visits in order of expert and tile, and how many there are: at least one, because a kernel of no steps writes nothing;
-    where no expert was chosen, the one visit has no rows. A token that is not `valid` (0) is padding."""
+    """List the visits in order of expert and tile, and how many there are: at least one, because a kernel of no steps
+    writes nothing; where no expert was chosen, the one visit has no rows. A token that is not `valid` (0) is
+    padding."""
     top_k, num_tokens = ids.shape
     tile = min(TOKEN_TILE, num_tokens)
     plan, total = pl.pallas_call(
         functools.partial(_kernel, form=form, num_tokens=num_tokens),
         grid=(pl.cdiv(num_tokens, tile),),
-        in_specs=[pl.BlockSpec((top_k, tile), lambda index: (0, index)), pl.BlockSpec((1, tile), lambda index: (0, index))],
+        in_specs=[
+            pl.BlockSpec((top_k, tile), lambda index: (0, index)),
+            pl.BlockSpec((1, tile), lambda index: (0, index)),
+        ],
         out_specs=[
             pl.BlockSpec((PLAN_ROWS, form.max_visits), lambda index: (0, 0)),
             pl.BlockSpec((1, 1), lambda index: (0, 0)),
         ],
-        out_shape=[jax.ShapeDtypeStruct((PLAN_ROWS, form.max_visits), jnp.int32), jax.ShapeDtypeStruct((1, 1), jnp.int32)],
+        out_shape=[
+            jax.ShapeDtypeStruct((PLAN_ROWS, form.max_visits), jnp.int32),
+            jax.ShapeDtypeStruct((1, 1), jnp.int32),
+        ],
         scratch_shapes=[pltpu.VMEM((form.num_experts, 1), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
@@ -55,7 +62,9 @@ def plan_visits(
     return plan, total.reshape(())
 
 
-def _kernel(ids_ref: Any, valid_ref: Any, plan_ref: Any, total_ref: Any, counts_ref: Any, *, form: PlanForm, num_tokens: int) -> None:
+def _kernel(
+    ids_ref: Any, valid_ref: Any, plan_ref: Any, total_ref: Any, counts_ref: Any, *, form: PlanForm, num_tokens: int
+) -> None:
     """Add one tile of tokens to the counts; after the last, write the plan."""
     index, tile = pl.program_id(0), ids_ref.shape[1]
 

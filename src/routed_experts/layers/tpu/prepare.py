@@ -1,11 +1,11 @@
 """From one projected row to turned queries, and to keys and values in their slots of the pool: one TPU kernel.
 Knows nothing of how they are attended to.
 
-Queries and keys are normalised a head at a time and turned by their position (half-split rotary form), rounded as `rms_norm` and
-`apply_rotary` round. Each token's keys and values stand side by side in VMEM as the pool holds them, and go out as one copy a token;
-padding tokens write nothing. As array code it is twenty operations a layer.
-Dims: N tokens, B requests, W pages of a request, L layers, P pages, H query heads, G kv heads, C head dim, R layers of the run,
-T tokens of a tile."""
+Queries and keys are normalised a head at a time and turned by their position (half-split rotary form), rounded as
+`rms_norm` and `apply_rotary` round. Each token's keys and values stand side by side in VMEM as the pool holds them, and
+go out as one copy a token; padding tokens write nothing. As array code it is twenty operations a layer. Dims: N tokens,
+B requests, W pages of a request, L layers, P pages, H query heads, G kv heads, C head dim, R layers of the run, T
+tokens of a tile."""
 
 import dataclasses
 import functools
@@ -56,8 +56,8 @@ def prepare(
     *,
     interpret: Any = False,
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-    """Queries, normalised and turned, and the pool with the new keys and values. Heads narrower than the pool's rows, which cannot be
-    cut out of the projection as whole lanes, take array code."""
+    """Queries, normalised and turned, and the pool with the new keys and values. Heads narrower than the pool's rows,
+    which cannot be cut out of the projection as whole lanes, take array code."""
     if projected.cos.shape[1] != pool.shape[3]:
         return prepare_plainly(projected, pool, first_page, batch)
     (num_tokens, columns), (_, _, rows, head_dim) = projected.qkv.shape, pool.shape
@@ -86,7 +86,10 @@ def prepare(
             out_specs=[pl.BlockSpec((tile, heads, head_dim), lambda index, *_: (index, 0, 0)), outside],
             scratch_shapes=[pltpu.VMEM((tile, rows, head_dim), pool.dtype), pltpu.SemaphoreType.DMA],
         ),
-        out_shape=[jax.ShapeDtypeStruct((num_tokens, heads, head_dim), projected.qkv.dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
+        out_shape=[
+            jax.ShapeDtypeStruct((num_tokens, heads, head_dim), projected.qkv.dtype),
+            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        ],
         input_output_aliases={11: 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES),
         interpret=interpret,
@@ -115,7 +118,10 @@ def prepare_plainly(
     groups, (cos, sin) = pool.shape[2] // 2, (projected.cos, projected.sin)
     mixed = projected.qkv.reshape(projected.qkv.shape[0], -1, cos.shape[1])
     queries, keys, values = jnp.split(mixed, [mixed.shape[1] - 2 * groups, mixed.shape[1] - groups], axis=1)
-    scales = (lax.dynamic_index_in_dim(norms, projected.layer, keepdims=False) for norms in (projected.q_norm, projected.k_norm))
+    scales = (
+        lax.dynamic_index_in_dim(norms, projected.layer, keepdims=False)
+        for norms in (projected.q_norm, projected.k_norm)
+    )
     parts = zip((queries, keys), scales, strict=True)
     queries, keys = (apply_rotary(rms_norm(part, scale, eps=projected.eps), cos, sin) for part, scale in parts)
     return queries, write_kv(pool, keys, values, first_page, batch)
@@ -135,7 +141,8 @@ def _kernel(*refs: Any, eps: float) -> None:
 
 
 def _row(norms: Float[Array, "R C"], layer: Int[Array, ""]) -> Float[Array, "1 C"]:
-    """One layer's norm: by selection, because no row of packed numbers can be read from a place that is not known beforehand."""
+    """One layer's norm: by selection, because no row of packed numbers can be read from a place that is not known
+    beforehand."""
     rows = lax.broadcasted_iota(jnp.int32, norms.shape, 0)
     picked = jnp.sum(jnp.where(rows == layer, norms.astype(jnp.float32), 0.0), axis=0, keepdims=True)
     return picked.astype(norms.dtype)
@@ -167,7 +174,9 @@ def _write(refs: _Refs) -> None:
     def one(index: Int[Array, ""], *, wait: bool) -> None:
         position = refs.positions[start + index]
         page = refs.first_page[0] + refs.page_table[refs.token_rows[start + index], lax.div(position, page_size)]
-        copy = pltpu.make_async_copy(refs.both.at[index], refs.pool.at[page, lax.rem(position, page_size)], refs.written)
+        copy = pltpu.make_async_copy(
+            refs.both.at[index], refs.pool.at[page, lax.rem(position, page_size)], refs.written
+        )
         (copy.wait if wait else copy.start)()
 
     for wait in (False, True):

@@ -1,11 +1,12 @@
-"""The router as one TPU kernel: scores, top-k, weights, and the executed ids written into the step's block where it lies.
-Knows nothing of experts' weights; it decides as layers.routing.replay_topk does, ties and replayed rows included.
+"""The router as one TPU kernel: scores, top-k, weights, and the executed ids written into the step's block where it
+lies. Knows nothing of experts' weights; it decides as layers.routing.replay_topk does, ties and replayed rows included.
 
-Everything is token-minor, [K, N]: a token is a lane, so choosing runs over sublanes and the rows of a layer in the block
-[M*K, N] are whole tiles. The block is aliased to the output, and a layer's write is part of the kernel: capture adds no operation
-to a layer. A window of rows is a tile of 8 where K divides 8, and whole tiles where 8 divides K; for any other K the ids are
-written by an operation of its own. A score that is NaN counts as the greatest, as in lax.top_k, so a row of NaN still names K experts.
-Dims: N tokens, E experts, M MoE layers, K experts per token, T tokens of a tile."""
+Everything is token-minor, [K, N]: a token is a lane, so choosing runs over sublanes and the rows of a layer in the
+block [M*K, N] are whole tiles. The block is aliased to the output, and a layer's write is part of the kernel: capture
+adds no operation to a layer. A window of rows is a tile of 8 where K divides 8, and whole tiles where 8 divides K; for
+any other K the ids are written by an operation of its own. A score that is NaN counts as the greatest, as in lax.top_k,
+so a row of NaN still names K experts. Dims: N tokens, E experts, M MoE layers, K experts per token, T tokens of a
+tile."""
 
 import dataclasses
 import functools
@@ -59,13 +60,18 @@ def fused_router(
     native = ids if routed is None else rest.pop(0)
     if block is not None:
         row = layer * top_k  # as in the plain cache: no negative indices
-        block = rest[0] if in_kernel else lax.dynamic_update_slice_in_dim(block, ids, row, axis=0, allow_negative_indices=False)
+        block = (
+            rest[0]
+            if in_kernel
+            else lax.dynamic_update_slice_in_dim(block, ids, row, axis=0, allow_negative_indices=False)
+        )
     replaced = jnp.zeros(num_tokens, bool) if routed is None else routed.valid
     return Routing(weights=weights.T, ids=ids.T, native_ids=native.T, replaced=replaced), block
 
 
 def window_rows(block_rows: int, top_k: int) -> int:
-    """Rows of the block that the kernel writes as one: whole tiles that hold a layer's ids, or 0 where no such window exists."""
+    """Rows of the block that the kernel writes as one: whole tiles that hold a layer's ids, or 0 where no such window
+    exists."""
     if top_k % SUBLANES == 0:
         return top_k
     return min(SUBLANES, block_rows) if SUBLANES % top_k == 0 else 0
@@ -109,7 +115,8 @@ def _call(form: _Form, interpret: Any) -> Callable[..., tuple[Array, ...]]:
 
 
 def _kernel(layer_ref: Any, logits_ref: Any, *refs: Any, form: _Form) -> None:
-    """One tile of tokens. Refs: replayed ids and their rows' validity, the block; weights, ids, native ids, the block."""
+    """One tile of tokens. Refs: replayed ids and their rows' validity, the block; weights, ids, native ids, the
+    block."""
     spec, rest = form.spec, list(refs)
     replay = [rest.pop(0), rest.pop(0)] if form.replays else None
     before = rest.pop(0) if form.block_rows else None
@@ -145,7 +152,9 @@ def _choose(scores: Float[Array, "E T"], top_k: int) -> Int[Array, "K T"]:
 def _gather(values: Float[Array, "E T"], ids: Int[Array, "K T"]) -> Float[Array, "K T"]:
     """Give the values at the ids of each token."""
     places = lax.broadcasted_iota(jnp.int32, values.shape, 0)
-    rows = [jnp.sum(jnp.where(places == ids[k : k + 1], values, 0.0), axis=0, keepdims=True) for k in range(ids.shape[0])]
+    rows = [
+        jnp.sum(jnp.where(places == ids[k : k + 1], values, 0.0), axis=0, keepdims=True) for k in range(ids.shape[0])
+    ]
     return jnp.concatenate(rows, axis=0)
 
 

@@ -1,11 +1,12 @@
-"""Sequential expert selection under capacity as one TPU kernel: all experts by all tokens in VMEM, no sort, gather or scatter.
-Knows nothing of instances; decides as layers.selection_rounds does.
+"""Sequential expert selection under capacity as one TPU kernel: all experts by all tokens in VMEM, no sort, gather or
+scatter. Knows nothing of instances; decides as layers.selection_rounds does.
 
-The cutoff iteration over all ranks at once. In a round every token walks its experts with the experts' cutoffs: K masked minima. Each
-expert with more takers than room then lowers its cutoff to behind its last admitted taker, found by a prefix count, which is a product
-with a triangle of ones. The round that changes nothing is the sequential result: at most f + 1 rounds, f = experts that fill, and one
-more where experts have no room at all. Tokens are lanes. A cost is a score turned upside down in the total order of floats, so lower is
-better. Dims: N tokens, E experts, K experts per token."""
+The cutoff iteration over all ranks at once. In a round every token walks its experts with the experts' cutoffs: K
+masked minima. Each expert with more takers than room then lowers its cutoff to behind its last admitted taker, found by
+a prefix count, which is a product with a triangle of ones. The round that changes nothing is the sequential result: at
+most f + 1 rounds, f = experts that fill, and one more where experts have no room at all. Tokens are lanes. A cost is a
+score turned upside down in the total order of floats, so lower is better. Dims: N tokens, E experts, K experts per
+token."""
 
 import dataclasses
 from typing import Any
@@ -65,7 +66,8 @@ def _padded(size: int, tile: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Refs:
-    """What lies in VMEM. `last`: cost and id of the last that each token took; `worst`: the same of its K best, by any room."""
+    """What lies in VMEM. `last`: cost and id of the last that each token took; `worst`: the same of its K best, by any
+    room."""
 
     costs: Any  # [E, N]
     room: Any  # [E, 1], float32 as all numbers of places, whole and below 2^22: exact
@@ -73,14 +75,16 @@ class _Refs:
     beyond: Any  # [1, N], out: how many a token took outside its K best
     rounds: Any  # [1, 1], out
     rank: Any  # [E, N]: the rank at which a token took an expert, K where it did not
-    facts: Any  # [E, 4]: cutoff, takers, the rank of the taker that fills the expert, how many takers of that rank are admitted
+    # [E, 4]: cutoff, takers, the rank of the taker that fills the expert, how many takers of that rank are admitted
+    facts: Any
     upto: Any  # [E, LANES]: lane k holds the takers of ranks 0 .. k
     last: Any  # [2, N]
     worst: Any  # [2, N]
 
 
 def _kernel(*parts: Any) -> None:
-    """Repeat rounds until no expert has more takers than room. The first is without cutoffs: it tells each token's K best."""
+    """Repeat rounds until no expert has more takers than room. The first is without cutoffs: it tells each token's K
+    best."""
     refs = _Refs(*parts)
     top_k, lanes = refs.ids.shape
     refs.facts[...] = jnp.full(refs.facts.shape, top_k * lanes, jnp.float32)
@@ -104,7 +108,8 @@ def _has_overflow(refs: _Refs) -> Int[Array, ""]:
 
 
 def _walk(refs: _Refs) -> None:
-    """Let every token take its K best experts whose cutoff lies behind it, one block of lanes after another; then count."""
+    """Let every token take its K best experts whose cutoff lies behind it, one block of lanes after another; then
+    count."""
 
     def block(index: Array, _: None) -> None:
         _walk_block(refs, pl.multiple_of(index * LANES, LANES))
@@ -138,7 +143,8 @@ def _walk_block(refs: _Refs, first: Array) -> None:
 
 
 def _count(refs: _Refs) -> None:
-    """Count each expert's takers, and find the rank that fills it: lane k of `upto` holds the takers of ranks 0 .. k."""
+    """Count each expert's takers, and find the rank that fills it: lane k of `upto` holds the takers of ranks 0 ..
+    k."""
     upto, room = refs.upto[...], refs.room[...]
     before = jnp.max(jnp.where(upto < room, upto, 0.0), axis=1, keepdims=True)
     refs.facts[:, TAKERS] = jnp.max(upto, axis=1, keepdims=True)

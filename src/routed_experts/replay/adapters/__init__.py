@@ -1,4 +1,5 @@
-"""Adapters: records and batches in the forms of other engines and trainers. Pure functions on NumPy arrays; knows none of their code.
+"""Adapters: records and batches in the forms of other engines and trainers. Pure functions on NumPy arrays; knows none
+of their code.
 
 A form that cannot say "this row is not known" refuses such rows; nothing is filled in silently."""
 

@@ -1,9 +1,10 @@
-"""What all adapters share: a record as a plain array of integers, and a plain array as a record. Host NumPy; names no framework.
+"""What all adapters share: a record as a plain array of integers, and a plain array as a record. Host NumPy; names no
+framework.
 
-Outward nothing is invented: a row that is not known is refused unless the target has a word for it. Inward a row that no router can
-have given (an id outside 0..E-1, or one twice) is marked as not known: zeros never pass for expert 0 (with K = 1 nothing tells them
-apart, and a mask must).
-Dims: S tokens of a sequence, R rows, L hidden layers, M MoE layers, K experts per token, E experts."""
+Outward nothing is invented: a row that is not known is refused unless the target has a word for it. Inward a row that
+no router can have given (an id outside 0..E-1, or one twice) is marked as not known: zeros never pass for expert 0
+(with K = 1 nothing tells them apart, and a mask must). Dims: S tokens of a sequence, R rows, L hidden layers, M MoE
+layers, K experts per token, E experts."""
 
 import dataclasses
 
@@ -18,8 +19,8 @@ from routed_experts.replay.check import repeated_rows
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What an array of ids does not say of itself: its model's routing (`config.capture_spec`), the sequence's length and prompt, the
-    token of row 0, and the weights that routed it."""
+    """What an array of ids does not say of itself: its model's routing (`config.capture_spec`), the sequence's length
+    and prompt, the token of row 0, and the weights that routed it."""
 
     spec: CaptureSpec
     num_tokens: int
@@ -28,12 +29,17 @@ class Origin:
     version: int = 0
 
 
-def record_of_rows(rows: Int[np.ndarray, "R columns K"], origin: Origin, *, target: str, lost: bool = True) -> RoutedExperts:
-    """A record of R = S - 1 - start or S - start rows, with a column for each hidden layer (dense ones are dropped, whatever they
-    hold) or for each MoE layer. With `lost` false, a row that cannot be is an error instead of not known."""
+def record_of_rows(
+    rows: Int[np.ndarray, "R columns K"], origin: Origin, *, target: str, lost: bool = True
+) -> RoutedExperts:
+    """A record of R = S - 1 - start or S - start rows, with a column for each hidden layer (dense ones are dropped,
+    whatever they hold) or for each MoE layer. With `lost` false, a row that cannot be is an error instead of not
+    known."""
     spec = origin.spec
     if rows.ndim != 3 or rows.dtype.kind not in "iu" or rows.shape[2] != spec.top_k:
-        raise RoutingAlignmentError(f"{target}: rows are {rows.dtype}{list(rows.shape)}; wanted integers [rows, layers, {spec.top_k}]")
+        raise RoutingAlignmentError(
+            f"{target}: rows are {rows.dtype}{list(rows.shape)}; wanted integers [rows, layers, {spec.top_k}]"
+        )
     if rows.shape[1] not in (spec.num_hidden_layers, spec.num_moe_layers):
         raise RoutingAlignmentError(
             f"{target}: rows have {rows.shape[1]} columns; wanted {spec.num_hidden_layers}, one a hidden layer, or {spec.num_moe_layers}, "
@@ -53,11 +59,17 @@ def record_of_rows(rows: Int[np.ndarray, "R columns K"], origin: Origin, *, targ
     ids = np.where(known[:, None, None], moe, 0).astype(spec.dtype)
     num_rows = ids.shape[0]
     return RoutedExperts(
-        ids=np.ascontiguousarray(ids), start=origin.start, num_tokens=origin.num_tokens, num_prompt_tokens=origin.num_prompt_tokens,
-        layer_ids=spec.layer_ids, num_hidden_layers=spec.num_hidden_layers, num_experts=spec.num_experts,
+        ids=np.ascontiguousarray(ids),
+        start=origin.start,
+        num_tokens=origin.num_tokens,
+        num_prompt_tokens=origin.num_prompt_tokens,
+        layer_ids=spec.layer_ids,
+        num_hidden_layers=spec.num_hidden_layers,
+        num_experts=spec.num_experts,
         version_spans=((origin.start, origin.start + num_rows, origin.version),) if num_rows else (),
-        valid=None if known.all() else known, router=spec.router,
-    )  # fmt: skip
+        valid=None if known.all() else known,
+        router=spec.router,
+    )
 
 
 def known_rows(moe: Int[np.ndarray, "... M K"], spec: CaptureSpec) -> Bool[np.ndarray, "..."]:
@@ -82,7 +94,9 @@ def all_known(record: RoutedExperts, target: str) -> RoutedExperts:
 def from_the_first(record: RoutedExperts, target: str) -> RoutedExperts:
     """The record; refused where it does not begin with the first token."""
     if record.start != 0:
-        raise RoutingAlignmentError(f"{target}: rows begin at token {record.start}; wanted 0: merge the turns first (merge_turns)")
+        raise RoutingAlignmentError(
+            f"{target}: rows begin at token {record.start}; wanted 0: merge the turns first (merge_turns)"
+        )
     return record
 
 
@@ -92,7 +106,8 @@ def before_last(record: RoutedExperts) -> RoutedExperts:
 
 
 def spread(record: RoutedExperts, dtype: type[np.signedinteger] | np.dtype, *, dense: int) -> Int[np.ndarray, "R L K"]:
-    """A new array with a column for every hidden layer, `dense` in those without experts; refuses a dtype that cannot hold the ids."""
+    """A new array with a column for every hidden layer, `dense` in those without experts; refuses a dtype that cannot
+    hold the ids."""
     rows = np.full((record.num_rows, record.num_hidden_layers, record.top_k), dense, narrow(record.num_experts, dtype))
     rows[:, record.layer_ids] = record.ids
     return rows
@@ -111,5 +126,7 @@ def narrow(num_experts: int, dtype: type[np.signedinteger] | np.dtype) -> np.dty
     """The dtype, if it holds all ids."""
     most = int(np.iinfo(dtype).max)
     if num_experts - 1 > most:
-        raise RoutingAlignmentError(f"{num_experts} experts do not fit {np.dtype(dtype)}, whose largest id is {most}; use the record")
+        raise RoutingAlignmentError(
+            f"{num_experts} experts do not fit {np.dtype(dtype)}, whose largest id is {most}; use the record"
+        )
     return np.dtype(dtype)

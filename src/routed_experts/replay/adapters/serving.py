@@ -50,7 +50,9 @@ def to_vllm021(record: RoutedExperts) -> tuple[Int16[np.ndarray, "P M K"], Int16
     return known.prompt.ids.astype(dtype), known.generated.ids.astype(dtype)
 
 
-def from_vllm021(prompt: Int[np.ndarray, "P M K"], generated: Int[np.ndarray, "G M K"], origin: Origin) -> RoutedExperts:
+def from_vllm021(
+    prompt: Int[np.ndarray, "P M K"], generated: Int[np.ndarray, "G M K"], origin: Origin
+) -> RoutedExperts:
     """Join prompt rows and generated rows (one a generated token, or one less); a row of -1 is not known."""
     if prompt.shape[:1] != (origin.num_prompt_tokens - origin.start,):
         wanted = origin.num_prompt_tokens - origin.start

@@ -1,4 +1,5 @@
-"""Adapters of trainers: the rows of one sequence as verl, slime, Megatron, NeMo-RL, Tunix and MaxText want them, both ways.
+"""Adapters of trainers: the rows of one sequence as verl, slime, Megatron, NeMo-RL, Tunix and MaxText want them, both
+ways.
 
 target    form                               a row that is not known
 verl      int16 [R, L, K], dense 0           refused
@@ -7,7 +8,8 @@ megatron  M of int64 [S, K], bool mask [S]   mask False, with ids spread over th
 nemo_rl   int32 [S-1, L, K], dense 0         the whole row -1: the live router
 tunix     int16 [S, M, K]                    -1, with missing="gate"; refused otherwise: MaxText below it takes -1 for no output
 maxtext   int32 [S, M, K]                    refused: -1 is no expert output; `native` fills in what a live forward chose
-All but verl need the rows from the first token on. The last token of a rollout has none: -1, False or left out. It feeds no
+All but verl need the rows from the first token on. The last token of a rollout has none: -1, False or left out. It
+feeds no
 scored logprob. Dims: S tokens, R rows, L hidden layers, M MoE layers, K experts per token."""
 
 from collections.abc import Sequence
@@ -54,8 +56,8 @@ def from_slime(rows: Int[np.ndarray, "S-1 L K"], origin: Origin) -> RoutedExpert
 
 
 def to_megatron(record: RoutedExperts) -> tuple[list[Int64[np.ndarray, "S K"]], Bool[np.ndarray, " S"]]:
-    """`RouterReplay` targets in order of MoE layers, and which tokens they are for; where False let the router choose. Ids there
-    are spread, so that a forward which ignores the mask loads no expert twice as much."""
+    """`RouterReplay` targets in order of MoE layers, and which tokens they are for; where False let the router choose.
+    Ids there are spread, so that a forward which ignores the mask loads no expert twice as much."""
     record = from_the_first(record, "megatron")
     rows = by_token(record, np.int64, missing=-1)
     known = rows[:, 0, 0] >= 0
@@ -64,10 +66,14 @@ def to_megatron(record: RoutedExperts) -> tuple[list[Int64[np.ndarray, "S K"]], 
     return [np.ascontiguousarray(rows[:, column]) for column in range(rows.shape[1])], known
 
 
-def from_megatron(layers: Sequence[Int[np.ndarray, "T K"]], origin: Origin, *, mask: Bool[np.ndarray, " T"] | None = None) -> RoutedExperts:
+def from_megatron(
+    layers: Sequence[Int[np.ndarray, "T K"]], origin: Origin, *, mask: Bool[np.ndarray, " T"] | None = None
+) -> RoutedExperts:
     """Read one [T, K] a MoE layer, of a recording forward; tokens outside `mask` are not known."""
     if len(layers) != origin.spec.num_moe_layers:
-        raise RoutingAlignmentError(f"megatron: {len(layers)} layers; wanted {origin.spec.num_moe_layers}, one a MoE layer")
+        raise RoutingAlignmentError(
+            f"megatron: {len(layers)} layers; wanted {origin.spec.num_moe_layers}, one a MoE layer"
+        )
     rows = np.stack([np.asarray(layer) for layer in layers], axis=1).astype(np.int64)
     if mask is not None:
         rows[~np.asarray(mask)] = -1
@@ -97,8 +103,8 @@ def from_nemo_rl(rows: Int[np.ndarray, "S-1 columns K"], origin: Origin) -> Rout
 
 
 def to_tunix(record: RoutedExperts, *, missing: Literal["error", "gate"] = "error") -> Int16[np.ndarray, "S M K"]:
-    """`TokenSegment.routed_experts`: a row a token, the last -1. `missing="gate"` says -1 for rows that are not known: only where the
-    model below gives such a token to its own router."""
+    """`TokenSegment.routed_experts`: a row a token, the last -1. `missing="gate"` says -1 for rows that are not known:
+    only where the model below gives such a token to its own router."""
     if missing not in ("error", "gate"):
         raise RoutingAlignmentError(f"missing={missing!r} is unknown; choose error or gate")
     record = from_the_first(record if missing == "gate" else all_known(record, "tunix"), "tunix")
@@ -111,13 +117,16 @@ def from_tunix(rows: Int[np.ndarray, "S M K"], origin: Origin) -> RoutedExperts:
 
 
 def to_maxtext(record: RoutedExperts, *, native: Int[np.ndarray, "S M K"] | None = None) -> Int32[np.ndarray, "S M K"]:
-    """One sample of `forced_routed_experts`, the layer axis counting MoE layers. `native`: ids of a live recording forward
-    (`forward(..., return_routed=True).ids`), which stand in for rows that are not known; without it those are refused."""
+    """One sample of `forced_routed_experts`, the layer axis counting MoE layers. `native`: ids of a live recording
+    forward (`forward(..., return_routed=True).ids`), which stand in for rows that are not known; without it those are
+    refused."""
     record = from_the_first(record if native is not None else all_known(record, "maxtext"), "maxtext")
     rows = by_token(record, np.int32, missing=-1)
     if native is not None:
         if np.shape(native) != rows.shape:
-            raise RoutingAlignmentError(f"maxtext: native is {list(np.shape(native))}; wanted {list(rows.shape)}, a row a token")
+            raise RoutingAlignmentError(
+                f"maxtext: native is {list(np.shape(native))}; wanted {list(rows.shape)}, a row a token"
+            )
         rows = np.where(rows[:, :1, :1] < 0, np.asarray(native, np.int32), rows)
     return rows
 
@@ -135,7 +144,14 @@ def _without_last(record: RoutedExperts) -> RoutedExperts:
     cut = record[: record.start + record.num_rows - 1]
     whole = cut.valid is not None and bool(cut.valid.all())
     return RoutedExperts(
-        ids=cut.ids, start=cut.start, num_tokens=cut.num_tokens, num_prompt_tokens=cut.num_prompt_tokens, layer_ids=cut.layer_ids,
-        num_hidden_layers=cut.num_hidden_layers, num_experts=cut.num_experts, version_spans=cut.version_spans,
-        valid=None if whole else cut.valid, router=cut.router,
-    )  # fmt: skip
+        ids=cut.ids,
+        start=cut.start,
+        num_tokens=cut.num_tokens,
+        num_prompt_tokens=cut.num_prompt_tokens,
+        layer_ids=cut.layer_ids,
+        num_hidden_layers=cut.num_hidden_layers,
+        num_experts=cut.num_experts,
+        version_spans=cut.version_spans,
+        valid=None if whole else cut.valid,
+        router=cut.router,
+    )
