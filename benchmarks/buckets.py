@@ -23,10 +23,10 @@ from common import benchmark_model, print_table, write_result
 from step import QWEN3_30B_A3B
 
 from routed_experts.cli.bench_buckets import bucket_rows, read_load
-from routed_experts.core.bucket_choice import LOADS
+from routed_experts.core.bucket_tuning import LOADS
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import assemble
-from routed_experts.engine.step_cost import measure_step_costs
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.engine.build.step_cost import measure_step_costs
 
 
 def main() -> None:
@@ -53,9 +53,9 @@ def main() -> None:
         if options.dummy:
             (Path(folder) / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
             args = dataclasses.replace(args, model_path=folder)
-            assembly = assemble(args, load_format="dummy")
+            assembly = build_engine(args, load_format="dummy")
         else:
-            assembly = assemble(args, model=benchmark_model(jnp.dtype("float32")))
+            assembly = build_engine(args, model=benchmark_model(jnp.dtype("float32")))
     decode, extend = measure_step_costs(assembly, args, rounds=options.rounds)
     loads = [read_load(name, given) for name in LOADS]
     rows = bucket_rows({"decode": decode, "extend": extend}, given, loads, most=options.most)

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from routed_experts.layers.moe import ExpertCall, MoeBackend
 from routed_experts.layers.permuted_moe import PERMUTED
 from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from routed_experts.replay import forward
 
 HELD_OUT = 20

@@ -19,10 +19,10 @@ from flax import nnx
 from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import Assembly, assemble
+from routed_experts.engine.build.builder import EngineComponents, build_engine
 from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.checkpoint import save
-from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.loading.checkpoint import save
 from routed_experts.scheduling.schedule_batch import Req
 
 RESULTS = Path(__file__).parent / "results"
@@ -94,10 +94,10 @@ def write_checkpoint(model: Qwen3Moe, folder: Path) -> Path:
     return folder
 
 
-def build(model: Qwen3Moe, *, capture: bool, **changes: object) -> Assembly:
+def build(model: Qwen3Moe, *, capture: bool, **changes: object) -> EngineComponents:
     """An engine core over the benchmark model; no thread, so that steps can be timed."""
     args = ServerArgs(enable_return_routed_experts=capture, max_total_tokens=16_384, **changes)
-    return assemble(args, model=model)
+    return build_engine(args, model=model)
 
 
 class Prompts:

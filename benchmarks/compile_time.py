@@ -17,12 +17,12 @@ from flax import nnx
 
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.backends import DEFAULT_BACKENDS
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
+from routed_experts.execution.aot_programs import RunnerConfig, lowerings
 from routed_experts.execution.forward_batch import BatchShape
-from routed_experts.execution.program_table import RunnerConfig, program_jobs
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.registry import FAMILIES
 
 SIZES = {
@@ -95,7 +95,7 @@ def lower(architecture: str, num_layers: int) -> jax.stages.Lowered:
     )
     shape = BatchShape(mode=ForwardMode.EXTEND, num_tokens=32, num_requests=ROWS, table_width=8)
     runner = RunnerConfig(pool=pool, num_request_slots=ROWS + 1, shapes=(shape,), vocab_size=config.vocab_size)
-    return program_jobs(state, spec, runner)["forward", shape]()
+    return lowerings(state, spec, runner)["forward", shape]()
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ import numpy as np
 from common import VOCABULARY, Prompts, benchmark_config, benchmark_model, build, print_table, write_result
 
 from routed_experts.core.model_worker_batch import ForwardMode, ModelWorkerBatch, StepResult
-from routed_experts.engine.core import EngineCore
+from routed_experts.engine.loop.core import EngineCore
 from routed_experts.execution.model_runner import ModelRunner, PendingStep
 from routed_experts.layers.native import toolchain
 

@@ -21,8 +21,8 @@ from common import Prompts, print_table, write_result
 from step import QWEN3_30B_A3B, drive, experts_a_step, floor_bytes
 
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import assemble
-from routed_experts.engine.core import EngineCore
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.engine.loop.core import EngineCore
 from routed_experts.models.registry import ModelFolder
 
 VOCABULARY = int(str(QWEN3_30B_A3B["vocab_size"]))
@@ -43,7 +43,7 @@ def core_of(layers: int, args: argparse.Namespace, longest: int) -> EngineCore:
             skip_tokenizer_init=True,
             enable_return_routed_experts=True,
         )
-        return assemble(server, model=model).core
+        return build_engine(server, model=model).core
 
 
 def longest_of(context: int, args: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ from step import QWEN3_30B_A3B
 from routed_experts import Engine, SamplingParams
 from routed_experts.core.placement import Placement
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.engine.score import ScoreOutput
+from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.placement.eplb import rebalance
 
 MOST_ROUTES, MOST_LOGPROB = 1e-3, 1e-3

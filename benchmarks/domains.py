@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from common import Prompts
 
-from routed_experts.models.decoder import FamilyDecoder
-from routed_experts.models.expert_store import is_expert
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.offload.offloaded_model import is_expert
 from routed_experts.models.registry import ModelFolder
 from routed_experts.scheduling.schedule_batch import Req
 

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 
 from common import print_table, write_result
 
-from routed_experts.capture import record_from_response
 from routed_experts.demo import demo_model_path
+from routed_experts.formats import record_from_response
 
 READY = re.compile(r"ready in .* http://127\.0\.0\.1:(\d+)\n")
 SHORT = {"text": "The sea", "sampling_params": {"max_new_tokens": 4, "temperature": 0}, "return_routed_experts": True}

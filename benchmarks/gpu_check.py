@@ -3,7 +3,7 @@ padding, NaN in what a kernel must not read.
 
     python benchmarks/gpu_check.py [--only moe router] [--every 3] [--name gpu_check_h200]
 
-The cases: tests/gpu_cases.py. Ends with 1 if one fails. Distances are in the 2-norm, relative, against bfloat16 array
+The cases: tests/support/gpu_cases.py. Ends with 1 if one fails. Distances are in the 2-norm, relative, against bfloat16 array
 code."""
 
 import argparse
@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 from common import print_table, write_result
 
-from gpu_cases import large_cases, small_cases
+from support.gpu_cases import large_cases, small_cases
 
 
 def main() -> int:

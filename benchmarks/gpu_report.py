@@ -27,13 +27,13 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.backends import DEFAULT_BACKENDS
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
+from routed_experts.execution.aot_programs import RunnerConfig, lowerings
 from routed_experts.execution.forward_batch import BatchShape
-from routed_experts.execution.program_table import RunnerConfig, program_jobs
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 
 H200 = """gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -94,7 +94,7 @@ def forward_text(device: jax.Device, config: Qwen3MoeConfig, batch: int, *, capt
         raw_logprobs=False,
     )
     with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("x",)).abstract_mesh):  # kernels ask which card it is
-        return program_jobs(state, spec, sizes)["forward", shape]().compile().as_text()
+        return lowerings(state, spec, sizes)["forward", shape]().compile().as_text()
 
 
 def launches(text: str) -> tuple[collections.Counter[str], collections.Counter[str]]:

@@ -16,9 +16,9 @@ import torch
 import transformers
 
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.models.checkpoint import save
-from routed_experts.models.export import hugging_face_tensors
-from routed_experts.models.qwen3_moe import Qwen3Moe
+from routed_experts.models.families.qwen3_moe import Qwen3Moe
+from routed_experts.models.loading.checkpoint import save
+from routed_experts.models.loading.export import hugging_face_tensors
 from routed_experts.replay import Sample, align
 
 BATCH = 64  # sequences of a forward

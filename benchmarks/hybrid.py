@@ -36,17 +36,17 @@ from domains import SMALL, Domain, domains_of, skewed_model
 from flax import nnx
 from step import QWEN3_30B_A3B, Run, drive
 
-from routed_experts.core.experts_config import ExpertsConfig
+from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import assemble
-from routed_experts.engine.backends import DEFAULT_BACKENDS
-from routed_experts.engine.core import EngineCore
-from routed_experts.engine.residency_follower import ResidencyFollower
-from routed_experts.execution.split_runner import SplitRunner
-from routed_experts.execution.whole_runner import WholeRunner
-from routed_experts.models.decoder import FamilyDecoder
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.engine.control.resident_expert_updater import ResidentExpertUpdater
+from routed_experts.engine.loop.core import EngineCore
+from routed_experts.execution.offload.fused_offload_runner import FusedOffloadRunner
+from routed_experts.execution.offload.offload_runner import OffloadRunner
+from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.placement.residency import most_used
 
 
@@ -63,10 +63,10 @@ def by_frequency(run: Run, residency: ResidencyMap) -> ResidencyMap:
 
 
 @contextlib.contextmanager
-def in_turn(runner: SplitRunner, spent: dict[str, float]) -> Iterator[None]:
+def in_turn(runner: OffloadRunner, spent: dict[str, float]) -> Iterator[None]:
     """Let one side end before the other begins, and both before anything follows; adds up seconds of each side, where
     they are seen from here."""
-    if isinstance(runner, WholeRunner):
+    if isinstance(runner, FusedOffloadRunner):
         lane = runner.host_side.lane
         calls = lane.counts().calls_back
         lane.set_signals(in_turn=True, calls_back=calls)
@@ -119,7 +119,9 @@ class Bench:
         """A batch of new prompts; into `spent` go the seconds of the sides in decode steps."""
         how = {"prompt": self.args.prompt, "new": new or self.args.new, "ask": ask, "logprobs": True}
         runner, spent = self.core.runner, {} if spent is None else spent
-        lane = runner.host_side.lane if isinstance(runner, WholeRunner) and runner.host_side is not None else None
+        lane = (
+            runner.host_side.lane if isinstance(runner, FusedOffloadRunner) and runner.host_side is not None else None
+        )
         before = []
 
         def prefilled() -> None:
@@ -133,7 +135,7 @@ class Bench:
 
     def measured(self, batch: int, *, domain: int = 0) -> dict[str, float]:
         """Decode, both ways where there are two sides, and the share of slots that the residents ran."""
-        runner, split = self.core.runner, isinstance(self.core.runner, SplitRunner)
+        runner, split = self.core.runner, isinstance(self.core.runner, OffloadRunner)
         turns_too = split and runner.residency.num_resident < runner.residency.num_experts
         before = runner.slot_counts() if split else np.zeros((1, 2))
         self.run(batch, domain=domain, new=4)
@@ -182,7 +184,7 @@ class Bench:
     def following(self) -> Iterator[None]:
         """Let the residents follow the load meanwhile."""
         core, spec = self.core, self.core.runner.model.config.capture_spec
-        core._after_step = ResidencyFollower(core.capturer, core.runner, top_k=spec.top_k).after_step
+        core._after_step = ResidentExpertUpdater(core.capturer, core.runner, top_k=spec.top_k).after_step
         try:
             yield
         finally:
@@ -220,16 +222,16 @@ def of_engine(
     gc.collect()  # the tables of the last engine
     resident, late = round(fraction * experts), args.deferred
     threads = args.threads if backend == "ffi" else None
-    shared = ExpertsConfig(
+    shared = ExpertOffloadConfig(
         kt_num_gpu_experts=resident, kt_max_deferred_experts_per_token=late, host_backend=backend, kt_cpuinfer=threads
     )
-    core = assemble(server_args(args, folder), model=model, experts=shared).core
+    core = build_engine(server_args(args, folder), model=model, experts=shared).core
     runner, bench, memory = (
         core.runner,
         Bench(core=core, args=args, domains=domains_of(config)),
         accelerator_bytes(core),
     )
-    if isinstance(runner, WholeRunner) and runner.host_side is not None:
+    if isinstance(runner, FusedOffloadRunner) and runner.host_side is not None:
         runner.host_side.lane.set_signals(calls_back=args.calls)
     start = runner.residency
     row = {"backend": backend, "resident": fraction}
@@ -239,7 +241,7 @@ def of_engine(
                 runner.apply_residency(by_frequency(bench.run(batch, ask=True), runner.residency))
             yield {**row, "batch": batch, "who": name, "copied": 0, **bench.measured(batch), **memory}
         runner.apply_residency(dataclasses.replace(start, slot_of=start.slot_of.copy()))
-    if isinstance(runner, WholeRunner) and runner.host_side is not None:
+    if isinstance(runner, FusedOffloadRunner) and runner.host_side is not None:
         print(f"signals by calls of the driver: {runner.host_side.lane.counts().calls_back}")
 
 
@@ -286,7 +288,7 @@ def main() -> None:
                 print_table(rows)
                 print(f"{write_result(args.name, rows, **told)}, {time.perf_counter() - begin:.0f} s", flush=True)
         gc.collect()
-        core = assemble(server_args(args, folder), model=on_accelerator(model)).core
+        core = build_engine(server_args(args, folder), model=on_accelerator(model)).core
         bench, memory = Bench(core=core, args=args, domains=domains_of(config)), accelerator_bytes(core)
         for batch in args.batches:
             plain = {"backend": "none", "resident": 1.0, "batch": batch, "who": "plain", "copied": 0}

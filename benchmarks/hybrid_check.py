@@ -19,9 +19,9 @@ from domains import SMALL, domains_of, skewed_model
 from hybrid import Bench, on_accelerator, server_args
 from step import QWEN3_30B_A3B, Run
 
-from routed_experts.core.experts_config import ExpertsConfig
-from routed_experts.engine.assembly import assemble
-from routed_experts.execution.whole_runner import WholeRunner
+from routed_experts.core.expert_offload_config import ExpertOffloadConfig
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.execution.offload.fused_offload_runner import FusedOffloadRunner
 
 
 def compared(run: Run, wanted: Run) -> dict[str, float]:
@@ -51,22 +51,22 @@ def main() -> None:
         (folder / "config.json").write_text(json.dumps(config))
         model = skewed_model(folder, args.dtype, 0.4)
 
-        def run(experts: ExpertsConfig | None, *, calls: bool = False) -> tuple[Run, str]:
-            core = assemble(
+        def run(experts: ExpertOffloadConfig | None, *, calls: bool = False) -> tuple[Run, str]:
+            core = build_engine(
                 server_args(args, folder), model=on_accelerator(model) if experts is None else model, experts=experts
             ).core
             bench, runner, how = Bench(core=core, args=args, domains=domains_of(config)), core.runner, "none"
-            if isinstance(runner, WholeRunner):
+            if isinstance(runner, FusedOffloadRunner):
                 runner.host_side.lane.set_signals(calls_back=calls)
             outs = bench.run(4, ask=True)
-            if isinstance(runner, WholeRunner):
+            if isinstance(runner, FusedOffloadRunner):
                 how = "calls" if runner.host_side.lane.counts().calls_back else "words"
             return outs, how
 
         wanted, _ = run(None)
         for residents in (10, 0):
             for backend, calls in (("ffi", False), ("ffi", True), ("dispatch", False)):
-                got, how = run(ExpertsConfig(kt_num_gpu_experts=residents, host_backend=backend), calls=calls)
+                got, how = run(ExpertOffloadConfig(kt_num_gpu_experts=residents, host_backend=backend), calls=calls)
                 rows.append({"backend": backend, "residents": residents, "signals": how, **compared(got, wanted)})
                 print(rows[-1], flush=True)
     print_table(rows)

@@ -17,7 +17,7 @@ import numpy as np
 from common import print_table, write_result
 
 from routed_experts.layers.expert_slots import ExpertTable
-from routed_experts.layers.native.lane import HostLane
+from routed_experts.layers.native.host_expert_queue import HostExpertQueue
 
 LAYERS, TOKENS, TOP_K, HIDDEN, WIDTH, EXPERTS = 48, 16, 8, 2048, 768, 64
 RUNS = 12
@@ -29,7 +29,7 @@ def main() -> None:
     shapes = (EXPERTS, HIDDEN, 2 * WIDTH), (EXPERTS, WIDTH, HIDDEN)
     with jax.default_device(host):
         store = ExpertTable(*(jnp.full(shape, 1e-3, jnp.bfloat16) for shape in shapes))
-    lane = HostLane([store], num_experts=EXPERTS, num_threads=max(1, len(os.sched_getaffinity(0)) - 1))
+    lane = HostExpertQueue([store], num_experts=EXPERTS, num_threads=max(1, len(os.sched_getaffinity(0)) - 1))
     weights, x = jnp.ones((TOKENS, TOP_K), jnp.float32), jnp.ones((TOKENS, HIDDEN), jnp.bfloat16)
 
     def timed(name: str, slots: int | None, *, calls: bool = False) -> dict[str, object]:

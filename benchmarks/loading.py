@@ -24,7 +24,7 @@ import numpy as np
 from common import HF_CONFIG, print_table, write_result
 from safetensors.numpy import save_file
 
-from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.registry import FAMILIES, ModelFolder
 
 SIZES = {

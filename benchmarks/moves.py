@@ -33,10 +33,10 @@ from step import QWEN3_30B_A3B
 from routed_experts import Engine, PlacementConfig
 from routed_experts.core.placement import Placement
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import Assembly, assemble
-from routed_experts.engine.load_watch import LoadWatch
-from routed_experts.execution.placed_runner import PlacedRunner
-from routed_experts.models.decoder import FamilyDecoder
+from routed_experts.engine.build.builder import EngineComponents, build_engine
+from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
+from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
+from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.placement import eplb, rebalance
 
 Row = dict[str, object]
@@ -85,10 +85,10 @@ class Bench:
             ep_size=args.devices,
         )
 
-    def assembled(self, way: dict[str, object] | None) -> Assembly:
+    def assembled(self, way: dict[str, object] | None) -> EngineComponents:
         """An engine core without a thread, so that steps can be timed."""
         placement = None if way is None else PlacementConfig(plan=self.first, **way)
-        return assemble(ServerArgs(**self.how()), model=self.model, placement=placement)
+        return build_engine(ServerArgs(**self.how()), model=self.model, placement=placement)
 
     def domain(self, number: int, seed: int) -> Domain:
         """Prompts of a domain; the same for the same seed."""
@@ -96,7 +96,12 @@ class Bench:
 
 
 def decode(
-    built: Assembly, domain: Domain, batch: int, args: argparse.Namespace, *, between: Callable[[], float] = lambda: 0.0
+    built: EngineComponents,
+    domain: Domain,
+    batch: int,
+    args: argparse.Namespace,
+    *,
+    between: Callable[[], float] = lambda: 0.0,
 ) -> tuple[list[float], list[float], list[tuple[int, ...]]]:
     """Seconds of the decode steps of a batch, what `between` took before each (its part of the step), and the
     tokens."""
@@ -146,7 +151,7 @@ def ways(bench: Bench) -> list[Row]:
 
 
 def moving(
-    runner: PlacedRunner, built: Assembly, plan: Placement, layers: list[tuple[int, int]]
+    runner: ReplicatedExpertRunner, built: EngineComponents, plan: Placement, layers: list[tuple[int, int]]
 ) -> Callable[[], float]:
     """What moves the next of `layers` each time, once no step is in flight; gives its seconds."""
 
@@ -168,7 +173,7 @@ def equal(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> float:
     )
 
 
-def weighted(watch: LoadWatch) -> float:
+def weighted(watch: ExpertLoadMonitor) -> float:
     """Balancedness of all steps since the watch was started."""
     for _ in range(2):
         watch.take_window()  # what is taken is read when something is taken after it
@@ -179,7 +184,7 @@ def moves(bench: Bench) -> list[Row]:
     """A move to a plan for this load, and back, while a batch is decoded."""
     args, built, rows = bench.args, bench.assembled({}), list[Row]()
     runner, watch = built.core.runner, built.watch
-    assert isinstance(runner, PlacedRunner) and watch is not None
+    assert isinstance(runner, ReplicatedExpertRunner) and watch is not None
     for batch in args.batches:
         decode(built, bench.domain(0, 7), batch, args)
         watch.restart()

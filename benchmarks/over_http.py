@@ -24,14 +24,14 @@ import uvicorn
 from common import print_table, write_result
 
 from routed_experts import Engine
-from routed_experts.capture.wire import encode_meta_info
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.demo import demo_model_path
-from routed_experts.engine.serving import EngineDoor
+from routed_experts.engine.async_engine import AsyncEngine
+from routed_experts.formats.wire import encode_meta_info
 from routed_experts.server.app import make_app
 from routed_experts.server.limits import ServerSettings
-from routed_experts.server.run import bind, server_config, set_start_up_aside, url_of
-from routed_experts.server.service import Service
+from routed_experts.server.run import bind, freeze_gc, server_config, url_of
+from routed_experts.server.state import ServerState
 
 PROMPT = 16
 
@@ -87,9 +87,9 @@ def main() -> None:
 
 def serve(engine: Engine) -> int:
     """A server over this engine, in a thread; its port."""
-    service = Service(ServerSettings(port=0), model_path="demo")
-    service.serve(EngineDoor(engine))
-    set_start_up_aside()
+    service = ServerState(ServerSettings(port=0), model_path="demo")
+    service.serve(AsyncEngine(engine))
+    freeze_gc()
     listener = bind(service.settings)
     server = uvicorn.Server(server_config(make_app(service, version="0")[0]))
     threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True).start()

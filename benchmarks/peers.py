@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from common import Prompts, benchmark_model, build, print_table, write_checkpoint, write_result
 
-from routed_experts.engine.core import EngineCore
+from routed_experts.engine.loop.core import EngineCore
 
 # threads of an engine's OpenMP look for work for 0.2 s after its turn: the next one begins when the cores are free
 _REST_S = 0.5

@@ -15,12 +15,12 @@ from common import print_table, write_result
 
 from routed_experts import Engine, placement
 from routed_experts.capture.expert_counts import ExpertCounts
-from routed_experts.capture.meta_info import record_from_meta_info
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.placement import Placement, ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.demo import demo_model_path
+from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.placement.eplb import rebalance
 from routed_experts.placement.figures import draw_plans
 

@@ -32,12 +32,12 @@ from flax import nnx
 
 from oracles.schedules import Stage, run_schedule
 from oracles.worlds import other_weights, tiny_world
-from routed_experts.capture.wire import npy_bytes, record_from_npy
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.routed_experts import RoutedExperts, sidecar_of
-from routed_experts.models.qwen3_moe import Qwen3Moe
+from routed_experts.core.routed_experts import RoutedExperts, to_metadata
+from routed_experts.formats.wire import npy_bytes, record_from_npy
+from routed_experts.models.families.qwen3_moe import Qwen3Moe
 from routed_experts.replay import RoutedBatch, Sample, align, canary, forward
-from tiny import VOCAB_SIZE
+from support.tiny import VOCAB_SIZE
 
 
 def small_model() -> Qwen3Moe:
@@ -108,7 +108,7 @@ def align_times(tokens: int, layers: int, top_k: int, experts: int, repeats: int
     """Milliseconds from bytes to a batch on the host."""
     record = long_record(tokens, layers, top_k, experts)
     spec = CaptureSpec(num_hidden_layers=layers, layer_ids=record.layer_ids, num_experts=experts, top_k=top_k)
-    encoded, info = npy_bytes(record.ids), sidecar_of(record, payload_format="npy").to_json() | {"sha256": None}
+    encoded, info = npy_bytes(record.ids), to_metadata(record, payload_format="npy").to_json() | {"sha256": None}
     text = pybase64.b64encode(encoded)
 
     def aligned(read: RoutedExperts) -> RoutedBatch:

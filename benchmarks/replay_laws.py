@@ -17,9 +17,9 @@ from rollouts import roll_out
 
 from oracles.driver import Bench
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.engine.score import Scorer
+from routed_experts.engine.control.score import Scorer
 from routed_experts.layers.permuted_moe import PERMUTED
-from routed_experts.models.qwen3_moe import Qwen3MoeConfig
+from routed_experts.models.families.qwen3_moe import Qwen3MoeConfig
 from routed_experts.replay import RoutedBatch, forward
 
 Rows = list[dict[str, object]]

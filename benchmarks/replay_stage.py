@@ -17,8 +17,8 @@ from oracles.driver import Bench
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
-from routed_experts.models.dummy_weights import dummy_model
-from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.loading.dummy_weights import dummy_model
 
 Tell = Callable[[dict[str, object]], None]
 

@@ -7,7 +7,7 @@ changes half way.
 Model, domains and skew are those of domains.py; tokens are drawn at temperature 1, a domain's routers prefer experts of
 their own. Each policy sees --runs batches of one domain, then as many of the other. `first`: experts 0 to N-1.
 `static`: the most used of a run of the first domain with other prompts. `adaptive`: begins as these, and follows the
-load from the first step on (engine/residency_follower.py). tok/s are decode tokens of a median step, of each half and
+load from the first step on (engine/control/resident_expert_updater.py). tok/s are decode tokens of a median step, of each half and
 (of a mean step) over both; hits are shares of slots that residents ran, of each half and of the last run; `copied`:
 experts brought to the accelerator. `gain` is tok/s over both halves against `first` at that number."""
 
@@ -28,10 +28,10 @@ from domains import SMALL, domains_of, skewed_model
 from hybrid import Bench, by_frequency, server_args
 from step import QWEN3_30B_A3B
 
-from routed_experts.core.experts_config import ExpertsConfig
-from routed_experts.engine.assembly import assemble
-from routed_experts.execution.split_runner import SplitRunner
-from routed_experts.models.decoder import FamilyDecoder
+from routed_experts.core.expert_offload_config import ExpertOffloadConfig
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.execution.offload.offload_runner import OffloadRunner
+from routed_experts.models.decoder.decoder import FamilyDecoder
 
 
 def halves(bench: Bench, batch: int, runs: int) -> dict[str, float]:
@@ -62,10 +62,12 @@ def of_fraction(
     """All policies at one number of residents."""
     gc.collect()  # the tables of the last engine
     config = json.loads((folder / "config.json").read_text())
-    shared = ExpertsConfig(kt_num_gpu_experts=round(fraction * int(config["num_experts"])), host_backend=args.backend)
-    core = assemble(server_args(args, folder), model=model, experts=shared).core
+    shared = ExpertOffloadConfig(
+        kt_num_gpu_experts=round(fraction * int(config["num_experts"])), host_backend=args.backend
+    )
+    core = build_engine(server_args(args, folder), model=model, experts=shared).core
     runner, first = core.runner, core.runner.residency
-    assert isinstance(runner, SplitRunner)
+    assert isinstance(runner, OffloadRunner)
     for batch in args.batches:
         plain = float("nan")
         for policy in ("first", "static", "adaptive"):

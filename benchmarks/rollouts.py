@@ -13,7 +13,7 @@ from flax import nnx
 
 from oracles.driver import request
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.engine.core import EngineCore
+from routed_experts.engine.loop.core import EngineCore
 from routed_experts.layers.moe import MoeBackend
 from routed_experts.replay import RoutedBatch, Sample, align, canary, forward
 

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
-from routed_experts.engine.assembly import assemble
+from routed_experts.engine.build.builder import build_engine
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.rotary import rotary_angles
 from routed_experts.models.registry import ModelFolder
@@ -160,7 +160,7 @@ def main() -> None:
         "context_length": 256,
     }
     server = ServerArgs(model_path=str(folder), dtype="bfloat16", enable_return_routed_experts=True, **sizes)
-    tokens, said, records, _ = roll_out(assemble(server).core, prompts, NEW)
+    tokens, said, records, _ = roll_out(build_engine(server).core, prompts, NEW)
     model = ModelFolder.open(folder).load(jnp.dtype("float32"))
     told, _ = judged(model, tokens, records, PROMPT, MOE_BACKENDS["grouped"])
     gains = compared(told["live"] - said, told["replayed"] - said)

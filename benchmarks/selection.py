@@ -24,14 +24,14 @@ from common import print_table, write_result
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from oracles.placing import best_max_load, device_loads
 from oracles.selection import popular
+from routed_experts.layers.balanced_selection.checks import check_replica_order, expert_capacity
+from routed_experts.layers.balanced_selection.reference import sequential_selection
+from routed_experts.layers.balanced_selection.rounds import choose_by_rounds
+from routed_experts.layers.balanced_selection.selection import balanced_expert_selection
+from routed_experts.layers.balanced_selection.steps import SelectionInputs
+from routed_experts.layers.balanced_selection.waterfill import waterfill_replicas
 from routed_experts.layers.native.selection import native_selection
 from routed_experts.layers.native.toolchain import why_not
-from routed_experts.layers.selection import balanced_expert_selection
-from routed_experts.layers.selection_checks import check_replica_order, expert_capacity
-from routed_experts.layers.selection_reference import sequential_selection
-from routed_experts.layers.selection_rounds import choose_by_rounds
-from routed_experts.layers.selection_steps import Slate
-from routed_experts.layers.waterfill import waterfill_replicas
 
 TOKENS, TOP_K, INSTANCES, DEVICES = 512, 8, 384, 32
 REGIMES = [(0.5, 4), (0.5, 2), (0.5, 1.25), (1, 2), (1, 1.25), (2, 2), (2, 1.25)]  # spread, capacity factor
@@ -64,7 +64,9 @@ def selection_row(spread: float, factor: float, repeats: int) -> dict[str, objec
     """One regime: how many slots are rerouted, in how many rounds, and what it costs."""
     scores, table = popular(0, spread, INSTANCES, DEVICES)
     order, capacity = check_replica_order(table, INSTANCES), expert_capacity(TOKENS, TOP_K, INSTANCES, factor)
-    slate = jax.device_put(Slate(scores, order[None], capacity, np.zeros(TOKENS, np.int32), np.ones(TOKENS, bool)))
+    slate = jax.device_put(
+        SelectionInputs(scores, order[None], capacity, np.zeros(TOKENS, np.int32), np.ones(TOKENS, bool))
+    )
     room = jnp.asarray(np.where(order >= 0, capacity[order], 0).sum(axis=1), jnp.int32)
     calls = {
         "top_k": functools.partial(top_k, slate),

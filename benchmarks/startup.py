@@ -24,13 +24,13 @@ def start(folder: str) -> None:
     """A start as a user has it; prints its phases as one JSON line."""
     began = time.perf_counter()
     from routed_experts.core.server_args import ServerArgs
-    from routed_experts.engine.assembly import PhaseClock, assemble
-    from routed_experts.execution.program_cache import keep_programs
+    from routed_experts.engine.build.builder import PhaseClock, build_engine
+    from routed_experts.execution.compilation_cache import enable_compilation_cache
 
-    keep_programs()  # as Engine does
+    enable_compilation_cache()  # as Engine does
     phases: list[dict[str, object]] = []
     clock = PhaseClock(lambda phase: phases.append({"phase": phase.name, "s": phase.seconds, "detail": phase.detail}))
-    assemble(arguments(ServerArgs, folder), clock=clock, load_format="dummy")
+    build_engine(arguments(ServerArgs, folder), clock=clock, load_format="dummy")
     total = time.perf_counter() - began
     print(json.dumps({"phases": phases, "s": total}))
 
@@ -53,14 +53,14 @@ def programs(folder: str) -> list[dict[str, object]]:
     import jax
 
     from routed_experts.core.server_args import ServerArgs
-    from routed_experts.engine.assembly import assemble
-    from routed_experts.execution.program_table import program_jobs
+    from routed_experts.engine.build.builder import build_engine
+    from routed_experts.execution.aot_programs import lowerings
 
-    runner = assemble(arguments(ServerArgs, folder), load_format="dummy").core.runner
+    runner = build_engine(arguments(ServerArgs, folder), load_format="dummy").core.runner
     jax.config.update("jax_enable_compilation_cache", False)
     jax.clear_caches()
     rows: list[dict[str, object]] = []
-    for key, job in program_jobs(runner.state, runner.spec, runner.config).items():
+    for key, job in lowerings(runner.state, runner.spec, runner.config).items():
         began = time.perf_counter()
         lowered = job()
         middle = time.perf_counter()

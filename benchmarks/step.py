@@ -27,8 +27,8 @@ from common import Prompts, print_table, write_result
 
 from routed_experts.core.io_struct import TokenIDOut
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import Assembly, PhaseClock, assemble
-from routed_experts.engine.core import EngineCore
+from routed_experts.engine.build.builder import EngineComponents, PhaseClock, build_engine
+from routed_experts.engine.loop.core import EngineCore
 from routed_experts.models.registry import ModelFolder
 
 QWEN3_30B_A3B = {
@@ -151,7 +151,7 @@ def kernel_times(core: EngineCore, prompts: Prompts, batch: int, prompt: int) ->
     return sorted(rows, key=lambda row: -float(str(row["us a step"])))[:24]
 
 
-def build(folder: Path, args: argparse.Namespace) -> tuple[dict[str, Assembly], list[dict[str, object]]]:
+def build(folder: Path, args: argparse.Namespace) -> tuple[dict[str, EngineComponents], list[dict[str, object]]]:
     """Two cores over the same random weights, and the phases of start-up."""
     phases: list[dict[str, object]] = []
 
@@ -177,8 +177,8 @@ def build(folder: Path, args: argparse.Namespace) -> tuple[dict[str, Assembly], 
         {"core": "both", "phase": "weights", "s": time.perf_counter() - start, "detail": "made on the device"}
     )
     cores = {
-        "on": assemble(ServerArgs(**server, enable_return_routed_experts=True), model=model, clock=clock("on")),
-        "off": assemble(ServerArgs(**server), model=model, clock=clock("off")),
+        "on": build_engine(ServerArgs(**server, enable_return_routed_experts=True), model=model, clock=clock("on")),
+        "off": build_engine(ServerArgs(**server), model=model, clock=clock("off")),
     }
     return cores, phases
 

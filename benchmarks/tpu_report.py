@@ -9,7 +9,7 @@ none, and with loops inside of a layer counted once, so that plain backends look
 is aliased of the donated arrays: the KV pool or the counts of penalties. Backends: "tpu", which an engine picks on a
 TPU, and "plain", array code alone; programs after the forward pass are the same. --qwen3-30b adds the forward pass of
 Qwen3-30B-A3B at full size on one v5p, with a pool of 12 GiB. The programs and how they are counted:
-tests/tpu_programs.py. Needs the tpu-aot extra."""
+tests/support/tpu_programs.py. Needs the tpu-aot extra."""
 
 import argparse
 import dataclasses
@@ -24,8 +24,8 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from common import print_table, write_result
 
 from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.qwen3_moe import Qwen3MoeConfig
-from tpu_programs import (
+from routed_experts.models.families.qwen3_moe import Qwen3MoeConfig
+from support.tpu_programs import (
     SMALL,
     Operations,
     World,

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from routed_experts import Engine
-from routed_experts.capture.meta_info import record_from_meta_info
 from routed_experts.demo import demo_model_path
+from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.registry import ModelFolder
 from routed_experts.replay import CanaryGate, RoutedBatch, Sample, align, canary, forward, mismatch_report
 

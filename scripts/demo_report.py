@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt
 from tokenizers import Tokenizer
 
-from routed_experts.models.interface import Decoder
+from routed_experts.models.base.interface import Decoder
 from routed_experts.models.registry import ModelFolder
 from routed_experts.replay.forward import forward
 

@@ -24,10 +24,10 @@ from jaxtyping import Array, Float, Int
 from optax.contrib import MuonDimensionNumbers, muon
 
 from routed_experts.layers.moe import ExpertCall, MoeBackend, grouped_experts
-from routed_experts.models.checkpoint import save
-from routed_experts.models.config_reader import ConfigReader
-from routed_experts.models.export import hugging_face_tensors
-from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.loading.checkpoint import save
+from routed_experts.models.loading.export import hugging_face_tensors
 from routed_experts.replay.forward import forward
 
 CONFIG: dict[str, Any] = {
@@ -121,7 +121,7 @@ def balanced_experts(routers: Float[Array, "R D E"], coefficient: float) -> MoeB
         layer = dataclasses.replace(call, gate_up=gate_up, down=down, first_expert=jnp.zeros((), jnp.int32))
         return attach_loss(grouped_experts(layer), coefficient * experts * jnp.dot(load, chance))
 
-    return MoeBackend(name="balanced", run=run, layered=True)
+    return MoeBackend(name="balanced", run=run, takes_stacked=True)
 
 
 def windows(

@@ -13,8 +13,7 @@ import hypothesis
 import jax
 import pytest
 
-import at_first_use
-import cheaply
+from support import at_first_use, cheaply
 
 hypothesis.settings.register_profile("unhurried", deadline=None)  # a first call compiles
 if "CI" not in os.environ:  # there hypothesis' own profile rules: derandomized, no deadline

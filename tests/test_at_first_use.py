@@ -3,10 +3,10 @@ an error."""
 
 import pytest
 
-import at_first_use
 from oracles.driver import request
 from oracles.worlds import tiny_world
 from routed_experts.execution.model_runner import ModelRunner
+from support import at_first_use
 
 
 def test_only_what_is_run_is_compiled():

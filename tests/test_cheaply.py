@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import cheaply
+from support import cheaply
 
 
 def test_options_reach_the_compiler_within_and_not_after(monkeypatch):

@@ -13,12 +13,12 @@ import jax
 import pytest
 
 import routed_experts
-from routed_experts import Engine, ExpertsConfig
-from routed_experts.capture import record_from_meta_info
+from routed_experts import Engine, ExpertOffloadConfig
 from routed_experts.cli import add_engine_flags, add_expert_flags, engine_args, expert_args, load_bar, main
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
-from tiny import write_tiny_checkpoint
+from routed_experts.formats import record_from_meta_info
+from support.tiny import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
 OTHER = {  # a value that is not the default, as typed
@@ -84,10 +84,10 @@ def test_every_field_has_a_flag_that_sets_it(field):
 
 def test_every_number_and_name_of_experts_on_the_host_has_a_flag():
     words = {"kt_method": "f32", "host_backend": "dispatch", "residency": "adaptive"}
-    said = {field.name: words.get(field.name, "1") for field in dataclasses.fields(ExpertsConfig)}
+    said = {field.name: words.get(field.name, "1") for field in dataclasses.fields(ExpertOffloadConfig)}
     parser = argparse.ArgumentParser()
     add_expert_flags(parser)
-    assert expert_args(parser.parse_args([])) == ExpertsConfig()
+    assert expert_args(parser.parse_args([])) == ExpertOffloadConfig()
     argv = [word for name, value in said.items() for word in (f"--{name.replace('_', '-')}", value)]
     given = dataclasses.asdict(expert_args(parser.parse_args(argv)))
     assert {name: str(given[name]) for name in said} == said

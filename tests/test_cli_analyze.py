@@ -11,10 +11,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from routed_experts.capture import record_from_meta_info
 from routed_experts.cli import main
-from serving import borrow
-from tiny import write_tiny_checkpoint
+from routed_experts.formats import record_from_meta_info
+from support.serving import borrow
+from support.tiny import write_tiny_checkpoint
 
 PROMPTS = ("The cat sat", "experts", "one two three")
 

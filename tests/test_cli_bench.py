@@ -5,12 +5,12 @@ import json
 import jax
 import pytest
 
-from http_server import running
 from routed_experts.cli import main, make_parser
 from routed_experts.cli.bench import _start
 from routed_experts.core.errors import ConfigError
-from serving import borrow
-from tiny import write_tiny_checkpoint
+from support.http_server import running
+from support.serving import borrow
+from support.tiny import write_tiny_checkpoint
 
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "32"]
 SMALL = ["--num-prompts", "3", "--input-len", "5", "--output-len", "6", "--rounds", "2"]

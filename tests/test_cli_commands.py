@@ -6,13 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from routed_experts.capture import record_from_meta_info
 from routed_experts.cli import generate, main
 from routed_experts.cli.record_files import read_answers
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.demo import demo_model_path
-from serving import borrow
-from tiny import write_tiny_checkpoint
+from routed_experts.formats import record_from_meta_info
+from support.serving import borrow
+from support.tiny import write_tiny_checkpoint
 
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "32"]
 

@@ -8,13 +8,13 @@ import pytest
 
 from placement.cases import skewed_record
 from routed_experts import placement
-from routed_experts.capture import encode_meta_info
 from routed_experts.cli import main, make_parser
 from routed_experts.cli.flags import expert_args, placement_args
 from routed_experts.core.errors import ConfigError, RoutingFormatError
-from routed_experts.core.experts_config import ExpertsConfig
+from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.placement import Placement, ResidencyMap
 from routed_experts.core.routing_stats import RoutingStats
+from routed_experts.formats import encode_meta_info
 
 LOGITS = np.random.default_rng(1).normal(0, 1.2, (3, 16))
 
@@ -149,7 +149,7 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
 
 def test_residents_may_be_told_to_follow_the_load():
     said = make_parser().parse_args(["serve", "model", "--kt-num-gpu-experts", "4", "--residency", "adaptive"])
-    assert expert_args(said) == ExpertsConfig(kt_num_gpu_experts=4, residency="adaptive")
+    assert expert_args(said) == ExpertOffloadConfig(kt_num_gpu_experts=4, residency="adaptive")
     with pytest.raises(ConfigError, match="residency='lru' is not among what exists here"):
         expert_args(make_parser().parse_args(["serve", "model", "--residency", "lru"]))
 

@@ -13,8 +13,8 @@ import jax
 import pytest
 
 import routed_experts
-from routed_experts.analysis.colours import ink_on
-from tiny import write_tiny_checkpoint
+from routed_experts.analysis.colormaps import text_color
+from support.tiny import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
 PACKAGED = Path(routed_experts.__file__).parent / "demo_model"
@@ -99,7 +99,7 @@ def page_of(folder):
 def test_pictures_are_written_and_the_page_fetches_nothing(shown):
     source, told = page_of(shown[0])
     assert not re.search(r"https?:|//[\w.]+\.", source)
-    assert told["inks"] == [ink_on(colour) for colour in told["palette"]]
+    assert told["inks"] == [text_color(colour) for colour in told["palette"]]
     assert [text["rows"] for text in told["texts"]] == [
         int(rows) for rows in re.findall(r"routed_experts \((\d+),", shown[1])
     ]

@@ -14,14 +14,14 @@ import pytest
 
 from routed_experts import demo
 from routed_experts.analysis import RoutedText, draw_routing
-from routed_experts.capture import record_from_meta_info
 from routed_experts.cli import main
 from routed_experts.core.errors import WriteError
 from routed_experts.core.placement import Placement
 from routed_experts.core.routing_stats import RoutingStats
-from routed_experts.models.checkpoint import save
-from serving import SMALL, borrow
-from tiny import write_tiny_checkpoint
+from routed_experts.formats import record_from_meta_info
+from routed_experts.models.loading.checkpoint import save
+from support.serving import SMALL, borrow
+from support.tiny import write_tiny_checkpoint
 
 
 @contextlib.contextmanager

@@ -108,6 +108,6 @@ def test_a_host_room_imports_without_jax(room):
     assert_runs("".join(f"import {name}\n" for name in names), blocked=[*DEVICE_LIBRARIES, *OPTIONAL])
 
 
-@pytest.mark.parametrize("module", ["routed_experts.capture.wire", "routed_experts.capture.host_cache"])
+@pytest.mark.parametrize("module", ["routed_experts.formats.wire", "routed_experts.capture.host_cache"])
 def test_the_codec_and_the_host_cache_import_without_jax(module):
     assert_runs(f"import {module}", blocked=DEVICE_LIBRARIES)

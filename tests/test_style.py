@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS, MAX_CONFIG_FIELDS = 300, 60, 12, 25
-CONFIG_SUFFIXES = ("Config", "Args", "Params", "Options", "Settings")
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 HOST_ONLY = ("core/", "scheduling/")
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "torch", "transformers"}
@@ -68,33 +66,6 @@ def imported_modules(source: Source) -> Iterator[tuple[int, str]]:
 def called_names(source: Source) -> Iterator[tuple[int, str]]:
     for node in source.nodes(ast.Call):
         yield node.lineno, ast.unparse(node.func)
-
-
-def find_long_files(source: Source) -> Iterator[tuple[int, str]]:
-    count = len(source.text.splitlines())
-    if count > MAX_FILE_LINES:
-        yield count, f"{count} lines, at most {MAX_FILE_LINES}: which room is asking to be split?"
-
-
-def find_long_functions(source: Source) -> Iterator[tuple[int, str]]:
-    for node in source.nodes(*Functions):
-        count = node.end_lineno - node.lineno + 1
-        if count > MAX_FUNCTION_LINES:
-            yield node.lineno, f"{node.name} has {count} lines, at most {MAX_FUNCTION_LINES}"
-
-
-def find_wide_classes(source: Source) -> Iterator[tuple[int, str]]:
-    for node in source.nodes(ast.ClassDef):
-        methods = {item.name for item in node.body if isinstance(item, Functions) and not item.name.startswith("__")}
-        if len(methods) > MAX_METHODS:
-            yield node.lineno, f"{node.name} has {len(methods)} methods, at most {MAX_METHODS}"
-
-
-def find_wide_configs(source: Source) -> Iterator[tuple[int, str]]:
-    for node in source.nodes(ast.ClassDef):
-        fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
-        if node.name.endswith(CONFIG_SUFFIXES) and node.decorator_list and len(fields) > MAX_CONFIG_FIELDS:
-            yield node.lineno, f"{node.name} has {len(fields)} fields, at most {MAX_CONFIG_FIELDS}"
 
 
 def find_undescribed_modules(source: Source) -> Iterator[tuple[int, str]]:
@@ -179,21 +150,7 @@ def find_sleeps_and_mocks(source: Source) -> Iterator[tuple[int, str]]:
             yield line, f"{name}: a test waits for an event, and runs the real code"
 
 
-def lines(count: int, text: str = "    x = 1\n") -> str:
-    return text * count
-
-
 RULES = {
-    "file length": Rule(find_long_files, (lines(301, "x = 1\n"),)),
-    "function length": Rule(
-        find_long_functions, ("def f():\n" + lines(60), "class A:\n  async def f():\n" + lines(60))
-    ),
-    "methods of a class": Rule(
-        find_wide_classes, ("class A:\n" + "".join(f"  def f{i}(self): return {i}\n" for i in range(13)),)
-    ),
-    "fields of a config": Rule(
-        find_wide_configs, ("@dataclass\nclass AConfig:\n" + "".join(f"  f{i}: int\n" for i in range(26)),)
-    ),
     "module docstring": Rule(find_undescribed_modules, ("x = 1\n", '"""\nToo late."""\n')),
     "no pickle": Rule(
         find_pickles,

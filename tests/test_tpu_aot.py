@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.compilation_cache import compilation_cache
 
-from tpu_aot import assert_in_place, compile_tpu, pool_copies, tpu_mesh
+from support.tpu_aot import assert_in_place, compile_tpu, pool_copies, tpu_mesh
 
 pytestmark = [pytest.mark.tpu_aot, pytest.mark.parametrize("chip", ["v5e", "v6e"])]
 MIB = 1 << 20

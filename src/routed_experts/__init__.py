@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from routed_experts.capture.meta_info import extract_routed_experts_from_meta_info
     from routed_experts.capture.routed_experts_capturer import (
         RoutedExpertsCapturer,
         get_global_experts_capturer,
@@ -34,18 +33,19 @@ if TYPE_CHECKING:
         WeightsMismatchError,
         WriteError,
     )
-    from routed_experts.core.experts_config import ExpertsConfig
+    from routed_experts.core.expert_offload_config import ExpertOffloadConfig
     from routed_experts.core.placement import Placement, ResidencyMap
     from routed_experts.core.placement_config import PlacementConfig
     from routed_experts.core.routed_experts import RoutedExperts
     from routed_experts.core.routing_stats import RoutingStats
     from routed_experts.core.sampling_params import SamplingParams
     from routed_experts.core.server_args import ServerArgs
+    from routed_experts.engine.control.score import ScoreOutput
+    from routed_experts.engine.control.stats import EngineStats
     from routed_experts.engine.engine import Engine
     from routed_experts.engine.llm import LLM
-    from routed_experts.engine.outputs import CompletionOutput, RequestOutput
-    from routed_experts.engine.score import ScoreOutput
-    from routed_experts.engine.stats import EngineStats
+    from routed_experts.engine.requests.outputs import CompletionOutput, RequestOutput
+    from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
 
 _ERRORS = (
     "CaptureDisabledError CaptureUnsupportedError CheckpointError ConfigError EngineDeadError InvalidRequestError MachineError "
@@ -54,22 +54,22 @@ _ERRORS = (
 )
 _HOMES = MappingProxyType(
     {
-        "CompletionOutput": "engine.outputs",
+        "CompletionOutput": "engine.requests.outputs",
         "Engine": "engine.engine",
-        "EngineStats": "engine.stats",
-        "ExpertsConfig": "core.experts_config",
+        "EngineStats": "engine.control.stats",
+        "ExpertOffloadConfig": "core.expert_offload_config",
         "LLM": "engine.llm",
         "Placement": "core.placement",
         "PlacementConfig": "core.placement_config",
-        "RequestOutput": "engine.outputs",
+        "RequestOutput": "engine.requests.outputs",
         "ResidencyMap": "core.placement",
         "RoutedExperts": "core.routed_experts",
         "RoutedExpertsCapturer": "capture.routed_experts_capturer",
         "RoutingStats": "core.routing_stats",
-        "ScoreOutput": "engine.score",
+        "ScoreOutput": "engine.control.score",
         "SamplingParams": "core.sampling_params",
         "ServerArgs": "core.server_args",
-        "extract_routed_experts_from_meta_info": "capture.meta_info",
+        "extract_routed_experts_from_meta_info": "formats.meta_info",
         "get_global_experts_capturer": "capture.routed_experts_capturer",
         "set_global_experts_capturer": "capture.routed_experts_capturer",
         **dict.fromkeys(_ERRORS.split(), "core.errors"),
@@ -86,7 +86,7 @@ __all__ = [
     "Engine",
     "EngineDeadError",
     "EngineStats",
-    "ExpertsConfig",
+    "ExpertOffloadConfig",
     "InvalidRequestError",
     "MachineError",
     "MemoryPlanError",

@@ -6,7 +6,15 @@ import matplotlib
 import numpy as np
 import pytest
 
-from routed_experts.analysis.colours import CIVIDIS, VIRIDIS, colour_at, expert_palette, ink_on, luminance, scale_top
+from routed_experts.analysis.colormaps import (
+    CIVIDIS,
+    VIRIDIS,
+    colour_at,
+    expert_palette,
+    luminance,
+    scale_top,
+    text_color,
+)
 
 
 def channels(colour):
@@ -36,7 +44,7 @@ def test_each_expert_has_a_colour_of_its_own_on_which_ink_is_readable(num_expert
     palette = expert_palette(num_experts)
     assert len(set(palette)) == num_experts
     for colour in palette:
-        bright, dark = sorted((luminance(colour), luminance(ink_on(colour))), reverse=True)
+        bright, dark = sorted((luminance(colour), luminance(text_color(colour))), reverse=True)
         assert (bright + 0.05) / (dark + 0.05) >= 4.5
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from analysis.records import text_of
 from routed_experts.analysis import routing_page, utilization
-from routed_experts.analysis.colours import CIVIDIS, colour_at, expert_palette, scale_top
+from routed_experts.analysis.colormaps import CIVIDIS, colour_at, expert_palette, scale_top
 
 EVIL = [
     "<script>",

@@ -7,8 +7,8 @@ import pytest
 from safetensors.numpy import load, save
 
 from placement.cases import skewed_record
-from routed_experts.capture.answer_file import FiledAnswer, decode_answers, encode_answers, holds_answers
 from routed_experts.core.errors import RoutingFormatError
+from routed_experts.formats.answer_archive import ArchivedAnswer, decode_answers, encode_answers, holds_answers
 
 LOGITS = np.random.default_rng(1).normal(0, 1.2, (3, 16))
 
@@ -24,7 +24,7 @@ def filed(seed, *, with_record=True):
         "output_ids": tokens[5:].tolist(),
         "meta_info": {"id": str(seed), "prompt_tokens": 5, "routed_experts": "payload"},
     }
-    return FiledAnswer(answer=answer, token_ids=tokens, record=record if with_record else None)
+    return ArchivedAnswer(answer=answer, token_ids=tokens, record=record if with_record else None)
 
 
 def test_what_was_filed_comes_back():
@@ -83,4 +83,4 @@ def test_records_of_two_models_are_refused():
     one, other = filed(1), filed(2)
     narrow = skewed_record(np.random.default_rng(0), LOGITS[:, :8], 22, prompt_len=5)
     with pytest.raises(RoutingFormatError, match="2 models"):
-        encode_answers([one, FiledAnswer(answer=other.answer, token_ids=other.token_ids, record=narrow)])
+        encode_answers([one, ArchivedAnswer(answer=other.answer, token_ids=other.token_ids, record=narrow)])

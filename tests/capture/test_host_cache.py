@@ -168,7 +168,7 @@ def test_what_waits_to_be_filed_is_bounded():
     for step in range(1000):
         cache.put(np.array([step % NUM_SLOTS]), np.full((1, 4), step % 300, np.uint16), step)
         cache.clear_pages(np.array([(step + 5) % NUM_SLOTS // PAGE_SIZE]))
-        assert len(cache._steps) < host_cache._MOST_STEPS
+        assert len(cache._steps) < host_cache._MAX_BUFFERED_STEPS
     for step in range(1000, 1040):  # what pads a step waits as well
         cache.put(np.array([step % NUM_SLOTS]), np.zeros((100, 4), np.uint16), step)
         assert sum(len(rows) for _, rows, *_ in cache._steps) < host_cache._MOST_ROWS
@@ -176,7 +176,7 @@ def test_what_waits_to_be_filed_is_bounded():
     assert not cache._steps, "a large step is filed at once"
     for _ in range(1000):
         cache.clear_pages(np.array([1]))
-        assert len(cache._forgotten) < 2 * host_cache._MOST_STEPS
+        assert len(cache._forgotten) < 2 * host_cache._MAX_BUFFERED_STEPS
 
 
 def test_after_a_filing_that_failed_no_row_is_known():

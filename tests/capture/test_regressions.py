@@ -17,8 +17,6 @@ from oracles.full_sequence import FullSequence
 from oracles.margins import assert_margin_rule
 from oracles.worlds import SIZES, model_of, other_oracle, other_weights, random_prompt, tiny_world
 from routed_experts import Engine, extract_routed_experts_from_meta_info
-from routed_experts.capture import encode_routed_experts, record_from_meta_info, record_from_npy
-from routed_experts.capture.wire import npy_bytes
 from routed_experts.core.errors import (
     CaptureDisabledError,
     CaptureUnsupportedError,
@@ -26,11 +24,13 @@ from routed_experts.core.errors import (
     PromptTooLongError,
     RoutingIncompleteError,
 )
-from routed_experts.core.routed_experts import RoutedExperts, sidecar_of
-from routed_experts.engine.backends import KERNELS, BackendRegistry
+from routed_experts.core.routed_experts import RoutedExperts, to_metadata
+from routed_experts.engine.build.backends import KERNELS, BackendRegistry
+from routed_experts.formats import encode_routed_experts, record_from_meta_info, record_from_npy
+from routed_experts.formats.wire import npy_bytes
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.replay.forward import RoutedBatch, forward
-from tiny import tiny_config, tiny_tensors, write_tiny_tokenizer
+from support.tiny import tiny_config, tiny_tensors, write_tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
 
@@ -296,10 +296,10 @@ def test_expert_256_survives(tokenizer):
     assert RoutedExperts.from_bytes(record.to_bytes()) == record
     for form, layers in (("npy", "moe"), ("npy", "all"), ("int32", "all"), ("int32", "moe")):
         assert record_from_meta_info(encode_routed_experts(record, payload_format=form, layers=layers)) == record
-    assert record_from_npy(npy_bytes(record.ids), sidecar_of(record, payload_format="ref").to_json()) == record
+    assert record_from_npy(npy_bytes(record.ids), to_metadata(record, payload_format="ref").to_json()) == record
     listed = {"prompt_routed_experts": record.prompt.ids.tolist(), "routed_experts": record.generated.ids.tolist()}
     assert (
-        record_from_meta_info(listed | {"routed_experts_info": sidecar_of(record, payload_format="list").to_json()})
+        record_from_meta_info(listed | {"routed_experts_info": to_metadata(record, payload_format="list").to_json()})
         == record
     )
 

@@ -8,13 +8,13 @@ import json
 import numpy as np
 import pytest
 
-from routed_experts.capture import record_from_meta_info, record_from_npy, record_from_response
-from routed_experts.capture.meta_info import extract_routed_experts_from_meta_info
-from routed_experts.capture.wire import encode_meta_info, encode_routed_experts, npy_bytes
 from routed_experts.core.capture_spec import expert_id_dtype
 from routed_experts.core.errors import RoutingFormatError
-from routed_experts.core.routed_experts import RoutedExperts, sidecar_of
-from routed_experts.core.routing_rows import version_spans_of
+from routed_experts.core.record_validation import version_spans_of
+from routed_experts.core.routed_experts import RoutedExperts, to_metadata
+from routed_experts.formats import record_from_meta_info, record_from_npy, record_from_response
+from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
+from routed_experts.formats.wire import encode_meta_info, encode_routed_experts, npy_bytes
 
 # Typed from the description of the wire (section 5), not from this code.
 INT32_TEXT = "//////////8BAAAAAAAAAAcAAAADAAAA//////////8EAAAAAgAAAAUAAAABAAAA"
@@ -68,7 +68,7 @@ def listed(record, layers="moe"):
     if layers == "all":
         ids = np.full((record.num_rows, record.num_hidden_layers, record.top_k), -1, np.int16)
         ids[:, list(record.layer_ids)] = record.ids
-    info = sidecar_of(record, payload_format="list", layers=layers).to_json()
+    info = to_metadata(record, payload_format="list", layers=layers).to_json()
     return {
         "prompt_routed_experts": ids[: info["prompt_rows"]].tolist(),
         "choices": [{"index": 0, "routed_experts": ids[info["prompt_rows"] :].tolist(), "routed_experts_info": info}],
@@ -162,7 +162,7 @@ def test_every_form_of_a_thousand_records_comes_back_and_reads_as_one_array():
         response = listed(record, layers=str(rng.choice(["all", "moe"])))
         if record.weights is None:
             assert record_from_response(response) == record
-        info = sidecar_of(record, payload_format="ref").to_json()
+        info = to_metadata(record, payload_format="ref").to_json()
         if record.weights is None:
             assert record_from_npy(npy_bytes(record.ids), info) == record
 
@@ -295,7 +295,7 @@ def test_npy_never_unpickles():
     stream = io.BytesIO()
     np.save(stream, np.array([[[{}]]], dtype=object), allow_pickle=True)
     with pytest.raises(RoutingFormatError, match="object"):
-        record_from_npy(stream.getvalue(), sidecar_of(example(), payload_format="ref").to_json())
+        record_from_npy(stream.getvalue(), to_metadata(example(), payload_format="ref").to_json())
 
 
 def test_a_list_needs_the_prompt_rows_that_stand_beside_the_choices():

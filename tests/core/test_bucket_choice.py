@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routed_experts.core.bucket_choice import StepCosts, choose_buckets, expected_cost, load_of
+from routed_experts.core.bucket_tuning import StepCosts, choose_buckets, expected_cost, parse_load
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 
@@ -59,7 +59,7 @@ def test_padding_that_costs_nothing_needs_one_bucket_and_padding_that_costs_all_
 
 @pytest.mark.parametrize("largest", [1, 7, 1024])
 def test_loads_are_shares_and_the_harmonic_one_gives_every_doubling_as_much(largest):
-    uniform, harmonic = load_of("uniform", largest), load_of("harmonic", largest)
+    uniform, harmonic = parse_load("uniform", largest), parse_load("harmonic", largest)
     assert sum(uniform.values()) == pytest.approx(1) == pytest.approx(sum(harmonic.values()))
     assert len(set(uniform.values())) == 1 and all(
         n * weight == pytest.approx(harmonic[1]) for n, weight in harmonic.items()
@@ -81,7 +81,7 @@ def test_loads_are_shares_and_the_harmonic_one_gives_every_doubling_as_much(larg
         ),
         (lambda: choose_buckets(StepCosts({4: {4: 1.0}}), {}, most=1), "no size"),
         (lambda: choose_buckets(StepCosts({4: {4: 1.0}}), {4: 0.0}, most=1), "wanted shares"),
-        (lambda: load_of("gaussian", 4), "load 'gaussian' is unknown; choose one of uniform, harmonic"),
+        (lambda: parse_load("gaussian", 4), "load 'gaussian' is unknown; choose one of uniform, harmonic"),
     ],
 )
 def test_what_cannot_be_chosen_from_says_so(wrong, told):

@@ -1,11 +1,11 @@
-"""ExpertsConfig refuses what cannot work, with the name, the value, the limit and the remedy in its words."""
+"""ExpertOffloadConfig refuses what cannot work, with the name, the value, the limit and the remedy in its words."""
 
 import re
 
 import numpy as np
 import pytest
 
-from routed_experts import ConfigError, ExpertsConfig, PlacementError, ResidencyMap
+from routed_experts import ConfigError, ExpertOffloadConfig, PlacementError, ResidencyMap
 
 REFUSED = {
     "negative": ({"kt_num_gpu_experts": -1}, "kt_num_gpu_experts=-1 .* at least 0"),
@@ -38,34 +38,35 @@ REFUSED = {
 def test_a_value_that_cannot_work_is_refused_by_name(case):
     fields, words = REFUSED[case]
     with pytest.raises(ConfigError, match=words):
-        ExpertsConfig(**fields)
+        ExpertOffloadConfig(**fields)
 
 
 def test_without_a_number_nothing_is_shared_out():
-    assert ExpertsConfig().num_resident is None
-    assert ExpertsConfig(kt_num_gpu_experts=0).num_resident == 0
+    assert ExpertOffloadConfig().num_resident is None
+    assert ExpertOffloadConfig(kt_num_gpu_experts=0).num_resident == 0
     assert (
-        ExpertsConfig(num_device_experts=3).num_resident
-        == ExpertsConfig(kt_num_gpu_experts=3, num_device_experts=3).num_resident
+        ExpertOffloadConfig(num_device_experts=3).num_resident
+        == ExpertOffloadConfig(kt_num_gpu_experts=3, num_device_experts=3).num_resident
         == 3
     )
 
 
 def test_a_threshold_of_zero_is_never():
     said = [
-        ExpertsConfig(kt_num_gpu_experts=1, kt_gpu_prefill_token_threshold=value).streams_from for value in (None, 0, 7)
+        ExpertOffloadConfig(kt_num_gpu_experts=1, kt_gpu_prefill_token_threshold=value).streams_from
+        for value in (None, 0, 7)
     ]
     assert said == [None, None, 7]
 
 
 def test_first_means_the_lowest_ids():
-    assert (ExpertsConfig(kt_num_gpu_experts=3).residents_of(2, 8).experts == np.arange(3)).all()
+    assert (ExpertOffloadConfig(kt_num_gpu_experts=3).residents_of(2, 8).experts == np.arange(3)).all()
 
 
 def test_residents_must_fit_the_model():
     with pytest.raises(ConfigError, match=re.escape("kt_num_gpu_experts=9 is above the 8 experts")):
-        ExpertsConfig(kt_num_gpu_experts=9).residents_of(2, 8)
+        ExpertOffloadConfig(kt_num_gpu_experts=9).residents_of(2, 8)
     with pytest.raises(ConfigError, match="no MoE layer"):
-        ExpertsConfig(kt_num_gpu_experts=1).residents_of(0, 0)
+        ExpertOffloadConfig(kt_num_gpu_experts=1).residents_of(0, 0)
     with pytest.raises(PlacementError, match="2 MoE layers x 8 experts came for a model of 3 x 8"):
-        ExpertsConfig(residency=ResidencyMap.first(2, 8, 4)).residents_of(3, 8)
+        ExpertOffloadConfig(residency=ResidencyMap.first(2, 8, 4)).residents_of(3, 8)

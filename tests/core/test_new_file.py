@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import MachineError, WriteError
-from routed_experts.core.new_file import new_file
 
 
 def names(folder):
@@ -17,14 +17,14 @@ def names(folder):
 
 
 def fail(target, error, *, keep=False):
-    with new_file(target, keep=keep) as part:
+    with atomic_write(target, keep=keep) as part:
         part.write_text("half")
         raise error
 
 
 def test_what_is_written_takes_the_name_at_the_end(tmp_path):
     target = tmp_path / "a.json"
-    with new_file(target) as part:
+    with atomic_write(target) as part:
         part.write_text("new")
         assert part.suffix == ".json" and part.parent == tmp_path and not target.exists()
     assert (names(tmp_path), target.read_text()) == (["a.json"], "new")
@@ -55,12 +55,12 @@ def test_the_error_says_what_and_where_and_what_to_do(tmp_path):
 
 
 def test_errors_of_other_files_pass_as_they_are(tmp_path):
-    with pytest.raises(FileNotFoundError, match="elsewhere"), new_file(tmp_path / "a"):
+    with pytest.raises(FileNotFoundError, match="elsewhere"), atomic_write(tmp_path / "a"):
         (tmp_path / "elsewhere").read_text()
     with (
         pytest.raises(WriteError, match=r"inner could not"),
-        new_file(tmp_path / "outer"),
-        new_file(tmp_path / "inner"),
+        atomic_write(tmp_path / "outer"),
+        atomic_write(tmp_path / "inner"),
     ):
         raise OSError(errno.EIO, "Input/output error")
     assert names(tmp_path) == []
@@ -70,20 +70,20 @@ def test_links_modes_devices_and_folders(tmp_path):
     (tmp_path / "real").write_text("old")
     (tmp_path / "real").chmod(0o640)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with new_file(tmp_path / "link") as part:
+    with atomic_write(tmp_path / "link") as part:
         part.write_text("new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
     assert stat.S_IMODE((tmp_path / "real").stat().st_mode) == 0o640
-    with new_file(os.devnull) as part:
+    with atomic_write(os.devnull) as part:
         part.write_text("gone")
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
     (tmp_path / "full").symlink_to("/dev/full")  # a disk that is full: the device, not the link, takes the bytes
-    with pytest.raises(WriteError, match="No space left on device"), new_file(tmp_path / "full") as part:
+    with pytest.raises(WriteError, match="No space left on device"), atomic_write(tmp_path / "full") as part:
         part.write_text("x" * 100_000)
     assert (tmp_path / "full").is_symlink() and stat.S_ISCHR(os.stat("/dev/full").st_mode)
-    with pytest.raises(WriteError, match="is a folder"), new_file(tmp_path):
+    with pytest.raises(WriteError, match="is a folder"), atomic_write(tmp_path):
         pass
-    with pytest.raises(WriteError, match="make the folder"), new_file(tmp_path / "no" / "a"):
+    with pytest.raises(WriteError, match="make the folder"), atomic_write(tmp_path / "no" / "a"):
         pass
 
 
@@ -113,14 +113,14 @@ def test_a_file_that_cannot_be_replaced_is_filled(tmp_path, monkeypatch):
     refuse_renames(monkeypatch)  # as for a file that is a mount of its own
     target = tmp_path / "a.json"
     target.write_text("old and longer")
-    with new_file(target) as part:
+    with atomic_write(target) as part:
         part.write_text("new")
     assert (names(tmp_path), target.read_text()) == (["a.json"], "new")
 
 
 def test_what_finds_no_place_is_kept_and_named(tmp_path, monkeypatch):
     refuse_renames(monkeypatch, errno.EACCES)
-    with pytest.raises(WriteError) as caught, new_file(tmp_path / "a.json") as part:
+    with pytest.raises(WriteError) as caught, atomic_write(tmp_path / "a.json") as part:
         part.write_text("new")
     assert f"kept in {part}; move that to its place" in str(caught.value) and "Permission denied" in str(caught.value)
     assert part.read_text() == "new" and not (tmp_path / "a.json").exists()
@@ -130,14 +130,14 @@ def test_a_folder_that_takes_no_file_and_a_file_that_takes_no_bytes(unprivileged
     target = unprivileged / "a.json"
     target.write_text("old")
     unprivileged.chmod(0o500)
-    with new_file(target) as part:
+    with atomic_write(target) as part:
         part.write_text("new")
     assert target.read_text() == "new"
-    with pytest.raises(WriteError, match="make the folder writable"), new_file(unprivileged / "b"):
+    with pytest.raises(WriteError, match="make the folder writable"), atomic_write(unprivileged / "b"):
         pass
     unprivileged.chmod(0o700)
     target.chmod(0o444)
-    with pytest.raises(WriteError, match="make the file writable"), new_file(target):
+    with pytest.raises(WriteError, match="make the file writable"), atomic_write(target):
         raise AssertionError("lent, though it cannot be written")
     assert target.read_text() == "new" and names(unprivileged) == ["a.json"]
 
@@ -145,22 +145,22 @@ def test_a_folder_that_takes_no_file_and_a_file_that_takes_no_bytes(unprivileged
 def test_a_secret_is_secret_while_it_is_written(tmp_path):
     target = tmp_path / "a.json"
     target.touch(mode=0o600)
-    with new_file(target) as part:
+    with atomic_write(target) as part:
         assert stat.S_IMODE(part.stat().st_mode) == 0o600
 
 
 def test_the_suffix_is_that_of_the_name_that_was_given(tmp_path):
     (tmp_path / "real.png").touch()
     (tmp_path / "link.svg").symlink_to(tmp_path / "real.png")
-    with new_file(tmp_path / "link.svg") as part:
+    with atomic_write(tmp_path / "link.svg") as part:
         assert part.suffix == ".svg"
 
 
 def test_a_file_as_a_folder_and_errors_of_others(tmp_path):
     (tmp_path / "x.txt").touch()
-    with pytest.raises(WriteError, match="its folder is a file"), new_file(tmp_path / "x.txt" / "y.json"):
+    with pytest.raises(WriteError, match="its folder is a file"), atomic_write(tmp_path / "x.txt" / "y.json"):
         pass
-    with pytest.raises(TimeoutError), new_file(tmp_path / "a"):
+    with pytest.raises(TimeoutError), atomic_write(tmp_path / "a"):
         raise TimeoutError(errno.ETIMEDOUT, "a server did not answer")
 
 

@@ -142,7 +142,7 @@ def test_who_stays_keeps_the_slot(num_resident, seed):
         ResidencyMap.of(np.stack([noise.permutation(9)[:num_resident] for _ in range(3)]), num_experts=9)
         for _ in range(2)
     )
-    kept = new.keeping_slots_of(old)
+    kept = new.aligned_to(old)
     for layer in range(3):
         stay = set(old.experts[layer]) & set(new.experts[layer])
         assert set(kept.experts[layer]) == set(new.experts[layer])

@@ -7,7 +7,7 @@ import pytest
 
 from routed_experts import ConfigError, Placement, PlacementConfig
 from routed_experts.core.errors import RoutingFormatError
-from routed_experts.core.placement_config import UNBOUNDED, fraction_of
+from routed_experts.core.placement_config import UNBOUNDED, parse_fraction
 
 PLAN = Placement.identity(2, 8, 2)
 REROUTE = {"mode": "reroute", "capacity_factor": 1.25}
@@ -40,7 +40,7 @@ def test_a_value_that_cannot_work_is_refused_by_name(case):
 
 def test_a_factor_is_its_decimal_digits():
     given = [1.25, "5/4", "1.1", 2, Fraction(7, 3), "inf", float("inf"), None]
-    assert [fraction_of(factor) for factor in given] == [(5, 4), (5, 4), (11, 10), (2, 1), (7, 3), *[UNBOUNDED] * 3]
+    assert [parse_fraction(factor) for factor in given] == [(5, 4), (5, 4), (11, 10), (2, 1), (7, 3), *[UNBOUNDED] * 3]
 
 
 def test_a_plan_may_be_a_file(tmp_path):

@@ -13,8 +13,8 @@ from safetensors.numpy import load
 
 from routed_experts.core.capture_spec import CaptureSpec, expert_id_dtype
 from routed_experts.core.errors import CaptureUnsupportedError, RoutingFormatError
+from routed_experts.core.record_validation import version_spans_of
 from routed_experts.core.routed_experts import RoutedExperts, read_record_bytes
-from routed_experts.core.routing_rows import version_spans_of
 
 EXAMPLE_IDS = [[[1, 0], [7, 3]], [[4, 2], [5, 1]]]  # the worked example: tokens 2 and 3 of 5, prompt of 3
 

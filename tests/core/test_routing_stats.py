@@ -164,7 +164,7 @@ def test_wide_ids_are_counted_too():
 
 
 def test_a_worker_counts_what_is_handed_over_and_an_id_too_large_is_found(monkeypatch):
-    monkeypatch.setattr(expert_counts, "_HANDED_OVER", 40)
+    monkeypatch.setattr(expert_counts, "_CHUNK_IDS", 40)
     rng, counts = np.random.default_rng(0), ExpertCounts(SPEC)
     wanted = np.zeros((2, 3, 16), np.int64)
     for _ in range(50):

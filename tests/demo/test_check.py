@@ -11,10 +11,10 @@ from flax import nnx
 
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.demo.check import check_replay
-from routed_experts.demo.spoken import Spoken
+from routed_experts.demo.outputs import Spoken
 from routed_experts.models.registry import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
-from tiny import write_tiny_checkpoint
+from support.tiny import write_tiny_checkpoint
 
 LENGTHS = ((20, 7), (9, 8))  # tokens of the sequence, tokens of the prompt
 

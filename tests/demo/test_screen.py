@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from analysis.records import random_record, text_of
-from routed_experts.demo.screen import Screen, bars
+from routed_experts.demo.terminal import Screen, bars
 
 
 def test_bars_grow_with_the_load_and_mark_the_dead():

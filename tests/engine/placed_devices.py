@@ -24,17 +24,17 @@ from routed_experts import (
     PlacementError,
     extract_routed_experts_from_meta_info,
 )
-from routed_experts.engine.backends import BackendRegistry
-from routed_experts.engine.serving import EngineDoor
+from routed_experts.engine.async_engine import AsyncEngine
+from routed_experts.engine.build.backends import BackendRegistry
+from routed_experts.layers.balanced_selection.checks import expert_capacity
+from routed_experts.layers.balanced_selection.reference import sequential_selection
 from routed_experts.layers.routing import selection_scores
-from routed_experts.layers.selection_checks import expert_capacity
-from routed_experts.layers.selection_reference import sequential_selection
-from routed_experts.models.shards import AXIS
+from routed_experts.models.sharding.sharding import AXIS
 from routed_experts.placement import rebalance
-from routed_experts.server.metrics import Metrics
-from routed_experts.server.routing_store import RoutingStore
-from serving import assert_idle, nothing_allocated
-from tiny import VOCAB_SIZE, write_tiny_checkpoint
+from routed_experts.server.admin.metrics import Metrics
+from routed_experts.server.routing.store import RoutingStore
+from support.serving import assert_idle, nothing_allocated
+from support.tiny import VOCAB_SIZE, write_tiny_checkpoint
 
 EXPERTS, TOP_K, MOE_LAYERS = 16, 4, 2
 ONE_EACH = Placement.identity(MOE_LAYERS, EXPERTS, 2)
@@ -179,7 +179,7 @@ def assert_same(answers, wanted, *, atol):
 
 def metrics_of(engine):
     metrics = Metrics(compat=None)
-    metrics.watch(EngineDoor(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
+    metrics.watch(AsyncEngine(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
     lines = (line.rsplit(" ", 1) for line in metrics.text(None).decode().splitlines() if not line.startswith("#"))
     return {name.removeprefix("routed_experts_"): float(value) for name, value in lines}
 

@@ -14,15 +14,15 @@ import pytest
 from jax.experimental import io_callback
 
 from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequestError
-from routed_experts.capture.meta_info import record_from_meta_info
 from routed_experts.core.io_struct import GenerateReqInput
-from routed_experts.engine.answer import Answer
-from routed_experts.engine.backends import BackendRegistry
-from routed_experts.engine.loop import Command
+from routed_experts.engine.build.backends import BackendRegistry
+from routed_experts.engine.loop.engine_thread import Command
+from routed_experts.engine.requests.sequence_state import SequenceState
+from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.scheduling.schedule_batch import Req
-from serving import SMALL, assert_idle, borrow, on_engine_thread
-from tiny import write_tiny_checkpoint
+from support.serving import SMALL, assert_idle, borrow, on_engine_thread
+from support.tiny import write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 LONG = GREEDY | {"max_tokens": 400}
@@ -67,7 +67,9 @@ def play(engine, said, script):
     to be made. Returns the answers, and how many steps after its abort each ended."""
     requests = engine._door.admit(GenerateReqInput(**said))
     answers = {
-        request.rid: Answer(request, engine.tokenizer, logprobs_mode="processed", capture=engine._assembly.capture)
+        request.rid: SequenceState(
+            request, engine.tokenizer, logprobs_mode="processed", capture=engine._assembly.capture
+        )
         for request in requests
     }
 

@@ -7,10 +7,10 @@ import pytest
 
 from routed_experts import Engine, EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput
-from routed_experts.engine.routing_wish import NATIVE
-from routed_experts.engine.serving import EngineDoor
-from serving import SMALL, borrow
-from tiny import write_tiny_checkpoint
+from routed_experts.engine.async_engine import AsyncEngine
+from routed_experts.engine.requests.routing_options import NATIVE
+from support.serving import SMALL, borrow
+from support.tiny import write_tiny_checkpoint
 
 PROMPTS = [[5 + number] * 4 for number in range(4)]
 SAMPLING = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
@@ -39,7 +39,7 @@ def test_those_that_come_together_share_their_first_step():
         alone = engine.stats().num_steps - before
 
         async def run():
-            door = EngineDoor(engine)
+            door = AsyncEngine(engine)
             return await asyncio.gather(*(answer(door, prompt) for prompt in PROMPTS))
 
         for _ in range(10):  # by luck they share it now and then without being gathered
@@ -53,7 +53,7 @@ def test_an_abort_reaches_those_that_wait_for_company():
     with borrow(enable_return_routed_experts=True) as engine:
 
         async def run():
-            door = EngineDoor(engine)
+            door = AsyncEngine(engine)
             long = GenerateReqInput(input_ids=PROMPTS[0], sampling_params=SAMPLING | {"max_new_tokens": 20}, rid="x")
             call = door.open(door.admit(long, default_max_tokens=5, routing=NATIVE), max_backlog=100)
             accepted = asyncio.create_task(call.accepted())
@@ -72,7 +72,7 @@ def test_one_that_is_refused_refuses_no_other():
     with borrow(enable_return_routed_experts=True) as engine:
 
         async def run():
-            door = EngineDoor(engine)
+            door = AsyncEngine(engine)
             calls = [
                 answer(door, prompt, rid="same" if number in (1, 2) else f"r{number}")
                 for number, prompt in enumerate(PROMPTS)
@@ -90,7 +90,7 @@ def test_one_that_leaves_before_it_is_handed_over_never_comes_in():
         before = engine.stats().accepted
 
         async def run():
-            door = EngineDoor(engine)
+            door = AsyncEngine(engine)
             leaving, staying = (asyncio.create_task(answer(door, prompt)) for prompt in PROMPTS[:2])
             await asyncio.sleep(0)  # both wait for company
             leaving.cancel()
@@ -104,7 +104,7 @@ def test_one_that_leaves_before_it_is_handed_over_never_comes_in():
 
 def test_an_engine_that_has_ended_says_so_to_each(tmp_path):
     with Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL) as engine:
-        door = EngineDoor(engine)
+        door = AsyncEngine(engine)
 
     async def run():
         return await asyncio.gather(*(answer(door, prompt) for prompt in PROMPTS), return_exceptions=True)

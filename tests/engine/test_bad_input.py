@@ -23,12 +23,12 @@ from routed_experts import (
     RoutedExpertsError,
 )
 from routed_experts.core.io_struct import GenerateReqInput
-from routed_experts.engine.backends import BackendRegistry
+from routed_experts.engine.build.backends import BackendRegistry
 from routed_experts.layers.moe import MoeBackend, reference_experts
-from routed_experts.models.checkpoint import save
+from routed_experts.models.loading.checkpoint import save
 from routed_experts.scheduling.schedule_batch import Req
-from serving import SMALL, assert_idle, borrow, on_engine_thread, serve
-from tiny import VOCAB_SIZE, tiny_config, tiny_tensors, write_tiny_checkpoint, write_tiny_tokenizer
+from support.serving import SMALL, assert_idle, borrow, on_engine_thread, serve
+from support.tiny import VOCAB_SIZE, tiny_config, tiny_tensors, write_tiny_checkpoint, write_tiny_tokenizer
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 MAGIC = [-1, -2, 2**31, 2**63, -(2**63), 10**30, True, "5", 1.5, math.nan, math.inf, -math.inf, [], {}, b"x", object()]

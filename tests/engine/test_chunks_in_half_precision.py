@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from routed_experts import Engine
-from routed_experts.capture.meta_info import record_from_meta_info
 from routed_experts.demo import demo_model_path
+from routed_experts.formats.meta_info import record_from_meta_info
 
 pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
 

@@ -17,7 +17,7 @@ from engine.test_exactness_grid import Cell, prompts, told_by
 from oracles.driver import Bench, request
 from oracles.worlds import random_prompt
 from routed_experts.models.registry import ModelFolder
-from tiny import write_tiny_checkpoint
+from support.tiny import write_tiny_checkpoint
 
 SIZES = dict(page_size=8, context_length=320, precompile_bs_paddings=(8,), precompile_token_paddings=(16, 256))
 GIVEN = prompts((280, 17, 60, 1, 33, 100, 9, 5), seed=4)

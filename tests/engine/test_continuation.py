@@ -12,10 +12,10 @@ from oracles.driver import request
 from oracles.schedules import EVENTS, Stage, assert_merged, run_event, run_schedule, tokens_of
 from oracles.worlds import other_weights, random_prompt, tiny_world
 from routed_experts import Engine
-from routed_experts.capture.meta_info import record_from_meta_info
+from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.replay.turns import merge_turns
-from serving import SMALL, Begun
-from tiny import VOCAB_SIZE, write_tiny_checkpoint
+from support.serving import SMALL, Begun
+from support.tiny import VOCAB_SIZE, write_tiny_checkpoint
 
 NUM_SCHEDULES = 25  # benchmarks/replay.py --schedules 1000 runs more of them
 

@@ -22,10 +22,10 @@ from routed_experts import (
     RoutingStats,
     WeightsMismatchError,
 )
-from routed_experts.capture.meta_info import record_from_meta_info
-from routed_experts.models.checkpoint import save
-from serving import SMALL, Begun, assert_idle, on_engine_thread, serve
-from tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
+from routed_experts.formats.meta_info import record_from_meta_info
+from routed_experts.models.loading.checkpoint import save
+from support.serving import SMALL, Begun, assert_idle, on_engine_thread, serve
+from support.tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = np.random.default_rng(3).integers(3, 313, 40).tolist()

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.engine.detokenizer import IncrementalDetokenizer
-from routed_experts.engine.tokenizer import Tokenizer
-from tiny import SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer, write_tiny_tokenizer
+from routed_experts.engine.requests.detokenizer import IncrementalDetokenizer
+from routed_experts.engine.requests.tokenizer import Tokenizer
+from support.tiny import SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer, write_tiny_tokenizer
 
 CHARACTERS = "ab ab ab  \n<|>\té€ñ中文字한🙂👩‍👩‍👧‍👦𝕏\u0301\u200d\ufffd\x00ﬁ"
 

@@ -1,7 +1,7 @@
 """One model on one, two and four devices: the same tokens, routes and logprobs; what each device holds; what is
 refused.
 
-The cases are in tests/device_cases.py: one process of four devices runs them all, because XLA counts its devices when
+The cases are in tests/support/device_cases.py: one process of four devices runs them all, because XLA counts its devices when
 it starts."""
 
 import functools
@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-import cheaply
+from support import cheaply
 
 TESTS = Path(__file__).parents[1]
 # Four devices of one CPU; programs run a few steps only, so that they are made quickly.

@@ -9,9 +9,9 @@ import routed_experts
 from routed_experts.cli import main
 from routed_experts.core.errors import MemoryPlanError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.inspection import inspect_model
+from routed_experts.engine.build.inspection import inspect_model
 from routed_experts.execution.memory_plan import device_bytes
-from tiny import write_tiny_checkpoint
+from support.tiny import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
 

@@ -26,11 +26,11 @@ from engine.two_devices import (
     metrics_of,
     version_of,
 )
-from routed_experts import ConfigError, Engine, ExpertsConfig, extract_routed_experts_from_meta_info
-from routed_experts.engine import sharing
-from routed_experts.execution.whole_runner import WholeRunner
-from serving import assert_idle, nothing_allocated
-from tiny import write_tiny_checkpoint
+from routed_experts import ConfigError, Engine, ExpertOffloadConfig, extract_routed_experts_from_meta_info
+from routed_experts.engine.build import expert_offload
+from routed_experts.execution.offload.fused_offload_runner import FusedOffloadRunner
+from support.serving import assert_idle, nothing_allocated
+from support.tiny import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
@@ -59,8 +59,8 @@ def undivided_other(other):
 
 @contextlib.contextmanager
 def shared_out(folder, **experts):
-    with Engine(folder, experts=ExpertsConfig(host_backend="ffi", **experts), **SIZES) as engine:
-        assert type(engine._assembly.core.runner) is WholeRunner
+    with Engine(folder, experts=ExpertOffloadConfig(host_backend="ffi", **experts), **SIZES) as engine:
+        assert type(engine._assembly.core.runner) is FusedOffloadRunner
         yield engine
         assert_idle(engine)
 
@@ -177,7 +177,7 @@ def test_scores_are_those_of_an_undivided_engine(folder, backend):
         live = whole.score(prompts)
         drifted = [dataclasses.replace(out.routed_experts, ids=(out.routed_experts.ids + 1) % EXPERTS) for out in live]
         forced = whole.score(prompts, routed=drifted)
-    with Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=2, host_backend=backend), **SIZES) as engine:
+    with Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=2, host_backend=backend), **SIZES) as engine:
         swapped = 0
         for seed in range(3):
             answer = engine.generate(input_ids=PROMPTS[1], sampling_params={"temperature": 0.0}, max_new_tokens=4)
@@ -192,7 +192,7 @@ def test_scores_are_those_of_an_undivided_engine(folder, backend):
 
 def test_auto_is_the_faster_one_that_can_be_had(monkeypatch):
     def chosen(platform, **experts):
-        return sharing.backend_of(ExpertsConfig(kt_num_gpu_experts=2, **experts), platform)
+        return expert_offload.backend_of(ExpertOffloadConfig(kt_num_gpu_experts=2, **experts), platform)
 
     assert chosen("gpu")[0] == "ffi"
     assert chosen("gpu", kt_max_deferred_experts_per_token=1) == ("dispatch", "one program adds no expert late")
@@ -200,13 +200,13 @@ def test_auto_is_the_faster_one_that_can_be_had(monkeypatch):
         backend, reason = chosen(platform)
         assert backend == "dispatch" and reason.endswith(f"the default device is a {platform}")
     assert chosen("gpu", host_backend="dispatch") == ("dispatch", "as asked")
-    monkeypatch.setattr(sharing, "why_not", lambda: "no C++ compiler was found")
+    monkeypatch.setattr(expert_offload, "why_not", lambda: "no C++ compiler was found")
     assert chosen("gpu") == ("dispatch", "it needs the native library: no C++ compiler was found")
 
 
 def test_the_choice_is_told_at_start(folder):
     told = []
-    with Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=2), on_phase=told.append, **SIZES):
+    with Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=2), on_phase=told.append, **SIZES):
         (detail,) = (phase.detail for phase in told if phase.name == "kernels")
     assert "experts on the host by dispatch: one program was measured" in detail
 
@@ -214,7 +214,7 @@ def test_the_choice_is_told_at_start(folder):
 def test_what_cannot_be_is_refused(folder, monkeypatch):
     def build(**experts):
         with nothing_allocated():
-            Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=2, host_backend="ffi", **experts), **SIZES)
+            Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=2, host_backend="ffi", **experts), **SIZES)
 
     with pytest.raises(
         ConfigError, match=r"kt_max_deferred_experts_per_token=1 with host_backend='ffi'.*leave it at 0"
@@ -224,9 +224,9 @@ def test_what_cannot_be_is_refused(folder, monkeypatch):
         build(kt_cpuinfer=0)
     with pytest.raises(ConfigError, match=r"kt_cpuinfer=12345 is above the [0-9]+ cores"):
         build(kt_cpuinfer=12345)
-    monkeypatch.setattr(sharing, "why_not", lambda: "no C++ compiler was found")
+    monkeypatch.setattr(expert_offload, "why_not", lambda: "no C++ compiler was found")
     reason = "it needs the native library: no C.. compiler was found"
     with pytest.raises(ConfigError, match=rf"host_backend='ffi' cannot be had: {reason}; or take 'dispatch'"):
         build()
     with pytest.raises(ConfigError, match="host_backend='stream' is not among what exists here: auto, dispatch, ffi"):
-        ExpertsConfig(kt_num_gpu_experts=2, host_backend="stream")
+        ExpertOffloadConfig(kt_num_gpu_experts=2, host_backend="stream")

@@ -133,7 +133,7 @@ def test_an_abort_after_retraction_returns_the_rows_taken_along(world, steps_lat
         drive.step()
     assert drive.retract_victim()
     drive.steps(steps_later)
-    assert drive.reqs["r1"].num_fed < 40
+    assert drive.reqs["r1"].num_dispatched < 40
     assert drive.core.abort("r1")
     drive.run()
     assert 5 <= len(drive.told["r1"].tokens) < 30

@@ -12,9 +12,9 @@ from routed_experts import (
     SamplingParams,
     extract_routed_experts_from_meta_info,
 )
-from routed_experts.capture.meta_info import record_from_meta_info
-from serving import borrow, letters, serve
-from tiny import EOS_ID, VOCAB_SIZE, write_tiny_checkpoint
+from routed_experts.formats.meta_info import record_from_meta_info
+from support.serving import borrow, letters, serve
+from support.tiny import EOS_ID, VOCAB_SIZE, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 META_KEYS = {

@@ -8,7 +8,7 @@ import pytest
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.backends import DEFAULT_BACKENDS
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 IMPORTS = f"""

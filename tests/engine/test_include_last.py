@@ -9,8 +9,8 @@ import pytest
 from oracles.driver import assert_all_faithful, request
 from oracles.worlds import random_prompt, tiny_world
 from routed_experts import InvalidRequestError, SamplingParams
-from routed_experts.capture import record_from_response
-from serving import borrow
+from routed_experts.formats import record_from_response
+from support.serving import borrow
 
 LENGTHS = (1, 4, 9, 30, 45, 61)
 

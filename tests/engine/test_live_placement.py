@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cheaply
+from support import cheaply
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

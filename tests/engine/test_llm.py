@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from routed_experts import LLM, ConfigError, InvalidRequestError, SamplingParams
-from routed_experts.capture import record_from_meta_info
 from routed_experts.core.errors import RoutingFormatError
-from tiny import write_tiny_checkpoint
+from routed_experts.formats import record_from_meta_info
+from support.tiny import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
 

@@ -1,4 +1,4 @@
-"""LoadWatch: windows of steps, over a runner that counts what it is told; loops over steps are the measure."""
+"""ExpertLoadMonitor: windows of steps, over a runner that counts what it is told; loops over steps are the measure."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from routed_experts.core.placement import Placement
-from routed_experts.engine.load_watch import LoadWatch
+from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
 
 LAYERS, EXPERTS = 2, 8
 PLACEMENTS = [Placement.identity(LAYERS, EXPERTS, num_devices) for num_devices in (2, 2)]
@@ -45,7 +45,7 @@ def test_windows_are_the_last_steps_and_nothing_is_lost(every):
     """Whoever plans takes a window `every` steps: it has each step once, and the gauges are of the steps that they
     name."""
     rng, runner = np.random.default_rng(every), Counting()
-    watch, taken = LoadWatch(runner), []
+    watch, taken = ExpertLoadMonitor(runner), []
     for step in range(1, 1301):
         if step == 700:
             runner.placement = PLACEMENTS[1]
@@ -75,7 +75,7 @@ def test_windows_are_the_last_steps_and_nothing_is_lost(every):
 
 def test_nothing_is_told_before_there_was_a_load_and_after_a_restart():
     runner = Counting()
-    watch = LoadWatch(runner)
+    watch = ExpertLoadMonitor(runner)
     for _ in range(30):
         runner.steps.append(None)  # nothing is counted
         watch.after_step(0.001)

@@ -12,10 +12,10 @@ from oracles.driver import assert_all_faithful, request
 from oracles.full_sequence import FullSequence
 from oracles.worlds import model_of, other_weights, random_prompt, tiny_world
 from routed_experts import Engine, InvalidRequestError, WeightsMismatchError
-from routed_experts.capture.meta_info import record_from_meta_info
-from routed_experts.engine.occupation import release, take_back
-from serving import SMALL, Begun, assert_idle, on_engine_thread
-from tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
+from routed_experts.engine.control.memory_control import release, resume_memory
+from routed_experts.formats.meta_info import record_from_meta_info
+from support.serving import SMALL, Begun, assert_idle, on_engine_thread
+from support.tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = np.random.default_rng(3).integers(3, 313, 40).tolist()
@@ -171,7 +171,7 @@ def test_every_row_is_the_one_that_ran_whatever_was_released_in_between(seed):
             release(drive.core, frozenset({"kv_cache", "weights"} if step % 2 else {"kv_cache"}))
             if step % 2:
                 drive.update_weights(other_weights(1 + step % 3), cache="flush")
-            take_back(drive.core)
+            resume_memory(drive.core)
             drive.bench.runner.poison()
 
     drive.run(*reqs, before_step=meddle)

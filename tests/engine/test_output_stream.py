@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from routed_experts import InvalidRequestError, PromptTooLongError, SamplingParams
-from routed_experts.capture import record_from_response
-from serving import assert_idle, borrow, on_engine_thread
+from routed_experts.formats import record_from_response
+from support.serving import assert_idle, borrow, on_engine_thread
 
 PROMPT = "the router scores"
 PARAMS = SamplingParams(n=2, max_tokens=12, seed=5, ignore_eos=True, logprobs=2, return_routed_experts=True)

@@ -5,8 +5,8 @@ import concurrent.futures
 import numpy as np
 import pytest
 
-from routed_experts.capture.meta_info import record_from_meta_info
-from serving import assert_idle, borrow, on_engine_thread
+from routed_experts.formats.meta_info import record_from_meta_info
+from support.serving import assert_idle, borrow, on_engine_thread
 
 PAGE = 16
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

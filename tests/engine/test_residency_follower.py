@@ -8,12 +8,12 @@ import threading
 import numpy as np
 import pytest
 
-from routed_experts import Engine, ExpertsConfig, ResidencyMap
-from routed_experts.capture.meta_info import record_from_meta_info
+from routed_experts import Engine, ExpertOffloadConfig, ResidencyMap
+from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.placement import AdaptiveResidency
 from routed_experts.placement.dispatch import count_experts
-from serving import assert_idle, on_engine_thread
-from tiny import write_tiny_checkpoint
+from support.serving import assert_idle, on_engine_thread
+from support.tiny import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    experts = ExpertsConfig(kt_num_gpu_experts=4, residency="adaptive")
+    experts = ExpertOffloadConfig(kt_num_gpu_experts=4, residency="adaptive")
     with Engine(folder, experts=experts, enable_return_routed_experts=True, **SIZES) as engine:
         yield engine
         assert_idle(engine)
@@ -134,7 +134,7 @@ def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, mo
     monkeypatch.setitem(runner._programs, key, breaks)
     with pytest.raises(MemoryError, match="no room"):
         engine.apply_residency(best)
-    new = best.keeping_slots_of(before).experts
+    new = best.aligned_to(before).experts
     assert (runner.residency.experts[0] == new[0]).all() and (
         runner.residency.experts[1, 0] == new[1, 0]
     )  # four copies, and one
@@ -176,7 +176,7 @@ def followed_late(state, record):
 
 
 def test_residents_follow_the_load_where_nothing_is_recorded(engine, folder):
-    with Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=4, residency="adaptive"), **SIZES) as unseen:
+    with Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=4, residency="adaptive"), **SIZES) as unseen:
         answer = unseen.generate(input_ids=PROMPT, **{**SAID, "return_routed_experts": False})
         held, _ = unseen.residency()
         assert_idle(unseen)
@@ -189,6 +189,6 @@ def test_residents_follow_the_load_where_nothing_is_recorded(engine, folder):
 def test_who_does_not_follow_counts_nothing(folder, engine):
     """Nor does an engine that records what it would count."""
     assert engine._assembly.core.runner.spec.counted is None
-    with Engine(folder, experts=ExpertsConfig(kt_num_gpu_experts=4), **SIZES) as still:
+    with Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=4), **SIZES) as still:
         assert on_engine_thread(still, lambda core: core._after_step) is None
         assert still._assembly.core.runner.spec.counted is None

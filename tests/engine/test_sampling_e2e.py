@@ -9,9 +9,9 @@ import pytest
 
 from oracles.full_sequence import FullSequence
 from routed_experts.core.io_struct import GenerateReqInput
-from routed_experts.engine.door import Door
-from serving import borrow
-from tiny import VOCAB_SIZE, tiny_config, tiny_tensors
+from routed_experts.engine.requests.input_processor import InputProcessor
+from support.serving import borrow
+from support.tiny import VOCAB_SIZE, tiny_config, tiny_tensors
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = [49, 80, 69, 71, 223, 87, 82, 80, 223, 65, 223, 86]
@@ -181,7 +181,7 @@ def test_large_and_small_seeds_are_different_seeds(engine):
 
 
 def test_requests_without_a_seed_count_from_the_engines_random_seed(engine):
-    doors = [Door(engine._door._limits, engine.tokenizer, random_seed=7) for _ in range(2)]
+    doors = [InputProcessor(engine._door._limits, engine.tokenizer, random_seed=7) for _ in range(2)]
     seeds = [[door.admit(GenerateReqInput(text="a"))[0].sampling.seed for _ in range(3)] for door in doors]
     assert seeds == [[(7 << 32) + (1 << 31) + i for i in range(3)]] * 2
 

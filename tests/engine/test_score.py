@@ -15,9 +15,9 @@ from routed_experts import (
     RoutedExperts,
     RoutingAlignmentError,
 )
-from routed_experts.capture.meta_info import record_from_meta_info
-from serving import SMALL, borrow, on_engine_thread
-from tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
+from routed_experts.formats.meta_info import record_from_meta_info
+from support.serving import SMALL, borrow, on_engine_thread
+from support.tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 ORACLE = FullSequence(tiny_config(), tiny_tensors(tiny_config()))

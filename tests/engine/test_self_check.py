@@ -4,9 +4,9 @@ import pytest
 
 from routed_experts import Engine
 from routed_experts.core.errors import CaptureUnsupportedError
-from routed_experts.engine import self_check
-from serving import SMALL, assert_idle, borrow, on_engine_thread
-from tiny import write_tiny_checkpoint
+from routed_experts.engine.build import self_check
+from support.serving import SMALL, assert_idle, borrow, on_engine_thread
+from support.tiny import write_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 
 from routed_experts.core.io_struct import Logprobs, TokenIDOut
-from routed_experts.engine.sinks import EventMail, EventSink, ThreadSink
+from routed_experts.engine.requests.output_queues import AsyncOutputQueue, LoopNotifier, ThreadOutputQueue
 
 NEWS = TokenIDOut(
     rid="",
@@ -28,7 +28,7 @@ def news(rid):
 
 
 def test_a_thread_gets_the_news_of_a_step_at_once_and_an_empty_step_wakes_nobody():
-    sink = ThreadSink()
+    sink = ThreadOutputQueue()
     assert sink.take(news("a")) and sink.take(news("b"))
     assert sink.coming.empty(), "nothing is told before the ring"
     sink.ring()
@@ -41,8 +41,8 @@ def test_calls_of_one_event_loop_share_a_wake_up_and_get_their_own_in_order():
         events, wakes = asyncio.get_running_loop(), []
         real = events.call_soon_threadsafe
         events.call_soon_threadsafe = lambda *call: (wakes.append(call), real(*call))
-        mail = EventMail(events)
-        sinks = {name: EventSink(mail, max_waiting=10) for name in "abc"}
+        mail = LoopNotifier(events)
+        sinks = {name: AsyncOutputQueue(mail, max_waiting=10) for name in "abc"}
 
         def steps():
             for step in range(3):
@@ -64,7 +64,7 @@ def test_calls_of_one_event_loop_share_a_wake_up_and_get_their_own_in_order():
 
 def test_a_reader_that_is_behind_and_a_closed_event_loop_are_told_of():
     async def behind():
-        sink = EventSink(EventMail(asyncio.get_running_loop()), max_waiting=2)
+        sink = AsyncOutputQueue(LoopNotifier(asyncio.get_running_loop()), max_waiting=2)
         kept = []
         for _ in range(3):
             kept.append(sink.take(news("a")))

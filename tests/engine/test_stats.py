@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from routed_experts import CaptureDisabledError, Engine
-from serving import SMALL, Begun, borrow, on_engine_thread
-from tiny import write_tiny_checkpoint
+from support.serving import SMALL, Begun, borrow, on_engine_thread
+from support.tiny import write_tiny_checkpoint
 
 
 def test_requests_pages_and_rows_are_counted():

@@ -9,7 +9,7 @@ import pytest
 
 from oracles.driver import assert_all_faithful, request
 from oracles.worlds import random_prompt, tiny_world
-from routed_experts.engine import core, ledger
+from routed_experts.engine.loop import core, request_table
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (core, ledger):
+    for module in (core, request_table):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -92,7 +92,7 @@ def test_slower_steps_tell_each_token(clock):
 )
 def test_many_streams_at_a_time_are_told_less_often(clock, others, stream, waiting, times):
     """Those that only wait for their end do not count, nor do those that are still in the queue."""
-    book, req = ledger.Ledger(), request("a", [5, 6], 20, stream=True)
+    book, req = request_table.RequestTable(), request("a", [5, 6], 20, stream=True)
     req.source = dataclasses.replace(req.source, stream_interval_s=2.0)
     running = [request(f"b{number}", [5 + number], 20, stream=stream) for number in range(others)]
     for one in [req, *running, *(request(f"c{number}", [5 + number], 20, stream=True) for number in range(waiting))]:

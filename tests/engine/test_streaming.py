@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from routed_experts import InvalidRequestError
-from serving import assert_idle, borrow, letters, on_engine_thread
+from support.serving import assert_idle, borrow, letters, on_engine_thread
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 LONG = GREEDY | {"max_tokens": 400}

@@ -15,8 +15,8 @@ from routed_experts.core.errors import (
     PromptTooLongError,
     RoutedExpertsError,
 )
-from routed_experts.engine.tokenizer import ChatTemplate, Tokenizer
-from tiny import (
+from routed_experts.engine.requests.tokenizer import ChatTemplate, Tokenizer
+from support.tiny import (
     CHAT_TEMPLATE,
     EOS_ID,
     SPECIAL_TOKENS,

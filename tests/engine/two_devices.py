@@ -20,21 +20,21 @@ from routed_experts import (
     CheckpointError,
     ConfigError,
     Engine,
-    ExpertsConfig,
+    ExpertOffloadConfig,
     InvalidRequestError,
     PlacementError,
     ResidencyMap,
     extract_routed_experts_from_meta_info,
 )
-from routed_experts.capture.meta_info import record_from_meta_info
-from routed_experts.engine.serving import EngineDoor
+from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.execution.model_runner import ModelRunner
-from routed_experts.execution.split_jobs import Sides
+from routed_experts.execution.offload.offload_jobs import DevicePair
+from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.registry import ModelFolder
-from routed_experts.server.metrics import Metrics
-from routed_experts.server.routing_store import RoutingStore
-from serving import assert_idle, nothing_allocated
-from tiny import write_tiny_checkpoint
+from routed_experts.server.admin.metrics import Metrics
+from routed_experts.server.routing.store import RoutingStore
+from support.serving import assert_idle, nothing_allocated
+from support.tiny import write_tiny_checkpoint
 
 EXPERTS, TOP_K, MOE_LAYERS = 6, 2, 2
 MODEL = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "num_hidden_layers": 3}  # the first one is dense
@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def undivided(folder):
     """What the engine says that has all experts on the accelerator."""
-    with Engine(str(folder), experts=ExpertsConfig(), **SIZES) as engine:
+    with Engine(str(folder), experts=ExpertOffloadConfig(), **SIZES) as engine:
         assert type(engine._assembly.core.runner) is ModelRunner  # off: as if there were no such config
         with pytest.raises(InvalidRequestError, match="all experts on the accelerator"):
             engine.apply_residency(any_residents(0, 3))
@@ -108,7 +108,7 @@ def bytes_there():
 
 @contextlib.contextmanager
 def shared_out(folder, how=MappingProxyType({}), **experts):
-    with Engine(str(folder), experts=ExpertsConfig(**experts), **SIZES, **how) as engine:
+    with Engine(str(folder), experts=ExpertOffloadConfig(**experts), **SIZES, **how) as engine:
         yield engine
         assert_idle(engine)
 
@@ -368,7 +368,7 @@ def test_an_array_under_two_names_is_given_away_once(engine, folder):
 
 def test_copies_between_platforms_say_the_same(engine, undivided, monkeypatch):
     """Between two platforms arrays go through NumPy, and a host that has nothing to do is not started."""
-    monkeypatch.setattr(Sides, "alike", property(lambda sides: False))
+    monkeypatch.setattr(DevicePair, "alike", property(lambda sides: False))
     busiest = np.concatenate(
         [extract_routed_experts_from_meta_info(a).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for a in undivided]
     )
@@ -428,7 +428,7 @@ def test_a_long_step_runs_on_the_accelerator_alone(engine, undivided):
 
 def metrics_of(engine):
     metrics = Metrics(compat=None)
-    metrics.watch(EngineDoor(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
+    metrics.watch(AsyncEngine(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
     lines = (line.rsplit(" ", 1) for line in metrics.text(None).decode().splitlines() if not line.startswith("#"))
     return {name.removeprefix("routed_experts_"): float(value) for name, value in lines}
 
@@ -462,7 +462,7 @@ def test_deferred_experts_are_added_one_layer_later(folder, undivided, monkeypat
         engine.residency()
         more = metrics_of(engine)["deferred_slots_total"] - counted
         engine.flush_cache()
-        monkeypatch.setattr(Sides, "alike", property(lambda sides: False))
+        monkeypatch.setattr(DevicePair, "alike", property(lambda sides: False))
         assert_same(ask(engine), answers)
     assert seen == []
     for ours, theirs in zip(answers, undivided, strict=True):
@@ -507,7 +507,7 @@ def assert_given(given, *programs):
 def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path):
     def build(experts, **args):
         with nothing_allocated():
-            Engine(str(folder), experts=ExpertsConfig(**experts), **(SIZES | args))
+            Engine(str(folder), experts=ExpertOffloadConfig(**experts), **(SIZES | args))
 
     with pytest.raises(ConfigError, match="kt_num_gpu_experts=7 is above the 6 experts"):
         build({"kt_num_gpu_experts": 7})
@@ -522,7 +522,7 @@ def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path
     fewer = write_tiny_checkpoint(tmp_path / "fewer", tokenizer=False, **(MODEL | {"num_experts": 5}))
     with pytest.raises(CheckpointError, match=r"missing \(model.layers.1.mlp.experts.5.gate_proj.weight"):
         build({"kt_num_gpu_experts": 2, "kt_weight_path": str(fewer)})
-    assert ExpertsConfig().num_resident is None
+    assert ExpertOffloadConfig().num_resident is None
 
 
 def test_experts_come_from_the_weight_path_and_all_else_from_the_model(folder, tmp_path):

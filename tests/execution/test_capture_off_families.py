@@ -12,14 +12,14 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
-from routed_experts.engine.backends import ATTENTION, KERNELS
-from routed_experts.execution import program_table, programs
+from routed_experts.engine.build.backends import ATTENTION, KERNELS
+from routed_experts.execution import aot_programs, programs
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models.config_reader import ConfigReader
-from routed_experts.models.decoder import FamilyDecoder
-from routed_experts.models.qwen3_moe import Qwen3Moe
+from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.families.qwen3_moe import Qwen3Moe
 from routed_experts.models.registry import FAMILIES
-from small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
+from support.small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
 
 COMMON = dict(
     vocab_size=313,
@@ -89,10 +89,10 @@ def lowered_without_rows(name, shape, kernels, attention, *, capture):
         dtype=jnp.dtype(jnp.float32),
         latent=cache.latent,
     )
-    runner = program_table.RunnerConfig(
+    runner = aot_programs.RunnerConfig(
         pool=pool, num_request_slots=NUM_SLOTS, shapes=(shape,), vocab_size=COMMON["vocab_size"]
     )
-    inputs = program_table.abstract_inputs(state, spec, runner, shape)
+    inputs = aot_programs.abstract_inputs(state, spec, runner, shape)
     traced = jax.make_jaxpr(functools.partial(programs.forward, spec=spec, shape=shape))(*inputs)
     used = [True] * len(traced.out_avals)
     used[-1] = not capture

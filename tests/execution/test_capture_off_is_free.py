@@ -22,12 +22,13 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
-from routed_experts.engine.backends import ATTENTION, KERNELS
-from routed_experts.execution import program_table, programs, sampler
+from routed_experts.engine.build.backends import ATTENTION, KERNELS
+from routed_experts.execution import aot_programs, programs, sampler
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models import fused_run, qwen3_moe, sparse_block
-from small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
+from routed_experts.models.decoder import fused_path, sparse_block
+from routed_experts.models.families import qwen3_moe
+from support.small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE
 
 MODEL_NAMES = frozenset({"capture", "column", "columns"})
 BLOCK_NAMES = frozenset({"capture", "column", "block"})
@@ -170,20 +171,22 @@ class Build:
     def jobs(self, **how):
         """The runner's table of programs, each as the call that lowers it."""
         spec, state = self.spec(**how)
-        return self.runner.program_jobs(state, spec, RUNNER)
+        return self.runner.lowerings(state, spec, RUNNER)
 
 
 POOL = KVPoolSpec(
     num_layers=5, num_pages=NUM_PAGES, page_size=PAGE_SIZE, num_kv_heads=2, head_dim=16, dtype=jnp.dtype(jnp.bfloat16)
 )
-RUNNER = program_table.RunnerConfig(pool=POOL, num_request_slots=NUM_SLOTS, shapes=(DECODE, EXTEND), vocab_size=313)
-REAL = Build(qwen3_moe, programs, program_table, has_feature=True)
+RUNNER = aot_programs.RunnerConfig(pool=POOL, num_request_slots=NUM_SLOTS, shapes=(DECODE, EXTEND), vocab_size=313)
+REAL = Build(qwen3_moe, programs, aot_programs, has_feature=True)
 
 
 def build_from(model_text, programs_text):
     """Six modules made of text, wired to one another and to the rest of the package."""
     module_of("never.sparse_block", without(sparse_block, BLOCK_NAMES))
-    together = without(fused_run, FUSED_NAMES).replace("routed_experts.models.sparse_block", "never.sparse_block")
+    together = without(fused_path, FUSED_NAMES).replace(
+        "routed_experts.models.decoder.sparse_block", "never.sparse_block"
+    )
     module_of("never.fused_run", together)
     for name in ("sparse_block", "fused_run"):
         model_text = model_text.replace(f"routed_experts.models.{name}", f"never.{name}")
@@ -192,7 +195,7 @@ def build_from(model_text, programs_text):
     module_of(
         "never.sampler", inspect.getsource(sampler)
     )  # jitted for itself, so that what is compared is not one program twice
-    table = inspect.getsource(program_table)
+    table = inspect.getsource(aot_programs)
     for name in ("programs", "sampler"):
         table = table.replace(f"routed_experts.execution.{name}", f"never.{name}")
     return Build(model, own_programs, module_of("never.program_table", table), has_feature=False)
@@ -208,7 +211,7 @@ def test_nothing_of_the_feature_is_left_in_the_build_that_never_heard_of_it():
     for module, names in (
         (qwen3_moe, MODEL_NAMES),
         (sparse_block, BLOCK_NAMES),
-        (fused_run, FUSED_NAMES),
+        (fused_path, FUSED_NAMES),
         (programs, PROGRAM_NAMES),
     ):
         before, after = set(names_in(inspect.getsource(module))), set(names_in(without(module, names)))
@@ -283,7 +286,7 @@ def test_on_without_its_output_is_off(shape):
 
     def left_of(capture):
         spec, state = REAL.spec(capture=capture)
-        inputs = program_table.abstract_inputs(state, spec, RUNNER, shape)
+        inputs = aot_programs.abstract_inputs(state, spec, RUNNER, shape)
         traced = jax.make_jaxpr(functools.partial(programs.forward, spec=spec, shape=shape))(*inputs)
         used = [True] * len(traced.out_avals)
         used[-1] = not capture

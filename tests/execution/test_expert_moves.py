@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routed_experts.execution.expert_moves import plan_moves
+from routed_experts.execution.expert_transfers import plan_moves
 
 
 def play(old, moves, num_devices):
     """What each instance holds after the turns, by the rules of `Moves`."""
     own = len(old) // num_devices
     before, after = old.reshape(num_devices, own), old.reshape(num_devices, own).copy()
-    for turn in range(moves.num_turns):
+    for turn in range(moves.num_rounds):
         for device, (source, place) in enumerate(zip(moves.taken[turn], moves.put[turn], strict=True)):
             if source >= 0:
                 after[device, place] = before[source, moves.shown[turn, source]]
@@ -39,16 +39,16 @@ def test_every_instance_ends_with_its_expert_and_only_what_a_device_lacks_is_cop
         new[at] not in old[at // own * own : (at // own + 1) * own] for at in range(len(old)) if old[at] != new[at]
     ]
     assert moves.num_copied == sum(lacking)
-    assert moves.num_turns <= len(lacking) and moves.shown.shape == (len(old), num_devices)
+    assert moves.num_rounds <= len(lacking) and moves.shown.shape == (len(old), num_devices)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 def test_what_stays_takes_no_turn(num_devices):
     held = np.arange(8)
     moves = plan_moves(held, held, num_devices=num_devices)
-    assert (moves.num_turns, moves.num_copied) == (0, 0)
+    assert (moves.num_rounds, moves.num_copied) == (0, 0)
 
 
 def test_devices_swap_in_as_many_turns_as_they_have_experts():
     moves = plan_moves(np.arange(8), np.roll(np.arange(8), 4), num_devices=2)
-    assert (moves.num_turns, moves.num_copied) == (4, 8)
+    assert (moves.num_rounds, moves.num_copied) == (4, 8)

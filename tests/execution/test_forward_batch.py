@@ -11,7 +11,7 @@ from routed_experts.core.model_worker_batch import (
     ForwardMode,
     ModelWorkerBatch,
     SamplerForm,
-    SamplingColumns,
+    SamplingArrays,
 )
 from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, pack, shape_of, unpack, unpack_sampler
 
@@ -39,7 +39,7 @@ def random_batch(shape, seed):
         name: np.where(rng.random(rows) < 0.5, words(rows).view(np.uint32), rng.choice(AWKWARD, rows))
         for name in FLOATS
     }
-    columns = SamplingColumns(
+    columns = SamplingArrays(
         **{name: bits.astype(np.uint32).view(np.float32) for name, bits in floats.items()},
         top_k=words(rows),
         choice=words(rows),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from routed_experts.core.errors import ConfigError, MemoryPlanError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.execution.memory_demand import MOST_FRACTION, MemoryDemand, ways_that_fit
+from routed_experts.execution.memory_demand import MOST_FRACTION, MemoryDemand, fitting_configs
 from routed_experts.layers.delta_rule import DeltaShape
 from routed_experts.memory.kv_pool import KVPoolSpec
 
@@ -98,7 +98,7 @@ def test_what_the_error_advises_fits_and_is_the_nearest_that_does(demand):
     with pytest.raises(MemoryPlanError) as told:
         demand.require_fit()
     text, ways = str(told.value), told.value.ways
-    assert ways == ways_that_fit(demand) and "\n" not in text and len(text) <= 1024
+    assert ways == fitting_configs(demand) and "\n" not in text and len(text) <= 1024
     for way in ways:
         assert by_hand(demand, **way), way
         demand.under(way).require_fit()
@@ -136,12 +136,12 @@ def test_every_flag_that_helps_is_named_once():
         context_length=1024,
         device=118_000_000,
     )
-    assert [next(iter(way)) for way in ways_that_fit(demand)] == [
+    assert [next(iter(way)) for way in fitting_configs(demand)] == [
         "mem_fraction_static",
         "max_running_requests",
         "max_prefill_tokens",
     ]
-    assert all(by_hand(demand, **way) for way in ways_that_fit(demand))
+    assert all(by_hand(demand, **way) for way in fitting_configs(demand))
 
 
 def test_a_change_that_is_no_argument_is_no_way():

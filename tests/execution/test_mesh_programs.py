@@ -14,15 +14,15 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.backends import DEFAULT_BACKENDS
-from routed_experts.execution.on_mesh import OnMesh
-from routed_experts.execution.program_table import program_jobs
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
+from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.programs import ProgramSpec
-from routed_experts.models.cuts import Split
-from routed_experts.models.qwen3_moe import Qwen3Moe
-from routed_experts.models.shards import AXIS, Shards
-from tpu_aot import assert_in_place, tpu_devices, tpu_mesh, without_compilation_cache
-from tpu_programs import SMALL, name_of, whole_pool_operations
+from routed_experts.execution.spmd import MeshSpecs
+from routed_experts.models.families.qwen3_moe import Qwen3Moe
+from routed_experts.models.sharding.partitioning import ParallelConfig
+from routed_experts.models.sharding.sharding import AXIS, ModelSharding
+from support.tpu_aot import assert_in_place, tpu_devices, tpu_mesh, without_compilation_cache
+from support.tpu_programs import SMALL, name_of, whole_pool_operations
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -37,9 +37,9 @@ MAX_TEMP_BYTES = 6 * MIB
 @functools.cache
 def jobs(chip, kind):
     """The runner's table for a mesh of four chips."""
-    split = Split(4, whole_experts=KINDS[kind])
-    cuts = SMALL.config.cuts(by_expert=split.whole_experts)
-    shards = Shards.of(cuts, split, devices=tuple(tpu_devices(chip)))
+    split = ParallelConfig(4, expert_parallel=KINDS[kind])
+    cuts = SMALL.config.cuts(by_expert=split.expert_parallel)
+    shards = ModelSharding.of(cuts, split, devices=tuple(tpu_devices(chip)))
     assert shards.mesh == Mesh(tpu_mesh(chip, (4,)).devices, (AXIS,))
     state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(SMALL.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[1]
     part = SMALL.config.part(split)
@@ -57,9 +57,9 @@ def jobs(chip, kind):
         attention=attention,
         num_pages=POOL.num_pages,
         raw_logprobs=False,
-        on=OnMesh.of(shards.mesh, jax.tree.leaves(weights), POOL),
+        on=MeshSpecs.of(shards.mesh, jax.tree.leaves(weights), POOL),
     )
-    return program_jobs(weights, spec, RUNNER)
+    return lowerings(weights, spec, RUNNER)
 
 
 def global_array(shards, path, leaf):

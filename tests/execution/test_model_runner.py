@@ -16,10 +16,10 @@ from oracles.margins import differences
 from oracles.worlds import other_oracle, other_weights, random_prompt
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, SamplerForm
+from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.model_runner import PendingStep
-from routed_experts.execution.program_table import program_jobs
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
-from small_runner import DECODE, EXTEND, Fed, build, compiled, oracle, read, run, step_of
+from support.small_runner import DECODE, EXTEND, Fed, build, compiled, oracle, read, run, step_of
 
 TOLERANCE = {"rtol": 0, "atol": 2e-4}  # float32 against float64
 PROMPTS = [
@@ -186,7 +186,7 @@ def test_rows_that_come_with_the_tokens_are_those_that_come_alone(form):
 
 def test_the_table_of_programs_is_what_is_compiled():
     runner = compiled()
-    jobs = program_jobs(runner.state, runner.spec, runner.config)
+    jobs = lowerings(runner.state, runner.spec, runner.config)
     assert jobs.keys() == runner._programs.keys()
     shapes = {(name, shape) for name in ("forward", "count") for shape in (EXTEND, DECODE)}
     forms = {("sample", EXTEND.num_requests, 0, form) for form in SamplerForm}
@@ -196,7 +196,7 @@ def test_the_table_of_programs_is_what_is_compiled():
 
 def test_steps_whose_rows_are_told_have_samplers_of_their_own():
     runner = build(told=True)
-    keys = {key for key in program_jobs(runner.state, runner.spec, runner.config) if key[0] == "sample"}
+    keys = {key for key in lowerings(runner.state, runner.spec, runner.config) if key[0] == "sample"}
     assert keys == {
         ("sample", EXTEND.num_requests, told, form) for told in (0, runner.spec.told) for form in SamplerForm
     }

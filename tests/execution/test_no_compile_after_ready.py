@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from routed_experts import Engine
-from serving import assert_idle, letters
-from tiny import VOCAB_SIZE, write_tiny_checkpoint
+from support.serving import assert_idle, letters
+from support.tiny import VOCAB_SIZE, write_tiny_checkpoint
 
 COMPILING = "/jax/core/compile/"
 STEPS = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from routed_experts.execution.program_cache import keep_programs
+from routed_experts.execution.compilation_cache import enable_compilation_cache
 
 SETTINGS = (
     "jax_compilation_cache_dir",
@@ -26,24 +26,24 @@ def settings(monkeypatch, tmp_path):
 
 
 def test_programs_are_kept_in_the_users_cache(tmp_path):
-    folder = keep_programs()
+    folder = enable_compilation_cache()
     assert folder == tmp_path / ".cache" / "routed-experts" / "jax" and folder.is_dir()
     assert jax.config.jax_compilation_cache_dir == str(folder)
-    assert keep_programs() == folder
+    assert enable_compilation_cache() == folder
 
 
 def test_a_folder_that_is_set_stays(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
-    assert keep_programs() == tmp_path / "mine"
+    assert enable_compilation_cache() == tmp_path / "mine"
 
 
 def test_who_keeps_none_keeps_none(tmp_path):
     jax.config.update("jax_enable_compilation_cache", False)
-    assert keep_programs() is None
+    assert enable_compilation_cache() is None
     assert jax.config.jax_compilation_cache_dir is None and not list(tmp_path.iterdir())
 
 
 def test_a_home_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / ".cache").write_text("a file")
-    assert keep_programs() is None
+    assert enable_compilation_cache() is None
     assert "every start compiles anew" in caplog.text

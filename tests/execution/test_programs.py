@@ -11,12 +11,24 @@ import pytest
 
 from oracles.worlds import model_of, random_prompt
 from routed_experts.core.model_worker_batch import ForwardMode, SamplerForm
+from routed_experts.execution.aot_programs import abstract_inputs, lowerings, sampler_key
 from routed_experts.execution.forward_batch import pack
-from routed_experts.execution.program_table import abstract_inputs, program_jobs, sampler_key
 from routed_experts.execution.programs import forward
-from routed_experts.execution.sampler import SpokenTokens, count_spoken, sampler_program
-from small_runner import DECODE, EXTEND, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, Fed, build, compiled, oracle, run, step_of
-from tiny import VOCAB_SIZE, tiny_config, tiny_tensors
+from routed_experts.execution.sampler import TokenCounts, sampler_program, update_token_counts
+from support.small_runner import (
+    DECODE,
+    EXTEND,
+    NUM_PAGES,
+    NUM_SLOTS,
+    PAGE_SIZE,
+    Fed,
+    build,
+    compiled,
+    oracle,
+    run,
+    step_of,
+)
+from support.tiny import VOCAB_SIZE, tiny_config, tiny_tensors
 
 TOLERANCE = {"rtol": 0, "atol": 2e-4}
 PROMPT = tuple(random_prompt(np.random.default_rng(11), 24).tolist())
@@ -31,7 +43,7 @@ def donated(lowered):
 
 def test_only_pools_counts_and_last_tokens_are_given_away():
     runner = build()
-    jobs = program_jobs(runner.state, runner.spec, runner.config)
+    jobs = lowerings(runner.state, runner.spec, runner.config)
     for shape in (EXTEND, DECODE):
         assert donated(jobs["forward", shape]()) == {"[0][1]"}
         assert donated(jobs["count", shape]()) == {"[0][0].generated", "[0][0].prompt"}
@@ -48,7 +60,7 @@ def test_models_of_one_vocabulary_share_their_samplers():
     texts, forms = [], {sampler_key(build().spec, EXTEND, form) for form in SamplerForm}
     for runner in (build(), build(shapes=(longer,), model=model_of(wide, tiny_tensors(wide)))):
         sampler_program.cache_clear()  # what one left may not be looked up by the other
-        jobs = program_jobs(runner.state, runner.spec, runner.config)
+        jobs = lowerings(runner.state, runner.spec, runner.config)
         assert {key for key in jobs if key[0] == "sample"} == forms
         texts.append({key: jobs[key]().as_text() for key in forms})
     assert texts[0] == texts[1]
@@ -117,7 +129,7 @@ def count_by_loop(spoken, batch):
 @pytest.mark.parametrize("seed", range(8))
 def test_tokens_are_counted_as_a_loop_counts_them(seed):
     rng = np.random.default_rng(seed)
-    spoken = SpokenTokens(
+    spoken = TokenCounts(
         rng.integers(0, 3, (NUM_SLOTS, VOCAB_SIZE)).astype(np.int32), rng.random((NUM_SLOTS, VOCAB_SIZE)) < 0.1
     )
     fed = [
@@ -131,7 +143,9 @@ def test_tokens_are_counted_as_a_loop_counts_them(seed):
         for slot, start in zip(rng.permutation(np.arange(1, NUM_SLOTS))[:4], rng.choice([0, 1, 5, 12], 4), strict=True)
     ][: rng.integers(1, 5)]
     batch = step_of(*fed)
-    counted, of_rows = jax.jit(functools.partial(count_spoken, shape=EXTEND))(spoken, batch.token_ids, pack(batch))
+    counted, of_rows = jax.jit(functools.partial(update_token_counts, shape=EXTEND))(
+        spoken, batch.token_ids, pack(batch)
+    )
     generated, prompt = count_by_loop(spoken, batch)
     assert np.array_equal(np.asarray(counted.generated)[1:], generated[1:])  # slot 0 is padding
     assert np.array_equal(np.asarray(counted.prompt)[1:], prompt[1:])

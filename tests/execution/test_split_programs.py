@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model_steps import PAGE, PAGES, WIDTH, packed
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.placement import ResidencyMap
-from routed_experts.engine.backends import ATTENTION, KERNELS
+from routed_experts.engine.build.backends import ATTENTION, KERNELS
 from routed_experts.execution.forward_batch import BatchShape
-from routed_experts.execution.programs import ProgramSpec, forward
-from routed_experts.execution.split_jobs import numbers_of
-from routed_experts.execution.split_programs import (
-    SplitSpec,
+from routed_experts.execution.offload.offload_jobs import numbers_of
+from routed_experts.execution.offload.offload_programs import (
+    OffloadSpec,
     close_step,
     home_step,
     host_step,
@@ -27,13 +25,15 @@ from routed_experts.execution.split_programs import (
     open_step,
     stream_step,
 )
+from routed_experts.execution.programs import ProgramSpec, forward
 from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models.config_reader import ConfigReader
-from routed_experts.models.decoder import FamilyDecoder
-from routed_experts.models.expert_store import split_model
+from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.offload.layers import layers_at, lightest
+from routed_experts.models.offload.offloaded_model import offload_model
 from routed_experts.models.registry import FAMILIES
-from routed_experts.models.split_layers import layers_at, lightest
+from support.model_steps import PAGE, PAGES, WIDTH, packed
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
@@ -170,7 +170,7 @@ def cut_step(parted, split, *, streams=False):
 
     def step(pool, words):
         stream, tokens, words = open_step(
-            parted.rim_arrays.embed, jnp.zeros(4, jnp.int32), words, spec=split, shape=SHAPE
+            parted.embed_head.embed, jnp.zeros(4, jnp.int32), words, spec=split, shape=SHAPE
         )
         given, sent = (), []
         for layer in layers_at(parted.config):
@@ -190,7 +190,7 @@ def cut_step(parted, split, *, streams=False):
                     given += (host_step(stored, numbers.place, errand.fed, errand.away, errand.weights, spec=split),)
         return (
             pool,
-            close_step(parted.rim_arrays, stream, given, tokens, words, spec=split, shape=SHAPE),
+            close_step(parted.embed_head, stream, given, tokens, words, spec=split, shape=SHAPE),
             stream.tally,
             jnp.stack(sent),
         )
@@ -213,9 +213,9 @@ def test_a_step_that_is_cut_is_the_step(name):
         np.stack([noise.permutation(EXPERTS)[:RESIDENT] for _ in range(num_moe)]), num_experts=EXPERTS
     )
     device = jax.devices()[0]
-    parted = split_model(model, residency, device=device, host=device, host_dtype=None)
+    parted = offload_model(model, residency, device=device, host=device, host_dtype=None)
     sizes = {"num_moe_layers": num_moe, "num_experts": EXPERTS, "num_resident": RESIDENT}
-    split = SplitSpec(config=model.config, host_experts=KERNELS["reference"].load().moe, **sizes, **spec)
+    split = OffloadSpec(config=model.config, host_experts=KERNELS["reference"].load().moe, **sizes, **spec)
     pool, out = whole_step(model, spec)
     cut_pool, cut, tally, sent = cut_step(parted, split, streams=name == "GraniteMoeForCausalLM")
     np.testing.assert_allclose(cut.hidden[:REAL], out.hidden[:REAL], atol=1e-5, rtol=1e-5)

@@ -1,6 +1,6 @@
 """Every program that an engine runs, through the real TPU compiler: pools are updated in place, temporaries are
 bounded, and what capture adds is counted. Proves no value and no time; sizes and what counts as an operation:
-tests/tpu_programs.py.
+tests/support/tpu_programs.py.
 
 The backends are those that an engine picks by itself on a TPU, layers/tpu/; the plain ones stand beside them for
 comparison. The full report, with Qwen3-30B-A3B on a v5p: benchmarks/tpu_report.py."""
@@ -15,14 +15,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from routed_experts.layers.attention import PagedBatch, Projected, write_kv
+from routed_experts.layers.attention import FusedQKV, PagedBatch, write_kv
 from routed_experts.layers.routing import LayerRouting, RouterSpec
 from routed_experts.layers.tpu.attention import ragged_attention
 from routed_experts.layers.tpu.linear import layered_linear
-from routed_experts.layers.tpu.prepare import prepare
+from routed_experts.layers.tpu.qk_norm_rope import prepare
 from routed_experts.layers.tpu.router import fused_router
-from tpu_aot import assert_in_place, compile_tpu, pool_copies, tpu_mesh
-from tpu_programs import SMALL, Operations, compiled, jobs, lowered, name_of, operations, whole_pool_operations
+from support.tpu_aot import assert_in_place, compile_tpu, pool_copies, tpu_mesh
+from support.tpu_programs import SMALL, Operations, compiled, jobs, lowered, name_of, operations, whole_pool_operations
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -172,7 +172,7 @@ def scanned_writes(pool, keys, values, batch, *, num_pages):
         heads = jnp.concatenate([keys, keys, keys, values], axis=1).reshape(keys.shape[0], -1)
         norms, angles = jnp.ones((4, keys.shape[2]), keys.dtype), jnp.ones((keys.shape[0], keys.shape[2]), jnp.float32)
         place = lax.div(first_page, num_pages)
-        projected = Projected(qkv=heads, q_norm=norms, k_norm=norms, layer=place, cos=angles, sin=angles, eps=1e-6)
+        projected = FusedQKV(qkv=heads, q_norm=norms, k_norm=norms, layer=place, cos=angles, sin=angles, eps=1e-6)
         queries, pool = prepare(projected, pool, first_page, batch)
         return pool, ragged_attention(queries, pool, first_page, batch).sum()
 

@@ -10,16 +10,16 @@ import pytest
 from flax import nnx
 
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.backends import DEFAULT_BACKENDS
-from routed_experts.execution.split_programs import SplitSpec, home_step, layer_step, open_step
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
+from routed_experts.execution.offload.offload_programs import OffloadSpec, home_step, layer_step, open_step
 from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.layers.moe import MOE_BACKENDS
-from routed_experts.models.config_reader import ConfigReader
-from routed_experts.models.decoder import FamilyDecoder
-from routed_experts.models.qwen3_moe_parts import read_qwen3_moe_parts
-from routed_experts.models.split_layers import LayerKind, LayerNumbers
-from tpu_aot import assert_in_place, compile_tpu, pool_copies, tpu_mesh
-from tpu_programs import SMALL
+from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.families.qwen3_moe_parts import read_qwen3_moe_parts
+from routed_experts.models.offload.layers import LayerGroup, LayerIndexArrays
+from support.tpu_aot import assert_in_place, compile_tpu, pool_copies, tpu_mesh
+from support.tpu_programs import SMALL
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -42,7 +42,7 @@ CONFIG = dict(
     rms_norm_eps=1e-6,
     tie_word_embeddings=False,
 )
-KIND = LayerKind(run=0, index=0)
+KIND = LayerGroup(run=0, index=0)
 MIB = 1 << 20
 
 
@@ -56,7 +56,7 @@ def programs(mode):
     what it is given for good."""
     config = read_qwen3_moe_parts(ConfigReader(CONFIG, Path("config.json")))
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(), config.needs, platform="tpu")
-    spec = SplitSpec(
+    spec = OffloadSpec(
         config=config,
         capture=config.capture_spec,
         kernels=kernels,
@@ -72,7 +72,7 @@ def programs(mode):
     flat = {path[-1]: shape(*leaf.shape) for path, leaf in nnx.to_flat_state(state) if path[0] == "runs"}
     arrays = {name: leaf for name, leaf in flat.items() if name not in ("gate_up", "down")}
     table = ExpertTable(*(shape(LAYERS * RESIDENT, *flat[name].shape[1:]) for name in ("gate_up", "down")))
-    numbers = LayerNumbers(*[shape(dtype=jnp.int32)] * 3)
+    numbers = LayerIndexArrays(*[shape(dtype=jnp.int32)] * 3)
     last, words = shape(SMALL.runner.num_request_slots, dtype=jnp.int32), step["shape"].packed
     stream, _, _ = jax.eval_shape(functools.partial(open_step, **step), shape(8192, 256), last, words)
     given = (shape(*stream.x.shape, dtype=jnp.float32),) * 2

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import ATTENTION
 from routed_experts.layers.attention import KEY_BLOCK, QUERY_TILE, PagedBatch, causal_attention, write_kv
+from support.kernels import ATTENTION
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 

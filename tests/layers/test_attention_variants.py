@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from routed_experts.layers.attention import PagedBatch
-from routed_experts.layers.attention_traits import AttentionTraits
+from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import ATTENTION_BACKENDS, causal_variant, write_latent
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 PAGE, WIDTH, PAGES, HEADS, GROUPS, DIM, LATENT = 4, 40, 130, 4, 2, 6, 5
 SINKS = jnp.asarray([0.5, -1.0, 3.0, 0.0], jnp.float32)
 TRAITS = {
-    "scale": AttentionTraits(scale=0.7),
-    "window": AttentionTraits(window=5),
-    "window of one": AttentionTraits(window=1),
-    "chunk": AttentionTraits(chunk=6),
-    "sinks": AttentionTraits(sinks=SINKS),
-    "window and sinks": AttentionTraits(sinks=SINKS, window=9, scale=0.3),
-    "latent": AttentionTraits(latent=LATENT, scale=0.4),
+    "scale": AttentionFeatures(scale=0.7),
+    "window": AttentionFeatures(window=5),
+    "window of one": AttentionFeatures(window=1),
+    "chunk": AttentionFeatures(chunk=6),
+    "sinks": AttentionFeatures(sinks=SINKS),
+    "window and sinks": AttentionFeatures(sinks=SINKS, window=9, scale=0.3),
+    "latent": AttentionFeatures(latent=LATENT, scale=0.4),
 }
 STEPS = {  # (tokens in the pool after the step, tokens of the step) of each request
     "prefill": [(7, 7), (23, 23)],

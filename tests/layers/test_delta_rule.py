@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from routed_experts.layers.delta_rule import CHUNK, DeltaInputs, DeltaShape, DeltaState, delta_ragged, delta_whole
+from routed_experts.layers.delta_rule import CHUNK, DeltaInputs, DeltaShape, DeltaState, delta_ragged, delta_sequence
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
@@ -102,10 +102,10 @@ def test_whole_sequences_start_anew_with_each_segment_and_are_differentiable(len
     inputs = random_inputs(np.random.default_rng(1), 2 * length)
     bounds = (0, *cuts, length)
     segments = None if not cuts else jnp.asarray([np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))] * 2)
-    read = np.asarray(jax.jit(delta_whole, static_argnums=2)(inputs, segments, 2))
+    read = np.asarray(jax.jit(delta_sequence, static_argnums=2)(inputs, segments, 2))
     for row in range(2):
         for low, high in itertools.pairwise(bounds):
             part = length * row + np.arange(low, high)
             np.testing.assert_allclose(read[part], loop(inputs, part), atol=2e-5)
-    gradient = jax.grad(lambda x: jnp.sum(delta_whole(x, segments, 2) ** 2))(inputs)
+    gradient = jax.grad(lambda x: jnp.sum(delta_sequence(x, segments, 2) ** 2))(inputs)
     assert all(np.all(np.isfinite(leaf)) and np.any(leaf) for leaf in jax.tree.leaves(gradient))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from routed_experts.engine.backends import KERNELS
+from routed_experts.engine.build.backends import KERNELS
 from routed_experts.layers.expert_slots import ExpertTable, run_slots
 from routed_experts.layers.moe import ExpertCall, reference_experts
 

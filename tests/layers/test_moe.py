@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import MOE
 from routed_experts.layers.moe import MOE_BACKENDS, ExpertCall, plan_tiles, tile_rows
+from support.kernels import MOE
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
@@ -275,7 +275,7 @@ def biased_loop(call):
 
 @pytest.mark.parametrize("name", [*sorted(MOE_BACKENDS), "permuted"])
 def test_biased_experts_with_a_clamped_swiglu_equal_the_loop(name):
-    layers, layer = (1, 0) if not MOE[name].layered else (3, 1)
+    layers, layer = (1, 0) if not MOE[name].takes_stacked else (3, 1)
     call = random_call(7, (19, 3, 6, 10, 8), layers=layers, layer=layer)
     rng = np.random.default_rng(8)
     biases = [jnp.asarray(rng.standard_normal((layers * 6, size)), jnp.float32) for size in (16, 10)]

@@ -14,8 +14,8 @@ from layers.test_attention import attend, make_step
 from layers.test_moe import oracle, random_call, with_rows
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.backends import DEFAULT_BACKENDS
-from routed_experts.layers.attention import Projected, write_kv
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
+from routed_experts.layers.attention import FusedQKV, write_kv
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.native import toolchain
 from routed_experts.layers.native.ops import (
@@ -114,7 +114,7 @@ def test_prepare_equals_norm_rotary_and_write(dtype, heads, groups):
     norms = jnp.asarray(rng.standard_normal((2, 3, dim)), dtype)
     cos, sin = rotary_angles(step.batch.positions, head_dim=dim, theta=1e4)
     pool, first = jnp.asarray(step.pool), jnp.int32(step.first_page)
-    projected = Projected(qkv=qkv, q_norm=norms[0], k_norm=norms[1], layer=jnp.int32(2), cos=cos, sin=sin, eps=1e-6)
+    projected = FusedQKV(qkv=qkv, q_norm=norms[0], k_norm=norms[1], layer=jnp.int32(2), cos=cos, sin=sin, eps=1e-6)
     queries, written = jax.jit(
         lambda qkv, pool: native_prepare(dataclasses.replace(projected, qkv=qkv), pool, first, step.batch)
     )(qkv, pool)

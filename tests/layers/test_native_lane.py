@@ -16,7 +16,7 @@ import pytest
 from routed_experts.layers.expert_slots import ExpertTable, run_slots
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.native import toolchain
-from routed_experts.layers.native.lane import HostLane
+from routed_experts.layers.native.host_expert_queue import HostExpertQueue
 
 TOKENS, TOP_K, HIDDEN, WIDTH, EXPERTS, LAYERS = 9, 3, 70, 48, 5, 3
 
@@ -63,7 +63,7 @@ def run(lane, x, place, ids, weights, *, store=0, between=lambda x: x * 2):
 @pytest.mark.parametrize(("fed", "stored"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")])
 def test_an_errand_gives_the_loops_sums(fed, stored):
     stores = [store_of(1, stored), store_of(2, stored)]
-    lane = HostLane(stores, num_experts=EXPERTS, num_threads=2)
+    lane = HostExpertQueue(stores, num_experts=EXPERTS, num_threads=2)
     x, ids, weights = errand_of(3, fed)
     for number, store in enumerate(stores):
         for place in range(LAYERS):
@@ -77,7 +77,11 @@ def test_an_errand_gives_the_loops_sums(fed, stored):
 
 def test_errands_in_a_scan_are_those_of_its_layers():
     store = store_of(4)
-    lane, x, rng = HostLane([store], num_experts=EXPERTS, num_threads=3), errand_of(5)[0], np.random.default_rng(6)
+    lane, x, rng = (
+        HostExpertQueue([store], num_experts=EXPERTS, num_threads=3),
+        errand_of(5)[0],
+        np.random.default_rng(6),
+    )
     ids = rng.integers(-1, EXPERTS, (LAYERS, TOKENS, TOP_K)).astype(np.int32)
     weights = rng.standard_normal((LAYERS, TOKENS, TOP_K)).astype(np.float32)
     reference = functools.partial(run_slots, size=EXPERTS, backend=MOE_BACKENDS["reference"])
@@ -99,7 +103,7 @@ def test_errands_in_a_scan_are_those_of_its_layers():
 def test_the_host_works_while_the_program_runs_on():
     """What stands between begin and end waits until the errand has been run: were it run by `end`, that would never
     be."""
-    lane = HostLane([store_of(7)], num_experts=EXPERTS, num_threads=2)
+    lane = HostExpertQueue([store_of(7)], num_experts=EXPERTS, num_threads=2)
     x, ids, weights = errand_of(8)
 
     def waits(x):
@@ -116,7 +120,7 @@ def test_the_host_works_while_the_program_runs_on():
 
 
 def test_in_turn_gives_the_same_numbers():
-    lane = HostLane([store_of(9)], num_experts=EXPERTS, num_threads=2)
+    lane = HostExpertQueue([store_of(9)], num_experts=EXPERTS, num_threads=2)
     x, ids, weights = errand_of(10)
     together = run(lane, x, 2, ids, weights)
     lane.set_signals(in_turn=True)
@@ -125,7 +129,7 @@ def test_in_turn_gives_the_same_numbers():
 
 
 def test_an_unknown_expert_ends_the_step_and_the_lane():
-    lane = HostLane([store_of(11)], num_experts=EXPERTS, num_threads=1)
+    lane = HostExpertQueue([store_of(11)], num_experts=EXPERTS, num_threads=1)
     x, ids, weights = errand_of(12)
     wrong = np.where(ids == -1, EXPERTS, ids)
     with pytest.raises(jax.errors.JaxRuntimeError, match="an expert id is outside"):
@@ -135,7 +139,10 @@ def test_an_unknown_expert_ends_the_step_and_the_lane():
 
 
 def test_other_stores_are_run_from_the_next_errand_on():
-    lane, (x, ids, weights) = HostLane([store_of(20), store_of(21)], num_experts=EXPERTS, num_threads=2), errand_of(22)
+    lane, (x, ids, weights) = (
+        HostExpertQueue([store_of(20), store_of(21)], num_experts=EXPERTS, num_threads=2),
+        errand_of(22),
+    )
     begin = functools.partial(run, lane, x, 1, ids, weights, store=1)
     np.testing.assert_allclose(begin()[1], looped(store_of(21), 1, x, ids, weights), atol=2e-5)
     lane.restock([store_of(23), store_of(24)])
@@ -145,7 +152,7 @@ def test_other_stores_are_run_from_the_next_errand_on():
 
 
 def test_a_lane_that_is_gone_is_named_and_its_number_is_given_again():
-    lane = HostLane([store_of(13)], num_experts=EXPERTS, num_threads=2)
+    lane = HostExpertQueue([store_of(13)], num_experts=EXPERTS, num_threads=2)
     x, ids, weights = errand_of(14)
     begin = functools.partial(lane.begin, store=0)
     compiled = jax.jit(lambda *args: begin(*args)).lower(x, jnp.int32(0), ids, weights).compile()
@@ -153,7 +160,7 @@ def test_a_lane_that_is_gone_is_named_and_its_number_is_given_again():
     del lane, begin
     with pytest.raises(jax.errors.JaxRuntimeError, match="the lane of this program's engine is closed"):
         jax.block_until_ready(compiled(x, jnp.int32(0), ids, weights))
-    assert HostLane([store_of(13)], num_experts=EXPERTS, num_threads=2)._number == number
+    assert HostExpertQueue([store_of(13)], num_experts=EXPERTS, num_threads=2)._number == number
 
 
 @pytest.fixture(scope="module")

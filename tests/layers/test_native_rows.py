@@ -22,11 +22,11 @@ from layers.test_moe import random_call, silu, with_rows
 from layers.test_native_run import given
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.expert_slots import ExpertTable
-from routed_experts.layers.layer_run import RunPlaces, StepArrays
+from routed_experts.layers.layer_stack import StackOffsets, StepInputs
 from routed_experts.layers.native import toolchain
-from routed_experts.layers.native.lane import HostLane
+from routed_experts.layers.native.host_expert_queue import HostExpertQueue
+from routed_experts.layers.native.layer_stack import native_run
 from routed_experts.layers.native.ops import NATIVE_ATTENTION, native_experts, native_linear
-from routed_experts.layers.native.run import native_run
 from routed_experts.layers.paged_attend import PagedAttend
 
 DTYPES = "bfloat16", "float32", "float16"
@@ -97,7 +97,7 @@ def test_a_lane_gives_the_same_rows_with_any_number_of_threads(dtype, shape):
     for fed in dict.fromkeys([dtype, "float32"]):
         x, told = call.x.astype(fed), []
         for num_threads in (1, 2, 3):
-            lane = HostLane([store], num_experts=4, num_threads=num_threads)
+            lane = HostExpertQueue([store], num_experts=4, num_threads=num_threads)
             send = functools.partial(errand, lane)
             told.append(bits(send(x, call.ids, call.weights)))
             for count in (1, 5, 20):
@@ -131,9 +131,9 @@ class Served:
         self.num_pages, self._run = pages, jax.jit(self._traced)
 
     def _traced(self, x, pool, angles, batch):
-        step = StepArrays(cos=angles[0], sin=angles[1], valid=batch.valid)
+        step = StepInputs(cos=angles[0], sin=angles[1], valid=batch.valid)
         attend = PagedAttend(backend=NATIVE_ATTENTION, batch=batch, num_pages=self.num_pages)
-        places = RunPlaces(first_layer=0, first_column=1)
+        places = StackOffsets(first_layer=0, first_column=1)
         return native_run(x, self.case.arrays, step, attend, pool, self.block, None, places, self.case.spec)
 
     def step(self, asked, pool=None):

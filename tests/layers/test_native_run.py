@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 
 from layers.test_attention import make_step
-from model_steps import PAGES, drifted_rows, run_steps, tiny_model
 from routed_experts.core.model_worker_batch import SamplerForm
-from routed_experts.execution.program_table import program_jobs, sampler_key
+from routed_experts.execution.aot_programs import lowerings, sampler_key
 from routed_experts.layers.attention import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
-from routed_experts.layers.layer_run import RunArrays, RunPlaces, RunRouting, StepArrays
+from routed_experts.layers.layer_stack import RunRouting, StackOffsets, StackWeights, StepInputs
 from routed_experts.layers.logprobs import token_logprobs
 from routed_experts.layers.moe import MOE_BACKENDS
+from routed_experts.layers.native.layer_stack import NATIVE_RUN, native_run
 from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS, native_choose
-from routed_experts.layers.native.run import NATIVE_RUN, native_run
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.layers.sampling import best_token
-from small_runner import DECODE, build
+from support.model_steps import PAGES, drifted_rows, run_steps, tiny_model
+from support.small_runner import DECODE, build
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
@@ -86,8 +86,8 @@ class Given:
     """What a run takes, of a step and of random weights."""
 
     x: jax.Array
-    arrays: RunArrays
-    step: StepArrays
+    arrays: StackWeights
+    step: StepInputs
     attend: PagedAttend
     pool: jax.Array
     block: jax.Array | None
@@ -95,7 +95,7 @@ class Given:
     routed: RunRouting | None = None
 
     def call(self, x, pool, block):
-        places = RunPlaces(first_layer=0, first_column=1)
+        places = StackOffsets(first_layer=0, first_column=1)
         return native_run(x, self.arrays, self.step, self.attend, pool, block, self.routed, places, self.spec)
 
     def run(self, **changes):
@@ -117,7 +117,7 @@ def given(
 
     sizes = {"input_norm": hidden, "post_norm": hidden, "q_norm": dim, "k_norm": dim}
     norms = {name: jnp.ones((layers, size), dtype) for name, size in sizes.items()}
-    arrays = RunArrays(
+    arrays = StackWeights(
         **norms,
         next_norm=jnp.ones(hidden, dtype),
         qkv=weights(layers, hidden, (heads + 2 * groups) * dim),
@@ -137,7 +137,7 @@ def given(
     return Given(
         x=jnp.asarray(rng.standard_normal((num_tokens, hidden)), dtype),
         arrays=arrays,
-        step=StepArrays(cos=angles[0], sin=angles[1], valid=batch.valid),
+        step=StepInputs(cos=angles[0], sin=angles[1], valid=batch.valid),
         attend=PagedAttend(backend=NATIVE_ATTENTION, batch=batch, num_pages=pages),
         pool=pool,
         block=jnp.full(((layers + 1) * top_k, num_tokens), -7, jnp.int32),
@@ -222,7 +222,7 @@ def test_what_does_not_name_an_expert_is_an_error_where_it_would_run():
         ({"token_rows": 3}, "query_starts or positions lie outside the step or its page table"),
         ({"num_pages": 21}, "the pool has the pages of all layers"),
         ({"block": slice(0, 4)}, "the block of ids has the columns of the run"),
-        ({"arrays": {"down": slice(0, 5)}}, "the arrays of a run, as RunArrays and StepArrays say"),
+        ({"arrays": {"down": slice(0, 5)}}, "the arrays of a run, as StackWeights and StepInputs say"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -305,7 +305,7 @@ def test_choice_among_scores_that_are_not_numbers():
 def test_an_engine_on_cpu_takes_both():
     """One kernel for all MoE layers of the tiny model, none for their parts; one for the greedy choice."""
     runner = build()
-    jobs = program_jobs(runner.state, runner.spec, runner.config)
+    jobs = lowerings(runner.state, runner.spec, runner.config)
     forward, greedy = (
         jobs["forward", DECODE]().as_text(),
         jobs[sampler_key(runner.spec, DECODE, SamplerForm.GREEDY)]().as_text(),

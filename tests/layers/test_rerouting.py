@@ -12,23 +12,23 @@ from oracles.selection import Case, plain_selection, replica_table
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import ConfigError
-from routed_experts.layers.peers import Capacities
-from routed_experts.layers.rerouting import reroute_topk, slots_of
+from routed_experts.layers.balanced_selection.capacity_routing import reroute_topk, slots_of
+from routed_experts.layers.balanced_selection.checks import expert_capacity
+from routed_experts.layers.parallel import Capacities
 from routed_experts.layers.routing import RouterSpec, replay_topk, selection_scores
-from routed_experts.layers.selection_checks import expert_capacity
-from tpu_aot import compile_tpu, tpu_mesh
+from support.tpu_aot import compile_tpu, tpu_mesh
 
 EXPERTS, INSTANCES, TOKENS = 16, 20, 24
 PLAIN = dict(num_experts=EXPERTS, top_k=4, renormalize=True)
 SPECS = {
     "Qwen3": RouterSpec(**PLAIN),
     "DeepSeek-V3": RouterSpec(
-        **PLAIN, law="sigmoid", scale=2.5, epsilon=1e-20, groups=4, groups_kept=2, group_best=2, biased=True
+        **PLAIN, law="sigmoid", scale=2.5, epsilon=1e-20, groups=4, topk_group=2, group_score_topk=2, biased=True
     ),
     "DeepSeek-V2": RouterSpec(**(PLAIN | dict(renormalize=False)), scale=16.0),
     "GPT-OSS": RouterSpec(**PLAIN, law="logits"),
     "Llama 4": RouterSpec(num_experts=EXPERTS, top_k=1, renormalize=False, law="sigmoid"),
-    "PhiMoE": RouterSpec(num_experts=EXPERTS, top_k=2, renormalize=False, law="sparsemixer", nearness=0.1),
+    "PhiMoE": RouterSpec(num_experts=EXPERTS, top_k=2, renormalize=False, law="sparsemixer", jitter_eps=0.1),
 }
 
 

@@ -14,17 +14,17 @@ ROUTE = jax.jit(replay_topk, static_argnames="spec")
 PLAIN = dict(num_experts=16, top_k=4, renormalize=True)
 SPECS = {
     "DeepSeek-V3": RouterSpec(
-        **PLAIN, law="sigmoid", scale=2.5, epsilon=1e-20, groups=4, groups_kept=2, group_best=2, biased=True
+        **PLAIN, law="sigmoid", scale=2.5, epsilon=1e-20, groups=4, topk_group=2, group_score_topk=2, biased=True
     ),
     "Moonlight, GLM-4.5": RouterSpec(**PLAIN, law="sigmoid", scale=1.0, epsilon=1e-20, biased=True),
     "V3, not renormalised": RouterSpec(**(PLAIN | dict(renormalize=False)), law="sigmoid", scale=2.0, biased=True),
-    "DeepSeek-V2": RouterSpec(**(PLAIN | dict(renormalize=False)), scale=16.0, groups=8, groups_kept=3),
+    "DeepSeek-V2": RouterSpec(**(PLAIN | dict(renormalize=False)), scale=16.0, groups=8, topk_group=3),
     "DeepSeek-V2-Lite": RouterSpec(**(PLAIN | dict(renormalize=False)), scale=1.0),
     "Ernie 4.5": RouterSpec(**PLAIN, biased=True),
     "MiniMax-M2": RouterSpec(**PLAIN, law="sigmoid", biased=True),
     "Llama 4": RouterSpec(num_experts=16, top_k=1, renormalize=False, law="sigmoid"),
     "GPT-OSS, Granite": RouterSpec(**PLAIN, law="logits"),
-    "PhiMoE": RouterSpec(num_experts=16, top_k=2, renormalize=False, law="sparsemixer", nearness=0.1),
+    "PhiMoE": RouterSpec(num_experts=16, top_k=2, renormalize=False, law="sparsemixer", jitter_eps=0.1),
 }
 
 
@@ -42,8 +42,8 @@ def live_ids(z, bias, spec):
     chosen_by = [s + b for s, b in zip(scores, bias, strict=True)]
     size = spec.num_experts // spec.groups
     groups = [range(g * size, (g + 1) * size) for g in range(spec.groups)]
-    worth = [sum(sorted((chosen_by[e] for e in group), reverse=True)[: spec.group_best]) for group in groups]
-    kept = [e for g in ranked(worth, range(spec.groups))[: spec.groups_kept] for e in groups[g]]
+    worth = [sum(sorted((chosen_by[e] for e in group), reverse=True)[: spec.group_score_topk]) for group in groups]
+    kept = [e for g in ranked(worth, range(spec.groups))[: spec.topk_group] for e in groups[g]]
     return scores, ranked(chosen_by, kept)[: spec.top_k]
 
 
@@ -53,7 +53,7 @@ def weights_of(z, scores, ids, spec):
         left, weights = list(range(len(z))), []
         for e in ids:
             best = max(z[i] for i in left)
-            near = [i for i in left if i == e or not (best - z[i]) / max(abs(z[i]), best) > 2 * spec.nearness]
+            near = [i for i in left if i == e or not (best - z[i]) / max(abs(z[i]), best) > 2 * spec.jitter_eps]
             weights.append(math.exp(z[e] - best) / sum(math.exp(z[i] - best) for i in near))
             left.remove(e)
         return weights
@@ -133,7 +133,14 @@ def test_a_selection_bias_moves_the_choice_and_never_a_weight():
 
 def test_groups_that_are_not_kept_give_no_expert_even_where_every_kept_score_is_negative():
     spec = RouterSpec(
-        num_experts=4, top_k=2, renormalize=False, law="sigmoid", groups=2, groups_kept=1, group_best=1, biased=True
+        num_experts=4,
+        top_k=2,
+        renormalize=False,
+        law="sigmoid",
+        groups=2,
+        topk_group=1,
+        group_score_topk=1,
+        biased=True,
     )
     routing = run(spec, np.zeros((1, 4), np.float32), np.array([-9.0, -9.0, -8.0, -9.0]), None)
     assert np.asarray(routing.ids).tolist() == [[2, 3]]

@@ -11,7 +11,7 @@ from scipy import stats
 
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.layers.sampling import SamplingBatch, SamplingMode, gumbel_noise, processed_logits, sample
-from tpu_aot import compile_tpu, tpu_mesh
+from support.tpu_aot import compile_tpu, tpu_mesh
 
 NUM_DRAWS = 2000
 DRAWS = jax.jit(sample, static_argnames="mode")

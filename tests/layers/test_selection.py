@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from oracles.selection import Case, num_filled, plain_selection, popular, replica_table, shuffled
 from routed_experts.core.errors import ConfigError
-from routed_experts.layers.selection import balanced_expert_selection
-from routed_experts.layers.selection_checks import check_replica_order, expert_capacity
-from routed_experts.layers.selection_reference import sequential_selection
+from routed_experts.layers.balanced_selection.checks import check_replica_order, expert_capacity
+from routed_experts.layers.balanced_selection.reference import sequential_selection
+from routed_experts.layers.balanced_selection.selection import balanced_expert_selection
 
 STATIC = ("k", "mode", "on_exhausted", "impl", "renormalize", "num_devices", "num_instances", "axis_name")
 SELECT = jax.jit(balanced_expert_selection, static_argnames=STATIC)

@@ -8,7 +8,7 @@ import pytest
 from oracles.selection import replica_table, shuffled
 from routed_experts.core.errors import ConfigError, PlacementError
 from routed_experts.core.placement import Placement
-from routed_experts.layers.selection_checks import check_capacity, check_replica_order, expert_capacity
+from routed_experts.layers.balanced_selection.checks import check_capacity, check_replica_order, expert_capacity
 
 TABLE = [[0, 3, -1], [1, -1, -1], [2, 4, 5]]
 

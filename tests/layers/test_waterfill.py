@@ -13,7 +13,7 @@ import pytest
 from oracles.placing import best_max_load, device_loads, plain_waterfill
 from oracles.selection import popular, replica_table
 from routed_experts.core.errors import ConfigError
-from routed_experts.layers.waterfill import waterfill_replicas
+from routed_experts.layers.balanced_selection.waterfill import waterfill_replicas
 
 ROOT = Path(__file__).parents[2]
 FILL = jax.jit(waterfill_replicas, static_argnames=("num_devices", "num_instances", "iterations"))
@@ -86,7 +86,7 @@ SHARDED = """
 import functools, jax, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from layers.test_selection import VARIANTS, random_case, same_bits
-from routed_experts.layers.selection import Selection, balanced_expert_selection
+from routed_experts.layers.balanced_selection.selection import Selection, balanced_expert_selection
 assert len(jax.devices()) == 4
 mesh = Mesh(np.array(jax.devices()), ("expert",))
 cut, whole = P("expert"), P()

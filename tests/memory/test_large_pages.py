@@ -9,8 +9,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from routed_experts.memory.large_pages import LARGE, ask_for_large_pages
-from routed_experts.models.shards import buffers_of
+from routed_experts.memory.hugepages import LARGE, advise_hugepages
+from routed_experts.models.sharding.sharding import buffers_of
 
 
 def mappings(low, high):
@@ -43,7 +43,7 @@ def assert_on_large_pages(array):
 def asked_for(array):
     """Bytes that were moved, of an array 0, 1, 2 ..., which keeps its place and contents."""
     place = buffers_of(array)
-    moved = ask_for_large_pages([array])
+    moved = advise_hugepages([array])
     assert buffers_of(array) == place
     np.testing.assert_array_equal(array, np.arange(array.size))
     assert 0 <= moved <= array.nbytes
@@ -72,4 +72,4 @@ def test_an_array_over_two_mappings_is_moved_in_each():
 
 
 def test_small_arrays_are_left_alone():
-    assert ask_for_large_pages([jnp.zeros(1000), jnp.zeros(LARGE // 4 - 1, jnp.float32)]) == 0
+    assert advise_hugepages([jnp.zeros(1000), jnp.zeros(LARGE // 4 - 1, jnp.float32)]) == 0

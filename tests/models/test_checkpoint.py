@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from routed_experts.core.errors import CheckpointError, ConfigError
-from routed_experts.models.checkpoint import Checkpoint, WeightSource, check, save
-from routed_experts.models.config_reader import ConfigReader, architecture_of, read_config
-from routed_experts.models.weight_loader import _write_pieces, load
-from tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
+from routed_experts.models.base.config_reader import ConfigReader, architecture_of, read_config
+from routed_experts.models.loading.checkpoint import Checkpoint, WeightSource, check, save
+from routed_experts.models.loading.weight_loader import _write_pieces, load
+from support.tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 KNOWN = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 

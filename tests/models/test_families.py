@@ -17,8 +17,8 @@ from oracles.families import CASES, VOCAB_SIZE, Oracle
 from routed_experts import Engine, extract_routed_experts_from_meta_info
 from routed_experts.core.errors import CaptureUnsupportedError
 from routed_experts.core.model_worker_batch import SamplerForm
+from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.model_runner import ModelRunner
-from routed_experts.execution.program_table import program_jobs
 from routed_experts.models.registry import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 
@@ -164,7 +164,7 @@ def programs(name, monkeypatch):
     the greedy one."""
 
     def wanted(runner):
-        jobs = program_jobs(runner.state, runner.spec, runner.config)
+        jobs = lowerings(runner.state, runner.spec, runner.config)
         needed = {
             key: job for key, job in jobs.items() if key[0] in ("forward", "score") or key[-1] is SamplerForm.GREEDY
         }

@@ -19,13 +19,13 @@ from routed_experts import Engine
 from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import DEFAULT_BACKENDS
+from routed_experts.engine.build.builder import DEFAULT_BACKENDS
+from routed_experts.execution.aot_programs import RunnerConfig, lowerings
 from routed_experts.execution.forward_batch import BatchShape
-from routed_experts.execution.program_table import RunnerConfig, program_jobs
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models.config_reader import ConfigReader
+from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.registry import FAMILIES, ModelFolder
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
@@ -229,7 +229,7 @@ def lowered_size(values, num_layers):
     )
     shape = BatchShape(mode=ForwardMode.EXTEND, num_tokens=32, num_requests=4, table_width=8)
     runner = RunnerConfig(pool=pool, num_request_slots=5, shapes=(shape,), vocab_size=VOCAB_SIZE)
-    return len(program_jobs(state, spec, runner)["forward", shape]().as_text())
+    return len(lowerings(state, spec, runner)["forward", shape]().as_text())
 
 
 PERIODIC = {

@@ -13,7 +13,7 @@ from oracles.families import CASES, Oracle
 from routed_experts import Engine
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import assemble
+from routed_experts.engine.build.builder import build_engine
 from routed_experts.models.registry import ModelFolder
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply", "compiled_at_first_use")
@@ -93,14 +93,14 @@ def test_a_module_of_two_dtypes_is_refused_when_an_engine_is_built(tmp_path, moe
     with pytest.raises(
         ConfigError, match=r"bfloat16 \(embed, .*; 1 are float32 \(norm, \.\.\.\); wanted one of .*; cast: nnx"
     ) as caught:
-        assemble(ServerArgs(moe_backend=moe_backend, **ENGINE), model=model)
+        build_engine(ServerArgs(moe_backend=moe_backend, **ENGINE), model=model)
     assert "\n" not in str(caught.value)
     nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(model)))  # as the error says
-    assemble(ServerArgs(moe_backend="reference", **ENGINE), model=model)
+    build_engine(ServerArgs(moe_backend="reference", **ENGINE), model=model)
 
 
 def test_a_module_of_a_dtype_that_no_kernel_computes_in_is_refused(tmp_path):
     model = ModelFolder.open(Oracle(CASES["Llama"], tmp_path).folder).load(jnp.dtype(jnp.float32))
     nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.int8), nnx.state(model)))
     with pytest.raises(ConfigError, match=r"are int8 .* wanted one of bfloat16, float16, float32"):
-        assemble(ServerArgs(**ENGINE), model=model)
+        build_engine(ServerArgs(**ENGINE), model=model)

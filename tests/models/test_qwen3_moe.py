@@ -11,17 +11,17 @@ from flax import nnx
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.routed_experts import expert_id_dtype
+from routed_experts.execution.aot_programs import RunnerConfig, lowerings
 from routed_experts.execution.forward_batch import BatchShape
-from routed_experts.execution.program_table import RunnerConfig, program_jobs
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.attention import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.memory.kv_pool import KVPoolSpec
-from routed_experts.models.config_reader import ConfigReader
-from routed_experts.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from routed_experts.replay.forward import RoutedBatch, forward
-from tiny import tiny_config
+from support.tiny import tiny_config
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
@@ -125,7 +125,7 @@ def lowered_step(config, *, capture):
     )
     shape = BatchShape(mode=ForwardMode.EXTEND, num_tokens=32, num_requests=4, table_width=4)
     runner = RunnerConfig(pool=pool, num_request_slots=5, shapes=(shape,), vocab_size=config.vocab_size)
-    return program_jobs(state, spec, runner)["forward", shape]()
+    return lowerings(state, spec, runner)["forward", shape]()
 
 
 LOWERED = {
@@ -185,7 +185,7 @@ def test_a_dense_model_has_no_ids(model):
 def test_a_tied_head_is_the_embedding(model):
     tied = Qwen3Moe(read(tie_word_embeddings=True, num_hidden_layers=1), rngs=nnx.Rngs(0), dtype=jnp.float32)
     assert tied.head is None
-    assert np.array_equal(tied.unembedding(), tied.embed[...].T)
+    assert np.array_equal(tied.lm_head(), tied.embed[...].T)
     hidden = jnp.asarray(np.random.default_rng(1).standard_normal((3, 64)), jnp.float32)
     np.testing.assert_allclose(tied.logits(hidden), np.asarray(hidden) @ np.asarray(tied.embed[...]).T, atol=1e-5)
-    assert model.head is not None and model.unembedding().shape == (64, 313)
+    assert model.head is not None and model.lm_head().shape == (64, 313)

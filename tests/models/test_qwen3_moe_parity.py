@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from routed_experts import Engine, extract_routed_experts_from_meta_info
-from tiny import write_hf_qwen3_moe
+from support.tiny import write_hf_qwen3_moe
 
 pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
 

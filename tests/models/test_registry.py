@@ -11,9 +11,9 @@ from safetensors.numpy import save_file
 
 from routed_experts import Engine
 from routed_experts.core.errors import CheckpointError
-from routed_experts.models.checkpoint import save
+from routed_experts.models.loading.checkpoint import save
 from routed_experts.models.registry import FAMILIES, ModelFolder
-from tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
+from support.tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 SMALL = dict(
     num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, hidden_size=16, head_dim=8, intermediate_size=24
@@ -111,8 +111,8 @@ def test_a_missing_head_is_no_fault_of_a_tied_model_and_an_equal_one_is_surplus(
     assert "head" not in arrays_of(tied)
     config, tensors = tiny_config(tie_word_embeddings=True, **SMALL), tiny_tensors(tiny_config(**SMALL))
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
-    surplus = save(tmp_path / "surplus", config, tensors)
-    assert "head" not in arrays_of(surplus)
+    ignored_tensors = save(tmp_path / "surplus", config, tensors)
+    assert "head" not in arrays_of(ignored_tensors)
     tensors["lm_head.weight"][-1, -1] += 1
     with pytest.raises(
         CheckpointError, match=r"tie_word_embeddings=true, but lm_head.weight differs from model.embed_tokens.weight"

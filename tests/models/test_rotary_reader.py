@@ -7,8 +7,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from routed_experts.core.errors import CheckpointError
-from routed_experts.models.config_reader import ConfigReader
-from routed_experts.models.rotary_reader import read_rotary
+from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.base.rotary_reader import read_rotary
 
 HEAD_DIM, LENGTH = 16, 256
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)

@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from routed_experts.core.errors import CheckpointError
-from routed_experts.models import tensor_file
-from routed_experts.models.checkpoint import Checkpoint, WeightSource, save
-from routed_experts.models.tensor_file import TensorFile
-from routed_experts.models.weight_loader import load
+from routed_experts.models.loading import tensor_file
+from routed_experts.models.loading.checkpoint import Checkpoint, WeightSource, save
+from routed_experts.models.loading.tensor_file import TensorFile
+from routed_experts.models.loading.weight_loader import load
 
 
 def sides(size):

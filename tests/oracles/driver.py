@@ -10,17 +10,17 @@ from types import MappingProxyType
 
 import numpy as np
 
-import at_first_use
 from oracles.tapped import PLAIN, Tap
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import assemble
-from routed_experts.engine.backends import Offer
-from routed_experts.engine.core import EngineCore
+from routed_experts.engine.build.backends import BackendEntry
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.engine.loop.core import EngineCore
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.scheduling.scheduler import Scheduler
+from support import at_first_use
 
 
 def request(
@@ -69,10 +69,10 @@ class Bench:
         self.tap = Tap(self.spec.num_moe_layers, kernels)
         registry = self.tap.registry
         if attention is not None:
-            offers = {**registry.attention, attention.name: Offer(load=lambda: attention)}
+            offers = {**registry.attention, attention.name: BackendEntry(load=lambda: attention)}
             registry = dataclasses.replace(registry, attention=MappingProxyType(offers))
         with at_first_use.compiled():
-            self.assembly = assemble(self.args, model=model, registry=registry)
+            self.assembly = build_engine(self.args, model=model, registry=registry)
         self.runner = self.assembly.core.runner
         self._weights, self._version = self.runner.state, self.runner.weight_version
 

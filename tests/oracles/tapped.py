@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
-from routed_experts.engine.backends import BackendRegistry, Offer
+from routed_experts.engine.build.backends import BackendEntry, BackendRegistry
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import ALL_EXPERTS, MoeBackend, reference_experts
 
@@ -37,7 +37,7 @@ class Tap:
     def registry(self):
         """The engine's backends, and "tapped"; "untapped" is what stands behind the tap."""
         registry = BackendRegistry()
-        more = {"tapped": Offer(load=lambda: self.kernels), "untapped": Offer(load=lambda: self._kernels)}
+        more = {"tapped": BackendEntry(load=lambda: self.kernels), "untapped": BackendEntry(load=lambda: self._kernels)}
         return dataclasses.replace(registry, moe=MappingProxyType({**registry.moe, **more}))
 
     def clear(self):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from routed_experts.core.errors import ConfigError, PlacementError
 from routed_experts.core.placement import Placement
 from routed_experts.placement.balance import device_load, eplb_balancedness, eplb_balancedness_weighted, num_copies
+from routed_experts.placement.cost_model import judge
 from routed_experts.placement.eplb import rebalance
-from routed_experts.placement.gate import judge
-from routed_experts.placement.relabel import relabel
+from routed_experts.placement.match_devices import relabel
 
 
 def drifted(seed, *, num_experts=10, num_instances=16, num_devices=4):

@@ -13,9 +13,9 @@ from routed_experts import placement
 from routed_experts.core.errors import PlacementError, RoutingAlignmentError
 from routed_experts.core.placement import Placement, ResidencyMap
 from routed_experts.core.routing_stats import RoutingStats
-from routed_experts.layers.selection_checks import expert_capacity
-from routed_experts.layers.selection_reference import sequential_selection
-from routed_experts.layers.waterfill import waterfill_replicas
+from routed_experts.layers.balanced_selection.checks import expert_capacity
+from routed_experts.layers.balanced_selection.reference import sequential_selection
+from routed_experts.layers.balanced_selection.waterfill import waterfill_replicas
 from routed_experts.placement import AdaptiveResidency
 
 LOGITS = np.random.default_rng(5).normal(0, 1.2, (3, 16))

@@ -7,8 +7,8 @@ import pytest
 
 from replay.records import SPEC, random_record
 from routed_experts import RoutingAlignmentError
-from routed_experts.capture.wire import npy_bytes, record_from_npy
-from routed_experts.core.routed_experts import sidecar_of
+from routed_experts.core.routed_experts import to_metadata
+from routed_experts.formats.wire import npy_bytes, record_from_npy
 from routed_experts.replay import Sample, align, zigzag_order
 from routed_experts.replay.check import repeated_rows
 
@@ -244,7 +244,7 @@ def test_reading_and_cutting_rows_copies_none():
     batch."""
     record = random_record(np.random.default_rng(5), 400)
     encoded = npy_bytes(record.ids)
-    read = record_from_npy(encoded, sidecar_of(record, payload_format="npy").to_json())
+    read = record_from_npy(encoded, to_metadata(record, payload_format="npy").to_json())
     there = np.frombuffer(encoded, np.uint8)
     assert np.shares_memory(read.ids, there) and np.shares_memory(read[100:200].ids, there)
     batch = align([Sample(read, 400)], layout="pad_right", seq_len=400, spec=SPEC)

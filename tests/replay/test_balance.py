@@ -14,11 +14,11 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.routing import LayerRouting
+from routed_experts.models.decoder.sparse_block import route
 from routed_experts.models.registry import ModelFolder
-from routed_experts.models.sparse_block import route
 from routed_experts.replay import RoutedBatch, balance_loss, forward
-from routed_experts.replay.tape import BalanceTape, RoutingTape
-from tiny import VOCAB_SIZE, write_tiny_checkpoint
+from routed_experts.replay.recorder import BalanceRecorder, RoutingRecorder
+from support.tiny import VOCAB_SIZE, write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
@@ -40,7 +40,7 @@ def test_a_layer_counts_what_a_loop_counts(law, on):
     capture = CaptureSpec(num_hidden_layers=2, layer_ids=(0, 1), num_experts=spec.num_experts, top_k=spec.top_k)
 
     def run(logits, bias, replayed, valid, counted):
-        tape = RoutingTape.start(len(logits), capture, BalanceTape.start(counted, capture, on))
+        tape = RoutingRecorder.start(len(logits), capture, BalanceRecorder.start(counted, capture, on))
         given = {"spec": spec, "kernels": Kernels(moe=MOE_BACKENDS["reference"]), "bias": bias if spec.biased else None}
         return route(logits, LayerRouting(replayed, valid), jnp.int32(1), tape, **given)[1].balance.told()
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import cheaply
-from kernels import MOE
 from routed_experts import Engine, extract_routed_experts_from_meta_info
 from routed_experts.models.registry import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
-from tiny import VOCAB_SIZE, write_tiny_checkpoint
+from support import cheaply
+from support.kernels import MOE
+from support.tiny import VOCAB_SIZE, write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
 

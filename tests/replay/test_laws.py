@@ -15,9 +15,9 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.routing import LayerRouting, RouterSpec
-from routed_experts.models.interface import TokenRouting, layers_of, rematerialised
-from routed_experts.models.sparse_block import ExpertWeights, route, run_experts
-from routed_experts.replay.tape import RoutingTape
+from routed_experts.models.base.interface import TokenRouting, checkpointed, slice_layers
+from routed_experts.models.decoder.sparse_block import ExpertWeights, route, run_experts
+from routed_experts.replay.recorder import RoutingRecorder
 
 QUICK = {"xla_backend_optimization_level": 0}  # gradients are compared with a tolerance: compile them cheaply
 LAYERS, TOKENS, DIM, WIDTH = 3, 20, 8, 6
@@ -60,9 +60,9 @@ def stack(params, x, routed, spec, remat):
         return (x + y, tape), None
 
     columns = jnp.arange(LAYERS, dtype=jnp.int32)
-    body = rematerialised(layer) if remat else layer
+    body = checkpointed(layer) if remat else layer
     (x, tape), _ = jax.lax.scan(
-        body, (x, RoutingTape.start(TOKENS, capture)), (columns, params, layers_of(routed, 0, LAYERS))
+        body, (x, RoutingRecorder.start(TOKENS, capture)), (columns, params, slice_layers(routed, 0, LAYERS))
     )
     return x, tape
 

@@ -12,11 +12,11 @@ import pytest
 from flax import nnx
 
 from routed_experts import Engine, RoutingAlignmentError, RoutingReplayError
-from routed_experts.capture.meta_info import record_from_meta_info
 from routed_experts.demo import demo_model_path
+from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.registry import ModelFolder
 from routed_experts.replay import CanaryGate, RoutedBatch, Sample, align, canary, forward, mismatch_report
-from tiny import write_tiny_checkpoint
+from support.tiny import write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
 

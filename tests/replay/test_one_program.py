@@ -14,8 +14,8 @@ from flax import nnx
 from routed_experts import Engine
 from routed_experts.models.registry import ModelFolder
 from routed_experts.replay import RoutedBatch, Sample, align, forward
-from serving import SMALL
-from tiny import VOCAB_SIZE, write_tiny_checkpoint
+from support.serving import SMALL
+from support.tiny import VOCAB_SIZE, write_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from model_steps import tiny_model
 from routed_experts.replay import RoutedBatch, forward
+from support.model_steps import tiny_model
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numpy_device import source
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.io_struct import RoutedExpertsRequest
 from routed_experts.core.model_worker_batch import FROM_DEVICE, MAX_BIAS, ForwardMode, SamplerForm
@@ -15,6 +14,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.memory.req_to_token_pool import ReqToTokenPool
 from routed_experts.scheduling.batch_builder import BatchBuilder
 from routed_experts.scheduling.schedule_batch import Req, Row
+from support.numpy_device import source
 
 PAGE, CONTEXT, VOCAB, LIMIT = 4, 32, 97, 6
 BUCKETS = Buckets.of(

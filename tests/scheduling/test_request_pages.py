@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from numpy_device import source
 from routed_experts.scheduling.request_pages import RequestPages, pages_for
 from routed_experts.scheduling.schedule_batch import Req, ReqState
+from support.numpy_device import source
 
 PAGE = 4
 
@@ -19,8 +19,8 @@ def admitted(pages, prompt, *, space=None, spare=0, **named):
     """A running request whose prompt has been fed and read back."""
     req = Req(source(prompt, max_tokens=8, **named))
     assert pages.admit(req, space, spare=spare)
-    req.state, req.num_fed = ReqState.RUNNING, req.num_known
-    req.num_read = req.num_fed
+    req.state, req.num_dispatched = ReqState.RUNNING, req.num_known
+    req.num_committed = req.num_dispatched
     req.is_prefilled = True
     return req
 
@@ -105,13 +105,13 @@ def test_a_flush_frees_the_idle_and_running_requests_go_on():
 def test_every_page_that_changes_hands_is_reported_once():
     pages = make_pages()
     req = admitted(pages, range(10))
-    handed_out = pages.take_changed()
+    handed_out = pages.drain_changed_pages()
     assert sorted(handed_out) == sorted(pages.table.pages[req.slot, :3])
-    assert pages.take_changed().size == 0
+    assert pages.drain_changed_pages().size == 0
     pages.release(req, None, keep=True)
-    assert pages.take_changed().tolist() == [handed_out[2]]  # two full pages stay in the cache
+    assert pages.drain_changed_pages().tolist() == [handed_out[2]]  # two full pages stay in the cache
     pages.flush()
-    assert sorted(pages.take_changed()) == sorted(handed_out[:2])
+    assert sorted(pages.drain_changed_pages()) == sorted(handed_out[:2])
 
 
 def test_owned_slots_are_those_of_requests_and_cache():

@@ -4,7 +4,6 @@ test_scheduler_machine.py."""
 import numpy as np
 import pytest
 
-from numpy_device import VOCAB, NumpyDevice, logprob_of, says, source
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.errors import QueueFullError
 from routed_experts.core.io_struct import FinishReason
@@ -12,6 +11,7 @@ from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
+from support.numpy_device import VOCAB, NumpyDevice, logprob_of, says, source
 
 PAGE = 4
 

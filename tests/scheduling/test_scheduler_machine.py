@@ -12,13 +12,13 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from numpy_device import VOCAB, NumpyDevice, says, source
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.io_struct import FinishReason
 from routed_experts.core.model_worker_batch import ALL_GENERATED
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler
+from support.numpy_device import VOCAB, NumpyDevice, says, source
 
 CONTEXT = 48
 

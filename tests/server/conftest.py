@@ -2,8 +2,8 @@
 
 import pytest
 
-from http_server import running
-from serving import borrow
+from support.http_server import running
+from support.serving import borrow
 
 
 @pytest.fixture(scope="package")

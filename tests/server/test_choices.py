@@ -4,7 +4,7 @@ import pytest
 
 from oracles.driver import request
 from routed_experts.core.io_struct import BatchStrOut, FinishReason, Logprobs, TokenIDOut
-from routed_experts.server.choices import Choice
+from routed_experts.server.openai.choice_state import Choice
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -14,12 +14,12 @@ import httpx
 import numpy as np
 import pytest
 
-from http_server import error_of, running, stream
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.server import sse
 from routed_experts.server.http_protocol import LimitedProtocol
-from routed_experts.server.routing_store import KeptRows
-from serving import assert_idle, on_engine_thread
+from routed_experts.server.routing.store import KeptRows
+from support.http_server import error_of, running, stream
+from support.serving import assert_idle, on_engine_thread
 
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 TRIALS = 50  # of each of the six kinds

@@ -9,13 +9,13 @@ import threading
 import numpy as np
 import pytest
 
-from http_server import error_of, stream
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.engine.tokenizer import Tokenizer
-from routed_experts.server import routing_routes
+from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.server.limits import INLINE_BYTES, MAX_UNKNOWN_NAMES, MAX_WAITING_PAUSES
-from routed_experts.server.routing_store import KeptRows
-from serving import on_engine_thread
+from routed_experts.server.routing import routes
+from routed_experts.server.routing.store import KeptRows
+from support.http_server import error_of, stream
+from support.serving import on_engine_thread
 
 FILLER = {"user": "x" * INLINE_BYTES}  # a body of this size is large, whatever else it says
 
@@ -36,7 +36,7 @@ def seen(monkeypatch):
 
     for name in ("encode", "decode", "token_string"):
         watch(Tokenizer, name)
-    watch(routing_routes, "npy_bytes")
+    watch(routes, "npy_bytes")
     return calls
 
 
@@ -153,7 +153,7 @@ def test_pauses_that_wait_keep_threads_from_nobody(server, engine):
         threads = [threading.Thread(target=pause) for _ in range(MAX_WAITING_PAUSES)]
         for thread in threads:
             thread.start()
-        while server.service.waiting_room.num_taken < MAX_WAITING_PAUSES:
+        while server.service.pause_executor.num_taken < MAX_WAITING_PAUSES:
             assert server.client.get("/health/live").status_code == 200
         assert server.client.get("/metrics", timeout=5).status_code == 200
         assert server.post("/tokenize", {"prompt": "a", **FILLER}, timeout=5).status_code == 200

@@ -9,10 +9,10 @@ import time
 import numpy as np
 import pytest
 
-from http_server import error_of, running
-from routed_experts.capture import record_from_npy, record_from_response
-from serving import assert_idle, on_engine_thread, serve
-from tiny import write_tiny_checkpoint
+from routed_experts.formats import record_from_npy, record_from_response
+from support.http_server import error_of, running
+from support.serving import assert_idle, on_engine_thread, serve
+from support.tiny import write_tiny_checkpoint
 
 LONG = {
     "input_ids": [5, 6, 7],

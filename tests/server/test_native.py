@@ -5,10 +5,10 @@ import base64
 import numpy as np
 import pytest
 
-from http_server import error_of, running, stream
 from routed_experts import extract_routed_experts_from_meta_info
-from serving import on_engine_thread, serve
-from tiny import write_tiny_checkpoint
+from support.http_server import error_of, running, stream
+from support.serving import on_engine_thread, serve
+from support.tiny import write_tiny_checkpoint
 
 PROMPT = "The router scores every expert"
 GREEDY = {"temperature": 0, "max_new_tokens": 8}

@@ -5,8 +5,8 @@ from itertools import chain
 
 import pytest
 
-from http_server import error_of, stream
-from serving import letters
+from support.http_server import error_of, stream
+from support.serving import letters
 
 PROMPT = "The router scores every expert"
 GREEDY = {"temperature": 0, "max_tokens": 8}

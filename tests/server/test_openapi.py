@@ -15,10 +15,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from http_server import running
 from routed_experts.server.app import TABLE
-from serving import assert_idle, serve
-from tiny import write_tiny_checkpoint
+from support.http_server import running
+from support.serving import assert_idle, serve
+from support.tiny import write_tiny_checkpoint
 
 NUM_CASES = 60  # of each operation and kind
 CHECKS = [

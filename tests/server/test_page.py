@@ -10,10 +10,10 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
-from http_server import running, stream
-from routed_experts.capture import record_from_meta_info
+from routed_experts.formats import record_from_meta_info
+from support.http_server import running, stream
 
-HTML = (files("routed_experts.server") / "page.html").read_text(encoding="utf-8")
+HTML = (files("routed_experts.server") / "playground.html").read_text(encoding="utf-8")
 
 
 class Links(HTMLParser):

@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-from http_server import error_of, running
 from routed_experts.core.errors import ConfigError
 from routed_experts.server.app import TABLE
 from routed_experts.server.body import _check_depth
 from routed_experts.server.errors import ApiError
 from routed_experts.server.fields import nearest
 from routed_experts.server.limits import HEADER_TIMEOUT_S, MAX_HEADER_BYTES, MAX_JSON_DEPTH, ServerSettings
+from support.http_server import error_of, running
 
 KEY, ADMIN = "key-of-users-1", "key-of-admins-1"
 PATHS = sorted(

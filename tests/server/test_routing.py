@@ -9,11 +9,11 @@ import json
 import numpy as np
 import pytest
 
-from http_server import error_of, running, stream
-from routed_experts.capture import record_from_meta_info, record_from_npy, record_from_response
-from routed_experts.capture.meta_info import extract_routed_experts_from_meta_info
 from routed_experts.core.routed_experts import read_record_bytes
-from serving import borrow
+from routed_experts.formats import record_from_meta_info, record_from_npy, record_from_response
+from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
+from support.http_server import error_of, running, stream
+from support.serving import borrow
 
 PROMPT = "The router scores every expert"
 L, M, K = 4, 3, 4  # layers, MoE layers and experts a token of the tiny MoE
@@ -390,7 +390,7 @@ def test_streamed_rows_of_a_long_prompt_come_in_pieces(server, engine):
         ("/v1/completions", {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "temperature": 0}),
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("routed_experts.server.dialects.MAX_EVENT_PAYLOAD", 8 * 1024)
+            patch.setattr("routed_experts.server.routing.response.MAX_EVENT_PAYLOAD", 8 * 1024)
             events = stream(server, path, {**said, **wish})
         holders = [one for one in events if "routed_experts_info" in json.dumps(one)]
         pieces = [record_from_response(one) for one in holders]

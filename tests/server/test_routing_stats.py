@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from http_server import error_of, running
-from routed_experts.capture import record_from_response
-from routed_experts.server.routing_stats import load_entropy, load_imbalance
-from serving import borrow, on_engine_thread
+from routed_experts.formats import record_from_response
+from routed_experts.server.routing.stats import load_entropy, load_imbalance
+from support.http_server import error_of, running
+from support.serving import borrow, on_engine_thread
 
 BODY = {
     "input_ids": list(range(3, 40)),

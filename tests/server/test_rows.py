@@ -2,8 +2,8 @@
 
 import pytest
 
-from http_server import error_of, stream
-from routed_experts.capture import record_from_response
+from routed_experts.formats import record_from_response
+from support.http_server import error_of, stream
 
 PROMPT = "the router scores every expert"
 

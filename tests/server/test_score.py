@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from http_server import error_of, running
-from routed_experts.capture import record_from_npy, record_from_response
-from routed_experts.capture.wire import encode_routed_experts
+from routed_experts.formats import record_from_npy, record_from_response
+from routed_experts.formats.wire import encode_routed_experts
 from routed_experts.server.limits import MAX_SCORING_CALLS
-from serving import borrow, serve
-from tiny import write_tiny_checkpoint
+from support.http_server import error_of, running
+from support.serving import borrow, serve
+from support.tiny import write_tiny_checkpoint
 
 TOKENS, OTHERS = [5, 9, 200, 17, 3, 88, 41, 7], [11, 12, 13]
 
@@ -84,11 +84,11 @@ def test_routes_that_no_router_takes_are_executed(engine, server):
 
 
 def test_many_tokens_are_scored_some_after_the_others(engine, server, monkeypatch):
-    monkeypatch.setattr("routed_experts.server.score.SCORED_TOGETHER", len(TOKENS))
+    monkeypatch.setattr("routed_experts.server.routing.score.SCORED_TOGETHER", len(TOKENS))
     told = score(server, token_ids=[TOKENS, OTHERS, TOKENS])["data"]
     for one, alone in zip(told, engine.score([TOKENS, OTHERS, TOKENS]), strict=True):
         np.testing.assert_allclose(one["logprobs"], alone.logprobs, atol=1e-5)
-    monkeypatch.setattr("routed_experts.server.score.MAX_SCORED_TOKENS", 10)
+    monkeypatch.setattr("routed_experts.server.routing.score.MAX_SCORED_TOKENS", 10)
     assert "at most 10 a call" in error_of(server.post("/v1/score", {"token_ids": [TOKENS] * 11}), 400)["message"]
 
 

@@ -19,16 +19,16 @@ import pybase64
 import pytest
 
 import routed_experts
-from http_server import error_of
-from routed_experts.capture import record_from_response
 from routed_experts.cli import main, make_parser
 from routed_experts.demo import demo_model_path
-from routed_experts.engine.serving import EngineDoor
+from routed_experts.engine.async_engine import AsyncEngine
+from routed_experts.formats import record_from_response
 from routed_experts.server.limits import ServerSettings
 from routed_experts.server.run import EXIT_DEAD, ServerProcess, bind, url_of
-from routed_experts.server.service import Service
-from serving import SMALL
-from tiny import write_tiny_checkpoint
+from routed_experts.server.state import ServerState
+from support.http_server import error_of
+from support.serving import SMALL
+from support.tiny import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "64"]
@@ -320,8 +320,8 @@ def test_an_engine_that_dies_ends_its_requests_once_and_the_process_with_3(tmp_p
     listener = bind(settings)
     url, ready, codes = url_of(listener), threading.Event(), []
     opened = routed_experts.Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL)
-    service = Service(settings, model_path="tiny")
-    process = ServerProcess(service, listener, version="0", load=lambda: EngineDoor(opened), on_ready=ready.set)
+    service = ServerState(settings, model_path="tiny")
+    process = ServerProcess(service, listener, version="0", load=lambda: AsyncEngine(opened), on_ready=ready.set)
     thread = threading.Thread(target=lambda: codes.append(process.run()))
     thread.start()
     assert ready.wait(30)

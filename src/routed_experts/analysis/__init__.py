@@ -4,7 +4,7 @@ Pictures: `draw_routing` needs routed-experts[plot], `routing_page` nothing."""
 
 from routed_experts.analysis.figures import draw_routing
 from routed_experts.analysis.html import routing_page
-from routed_experts.analysis.load import (
+from routed_experts.analysis.metrics import (
     Balance,
     RoutingDifference,
     balance,

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from routed_experts.analysis.colours import CIVIDIS, expert_palette, ink_on, scale_top
-from routed_experts.analysis.load import known_rows, utilization
+from routed_experts.analysis.colormaps import CIVIDIS, expert_palette, scale_top, text_color
+from routed_experts.analysis.metrics import known_rows, utilization
 from routed_experts.analysis.routed_text import RoutedText, printable
+from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError
-from routed_experts.core.new_file import new_file
 
 _WIDTH, _MARGIN = 10.0, 0.45  # inches
 _CHAR_PT, _LINE_PT, _FONT_PT = 5.72, 21.0, 9.5  # DejaVu Sans Mono is 0.602 em wide
@@ -70,7 +70,7 @@ def draw_routing(
     figure.text(_MARGIN / _WIDTH, 0.16 / height, caption, fontsize=8, color=_SOFT, va="center")
     named = Path(path if Path(path).suffix else f"{os.fspath(path)}.png")
     form = named.suffix.removeprefix(".")
-    with new_file(named) as part:
+    with atomic_write(named) as part:
         figure.savefig(part, format=form, dpi=dpi, metadata={"Software": None} if form == "png" else None)
 
 
@@ -118,7 +118,7 @@ def _draw_text(axes: Any, text: RoutedText, placed: Sequence[PlacedToken], layer
             box((x + 0.5, y - 6.5), width - 1, 13, boxstyle="round,pad=0,rounding_size=2", facecolor=fill, **edge)
         )
         weight = "bold" if part.token >= prompt else "normal"
-        font = {"family": "DejaVu Sans Mono", "fontsize": _FONT_PT, "weight": weight, "color": ink_on(fill)}
+        font = {"family": "DejaVu Sans Mono", "fontsize": _FONT_PT, "weight": weight, "color": text_color(fill)}
         axes.text(x, y, drawable(part.text), va="center_baseline", ha="left", parse_math=False, **font)
         if experts:
             axes.text(x + width / 2, y + 10, str(experts[0]), fontsize=4.8, color=_SOFT, ha="center", va="center")

@@ -12,8 +12,8 @@ from importlib.resources import files
 import numpy as np
 from jaxtyping import Float64
 
-from routed_experts.analysis.colours import CIVIDIS, colour_at, expert_palette, ink_on, scale_top
-from routed_experts.analysis.load import known_rows, utilization
+from routed_experts.analysis.colormaps import CIVIDIS, colour_at, expert_palette, scale_top, text_color
+from routed_experts.analysis.metrics import known_rows, utilization
 from routed_experts.analysis.routed_text import RoutedText, printable
 
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
@@ -75,7 +75,7 @@ def _span(text: RoutedText, token: int, column: int, palette: Sequence[str]) -> 
     if not experts:
         kind += ", never fed: no row" if token == text.record.num_tokens - 1 else ", no row"
     colour = palette[experts[0]] if experts else ""
-    style = f' style="background:{colour};color:{ink_on(colour)}"' if experts else ""
+    style = f' style="background:{colour};color:{text_color(colour)}"' if experts else ""
     shown = printable(text.pieces[token]).replace("\n", "↵\n") or "·"
     return f'<span class="{classes}" data-kind="{kind}"{style}>{html.escape(shown)}</span>'
 
@@ -130,7 +130,7 @@ def _script_json(texts: Sequence[RoutedText]) -> str:
         "layers": first.layer_ids,
         "top_k": first.top_k,
         "palette": palette,
-        "inks": [ink_on(colour) for colour in palette],
+        "inks": [text_color(colour) for colour in palette],
         "texts": [
             {
                 "start": text.record.start,

@@ -1,22 +1,8 @@
-"""What was routed: recording it beside the KV cache, and its wire forms. Knows nothing of models, engines or HTTP.
+"""What was routed, recorded beside the KV cache.
 
-Reading a record needs NumPy alone, so this door imports the codecs at once, and the capturer, which needs JAX, when it
-is asked for."""
+The capturer needs JAX; its names are imported on first use (PEP 562)."""
 
 from typing import TYPE_CHECKING
-
-from routed_experts.capture.meta_info import (
-    extract_routed_experts_from_meta_info,
-    record_from_meta_info,
-    record_from_response,
-)
-from routed_experts.capture.wire import (
-    decode_routed_experts,
-    encode_listed,
-    encode_meta_info,
-    encode_routed_experts,
-    record_from_npy,
-)
 
 if TYPE_CHECKING:
     from routed_experts.capture.routed_experts_capturer import (
@@ -25,19 +11,7 @@ if TYPE_CHECKING:
         set_global_experts_capturer,
     )
 
-__all__ = [
-    "RoutedExpertsCapturer",
-    "decode_routed_experts",
-    "encode_listed",
-    "encode_meta_info",
-    "encode_routed_experts",
-    "extract_routed_experts_from_meta_info",
-    "get_global_experts_capturer",
-    "record_from_meta_info",
-    "record_from_npy",
-    "record_from_response",
-    "set_global_experts_capturer",
-]
+__all__ = ["RoutedExpertsCapturer", "get_global_experts_capturer", "set_global_experts_capturer"]
 
 
 def __getattr__(name: str) -> object:

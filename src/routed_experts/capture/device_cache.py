@@ -54,7 +54,7 @@ class _RoutedExpertsDeviceCache:
     ) -> "_RoutedExpertsDeviceCache":
         """Write the executed ids of one layer. `moe_layer` is its ordinal among MoE layers, traced or not; fused shared
         experts are out. `native_ids`, what the live router chose, and its `probabilities` are for those who compare
-        (replay/tape.py); here they are not kept."""
+        (replay/recorder.py); here they are not kept."""
         wanted = (self.num_tokens, self.spec.top_k)
         assert topk_ids.shape == wanted, (
             f"ids of a layer have the shape {topk_ids.shape}; wanted {wanted}, without shared experts"

@@ -16,9 +16,9 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.routing_stats import PHASES, WINDOW_TOKENS, RoutingStats
 
 _WINDOWS = 32
-_AT_ONCE = 1 << 15  # ids: a tenth of a millisecond
-_HANDED_OVER = 1 << 18  # ids that go to the worker together
-_MOST_WAITING = 8  # such parcels; one is larger only where a single step is, of a byte or two an id
+_PARCEL_IDS = 1 << 15  # ids: a tenth of a millisecond
+_CHUNK_IDS = 1 << 18  # ids that go to the worker together
+_MAX_PENDING = 8  # such parcels; one is larger only where a single step is, of a byte or two an id
 
 NotedRows = tuple[UInt[np.ndarray, "R M*K"], Bool[np.ndarray, " R"]]
 
@@ -50,8 +50,8 @@ class ExpertCounts:
         others are of prompts."""
         self._noted.append((rows, generated))
         self._noted_ids += rows.size
-        if self._noted_ids >= _HANDED_OVER:
-            if len(self._handed) >= _MOST_WAITING:
+        if self._noted_ids >= _CHUNK_IDS:
+            if len(self._handed) >= _MAX_PENDING:
                 self._handed.popleft().result()
             self._hand_over()
 
@@ -65,7 +65,7 @@ class ExpertCounts:
 
     def add(self, rows: UInt[np.ndarray, "R M*K"], generated: Bool[np.ndarray, " R"]) -> None:
         """Count these rows now; `generated` says which are of generated tokens, the others are of prompts."""
-        low, step = 0, max(1, _AT_ONCE // rows.shape[1])
+        low, step = 0, max(1, _PARCEL_IDS // rows.shape[1])
         while low < len(rows):
             part = slice(low, low + min(step, WINDOW_TOKENS - self._filling_rows))
             assert rows[part].max(initial=0) < self._spec.num_experts, (
@@ -109,7 +109,7 @@ class ExpertCounts:
         counted next."""
         while self._handed and self._handed[0].done():
             self._handed.popleft().result()
-        if self._noted and len(self._handed) < _MOST_WAITING:
+        if self._noted and len(self._handed) < _MAX_PENDING:
             self._hand_over()
         return self._stats(self._latest, [])
 

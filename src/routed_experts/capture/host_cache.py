@@ -27,7 +27,7 @@ from routed_experts.core.routing_stats import RoutingStats
 _NUM_SHOWN = 8
 _NO_ROW = -1  # a weight version that no weights have
 _INT32 = np.dtype(np.int32)
-_MOST_STEPS = 128  # that wait to be filed
+_MAX_BUFFERED_STEPS = 128  # that wait to be filed
 _MOST_ROWS = 4096  # of theirs together, padding among them, so that filing never holds a step up for long
 
 # A step that waits to be filed: slots, rows, version, which of them live, and where its tokens come from. Plain: making
@@ -85,7 +85,7 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         on; what is wrong with them is found when they are filed."""
         self._steps.append((slots, rows, version, live, origins))
         self._noted_rows += len(rows)  # padding waits as well
-        if self._noted_rows >= _MOST_ROWS or len(self._steps) >= _MOST_STEPS:
+        if self._noted_rows >= _MOST_ROWS or len(self._steps) >= _MAX_BUFFERED_STEPS:
             self.file()
 
     def clear(self, slots: Int[np.ndarray, " R"]) -> None:
@@ -96,7 +96,7 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
     def clear_pages(self, pages: Int[np.ndarray, " P"]) -> None:
         """Forget the rows of these pages; page p holds slots [p * page_size, (p + 1) * page_size)."""
         self._forgotten.append((pages, len(self._steps)))
-        if len(self._forgotten) >= 2 * _MOST_STEPS:
+        if len(self._forgotten) >= 2 * _MAX_BUFFERED_STEPS:
             self.file()
 
     def file(self) -> None:

@@ -22,8 +22,8 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, CaptureUnsupportedError, RoutingIncompleteError
 from routed_experts.core.integrity import Violation
 from routed_experts.core.model_worker_batch import TokenOrigins
+from routed_experts.core.record_validation import version_spans_of
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.core.routing_rows import version_spans_of
 from routed_experts.core.routing_stats import RoutingStats
 
 GatheredRows = tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np.ndarray, " R"]]

@@ -1,6 +1,7 @@
 """The command line: `routed-experts COMMAND`. Knows the rooms below by their doors; the only room that reads the
 environment."""
 
+from routed_experts.cli.bootstrap import load_bar
 from routed_experts.cli.flags import (
     add_engine_flags,
     add_expert_flags,
@@ -10,7 +11,6 @@ from routed_experts.cli.flags import (
     placement_args,
 )
 from routed_experts.cli.main import main, make_parser
-from routed_experts.cli.start import load_bar
 
 __all__ = [
     "add_engine_flags",

@@ -14,13 +14,13 @@ import numpy as np
 
 from routed_experts import analysis
 from routed_experts.analysis import RoutedText
-from routed_experts.cli.record_files import SUFFIXES, Recorded, read_answers, read_records
+from routed_experts.cli.record_files import SUFFIXES, RecordFile, read_answers, read_records
+from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError, RoutingAlignmentError
-from routed_experts.core.new_file import new_file
 from routed_experts.core.routed_experts import RoutedExperts
 
 if TYPE_CHECKING:
-    from routed_experts.engine.tokenizer import Tokenizer
+    from routed_experts.engine.requests.tokenizer import Tokenizer
 
 Table = dict[str, Sequence[float]]  # columns, a value for each MoE layer
 _PICTURES = (".png", ".svg", ".pdf")
@@ -123,7 +123,7 @@ def run_report(options: argparse.Namespace) -> None:
     """A page of all records."""
     texts = _texts(options)
     page = analysis.routing_page(texts, title=_title(texts), column=_column(texts[0].record, options.layer))
-    with new_file(options.output) as part:
+    with atomic_write(options.output) as part:
         part.write_text(page, encoding="utf-8")
     print(f"wrote {options.output}: {_title(texts)}, {len(page) / 1e3:,.0f} kB")
 
@@ -140,7 +140,7 @@ def run_tokens(options: argparse.Namespace) -> None:
 
 def _texts(options: argparse.Namespace) -> list[RoutedText]:
     """Every record with the text of its tokens, as far as it is known."""
-    from routed_experts.engine.tokenizer import Tokenizer
+    from routed_experts.engine.requests.tokenizer import Tokenizer
 
     tokenizer = None if options.tokenizer is None else Tokenizer.from_directory(options.tokenizer)
     recorded = read_answers(options.files)
@@ -151,7 +151,7 @@ def _texts(options: argparse.Namespace) -> list[RoutedText]:
     ]
 
 
-def _pieces(recorded: Recorded, tokenizer: "Tokenizer | None") -> tuple[str, ...]:
+def _pieces(recorded: RecordFile, tokenizer: "Tokenizer | None") -> tuple[str, ...]:
     """Text of each token of what `generate --output` wrote; of other files squares."""
     said = recorded.answer
     if tokenizer is None or "output_ids" not in said or not ("prompt" in said or "input_ids" in said):

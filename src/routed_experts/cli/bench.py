@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from routed_experts.cli import bench_buckets
+from routed_experts.cli.bootstrap import start_jax
 from routed_experts.cli.flags import add_engine_flags, engine_args
-from routed_experts.cli.start import start_jax
+from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError
-from routed_experts.core.new_file import new_file
 from routed_experts.core.server_args import ServerArgs
 
 Row = dict[str, object]
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace, began: float) -> int:
     print_table(rows)
     if options.output is not None:
         said = {name: str(value) for name, value in vars(options).items() if name not in ("run", "measure", "api_key")}
-        with new_file(options.output) as part:
+        with atomic_write(options.output) as part:
             part.write_text(json.dumps({"command": said, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -108,12 +108,12 @@ def run_throughput(options: argparse.Namespace) -> list[Row]:
 
 
 def _engine_rows(args: ServerArgs, options: argparse.Namespace) -> list[Row]:
+    from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.engine import Engine
-    from routed_experts.engine.serving import EngineDoor
 
     rows: list[Row] = []
     with Engine(**dataclasses.asdict(args)) as engine:
-        vocab, noise = EngineDoor(engine).vocab_size, random.Random(0)
+        vocab, noise = AsyncEngine(engine).vocab_size, random.Random(0)
         for asked in (False, True) if args.enable_return_routed_experts else (False,):
             speeds: list[float] = []
             for _ in range(options.rounds + 1):

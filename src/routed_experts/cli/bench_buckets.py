@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from routed_experts.cli.bootstrap import start_jax
 from routed_experts.cli.flags import add_engine_flags, engine_args
-from routed_experts.cli.start import start_jax
-from routed_experts.core.bucket_choice import LOADS, StepCosts, choose_buckets, expected_cost, load_of
+from routed_experts.core.bucket_tuning import LOADS, StepCosts, choose_buckets, expected_cost, parse_load
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 
@@ -49,8 +49,8 @@ def run_buckets(options: argparse.Namespace) -> list[Row]:
     given = {"decode": args.precompile_bs_paddings, "extend": args.precompile_token_paddings}
     loads = [read_load(name, given) for name in (LOADS if options.load is None else (options.load,))]
     start_jax(default_platform=None)
-    from routed_experts.engine.assembly import assemble
-    from routed_experts.engine.step_cost import candidates, measure_step_costs
+    from routed_experts.engine.build.builder import build_engine
+    from routed_experts.engine.build.step_cost import candidates, measure_step_costs
 
     wide = dataclasses.replace(
         args,
@@ -60,7 +60,7 @@ def run_buckets(options: argparse.Namespace) -> list[Row]:
         chunked_prefill_size=None,
         max_prefill_tokens=None,
     )
-    assembly = assemble(wide, load_format="dummy" if options.config_only else "auto")
+    assembly = build_engine(wide, load_format="dummy" if options.config_only else "auto")
     decode, extend = measure_step_costs(assembly, wide, rounds=options.rounds)
     return bucket_rows({"decode": decode, "extend": extend}, given, loads, most=options.most)
 
@@ -96,7 +96,7 @@ def read_load(name: str, given: Mapping[str, tuple[int, ...]]) -> tuple[str, Map
     """A load by its name or from its file, for steps of up to the largest given sizes; sizes above them are cut off by
     the engine, too. Raises ConfigError for what is no load."""
     if not name.endswith(".json"):
-        return name, {step: load_of(name, sizes[-1]) for step, sizes in given.items()}
+        return name, {step: parse_load(name, sizes[-1]) for step, sizes in given.items()}
     try:
         told = json.loads(Path(name).read_text(encoding="utf-8"))
         counts: dict[str, dict[int, float]] = {step: _counts(told[step], sizes[-1]) for step, sizes in given.items()}

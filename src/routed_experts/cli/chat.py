@@ -5,8 +5,8 @@ import dataclasses
 import sys
 from typing import Any, cast
 
+from routed_experts.cli.bootstrap import load_bar, start_jax
 from routed_experts.cli.flags import add_engine_flags, engine_args
-from routed_experts.cli.start import load_bar, start_jax
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.server_args import ServerArgs
 

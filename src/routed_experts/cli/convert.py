@@ -10,15 +10,15 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from routed_experts.capture.answer_file import decode_answers, holds_answers
-from routed_experts.capture.meta_info import record_from_response
-from routed_experts.capture.wire import encode_listed, encode_meta_info
 from routed_experts.cli.record_files import lines_of
-from routed_experts.core.array_files import write_arrays
+from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError, RoutingFormatError
-from routed_experts.core.new_file import new_file
+from routed_experts.core.npz_io import write_arrays
 from routed_experts.core.record_forms import FORMS
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.formats.answer_archive import decode_answers, holds_answers
+from routed_experts.formats.meta_info import record_from_response
+from routed_experts.formats.wire import encode_as_lists, encode_meta_info
 
 WIRE_FORMATS = ("int32", "npy", "list")
 _T = TypeVar("_T")
@@ -54,10 +54,10 @@ def run(options: argparse.Namespace, began: float) -> int:
     record = _read(options.source, choice=options.choice, line=options.line)
     target: Path = options.target
     if target.suffix == ".safetensors":
-        with new_file(target) as part:
+        with atomic_write(target) as part:
             part.write_bytes(record.to_bytes())
     elif target.suffix == ".json":
-        with new_file(target) as part:
+        with atomic_write(target) as part:
             part.write_text(json.dumps({"meta_info": _wire(record, options)}) + "\n", encoding="utf-8")
     elif target.suffix in (".npy", ".npz"):
         _write_arrays(record, target, options)
@@ -107,7 +107,7 @@ def _known(record: RoutedExperts | None, source: Path) -> RoutedExperts:
 def _wire(record: RoutedExperts, options: argparse.Namespace) -> dict[str, object]:
     layers = options.layers or ("all" if options.format == "int32" else "moe")
     if options.format == "list":
-        return encode_listed(record, layers=layers)
+        return encode_as_lists(record, layers=layers)
     return encode_meta_info(record, payload_format=options.format, layers=layers)
 
 
@@ -124,5 +124,5 @@ def _write_arrays(record: RoutedExperts, target: Path, options: argparse.Namespa
     else:
         encoded = io.BytesIO()  # not the file itself: NumPy does not look whether the last bytes reach it
         np.save(encoded, arrays, allow_pickle=False)
-        with new_file(target) as part:
+        with atomic_write(target) as part:
             part.write_bytes(encoded.getbuffer())

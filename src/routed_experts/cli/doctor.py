@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from routed_experts.cli.start import start_jax, version
+from routed_experts.cli.bootstrap import start_jax, version
 from routed_experts.demo import demo_model_path
 
 LIBRARIES = (
@@ -51,8 +51,8 @@ def run(options: argparse.Namespace, began: float) -> int:
 def _self_test(model: Path) -> list[str]:
     """Generate with capture, score the same tokens with the captured rows, and with rows of other tokens, which must be
     noticed."""
-    from routed_experts.capture.meta_info import record_from_meta_info
     from routed_experts.engine.engine import Engine
+    from routed_experts.formats.meta_info import record_from_meta_info
 
     faults: list[str] = []
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
 from routed_experts.core.errors import ConfigError
-from routed_experts.core.experts_config import RESIDENCIES, ExpertsConfig
+from routed_experts.core.expert_offload_config import RESIDENCIES, ExpertOffloadConfig
 from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.placement_config import ON_EXHAUSTED, PLACEMENT_MODES, PlacementConfig
 from routed_experts.core.server_args import ServerArgs
@@ -84,9 +84,9 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_expert_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one flag a field of ExpertsConfig; `residency` takes a name or the file of a plan."""
+    """Add one flag a field of ExpertOffloadConfig; `residency` takes a name or the file of a plan."""
     group = parser.add_argument_group("experts on the host")
-    for field in dataclasses.fields(ExpertsConfig):
+    for field in dataclasses.fields(ExpertOffloadConfig):
         told = "none" if field.default is None else field.default
         of_plan = {"metavar": "|".join((*RESIDENCIES, "FILE.npz"))}
         taken: dict[str, Any] = of_plan if field.name == "residency" else taking(field.type)
@@ -94,14 +94,14 @@ def add_expert_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taken)
 
 
-def expert_args(options: argparse.Namespace) -> ExpertsConfig:
+def expert_args(options: argparse.Namespace) -> ExpertOffloadConfig:
     """How experts are to be shared out; without any of those flags, not at all. Raises ConfigError, and what reading a
     plan raises."""
     given = vars(options)
-    fields = {field.name: given[field.name] for field in dataclasses.fields(ExpertsConfig) if field.name in given}
+    fields = {field.name: given[field.name] for field in dataclasses.fields(ExpertOffloadConfig) if field.name in given}
     if str(fields.get("residency", "")).endswith(".npz"):
         fields["residency"] = ResidencyMap.read(fields["residency"])
-    return ExpertsConfig(**fields)
+    return ExpertOffloadConfig(**fields)
 
 
 def add_placement_flags(parser: argparse.ArgumentParser) -> None:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from routed_experts.capture.answer_file import FiledAnswer, encode_answers
-from routed_experts.capture.meta_info import record_from_meta_info
+from routed_experts.cli.bootstrap import load_bar, start_jax
 from routed_experts.cli.flags import (
     add_engine_flags,
     add_expert_flags,
@@ -24,10 +23,11 @@ from routed_experts.cli.flags import (
     expert_args,
     placement_args,
 )
-from routed_experts.cli.start import load_bar, start_jax
+from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError
-from routed_experts.core.new_file import new_file
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.formats.answer_archive import ArchivedAnswer, encode_answers
+from routed_experts.formats.meta_info import record_from_meta_info
 
 if TYPE_CHECKING:
     from routed_experts.engine.engine import Engine
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, began: float) -> int:
     )
     filed = options.output is not None and options.output.suffix == ".safetensors"
     with ExitStack() as stack:
-        lent = None if options.output is None else new_file(options.output) if filed else _new_lines(options.output)
+        lent = None if options.output is None else atomic_write(options.output) if filed else _new_lines(options.output)
         part = None if lent is None else stack.enter_context(lent)
         start_jax(default_platform=None)
         from routed_experts.engine.engine import Engine
@@ -90,7 +90,7 @@ def _new_lines(path: Path) -> Generator[Path, None, None]:
     """A new file of which an error or Ctrl-C leaves the whole lines; where they are is told on standard error."""
     part: Path | None = None
     try:
-        with new_file(path, keep=True) as part:
+        with atomic_write(path, keep=True) as part:
             yield part
     except BaseException:
         if part is not None and part.is_file() and part != Path(os.path.realpath(path)):
@@ -110,13 +110,13 @@ def _keep_lines(part: Path) -> None:
             print(f"{num_lines} answers so far are kept, a line each, in {part}", file=sys.stderr)
 
 
-def _filed(engine: "Engine", answer: dict[str, Any]) -> FiledAnswer:
+def _filed(engine: "Engine", answer: dict[str, Any]) -> ArchivedAnswer:
     """An answer with the ids of its whole sequence."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None, "generate has no --skip-tokenizer-init"
     prompt = answer["input_ids"] if "input_ids" in answer else tokenizer.encode(answer["prompt"])
     token_ids = np.array([*prompt, *answer["output_ids"]], np.int32)
-    return FiledAnswer(answer=answer, token_ids=token_ids, record=record_from_meta_info(answer))
+    return ArchivedAnswer(answer=answer, token_ids=token_ids, record=record_from_meta_info(answer))
 
 
 def _answers(

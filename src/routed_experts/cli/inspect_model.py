@@ -4,8 +4,8 @@ import argparse
 import dataclasses
 import json
 
+from routed_experts.cli.bootstrap import start_jax
 from routed_experts.cli.flags import add_engine_flags, engine_args
-from routed_experts.cli.start import start_jax
 from routed_experts.core.server_args import ServerArgs
 
 
@@ -23,7 +23,7 @@ def run(options: argparse.Namespace, began: float) -> int:
     """Print what serving the model with these flags would take."""
     args = ServerArgs(**engine_args(options))
     start_jax(default_platform="cpu")
-    from routed_experts.engine.inspection import inspect_model
+    from routed_experts.engine.build.inspection import inspect_model
 
     found = inspect_model(args, load_format="dummy" if options.config_only else "auto")
     if options.json:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from routed_experts.cli import analyze, bench, chat, convert, doctor, generate, inspect_model, placement, serve, tiny
+from routed_experts.cli.bootstrap import PROGRAM, start_jax, version
 from routed_experts.cli.flags import Parser
-from routed_experts.cli.start import PROGRAM, start_jax, version
 from routed_experts.core.errors import MachineError, RoutedExpertsError
 from routed_experts.demo import demo_model_path
 
@@ -29,13 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a full disk behind it is told now
         return code
     except RoutedExpertsError as error:
-        return _complain(options.command, error, code=1 if isinstance(error, MachineError) else 2)
+        return _report_error(options.command, error, code=1 if isinstance(error, MachineError) else 2)
     except BrokenPipeError:  # the reader of our output has left
-        _give_up_output()
+        _close_stdout()
         return 1
     except OSError as error:
-        _give_up_output()
-        return _complain(options.command, error, code=1)
+        _close_stdout()
+        return _report_error(options.command, error, code=1)
     except KeyboardInterrupt:
         return 130
 
@@ -77,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _demo(options: argparse.Namespace, began: float) -> int:
     cache = start_jax(default_platform="cpu")
-    from routed_experts.demo.story import DemoOptions, run_demo
+    from routed_experts.demo.run import DemoOptions, run_demo
 
     model = demo_model_path() if options.model is None else options.model
     told = DemoOptions(
@@ -86,7 +86,7 @@ def _demo(options: argparse.Namespace, began: float) -> int:
     return run_demo(told, sys.stdout)
 
 
-def _give_up_output() -> None:
+def _close_stdout() -> None:
     """If standard output takes no more, what is left for it goes nowhere, not even at exit."""
     try:
         sys.stdout.flush()
@@ -94,6 +94,6 @@ def _give_up_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _complain(command: str, error: Exception, *, code: int) -> int:
+def _report_error(command: str, error: Exception, *, code: int) -> int:
     print(f"{PROGRAM} {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return code

@@ -11,14 +11,14 @@ import numpy as np
 from jaxtyping import Float64
 
 from routed_experts import placement
+from routed_experts.cli.bootstrap import start_jax
 from routed_experts.cli.record_files import SUFFIXES, read_records
-from routed_experts.cli.start import start_jax
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.placement import Placement, ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.placement.dispatch import DISPATCHES
-from routed_experts.placement.replay import STEP_TOKENS
+from routed_experts.placement.simulate import STEP_TOKENS
 
 Columns = dict[str, Float64[np.ndarray, " M"]]
 _RESIDENCY_STEP = 8  # tokens of a decode step, unless --step-tokens says otherwise

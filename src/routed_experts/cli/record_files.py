@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
-from routed_experts.capture.answer_file import decode_answers, holds_answers
-from routed_experts.capture.meta_info import record_from_response
 from routed_experts.core.errors import ConfigError, RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.formats.answer_archive import decode_answers, holds_answers
+from routed_experts.formats.meta_info import record_from_response
 
 SUFFIXES = (".jsonl", ".json", ".safetensors")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordFile:
     """One record, and the answer that it came in: its fields beside the rows, none for a file that is a record
     alone."""
 
@@ -28,7 +28,7 @@ def read_records(files: Iterable[Path]) -> list[RoutedExperts]:
     return [one.record for one in read_answers(files)]
 
 
-def read_answers(files: Iterable[Path]) -> list[Recorded]:
+def read_answers(files: Iterable[Path]) -> list[RecordFile]:
     """Every record of .jsonl (`generate --output`: an answer a line), .json (an answer, or a list) and .safetensors
     files (a record, or what `generate --output` wrote), in order.
 
@@ -42,7 +42,7 @@ def lines_of(text: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
-def _all_of(file: Path) -> list[Recorded]:
+def _all_of(file: Path) -> list[RecordFile]:
     try:
         records = list(_records_of(file))
     except (RoutingFormatError, UnicodeDecodeError, RecursionError) as error:
@@ -52,7 +52,7 @@ def _all_of(file: Path) -> list[Recorded]:
     return records
 
 
-def _records_of(file: Path) -> Iterator[Recorded]:
+def _records_of(file: Path) -> Iterator[RecordFile]:
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"{file} ends in {file.suffix!r}; name files that end in {', '.join(SUFFIXES)}")
     if file.suffix == ".safetensors":
@@ -66,17 +66,17 @@ def _records_of(file: Path) -> Iterator[Recorded]:
                 yield from _choices(answer, where)
 
 
-def _in_tensors(encoded: bytes) -> Iterator[Recorded]:
+def _in_tensors(encoded: bytes) -> Iterator[RecordFile]:
     """One record, or those of a file of answers."""
     if not holds_answers(encoded):
-        yield Recorded(record=RoutedExperts.from_bytes(encoded), answer={})
+        yield RecordFile(record=RoutedExperts.from_bytes(encoded), answer={})
         return
     for number, filed in enumerate(decode_answers(encoded), start=1):
         if filed.record is None:
             raise RoutingFormatError(
                 f"answer {number} holds no routed experts; generate with --enable-return-routed-experts"
             )
-        yield Recorded(record=filed.record, answer=filed.answer)
+        yield RecordFile(record=filed.record, answer=filed.answer)
 
 
 def _answers(said: str, where: str) -> list[object]:
@@ -87,7 +87,7 @@ def _answers(said: str, where: str) -> list[object]:
     return cast("list[object]", read) if isinstance(read, list) else [read]
 
 
-def _choices(answer: object, where: str) -> Iterator[Recorded]:
+def _choices(answer: object, where: str) -> Iterator[RecordFile]:
     """The records of all choices of an answer."""
     if not isinstance(answer, Mapping):
         raise RoutingFormatError(
@@ -99,4 +99,4 @@ def _choices(answer: object, where: str) -> Iterator[Recorded]:
         record = record_from_response(said, choice)
         if record is None:
             raise RoutingFormatError(f"{where} holds no routed experts; generate with --enable-return-routed-experts")
-        yield Recorded(record=record, answer=said)
+        yield RecordFile(record=record, answer=said)

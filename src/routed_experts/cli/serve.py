@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from routed_experts.cli.bootstrap import PROGRAM, load_bar, start_jax, version
 from routed_experts.cli.config_file import with_config
 from routed_experts.cli.flags import (
     add_engine_flags,
@@ -23,14 +24,13 @@ from routed_experts.cli.flags import (
     expert_args,
     placement_args,
 )
-from routed_experts.cli.start import PROGRAM, load_bar, start_jax, version
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 
 if TYPE_CHECKING:
-    from routed_experts.engine.assembly import Phase
-    from routed_experts.engine.serving import EngineDoor
-    from routed_experts.server.service import Service
+    from routed_experts.engine.async_engine import AsyncEngine
+    from routed_experts.engine.build.builder import Phase
+    from routed_experts.server.state import ServerState
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _KEYS = ("api_key", "admin_api_key")
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace, began: float) -> int:
     try:
         limits = importlib.import_module("routed_experts.server.limits")
         run_module = importlib.import_module("routed_experts.server.run")
-        service_module = importlib.import_module("routed_experts.server.service")
+        service_module = importlib.import_module("routed_experts.server.state")
     except ImportError as error:
         raise ConfigError(f"serve needs {error.name}, which is not installed; install routed-experts[serve]") from error
     names = {field.name for field in dataclasses.fields(limits.ServerSettings)}
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace, began: float) -> int:
     if not Path(args.model_path).is_dir():
         raise ConfigError(f"model {args.model_path!r} is no folder; give the path of a checkpoint")
     listener = run_module.bind(settings)
-    service: Service = service_module.Service(settings, model_path=args.model_path)
+    service: ServerState = service_module.ServerState(settings, model_path=args.model_path)
 
     def ready() -> None:
         print(_ready_line(service, time.perf_counter() - began, run_module.url_of(listener)), flush=True)
@@ -132,12 +132,12 @@ def run(options: argparse.Namespace, began: float) -> int:
     return code
 
 
-def _load(args: ServerArgs, shared: dict[str, Any], service: "Service", began: float) -> "EngineDoor":
+def _load(args: ServerArgs, shared: dict[str, Any], service: "ServerState", began: float) -> "AsyncEngine":
     """Start JAX and build the engine, a line a phase on standard error. `shared`: where its experts are."""
     start_jax(default_platform=None)
     _say_phase(service, "import", time.perf_counter() - began, "Python and JAX")
+    from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.engine import Engine
-    from routed_experts.engine.serving import EngineDoor
 
     def on_phase(phase: "Phase") -> None:
         _say_phase(service, phase.name, phase.seconds, phase.detail)
@@ -145,15 +145,15 @@ def _load(args: ServerArgs, shared: dict[str, Any], service: "Service", began: f
             print(f"  {line}", file=sys.stderr, flush=True)
 
     bar = load_bar if sys.stderr.isatty() else None
-    return EngineDoor(Engine(**dataclasses.asdict(args), **shared, on_phase=on_phase, on_load=bar, self_check=True))
+    return AsyncEngine(Engine(**dataclasses.asdict(args), **shared, on_phase=on_phase, on_load=bar, self_check=True))
 
 
-def _say_phase(service: "Service", name: str, seconds: float, detail: str) -> None:
+def _say_phase(service: "ServerState", name: str, seconds: float, detail: str) -> None:
     service.phase(f"after {name}")
     print(f"{name:<12}{seconds:7.2f} s  {detail}", file=sys.stderr, flush=True)
 
 
-def _ready_line(service: "Service", seconds: float, url: str) -> str:
+def _ready_line(service: "ServerState", seconds: float, url: str) -> str:
     """The last line of start-up: what is served, and where."""
     door = service.door
     capture = door.capture

@@ -6,8 +6,8 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
+from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError
-from routed_experts.core.new_file import new_file
 from routed_experts.demo import demo_model_path
 
 
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace, began: float) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:  # none has its name before all are written
         for file in demo_model_path().iterdir():
-            shutil.copyfile(file, stack.enter_context(new_file(folder / file.name)))
+            shutil.copyfile(file, stack.enter_context(atomic_write(folder / file.name)))
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"wrote {folder}: {', '.join(sorted(file.name for file in folder.iterdir()))} ({size / 1e6:.1f} MB)")
     print(f"try: routed-experts serve {folder} --enable-return-routed-experts")

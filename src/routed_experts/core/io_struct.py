@@ -99,7 +99,7 @@ class Logprobs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Departed:
+class ReroutingCounts:
     """Expert slots of a request that capacities moved to an expert outside their token's K best, and slots that they
     left empty."""
 
@@ -125,7 +125,7 @@ class TokenIDOut:
     routed_experts: RoutedExperts | None
     error: Exception | None = None
     exact: bool = True
-    departed: Departed | None = None
+    departed: ReroutingCounts | None = None
     queue_s: float | None = None  # from acceptance to the first step; None for one that never ran
 
 

@@ -32,7 +32,7 @@ class SamplerForm(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingColumns:
+class SamplingArrays:
     """Sampling parameters by batch row; rows that sample nothing are greedy."""
 
     temperature: Float[np.ndarray, " B"]
@@ -85,7 +85,7 @@ class ModelWorkerBatch:
     seq_lens: Int[np.ndarray, " B"]
     request_slots: Int[np.ndarray, " B"]
     page_table: Int[np.ndarray, "B W"]
-    sampling: SamplingColumns
+    sampling: SamplingArrays
     samples: tuple[bool, ...]  # by real row: does it sample a token, or is it a chunk before the last
     prompt_targets: Int[np.ndarray, " N"] | None  # next prompt token of each token, when a row asks for prompt logprobs
     return_routed_experts: tuple[bool, ...]

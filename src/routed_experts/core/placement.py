@@ -12,8 +12,8 @@ from types import MappingProxyType
 import numpy as np
 from jaxtyping import Int, Int32
 
-from routed_experts.core.array_files import read_arrays, write_arrays
 from routed_experts.core.errors import PlacementError
+from routed_experts.core.npz_io import read_arrays, write_arrays
 
 _PLACEMENT_FORMS = MappingProxyType(
     {
@@ -211,7 +211,7 @@ class ResidencyMap:
             np.int32
         )
 
-    def keeping_slots_of(self, previous: "ResidencyMap") -> "ResidencyMap":
+    def aligned_to(self, previous: "ResidencyMap") -> "ResidencyMap":
         """The same residents, of which those of `previous`, a map of the same sizes, stay in their slots: the fewest
         copies. One that comes takes the slot that it has here if somebody leaves it, else any that is left."""
         held, wanted = previous.experts, self.experts

@@ -56,7 +56,7 @@ class PlacementConfig:
             raise ConfigError(
                 f"{told}; a capacity factor and 'drop' go with mode='reroute', and 'reroute' needs a factor, such as 1.25"
             )
-        fraction_of(self.capacity_factor)
+        parse_fraction(self.capacity_factor)
         for name, value, least in (
             ("rebalance_every", self.rebalance_every, 0),
             ("layers_per_step", self.layers_per_step, 1),
@@ -104,7 +104,7 @@ def read_plan(path: str | os.PathLike[str]) -> Placement:
     return Placement.read(path)
 
 
-def fraction_of(factor: Fraction | float | str | None) -> tuple[int, int]:
+def parse_fraction(factor: Fraction | float | str | None) -> tuple[int, int]:
     """A capacity factor as numerator and denominator, a float by its decimal digits; UNBOUNDED for infinity or None.
     Raises ConfigError."""
     if factor is None or str(factor) in ("inf", "infinity"):

@@ -21,8 +21,14 @@ from jaxtyping import Bool, Float32, Int, Int32, UInt
 from routed_experts.core.capture_spec import expert_id_dtype
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.record_forms import FormShape, read_form, write_form
-from routed_experts.core.routing_rows import check_id_range, check_version_spans, valid_rows_of
-from routed_experts.core.routing_sidecar import PayloadFormat, PayloadLayers, RoutingSidecar, VersionSpans, prompt_rows
+from routed_experts.core.record_validation import check_id_range, check_version_spans, valid_rows_of
+from routed_experts.core.routed_experts_metadata import (
+    PayloadFormat,
+    PayloadLayers,
+    RoutedExpertsMetadata,
+    VersionSpans,
+    prompt_rows,
+)
 
 INFO_KEY = "routed_experts_info"
 
@@ -196,7 +202,7 @@ class RoutedExperts:
             tensors["routed_experts_weights"] = self.weights
         if self.valid is not None:
             tensors["valid"] = self.valid
-        return save(tensors, metadata={INFO_KEY: json.dumps(sidecar_of(self, payload_format="ref").to_json())})
+        return save(tensors, metadata={INFO_KEY: json.dumps(to_metadata(self, payload_format="ref").to_json())})
 
     def to(self, name: str, *, missing: str = "error", dense_fill: int = -1) -> Any:
         """Convert to the arrays of another framework: sglang int32 [R, L, K] (dense layers `dense_fill`), vllm uint8 or
@@ -244,7 +250,7 @@ def read_record_bytes(encoded: bytes) -> tuple[RoutedExperts, Int32[np.ndarray, 
         raise RoutingFormatError(
             f"{len(encoded)} bytes are no record in safetensors form: {cause!r}; wanted what to_bytes made"
         ) from cause
-    sidecar = RoutingSidecar.from_json(info)
+    sidecar = RoutedExpertsMetadata.from_json(info)
     record = record_of(ids, sidecar, weights=tensors.get("routed_experts_weights"), valid=tensors.get("valid"))
     token_ids = tensors.get("token_ids")
     if token_ids is not None and (token_ids.shape != (record.num_tokens,) or token_ids.dtype != np.int32):
@@ -256,7 +262,7 @@ def read_record_bytes(encoded: bytes) -> tuple[RoutedExperts, Int32[np.ndarray, 
 
 def record_of(
     ids: UInt[np.ndarray, "R M K"],
-    sidecar: RoutingSidecar,
+    sidecar: RoutedExpertsMetadata,
     *,
     weights: Float32[np.ndarray, "R M K"] | None = None,
     valid: Bool[np.ndarray, " R"] | None = None,
@@ -298,15 +304,15 @@ def record_of(
     return record
 
 
-def sidecar_of(
+def to_metadata(
     record: RoutedExperts, *, payload_format: PayloadFormat, layers: PayloadLayers = "moe"
-) -> RoutingSidecar:
+) -> RoutedExpertsMetadata:
     """Describe a payload of this record; the last token counts as included when it has a row."""
     dtype = {"int32": "int32", "list": "int16"}.get(payload_format, record.ids.dtype.name)
     num_columns = record.num_hidden_layers if layers == "all" else len(record.layer_ids)
     num_missing = 0 if record.valid is None else record.num_rows - int(np.count_nonzero(record.valid))
     packed = None if record.valid is None else np.packbits(record.valid, bitorder="little").tobytes()
-    return RoutingSidecar(
+    return RoutedExpertsMetadata(
         format=payload_format,
         layers=layers,
         dtype=dtype,

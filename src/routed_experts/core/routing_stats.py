@@ -13,8 +13,8 @@ from types import MappingProxyType
 import numpy as np
 from jaxtyping import Float64, Int, Int32, Int64
 
-from routed_experts.core.array_files import read_arrays, write_arrays
 from routed_experts.core.errors import PlacementError
+from routed_experts.core.npz_io import read_arrays, write_arrays
 from routed_experts.core.routed_experts import RoutedExperts
 
 PHASES = ("prompt", "generated")

@@ -167,7 +167,7 @@ class SamplingParams:
                 continue
             if field in named and (type(named[field]) is not type(value) or named[field] != value):
                 fix = "two names of one parameter must agree: leave one of them out"
-                _refuse(key, value, f"the value of {spelled[field]}, {shown(named[field])}", fix)
+                _refuse(key, value, f"the value of {spelled[field]}, {short_repr(named[field])}", fix)
             named[field], spelled[field] = value, key
         if "logit_bias" in named:
             named["logit_bias"] = _with_int_ids(named["logit_bias"])
@@ -203,7 +203,7 @@ class SamplingParams:
 FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Render a user's value in one short line, whatever it is: an error never echoes a large input."""
     if isinstance(value, str):
         return repr(value[:_SHOWN_CHARS]) + (f"... ({len(value)} characters)" if len(value) > _SHOWN_CHARS else "")
@@ -217,7 +217,7 @@ def shown(value: object) -> str:
 
 
 def _refuse(param: str, value: object, wanted: str, fix: str = "") -> NoReturn:
-    text = f"{param} is {shown(value)}, but must be {wanted}" + (f"; {fix}" if fix else "")
+    text = f"{param} is {short_repr(value)}, but must be {wanted}" + (f"; {fix}" if fix else "")
     codes = {"start_len": "invalid_start", "format": "unknown_format", "layers": "unknown_layers"}
     raise InvalidRequestError(text, param=param, code=codes.get(param.removeprefix("routed_experts_")))
 
@@ -311,4 +311,4 @@ def _field_of(key: object) -> str:
     name = key[:_SHOWN_CHARS] if isinstance(key, str) else None  # the cut bounds difflib, which is quadratic
     nearest = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1) if name else []
     fix = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(FIELDS)}"
-    raise InvalidRequestError(f"{shown(key)} is no sampling parameter; {fix}", param=name, code="unknown_field")
+    raise InvalidRequestError(f"{short_repr(key)} is no sampling parameter; {fix}", param=name, code="unknown_field")

@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from routed_experts.demo.spoken import Spoken
-from routed_experts.models.interface import Decoder
+from routed_experts.demo.outputs import Spoken
+from routed_experts.models.base.interface import Decoder
 from routed_experts.replay.forward import RoutedBatch, forward
 
 LOGPROB_TOLERANCE = 1e-4  # float32 sums in another order differ by some 1e-6

@@ -13,26 +13,26 @@ from types import TracebackType
 from typing import Any
 
 from routed_experts.core.errors import ConfigError, InvalidRequestError
-from routed_experts.core.experts_config import ExpertsConfig
+from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.placement import Placement
 from routed_experts.core.placement_config import PlacementConfig
-from routed_experts.core.sampling_params import SamplingParams, shown
+from routed_experts.core.sampling_params import SamplingParams, short_repr
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.assembly import Phase, PhaseClock, assemble
-from routed_experts.engine.backends import DEFAULT_BACKENDS, BackendRegistry
-from routed_experts.engine.call import Call
-from routed_experts.engine.control import EngineControl
-from routed_experts.engine.door import Door, Limits, is_nested
-from routed_experts.engine.open_call import OpenCall
-from routed_experts.engine.outputs import RequestOutput
-from routed_experts.engine.streaming import check_kind, stream_outputs
-from routed_experts.engine.tokenizer import Tokenizer
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
+from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
+from routed_experts.engine.control.engine_control import EngineControl
+from routed_experts.engine.requests.async_generation import AsyncGeneration
+from routed_experts.engine.requests.generation import GenerationCall
+from routed_experts.engine.requests.input_processor import InputProcessor, RequestLimits, is_nested
+from routed_experts.engine.requests.outputs import RequestOutput
+from routed_experts.engine.requests.streaming import check_kind, stream_outputs
+from routed_experts.engine.requests.tokenizer import Tokenizer
+from routed_experts.execution.compilation_cache import enable_compilation_cache
 from routed_experts.execution.compile_count import CompileCount
-from routed_experts.execution.program_cache import keep_programs
-from routed_experts.models.config_reader import eos_token_ids_of
-from routed_experts.models.interface import Decoder
+from routed_experts.models.base.config_reader import eos_token_ids_of
+from routed_experts.models.base.interface import Decoder
 
 Result = dict[str, object] | list[dict[str, object]]
 
@@ -42,7 +42,7 @@ class Engine(EngineControl):
 
     Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from
     tokenizer_path); `load_format="dummy"` gives a folder's config random weights; `experts` keeps some experts on the
-    host (ExpertsConfig), `placement` says on which of `ep_size` devices their instances are (a plan, its file, or a
+    host (ExpertOffloadConfig), `placement` says on which of `ep_size` devices their instances are (a plan, its file, or a
     PlacementConfig with how it is served); `self_check` plays captured rows back before the engine is ready; `on_phase`
     is told of each phase of start-up, `on_load` of (bytes loaded, bytes in all). Raises ConfigError, CheckpointError,
     PlacementError or CaptureUnsupportedError."""
@@ -56,7 +56,7 @@ class Engine(EngineControl):
         on_phase: Callable[[Phase], None] | None = None,
         on_load: Callable[[int, int], None] | None = None,
         load_format: str = "auto",
-        experts: ExpertsConfig | None = None,
+        experts: ExpertOffloadConfig | None = None,
         placement: Placement | PlacementConfig | str | os.PathLike[str] | None = None,
         self_check: bool = False,
         **server_args: Any,
@@ -65,18 +65,18 @@ class Engine(EngineControl):
         args, clock = self.server_args, PhaseClock(on_phase)
         self._tokenizer = _tokenizer_of(args)
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
-        keep_programs()
+        enable_compilation_cache()
         how: dict[str, Any] = {"registry": registry, "clock": clock, "load_format": load_format, "on_load": on_load}
         how |= {"experts": experts, "placement": PlacementConfig.of(placement), "self_check": self_check}
         self.compiles = CompileCount()
         try:
-            assembly = assemble(args, model=model, **how)
+            assembly = build_engine(args, model=model, **how)
         except BaseException:
             self.compiles.close()
             raise
         super().__init__(args, assembly)
         self.phases = tuple(clock.phases)
-        limits = Limits(
+        limits = RequestLimits(
             context_length=self._assembly.context_length,
             pool_tokens=(self._assembly.plan.pool.num_pages - 1) * args.page_size,
             vocab_size=self._assembly.vocab_size,
@@ -84,7 +84,7 @@ class Engine(EngineControl):
             eos_token_ids=eos_token_ids,
             max_requests=args.max_queued_requests,
         )
-        self._door = Door(limits, self._tokenizer, random_seed=args.random_seed)
+        self._door = InputProcessor(limits, self._tokenizer, random_seed=args.random_seed)
         self.compiles.start_serving()
 
     def generate(
@@ -131,15 +131,15 @@ class Engine(EngineControl):
         or cancelling its task aborts. Raises InvalidRequestError and its kin at once, others from the iterator."""
         check_kind(output_kind)
         if params is not None and params.routed_experts_format is not None:
-            text = f"routed_experts_format={shown(params.routed_experts_format)} is for the wire; here rows are arrays: leave it out"
+            text = f"routed_experts_format={short_repr(params.routed_experts_format)} is for the wire; here rows are arrays: leave it out"
             raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         said = GenerateReqInput(text=text, input_ids=ids, sampling_params=params, stream=output_kind != "final")
         requests, mode, capture = self._door.admit(said), self.server_args.logprobs_mode, self._assembly.capture
 
-        def open_call() -> OpenCall:
-            call = Call(requests, self._tokenizer, single=False, logprobs_mode=mode, capture=capture)
-            return OpenCall(call, self._loop, max_backlog=sys.maxsize)
+        def open_call() -> AsyncGeneration:
+            call = GenerationCall(requests, self._tokenizer, single=False, logprobs_mode=mode, capture=capture)
+            return AsyncGeneration(call, self._loop, max_backlog=sys.maxsize)
 
         return stream_outputs(open_call, text, kind=output_kind)
 
@@ -147,7 +147,9 @@ class Engine(EngineControl):
         """End requests with what they have: that of `rid` (with all its choices and prompts), or all. Returns how
         many."""
         if (rid is None) != abort_all:
-            raise InvalidRequestError(f"rid={shown(rid)} with abort_all={abort_all}; give one of them", param="rid")
+            raise InvalidRequestError(
+                f"rid={short_repr(rid)} with abort_all={abort_all}; give one of them", param="rid"
+            )
         core = self._assembly.core
 
         def end() -> int:
@@ -216,7 +218,7 @@ class Engine(EngineControl):
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
         stream: bool,
         said: dict[str, Any],
-    ) -> Call:
+    ) -> GenerationCall:
         if "text" in said:
             raise InvalidRequestError(
                 "text is no parameter of generate; did you mean prompt?", param="text", code="unknown_field"
@@ -227,7 +229,7 @@ class Engine(EngineControl):
             isinstance(prompt, str) or (input_ids is not None and not is_nested(input_ids))
         )
         mode, capture = self.server_args.logprobs_mode, self._assembly.capture
-        return Call(requests, self._tokenizer, single=single, logprobs_mode=mode, capture=capture)
+        return GenerationCall(requests, self._tokenizer, single=single, logprobs_mode=mode, capture=capture)
 
 
 def request_of(**said: Any) -> GenerateReqInput:
@@ -236,7 +238,7 @@ def request_of(**said: Any) -> GenerateReqInput:
     if alias is not None:
         start = said.get("routed_experts_start_len")
         if start is not None and start != alias:
-            text = f"routed_experts_prompt_start={shown(alias)} and routed_experts_start_len={shown(start)} differ; give one"
+            text = f"routed_experts_prompt_start={short_repr(alias)} and routed_experts_start_len={short_repr(start)} differ; give one"
             raise InvalidRequestError(text, param="routed_experts_start_len", code="conflicting_parameters")
         said["routed_experts_start_len"] = alias
     known = [field.name for field in dataclasses.fields(GenerateReqInput)]
@@ -273,5 +275,5 @@ def _tokenizer_of(args: ServerArgs) -> Tokenizer | None:
     if args.skip_tokenizer_init or folder is None:
         return None
     if args.tokenizer_path is None and not os.path.exists(os.path.join(folder, "config.json")):
-        return None  # no checkpoint at all: `assemble` says so, which helps more than a missing tokenizer.json
+        return None  # no checkpoint at all: `build_engine` says so, which helps more than a missing tokenizer.json
     return Tokenizer.from_directory(folder)

@@ -11,15 +11,15 @@ from typing import Any
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.core.sampling_params import SamplingParams, shown
+from routed_experts.core.sampling_params import SamplingParams, short_repr
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.answer import Answer
-from routed_experts.engine.call import Call
-from routed_experts.engine.door import is_nested
+from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.engine import Engine
-from routed_experts.engine.outputs import RequestOutput, request_output
-from routed_experts.engine.routing_wish import RoutingDefaults
-from routed_experts.engine.score import ScoreOutput
+from routed_experts.engine.requests.generation import GenerationCall
+from routed_experts.engine.requests.input_processor import is_nested
+from routed_experts.engine.requests.outputs import RequestOutput, request_output
+from routed_experts.engine.requests.routing_options import RoutingDefaults
+from routed_experts.engine.requests.sequence_state import SequenceState
 
 DEFAULT_MAX_TOKENS = 16
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
@@ -108,7 +108,7 @@ class LLM:
         """Score sequences of token ids, each S - 1 logprobs and, where the engine records, S rows; rows of `routed` are
         replayed. Raises as `Engine.score` does."""
         if not is_nested(token_ids):
-            text = f"token_ids={shown(token_ids)} must be a list of lists of token ids, one a sequence"
+            text = f"token_ids={short_repr(token_ids)} must be a list of lists of token ids, one a sequence"
             raise InvalidRequestError(text, param="token_ids")
         return self.engine.score(token_ids, routed=routed)
 
@@ -129,7 +129,7 @@ class LLM:
     def _admit(self, prompt: Prompt, params: SamplingParams) -> list[TokenizedGenerateReqInput]:
         """The requests of one prompt, one a choice."""
         if params.routed_experts_format is not None:
-            text = f"routed_experts_format={shown(params.routed_experts_format)} is for the wire; here rows are arrays: leave it out"
+            text = f"routed_experts_format={short_repr(params.routed_experts_format)} is for the wire; here rows are arrays: leave it out"
             raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
         ids = (
             prompt.get("prompt_token_ids")
@@ -153,9 +153,9 @@ class LLM:
             bunch += group
         yield bunch
 
-    def _run(self, requests: list[TokenizedGenerateReqInput]) -> Sequence[Answer]:
+    def _run(self, requests: list[TokenizedGenerateReqInput]) -> Sequence[SequenceState]:
         mode = self.engine.server_args.logprobs_mode
-        call = Call(
+        call = GenerationCall(
             requests, self.engine.tokenizer, single=False, logprobs_mode=mode, capture=self.engine._assembly.capture
         )
         for _ in call.stream(self.engine._loop):

@@ -90,11 +90,11 @@ class MemoryDemand:
     def require_fit(self) -> None:
         """Raise MemoryPlanError unless it fits: the terms, the limit, and what would fit."""
         if not self.fits:
-            ways = ways_that_fit(self)
+            ways = fitting_configs(self)
             raise MemoryPlanError(_told(self, ways), ways=ways)
 
 
-def ways_that_fit(demand: MemoryDemand) -> tuple[Change, ...]:
+def fitting_configs(demand: MemoryDemand) -> tuple[Change, ...]:
     """Changes of the arguments, each enough by itself: one flag, at the value nearest to its present one. Where no
     single flag is enough: beside the largest fraction that is advised; then beside one request at a time in small
     steps, too. Empty: nothing helps."""

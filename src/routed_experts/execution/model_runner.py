@@ -16,14 +16,14 @@ from jaxtyping import Array, Int32, UInt
 
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import ModelWorkerBatch, SamplerForm, StepResult
+from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_counts, lowerings, sampler_key
 from routed_experts.execution.forward_batch import BatchShape, pack, shape_of
-from routed_experts.execution.on_mesh import EVERYWHERE, zeros
-from routed_experts.execution.program_table import RunnerConfig, abstract_spoken, program_jobs, sampler_key
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
-from routed_experts.execution.sampler import FullInputs
+from routed_experts.execution.sampler import PenaltyInputs
+from routed_experts.execution.spmd import REPLICATED, zeros
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
-from routed_experts.memory.large_pages import ask_for_large_pages
-from routed_experts.models.shards import Gifts, buffers_of
+from routed_experts.memory.hugepages import advise_hugepages
+from routed_experts.models.sharding.sharding import DonatedBuffers, buffers_of
 
 MAX_WEIGHT_VERSION = 2**31 - 1  # rows keep theirs as int32
 
@@ -53,13 +53,13 @@ class ModelRunner:
             state
         )  # leaves: a call costs time by the leaf, and more by the node
         on = spec.on
-        ask_for_large_pages(self._weights)
+        advise_hugepages(self._weights)
         self.allocate_pool()
         self._last_tokens = zeros(jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), on)
-        spoken = abstract_spoken(config.num_request_slots, config.vocab_size)
+        spoken = abstract_token_counts(config.num_request_slots, config.vocab_size)
         self._spoken = zeros(spoken, on)  # now: the first penalty must not find the device full, nor compile
-        self._everywhere = None if on is None else on.everywhere
-        self._counts = _no_counts(self.spec, self._everywhere)
+        self._replicated = None if on is None else on.everywhere
+        self._counts = _no_counts(self.spec, self._replicated)
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
         self._copies = (
             next(iter(self._last_tokens.devices())).platform != "cpu"
@@ -86,18 +86,18 @@ class ModelRunner:
         arguments (in the FULL form it goes before)."""
         shape, packed = shape_of(batch), pack(batch)
         if batch.form is SamplerForm.FULL:  # two programs look at all of it
-            packed = jax.device_put(packed, self._everywhere)
+            packed = jax.device_put(packed, self._replicated)
         out = self._forward(batch, shape, packed)
         full = None
         if batch.form is SamplerForm.FULL:
-            bias = jax.device_put((batch.sampling.bias_ids, batch.sampling.bias_values), self._everywhere)
+            bias = jax.device_put((batch.sampling.bias_ids, batch.sampling.bias_values), self._replicated)
             self._spoken, spoken = self._programs["count", shape](self._spoken, out.tokens, packed)
-            full = FullInputs(spoken, *bias)
+            full = PenaltyInputs(spoken, *bias)
         program = self._programs[sampler_key(self.spec, shape, batch.form)]
         self._last_tokens, sampled = program(out.logits, self._last_tokens, out.words, full)
         scored = None
         if batch.prompt_targets is not None:
-            targets = jax.device_put(batch.prompt_targets, self._everywhere)
+            targets = jax.device_put(batch.prompt_targets, self._replicated)
             scored = self._programs["score", shape.num_tokens](self._weights, out.hidden, targets)
         if self._copies:
             for array in (sampled, scored, out.rows, out.changed):
@@ -117,13 +117,13 @@ class ModelRunner:
         taken last; on their way to the host, and there when these steps have ended. Later steps count from 0: nothing
         waits, and no program runs."""
         assert self._counts is not None, "an engine whose steps are counted"
-        taken, self._counts = self._counts, _no_counts(self.spec, self._everywhere)
+        taken, self._counts = self._counts, _no_counts(self.spec, self._replicated)
         taken.copy_to_host_async()
         return taken
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
         """What `compile` compiles."""
-        return program_jobs(self.state, self.spec, self.config)
+        return lowerings(self.state, self.spec, self.config)
 
     def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any) -> ForwardOut:
         """Start all layers of a step."""
@@ -177,10 +177,10 @@ class ModelRunner:
             raise WeightsMismatchError(
                 f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:4])}", param="state"
             )
-        gifts = Gifts(jax.tree.leaves(state) if donate else ())
-        placed = [_placed_like(*pair, gifts) for pair in zip(jax.tree.leaves(state), self._weights, strict=True)]
+        gifts = DonatedBuffers(jax.tree.leaves(state) if donate else ())
+        placed = [_device_put_like(*pair, gifts) for pair in zip(jax.tree.leaves(state), self._weights, strict=True)]
         self._weights, self.weight_version = placed, version
-        self._owned = owned_now(self._owned, placed, donate=donate)
+        self._owned = update_owned(self._owned, placed, donate=donate)
 
     def release(self, *, pool: bool, weights: bool) -> None:
         """Free the pool, and let go of the weights: of them only shapes and places are kept, for those that come next.
@@ -192,7 +192,7 @@ class ModelRunner:
             self._weights = [
                 jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in self._weights
             ]
-            self._owned = _still_served(self._owned, [])
+            self._owned = _free_unserved(self._owned, [])
 
     def check_version(self, version: int) -> None:
         """Raise WeightsMismatchError for a version that does not rise, or is none."""
@@ -207,8 +207,8 @@ class ModelRunner:
     def allocate_pool(self) -> None:
         """Make the pool, empty; no step may be in flight."""
         on = self.spec.on
-        self._pool = zeros(self.config.pool.abstract, on, EVERYWHERE if on is None else on.pool)
-        ask_for_large_pages(jax.tree.leaves(self._pool))
+        self._pool = zeros(self.config.pool.abstract, on, REPLICATED if on is None else on.pool)
+        advise_hugepages(jax.tree.leaves(self._pool))
 
     def poison(self) -> None:
         """Fill the pool with a finite value that no softmax hides; for tests, before any request runs."""
@@ -220,13 +220,13 @@ def _no_counts(spec: ProgramSpec, everywhere: Any) -> Int32[Array, "F M E"] | No
     return None if wanted is None else jax.device_put(np.zeros(wanted.shape, wanted.dtype), everywhere)
 
 
-def owned_now(owned: Sequence[Array], served: Sequence[Array], *, donate: bool) -> list[Array]:
+def update_owned(owned: Sequence[Array], served: Sequence[Array], *, donate: bool) -> list[Array]:
     """Arrays that are the engine's once others are served; what was its own and is served no more is deleted."""
-    kept = _still_served(owned, served)
+    kept = _free_unserved(owned, served)
     return list(served) if donate else kept
 
 
-def _still_served(owned: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+def _free_unserved(owned: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
     """Those of `owned` that are among the weights, by where they lie; the others are deleted."""
     served = set[int]().union(*map(buffers_of, weights)) if owned else set[int]()
     kept: list[Array] = []
@@ -240,7 +240,7 @@ def _still_served(owned: Sequence[Array], weights: Sequence[Array]) -> list[Arra
     return kept
 
 
-def _placed_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStruct, gifts: Gifts) -> Array:
+def _device_put_like(leaf: Array | np.ndarray, served: Array | jax.ShapeDtypeStruct, gifts: DonatedBuffers) -> Array:
     owned = (
         leaf if isinstance(leaf, jax.Array) else np.array(leaf)
     )  # the CPU device may keep a host array as it is, and so see its changes

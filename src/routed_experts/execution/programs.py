@@ -19,14 +19,14 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.model_worker_batch import ForwardMode
 from routed_experts.core.routing_stats import PHASES
 from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack
-from routed_experts.execution.hybrid_ops import hybrid_ops
-from routed_experts.execution.on_mesh import OnMesh
+from routed_experts.execution.recurrent_ops import hybrid_ops
+from routed_experts.execution.spmd import MeshSpecs
 from routed_experts.layers.attention import AttentionBackend
 from routed_experts.layers.kernels import Kernels
-from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, bits_of, prompt_logprobs
+from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS, bitcast_int32, prompt_logprobs
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.memory.kv_pool import HybridPool
-from routed_experts.models.interface import TokenRouting
+from routed_experts.models.base.interface import TokenRouting
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ProgramSpec:
     attention: AttentionBackend
     num_pages: int
     raw_logprobs: bool
-    on: OnMesh | None = None
+    on: MeshSpecs | None = None
     counted: CaptureSpec | None = None
     told: int = 0
     samples: bool = True
@@ -59,7 +59,7 @@ class ProgramSpec:
             else jax.ShapeDtypeStruct((len(PHASES), spec.num_moe_layers, spec.num_experts), jnp.int32)
         )
 
-    def told_in(self, shape: BatchShape) -> int:
+    def row_words_in(self, shape: BatchShape) -> int:
         """Words of a packed row that leave with its token in a step of this shape."""
         return self.told if shape.mode is ForwardMode.DECODE else 0
 
@@ -110,7 +110,7 @@ def forward(
     )
     rows = None if capture is None or spec.capture is None else capture.rows()
     words = packed[: num_sampler_words(shape.num_requests)]
-    if capture is not None and spec.told_in(shape):
+    if capture is not None and spec.row_words_in(shape):
         words, rows = jnp.concatenate([words, capture.words().reshape(-1)]), None
     counts = None if capture is None or counts is None else capture.counted(counts, paged.valid, batch.generated)
     changed = None if capture is None else capture.departed
@@ -123,7 +123,7 @@ def score_prompt(
 ) -> Int32[Array, "N columns"]:
     """Logprobs of each token's successor in the prompt: logprob bits, T top ids, bits of T top logprobs."""
     model = nnx.merge(spec.graphdef, state)
-    head, bias = model.unembedding(), None if model.head_bias is None else model.head_bias[...]
+    head, bias = model.lm_head(), None if model.head_bias is None else model.head_bias[...]
     top = min(MAX_TOP_LOGPROBS, head.shape[1])
     scored = prompt_logprobs(hidden, head, targets, top=top, bias=bias, peers=spec.kernels.peers)
-    return jnp.concatenate([bits_of(scored.target)[:, None], scored.top_ids, bits_of(scored.top)], axis=1)
+    return jnp.concatenate([bitcast_int32(scored.target)[:, None], scored.top_ids, bitcast_int32(scored.top)], axis=1)

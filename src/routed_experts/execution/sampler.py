@@ -4,7 +4,7 @@ Knows no model.
 `sample_tokens` depends on sizes (padded requests, request slots, vocabulary) and on how an engine tells logprobs, on
 nothing else of a step or of its model: steps of as many requests share it, and so do models of one vocabulary, through
 the compilation cache. But for decode steps whose rows of experts are told with the tokens: their width is the model's.
-In the FULL form `count_spoken` comes first. Dims: N padded tokens, B padded requests, R request slots, V vocabulary, X
+In the FULL form `update_token_counts` comes first. Dims: N padded tokens, B padded requests, R request slots, V vocabulary, X
 bias entries, T top logprobs."""
 
 import dataclasses
@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack, unpack_sampler
-from routed_experts.execution.on_mesh import EVERYWHERE, OnMesh, jit_on_all
-from routed_experts.layers.logprobs import bits_of, token_logprobs, top_logprobs
+from routed_experts.execution.spmd import REPLICATED, MeshSpecs, jit_sharded
+from routed_experts.layers.logprobs import bitcast_int32, token_logprobs, top_logprobs
 from routed_experts.layers.sampling import Penalties, SamplingMode, penalize, sample
 
 _MODES = {
@@ -49,7 +49,7 @@ class SamplerSpec:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SpokenTokens:
+class TokenCounts:
     """What request slots, or the rows of a step, have fed so far: counts of generated tokens, and which tokens the
     prompt held."""
 
@@ -59,17 +59,17 @@ class SpokenTokens:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FullInputs:
+class PenaltyInputs:
     """What only the FULL sampler needs. `spoken` is by row."""
 
-    spoken: SpokenTokens
+    spoken: TokenCounts
     bias_ids: Int[Array, "B X"]
     bias_values: Float[Array, "B X"]
 
 
-def count_spoken(
-    spoken: SpokenTokens, tokens: Int[Array, " N"], packed: Int32[Array, " words"], *, shape: BatchShape
-) -> tuple[SpokenTokens, SpokenTokens]:
+def update_token_counts(
+    spoken: TokenCounts, tokens: Int[Array, " N"], packed: Int32[Array, " words"], *, shape: BatchShape
+) -> tuple[TokenCounts, TokenCounts]:
     """Add the tokens of this step to the counts of their slots; a request that feeds position 0 starts anew. Returns
     the counts of all slots, and those of the step's rows."""
     batch = unpack(packed, shape)
@@ -80,15 +80,15 @@ def count_spoken(
     of_prompt = paged.positions < batch.prompt_len[paged.token_rows]
     generated = generated.at[paged.token_rows, tokens].add((paged.valid & ~of_prompt).astype(jnp.int32))
     prompt = prompt.at[paged.token_rows, tokens].max(paged.valid & of_prompt)
-    everywhere = SpokenTokens(spoken.generated.at[slots].set(generated), spoken.prompt.at[slots].set(prompt))
-    return everywhere, SpokenTokens(generated, prompt)
+    everywhere = TokenCounts(spoken.generated.at[slots].set(generated), spoken.prompt.at[slots].set(prompt))
+    return everywhere, TokenCounts(generated, prompt)
 
 
 def sample_tokens(
     logits: Float[Array, "B V"],
     last_tokens: Int[Array, " R"],
     words: Int32[Array, " words"],
-    full: FullInputs | None,
+    full: PenaltyInputs | None,
     *,
     spec: SamplerSpec,
 ) -> tuple[Int[Array, " R"], Int32[Array, "B columns"]]:
@@ -115,10 +115,10 @@ def sample_tokens(
         tokens, processed = sample(logits, batch.sampling, mode)
         source = raw if spec.raw_logprobs else processed
         logprobs = token_logprobs(source, tokens)
-    columns = [tokens[:, None], bits_of(logprobs)[:, None]]
+    columns = [tokens[:, None], bitcast_int32(logprobs)[:, None]]
     if full is not None:
         values, ids = top_logprobs(source)
-        columns += [ids, bits_of(values)]
+        columns += [ids, bitcast_int32(values)]
     if spec.told:
         columns.append(words[num_sampler_words(spec.num_requests) :].reshape(spec.told, spec.num_requests).T)
     return last_tokens.at[batch.request_slots].set(tokens), jnp.concatenate(columns, axis=1)
@@ -128,18 +128,18 @@ def sample_tokens(
 def sampler_program(spec: SamplerSpec, mesh: Mesh | None) -> Any:
     """`sample_tokens`, jitted; one for all engines of a process, so that what was traced for one is there for the
     next."""
-    same = (EVERYWHERE,)
+    same = (REPLICATED,)
     program = functools.wraps(sample_tokens)(functools.partial(sample_tokens, spec=spec))
-    return jit_on_all(program, _without_model(mesh), takes=same * 4, gives=same * 2, donate_argnums=(1,))
+    return jit_sharded(program, _without_model(mesh), takes=same * 4, gives=same * 2, donate_argnums=(1,))
 
 
 @functools.lru_cache(maxsize=256)
 def counting_program(shape: BatchShape, mesh: Mesh | None) -> Any:
-    """`count_spoken`, jitted in the same way."""
-    same = (EVERYWHERE,)
-    program = functools.wraps(count_spoken)(functools.partial(count_spoken, shape=shape))
-    return jit_on_all(program, _without_model(mesh), takes=same * 3, gives=same * 2, donate_argnums=(0,))
+    """`update_token_counts`, jitted in the same way."""
+    same = (REPLICATED,)
+    program = functools.wraps(update_token_counts)(functools.partial(update_token_counts, shape=shape))
+    return jit_sharded(program, _without_model(mesh), takes=same * 3, gives=same * 2, donate_argnums=(0,))
 
 
-def _without_model(mesh: Mesh | None) -> OnMesh | None:
-    return None if mesh is None else OnMesh(mesh=mesh, weights=(), pool=EVERYWHERE)
+def _without_model(mesh: Mesh | None) -> MeshSpecs | None:
+    return None if mesh is None else MeshSpecs(mesh=mesh, weights=(), pool=REPLICATED)

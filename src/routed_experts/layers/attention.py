@@ -40,7 +40,7 @@ class PagedBatch:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Projected:
+class FusedQKV:
     """Queries, keys and values as a projection left them (or S parts of its sums, in float32), and what turns them:
     norms of all layers of the run, and angles."""
 
@@ -65,13 +65,13 @@ class AttentionBackend:
     ]
     fused: (
         Callable[
-            [Projected, Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch, int],
+            [FusedQKV, Float[Array, "LP page 2G C"], Int[Array, ""], PagedBatch, int],
             tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]],
         ]
         | None
     ) = None
     special: Callable[..., Float[Array, "N H V"]] | None = (
-        None  # the same with AttentionTraits; None: plain attention alone
+        None  # the same with AttentionFeatures; None: plain attention alone
     )
 
     def with_special(self, special: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
@@ -110,7 +110,7 @@ def attend_all(
     return jnp.einsum("ngrt,ntgc->ngrc", weights, values).reshape(queries.shape).astype(queries.dtype)
 
 
-def hide_broken(
+def mask_nonfinite(
     values: Float[Array, "... T C"], seen: Bool[Array, "... S T"]
 ) -> tuple[Float[Array, "... T C"], Bool[Array, "... S"]]:
     """Values with 0 for what is not finite, and which rows see some of that: they must become NaN, and no other row
@@ -143,7 +143,7 @@ def reference_attention(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RunningSoftmax:
+class OnlineSoftmax:
     """Online softmax (Milakov and Gimelshein 2018): maximum, normaliser and weighted values of the keys seen so far."""
 
     top: Float[Array, "..."]
@@ -151,21 +151,21 @@ class RunningSoftmax:
     mixed: Float[Array, "... C"]
 
     @staticmethod
-    def empty(shape: tuple[int, ...], head_dim: int) -> "RunningSoftmax":
+    def empty(shape: tuple[int, ...], head_dim: int) -> "OnlineSoftmax":
         """Nothing seen yet."""
         zeros = jnp.zeros(shape, jnp.float32)
-        return RunningSoftmax(zeros + NEVER, zeros, jnp.zeros((*shape, head_dim), jnp.float32))
+        return OnlineSoftmax(zeros + NEVER, zeros, jnp.zeros((*shape, head_dim), jnp.float32))
 
     def add(
         self, scores: Float[Array, "... T"], values: Float[Array, "... T C"], spoiled: Bool[Array, "..."] | None = None
-    ) -> "RunningSoftmax":
+    ) -> "OnlineSoftmax":
         """Take in one block of keys; batch axes of `values` are all axes of `scores` but its last two. `spoiled` rows
         end as NaN."""
         top = jnp.maximum(self.top, jnp.max(scores, axis=-1))
         shrink, weights = jnp.exp(self.top - top), jnp.exp(scores - top[..., None])
         mixed = self.mixed * shrink[..., None] + weights @ values
         total = self.total * shrink + jnp.sum(weights, axis=-1)
-        return RunningSoftmax(top, total if spoiled is None else jnp.where(spoiled, jnp.nan, total), mixed)
+        return OnlineSoftmax(top, total if spoiled is None else jnp.where(spoiled, jnp.nan, total), mixed)
 
     def result(self) -> Float[Array, "... C"]:
         """The attention output; rows that saw nothing are 0."""
@@ -193,7 +193,7 @@ def _decode_attention(
     table = jnp.pad(batch.page_table, ((0, 0), (0, -batch.page_table.shape[1] % pages)))
     wide = queries.astype(jnp.float32).reshape(num_rows, groups, heads // groups, head_dim) * head_dim**-0.5
 
-    def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
+    def add_block(index: Int[Array, ""], state: OnlineSoftmax) -> OnlineSoftmax:
         listed = first_page + lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
         keys, values = (x.astype(jnp.float32) for x in gather_pages(pool, listed, head_dim))  # [B, T, G, C]
         scores = jnp.einsum("bgrc,btgc->btgr", wide, keys)
@@ -202,12 +202,12 @@ def _decode_attention(
         top = jnp.maximum(state.top, jnp.max(scores, axis=1))
         shrink, weights = jnp.exp(state.top - top), jnp.exp(scores - top[:, None])
         mixed = jnp.sum(weights[..., None] * values[:, :, :, None], axis=1)  # a sum over T reads the values as they lie
-        return RunningSoftmax(
+        return OnlineSoftmax(
             top, state.total * shrink + jnp.sum(weights, axis=1), state.mixed * shrink[..., None] + mixed
         )
 
     blocks = (jnp.max(batch.seq_lens) + block - 1) // block
-    state = lax.fori_loop(0, blocks, add_block, RunningSoftmax.empty((num_rows, groups, heads // groups), head_dim))
+    state = lax.fori_loop(0, blocks, add_block, OnlineSoftmax.empty((num_rows, groups, heads // groups), head_dim))
     return state.result().reshape(queries.shape).astype(queries.dtype)
 
 
@@ -234,18 +234,18 @@ def _ragged_attention(
         rows = jnp.transpose(rows, (1, 0, 2, 3)).reshape(groups, tile * share, head_dim)
         at = lax.dynamic_slice_in_dim(positions, start, tile)
 
-        def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
+        def add_block(index: Int[Array, ""], state: OnlineSoftmax) -> OnlineSoftmax:
             listed = lax.dynamic_slice(table, (row, index * pages), (1, pages))
             keys, values = gather_pages(pool, first_page + listed, head_dim)
             keys, values = (jnp.swapaxes(x[0], 0, 1).astype(jnp.float32) for x in (keys, values))  # [G, T, C]
             places = index * block + jnp.arange(block)
             seen = jnp.repeat(places <= at[:, None], share, axis=0)
-            values, spoiled = hide_broken(values, seen)
+            values, spoiled = mask_nonfinite(values, seen)
             scores = jnp.einsum("gqc,gtc->gqt", rows, keys)
             return state.add(jnp.where(seen, scores, NEVER), values, spoiled)
 
         blocks = (positions[end - 1] + block) // block
-        state = lax.fori_loop(0, blocks, add_block, RunningSoftmax.empty((groups, tile * share), head_dim))
+        state = lax.fori_loop(0, blocks, add_block, OnlineSoftmax.empty((groups, tile * share), head_dim))
         mixed = state.result().reshape(groups, tile, share, head_dim)
         mixed = jnp.transpose(mixed, (1, 0, 2, 3)).reshape(tile, heads, head_dim)
         return lax.dynamic_update_slice_in_dim(outputs, mixed, start, axis=0)
@@ -268,7 +268,7 @@ def causal_attention(
     wide = queries.astype(jnp.float32).reshape(batch, length, groups, heads // groups, head_dim)
     scores = jnp.einsum("bsgrc,btgc->bgrst", wide, keys.astype(jnp.float32)) * head_dim**-0.5
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, NEVER), axis=-1)
-    usable, spoiled = hide_broken(
+    usable, spoiled = mask_nonfinite(
         jnp.swapaxes(values.astype(jnp.float32), 1, 2), seen[:, None]
     )  # [B, G, T, C], [B, G, S]
     mixed = jnp.einsum("bgrst,bgtc->bsgrc", weights, usable)

@@ -22,12 +22,12 @@ from routed_experts.layers.attention import (
     NEVER,
     QUERY_TILE,
     AttentionBackend,
+    OnlineSoftmax,
     PagedBatch,
-    RunningSoftmax,
     gather_pages,
-    hide_broken,
+    mask_nonfinite,
 )
-from routed_experts.layers.attention_traits import AttentionTraits
+from routed_experts.layers.attention_features import AttentionFeatures
 
 
 def write_latent(
@@ -39,7 +39,7 @@ def write_latent(
     return pool.at[first_page + page, batch.positions % page_size].set(rows.astype(pool.dtype))
 
 
-def seen_from(at: Int[Array, "..."], places: Int[Array, "..."], traits: AttentionTraits) -> Bool[Array, "..."]:
+def visibility_mask(at: Int[Array, "..."], places: Int[Array, "..."], traits: AttentionFeatures) -> Bool[Array, "..."]:
     """Whether a token at position `at` attends to the one at `places`; the two are broadcast."""
     seen = places <= at
     if traits.window:
@@ -47,14 +47,14 @@ def seen_from(at: Int[Array, "..."], places: Int[Array, "..."], traits: Attentio
     return seen & (places // traits.chunk == at // traits.chunk) if traits.chunk else seen
 
 
-def first_seen(at: Int[Array, "..."], traits: AttentionTraits) -> Int[Array, "..."]:
+def first_visible(at: Int[Array, "..."], traits: AttentionFeatures) -> Int[Array, "..."]:
     """The first position that a token at `at` attends to."""
     first = jnp.maximum(at - traits.window + 1, 0) if traits.window else jnp.zeros_like(at)
     return jnp.maximum(first, at // traits.chunk * traits.chunk) if traits.chunk else first
 
 
 def read_pages(
-    pool: Float[Array, "LP page X C"], pages: Int[Array, "B W"], traits: AttentionTraits, head_dim: int
+    pool: Float[Array, "LP page X C"], pages: Int[Array, "B W"], traits: AttentionFeatures, head_dim: int
 ) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G V"]]:
     """Keys and values of the listed pages, page after page, in float32."""
     if traits.latent:
@@ -69,11 +69,11 @@ def reference_variant(
     pool: Float[Array, "LP page X C"],
     first_page: Int[Array, ""],
     batch: PagedBatch,
-    traits: AttentionTraits,
+    traits: AttentionFeatures,
 ) -> Float[Array, "N H V"]:
     """Gather every page of each token's request, at full width: no row's result depends on another row."""
     keys, values = read_pages(pool, first_page + batch.page_table[batch.token_rows], traits, queries.shape[2])
-    seen = seen_from(batch.positions[:, None], jnp.arange(keys.shape[1]), traits)
+    seen = visibility_mask(batch.positions[:, None], jnp.arange(keys.shape[1]), traits)
     values = jnp.where(seen[:, :, None, None], values, 0.0)
     groups = keys.shape[2]
     wide = _scaled(queries, traits).reshape(queries.shape[0], groups, -1, queries.shape[2])
@@ -88,7 +88,7 @@ def paged_variant(
     pool: Float[Array, "LP page X C"],
     first_page: Int[Array, ""],
     batch: PagedBatch,
-    traits: AttentionTraits,
+    traits: AttentionFeatures,
 ) -> Float[Array, "N H V"]:
     """Walk over blocks of pages with an online softmax; blocks before the window are not read."""
     return (_decode if batch.decode else _ragged)(queries, pool, first_page, batch, traits)
@@ -99,21 +99,21 @@ def causal_variant(
     keys: Float[Array, "B S G C"],
     values: Float[Array, "B S G V"] | None,
     segment_ids: Int[Array, "B S"] | None,
-    traits: AttentionTraits,
+    traits: AttentionFeatures,
 ) -> Float[Array, "B S H V"]:
     """Whole sequences, each token over what it sees of its segment; `values` None: latent. Differentiable; for
     training."""
     (num_rows, length, heads, width), groups = queries.shape, keys.shape[2]
     values = keys[..., : traits.latent] if values is None else values
     places = jnp.arange(length)
-    seen = seen_from(places[:, None], places, traits)[None]
+    seen = visibility_mask(places[:, None], places, traits)[None]
     if segment_ids is not None:
         seen = seen & (segment_ids[:, :, None] == segment_ids[:, None, :])
     wide = _scaled(queries, traits).reshape(num_rows, length, groups, heads // groups, width)
     scores = jnp.einsum("bsgrc,btgc->bsgrt", wide, keys.astype(jnp.float32))
     scores = jnp.where(seen[:, :, None, None], scores, NEVER)
     state = _start(scores.shape[:-1], values.shape[-1], _by_group(traits, groups))
-    usable, spoiled = hide_broken(
+    usable, spoiled = mask_nonfinite(
         jnp.swapaxes(values.astype(jnp.float32), 1, 2), seen[:, None]
     )  # [B, G, T, V], [B, G, S]
     weights, usable = _weights_and(usable, scores, state)
@@ -127,24 +127,24 @@ def _decode(
     pool: Float[Array, "LP page X C"],
     first_page: Int[Array, ""],
     batch: PagedBatch,
-    traits: AttentionTraits,
+    traits: AttentionFeatures,
 ) -> Float[Array, "B H V"]:
     """All requests side by side, one block of keys after another up to the longest."""
     pages, table = _blocks_of(DECODE_BLOCK, pool, batch)
     block, groups = pages * pool.shape[1], _groups(pool, traits)
     wide = _scaled(queries, traits).reshape(queries.shape[0], groups, -1, queries.shape[2])
 
-    def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
+    def add_block(index: Int[Array, ""], state: OnlineSoftmax) -> OnlineSoftmax:
         listed = first_page + lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
         keys, values = read_pages(pool, listed, traits, queries.shape[2])
         places = index * block + jnp.arange(block)
-        seen = seen_from(batch.seq_lens[:, None] - 1, places, traits)
+        seen = visibility_mask(batch.seq_lens[:, None] - 1, places, traits)
         scores = jnp.where(seen[:, None, None], jnp.einsum("bgrc,btgc->bgrt", wide, keys), NEVER)
         values = jnp.where(seen[:, :, None, None], values, 0.0)
         return state.add(scores, jnp.swapaxes(values, 1, 2))
 
     last = jnp.max(batch.seq_lens)
-    first = jnp.min(jnp.where(batch.seq_lens > 0, first_seen(batch.seq_lens - 1, traits), last))
+    first = jnp.min(jnp.where(batch.seq_lens > 0, first_visible(batch.seq_lens - 1, traits), last))
     state = _start((*wide.shape[:-1],), traits.latent or queries.shape[2], _by_group(traits, groups))
     state = lax.fori_loop(first // block, (last + block - 1) // block, add_block, state)
     return state.result().reshape(*queries.shape[:2], -1).astype(queries.dtype)
@@ -155,7 +155,7 @@ def _ragged(
     pool: Float[Array, "LP page X C"],
     first_page: Int[Array, ""],
     batch: PagedBatch,
-    traits: AttentionTraits,
+    traits: AttentionFeatures,
 ) -> Float[Array, "N H V"]:
     """Tiles of Q query rows, each of one request, in order; a tile's rows past its request are overwritten by the next
     tile."""
@@ -178,18 +178,18 @@ def _ragged(
         rows = jnp.transpose(rows, (1, 2, 0, 3))  # [G, H / G, Q, C]
         at = lax.dynamic_slice_in_dim(positions, start, tile)
 
-        def add_block(index: Int[Array, ""], state: RunningSoftmax) -> RunningSoftmax:
+        def add_block(index: Int[Array, ""], state: OnlineSoftmax) -> OnlineSoftmax:
             listed = lax.dynamic_slice(table, (row, index * pages), (1, pages))
             both = read_pages(pool, first_page + listed, traits, queries.shape[2])
             keys, values = (jnp.swapaxes(part[0], 0, 1) for part in both)  # [G, T, C]
             places = index * block + jnp.arange(block)
-            seen = seen_from(at[:, None], places, traits)
-            values, spoiled = hide_broken(values[:, None], seen)  # [G, 1, T, V], [G, 1, Q]
+            seen = visibility_mask(at[:, None], places, traits)
+            values, spoiled = mask_nonfinite(values[:, None], seen)  # [G, 1, T, V], [G, 1, Q]
             scores = jnp.where(seen, jnp.einsum("grqc,gtc->grqt", rows, keys), NEVER)
             return state.add(scores, values, spoiled)
 
         state = _start((groups, share, tile), value_dim, None if sinks is None else sinks[..., None])
-        first, past = first_seen(at[0], traits) // block, (positions[end - 1] + block) // block
+        first, past = first_visible(at[0], traits) // block, (positions[end - 1] + block) // block
         state = lax.fori_loop(first, past, add_block, state)
         mixed = jnp.transpose(state.result(), (2, 0, 1, 3)).reshape(tile, heads, value_dim)
         return lax.dynamic_update_slice_in_dim(outputs, mixed, start, axis=0)
@@ -198,7 +198,7 @@ def _ragged(
     return outputs[:num_tokens].astype(queries.dtype)
 
 
-def _groups(pool: Float[Array, "LP page X C"], traits: AttentionTraits) -> int:
+def _groups(pool: Float[Array, "LP page X C"], traits: AttentionFeatures) -> int:
     return 1 if traits.latent else pool.shape[2] // 2
 
 
@@ -209,24 +209,24 @@ def _blocks_of(size: int, pool: Float[Array, "LP page X C"], batch: PagedBatch) 
     return pages, jnp.pad(batch.page_table, ((0, 0), (0, -width % pages)))
 
 
-def _scaled(queries: Float[Array, "... C"], traits: AttentionTraits) -> Float[Array, "... C"]:
+def _scaled(queries: Float[Array, "... C"], traits: AttentionFeatures) -> Float[Array, "... C"]:
     return queries.astype(jnp.float32) * (traits.scale or queries.shape[-1] ** -0.5)
 
 
-def _by_group(traits: AttentionTraits, groups: int) -> Float[Array, "G R"] | None:
+def _by_group(traits: AttentionFeatures, groups: int) -> Float[Array, "G R"] | None:
     return None if traits.sinks is None else traits.sinks.astype(jnp.float32).reshape(groups, -1)
 
 
-def _start(shape: tuple[int, ...], value_dim: int, sinks: Float[Array, "..."] | None) -> RunningSoftmax:
+def _start(shape: tuple[int, ...], value_dim: int, sinks: Float[Array, "..."] | None) -> OnlineSoftmax:
     """Nothing seen yet but the sinks, which bring weight and no value."""
-    empty = RunningSoftmax.empty(shape, value_dim)
+    empty = OnlineSoftmax.empty(shape, value_dim)
     if sinks is None:
         return empty
     return dataclasses.replace(empty, top=jnp.broadcast_to(sinks, shape), total=jnp.ones(shape, jnp.float32))
 
 
 def _weights_and(
-    values: Float[Array, "..."], scores: Float[Array, "... T"], state: RunningSoftmax
+    values: Float[Array, "..."], scores: Float[Array, "... T"], state: OnlineSoftmax
 ) -> tuple[Float[Array, "... T"], Float[Array, "..."]]:
     """Weights of all keys at once, beside what `state` has seen."""
     top = lax.stop_gradient(jnp.maximum(state.top, jnp.max(scores, axis=-1)))

@@ -130,7 +130,7 @@ def delta_ragged(
     return outputs[:num_tokens], state
 
 
-def delta_whole(
+def delta_sequence(
     inputs: DeltaInputs, segment_ids: Int[Array, "B S"] | None, num_sequences: int
 ) -> Float[Array, "N H V"]:
     """Whole sequences from nothing; where the segment changes, a sequence starts anew. Differentiable; for training."""

@@ -40,7 +40,7 @@ def run_slots(
     if size == 0:
         return jnp.zeros(x.shape, jnp.float32)
     here, gate_up, down = slots.reshape(-1) >= 0, table.gate_up, table.down
-    if not backend.layered:
+    if not backend.takes_stacked:
         gate_up, down = (lax.dynamic_slice_in_dim(array, first, size) for array in (gate_up, down))
         first = jnp.zeros_like(first)
     call = ExpertCall(

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.layer_run import LayerRun
+from routed_experts.layers.layer_stack import LayerStackKernel
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.moe import ExpertCall, MoeBackend
-from routed_experts.layers.peers import ALONE, Peers, split_inputs
+from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup, split_inputs
+from routed_experts.layers.parallel_experts import split_experts
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
-from routed_experts.layers.split_experts import split_experts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +57,16 @@ class Kernels:
     linear: LinearBackend = REFERENCE_LINEAR
     router: FusedRouter | None = None
     fused: FusedSteps | None = None
-    whole: LayerRun | None = None
+    whole: LayerStackKernel | None = None
     choose: Callable[[Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]] | None = None
-    peers: Peers = ALONE
+    peers: AxisGroup = SINGLE_DEVICE
 
     @property
     def head(self) -> LinearBackend:
         """What multiplies by the matrix of the vocabulary, whose rows are dealt out."""
         return split_inputs(self.linear, self.peers)
 
-    def among(self, peers: Peers) -> "Kernels":
+    def among(self, peers: AxisGroup) -> "Kernels":
         """The same kernels on one device's share of the weights. Those that run past the place where partial sums are
         added up are left out."""
         if peers.count == 1:

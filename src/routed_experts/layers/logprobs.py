@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
-from routed_experts.layers.peers import ALONE, Peers
+from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup
 
 MAX_TOP_LOGPROBS = 20
 _BLOCK_ROWS = 64
@@ -27,7 +27,7 @@ class PromptLogprobs:
     top_ids: Int[Array, "N T"]
 
 
-def bits_of(x: Float[Array, "..."]) -> Int32[Array, "..."]:
+def bitcast_int32(x: Float[Array, "..."]) -> Int32[Array, "..."]:
     """The bits of floats as float32, which leave the device among integers."""
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
@@ -53,7 +53,7 @@ def prompt_logprobs(
     *,
     top: int,
     bias: Float[Array, " V"] | None = None,
-    peers: Peers = ALONE,
+    peers: AxisGroup = SINGLE_DEVICE,
 ) -> PromptLogprobs:
     """Project hidden states and return the log probability of each target and of the `top` best tokens.
 
@@ -66,7 +66,7 @@ def prompt_logprobs(
 
     def of_block(block: tuple[Float[Array, "R D"], Int[Array, " R"]]) -> PromptLogprobs:
         block_hidden, block_targets = block
-        own = peers.own_columns(block_hidden, head.shape[0])
+        own = peers.local_columns(block_hidden, head.shape[0])
         logits = peers.add(jnp.matmul(own, head, preferred_element_type=jnp.float32))
         logits = logits if bias is None else logits + bias.astype(jnp.float32)
         best, best_ids = top_logprobs(logits, top)

@@ -48,13 +48,13 @@ class ExpertCall:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoeBackend:
     """A way to run experts. `reveals_ids`: it runs the ids it is given; a backend that routes inside itself does not,
-    and capture refuses it. `layered`: it takes the weights (and biases) of the whole run; otherwise one layer's [E,
+    and capture refuses it. `takes_stacked`: it takes the weights (and biases) of the whole run; otherwise one layer's [E,
     ...]."""
 
     name: str
     run: Callable[["ExpertCall"], Float[Array, "N D"]]
     reveals_ids: bool = True
-    layered: bool = True
+    takes_stacked: bool = True
     features: frozenset[str] = frozenset()  # of `ExpertCall.needs`
 
 
@@ -189,6 +189,6 @@ MOE_BACKENDS: Mapping[str, MoeBackend] = MappingProxyType(
     {
         "reference": MoeBackend(name="reference", run=reference_experts, features=ALL_EXPERTS),
         "tiled": MoeBackend(name="tiled", run=tiled_experts, features=ALL_EXPERTS),
-        "grouped": MoeBackend(name="grouped", run=grouped_experts, layered=False, features=ALL_EXPERTS),
+        "grouped": MoeBackend(name="grouped", run=grouped_experts, takes_stacked=False, features=ALL_EXPERTS),
     }
 )

@@ -5,11 +5,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from routed_experts.layers.peers import ALONE, Peers
+from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup
 
 
 def rms_norm(
-    x: Float[Array, "... D"], scale: Float[Array, " D"], *, eps: float, offset: float = 0.0, peers: Peers = ALONE
+    x: Float[Array, "... D"],
+    scale: Float[Array, " D"],
+    *,
+    eps: float,
+    offset: float = 0.0,
+    peers: AxisGroup = SINGLE_DEVICE,
 ) -> Float[Array, "... D"]:
     """Normalise the last axis in float32, cast to x's dtype, then multiply by `scale`. With an `offset`, which is added
     to the scale, multiply in float32 and cast last: half precision would round 1 + w. With `peers`, x is one device's

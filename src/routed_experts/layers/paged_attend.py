@@ -5,8 +5,8 @@ import dataclasses
 
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.attention import AttentionBackend, PagedBatch, Projected, write_kv
-from routed_experts.layers.attention_traits import AttentionTraits
+from routed_experts.layers.attention import AttentionBackend, FusedQKV, PagedBatch, write_kv
+from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import write_latent
 
 
@@ -25,7 +25,7 @@ class PagedAttend:
         values: Float[Array, "N G C"] | None,
         pool: Float[Array, "LP page 2G C"],
         layer: Int[Array, ""],
-        traits: AttentionTraits | None = None,
+        traits: AttentionFeatures | None = None,
     ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
         """Write the new keys and values (no values: `keys` are latent rows), then attend, by `traits` where there are
         some."""
@@ -42,7 +42,7 @@ class PagedAttend:
         return self.backend.special(queries, pool, first_page, batch, traits), pool
 
     def from_projected(
-        self, projected: Projected, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""]
+        self, projected: FusedQKV, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
         """The same from the projection's own output, for a backend that does it all."""
         assert self.backend.fused is not None, self.backend.name

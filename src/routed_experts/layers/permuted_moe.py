@@ -29,14 +29,14 @@ class _Places:
 
 
 @jax.custom_vjp
-def _into_tiles(x: Float[Array, "N D"], places: _Places) -> Float[Array, "P D"]:
+def _permute(x: Float[Array, "N D"], places: _Places) -> Float[Array, "P D"]:
     """The token of each tile row; rows that are no slot are 0."""
     token = jnp.maximum(places.slot, 0) // places.row.shape[1]
     return jnp.where(places.slot[:, None] < 0, 0, jnp.take(x, token, axis=0))
 
 
 def _into_forward(x: Float[Array, "N D"], places: _Places) -> tuple[Float[Array, "P D"], _Places]:
-    return _into_tiles(x, places), places
+    return _permute(x, places), places
 
 
 def _into_backward(places: _Places, gradient: Float[Array, "P D"]) -> tuple[Float[Array, "N D"], None]:
@@ -44,17 +44,17 @@ def _into_backward(places: _Places, gradient: Float[Array, "P D"]) -> tuple[Floa
     return jnp.sum(mine.astype(jnp.float32), axis=1).astype(gradient.dtype), None
 
 
-_into_tiles.defvjp(_into_forward, _into_backward)
+_permute.defvjp(_into_forward, _into_backward)
 
 
 @jax.custom_vjp
-def _out_of_tiles(rows: Float[Array, "P D"], places: _Places) -> Float[Array, "N K D"]:
+def _unpermute(rows: Float[Array, "P D"], places: _Places) -> Float[Array, "N K D"]:
     """The tile row of each slot."""
     return jnp.take(rows, places.row, axis=0)
 
 
 def _out_forward(rows: Float[Array, "P D"], places: _Places) -> tuple[Float[Array, "N K D"], _Places]:
-    return _out_of_tiles(rows, places), places
+    return _unpermute(rows, places), places
 
 
 def _out_backward(places: _Places, gradient: Float[Array, "N K D"]) -> tuple[Float[Array, "P D"], None]:
@@ -62,7 +62,7 @@ def _out_backward(places: _Places, gradient: Float[Array, "N K D"]) -> tuple[Flo
     return jnp.where(places.slot[:, None] < 0, 0, jnp.take(flat, jnp.maximum(places.slot, 0), axis=0)), None
 
 
-_out_of_tiles.defvjp(_out_forward, _out_backward)
+_unpermute.defvjp(_out_forward, _out_backward)
 
 
 def _places(plan: TilePlan, shape: tuple[int, int], tile: int) -> _Places:
@@ -98,12 +98,12 @@ def permuted_experts(call: ExpertCall) -> Float[Array, "N D"]:
     gate_up, down = (
         lax.dynamic_slice_in_dim(w, call.first_expert, call.num_experts) for w in (call.gate_up, call.down)
     )
-    rows = _into_tiles(call.x, places).reshape(-1, tile, width)
+    rows = _permute(call.x, places).reshape(-1, tile, width)
     hidden = jnp.einsum("itd,idf->itf", rows, of_tiles(gate_up))
     hidden = gated(biased(hidden, call.gate_up_bias, at), call.activation)
     outputs = jnp.einsum("itf,ifd->itd", hidden, of_tiles(down))
     outputs = biased(outputs, call.down_bias, at).reshape(-1, width)
-    return combine(_out_of_tiles(outputs, places), call.weights, call.valid)
+    return combine(_unpermute(outputs, places), call.weights, call.valid)
 
 
-PERMUTED = MoeBackend(name="permuted", run=permuted_experts, layered=False, features=ALL_EXPERTS)
+PERMUTED = MoeBackend(name="permuted", run=permuted_experts, takes_stacked=False, features=ALL_EXPERTS)

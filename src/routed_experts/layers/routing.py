@@ -23,16 +23,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 ROUTED_IDS = "routed_ids"  # what rematerialisation must save: a choice near a tie could fall otherwise the second time
-LAWS = ("softmax", "sigmoid", "logits", "sparsemixer")
+SCORING_FUNCS = ("softmax", "sigmoid", "logits", "sparsemixer")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
     """The static part of a router: hashable, read from a model's config. The defaults are Qwen3's law.
 
-    `groups` equal parts of the experts are ranked by the sum of their `group_best` best c, and `groups_kept` are chosen
+    `groups` equal parts of the experts are ranked by the sum of their `group_score_topk` best c, and `topk_group` are chosen
     from.
-    `biased`: a selection bias is among the weights. `nearness`: sparsemixer keeps z with (best - z) / max(|z|, best) <=
+    `biased`: a selection bias is among the weights. `jitter_eps`: sparsemixer keeps z with (best - z) / max(|z|, best) <=
     2 nearness."""
 
     num_experts: int
@@ -42,20 +42,20 @@ class RouterSpec:
     scale: float = 1.0
     epsilon: float = 0.0
     groups: int = 1
-    groups_kept: int = 1
-    group_best: int = 1
+    topk_group: int = 1
+    group_score_topk: int = 1
     biased: bool = False
-    nearness: float = 0.0
+    jitter_eps: float = 0.0
 
     def __post_init__(self) -> None:
-        assert self.law in LAWS, self.law
-        assert self.groups >= self.groups_kept >= 1 and self.num_experts % self.groups == 0, self
+        assert self.law in SCORING_FUNCS, self.law
+        assert self.groups >= self.topk_group >= 1 and self.num_experts % self.groups == 0, self
 
     @property
     def is_plain(self) -> bool:
         """Softmax over all experts, top-k of the scores themselves, weights unscaled: what every fused router can
         do."""
-        return self.law == "softmax" and self.groups == self.groups_kept and not self.biased and self.scale == 1.0
+        return self.law == "softmax" and self.groups == self.topk_group and not self.biased and self.scale == 1.0
 
 
 @jax.tree_util.register_dataclass
@@ -103,7 +103,7 @@ def replay_topk(
         ids, replaced = jnp.where(routed.valid[:, None], routed.ids.astype(jnp.int32), native), routed.valid
     ids = checkpoint_name(ids, ROUTED_IDS)
     weights = (
-        sparsemixer_weights(wide, ids, nearness=spec.nearness)
+        sparsemixer_weights(wide, ids, jitter_eps=spec.jitter_eps)
         if spec.law == "sparsemixer"
         else _weights(wide, scores, ids, spec)
     )
@@ -134,16 +134,18 @@ def router_probabilities(logits: Float[Array, "N E"], *, spec: RouterSpec) -> Fl
 
 def keep_groups(choice: Float[Array, "N E"], spec: RouterSpec) -> Float[Array, "N E"]:
     """Put the experts of all but the best groups at -inf (DeepSeek-V2, section 2.1.2: device-limited routing)."""
-    if spec.groups == spec.groups_kept:
+    if spec.groups == spec.topk_group:
         return choice
     grouped = choice.reshape(choice.shape[0], spec.groups, -1)
-    ranks = jnp.sum(jax.lax.top_k(grouped, spec.group_best)[0], axis=-1)  # [N, T]
-    _, kept = jax.lax.top_k(ranks, spec.groups_kept)
+    ranks = jnp.sum(jax.lax.top_k(grouped, spec.group_score_topk)[0], axis=-1)  # [N, T]
+    _, kept = jax.lax.top_k(ranks, spec.topk_group)
     keeps = jnp.any(kept[:, :, None] == jnp.arange(spec.groups), axis=1)
     return jnp.where(keeps[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
 
 
-def sparsemixer_weights(logits: Float[Array, "N E"], ids: Int[Array, "N K"], *, nearness: float) -> Float[Array, "N K"]:
+def sparsemixer_weights(
+    logits: Float[Array, "N E"], ids: Int[Array, "N K"], *, jitter_eps: float
+) -> Float[Array, "N K"]:
     """Slot k: softmax over those z, not taken by an earlier slot, that are near the best of them; a replayed id always
     counts."""
     experts = jnp.arange(logits.shape[1])
@@ -151,7 +153,7 @@ def sparsemixer_weights(logits: Float[Array, "N E"], ids: Int[Array, "N K"], *, 
     for slot in range(ids.shape[1]):
         chosen = ids[:, slot, None] == experts
         best = jnp.max(left, axis=-1, keepdims=True)
-        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * nearness
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * jitter_eps
         near = jnp.where(jax.lax.stop_gradient(far) & ~chosen, -jnp.inf, left)
         weights.append(jnp.sum(jnp.where(chosen, jax.nn.softmax(near, axis=-1), 0.0), axis=-1))
         left = jnp.where(chosen, -jnp.inf, left)

@@ -19,7 +19,7 @@ from routed_experts.core.sampling_params import ResolvedSampling
 _MAX_FINITE_BITS = 0x7F7FFFFF  # float32 maximum read as an int32; non-negative floats order as their bits do
 _BISECTIONS = 31  # halvings of [0, _MAX_FINITE_BITS]
 _PARITY = 0x1BD11BDA  # of Threefry's third key word
-_TURNS = ((13, 15, 26, 6), (17, 29, 16, 24))  # bits by which Threefry's rounds rotate, four rounds between two keys
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # bits by which Threefry's rounds rotate, four rounds between two keys
 
 _Words = tuple[UInt32[Array, "..."], UInt32[Array, "..."]]
 
@@ -162,7 +162,7 @@ def _threefry(keys: _Words, high: UInt32[Array, "..."], low: UInt32[Array, "..."
     schedule = (*keys, keys[0] ^ keys[1] ^ jnp.uint32(_PARITY))
     high, low = high + schedule[0], low + schedule[1]
     for block in range(5):
-        for turn in _TURNS[block % 2]:
+        for turn in _ROTATIONS[block % 2]:
             high = high + low
             low = high ^ ((low << jnp.uint32(turn)) | (low >> jnp.uint32(32 - turn)))
         high, low = high + schedule[(block + 1) % 3], low + schedule[(block + 2) % 3] + jnp.uint32(block + 1)

@@ -1,4 +1,4 @@
-"""How a checkpoint folder becomes a model. Knows nothing of engines, and of architectures what models/families.py
+"""How a checkpoint folder becomes a model. Knows nothing of engines, and of architectures what models/family_table.py
 lists.
 
 An architecture that is not listed there is refused with the list of those that are."""
@@ -19,15 +19,15 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from routed_experts.core.errors import CheckpointError, ConfigError
-from routed_experts.models.checkpoint import Checkpoint, WeightSource, check
-from routed_experts.models.config_reader import ConfigReader, architecture_of, read_config
-from routed_experts.models.dummy_weights import dummy_model
-from routed_experts.models.families import FAMILIES, Family
-from routed_experts.models.family_config import FamilyConfig
-from routed_experts.models.fused_experts import fuse_experts
-from routed_experts.models.interface import Decoder
-from routed_experts.models.shards import Shards
-from routed_experts.models.weight_loader import load
+from routed_experts.models.base.config_reader import ConfigReader, architecture_of, read_config
+from routed_experts.models.base.interface import Decoder
+from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.family_table import FAMILIES, Family
+from routed_experts.models.loading.checkpoint import Checkpoint, WeightSource, check
+from routed_experts.models.loading.dummy_weights import dummy_model
+from routed_experts.models.loading.fused_experts import fuse_experts
+from routed_experts.models.loading.weight_loader import load
+from routed_experts.models.sharding.sharding import ModelSharding
 
 LOAD_FORMATS = ("auto", "dummy")
 # Tensors that checkpoints carry although they follow from the config, or repeat another.
@@ -106,7 +106,7 @@ class ModelFolder:
         *,
         progress: Callable[[int, int], None] | None = None,
         place: Callable[[str], Any] = lambda target: None,
-        shards: Shards | None = None,
+        shards: ModelSharding | None = None,
     ) -> Decoder:
         """Load every tensor and give the model; `progress(bytes done, bytes in all)`. `place` says on which device the
         array of a dotted name is to be; None: the default one. With `shards` each device reads and gets its own part

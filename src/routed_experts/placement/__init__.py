@@ -6,13 +6,13 @@ plan = placement.eplb(stats, num_instances=288, num_devices=32)  # or placement.
 report = placement.replay(records, plan)"""
 
 from routed_experts.placement.balance import device_load, eplb_balancedness, eplb_balancedness_weighted, num_copies
+from routed_experts.placement.cost_model import Verdict, judge
 from routed_experts.placement.coverage import concentration, lru_coverage, static_coverage
 from routed_experts.placement.eplb import rebalance
-from routed_experts.placement.gate import Verdict, judge
+from routed_experts.placement.match_devices import relabel
 from routed_experts.placement.plan import eplb, resident
-from routed_experts.placement.relabel import relabel
-from routed_experts.placement.replay import PlacementReport, ResidencyReport, replay
 from routed_experts.placement.residency import AdaptiveResidency, ExpertCosts, num_promoted
+from routed_experts.placement.simulate import PlacementReport, ResidencyReport, replay
 
 __all__ = [
     "AdaptiveResidency",

@@ -18,8 +18,8 @@ from routed_experts.placement.balance import device_load
 
 Dispatch = Literal["even", "waterfill", "reroute"]
 DISPATCHES: tuple[str, ...] = get_args(Dispatch)
-Sent = tuple[Float64[np.ndarray, "M V"], Int64[np.ndarray, " M"]]
-Send = Callable[[UInt[np.ndarray, "N M K"]], Sent]
+DispatchResult = tuple[Float64[np.ndarray, "M V"], Int64[np.ndarray, " M"]]
+Send = Callable[[UInt[np.ndarray, "N M K"]], DispatchResult]
 
 
 def dispatcher(placement: Placement, dispatch: Dispatch, *, step_tokens: int) -> Send:
@@ -30,11 +30,14 @@ def dispatcher(placement: Placement, dispatch: Dispatch, *, step_tokens: int) ->
     none = np.zeros(placement.num_layers, np.int64)
     if dispatch == "even":
         return lambda rows: (device_load(count_experts(rows, placement.num_experts), placement), none)
-    from routed_experts.placement.operators import choose_by_load, choose_with_room  # JAX, which a plan does not need
+    from routed_experts.placement.operators import (  # JAX, which a plan does not need
+        choose_by_load,
+        dispatch_with_capacity,
+    )
 
-    choose = choose_by_load(placement) if dispatch == "waterfill" else choose_with_room(placement)
+    choose = choose_by_load(placement) if dispatch == "waterfill" else dispatch_with_capacity(placement)
 
-    def send(rows: UInt[np.ndarray, "N M K"]) -> Sent:
+    def send(rows: UInt[np.ndarray, "N M K"]) -> DispatchResult:
         padded = np.full((step_tokens, *rows.shape[1:]), -1, np.int32)  # one shape, so one program
         padded[: len(rows)] = rows
         instances = choose(padded.transpose(1, 0, 2), len(rows))[:, : len(rows)].reshape(

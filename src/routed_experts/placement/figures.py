@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Float, Float64
 
 from routed_experts.analysis import known_rows
+from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError
-from routed_experts.core.new_file import new_file
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.placement.coverage import lru_coverage, static_coverage
 from routed_experts.placement.dispatch import count_experts
@@ -55,7 +55,7 @@ def draw_plans(
     figure.suptitle(title, fontsize=12, weight="bold", x=0.01, ha="left")
     named = Path(path if Path(path).suffix else f"{os.fspath(path)}.png")
     form = named.suffix.removeprefix(".")
-    with new_file(named) as part:
+    with atomic_write(named) as part:
         figure.savefig(part, format=form, dpi=_DPI, metadata={"Software": None} if form == "png" else None)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from routed_experts.core.placement import Placement
-from routed_experts.layers.selection import balanced_expert_selection
-from routed_experts.layers.selection_checks import expert_capacity
-from routed_experts.layers.waterfill import waterfill_replicas
+from routed_experts.layers.balanced_selection.checks import expert_capacity
+from routed_experts.layers.balanced_selection.selection import balanced_expert_selection
+from routed_experts.layers.balanced_selection.waterfill import waterfill_replicas
 
 CAPACITY_FACTOR = 1.25
 
@@ -32,7 +32,7 @@ def choose_by_load(placement: Placement) -> Choose:
     return lambda ids, _: np.asarray(choose(ids, placement.logical_to_physical_map))
 
 
-def choose_with_room(placement: Placement) -> Choose:
+def dispatch_with_capacity(placement: Placement) -> Choose:
     """Instances that have room, 1.25 times the mean share; -1 where none of the expert's has."""
 
     def layer(inputs: tuple[Int[Array, "N K"], Int[Array, "E J"]], capacity: Int[Array, " I"]) -> Int[Array, "N K"]:

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from routed_experts.core.placement import Placement, ResidencyMap
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.placement.eplb import rebalance
-from routed_experts.placement.relabel import relabel
+from routed_experts.placement.match_devices import relabel
 from routed_experts.placement.residency import most_used
 
 Load = RoutingStats | Float[np.ndarray, "M E"]

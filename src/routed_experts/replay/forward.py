@@ -14,15 +14,15 @@ from jaxtyping import Array, Float, Int, UInt, UInt8
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import InvalidRequestError, RoutingAlignmentError
 from routed_experts.layers.attention import causal_attention
-from routed_experts.layers.attention_traits import AttentionTraits
+from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import causal_variant
-from routed_experts.layers.delta_rule import DeltaInputs, delta_whole
+from routed_experts.layers.delta_rule import DeltaInputs, delta_sequence
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
-from routed_experts.models.interface import Decoder, SequenceOps, TokenRouting
+from routed_experts.models.base.interface import Decoder, SequenceOps, TokenRouting
 from routed_experts.replay.balance import BALANCE_ON, BalanceOn, RouterBalance
 from routed_experts.replay.batch import RoutedBatch
-from routed_experts.replay.tape import BalanceTape, RoutingTape
+from routed_experts.replay.recorder import BalanceRecorder, RoutingRecorder
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +76,7 @@ def forward(
         values: Float[Array, "N G V"] | None,
         cache: None,
         layer: Int[Array, ""],
-        traits: AttentionTraits | None = None,
+        traits: AttentionFeatures | None = None,
     ) -> tuple[Float[Array, "N H V"], None]:
         q, k = (x.reshape(batch, length, *x.shape[1:]) for x in (queries, keys))
         v = None if values is None else values.reshape(batch, length, *values.shape[1:])
@@ -86,14 +86,14 @@ def forward(
         return causal_variant(q, k, v, segments, traits).reshape(*queries.shape[:2], -1), cache
 
     def recur(inputs: DeltaInputs, cache: None, layer: Int[Array, ""]) -> tuple[Float[Array, "N H V"], None]:
-        return delta_whole(inputs, segments, batch), cache
+        return delta_sequence(inputs, segments, batch), cache
 
     replay = None if routed is None else _token_routing(routed, tokens.shape, spec)
     valid = jnp.ones(tokens.size, bool) if routed is None else ~routed.pad.reshape(-1)
     tape = balance = None
     if spec is not None:
-        tape = RoutingTape.start(
-            tokens.size, spec, None if balance_on is None else BalanceTape.start(valid, spec, balance_on)
+        tape = RoutingRecorder.start(
+            tokens.size, spec, None if balance_on is None else BalanceRecorder.start(valid, spec, balance_on)
         )
     kernels = Kernels(moe=backend)
     ops = attend if model.config.cache.recurrent is None else SequenceOps(attend, recur)
@@ -101,7 +101,7 @@ def forward(
         tokens.reshape(-1), where.reshape(-1), valid, ops, None, tape, kernels=kernels, routed=replay, remat=remat
     )
     ids = slot_miss = None
-    if isinstance(told, RoutingTape) and told.slot_miss is not None:
+    if isinstance(told, RoutingRecorder) and told.slot_miss is not None:
         ids = told.rows().reshape(batch, length, -1, told.spec.top_k) if return_routed else None
         slot_miss = told.slot_miss.T.reshape(batch, length, -1)
         balance = None if told.balance is None else told.balance.told()

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Int
 
 from routed_experts.core.errors import RoutingAlignmentError
+from routed_experts.core.record_validation import version_spans_of
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.core.routing_rows import version_spans_of
 
 
 def merge_turns(

@@ -17,7 +17,7 @@ from routed_experts.core.model_worker_batch import (
     ForwardMode,
     ModelWorkerBatch,
     SamplerForm,
-    SamplingColumns,
+    SamplingArrays,
 )
 from routed_experts.memory.req_to_token_pool import ReqToTokenPool
 from routed_experts.scheduling.schedule_batch import Req, Row
@@ -27,7 +27,7 @@ _INT_COLUMNS = ("top_k", "choice", "prompt_len")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Seated:
+class _BatchLayout:
     """What steps of the same requests in the same slots have in common."""
 
     slots: list[int]
@@ -51,7 +51,7 @@ class BatchBuilder:
         self._columns = _named(self._words)
         self._columns["top_p"][0] = self._columns["repetition"][0] = 1.0
         self._count = np.arange(max(buckets.max_requests, *buckets.extend) + 1, dtype=np.int32)
-        self._seated: _Seated | None = None  # of the last step, unless a request was given a slot since
+        self._seated: _BatchLayout | None = None  # of the last step, unless a request was given a slot since
 
     def enter(self, req: Req) -> None:
         """Note the parameters of a request that has just been given a slot."""
@@ -71,7 +71,7 @@ class BatchBuilder:
         mode, padded_tokens, padded_rows = self._buckets.shape(
             total, len(rows), all_decode=total == len(rows) and not scored
         )
-        forms = [row.req.form_now() for row in rows]  # of chunks too: FULL counts every token fed
+        forms = [row.req.required_mode() for row in rows]  # of chunks too: FULL counts every token fed
         seated = self._seats(rows, padded_rows)
         seq_lens = np.zeros(padded_rows, np.int32)
         seq_lens[: len(rows)] = [row.start + row.count for row in rows]
@@ -107,7 +107,7 @@ class BatchBuilder:
             return_routed_experts=seated.return_routed_experts,
         )
 
-    def _seats(self, rows: Sequence[Row], padded: int) -> _Seated:
+    def _seats(self, rows: Sequence[Row], padded: int) -> _BatchLayout:
         """The last step's, where the same requests stand in the same order."""
         slots, last = [row.req.slot for row in rows], self._seated
         if last is None or last.slots != slots or last.request_slots.size != padded:
@@ -116,7 +116,7 @@ class BatchBuilder:
             seeds, words = self._seeds[request_slots], self._words[:, request_slots]
             for shared in (request_slots, seeds, words):
                 shared.flags.writeable = False
-            last = self._seated = _Seated(
+            last = self._seated = _BatchLayout(
                 slots=slots,
                 request_slots=request_slots,
                 seeds=seeds,
@@ -140,8 +140,8 @@ class BatchBuilder:
         return ids
 
     def _sampling(
-        self, rows: Sequence[Row], seated: _Seated, seq_lens: Int32[np.ndarray, " B"], *, full: bool
-    ) -> SamplingColumns:
+        self, rows: Sequence[Row], seated: _BatchLayout, seq_lens: Int32[np.ndarray, " B"], *, full: bool
+    ) -> SamplingArrays:
         bias_ids: Int32[np.ndarray, "B X"] | None = None
         bias_values: Float[np.ndarray, "B X"] | None = None
         if full:
@@ -150,7 +150,7 @@ class BatchBuilder:
             for index, row in enumerate(rows):
                 for place, (token, value) in enumerate(row.req.bias_now()):
                     bias_ids[index, place], bias_values[index, place] = token, value
-        return SamplingColumns(
+        return SamplingArrays(
             seed=seated.seeds, position=seq_lens, bias_ids=bias_ids, bias_values=bias_values, **seated.columns
         )
 

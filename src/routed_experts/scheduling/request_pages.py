@@ -48,7 +48,7 @@ class RequestPages:
         assert slot is not None
         req.slot, req.node = slot, match.node
         req.num_shared = req.num_pages = int(match.pages.size)
-        req.num_fed = req.num_read = req.num_shared * self.page_size
+        req.num_dispatched = req.num_committed = req.num_shared * self.page_size
         self.table.set_pages(slot, 0, match.pages)
         grown = self.grow(req, req.num_known)
         assert grown, (req.rid, wanted, self.num_available)
@@ -73,7 +73,7 @@ class RequestPages:
     def share(self, req: Req, namespace: Hashable) -> None:
         """Let others use the full pages of what a running request has fed and read back; not where the cache already
         knows those tokens under other pages: the request keeps the pages of its own pass."""
-        full = req.num_read // self.page_size
+        full = req.num_committed // self.page_size
         if (
             not self.use_prefix_cache
             or full <= req.num_shared
@@ -95,7 +95,7 @@ class RequestPages:
         assert req.node is not None, req.rid
         own = self._pages(req)[req.num_shared :]
         if keep and self.use_prefix_cache and self.cache.is_attached(req.node):
-            full = req.num_read // self.page_size
+            full = req.num_committed // self.page_size
             kept = self.cache.insert(req.tokens[: full * self.page_size], self._pages(req, full), namespace)
             own = np.concatenate([kept.duplicates, self._pages(req)[max(full, req.num_shared) :]])
         self._free(own)
@@ -114,7 +114,7 @@ class RequestPages:
         self._free(pages)
         return int(pages.size)
 
-    def take_changed(self) -> Int32[np.ndarray, " P"]:
+    def drain_changed_pages(self) -> Int32[np.ndarray, " P"]:
         """Pages handed out or freed since this was last asked: what was recorded of their slots holds no more."""
         pages = np.concatenate(self._changed) if self._changed else np.zeros(0, np.int32)
         self._changed.clear()

@@ -1,7 +1,7 @@
 """Req: one sequence on its way through the engine, and the rows of a step. Knows nothing of pools or devices.
 
 Only Req may change, and only on the engine thread. Its tokens run
-    0 .. num_read .. num_fed .. num_known + num_pending
+    0 .. num_committed .. num_dispatched .. num_known + num_pending
 where read tokens have been fed by a step whose outputs are on the host (their rows are filed), fed ones have been
 dispatched (their keys are or will be in the pool, in order), known ones are on the host, and pending ones have been
 sampled by a step that has not been read yet (at most one)."""
@@ -43,7 +43,7 @@ class Req:
         self.ending: FinishReason | None = (
             None  # why it ends once its last token has been fed, which is wanted for its row
         )
-        self.num_known, self.num_pending, self.num_fed, self.num_read = self.prompt_len, 0, 0, 0
+        self.num_known, self.num_pending, self.num_dispatched, self.num_committed = self.prompt_len, 0, 0, 0
         self.slot, self.num_pages, self.num_shared = 0, 0, 0
         self.node: PrefixNode | None = None
         self.cached_tokens, self.weight_version = 0, 0
@@ -69,20 +69,20 @@ class Req:
         length = self.num_known + self.num_pending
         is_wanted = length < self.max_len + self.source.routed_experts.include_last
         if self.ending is not None:
-            is_wanted = self.num_fed < self.num_known
-        return is_wanted and self.num_fed == length - 1 and self.num_fed >= self.prompt_len
+            is_wanted = self.num_dispatched < self.num_known
+        return is_wanted and self.num_dispatched == length - 1 and self.num_dispatched >= self.prompt_len
 
     @property
     def num_unfed(self) -> int:
         """Known tokens still to be fed before the next can be sampled; a decoding request has one or none."""
-        return self.num_known - self.num_fed
+        return self.num_known - self.num_dispatched
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Were logprobs of prompt tokens asked for."""
         return self.source.return_logprob and 0 <= self.source.logprob_start_len < self.prompt_len
 
-    def form_now(self) -> SamplerForm:
+    def required_mode(self) -> SamplerForm:
         """The sampler that this request needs for its next token."""
         return SamplerForm.FULL if self.num_known + self.num_pending < self.min_len else self.form
 
@@ -111,9 +111,9 @@ class Req:
         self.end(FinishReason(type="stop", matched=matched))
 
     @property
-    def has_fed_last(self) -> bool:
+    def last_row_ready(self) -> bool:
         """Has the last token been fed and read back, for its row."""
-        return self.ending is not None and self.num_read == self.num_known
+        return self.ending is not None and self.num_committed == self.num_known
 
 
 def form_of(source: TokenizedGenerateReqInput) -> SamplerForm:

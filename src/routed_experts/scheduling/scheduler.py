@@ -49,7 +49,7 @@ class Scheduler:
         self._num_released = 0
         self._step = 0
         self.num_retracted = 0
-        self.admits_new = True  # False while a pause lets what has started finish
+        self.accepts_new = True  # False while a pause lets what has started finish
 
     @property
     def has_started(self) -> bool:
@@ -75,9 +75,9 @@ class Scheduler:
     def schedule(self) -> ModelWorkerBatch | None:
         """Choose the rows of the next step; None when nothing can run now."""
         rows = [
-            Row(req, req.num_fed, 1, True)
+            Row(req, req.num_dispatched, 1, True)
             for req in self.running
-            if req.wants_decode and self.pages.grow(req, req.num_fed + 1)
+            if req.wants_decode and self.pages.grow(req, req.num_dispatched + 1)
         ]
         decoding, budget = len(rows), min(self._args.prefill_limit, self._buckets.extend[-1] - len(rows))
         for req in self.running:
@@ -97,7 +97,7 @@ class Scheduler:
         self._in_flight[self._step] = tuple(rows), self._num_released
         self._step += 1
         for row in rows:
-            row.req.num_fed = row.start + row.count
+            row.req.num_dispatched = row.start + row.count
             row.req.num_pending += row.samples
         return batch
 
@@ -111,7 +111,7 @@ class Scheduler:
             req = row.req
             if req.state is ReqState.FINISHED:
                 continue
-            req.num_read = row.start + row.count
+            req.num_committed = row.start + row.count
             if batch.prompt_targets is not None and wants_scores(row):
                 _note_prompt_logprobs(req, row, int(batch.query_starts[index]), result)
             if not row.samples:
@@ -157,7 +157,7 @@ class Scheduler:
         self.running.remove(req)
         self.pages.release(req, self.namespace(req), keep=False)
         req.saved, req.state = saved, ReqState.WAITING
-        req.num_fed = req.num_read = 0
+        req.num_dispatched = req.num_committed = 0
         self.waiting.appendleft(req)
         self.num_retracted += 1
 
@@ -184,7 +184,7 @@ class Scheduler:
             if not self.pages.admit(req, self.namespace(req), spare=len(self.running)):
                 break
             if not req.is_prefilled:
-                req.cached_tokens = req.num_fed
+                req.cached_tokens = req.num_dispatched
             self.waiting.remove(req)
             req.state = ReqState.RUNNING
             self.running.append(req)
@@ -203,14 +203,14 @@ class Scheduler:
                 and not leader.is_prefilled
                 and not self._args.disable_radix_cache
             )
-            if not waits and (self.admits_new or req.num_output):
+            if not waits and (self.accepts_new or req.num_output):
                 yield req
 
 
 def _chunk(req: Req, budget: int) -> Row:
     """The next part of a request's known tokens, of at most `budget` tokens."""
     count = min(req.num_unfed, budget)
-    return Row(req, req.num_fed, count, req.num_fed + count == req.num_known)
+    return Row(req, req.num_dispatched, count, req.num_dispatched + count == req.num_known)
 
 
 def _append(req: Req, token: int, logprob: float, index: int, result: StepResult) -> None:

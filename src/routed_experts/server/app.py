@@ -10,13 +10,12 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from routed_experts.server import admin_routes, info_routes, routing_routes, text_routes
-from routed_experts.server.chat import chat_completions
-from routed_experts.server.completions import completions
-from routed_experts.server.gate import Gate, check_admin
-from routed_experts.server.native import generate
+from routed_experts.server.admin import control_routes, info_routes
+from routed_experts.server.middleware import RequestMiddleware, check_admin
+from routed_experts.server.openai.chat import chat_completions
+from routed_experts.server.openai.completions import completions
 from routed_experts.server.openapi import Operation, openapi_document
-from routed_experts.server.page import make_page
+from routed_experts.server.playground import make_page
 from routed_experts.server.protocol import (
     AbortRequest,
     ChatRequest,
@@ -31,10 +30,13 @@ from routed_experts.server.protocol import (
     UpdateWeightVersionRequest,
 )
 from routed_experts.server.reply import json_reply
-from routed_experts.server.score import score
-from routed_experts.server.service import Service
+from routed_experts.server.routing import routes
+from routed_experts.server.routing.score import score
+from routed_experts.server.sglang.generate import generate
+from routed_experts.server.state import ServerState
+from routed_experts.server.vllm import tokenize
 
-Handler = Callable[[Request, Service], Awaitable[Response]]
+Handler = Callable[[Request, ServerState], Awaitable[Response]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,15 +57,15 @@ TABLE = (
     Entry("/v1/chat/completions", ("POST",), chat_completions, ChatRequest),
     Entry("/generate", ("POST", "PUT"), generate, GenerateRequest),
     Entry("/v1/score", ("POST",), score, ScoreRequest),
-    Entry("/tokenize", ("POST",), text_routes.tokenize, TokenizeRequest),
-    Entry("/detokenize", ("POST",), text_routes.detokenize, DetokenizeRequest),
-    Entry("/tokenizer_info", ("GET",), text_routes.tokenizer_info),
+    Entry("/tokenize", ("POST",), tokenize.tokenize, TokenizeRequest),
+    Entry("/detokenize", ("POST",), tokenize.detokenize, DetokenizeRequest),
+    Entry("/tokenizer_info", ("GET",), tokenize.tokenizer_info),
     Entry("/v1/models", ("GET",), info_routes.models),
     Entry("/v1/models/{name:path}", ("GET",), info_routes.model),
-    Entry("/v1/routing/stats", ("GET",), routing_routes.stats),
-    Entry("/v1/routing/reset", ("POST",), routing_routes.reset),
-    Entry("/v1/routing/{name}", ("GET",), routing_routes.fetch, query=("format", "choice")),
-    Entry("/v1/routing/{name}", ("DELETE",), routing_routes.delete),
+    Entry("/v1/routing/stats", ("GET",), routes.stats),
+    Entry("/v1/routing/reset", ("POST",), routes.reset),
+    Entry("/v1/routing/{name}", ("GET",), routes.fetch, query=("format", "choice")),
+    Entry("/v1/routing/{name}", ("DELETE",), routes.delete),
     Entry("/get_model_info", ("GET",), info_routes.model_info),
     Entry("/model_info", ("GET",), info_routes.model_info),
     Entry("/get_server_info", ("GET",), info_routes.server_info),
@@ -75,20 +77,28 @@ TABLE = (
     Entry("/ready", ("GET",), info_routes.ready),
     Entry("/ping", ("GET", "POST"), info_routes.health),
     Entry("/health_generate", ("GET",), info_routes.health_generate),
-    Entry("/flush_cache", ("GET", "POST"), admin_routes.flush_cache, admin=True),
-    Entry("/abort_request", ("POST",), admin_routes.abort_request, AbortRequest, admin=True),
-    Entry("/pause_generation", ("POST",), admin_routes.pause_generation, PauseRequest, admin=True),
-    Entry("/continue_generation", ("POST",), admin_routes.continue_generation, ContinueRequest, admin=True),
+    Entry("/flush_cache", ("GET", "POST"), control_routes.flush_cache, admin=True),
+    Entry("/abort_request", ("POST",), control_routes.abort_request, AbortRequest, admin=True),
+    Entry("/pause_generation", ("POST",), control_routes.pause_generation, PauseRequest, admin=True),
+    Entry("/continue_generation", ("POST",), control_routes.continue_generation, ContinueRequest, admin=True),
     Entry(
-        "/update_weights_from_disk", ("POST",), admin_routes.update_weights_from_disk, UpdateWeightsRequest, admin=True
+        "/update_weights_from_disk",
+        ("POST",),
+        control_routes.update_weights_from_disk,
+        UpdateWeightsRequest,
+        admin=True,
     ),
     Entry(
-        "/update_weight_version", ("POST",), admin_routes.update_weight_version, UpdateWeightVersionRequest, admin=True
+        "/update_weight_version",
+        ("POST",),
+        control_routes.update_weight_version,
+        UpdateWeightVersionRequest,
+        admin=True,
     ),
 )
 
 
-def make_app(service: Service, *, version: str) -> tuple[ASGIApp, Gate]:
+def make_app(service: ServerState, *, version: str) -> tuple[ASGIApp, RequestMiddleware]:
     """The whole app, and the gate that counts its open requests."""
     described = [Operation(one.path, one.methods, one.handler.__doc__ or "", one.body, one.query) for one in TABLE]
     document = openapi_document(described, version=version)
@@ -109,7 +119,7 @@ def make_app(service: Service, *, version: str) -> tuple[ASGIApp, Gate]:
         Route(path, told, methods=["GET"])
         for path, told in (("/", root), ("/openapi.json", openapi), ("/version", told_version))
     ]
-    gate = Gate(Router(routes, redirect_slashes=False), service.settings, on_idle=service.on_idle)
+    gate = RequestMiddleware(Router(routes, redirect_slashes=False), service.settings, on_idle=service.on_idle)
     origin = service.settings.cors_origin
     if origin is None:
         return gate, gate
@@ -133,13 +143,13 @@ def _merged() -> tuple[Entry, ...]:
 def _joined(entries: list[Entry]) -> Entry:
     handlers = {method: entry.handler for entry in entries for method in entry.methods}
 
-    async def dispatch(request: Request, service: Service) -> Response:
+    async def dispatch(request: Request, service: ServerState) -> Response:
         return await handlers["GET" if request.method == "HEAD" else request.method](request, service)
 
     return Entry(entries[0].path, tuple(handlers), dispatch, admin=any(entry.admin for entry in entries))
 
 
-def _bound(entry: Entry, service: Service) -> Callable[[Request], Awaitable[Response]]:
+def _bound(entry: Entry, service: ServerState) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         if entry.admin:
             check_admin(request.scope)

@@ -9,9 +9,9 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from routed_experts.server.errors import ApiError
+from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.fields import screen
 from routed_experts.server.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH
-from routed_experts.server.threads import off_loop
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _BRACKETS = re.compile(
@@ -48,7 +48,7 @@ async def read_struct(
             f"content-type is {media[:60]!r}; wanted application/json; send the header Content-Type: application/json"
         )
         raise ApiError(text, status=415, code="unsupported_media_type")
-    return await off_loop(len(raw), lambda: _decode(raw, kind, strict))
+    return await run_in_thread_if_large(len(raw), lambda: _decode(raw, kind, strict))
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

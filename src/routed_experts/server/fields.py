@@ -5,12 +5,12 @@ import re
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from routed_experts.core.sampling_params import shown
+from routed_experts.core.sampling_params import short_repr
 from routed_experts.server.errors import ApiError
 from routed_experts.server.limits import MAX_NAMED_FIELDS, MAX_UNKNOWN_NAMES
 
 # Names that change the answer elsewhere and that nobody here obeys: refused unless they say nothing.
-_REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType(
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "tools": ([],),
         "tool_choice": ("none", "auto"),
@@ -59,7 +59,7 @@ _REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     }
 )
 # Names that clients of others send as a matter of course; without effect, and never taken for a typo.
-_WITHOUT_EFFECT = frozenset(
+IGNORED = frozenset(
     "user store metadata parallel_tool_calls service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity "
     "reasoning_effort reasoning priority spaces_between_special_tokens length_penalty early_stopping custom_params return_logprobs_text "
     "logprobs_mode log_metrics include_reasoning separate_reasoning stream_reasoning mm_processor_kwargs modalities_config background "
@@ -81,17 +81,17 @@ def screen(said: Mapping[str, object], known: Collection[str], *, strict: bool) 
         text = f"{len(others)} names of the body are none of this route's, above the limit of {MAX_UNKNOWN_NAMES}; leave them out"
         raise ApiError(text, status=400, code="too_many_fields")
     for name, value in others.items():
-        if name in _REFUSED:
-            if not any(type(value) is type(harmless) and value == harmless for harmless in _REFUSED[name]):
-                text = f"{name}={shown(value)} is not supported by this server; leave it out"
+        if name in UNSUPPORTED:
+            if not any(type(value) is type(harmless) and value == harmless for harmless in UNSUPPORTED[name]):
+                text = f"{name}={short_repr(value)} is not supported by this server; leave it out"
                 raise ApiError(text, status=400, code="unsupported_parameter", param=name)
-        elif strict or name not in _WITHOUT_EFFECT:
+        elif strict or name not in IGNORED:
             _check_unknown(name, known, strict=strict)
         ignored.append(name)
     return kept, ignored
 
 
-def header_of(ignored: Collection[str]) -> dict[str, str]:
+def ignored_params_header(ignored: Collection[str]) -> dict[str, str]:
     """The response header that names what had no effect."""
     names = [name for name in ignored if _NAME.fullmatch(name)][:MAX_NAMED_FIELDS]
     return {"X-Ignored-Params": ", ".join(names)} if names else {}
@@ -102,7 +102,10 @@ def _check_unknown(name: str, known: Collection[str], *, strict: bool) -> None:
     if strict or near is not None or name.startswith(_RESERVED):
         fix = f"did you mean {near}?" if near else "leave it out"
         raise ApiError(
-            f"{shown(name)} is no parameter of this route; {fix}", status=400, code="unknown_field", param=name[:64]
+            f"{short_repr(name)} is no parameter of this route; {fix}",
+            status=400,
+            code="unknown_field",
+            param=name[:64],
         )
 
 

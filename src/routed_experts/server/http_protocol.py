@@ -40,7 +40,7 @@ class _Deadline:
             self._timer = None
 
 
-class ReadOrLeave(HttpToolsProtocol):
+class WriteTimeoutProtocol(HttpToolsProtocol):
     """One connection whose reader must take some of what is buffered for it every while, or is cut off."""
 
     write_timeout_s = WRITE_TIMEOUT_S
@@ -101,7 +101,7 @@ class ReadOrLeave(HttpToolsProtocol):
             self._reading.start(self.loop, self.write_timeout_s, lambda: self.watch_reader(left))
 
 
-class LimitedProtocol(ReadOrLeave):
+class LimitedProtocol(WriteTimeoutProtocol):
     """One connection. A request whose headers are not there in time, too long or malformed is answered and the
     connection closed."""
 

@@ -18,13 +18,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from routed_experts.core.errors import RoutedExpertsError
-from routed_experts.engine.serving import EngineDoor
+from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.server.app import make_app
 from routed_experts.server.http_protocol import LimitedProtocol
 from routed_experts.server.limits import KEEP_ALIVE_S, MAX_UNSENT_BYTES, ServerSettings
-from routed_experts.server.service import Service
+from routed_experts.server.state import ServerState
 
-LAST_WORDS_S = 1.5  # for answers of aborted requests to leave
+FINAL_FLUSH_S = 1.5  # for answers of aborted requests to leave
 EXIT_DEAD = 3
 logger = logging.getLogger("routed_experts.server")
 
@@ -69,7 +69,7 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
     )
 
 
-def set_start_up_aside() -> None:
+def freeze_gc() -> None:
     """What start-up made stays: full collections of garbage pass over it from now on. They would stop the engine and
     the server for 0.1 s and more. What is no longer referred to is freed all the same; cycles of it are not: those that
     there are go first."""
@@ -83,11 +83,11 @@ class ServerProcess:
 
     def __init__(
         self,
-        service: Service,
+        service: ServerState,
         listener: socket.socket,
         *,
         version: str,
-        load: Callable[[], EngineDoor],
+        load: Callable[[], AsyncEngine],
         on_ready: Callable[[], None],
     ) -> None:
         self._service, self._listener = service, listener
@@ -123,7 +123,7 @@ class ServerProcess:
         except BaseException as error:
             self._tell(events, lambda error=error: self._failed(error))
             return
-        set_start_up_aside()
+        freeze_gc()
         self._tell(events, lambda: self._ready(door))
         cause = door.wait()
         self._tell(events, lambda: self._ended(cause))
@@ -136,7 +136,7 @@ class ServerProcess:
         self._failure = error
         self._server.should_exit = True
 
-    def _ready(self, door: EngineDoor) -> None:
+    def _ready(self, door: AsyncEngine) -> None:
         self._service.serve(door)
         self._on_ready()
 
@@ -148,7 +148,7 @@ class ServerProcess:
         self._has_died = True
         self._service.die(cause)
         logger.error("the engine has died; the server ends with code %d", EXIT_DEAD)
-        self._drain = asyncio.ensure_future(self._leave())
+        self._drain = asyncio.ensure_future(self._exit_process())
 
     def _on_signal(self) -> None:
         """First signal: drain. Second: at once."""
@@ -172,12 +172,12 @@ class ServerProcess:
             if not self._gate.idle.is_set():
                 door.let_in()
                 await asyncio.to_thread(engine.abort, abort_all=True)
-                await _first(self._gate.idle.wait(), timeout_s=LAST_WORDS_S)
+                await _first(self._gate.idle.wait(), timeout_s=FINAL_FLUSH_S)
             await asyncio.to_thread(engine.shutdown)
         self._server.should_exit = True
 
-    async def _leave(self) -> None:
-        await _first(self._gate.idle.wait(), timeout_s=LAST_WORDS_S)
+    async def _exit_process(self) -> None:
+        await _first(self._gate.idle.wait(), timeout_s=FINAL_FLUSH_S)
         self._server.should_exit = True
 
 

@@ -27,7 +27,7 @@ def event(body: object) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-class OutOfTime(ApiError):
+class RequestTimeout(ApiError):
     """The request took longer than the server allows."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -57,7 +57,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until they end or the reader is gone."""
-        pump, gone = asyncio.create_task(self._pump(send)), asyncio.create_task(_until_gone(receive))
+        pump, gone = asyncio.create_task(self._pump(send)), asyncio.create_task(_wait_disconnect(receive))
         try:
             limit = self._timeout_s + STREAM_GRACE_S
             await asyncio.wait({pump, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -80,7 +80,7 @@ class EventStream(Response):
                 last = await self._send_events(send)
         except TimeoutError:
             self._expire()
-            await _send(send, event(answer_of(OutOfTime(self._timeout_s)).body))
+            await _send(send, event(answer_of(RequestTimeout(self._timeout_s)).body))
         except Exception as error:
             if not isinstance(error, RoutedExpertsError):
                 logger.exception("a stream failed")
@@ -116,14 +116,14 @@ class EventStream(Response):
 
 
 async def watched(request: Request, work: Awaitable[_T], *, timeout_s: float) -> _T:
-    """Do `work` for a client that waits for it; when the client leaves (ClientGone) or time is up (OutOfTime) it is
+    """Do `work` for a client that waits for it; when the client leaves (ClientGone) or time is up (RequestTimeout) it is
     cancelled."""
-    task, gone = asyncio.ensure_future(work), asyncio.create_task(_until_gone(request.receive))
+    task, gone = asyncio.ensure_future(work), asyncio.create_task(_wait_disconnect(request.receive))
     try:
         done, _ = await asyncio.wait({task, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if task in done:
             return task.result()
-        raise ClientGone if gone in done else OutOfTime(timeout_s)
+        raise ClientGone if gone in done else RequestTimeout(timeout_s)
     finally:
         for one in (task, gone):
             one.cancel()
@@ -137,7 +137,7 @@ def _cut_off(scope: Scope) -> None:
         abort["call"]()
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _wait_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpu_cases import small_cases
 from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
+from support.gpu_cases import small_cases
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 

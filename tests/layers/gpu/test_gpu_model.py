@@ -5,12 +5,12 @@ import functools
 
 import numpy as np
 
-from model_steps import PAGES, drifted_rows, run_steps, tiny_model
 from routed_experts.layers.attention import ATTENTION_BACKENDS
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
+from support.model_steps import PAGES, drifted_rows, run_steps, tiny_model
 
 PLAIN = Kernels(moe=MOE_BACKENDS["reference"])
 

@@ -12,7 +12,7 @@ import pytest
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.tpu.experts import FEW_ROWS, few_rows_experts, fused_experts, sorted_experts
-from routed_experts.layers.tpu.plan import BEGIN, END, EXPERT, TILE, TOKEN_TILE, PlanForm, plan_visits
+from routed_experts.layers.tpu.group_metadata import BEGIN, END, EXPERT, TILE, TOKEN_TILE, PlanForm, grid_steps
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
@@ -168,7 +168,7 @@ def test_a_plan_lists_every_expert_with_rows_on_each_tile_that_holds_them(shape,
     rng = np.random.default_rng(num_tokens)
     most = experts + (-(-num_tokens * top_k // tile) if tile else 0)
     form = PlanForm(num_experts=experts, max_visits=most, tile=tile)
-    run = jax.jit(functools.partial(plan_visits, form=form, interpret=True))
+    run = jax.jit(functools.partial(grid_steps, form=form, interpret=True))
     for chosen, share in ((experts, 0.8), (1, 0.3), (experts, 0.0)):
         ids, valid = rng.integers(0, chosen, (top_k, num_tokens)).astype(np.int32), rng.random((1, num_tokens)) < share
         plan, total = run(jnp.asarray(ids), jnp.asarray(valid.astype(np.int32)))

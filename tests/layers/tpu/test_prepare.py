@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from routed_experts.layers.attention import PagedBatch, Projected
+from routed_experts.layers.attention import FusedQKV, PagedBatch
 from routed_experts.layers.rotary import rotary_angles
-from routed_experts.layers.tpu.prepare import TOKEN_TILE, prepare, prepare_plainly
+from routed_experts.layers.tpu.qk_norm_rope import TOKEN_TILE, prepare, prepare_plainly
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
@@ -25,7 +25,7 @@ def run(projected, *rest, program=INTERPRETED):
     arrays = {
         field.name: getattr(projected, field.name) for field in dataclasses.fields(projected) if field.name != "eps"
     }
-    return jax.jit(lambda arrays, *rest: program(Projected(**arrays, eps=projected.eps), *rest))(arrays, *rest)
+    return jax.jit(lambda arrays, *rest: program(FusedQKV(**arrays, eps=projected.eps), *rest))(arrays, *rest)
 
 
 def make(requests, *, heads, groups, head_dim, padded, dtype=jnp.float32, seed=0):
@@ -54,7 +54,7 @@ def make(requests, *, heads, groups, head_dim, padded, dtype=jnp.float32, seed=0
     cos, sin = rotary_angles(batch.positions, head_dim=head_dim, theta=1e4)
     qkv = jnp.asarray(rng.standard_normal((padded, (heads + 2 * groups) * head_dim)), dtype)
     q_norm, k_norm = (jnp.asarray(norm, dtype) for norm in norms)
-    projected = Projected(
+    projected = FusedQKV(
         qkv=qkv, q_norm=q_norm, k_norm=k_norm, layer=jnp.asarray(1, jnp.int32), cos=cos, sin=sin, eps=1e-6
     )
     pool = jnp.asarray(rng.standard_normal((LAYERS * NUM_PAGES, PAGE_SIZE, 2 * groups, head_dim)), dtype)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from layers.test_selection import FULL, VARIANTS, counts_of, full_case, random_case, same_bits, sequential
 from oracles.selection import num_filled
-from routed_experts.layers.selection import balanced_expert_selection
-from routed_experts.layers.selection_steps import Slate, assign
+from routed_experts.layers.balanced_selection.selection import balanced_expert_selection
+from routed_experts.layers.balanced_selection.steps import SelectionInputs, assign
 from routed_experts.layers.tpu.selection import VMEM_BYTES, choose_by_kernel, fits
-from tpu_aot import compile_tpu, tpu_mesh
+from support.tpu_aot import compile_tpu, tpu_mesh
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
@@ -30,7 +30,7 @@ def assigned(case, k, *, overflows=True):
     sources = np.zeros(len(case.scores), np.int32) if case.sources is None else case.sources
     scores = np.where(np.isnan(case.scores), -np.inf, case.scores).astype(np.float32)
     capacity = np.clip(case.capacity, 0, k * len(scores)).astype(np.int32)
-    return interpreted(Slate(*map(jnp.asarray, (scores, order, capacity, sources, case.valid))), k, overflows)
+    return interpreted(SelectionInputs(*map(jnp.asarray, (scores, order, capacity, sources, case.valid))), k, overflows)
 
 
 def assert_is_law(case, k, *, overflows=True):

@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.attention import NEVER, AttentionBackend, PagedBatch, Projected
+from routed_experts.layers.attention import NEVER, AttentionBackend, FusedQKV, PagedBatch
 from routed_experts.layers.gpu.blocks import power_of_two, steps_of
-from routed_experts.layers.gpu.prepare import prepare
+from routed_experts.layers.gpu.qk_norm_rope import prepare
 
 DECODE_BLOCKS = 512  # about four of each multiprocessor: splits are made until there are so many
 SPLIT_KEYS = 128  # a split has so many keys at the longest context
@@ -268,7 +268,7 @@ def gpu_attention(
 
 
 def fused_attention(
-    projected: Projected,
+    projected: FusedQKV,
     pool: Float[Array, "LP page 2G C"],
     layer: Int[Array, ""],
     batch: PagedBatch,

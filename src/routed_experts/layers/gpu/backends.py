@@ -19,7 +19,7 @@ def gpu_kernels(*, interpret: bool) -> Kernels:
     def slots(call: ExpertCall) -> Float[Array, "NK D"]:
         return slot_outputs(call, choose_tiles(call.ids.size), stride=call.num_experts, interpret=interpret)
 
-    linear = LinearBackend(name="gpu", run=functools.partial(linear_in_place, interpret=interpret), layered=True)
+    linear = LinearBackend(name="gpu", run=functools.partial(linear_in_place, interpret=interpret), takes_stacked=True)
     fused = FusedSteps(
         most_tokens=LARGEST,
         product=functools.partial(partial_sums, interpret=interpret),

@@ -10,12 +10,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.attention import AttentionBackend, PagedBatch, Projected
+from routed_experts.layers.attention import AttentionBackend, FusedQKV, PagedBatch
 from routed_experts.layers.kernels import FusedRouter, Kernels
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ExpertCall, MoeBackend
-from routed_experts.layers.native.handlers import registered
-from routed_experts.layers.native.run import NATIVE_RUN
+from routed_experts.layers.native.ffi_targets import registered
+from routed_experts.layers.native.layer_stack import NATIVE_RUN
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk
 
 
@@ -59,7 +59,7 @@ def native_attention(
 
 
 def native_prepare(
-    projected: Projected, pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
+    projected: FusedQKV, pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
     """Norms, rotary positions and the write of keys and values, as one kernel."""
     assert registered()
@@ -75,7 +75,7 @@ def native_prepare(
 
 
 def native_fused_attention(
-    projected: Projected, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""], batch: PagedBatch, num_pages: int
+    projected: FusedQKV, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""], batch: PagedBatch, num_pages: int
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
     """From a projection to mixed values: prepare, then attend."""
     first_page = layer * num_pages
@@ -122,7 +122,7 @@ def native_choose(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Float[
     return tokens, logprobs
 
 
-_LINEAR = LinearBackend(name="native", run=native_linear, layered=True)
+_LINEAR = LinearBackend(name="native", run=native_linear, takes_stacked=True)
 NATIVE_KERNELS = Kernels(
     moe=MoeBackend(name="native", run=native_experts),
     linear=_LINEAR,

@@ -46,7 +46,7 @@ struct RunBuffers {
                       is(kRouter, {r, d, s.experts}) && is(kGateUp, {r * s.experts, d, 2 * s.width}) &&
                       is(kDown, {r * s.experts, s.width, d}) && is(kCos, {n, c}) && is(kSin, {n, c}) && is(kPositions, {n}) &&
                       is(kTokenRows, {n}) && is(kValid, {n}) && is(kQueryStarts, {s.requests + 1});
-    if (!fits) return "the arrays of a run, as RunArrays and StepArrays say";
+    if (!fits) return "the arrays of a run, as StackWeights and StepInputs say";
     if ((s.first_layer + r) * s.layer_pages > dim(kCache, 0)) return "the pool has the pages of all layers";
     if (records() && !is(kBlock, {dim(kBlock, 0), n})) return "the block of ids is [M*K, N]";
     if (records() && (s.first_column + r) * s.top_k > dim(kBlock, 0)) return "the block of ids has the columns of the run";

@@ -1,4 +1,4 @@
-// Balanced expert selection as layers/selection_reference.py defines it: one slot after another. Nothing is sorted: each token's K best
+// Balanced expert selection as layers/balanced_selection/reference.py defines it: one slot after another. Nothing is sorted: each token's K best
 // are found in parallel, by K passes over its scores, and whoever goes beyond them finds the best expert with room by one more pass.
 #pragma once
 #include <algorithm>

@@ -1,14 +1,14 @@
 """Balanced expert selection by the native kernel: the sequence itself, in C++.
-Knows nothing of platforms. Dims as in layers/selection_steps.py."""
+Knows nothing of platforms. Dims as in layers/balanced_selection/steps.py."""
 
 import jax
 import jax.numpy as jnp
 
-from routed_experts.layers.native.handlers import registered
-from routed_experts.layers.selection_steps import Assigned, Slate
+from routed_experts.layers.balanced_selection.steps import Assignment, SelectionInputs
+from routed_experts.layers.native.ffi_targets import registered
 
 
-def native_selection(slate: Slate, top_k: int, *, overflows: bool) -> Assigned:
+def native_selection(slate: SelectionInputs, top_k: int, *, overflows: bool) -> Assignment:
     """Select one slot after another; there are no rounds. The kernel refuses a table or a source that points
     outside."""
     assert registered()
@@ -17,4 +17,4 @@ def native_selection(slate: Slate, top_k: int, *, overflows: bool) -> Assigned:
     parts = (slate.scores, slate.replica_order, slate.capacity, slate.source, slate.valid)
     ids, instances, rerouted, overflowed = run(*parts, overflows=overflows)
     zero = jnp.int32(0)
-    return Assigned(ids, instances, rerouted, overflowed, zero, zero)
+    return Assignment(ids, instances, rerouted, overflowed, zero, zero)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.attention import AttentionBackend, PagedBatch, Projected
+from routed_experts.layers.attention import AttentionBackend, FusedQKV, PagedBatch
 from routed_experts.layers.kernels import FusedRouter, Kernels
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ExpertCall, MoeBackend
@@ -20,7 +20,7 @@ def tpu_kernels(*, interpret: Any = False) -> Kernels:
     """Experts, projections and router; `interpret` runs them on a CPU, slowly."""
     return Kernels(
         moe=MoeBackend(name=NAME, run=functools.partial(_run_experts, interpret=interpret)),
-        linear=LinearBackend(name=NAME, run=functools.partial(_project, interpret=interpret), layered=True),
+        linear=LinearBackend(name=NAME, run=functools.partial(_project, interpret=interpret), takes_stacked=True),
         router=FusedRouter(name=NAME, run=functools.partial(_route, interpret=interpret)),
     )
 
@@ -76,7 +76,7 @@ def _attend(
 
 
 def _prepare_and_attend(
-    projected: Projected,
+    projected: FusedQKV,
     pool: Float[Array, "LP page 2G C"],
     layer: Int[Array, ""],
     batch: PagedBatch,
@@ -84,7 +84,7 @@ def _prepare_and_attend(
     *,
     interpret: Any,
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-    from routed_experts.layers.tpu.prepare import prepare
+    from routed_experts.layers.tpu.qk_norm_rope import prepare
 
     first_page = layer * num_pages
     queries, pool = prepare(projected, pool, first_page, batch, interpret=interpret)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.moe import ExpertCall
-from routed_experts.layers.tpu.plan import BEGIN, END, EXPERT, TILE, PlanForm, plan_visits
+from routed_experts.layers.tpu.group_metadata import BEGIN, END, EXPERT, TILE, PlanForm, grid_steps
 
 FEW_ROWS = 256  # a chip multiplies about 240 rows (v5e) to 560 (v6e) in the time that it takes to read an expert
 ROW_TILE = 128
@@ -52,7 +52,7 @@ def few_rows_experts(
     (num_tokens, top_k), dim = call.ids.shape, call.x.shape[1]
     form = PlanForm(num_experts=call.num_experts, max_visits=min(call.num_experts, call.ids.size), tile=0)
     ids, valid = call.ids.T, call.valid.astype(jnp.int32)[None]
-    plan, num_visits = plan_visits(ids, valid, form, interpret=interpret)
+    plan, num_visits = grid_steps(ids, valid, form, interpret=interpret)
 
     def whole(rows: int, columns: int) -> pl.BlockSpec:
         return pl.BlockSpec((rows, columns), lambda visit, part, first, plan: (0, 0))
@@ -80,7 +80,7 @@ def sorted_experts(
     keys = jnp.where(call.valid, call.ids.T, call.num_experts)
     slots = keys.size
     form = PlanForm(num_experts=call.num_experts, max_visits=pl.cdiv(slots, ROW_TILE) + call.num_experts, tile=ROW_TILE)
-    plan, num_visits = plan_visits(call.ids.T, call.valid.astype(jnp.int32)[None], form, interpret=interpret)
+    plan, num_visits = grid_steps(call.ids.T, call.valid.astype(jnp.int32)[None], form, interpret=interpret)
     assert slots * (call.num_experts + 1) < 2**31, (slots, call.num_experts)
     numbers = jnp.arange(slots, dtype=jnp.int32)  # slot k*N + n
     order = lax.rem(lax.sort(keys.reshape(-1) * slots + numbers, is_stable=False), slots)

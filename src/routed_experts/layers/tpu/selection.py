@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.layers.selection_rounds import Chosen, order_keys
+from routed_experts.layers.balanced_selection.rounds import Chosen, order_keys
 
 LANES, SUBLANES = 128, 8
 MAX_CELLS = 1 << 17  # E * N, as [256, 512]

@@ -80,7 +80,7 @@ def known_rows(moe: Int[np.ndarray, "... M K"], spec: CaptureSpec) -> Bool[np.nd
     return (inside & ~repeated_rows(ids).any(axis=1)).reshape(moe.shape[:-2])
 
 
-def all_known(record: RoutedExperts, target: str) -> RoutedExperts:
+def require_complete(record: RoutedExperts, target: str) -> RoutedExperts:
     """The record; refused where a row is not known."""
     if record.valid is not None and not record.valid.all():
         row = record.start + int(np.flatnonzero(~record.valid)[0])
@@ -91,7 +91,7 @@ def all_known(record: RoutedExperts, target: str) -> RoutedExperts:
     return record
 
 
-def from_the_first(record: RoutedExperts, target: str) -> RoutedExperts:
+def require_start_zero(record: RoutedExperts, target: str) -> RoutedExperts:
     """The record; refused where it does not begin with the first token."""
     if record.start != 0:
         raise RoutingAlignmentError(
@@ -100,7 +100,7 @@ def from_the_first(record: RoutedExperts, target: str) -> RoutedExperts:
     return record
 
 
-def before_last(record: RoutedExperts) -> RoutedExperts:
+def drop_last(record: RoutedExperts) -> RoutedExperts:
     """The S - 1 rows that a rollout has, of a record that may have one for the last token too."""
     return record[: record.num_tokens - 1]
 

@@ -7,15 +7,15 @@ vllm021  int16 [prompt rows, M, K] and int16 [generated rows, M, K]"""
 import numpy as np
 from jaxtyping import Int, Int16, Int32, UInt
 
-from routed_experts.capture.wire import decode_base64
 from routed_experts.core.errors import RoutingAlignmentError
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.replay.adapters.foreign import Origin, all_known, narrow, record_of_rows, spread
+from routed_experts.formats.wire import decode_base64
+from routed_experts.replay.adapters.foreign import Origin, narrow, record_of_rows, require_complete, spread
 
 
 def to_sglang(record: RoutedExperts, *, dense_fill: int = -1) -> Int32[np.ndarray, "R L K"]:
     """A writable array; rows that are not known are refused, because the form has no word for them."""
-    return spread(all_known(record, "sglang"), np.int32, dense=dense_fill)
+    return spread(require_complete(record, "sglang"), np.int32, dense=dense_fill)
 
 
 def from_sglang(payload: str | bytes | Int[np.ndarray, "..."], origin: Origin) -> RoutedExperts:
@@ -35,7 +35,7 @@ def from_sglang(payload: str | bytes | Int[np.ndarray, "..."], origin: Origin) -
 
 def to_vllm(record: RoutedExperts) -> UInt[np.ndarray, "R L K"]:
     """A writable array of the smallest dtype; rows that are not known are refused."""
-    return spread(all_known(record, "vllm"), record.ids.dtype, dense=0)
+    return spread(require_complete(record, "vllm"), record.ids.dtype, dense=0)
 
 
 def from_vllm(rows: UInt[np.ndarray, "R columns K"], origin: Origin) -> RoutedExperts:
@@ -46,7 +46,7 @@ def from_vllm(rows: UInt[np.ndarray, "R columns K"], origin: Origin) -> RoutedEx
 def to_vllm021(record: RoutedExperts) -> tuple[Int16[np.ndarray, "P M K"], Int16[np.ndarray, "G M K"]]:
     """Prompt rows and generated rows; rows that are not known are refused."""
     dtype = narrow(record.num_experts, np.int16)
-    known = all_known(record, "vllm021")
+    known = require_complete(record, "vllm021")
     return known.prompt.ids.astype(dtype), known.generated.ids.astype(dtype)
 
 

@@ -22,18 +22,18 @@ from routed_experts.core.errors import RoutingAlignmentError
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.replay.adapters.foreign import (
     Origin,
-    all_known,
-    before_last,
     by_token,
-    from_the_first,
+    drop_last,
     record_of_rows,
+    require_complete,
+    require_start_zero,
     spread,
 )
 
 
 def to_verl(record: RoutedExperts) -> Int16[np.ndarray, "R L K"]:
     """What verl's rollout workers put into `routed_experts` of a sample; writable. E > 32,768 is refused."""
-    return spread(all_known(record, "verl"), np.int16, dense=0)
+    return spread(require_complete(record, "verl"), np.int16, dense=0)
 
 
 def from_verl(rows: Int[np.ndarray, "R columns K"], origin: Origin) -> RoutedExperts:
@@ -43,7 +43,7 @@ def from_verl(rows: Int[np.ndarray, "R columns K"], origin: Origin) -> RoutedExp
 
 def to_slime(record: RoutedExperts) -> Int32[np.ndarray, "S-1 L K"]:
     """`Sample.rollout_routed_experts`: exactly S - 1 rows, all hidden layers."""
-    return spread(before_last(from_the_first(all_known(record, "slime"), "slime")), np.int32, dense=0)
+    return spread(drop_last(require_start_zero(require_complete(record, "slime"), "slime")), np.int32, dense=0)
 
 
 def from_slime(rows: Int[np.ndarray, "S-1 L K"], origin: Origin) -> RoutedExperts:
@@ -58,7 +58,7 @@ def from_slime(rows: Int[np.ndarray, "S-1 L K"], origin: Origin) -> RoutedExpert
 def to_megatron(record: RoutedExperts) -> tuple[list[Int64[np.ndarray, "S K"]], Bool[np.ndarray, " S"]]:
     """`RouterReplay` targets in order of MoE layers, and which tokens they are for; where False let the router choose.
     Ids there are spread, so that a forward which ignores the mask loads no expert twice as much."""
-    record = from_the_first(record, "megatron")
+    record = require_start_zero(record, "megatron")
     rows = by_token(record, np.int64, missing=-1)
     known = rows[:, 0, 0] >= 0
     tokens = np.arange(record.num_tokens)[:, None, None]
@@ -82,7 +82,7 @@ def from_megatron(
 
 def to_nemo_rl(record: RoutedExperts) -> Int32[np.ndarray, "S-1 L K"]:
     """S - 1 rows, all hidden layers; the whole row -1 where the live router is to choose."""
-    record = before_last(from_the_first(record, "nemo_rl"))
+    record = drop_last(require_start_zero(record, "nemo_rl"))
     rows = spread(record, np.int32, dense=0)
     if record.valid is not None:
         rows[~record.valid] = -1
@@ -107,7 +107,7 @@ def to_tunix(record: RoutedExperts, *, missing: Literal["error", "gate"] = "erro
     only where the model below gives such a token to its own router."""
     if missing not in ("error", "gate"):
         raise RoutingAlignmentError(f"missing={missing!r} is unknown; choose error or gate")
-    record = from_the_first(record if missing == "gate" else all_known(record, "tunix"), "tunix")
+    record = require_start_zero(record if missing == "gate" else require_complete(record, "tunix"), "tunix")
     return by_token(record, np.int16, missing=-1)
 
 
@@ -120,7 +120,7 @@ def to_maxtext(record: RoutedExperts, *, native: Int[np.ndarray, "S M K"] | None
     """One sample of `forced_routed_experts`, the layer axis counting MoE layers. `native`: ids of a live recording
     forward (`forward(..., return_routed=True).ids`), which stand in for rows that are not known; without it those are
     refused."""
-    record = from_the_first(record if native is not None else all_known(record, "maxtext"), "maxtext")
+    record = require_start_zero(record if native is not None else require_complete(record, "maxtext"), "maxtext")
     rows = by_token(record, np.int32, missing=-1)
     if native is not None:
         if np.shape(native) != rows.shape:

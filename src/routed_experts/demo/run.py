@@ -1,0 +1,167 @@
+"""The demo from beginning to end: start an engine, let it speak, look at the routing, replay it, paint it.
+Reads no environment; what is printed goes to the stream it is given, what is painted into the folder."""
+
+import importlib.util
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import jax
+import jax.numpy as jnp
+
+from routed_experts.analysis import draw_routing, routing_page
+from routed_experts.core.atomic_write import atomic_write
+from routed_experts.demo.check import ReplayCheck, check_replay
+from routed_experts.demo.outputs import Spoken, speak
+from routed_experts.demo.startup import CompileClock
+from routed_experts.demo.terminal import Screen
+from routed_experts.engine.build.builder import Phase
+from routed_experts.engine.engine import Engine
+from routed_experts.models.registry import ModelFolder
+
+DTYPE = "float32"
+TITLE = "Which experts wrote this text?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What the demo is told. `began` and `imported` are perf_counter times: of the command's start, and after its
+    imports."""
+
+    model: Path
+    output: Path
+    began: float
+    imported: float
+    version: str
+    cache: Path | None  # where compiled programs are kept; None: nowhere
+
+
+def run_demo(options: DemoOptions, stream: IO[str]) -> int:
+    """Run the demo; 0 when every check passed, else 1. Raises RoutedExpertsError for a folder that cannot be served."""
+    screen = Screen(stream)
+    device = jax.devices()[0]
+    screen.line(
+        f"routed_experts {options.version} · jax {jax.__version__} · {device.platform} · {options.model.name}",
+        style="bold",
+    )
+    with _start(options, screen) as engine:
+        answers = _generate(engine, screen)
+    column = len(answers[0].record.layer_ids) // 2
+    _look(answers, screen)
+    faults = _replay(options, answers, screen)
+    if answers[1].cached_tokens == 0:
+        faults = (*faults, "the second prompt found nothing in the prefix cache")
+    _plot(options, answers, column, screen)
+    verdict = f"FAILED: {'; '.join(faults)}" if faults else "all checks passed"
+    screen.heading(f"{verdict} · {time.perf_counter() - options.began:.1f} s in all")
+    return 1 if faults else 0
+
+
+def _start(options: DemoOptions, screen: Screen) -> Engine:
+    """Build the engine and print each phase as it ends."""
+    screen.heading("start-up")
+    screen.line(_row("import", options.imported - options.began, "Python, jax, flax, routed_experts"))
+    with CompileClock() as clock:
+
+        def report(phase: Phase) -> None:
+            detail = phase.detail if phase.name != "compile" else f"{phase.detail}; {clock.line()}"
+            screen.line(_row(phase.name, phase.seconds, detail))
+            if phase.name == "allocate":  # the next phase is the long one
+                kept = "not kept" if options.cache is None else f"kept in {options.cache} for the next start"
+                screen.line(f"{'':<23}compiling; programs are {kept}")
+
+        engine = Engine(
+            str(options.model),
+            dtype=DTYPE,
+            enable_return_routed_experts=True,
+            logprobs_mode="raw",  # before temperature and filters: what a replay can give
+            precompile_bs_paddings=(4,),
+            precompile_token_paddings=(64,),
+            on_phase=report,
+        )
+    screen.line(_row("ready", time.perf_counter() - options.began, "since the command began"))
+    screen.heading("memory plan")
+    for line in engine.memory_plan:
+        screen.line(f"  {line}")
+    return engine
+
+
+def _generate(engine: Engine, screen: Screen) -> list[Spoken]:
+    """Generate for the prompts and print what came."""
+    answers: list[Spoken] = []
+    for answer in speak(engine):
+        record, text = answer.record, answer.routed_text()
+        screen.heading(f"{len(answers) + 1} {answer.title}")
+        screen.answer(text, len(record.layer_ids) // 2)
+        screen.line(
+            f"  {record.num_prompt_tokens} tokens of prompt, {answer.cached_tokens} of them from the prefix cache; "
+            f"{len(answer.logprobs)} generated in {answer.seconds:.2f} s"
+        )
+        screen.line(
+            f"  routed_experts {answer.wire_shape} int32, dense layers -1; record.ids {record.ids.shape} {record.ids.dtype}"
+        )
+        answers.append(answer)
+    hit = answers[1].cached_tokens
+    screen.line("")
+    screen.check(f"the second prompt shares its beginning with the first: cached_tokens = {hit}", passed=hit > 0)
+    return answers
+
+
+def _look(answers: Sequence[Spoken], screen: Screen) -> None:
+    """Print the experts of a few tokens, and the load of every layer."""
+    text = answers[-1].routed_text()
+    edge, end = text.record.num_prompt_tokens, text.record.num_tokens
+    screen.heading(f"experts of some tokens of {len(answers)}, best first")
+    screen.experts(text, sorted({*range(max(edge - 3, 0), min(edge + 4, end)), end - 1}))
+    screen.heading(f"load of each layer, {sum(answer.record.num_rows for answer in answers):,} rows")
+    screen.loads([answer.record for answer in answers])
+
+
+def _replay(options: DemoOptions, answers: Sequence[Spoken], screen: Screen) -> tuple[str, ...]:
+    """Send the captured ids through the model once more and print how well that gives back what the engine said."""
+    screen.heading("replay of the captured ids through the training forward")
+    since = time.perf_counter()
+    check = check_replay(ModelFolder.open(options.model).load(jnp.dtype(DTYPE)), answers)
+    _tell(check, screen)
+    screen.line(f"  ({time.perf_counter() - since:.1f} s, with the loading of a second copy and one compilation)")
+    return check.faults
+
+
+def _tell(check: ReplayCheck, screen: Screen) -> None:
+    text = f"replay max |Δ logprob| = {check.replay_logprob:.1e}   over {check.num_logprobs} generated tokens, against the engine's"
+    screen.check(text, passed=check.replay_passed)
+    screen.check(
+        f"executed == captured: {_percent(check.executed)}   of {check.num_rows} rows", passed=check.executed == 1.0
+    )
+    text = (
+        f"live against replay max |Δ logit| = {check.live_logit:.1f}   the live router chose the captured experts in "
+    )
+    screen.check(f"{text}{_percent(check.live_agreement)} of rows and layers", passed=check.live_passed)
+    text = f"rows shifted by one token: max |Δ logprob| = {check.shifted_logprob:.2g}   this must be large: the check can fail"
+    screen.check(text, passed=check.shift_noticed)
+
+
+def _plot(options: DemoOptions, answers: Sequence[Spoken], column: int, screen: Screen) -> None:
+    """Write routing.html, and routing.png where matplotlib is installed."""
+    screen.heading("pictures")
+    options.output.mkdir(parents=True, exist_ok=True)
+    texts = [answer.routed_text() for answer in answers]
+    page = options.output / "routing.html"
+    with atomic_write(page) as part:
+        part.write_text(routing_page(texts, title=TITLE, column=column), encoding="utf-8")
+    screen.line(f"  {page}   open it in a browser: every layer, every token")
+    if importlib.util.find_spec("matplotlib") is None:
+        screen.line("  no routing.png: install routed-experts[plot] for it")
+        return
+    draw_routing(texts, options.output / "routing.png", title=TITLE, column=column)
+    screen.line(f"  {options.output / 'routing.png'}")
+
+
+def _row(name: str, seconds: float, detail: str) -> str:
+    return f"  {name:<10}{seconds:7.2f} s   {detail}"
+
+
+def _percent(share: float) -> str:
+    return "100 %" if share == 1.0 else f"{100 * share:.2f} %"

@@ -1,0 +1,222 @@
+"""Which kernels an engine runs on: the names that a user may type, what each needs, and the choice of `auto` by
+platform. Knows nothing of models. A backend's code is imported when it is chosen, so that no machine loads what it
+cannot run."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+import jax
+
+from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
+from routed_experts.core.placement_config import PlacementConfig
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.layers.attention import AttentionBackend
+from routed_experts.layers.attention_variants import ATTENTION_BACKENDS
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
+from routed_experts.layers.parallel import AxisGroup, Rerouter
+from routed_experts.models.base.interface import PLAIN, RequiredFeatures
+from routed_experts.models.sharding.sharding import AXIS
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+def _nothing() -> str | None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BackendEntry(Generic[T]):
+    """A backend by name: how to get it, the platform that it runs on (None: any), and why this machine cannot run it,
+    if so. `alone`: it runs on one device only."""
+
+    load: Callable[[], T]
+    platform: str | None = None
+    why_not: Callable[[], str | None] = _nothing
+    alone: bool = False
+
+    def refusal(self, platform: str, devices: int = 1) -> str | None:
+        """None where it runs; else the reason, with its remedy."""
+        if self.platform not in (None, platform):
+            return f"it runs on {self.platform}, and this machine's default device is a {platform}"
+        if self.alone and devices > 1:
+            return f"its kernels share out one CPU, and tp_size={devices} makes {devices} devices of it"
+        return self.why_not()
+
+
+def _native_kernels() -> Kernels:
+    from routed_experts.layers.native.ops import NATIVE_KERNELS
+
+    return NATIVE_KERNELS
+
+
+def _native_attention() -> AttentionBackend:
+    from routed_experts.layers.native.ops import NATIVE_ATTENTION
+
+    return NATIVE_ATTENTION
+
+
+def _why_not_native() -> str | None:
+    from routed_experts.layers.native.toolchain import why_not
+
+    return why_not()
+
+
+def _gpu_kernels() -> Kernels:
+    from routed_experts.layers.gpu.backends import GPU_KERNELS
+
+    return GPU_KERNELS
+
+
+def _gpu_attention() -> AttentionBackend:
+    from routed_experts.layers.gpu.attention import GPU_ATTENTION
+
+    return GPU_ATTENTION
+
+
+def _tpu_kernels() -> Kernels:
+    from routed_experts.layers.tpu.backends import TPU_KERNELS
+
+    return TPU_KERNELS
+
+
+def _tpu_attention() -> AttentionBackend:
+    from routed_experts.layers.tpu.backends import TPU_ATTENTION
+
+    return TPU_ATTENTION
+
+
+def _rerouter(instances: int, *, drops: bool) -> Rerouter:
+    from routed_experts.layers.balanced_selection.capacity_routing import reroute_topk
+
+    return functools.partial(reroute_topk, num_instances=instances, drops=drops)
+
+
+def _given(value: T) -> BackendEntry[T]:
+    return BackendEntry(load=lambda: value)
+
+
+KERNELS: Mapping[str, BackendEntry[Kernels]] = MappingProxyType(
+    {name: _given(Kernels(moe=backend)) for name, backend in MOE_BACKENDS.items()}
+    | {"native": BackendEntry(load=_native_kernels, platform="cpu", why_not=_why_not_native, alone=True)}
+    | {"gpu": BackendEntry(load=_gpu_kernels, platform="gpu"), "tpu": BackendEntry(load=_tpu_kernels, platform="tpu")}
+)
+ATTENTION: Mapping[str, BackendEntry[AttentionBackend]] = MappingProxyType(
+    {name: _given(backend) for name, backend in ATTENTION_BACKENDS.items()}
+    | {"native": BackendEntry(load=_native_attention, platform="cpu", why_not=_why_not_native, alone=True)}
+    | {
+        "gpu": BackendEntry(load=_gpu_attention, platform="gpu"),
+        "tpu": BackendEntry(load=_tpu_attention, platform="tpu"),
+    }
+)
+# What `auto` takes: the platform's own kernels where this machine can run them and they can do what the model needs;
+# else plain ones.
+OWN: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native",), "gpu": ("gpu",), "tpu": ("tpu",)})
+REFERENCE_MOE, PLAIN_ATTENTION = ("tiled",), ("paged",)
+DEPENDENT = frozenset({"tiled", "grouped", "paged", "native", "gpu", "tpu"})
+DETERMINISTIC = ("reference",)  # rows that do not depend on one another
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BackendRegistry:
+    """The kernels that an engine may be built with, by name. `moe_backend` names the kernels of all matrices of a
+    layer."""
+
+    moe: Mapping[str, BackendEntry[Kernels]] = dataclasses.field(default_factory=lambda: KERNELS)
+    attention: Mapping[str, BackendEntry[AttentionBackend]] = dataclasses.field(default_factory=lambda: ATTENTION)
+
+    def with_moe(self, backend: MoeBackend) -> "BackendRegistry":
+        """The same registry with one more MoE backend."""
+        return dataclasses.replace(self, moe=MappingProxyType({**self.moe, backend.name: _given(Kernels(moe=backend))}))
+
+    def choose(
+        self,
+        args: ServerArgs,
+        needs: RequiredFeatures = PLAIN,
+        *,
+        platform: str | None = None,
+        placing: PlacementConfig | None = None,
+    ) -> tuple[Kernels, AttentionBackend]:
+        """The backends that `args` name, for a model that `needs` some things and for `platform` (the default
+        device's); with several devices, each on its share; where `placing` says so, routers keep to capacities.
+        Deterministic mode runs on `reference` alone; a backend that hides the ids it runs is refused with capture on.
+        Raises ConfigError, CaptureUnsupportedError."""
+        where = platform or jax.default_backend()
+        moe_auto, attention_auto = ((*OWN.get(where, ()), *plain) for plain in (REFERENCE_MOE, PLAIN_ATTENTION))
+        if args.deterministic:
+            moe_auto = attention_auto = DETERMINISTIC
+            check_batch_invariant(args)
+
+        def experts_lacking(kernels: Kernels) -> frozenset[str]:
+            return needs.experts - kernels.moe.features
+
+        def attention_lacking(attention: AttentionBackend) -> frozenset[str]:
+            return needs.attention if attention.special is None else frozenset()
+
+        here = (where, args.tp_size)
+        kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, here, experts_lacking)
+        attention = _pick(
+            "attention_backend", args.attention_backend, self.attention, attention_auto, here, attention_lacking
+        )
+        if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
+            raise CaptureUnsupportedError(
+                f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded; choose "
+                "another backend or enable_return_routed_experts=False"
+            )
+        instances = 0 if placing is None else placing.first.num_instances
+        rerouter = (
+            None
+            if placing is None or not placing.reroutes
+            else _rerouter(instances, drops=placing.on_exhausted == "drop")
+        )
+        peers = AxisGroup(
+            axis=AXIS, count=args.tp_size, expert_parallel=args.ep_size > 1, instances=instances, rerouter=rerouter
+        )
+        return kernels.among(peers), attention
+
+
+def check_batch_invariant(args: ServerArgs) -> None:
+    """Raise ConfigError for a backend whose rows are known to depend on how their requests were cut, or on one
+    another."""
+    for field, name in (("moe_backend", args.moe_backend), ("attention_backend", args.attention_backend)):
+        if name in DEPENDENT:
+            raise ConfigError(
+                f"{field}={name!r} with deterministic=True: its rows may depend on their company; choose auto or 'reference'"
+            )
+
+
+def _pick(
+    field: str,
+    name: str,
+    offers: Mapping[str, BackendEntry[T]],
+    auto: tuple[str, ...],
+    here: tuple[str, int],
+    lacking: Callable[[T], frozenset[str]],
+) -> T:
+    """The backend of that name, or the first of `auto` that this machine can run and that lacks nothing of what the
+    model needs; `here`: the platform, and how many of its devices."""
+    if name == "auto":
+        for choice in auto[:-1]:
+            refusal = offers[choice].refusal(*here)
+            if refusal is not None:
+                logger.warning("%s: %r is passed over: %s", field, choice, refusal)
+            elif not lacking(backend := offers[choice].load()):
+                return backend
+        return offers[auto[-1]].load()
+    if name not in offers:
+        raise ConfigError(f"{field}={name!r} is unknown; choose auto or one of {', '.join(sorted(offers))}")
+    refusal = offers[name].refusal(*here)
+    if refusal is not None:
+        raise ConfigError(f"{field}={name!r} cannot run here: {refusal}; or choose auto")
+    backend = offers[name].load()
+    if words := lacking(backend):
+        raise ConfigError(f"{field}={name!r} cannot do {', '.join(sorted(words))}, which this model has; choose auto")
+    return backend
+
+
+DEFAULT_BACKENDS = BackendRegistry()

@@ -1,0 +1,311 @@
+"""Put an engine together: from ServerArgs and a model to a core that is ready to step. Knows nothing of requests.
+
+Everything that cannot work is refused here, before weights are loaded where that is possible."""
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
+from routed_experts.core.buckets import Buckets
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
+from routed_experts.core.expert_offload_config import ExpertOffloadConfig
+from routed_experts.core.placement_config import PlacementConfig, parse_fraction
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
+from routed_experts.engine.build.expert_offload import ExpertOffload
+from routed_experts.engine.build.memory_planning import EnginePlan, arrays_of, plan_engine
+from routed_experts.engine.build.self_check import check_determinism, check_replay
+from routed_experts.engine.build.served_model import ServedModel, check_single_process, load_model, shapes_of, shards_of
+from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
+from routed_experts.engine.control.rebalancer import Rebalancer
+from routed_experts.engine.control.score import Scorer
+from routed_experts.engine.loop.core import EngineCore
+from routed_experts.engine.loop.rerouting_stats import ReroutingStats
+from routed_experts.execution.aot_programs import RunnerConfig
+from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.memory_plan import MemoryPlan
+from routed_experts.execution.model_runner import ModelRunner
+from routed_experts.execution.programs import ProgramSpec
+from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
+from routed_experts.execution.spmd import MeshSpecs
+from routed_experts.models.base.interface import Decoder, DecoderConfig
+from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.decoder.replica_maps import moe_groups
+from routed_experts.models.offload.offloaded_model import OffloadedModel
+from routed_experts.models.registry import ModelFolder
+from routed_experts.models.sharding.sharding import ModelSharding
+from routed_experts.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One phase of start-up: what was done, how long it took, and a word on its result."""
+
+    name: str
+    seconds: float
+    detail: str
+    lines: tuple[str, ...] = ()  # more to say, for who wants it: the memory plan
+
+
+class PhaseClock:
+    """Times phases of start-up, without gaps."""
+
+    def __init__(self, report: Callable[[Phase], None] | None) -> None:
+        self.phases: list[Phase] = []
+        self._report, self._since = report, time.perf_counter()
+
+    def done(self, name: str, detail: str, *, lines: Sequence[str] = ()) -> None:
+        """Close the phase that began when the last one was closed."""
+        now = time.perf_counter()
+        phase = Phase(name=name, seconds=now - self._since, detail=detail, lines=tuple(lines))
+        self.phases.append(phase)
+        self._since = now
+        if self._report is not None:
+            self._report(phase)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineComponents:
+    """A core that is ready, and what it was made of."""
+
+    core: EngineCore
+    plan: MemoryPlan
+    buckets: Buckets
+    context_length: int
+    capture: CaptureSpec | None
+    vocab_size: int
+    prefix_cache: bool
+    served: ServedModel
+    rebalancer: Rebalancer | None  # None: experts move only when they are told to
+    watch: ExpertLoadMonitor | None = None  # None: experts are not placed
+
+
+def build_engine(
+    args: ServerArgs,
+    *,
+    model: Decoder | None = None,
+    registry: BackendRegistry = DEFAULT_BACKENDS,
+    clock: PhaseClock | None = None,
+    load_format: str = "auto",
+    on_load: Callable[[int, int], None] | None = None,
+    experts: ExpertOffloadConfig | None = None,
+    placement: PlacementConfig | None = None,
+    self_check: bool = False,
+) -> EngineComponents:
+    """Load (random weights with `load_format` "dummy"), plan, allocate and compile. `on_load` hears (bytes loaded,
+    bytes in all); `experts` may share them out to the host, `placement` to devices; `self_check` plays captured rows
+    back. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
+    clock = clock or PhaseClock(None)
+    check_single_process()
+    shares = experts is not None and experts.num_resident is not None
+    source, config = _open(args, model, load_format, in_parts=shares or placement is not None)
+    sharing = ExpertOffload.check(experts, args, config, registry) if experts is not None and shares else None
+    shards = shards_of(args, config, placement)
+    args = _without_prefixes(args, config)
+    devices = "" if shards is None else f", on {shards.mesh.size} devices"
+    clock.done("config", f"{config.num_layers} layers, trained for {config.context_length:,} tokens{devices}")
+    kernels, attention = registry.choose(args, config.needs, placing=placement)
+    clock.done(
+        "kernels",
+        f"{kernels.moe.name} matrices, {attention.name} attention{'' if sharing is None else f'; {sharing.told}'}",
+    )
+    planned = None if sharing is not None else _planned(clock, args, config, arrays_of(source, args.dtype), shards)
+    served, state, parted = _load(source, config, args.dtype, sharing, shards, on_load)
+    jax.block_until_ready(state)
+    clock.done("load", f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6:.1f} MB")
+    host_bytes = 0 if parted is None else parted.host_bytes  # what stays on the device is known once it is parted
+    planned = planned or _planned(clock, args, config, shapes_of(state), None, experts_host=host_bytes)
+    plan, buckets, capture = planned.memory, planned.buckets, planned.capture
+    on = None if shards is None else MeshSpecs.of(shards.mesh, jax.tree.leaves(state), plan.pool)
+    spec = ProgramSpec(
+        graphdef=served.graphdef,
+        capture=capture,
+        kernels=kernels,
+        attention=attention,
+        num_pages=plan.pool.num_pages,
+        raw_logprobs=args.logprobs_mode == "raw",
+        on=on,
+        counted=config.capture_spec if _counts(args, sharing, placement) else None,
+        told=_told(capture, whole=on is None and sharing is None),
+    )
+    sizes = _runner_config(args, buckets, plan, config.vocab_size)
+    split = None if sharing is None or parted is None else sharing.runner(parted, spec, sizes)
+    runner = split or _runner(state, spec, sizes, config, placement)
+    watch, rebalancer = followers = _followers(runner, placement)
+    new_core = functools.partial(_new_core, args, buckets, runner, config.capture_spec, sharing, followers)
+    core = new_core()
+    clock.done("allocate", f"{(plan.pool.num_pages - 1) * args.page_size:,} KV tokens")
+    clock.done("compile", f"{runner.compile()} programs")
+    sizes_of_check = {"vocab_size": config.vocab_size, "context_length": planned.context_length}
+    if args.deterministic:
+        names = f"moe_backend={kernels.moe.name!r} and attention_backend={attention.name!r}"
+        compared = check_determinism(new_core, backends=names, **sizes_of_check)
+        clock.done("self-check", f"{compared} sequences, alone and in company, equal to the last bit")
+    if self_check and capture is not None and parted is None:
+        rows = check_replay(new_core, Scorer(args, buckets, runner, lambda start: start()), **sizes_of_check)
+        clock.done("self-check", f"{rows} rows captured, and those that were played back are those that ran")
+    _restart(followers)
+    return EngineComponents(
+        core=core,
+        plan=plan,
+        buckets=buckets,
+        context_length=planned.context_length,
+        capture=capture,
+        vocab_size=config.vocab_size,
+        prefix_cache=not args.disable_radix_cache,
+        served=served,
+        rebalancer=rebalancer,
+        watch=watch,
+    )
+
+
+def _told(capture: CaptureSpec | None, *, whole: bool) -> int:
+    """Words of a row where rows come with the tokens: from a CPU, whose memory is the host's, where a step is one
+    program on one device."""
+    return capture.row_words if capture is not None and whole and jax.default_backend() == "cpu" else 0
+
+
+def _planned(
+    clock: PhaseClock,
+    args: ServerArgs,
+    config: DecoderConfig,
+    arrays: nnx.State[Any, Any],
+    shards: ModelSharding | None,
+    *,
+    experts_host: int = 0,
+) -> EnginePlan:
+    """The plan, told to the clock."""
+    planned = plan_engine(args, config, arrays, shards)
+    plan = dataclasses.replace(planned.memory, experts_host=experts_host)
+    clock.done("plan", f"{plan.weights / 2**20:.1f} MiB weights, {plan.kv / 2**20:.1f} MiB KV", lines=plan.lines())
+    return dataclasses.replace(planned, memory=plan)
+
+
+def _runner(
+    state: nnx.State[Any, Any],
+    spec: ProgramSpec,
+    sizes: RunnerConfig,
+    config: DecoderConfig,
+    placement: PlacementConfig | None,
+) -> ModelRunner:
+    """What runs a model whose experts are all on accelerators."""
+    if placement is None or not isinstance(config, FamilyConfig):
+        return ModelRunner(state, spec, sizes)
+    factor = parse_fraction(placement.capacity_factor) if placement.reroutes else None
+    return ReplicatedExpertRunner(
+        state, spec, sizes, placement=placement.first, places=moe_groups(config), factor=factor
+    )
+
+
+def _followers(
+    runner: ModelRunner, placement: PlacementConfig | None
+) -> tuple[ExpertLoadMonitor | None, Rebalancer | None]:
+    """What counts the load of placed experts, and what moves them by itself. Raises what planning for this placement
+    would."""
+    if placement is None or not isinstance(runner, ReplicatedExpertRunner):
+        return None, None
+    watch, spec = ExpertLoadMonitor(runner), runner.spec.counted
+    assert spec is not None, "placed experts are counted"
+    return watch, Rebalancer(placement, runner, watch, top_k=spec.top_k) if placement.rebalance_every else None
+
+
+def _restart(followers: tuple[ExpertLoadMonitor | None, Rebalancer | None]) -> None:
+    """What a check ran is no load."""
+    for one in followers:
+        if one is not None:
+            one.restart()
+
+
+def _counts(args: ServerArgs, sharing: ExpertOffload | None, placement: PlacementConfig | None) -> bool:
+    """Whether steps count their experts on the device: somebody follows the load, or wants to know how even it is."""
+    if sharing is not None:
+        return sharing.counts and not args.enable_return_routed_experts
+    return placement is not None
+
+
+def _new_core(
+    args: ServerArgs,
+    buckets: Buckets,
+    runner: ModelRunner,
+    capture: CaptureSpec | None,
+    sharing: ExpertOffload | None,
+    followers: tuple[ExpertLoadMonitor | None, Rebalancer | None],
+) -> EngineCore:
+    """A core with queues, pages and rows of its own."""
+    pool, enable = runner.config.pool, runner.spec.capture is not None
+    capturer = RoutedExpertsCapturer.create(capture, num_slots=pool.num_slots, page_size=args.page_size, enable=enable)
+    scheduler = Scheduler(args, buckets, num_pages=pool.num_pages, vocab_size=runner.config.vocab_size)
+    follows = None if sharing is None else sharing.follower(capturer, runner)
+    told = [one.after_step for one in followers if one is not None]
+
+    def tell(took_s: float) -> None:
+        for one in told:
+            one(took_s)
+
+    return EngineCore(
+        scheduler,
+        runner,
+        capturer,
+        after_step=tell if told else follows,
+        departures=None if runner.spec.kernels.peers.rerouter is None else ReroutingStats(pool.num_slots),
+    )
+
+
+def _open(
+    args: ServerArgs, model: Decoder | None, load_format: str, *, in_parts: bool = False
+) -> tuple[ModelFolder | Decoder, DecoderConfig]:
+    """What is served, and the model's config, checked against what is asked of it."""
+    if model is None and args.model_path is None:
+        raise ConfigError("model_path=None and no model was given; pass the folder of a checkpoint, or model=")
+    source = model or ModelFolder.open(str(args.model_path), load_format=load_format, in_parts=in_parts)
+    config: DecoderConfig = source.config
+    if args.enable_return_routed_experts and config.capture_spec is None:
+        raise CaptureUnsupportedError(
+            f"enable_return_routed_experts=True, but {args.model_path or 'this model'} has no MoE layer; serve it without the flag"
+        )
+    return source, config
+
+
+def _load(
+    source: ModelFolder | Decoder,
+    config: DecoderConfig,
+    dtype: str,
+    sharing: ExpertOffload | None,
+    shards: ModelSharding | None,
+    on_load: Callable[[int, int], None] | None,
+) -> tuple[ServedModel, nnx.State[Any, Any], OffloadedModel | None]:
+    """The model and its arrays where they are served; with `sharing` its graph is that of the rim, and beside it stands
+    the parted model."""
+    if sharing is None:
+        return *load_model(source, config, shards, dtype=dtype, progress=on_load), None
+    parted = sharing.load(source, dtype, progress=on_load)
+    return ServedModel.of(config, parted.rim[0], parted.whole, None), parted.state, parted
+
+
+def _without_prefixes(args: ServerArgs, config: DecoderConfig) -> ServerArgs:
+    """Turn the prefix cache off for a model whose layers keep states."""
+    if config.cache.recurrent is None or args.disable_radix_cache:
+        return args
+    logger.info(
+        "prefixes are not cached: %d layers keep a state, which cannot be cut where a prefix ends",
+        config.cache.num_recurrent,
+    )
+    return dataclasses.replace(args, disable_radix_cache=True)
+
+
+def _runner_config(args: ServerArgs, buckets: Buckets, plan: MemoryPlan, vocab_size: int) -> RunnerConfig:
+    shapes = tuple(
+        BatchShape(mode=mode, num_tokens=tokens, num_requests=requests, table_width=buckets.table_width)
+        for mode, tokens, requests in buckets.all_shapes()
+    )
+    return RunnerConfig(pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=vocab_size)

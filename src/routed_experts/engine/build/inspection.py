@@ -1,0 +1,57 @@
+"""What serving a checkpoint would take, said without loading a weight: shapes, experts, memory. Knows no requests."""
+
+import dataclasses
+import math
+
+import jax
+
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.memory_planning import plan_engine
+from routed_experts.engine.build.served_model import shards_of
+from routed_experts.models.base.interface import DecoderConfig
+from routed_experts.models.registry import ModelFolder
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """A checkpoint as it would be served with some arguments. Bytes; tokens of KV; lines of the memory plan."""
+
+    architecture: str
+    dtype: str
+    num_parameters: int
+    context_length: int
+    vocab_size: int
+    num_layers: int
+    moe_layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    row_bytes: int
+    kv_tokens: int
+    memory_plan: tuple[str, ...]
+
+
+def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
+    """Read config and headers, and plan. Raises CheckpointError and ConfigError as building the engine would."""
+    if args.model_path is None:
+        raise ConfigError("model_path=None; name the folder of a checkpoint")
+    folder = ModelFolder.open(args.model_path, load_format=load_format)
+    config: DecoderConfig = folder.config
+    dtype = folder.dtype(args.dtype)
+    arrays, spec = folder.shapes(dtype), config.capture_spec
+    planned = plan_engine(args, config, arrays, shards_of(args, config))
+    plan = planned.memory
+    return Inspection(
+        architecture=type(folder.config).__name__.removesuffix("Config"),
+        dtype=str(dtype),
+        num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(arrays)),
+        context_length=planned.context_length,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_layers,
+        moe_layer_ids=() if spec is None else spec.layer_ids,
+        num_experts=0 if spec is None else spec.num_experts,
+        top_k=0 if spec is None else spec.top_k,
+        row_bytes=0 if spec is None else spec.row_bytes,
+        kv_tokens=(plan.pool.num_pages - 1) * args.page_size,
+        memory_plan=tuple(plan.lines()),
+    )

@@ -1,0 +1,82 @@
+"""From arguments and a model's shapes to the plan of its memory: the same for `inspect` and for an engine, before a
+weight is loaded. Knows no arrays."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from routed_experts.core.buckets import Buckets
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.served_model import shapes_of
+from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
+from routed_experts.memory.kv_pool import KVPoolSpec, row_width
+from routed_experts.models.base.interface import Decoder, DecoderConfig
+from routed_experts.models.registry import ModelFolder
+from routed_experts.models.sharding.sharding import ModelSharding
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """What an engine will be: its memory, its padded sizes, the positions it serves, what it records (None:
+    nothing)."""
+
+    memory: MemoryPlan
+    buckets: Buckets
+    context_length: int
+    capture: CaptureSpec | None
+
+
+def plan_engine(
+    args: ServerArgs, config: DecoderConfig, arrays: nnx.State[Any, Any], shards: ModelSharding | None
+) -> EnginePlan:
+    """Plan a model whose `arrays` (shapes and dtypes are read) are dealt out as `shards` say. Raises what plan_memory
+    raises, and ConfigError for a context_length above the model's."""
+    part, held = (config, arrays) if shards is None else (config.part(shards.split), shards.part_of(arrays))
+    context_length = context_length_of(args, config.context_length)
+    capture = config.capture_spec if args.enable_return_routed_experts else None
+    shapes = kv_shapes(args, part, arrays)
+    memory = plan_memory(args, shapes, held, capture, context_length=context_length, vocab_size=config.vocab_size)
+    buckets = Buckets.of(args, context_length=context_length)
+    return EnginePlan(memory=memory, buckets=buckets, context_length=context_length, capture=capture)
+
+
+def arrays_of(source: ModelFolder | Decoder, dtype: str) -> nnx.State[Any, Any]:
+    """Names, shapes and dtypes of a model's arrays, of a folder's as they will be loaded."""
+    return source.shapes(source.dtype(dtype)) if isinstance(source, ModelFolder) else shapes_of(nnx.state(source))
+
+
+def kv_shapes(args: ServerArgs, config: DecoderConfig, state: nnx.State[Any, Any]) -> KVPoolSpec:
+    """The pool's shapes before its size is known. Keys and values have the weights' dtype, but float32 holds those of
+    bfloat16 on CPU: XLA has no bfloat16 scatter there and would convert the whole pool in every layer. The values are
+    the same."""
+    dtype = jnp.result_type(jax.tree.leaves(state)[0])
+    if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        dtype = jnp.dtype("float32")
+    cache = config.cache
+    return KVPoolSpec(
+        num_layers=cache.num_layers,
+        num_pages=0,
+        page_size=args.page_size,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=cache.head_dim if cache.latent else row_width(cache.head_dim, jax.default_backend()),
+        dtype=dtype,
+        latent=cache.latent,
+        num_recurrent=cache.num_recurrent,
+        recurrent=cache.recurrent,
+        num_requests=args.running_limit + 1,
+    )
+
+
+def context_length_of(args: ServerArgs, trained: int) -> int:
+    if args.context_length is None:
+        return trained
+    if args.context_length > trained:
+        raise ConfigError(
+            f"context_length={args.context_length} is above the model's {trained} positions; lower it to {trained}"
+        )
+    return args.context_length

@@ -1,0 +1,159 @@
+"""The model that an engine serves: as its folder describes it, and as it lies on one device or is dealt out to several.
+Knows nothing of steps or pools."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Int32
+
+from routed_experts.core.errors import CaptureUnsupportedError, ConfigError, PlacementError
+from routed_experts.core.placement import Placement
+from routed_experts.core.placement_config import PlacementConfig, parse_fraction
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.models.base.interface import Decoder, DecoderConfig
+from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.decoder.replica_maps import capacity_maps, placed_cuts, replica_maps, with_replica_maps
+from routed_experts.models.registry import ModelFolder
+from routed_experts.models.sharding.partitioning import ParallelConfig
+from routed_experts.models.sharding.sharding import ModelSharding
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """`config` and `arrays` (names, shapes and dtypes) are of the whole model; `graphdef` and `part` are what one
+    device runs: the same, where there is but one (`shards` None)."""
+
+    config: DecoderConfig
+    arrays: nnx.State[Any, Any]  # of ShapeDtypeStruct
+    graphdef: nnx.GraphDef[Any]
+    part: DecoderConfig
+    shards: ModelSharding | None
+
+    @staticmethod
+    def of(
+        config: DecoderConfig, graphdef: nnx.GraphDef[Any], arrays: nnx.State[Any, Any], shards: ModelSharding | None
+    ) -> "ServedModel":
+        """Deal out a model."""
+        if shards is None:
+            return ServedModel(config=config, arrays=arrays, graphdef=graphdef, part=config, shards=None)
+        module: Any = nnx.merge(graphdef, arrays)
+        module.config = config.part(shards.split)
+        for name, listed in shards.maps.items():
+            _, run, kind, last = name.split(".")
+            module.runs[int(run)][int(kind)][last] = nnx.Variable(jax.ShapeDtypeStruct(listed.shape, listed.dtype))
+        return ServedModel(
+            config=config, arrays=arrays, graphdef=nnx.split(module)[0], part=module.config, shards=shards
+        )
+
+    @property
+    def held(self) -> nnx.State[Any, Any]:
+        """Shapes of what one device holds of the model's arrays."""
+        return self.arrays if self.shards is None else self.shards.part_of(self.arrays)
+
+    def placed(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
+        """Whole arrays of this model, to each device its part; on one device as they are. `donate`: what was copied is
+        deleted."""
+        return (
+            state
+            if self.shards is None
+            else with_replica_maps(self.shards.place(state, donate=donate), self.shards.placed_maps())
+        )
+
+    def under(self, placement: Placement | None, factor: tuple[int, int] | None = None) -> "ServedModel":
+        """The same with its experts placed otherwise, under this capacity factor; None: as they are."""
+        if placement is None or self.shards is None:
+            return self
+        cuts, config = _placed(self.config, self.config.cuts(by_expert=True), placement), _family(self.config)
+        return dataclasses.replace(
+            self, shards=dataclasses.replace(self.shards, cuts=cuts, maps=_maps(config, placement, factor))
+        )
+
+
+def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig | None = None) -> ModelSharding | None:
+    """How a model is dealt out, None: not at all. Raises ConfigError where it cannot be shared so, PlacementError for a
+    placement of another model or of other devices."""
+    split, cuts = (
+        ParallelConfig(args.tp_size, expert_parallel=args.ep_size > 1),
+        config.cuts(by_expert=args.ep_size > 1),
+    )
+    if placing is None:
+        return ModelSharding.of(cuts, split)
+    placement = placing.first
+    if args.ep_size != placement.num_devices or args.ep_size == 1:
+        text = (
+            f"placement has num_devices={placement.num_devices}, but tp_size={args.tp_size} and ep_size={args.ep_size}"
+        )
+        raise PlacementError(f"{text}; build the engine with both equal to num_devices, at least 2")
+    if args.deterministic:
+        raise ConfigError(
+            "deterministic=True with placement=: which instance runs depends on the batch, and so does the order of sums"
+        )
+    spec = config.capture_spec
+    placement.check_model(*((0, 0) if spec is None else (spec.num_moe_layers, spec.num_experts)))
+    if placing.on_exhausted == "drop" and args.enable_return_routed_experts:
+        text = "on_exhausted='drop' leaves slots empty, and a record has an expert in every slot"
+        raise CaptureUnsupportedError(f"{text}; choose 'overflow', or enable_return_routed_experts=False")
+    factor = parse_fraction(placing.capacity_factor) if placing.reroutes else None
+    split = dataclasses.replace(
+        split,
+        instances=placement.num_instances,
+        replicas=placement.logical_to_physical_map.shape[2],
+        bounded=placing.reroutes,
+    )
+    return ModelSharding.of(_placed(config, cuts, placement), split, maps=_maps(_family(config), placement, factor))
+
+
+def check_single_process() -> None:
+    """Raise ConfigError where this process is one of several: each would file a part of the rows as if it were all."""
+    if jax.process_count() > 1:
+        text = f"this is process {jax.process_index()} of {jax.process_count()} (jax.distributed), and an engine is one process"
+        raise ConfigError(
+            f"{text} in this release: it would see and record its own devices' part only; run an engine in each by itself"
+        )
+
+
+def load_model(
+    source: ModelFolder | Decoder,
+    config: DecoderConfig,
+    shards: ModelSharding | None,
+    *,
+    dtype: str,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[ServedModel, nnx.State[Any, Any]]:
+    """The model and its arrays where they are served; a folder's go there straight, to each device its part. Raises
+    what `ModelFolder.load` raises."""
+    if not isinstance(source, ModelFolder):
+        graphdef, state = nnx.split(source)
+        served = ServedModel.of(config, graphdef, shapes_of(state), shards)
+        return served, served.placed(state)
+    computed = source.dtype(dtype)
+    graphdef, state = nnx.split(source.load(computed, progress=progress, shards=shards))
+    arrays = shapes_of(state) if shards is None else source.shapes(computed)
+    state = state if shards is None else with_replica_maps(state, shards.placed_maps())
+    return ServedModel.of(config, graphdef, arrays, shards), state
+
+
+def shapes_of(state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+    """Names, shapes and dtypes of arrays."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+
+
+def _maps(
+    config: FamilyConfig, placement: Placement, factor: tuple[int, int] | None
+) -> dict[str, Int32[np.ndarray, "R ..."]]:
+    return replica_maps(config, placement) | ({} if factor is None else capacity_maps(config, factor))
+
+
+def _placed(config: DecoderConfig, cuts: Any, placement: Placement) -> dict[str, Any]:
+    return placed_cuts(_family(config), cuts, placement)
+
+
+def _family(config: DecoderConfig) -> FamilyConfig:
+    if not isinstance(config, FamilyConfig):
+        kind = type(config).__name__.removesuffix("Config")
+        raise ConfigError(f"model= is a {kind}, whose experts cannot be placed; give the folder, or a FamilyDecoder")
+    return config

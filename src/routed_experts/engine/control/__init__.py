@@ -1,0 +1,1 @@
+"""Controlling a running engine: weights, memory, expert placement, scores and statistics."""

@@ -1,0 +1,123 @@
+"""Rebalancer: lets the experts of a serving engine follow the load: counts -> plan -> gate -> moves. Knows no request.
+
+    engine thread   ... step | step, its window's counts are sent to the host | step | ... | step | a few layers move | step | ...
+    own thread                                                     waits for them, plans, weighs ^
+A plan that fails, or that is not worth its copies, leaves the experts where they are; no request hears of it."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from routed_experts.core.errors import EngineDeadError
+from routed_experts.core.placement import Placement
+from routed_experts.core.placement_config import PlacementConfig
+from routed_experts.core.routing_stats import recent_load
+from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
+from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
+from routed_experts.placement.cost_model import Verdict, judge
+from routed_experts.placement.plan import eplb
+
+logger = logging.getLogger(__name__)
+_WINDOWS = 32  # that are averaged
+
+
+class Rebalancer:
+    """Looks at every window of `rebalance_every` steps; while one is planned for, the next one waits and grows.
+    `verdict`: what the gate said of the last plan; `last_move_s`: from the first layer of the last move that it made to
+    the last one, the steps between them too."""
+
+    def __init__(
+        self, config: PlacementConfig, runner: ReplicatedExpertRunner, watch: ExpertLoadMonitor, *, top_k: int
+    ) -> None:
+        self.num_rebalanced = self.num_skipped = self.num_failed = 0
+        self.verdict: Verdict | None = None
+        self.last_move_s: float | None = None
+        self._config, self._runner, self._watch, self._top_k = config, runner, watch, top_k
+        self._apply: Callable[[Placement, int], int | None] | None = None
+        self._windows: deque[Int[np.ndarray, "F M E"]] = deque(maxlen=_WINDOWS)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="rebalancer")  # its thread begins with the first window
+        self._planning: Future[None] | None = None
+        self._num_steps, self._seconds = 0, 0.0
+        self._plan(
+            np.ones((runner.placement.num_layers, runner.placement.num_experts))
+        )  # what cannot be planned is refused now
+
+    def start(self, apply: Callable[[Placement, int], int | None]) -> None:
+        """Move experts by this from now on, which any thread may call; it gives None where nothing can be moved now."""
+        self._apply = apply
+
+    def restart(self) -> None:
+        """Begin the window anew."""
+        self._num_steps, self._seconds = 0, 0.0
+
+    def after_step(self, took_s: float) -> None:
+        """Count a step that took so long; with the last one of a window, send its counts off. Engine thread."""
+        self._num_steps, self._seconds = self._num_steps + 1, self._seconds + took_s
+        busy = self._planning is not None and not self._planning.done()
+        if self._num_steps < self._config.rebalance_every or busy or self._apply is None:
+            return
+        seconds, self._num_steps, self._seconds = self._seconds, 0, 0.0
+        self._planning = self._worker.submit(self._look, self._watch.take_window(), seconds, self._apply)
+
+    def settle(self) -> None:
+        """Wait until no window is planned for."""
+        if self._planning is not None:
+            self._planning.result()
+
+    def close(self) -> None:
+        """End its thread; the loop has been stopped, so nothing keeps it."""
+        self._worker.shutdown(cancel_futures=True)
+
+    def _look(
+        self,
+        counts: "Callable[[], Int[np.ndarray, 'F M E']]",
+        seconds: float,
+        apply: Callable[[Placement, int], int | None],
+    ) -> None:
+        """Plan for a window's counts, and move if that pays."""
+        try:
+            self._windows.append(counts())
+            if not self._windows[-1].any():
+                return
+            config, now = self._config, self._runner.placement
+            load = recent_load(np.stack(self._windows), self._top_k)
+            plan = self._plan(load)
+            verdict = judge(
+                load,
+                now,
+                plan,
+                expert_time_s=seconds * config.expert_share,
+                expert_bytes=self._runner.expert_bytes,
+                link_bytes_per_s=config.link_bytes_per_s,
+            )
+            logger.debug("a window of %.3f s: %s", seconds, verdict)
+            self.verdict = verdict
+            if not verdict.worth:
+                self.num_skipped += 1
+                return
+            began = time.monotonic()
+            if apply(plan, config.layers_per_step) is None:
+                logger.debug("memory is released: there is nothing to move")
+                return
+            self.num_rebalanced, self.last_move_s = self.num_rebalanced + 1, time.monotonic() - began
+        except EngineDeadError:
+            logger.debug("the engine ended while its experts were planned for")
+        except Exception:
+            self.num_failed += 1
+            logger.exception(
+                "the experts stay where they are: planning for a window of %.3f s, or moving them, failed", seconds
+            )
+
+    def _plan(self, load: Float[np.ndarray, "M E"]) -> Placement:
+        """The placement that this load asks for, as near to what is as can be. Raises PlacementError, or ConfigError
+        without SciPy."""
+        now, nodes = (
+            self._runner.placement,
+            {"num_groups": self._config.num_groups, "num_nodes": self._config.num_nodes},
+        )
+        return eplb(load, num_instances=now.num_instances, num_devices=now.num_devices, previous=now, **nodes)

@@ -1,0 +1,266 @@
+"""Score: logprobs and routed experts of tokens that are given, by the serving kernels, on live or on given routes.
+
+Runs in the caller's thread over pages of its own: what is scored never meets the prefix cache, and requests go on
+beside it. The schedule is the engine's own, with a queue that holds this call alone. Programs are made at a shape's
+first use. Where rows are recorded, live is a replay in which no row is valid: one program for both, so routes that a
+score gave back give its logprobs by the bit. Dims: S tokens of a sequence, N padded tokens of a step, M MoE layers, K
+experts per token."""
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Bool, Float32, Int32, UInt
+
+from routed_experts.core.buckets import Buckets
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
+from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.sampling_params import SamplingParams
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.expert_offload import usual_threads
+from routed_experts.execution.forward_batch import BatchShape, pack, shape_of
+from routed_experts.execution.model_runner import ModelRunner
+from routed_experts.execution.offload.offload_runner import OffloadRunner
+from routed_experts.execution.offload.offload_scorer import Between, SplitForward
+from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
+from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, shard_program, zeros
+from routed_experts.models.base.interface import TokenRouting
+from routed_experts.scheduling.request_pages import pages_for
+from routed_experts.scheduling.schedule_batch import Req, ReqState
+from routed_experts.scheduling.scheduler import Scheduler
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOutput:
+    """One scored sequence: `logprobs[t]` is log p(token t + 1 | tokens up to t) at temperature 1, without penalties or
+    bias;
+    `routed_experts` has a row for each of the S tokens, or is None where none are recorded."""
+
+    token_ids: Int32[np.ndarray, " S"]
+    logprobs: Float32[np.ndarray, " S-1"]
+    routed_experts: RoutedExperts | None
+    weight_version: int
+
+
+class Scorer:
+    """Scores with the weights that it is handed; one call at a time."""
+
+    def __init__(self, args: ServerArgs, buckets: Buckets, runner: ModelRunner, between_steps: Between) -> None:
+        self._between_steps = between_steps
+        self._args = dataclasses.replace(args, disable_radix_cache=True, max_queued_requests=1 << 30)
+        self._buckets, self._runner = buckets, runner
+        self.turn = threading.Lock()  # who holds it may donate the served weights: nobody else looks at them
+        self._score = jax.jit(_score_on_all, static_argnames="spec")
+
+    @functools.cached_property
+    def _forward(self) -> Callable[..., tuple[Any, ForwardOut]]:
+        """Made at the first score: where experts are on the host it has threads of its own."""
+        if isinstance(self._runner, OffloadRunner):
+            return SplitForward(self._runner, self._between_steps, num_threads=usual_threads())
+        return jax.jit(_forward_on_all, static_argnames=("spec", "shape"), donate_argnames="pool")
+
+    def run(
+        self,
+        sequences: Sequence[Int32[np.ndarray, " S"]],
+        routed: Sequence[RoutedExperts | None] | None,
+        served: Callable[[], tuple[nnx.State[Any, Any], int]],
+    ) -> list[ScoreOutput]:
+        """Score checked sequences, in order, with the weights and version that are served when its turn comes; rows of
+        `routed` that are valid are executed, others are routed live."""
+        with self.turn:
+            state, version = served()
+            jobs = [
+                _Job(_request(index, ids), None if routed is None else routed[index])
+                for index, ids in enumerate(sequences)
+            ]
+            steps = _Steps(self, jobs, state)
+            while steps.step():
+                continue
+            return [_output(job, self._runner.spec, version) for job in jobs]
+
+    def num_pages(self, jobs: Sequence["_Job"]) -> int:
+        """Pages for the longest sequence, or for as many tokens as a step takes in, as a power of two: few sizes, few
+        programs."""
+        lengths = [job.req.prompt_len for job in jobs]
+        tokens = max([*lengths, min(sum(lengths), self._args.prefill_limit)])
+        pages = pages_for(tokens, self._args.page_size) + 2 * min(
+            len(jobs), self._args.running_limit
+        )  # partly filled, and to spare
+        return 1 << (pages - 1).bit_length()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    req: Req
+    routes: RoutedExperts | None
+    rows: list[UInt[np.ndarray, "R MK"]] = dataclasses.field(default_factory=list[np.ndarray])  # in order of position
+
+
+class _Steps:
+    """The steps of one call: a schedule, pages, and the pool that they are of."""
+
+    def __init__(self, scorer: Scorer, jobs: Sequence[_Job], state: nnx.State[Any, Any]) -> None:
+        args, runner, num_pages = scorer._args, scorer._runner, scorer.num_pages(jobs) + 1
+        self._scorer, self._state, self._jobs = scorer, state, {job.req.rid: job for job in jobs}
+        self._scheduler = Scheduler(args, scorer._buckets, num_pages=num_pages, vocab_size=runner.config.vocab_size)
+        self._scheduler.add([job.req for job in jobs])
+        self._spec = _own_spec(runner.spec, num_pages)
+        on = self._spec.on
+        pool = dataclasses.replace(runner.config.pool, num_pages=num_pages)
+        self._pool = zeros(pool.abstract, on, REPLICATED if on is None else on.pool)
+        self._last_tokens = zeros(jax.ShapeDtypeStruct((runner.config.num_request_slots,), jnp.int32), on)
+
+    def step(self) -> bool:
+        """Run the next step; False when all is done."""
+        batch = self._scheduler.schedule()
+        if batch is None:
+            assert not self._scheduler.waiting and not self._scheduler.running, "a sequence does not fit its own pages"
+            return False
+        jobs = {job.req.slot: job for job in self._jobs.values() if job.req.state is ReqState.RUNNING}
+        parts = [jobs[int(slot)] for slot in batch.request_slots[: batch.num_requests]]
+        out = self._dispatch(batch, parts)
+        scored = None
+        if batch.prompt_targets is not None:
+            scored = np.asarray(
+                self._scorer._score(self._state, out.hidden, jnp.asarray(batch.prompt_targets), spec=self._spec)
+            )
+        if out.rows is not None:
+            rows = np.asarray(out.rows)
+            for index, job in enumerate(parts):
+                job.rows.append(rows[slice(*batch.query_starts[index : index + 2])])
+        for req in self._scheduler.commit(batch, _result(batch, scored)):
+            self._scheduler.release(req)
+        self._scheduler.pages.drain_changed_pages()
+        return True
+
+    def _dispatch(self, batch: ModelWorkerBatch, parts: Sequence[_Job]) -> ForwardOut:
+        shape = shape_of(batch)
+        routed = None if self._spec.capture is None else _routes(batch, parts, self._spec.capture)
+        self._pool, out = self._scorer._forward(
+            self._state, self._pool, self._last_tokens, jnp.asarray(pack(batch)), routed, spec=self._spec, shape=shape
+        )
+        return out
+
+
+def _own_spec(spec: ProgramSpec, num_pages: int) -> ProgramSpec:
+    """The served programs on pages of a score's own: its tokens are not counted, and keep to no capacity, which would
+    be the batch's; no token is sampled."""
+    kernels = dataclasses.replace(spec.kernels, peers=dataclasses.replace(spec.kernels.peers, rerouter=None))
+    return dataclasses.replace(spec, num_pages=num_pages, kernels=kernels, counted=None, told=0, samples=False)
+
+
+def _forward_on_all(
+    state: nnx.State[Any, Any],
+    pool: Any,
+    last_tokens: Any,
+    packed: Any,
+    routed: TokenRouting | None,
+    *,
+    spec: ProgramSpec,
+    shape: BatchShape,
+) -> tuple[Any, ForwardOut]:
+    """`forward` on one device, or on all of the spec's mesh."""
+    leaves, tree = jax.tree.flatten(state)
+
+    def run(
+        leaves: Any, pool: Any, last_tokens: Any, packed: Any, routed: TokenRouting | None
+    ) -> tuple[Any, ForwardOut]:
+        return forward(
+            jax.tree.unflatten(tree, leaves), pool, last_tokens, packed, spec=spec, shape=shape, routed=routed
+        )
+
+    takes = (WEIGHTS, POOL, REPLICATED, REPLICATED, REPLICATED)
+    return shard_program(run, spec.on, takes=takes, gives=(POOL, REPLICATED))(leaves, pool, last_tokens, packed, routed)
+
+
+def _score_on_all(state: nnx.State[Any, Any], hidden: Any, targets: Any, *, spec: ProgramSpec) -> Any:
+    """`score_prompt` in the same way."""
+    leaves, tree = jax.tree.flatten(state)
+
+    def run(leaves: Any, hidden: Any, targets: Any) -> Any:
+        return score_prompt(jax.tree.unflatten(tree, leaves), hidden, targets, spec=spec)
+
+    return shard_program(run, spec.on, takes=(WEIGHTS, REPLICATED, REPLICATED), gives=REPLICATED)(
+        leaves, hidden, targets
+    )
+
+
+def _request(index: int, ids: Int32[np.ndarray, " S"]) -> Req:
+    """A request that feeds its prompt, and whose one sampled token nobody looks at."""
+    return Req(
+        TokenizedGenerateReqInput(
+            rid=str(index),
+            group=str(index),
+            choice=0,
+            input_ids=ids,
+            sampling=SamplingParams(temperature=0.0, max_tokens=1).resolve(),
+            stop_token_ids=frozenset(),
+            extra_key=None,
+            stream=False,
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=0,
+            routed_experts=RoutedExpertsRequest(),
+        )
+    )
+
+
+def _routes(batch: ModelWorkerBatch, parts: Sequence[_Job], capture: CaptureSpec) -> TokenRouting:
+    """The rows to execute in a step; none is valid where none are given."""
+    num_tokens = batch.token_ids.size
+    ids: UInt[np.ndarray, "N M K"] = np.zeros((num_tokens, capture.num_moe_layers, capture.top_k), capture.dtype)
+    valid: Bool[np.ndarray, " N"] = np.zeros(num_tokens, np.bool_)
+    for index, job in enumerate(parts):
+        if job.routes is None:
+            continue
+        first, end = (int(place) for place in batch.query_starts[index : index + 2])
+        shift = first - int(batch.positions[first])  # token t of the sequence stands at t + shift
+        part = job.routes[first - shift : end - shift]
+        to = slice(part.start + shift, part.start + shift + part.num_rows)
+        ids[to], valid[to] = part.ids, True if part.valid is None else part.valid
+    return TokenRouting(jnp.asarray(ids), jnp.asarray(valid))
+
+
+def _result(batch: ModelWorkerBatch, scored: Int32[np.ndarray, "N columns"] | None) -> StepResult:
+    """What the schedule wants to hear: logprobs of prompt tokens, and tokens that do not matter."""
+    logprobs = None if scored is None else np.ascontiguousarray(scored[:, 0]).view(np.float32)
+    nothing = np.zeros(batch.page_table.shape[0], np.int32)
+    return StepResult(
+        tokens=nothing,
+        logprobs=nothing.astype(np.float32),
+        top_logprobs=None,
+        top_ids=None,
+        prompt_logprobs=logprobs,
+        prompt_top_logprobs=None,
+        prompt_top_ids=None,
+        rows=None,
+        weight_version=0,
+    )
+
+
+def _output(job: _Job, spec: ProgramSpec, version: int) -> ScoreOutput:
+    req, record = job.req, None
+    if spec.capture is not None:
+        capture = spec.capture
+        ids = np.concatenate(job.rows).reshape(req.prompt_len, capture.num_moe_layers, capture.top_k)
+        record = RoutedExperts(
+            ids=ids,
+            start=0,
+            num_tokens=req.prompt_len,
+            num_prompt_tokens=req.prompt_len,
+            layer_ids=capture.layer_ids,
+            num_hidden_layers=capture.num_hidden_layers,
+            num_experts=capture.num_experts,
+            version_spans=((0, req.prompt_len, version),),
+            router=capture.router,
+        )
+    logprobs = np.array([req.input_logprobs[place][0] for place in range(1, req.prompt_len)], np.float32)
+    return ScoreOutput(token_ids=req.source.input_ids, logprobs=logprobs, routed_experts=record, weight_version=version)

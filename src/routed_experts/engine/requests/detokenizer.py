@@ -1,0 +1,195 @@
+"""Text of one request while its tokens arrive: deltas that are never taken back, cut at the first stop string.
+
+Knows nothing of requests. Joined deltas equal the one-shot decode of all tokens, cut at the stop string that completes
+first (of those that complete together, the longest). Held back: an unfinished character, and text that may be the
+beginning of a stop string. Work grows linearly with tokens and characters, whatever they are.
+
+    tokens -> text that can no longer change -> text that no stop string can claim -> deltas
+              (_ByteLevelText or _WindowText)   (_StopMatcher)"""
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from routed_experts.core.errors import InvalidRequestError
+from routed_experts.engine.requests.tokenizer import Tokenizer
+
+
+class IncrementalDetokenizer:
+    """One for each choice of a request. After a stop string, or `finish`, nothing more comes."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        stop: tuple[str, ...] = (),
+        include_stop_str: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        if "" in stop:
+            raise InvalidRequestError(
+                "stop holds an empty string; wanted one character at least; leave it out", param="stop"
+            )
+        source = _ByteLevelText if tokenizer.byte_level else _WindowText
+        self._text: _ByteLevelText | _WindowText = source(tokenizer, skip_special_tokens)
+        self._matcher = _StopMatcher(stop)
+        self._include_stop_str, self._min_tokens = include_stop_str, min_tokens
+        self._held = ""  # settled, but perhaps the beginning of a stop string
+        self._finished = False
+        self.stopped: str | None = None  # the stop string that was met
+        self.num_tokens = 0  # consumed, the one that completed the stop string included
+
+    @property
+    def work(self) -> int:
+        """Elementary steps so far: characters compared and tokens decoded."""
+        return self._matcher.work + self._text.work
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens, return the text that is now certain; tokens after a stop string are not looked at."""
+        if self._matcher.is_empty and not self._finished:  # nothing can stop it: all at once
+            self.num_tokens += len(token_ids)
+            return self._text.feed(token_ids)
+        deltas: list[str] = []
+        for token_id in token_ids:
+            if self._finished:
+                break
+            self.num_tokens += 1
+            text = self._text.feed([token_id])
+            deltas.append(text if self.num_tokens < self._min_tokens else self._scan(text))  # no stop before min_tokens
+        return "".join(deltas)
+
+    def finish(self) -> str:
+        """Return what was held back; an unfinished character becomes U+FFFD. A stop string may still be met."""
+        if self._finished:
+            return ""
+        delta = self._scan(self._text.flush())
+        if not self._finished:
+            delta, self._held, self._finished = delta + self._held, "", True
+        return delta
+
+    def _scan(self, text: str) -> str:
+        if not text:
+            return ""
+        match = self._matcher.feed(text)
+        pending = self._held + text
+        if match is not None:
+            self.stopped, consumed = match
+            self._held, self._finished = "", True
+            return pending[: len(pending) - len(text) + consumed - (0 if self._include_stop_str else len(self.stopped))]
+        settled = len(pending) - self._matcher.depth
+        self._held = pending[settled:]
+        return pending[:settled]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Node:
+    depth: int
+    following: dict[str, "_Node"] = field(default_factory=dict)
+    fallback: "_Node | None" = None  # the longest proper suffix of this node's text that begins a stop string too
+    match: str | None = None  # the longest stop string that ends here
+
+
+class _StopMatcher:
+    """Finds the stop string that completes first (Aho and Corasick 1975): one pass, no character looked at again."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._root = _Node(0)
+        self.work = 0
+        for string in stop:
+            node = self._root
+            for character in string:
+                node = node.following.setdefault(character, _Node(node.depth + 1))
+            node.match = string
+        self._node = self._root
+        waiting = deque([self._root])
+        while waiting:
+            node = waiting.popleft()
+            for character, child in node.following.items():
+                child.fallback = self._next(node.fallback, character) if node.fallback else self._root
+                child.match = child.match or child.fallback.match
+                waiting.append(child)
+
+    @property
+    def is_empty(self) -> bool:
+        """Is there no stop string at all."""
+        return not self._root.following
+
+    @property
+    def depth(self) -> int:
+        """How many of the last characters may be the beginning of a stop string."""
+        return self._node.depth
+
+    def feed(self, text: str) -> tuple[str, int] | None:
+        """Read on; the stop string that completes, and how many characters of `text` it took."""
+        if self.is_empty:
+            return None
+        for place, character in enumerate(text):
+            self._node = self._next(self._node, character)
+            if self._node.match is not None:
+                return self._node.match, place + 1
+        return None
+
+    def _next(self, node: _Node, character: str) -> _Node:
+        self.work += 1
+        while character not in node.following and node.fallback is not None:
+            self.work += 1
+            node = node.fallback
+        return node.following.get(character, node)
+
+
+class _ByteLevelText:
+    """Byte-level BPE: a token is bytes, and bytes become text as soon as a character is whole."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.work = 0
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        self.work += len(token_ids)
+        tokenizer, skip = self._tokenizer, self._skip
+        told = [
+            tokenizer.token_bytes(token_id) for token_id in token_ids if not (skip and tokenizer.is_special(token_id))
+        ]
+        return self._decoder.decode(b"".join(told))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowText:
+    """Decoders whose text depends on the token before (a leading space) or, for raw bytes, on the whole run of them.
+
+    One token of context is kept. Raw bytes wait for the token after their run: one wrong byte makes U+FFFD of all of
+    them."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._context: list[int] = []
+        self._waiting: list[int] = []
+        self.work = 0
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self._feed_one, token_ids))
+
+    def _feed_one(self, token_id: int) -> str:
+        if not self._tokenizer.token_string(token_id) or (self._skip and self._tokenizer.is_special(token_id)):
+            return ""
+        self._waiting.append(token_id)
+        return "" if self._tokenizer.is_byte(token_id) else self.flush()
+
+    def flush(self) -> str:
+        if not self._waiting:
+            return ""
+        before, both = self._decode(self._context), self._decode(self._context + self._waiting)
+        assert both.startswith(before), (self._context, self._waiting, before, both)
+        self._context, self._waiting = self._waiting[-1:], []
+        return both[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        self.work += len(token_ids)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)

@@ -1,0 +1,322 @@
+"""Text to token ids and back, and messages to text, from the tokenizer files of a checkpoint. Knows nothing of
+requests.
+
+Only tokenizer.json is read: code that a checkpoint brings along is never imported, and chat templates come from the
+checkpoint alone and run in a sandbox that can call nothing but what is given here. Needs routed-experts[text], imported
+when first used."""
+
+import functools
+import importlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from routed_experts.core.errors import CheckpointError, ConfigError, InvalidRequestError, PromptTooLongError
+from routed_experts.models.base.config_reader import eos_token_ids_of, read_json_object
+
+Scalar = str | int | float | bool | None
+
+_LONG_CHARS = 1 << 20  # a text up to it is tokenised before its length is judged
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_TEMPLATE_NAMES = frozenset(
+    {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", *_NAMED_TOKENS}
+)
+# Decoders whose text grows only at its end, so that it can be streamed. Strip must not strip the end.
+_STREAMABLE = frozenset({"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialTokens:
+    """What tokenizer_config.json, generation_config.json and config.json say of special tokens."""
+
+    named: Mapping[str, str]  # of bos_token, eos_token, pad_token, unk_token those that there are
+    eos_token_ids: frozenset[int]
+    special_ids: frozenset[int]
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint. Immutable but for what it remembers, safe to use from many threads."""
+
+    def __init__(
+        self, backend: Any, special: SpecialTokens, decoders: Sequence[str], template: "ChatTemplate | None" = None
+    ) -> None:
+        self._backend = backend
+        self._special_ids = special.special_ids
+        self._template = template
+        self.named_tokens = special.named
+        self.eos_token_ids = special.eos_token_ids
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.byte_level = tuple(decoders) == ("ByteLevel",)
+        self._byte_fallback = "ByteFallback" in decoders
+        self._bytes: dict[int, bytes] = {}  # of tokens that were met: each is asked for whenever it is generated
+
+    @staticmethod
+    def from_directory(path: Path | str) -> "Tokenizer":
+        """Read the tokenizer of a checkpoint folder; CheckpointError names the file that is missing or cannot be
+        used."""
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.exists():
+            raise CheckpointError(
+                f"{file} does not exist, but text is asked for; add it (slow tokenizers: convert), or pass token ids"
+            )
+        decoders = _decoders(read_json_object(file), file)
+        try:
+            backend = _text_library("tokenizers").Tokenizer.from_file(str(file))
+        except (ConfigError, MemoryError):
+            raise
+        except Exception as error:  # the library raises plain Exception for all that is wrong with a file
+            raise CheckpointError(f"{file} is no tokenizer ({error}); copy the checkpoint again") from error
+        backend.no_truncation()  # a tokenizer.json may say "cut at 512", and prompts would lose their ends unseen
+        backend.no_padding()
+        settings = (
+            read_json_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+        )
+        template = _find_template(folder, settings)
+        return Tokenizer(backend, _special_tokens(backend, folder, settings), decoders, template)
+
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the chat template."""
+        return None if self._template is None else self._template.source
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
+        """Turn text into ids; special tokens that are spelled out in the text become their ids, as everywhere with this
+        format. Raises PromptTooLongError at once for megabytes that `most_tokens` of the longest token, and as much
+        again, cannot hold."""
+        if most_tokens is not None and len(text) > max(_LONG_CHARS, 2 * most_tokens * self._longest_token):
+            told = f"prompt has {len(text)} characters, which cannot be {most_tokens} tokens, the most that are taken; shorten it"
+            raise PromptTooLongError(told, param="prompt")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"text has a lone surrogate at character {error.start}; wanted valid Unicode", param="text"
+            ) from None
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token as the vocabulary writes it; those of a byte-level one are bytes."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Turn ids into text; ids beyond the vocabulary (a padded embedding) have no text."""
+        for token_id in token_ids:
+            if not 0 <= token_id < 1 << 32:
+                raise InvalidRequestError(
+                    f"token id {token_id} cannot be; wanted 0..{self.vocab_size - 1}", param="token_ids"
+                )
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves this token out."""
+        return token_id in self._special_ids
+
+    def token_string(self, token_id: int) -> str | None:
+        """The token as it stands in the vocabulary; None beyond it."""
+        return self._backend.id_to_token(token_id)
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token is one raw byte of a byte fallback, whose text depends on its neighbours."""
+        return self._byte_fallback and _BYTE_TOKEN.fullmatch(self.token_string(token_id) or "") is not None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token adds to running text; joined, those of a byte-level tokenizer are the text in
+        UTF-8."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._bytes_of(self.token_string(token_id) or "")
+        return found
+
+    def _bytes_of(self, token: str) -> bytes:
+        if self.byte_level:
+            known = [_BYTE_OF_CHARACTER.get(character) for character in token]
+            return token.encode() if None in known else bytes(byte for byte in known if byte is not None)
+        byte = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
+        return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        scalars: Mapping[str, Scalar] | None = None,
+    ) -> str:
+        """Render messages with the checkpoint's template; encode the text with add_special_tokens=False.
+
+        `scalars` are further variables of the template, such as enable_thinking; names and values are checked."""
+        if self._template is None:
+            raise InvalidRequestError(
+                "messages came, but the checkpoint has no chat template; send a prompt", param="messages"
+            )
+        for name, value in (scalars or {}).items():
+            if (
+                name in _TEMPLATE_NAMES
+                or not name.isidentifier()
+                or name.startswith("_")
+                or not isinstance(value, Scalar)
+            ):
+                told = f"{name!r}={value!r}"[:80]
+                raise InvalidRequestError(
+                    f"chat template variable {told} is refused; wanted a free name and a scalar", param=name[:64]
+                )
+        given = {**(scalars or {}), **self.named_tokens, "messages": messages, "tools": tools}
+        return self._template.render({**given, "add_generation_prompt": add_generation_prompt})
+
+
+class ChatTemplate:
+    """One compiled chat template. Whatever goes wrong in it is a RoutedExpertsError."""
+
+    def __init__(self, source: str, origin: Path) -> None:
+        self.source = source
+        self._origin = origin
+        self._jinja = _text_library("jinja2")
+        try:
+            self._template = _sandbox(self._jinja).from_string(source)
+        except (
+            Exception
+        ) as error:  # TemplateSyntaxError mostly; but constants are folded here, and these raise anything
+            raise CheckpointError(
+                f"the chat template of {origin} cannot be used ({_brief(error)}); correct or remove it"
+            ) from error
+
+    def render(self, variables: Mapping[str, object]) -> str:
+        try:
+            return self._template.render(variables)
+        except self._jinja.exceptions.SecurityError as error:
+            raise CheckpointError(
+                f"the chat template of {self._origin} tried what no template may ({_brief(error)}); remove it"
+            ) from error
+        except Exception as error:  # foreign code: it may raise anything
+            told = f"the chat template refuses these messages ({_brief(error)}); change roles or content"
+            raise InvalidRequestError(told, param="messages") from error
+
+
+def _sandbox(jinja: Any) -> Any:
+    """Jinja as Hugging Face sets it up, without a loader; an unsafe attribute raises at once instead of being empty."""
+    sandbox, utils = importlib.import_module("jinja2.sandbox"), importlib.import_module("jinja2.utils")
+    security_error, template_error = jinja.exceptions.SecurityError, jinja.exceptions.TemplateError
+
+    class Sandbox(sandbox.ImmutableSandboxedEnvironment):
+        def unsafe_undefined(self, obj: object, attribute: str) -> Any:
+            raise security_error(f"attribute {attribute!r} of a {type(obj).__name__}")
+
+    class Namespace(utils.Namespace):
+        def __init__(self, *pairs: Any, **values: object) -> None:
+            super().__init__()
+            for name, value in dict(*pairs, **values).items():
+                self[name] = value
+
+        def __setitem__(self, name: str, value: object) -> None:
+            if name.startswith("_"):
+                raise security_error(f"namespace attribute {name!r}")
+            super().__setitem__(name, value)
+
+    def raise_exception(message: object) -> None:
+        raise template_error(str(message))
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().strftime(form)
+
+    def tojson(
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = tojson
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, namespace=Namespace)
+    return environment
+
+
+def _find_template(folder: Path, settings: Mapping[str, object]) -> ChatTemplate | None:
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return ChatTemplate(file.read_text(encoding="utf-8"), file)
+    found, origin = settings.get("chat_template"), folder / "tokenizer_config.json"
+    if isinstance(found, list):  # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
+        found = next(
+            (item.get("template") for item in found if isinstance(item, dict) and item.get("name") == "default"), None
+        )
+    if found is not None and not isinstance(found, str):
+        raise CheckpointError(
+            f"{origin}: chat_template is a {type(found).__name__}; wanted a string or a list of named ones; correct it"
+        )
+    return None if found is None else ChatTemplate(found, origin)
+
+
+def _special_tokens(backend: Any, folder: Path, settings: Mapping[str, object]) -> SpecialTokens:
+    named = {name: text for name in _NAMED_TOKENS if (text := _content(settings.get(name))) is not None}
+    eos_ids: set[int] = set()
+    if "eos_token" in named:
+        eos_id = backend.token_to_id(named["eos_token"])
+        if eos_id is None:
+            raise CheckpointError(
+                f"{folder}: eos_token {named['eos_token']!r} is not in tokenizer.json; correct the name"
+            )
+        eos_ids.add(eos_id)
+    eos_ids.update(eos_token_ids_of(folder))
+    contents = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    special = {backend.token_to_id(content) for content in contents}
+    return SpecialTokens(named=named, eos_token_ids=frozenset(eos_ids), special_ids=frozenset(special))
+
+
+def _content(token: object) -> str | None:
+    """The text of a token in either form: "<s>" or {"content": "<s>", ...}."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _decoders(described: Mapping[str, object], file: Path) -> tuple[str, ...]:
+    """Names of the decoding steps; those whose text cannot be streamed are refused."""
+    decoder = described.get("decoder")
+    steps: Iterable[object] = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
+    known = [step for step in steps if isinstance(step, dict)]
+    names = tuple(str(step.get("type")) for step in known)
+    if (
+        not _STREAMABLE.issuperset(names)
+        or any(step.get("stop", 0) for step in known)
+        or ("ByteLevel" in names and len(names) > 1)
+    ):
+        wanted = f"one of {', '.join(sorted(_STREAMABLE))}; use token ids"
+        raise CheckpointError(f"{file} decodes with {', '.join(names)}, which cannot be streamed; wanted {wanted}")
+    return names
+
+
+def _text_library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"text needs {name}, which is not installed; install routed-experts[text], or pass token ids"
+        ) from error
+
+
+def _brief(error: Exception) -> str:
+    told = " ".join(str(error).split()) or type(error).__name__
+    return told if len(told) <= 200 else told[:197] + "..."
+
+
+def _byte_of_character() -> Mapping[str, int]:
+    """The alphabet of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves, the others follow
+    from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return MappingProxyType(
+        {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    )
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()

@@ -1,0 +1,136 @@
+"""The table of programs: every padded step of an engine, as calls that lower what it needs. Knows no arrays, only their
+shapes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, SamplerForm
+from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
+from routed_experts.execution.sampler import PenaltyInputs, SamplerSpec, TokenCounts, counting_program, sampler_program
+from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, jit_sharded, whole
+from routed_experts.memory.kv_pool import KVPoolSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """Static sizes of a runner, of one device where it runs on several. `shapes` are the padded steps it compiles
+    for."""
+
+    pool: KVPoolSpec
+    num_request_slots: int  # slot 0 is padding
+    shapes: tuple[BatchShape, ...]
+    vocab_size: int
+
+
+def lowerings(
+    state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig
+) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
+    """The table of programs: key to a call that lowers it. `state` may be arrays or their shapes; programs take its
+    leaves."""
+    jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
+    tree, on = jax.tree.structure(state), spec.on
+    same = (REPLICATED,)
+    for shape in config.shapes:
+        args = abstract_inputs(state, spec, config, shape)
+        args = (jax.tree.leaves(args[0]), *args[1:], *(() if spec.counts is None else (spec.counts,)))
+        program = _flatten_weights(functools.partial(forward, spec=spec, shape=shape), tree)
+        donated = (1,) if spec.counts is None else (1, 4)
+        run = jit_sharded(
+            program, on, takes=(WEIGHTS, POOL, *same * (len(args) - 2)), gives=(POOL, *same), donate_argnums=donated
+        )
+        out = jax.eval_shape(run, *args)[1]
+        jobs["forward", shape] = functools.partial(run.lower, *args)
+        jobs |= sampling_jobs(state, spec, config, shape, out)
+    return jobs
+
+
+def sampling_jobs(
+    state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape, out: ForwardOut
+) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
+    """The programs that follow the layers of a step, whose outputs have the shapes of `out`. Steps of other sizes may
+    need some of the same ones, under the same keys."""
+    jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
+    weights, on = abstract_inputs(state, spec, config, shape)[0], spec.on
+    mesh = None if on is None else on.mesh
+    leaves, last_tokens = jax.tree.leaves(weights), _shape((config.num_request_slots,), jnp.int32)
+    at = leaves[0].sharding if on is None else None  # of what runs there too, but has no weights
+    for form in SamplerForm:
+        full = None
+        if form is SamplerForm.FULL:
+            bias, said = (shape.num_requests, MAX_BIAS), abstract_token_counts(shape.num_requests, config.vocab_size)
+            full = PenaltyInputs(said, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
+        run = sampler_program(_sampler_spec(spec, shape, form), mesh)
+        jobs[sampler_key(spec, shape, form)] = functools.partial(
+            run.lower, *_lying((out.logits, last_tokens, out.words, full), at)
+        )
+    spoken = abstract_token_counts(config.num_request_slots, config.vocab_size)
+    jobs["count", shape] = functools.partial(
+        counting_program(shape, mesh).lower, *_lying((spoken, out.tokens, shape.packed), at)
+    )
+    if shape.mode is ForwardMode.EXTEND:
+        same = (REPLICATED,)
+        tree = jax.tree.structure(weights)
+        run = jit_sharded(
+            _flatten_weights(functools.partial(score_prompt, spec=spec), tree),
+            on,
+            takes=(WEIGHTS, *same * 2),
+            gives=REPLICATED,
+        )
+        jobs["score", shape.num_tokens] = functools.partial(run.lower, leaves, out.hidden, out.tokens)
+    return jobs
+
+
+def sampler_key(spec: ProgramSpec, shape: BatchShape, form: SamplerForm) -> tuple[object, ...]:
+    """Where the sampler of a step stands in the table."""
+    return "sample", shape.num_requests, spec.row_words_in(shape), form
+
+
+def _sampler_spec(spec: ProgramSpec, shape: BatchShape, form: SamplerForm) -> SamplerSpec:
+    choose = spec.kernels.choose if form is SamplerForm.GREEDY else None
+    told = spec.row_words_in(shape)
+    return SamplerSpec(
+        form=form, num_requests=shape.num_requests, told=told, raw_logprobs=spec.raw_logprobs, choose=choose
+    )
+
+
+def _lying(shapes: Any, sharding: Any) -> Any:
+    """The same shapes with a sharding, which names the device that is compiled for."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+
+
+def _flatten_weights(program: Callable[..., Any], tree: Any) -> Callable[..., Any]:
+    """The same program, with the weights as a list of leaves."""
+
+    def on_leaves(weights: Sequence[Array], *rest: Any) -> Any:
+        return program(jax.tree.unflatten(tree, weights), *rest)
+
+    return on_leaves
+
+
+def abstract_inputs(
+    state: nnx.State[Any, Any], spec: ProgramSpec, config: RunnerConfig, shape: BatchShape
+) -> tuple[Any, ...]:
+    """Shapes and dtypes of the arguments of `forward`. Weights keep their sharding: it names the devices that are
+    compiled for."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    pool = whole(config.pool.abstract, spec.on, REPLICATED if spec.on is None else spec.on.pool)
+    return shapes, pool, jax.ShapeDtypeStruct((config.num_request_slots,), jnp.int32), shape.packed
+
+
+def abstract_token_counts(num_rows: int, vocab_size: int) -> TokenCounts:
+    """Shapes of the counts that penalties need."""
+    size = (num_rows, vocab_size)
+    return TokenCounts(_shape(size, jnp.int32), _shape(size, jnp.bool_))
+
+
+def _shape(size: tuple[int, ...], dtype: Any) -> Any:
+    """A ShapeDtypeStruct that stands for an array while programs are lowered."""
+    return jax.ShapeDtypeStruct(size, dtype)

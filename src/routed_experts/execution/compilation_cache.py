@@ -1,0 +1,29 @@
+"""Compiled programs are kept on disk, so that only a first start compiles. Knows nothing of what they compute.
+JAX's own persistent cache; who has set one, by jax.config or JAX_COMPILATION_CACHE_DIR, keeps it as it is."""
+
+import logging
+from pathlib import Path
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+
+def enable_compilation_cache() -> Path | None:
+    """Let JAX keep programs in the user's cache folder, unless a folder is set or jax_enable_compilation_cache is off.
+    Returns the folder that holds."""
+    settings = jax.config.values
+    if not settings["jax_enable_compilation_cache"]:
+        return None
+    if settings["jax_compilation_cache_dir"] is not None:
+        return Path(settings["jax_compilation_cache_dir"])
+    try:
+        folder = Path.home() / ".cache" / "routed-experts" / "jax"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home
+        logger.warning("compiled programs are not kept: %s; every start compiles anew", error)
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder

@@ -1,0 +1,1 @@
+"""Steps of models whose experts are split between the accelerator and the host."""

@@ -1,0 +1,44 @@
+"""Steps of a model of which some layers attend to pages and others keep a state for each request slot. Knows no
+architecture. Dims: N padded tokens, B padded requests, H value heads, V value dim."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from routed_experts.execution.forward_batch import ForwardBatch
+from routed_experts.layers.attention_features import AttentionFeatures
+from routed_experts.layers.delta_rule import DeltaInputs, DeltaState, delta_ragged
+from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.memory.kv_pool import HybridPool
+from routed_experts.models.base.interface import SequenceOps
+
+
+def hybrid_ops(paged: PagedAttend, batch: ForwardBatch) -> SequenceOps:
+    """Attend to the pages of a HybridPool, and read and write its states; a request that feeds position 0 starts
+    anew."""
+
+    def attend(
+        queries: Float[Array, "N H C"],
+        keys: Float[Array, "N G C"],
+        values: Float[Array, "N G C"] | None,
+        cache: HybridPool,
+        layer: Int[Array, ""],
+        traits: AttentionFeatures | None = None,
+    ) -> tuple[Float[Array, "N H C"], HybridPool]:
+        mixed, pages = paged(queries, keys, values, cache.pages, layer, traits)
+        return mixed, dataclasses.replace(cache, pages=pages)
+
+    def recur(
+        inputs: DeltaInputs, cache: HybridPool, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N H V"], HybridPool]:
+        starts, slots = batch.paged.query_starts, batch.request_slots
+        old = jax.tree.map(lambda leaf: leaf[layer, slots], cache.states)
+        anew = batch.paged.positions[jnp.minimum(starts[:-1], batch.token_ids.shape[0] - 1)] == 0
+        empty = DeltaState.zeros(slots.shape[0], inputs.shape, old.recent.dtype)
+        read, new = delta_ragged(inputs, empty.where(anew, old), starts)
+        states = jax.tree.map(lambda leaf, rows: leaf.at[layer, slots].set(rows), cache.states, new)
+        return read, dataclasses.replace(cache, states=states)
+
+    return SequenceOps(attend, recur)

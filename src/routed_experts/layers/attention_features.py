@@ -1,0 +1,21 @@
+"""What an attention layer does that plain causal softmax attention does not. Knows no backend.
+Dims: H query heads."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionFeatures:
+    """None, 0 and 0.0 are the plain case. `window`: tokens seen, itself included. `chunk`: only tokens of the own chunk
+    are seen. `latent`: keys are rows that all heads share, and their first `latent` numbers are the values. `scale`: of
+    the scores."""
+
+    sinks: Float[Array, " H"] | None = None
+    window: int = dataclasses.field(default=0, metadata={"static": True})
+    chunk: int = dataclasses.field(default=0, metadata={"static": True})
+    latent: int = dataclasses.field(default=0, metadata={"static": True})
+    scale: float = dataclasses.field(default=0.0, metadata={"static": True})

@@ -1,0 +1,1 @@
+"""Expert selection with a capacity per expert instance, and the choice among replicas."""

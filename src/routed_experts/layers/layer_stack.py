@@ -1,0 +1,83 @@
+"""A run of neighbouring layers, attention and experts, as arrays: what a kernel that runs all of them at once is
+handed. Knows no architecture: pre-norm layers with norms of queries and keys, rotary positions and softmax routing.
+Dims: N tokens, D hidden, R layers of the run, E experts of a layer, F expert width, H query heads, G kv heads, C head
+dim, M MoE layers, K experts per token."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.layers.routing import RouterSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StackWeights:
+    """The weights of a run, layer axis first; `next_norm` is the norm of what follows the run."""
+
+    input_norm: Float[Array, "R D"]
+    post_norm: Float[Array, "R D"]
+    next_norm: Float[Array, " D"]
+    q_norm: Float[Array, "R C"]
+    k_norm: Float[Array, "R C"]
+    qkv: Float[Array, "R D HGGC"]
+    out: Float[Array, "R HC D"]
+    router: Float[Array, "R D E"]
+    gate_up: Float[Array, "RE D 2F"]
+    down: Float[Array, "RE F D"]
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """What all layers of a step share."""
+
+    cos: Float[Array, "N C"]
+    sin: Float[Array, "N C"]
+    valid: Bool[Array, " N"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StackOffsets:
+    """Where the run stands: its first layer in the pool, its first column in the block of ids."""
+
+    first_layer: int
+    first_column: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RunRouting:
+    """Rows to run in place of the routers' choice in all layers of a run, where `valid`."""
+
+    ids: UInt[Array, "R N K"] | Int[Array, "R N K"]
+    valid: Bool[Array, " N"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerStackKernel:
+    """A run of layers as one kernel: (stream [N D], arrays, step, attend, pool, block [MK N] or None, rows to replay or
+    None, places, spec) -> (stream, its norm by `next_norm`, pool, block). Rows are replayed only where a block is
+    written. It decides as the layers one by one, up to rounding: where they round to a half precision, it may keep
+    float32. `can` says which routing laws it knows, `attention` with which backend's pages it works."""
+
+    name: str
+    attention: str
+    run: Callable[
+        [
+            Float[Array, "N D"],
+            StackWeights,
+            StepInputs,
+            PagedAttend,
+            Any,
+            Int[Array, "MK N"] | None,
+            RunRouting | None,
+            StackOffsets,
+            RouterSpec,
+        ],
+        tuple[Float[Array, "N D"], Float[Array, "N D"], Any, Int[Array, "MK N"] | None],
+    ]
+    can: Callable[[RouterSpec], bool] = lambda spec: spec.is_plain

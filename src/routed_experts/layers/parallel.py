@@ -1,0 +1,83 @@
+"""Devices that share the work of every layer, as one of them sees the others: what it must add up, gather or look up.
+Knows no mesh and no model; a program that runs on one device has no peers, and none of this is in it.
+
+Each device holds a share of the heads and of the experts and gives a partial sum; the stream between layers, the
+routers and what they choose are the same on all. Dims: N rows, D hidden, V devices."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from routed_experts.layers.linear import LinearBackend
+from routed_experts.layers.routing import RouterSpec, Routing
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Capacities:
+    """A layer's instances, and what each has room for: `factor` is a fraction of the mean load, its denominator 0 for
+    no bound."""
+
+    replicas: Int[Array, "E J"]
+    factor: Int[Array, " 2"]
+
+
+# (logits, valid, capacities, spec, bias) -> the routing, and what it changed in each token: slots moved to other
+# experts, slots left empty
+Rerouter = Callable[
+    [Float[Array, "N E"], Bool[Array, " N"], Capacities, RouterSpec, Float[Array, " E"] | None],
+    tuple[Routing, Int[Array, "N 2"]],
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AxisGroup:
+    """`count` devices on the mesh axis `axis`, inside a `shard_map` over it; 1: nobody else. `expert_parallel`: each
+    holds some experts, all of them, and not a share of every expert; `instances` of them are on all devices together,
+    0: one an expert. `rerouter`: routes where instances have capacities; None: they have not."""
+
+    axis: str = ""
+    count: int = 1
+    expert_parallel: bool = False
+    instances: int = 0
+    rerouter: Rerouter | None = None
+
+    @property
+    def rank(self) -> Int[Array, ""]:
+        """Which of them this device is."""
+        return lax.axis_index(self.axis)
+
+    def add(self, partial: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The sum of what all hold."""
+        return partial if self.count == 1 else lax.psum(partial, self.axis)
+
+    def mean(self, own: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The mean of what all hold."""
+        return own if self.count == 1 else lax.pmean(own, self.axis)
+
+    def join(self, columns: Float[Array, "N D/V"]) -> Float[Array, "N D"]:
+        """The columns of all, side by side."""
+        return columns if self.count == 1 else lax.all_gather(columns, self.axis, axis=1, tiled=True)
+
+    def local_columns(self, whole: Float[Array, "N D"], width: int) -> Float[Array, "N D/V"]:
+        """This device's share of `width` columns."""
+        return whole if self.count == 1 else lax.dynamic_slice_in_dim(whole, self.rank * width, width, axis=1)
+
+
+SINGLE_DEVICE = AxisGroup()
+
+
+def split_inputs(linear: LinearBackend, peers: AxisGroup) -> LinearBackend:
+    """The same product where each device holds some rows of the matrix, and all of x."""
+    if peers.count == 1:
+        return linear
+
+    def run(
+        x: Float[Array, "N D"], weights: Float[Array, "R D/V O"], layer: Int[Array, ""] | int, dtype: object
+    ) -> Float[Array, "N O"]:
+        return peers.add(linear.run(peers.local_columns(x, weights.shape[1]), weights, layer, dtype))
+
+    return dataclasses.replace(linear, run=run)

@@ -1,0 +1,63 @@
+"""Experts of a layer on several devices, by any backend: each device runs its share and gives a partial sum.
+Knows nothing of how ids were chosen; they are logical, and the same on all devices.
+
+A share is either a slice of every expert's width (the partial sums of one expert are split), or whole experts: slots of
+experts that are elsewhere are padding to the backend, so each slot is a row of its own there. Where an expert has
+several instances, slots are spread over them by water-filling, unless the router has chosen them; the instances hold
+the same numbers, so no output depends on which one runs. Dims: N tokens, K experts per token, E experts of a layer, R
+layers of the run, V devices, D hidden, F expert width."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from routed_experts.layers.balanced_selection.waterfill import waterfill_replicas
+from routed_experts.layers.moe import ExpertCall, MoeBackend, combine
+from routed_experts.layers.parallel import AxisGroup
+
+
+def split_experts(backend: MoeBackend, peers: AxisGroup) -> MoeBackend:
+    """The backend on one device's share; results are partial sums over `peers`."""
+    run_share = _run_replicated if peers.expert_parallel else _run_slice
+
+    def run(call: ExpertCall) -> Float[Array, "N D"]:
+        return run_share(call, backend, peers)
+
+    return dataclasses.replace(backend, run=run)
+
+
+def _run_slice(call: ExpertCall, backend: MoeBackend, peers: AxisGroup) -> Float[Array, "N D"]:
+    """All slots on F / V columns of their experts. The bias of the sum comes from the first device alone."""
+    if call.down_bias is None:
+        return backend.run(call)
+    return backend.run(
+        dataclasses.replace(call, down_bias=jnp.where(peers.rank == 0, call.down_bias, jnp.zeros_like(call.down_bias)))
+    )
+
+
+def _run_replicated(call: ExpertCall, backend: MoeBackend, peers: AxisGroup) -> Float[Array, "N D"]:
+    """The slots whose experts are among this device's E / V, each as a row with one expert of weight 1; then weighed
+    and summed as on one device."""
+    (num_rows, top_k), share = call.ids.shape, (peers.instances or call.num_experts) // peers.count
+    ids = jnp.where(call.valid[:, None], call.ids if call.instances is None else call.instances, -1)
+    if call.replicas is not None and call.instances is None:
+        ids = waterfill_replicas(ids, call.replicas, num_devices=peers.count, num_instances=peers.instances)
+    held = (ids >= peers.rank * share) & (ids < (peers.rank + 1) * share)
+    ids = ids - peers.rank * share
+    outputs = backend.run(
+        dataclasses.replace(
+            call,
+            x=jnp.repeat(call.x, top_k, axis=0),
+            ids=jnp.where(held, ids, 0).reshape(-1, 1),
+            weights=jnp.ones((num_rows * top_k, 1), call.weights.dtype),
+            valid=held.reshape(-1),
+            first_expert=call.first_expert
+            // call.num_experts
+            * share,  # counted in the experts of each layer that are here
+            num_experts=share,
+            replicas=None,
+            instances=None,
+        )
+    )
+    return combine(outputs.reshape(num_rows, top_k, -1), call.weights, call.valid)

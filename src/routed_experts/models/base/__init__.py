@@ -1,0 +1,1 @@
+"""What every model shares: the decoder interface and the reading of config.json."""

@@ -1,0 +1,243 @@
+"""config.json of a checkpoint: refused by name when it cannot be served, read key by key with types.
+
+Knows no architecture: their names are passed in, and each model file asks for its own keys. Code that a checkpoint
+brings along (`auto_map`) is never imported. `null` means absent. Integers are never taken from booleans, strings or
+fractions."""
+
+import builtins
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeGuard
+
+from routed_experts.core.errors import CheckpointError
+
+_SYNONYMS: Mapping[str, tuple[str, ...]] = MappingProxyType(  # newer spellings of transformers; a file may hold either
+    {"num_experts": ("num_local_experts",), "num_local_experts": ("num_experts",), "torch_dtype": ("dtype",)}
+)
+
+_QUANTIZATION_FILES: Mapping[str, str] = MappingProxyType(
+    {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ", "hf_quant_config.json": "ModelOpt"}
+)
+
+
+def read_json_object(file: Path) -> dict[str, object]:
+    """Read one JSON object; CheckpointError names the file when it is missing, not JSON, or not an object."""
+    try:
+        value: object = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file} does not exist; wanted the file that every Hugging Face checkpoint has; check the path"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}); make it readable") from error
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise CheckpointError(
+            f"{file} is not JSON ({error}); wanted one JSON object; copy the checkpoint again"
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{file} holds a JSON {type(value).__name__}; wanted one object; copy the checkpoint again"
+        )
+    return value
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedQuirks:
+    """What an architecture's checkpoints bring along that is refused elsewhere: `code`, an auto_map that names Python,
+    which is still never run, for the architecture is written here; and names of quantisations that can be read."""
+
+    code: bool = False
+    quantization: tuple[str, ...] = ()
+
+
+NOTHING = AcceptedQuirks()
+
+
+def read_config(
+    path: Path | str, *, architectures: Mapping[str, AcceptedQuirks] | Collection[str]
+) -> dict[str, object]:
+    """Read config.json of the checkpoint folder `path`, whose architecture must be one of `architectures`."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"no checkpoint folder {folder}; wanted a folder with config.json and safetensors; check the path"
+        )
+    file = folder / "config.json"
+    config = read_json_object(file)
+    found = config.get("architectures")
+    only = str(found[0]) if isinstance(found, list) and len(found) == 1 else ""
+    tolerated = architectures.get(only, NOTHING) if isinstance(architectures, Mapping) else NOTHING
+    if config.get("auto_map") is not None and not tolerated.code:
+        raise CheckpointError(
+            f"{file} has auto_map, which names Python code of the checkpoint; remote code is never run here; wanted a config without; if "
+            f"the weights are of one of the architectures {_listed(architectures)}, remove auto_map from config.json"
+        )
+    _refuse_quantized(folder, config, tolerated)
+    if only not in architectures:
+        raise CheckpointError(
+            f"{file}: architectures={found!r} is not known here; wanted one of {_listed(architectures)}"
+        )
+    return config
+
+
+def _refuse_quantized(folder: Path, config: Mapping[str, object], tolerated: AcceptedQuirks) -> None:
+    """Raise where config.json, its text model's part, or a file beside it says that weights are quantised in a way we
+    cannot read."""
+    inner = config.get("text_config")
+    for section in (config, inner if isinstance(inner, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            quantized = section.get(key)
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+            if quantized is None or method in tolerated.quantization:
+                continue
+            named = "" if method is None else f" of quant_method={method!r}"
+            readable = f" or {', '.join(tolerated.quantization)}" if tolerated.quantization else ""
+            raise CheckpointError(
+                f"{folder / 'config.json'} has {key}{named}; wanted plain bfloat16, float16 or float32 weights{readable}; "
+                "use an unquantised one"
+            )
+    for name, method in _QUANTIZATION_FILES.items():
+        if (folder / name).exists():
+            raise CheckpointError(
+                f"{folder / name} says that weights are quantised by {method}; wanted plain bfloat16, float16 or float32 weights; "
+                "use an unquantised one, or remove the file if it is a leftover"
+            )
+
+
+def architecture_of(config: Mapping[str, object]) -> str:
+    """Name the one architecture of a config that read_config let through."""
+    found = config["architectures"]
+    assert isinstance(found, list), found
+    return str(found[0])
+
+
+def eos_token_ids_of(folder: Path) -> frozenset[int]:
+    """The ids that end a sequence, as generation_config.json and config.json of a checkpoint name them."""
+    ids: set[int] = set()
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        if file.exists():
+            ids.update(ConfigReader(read_json_object(file), file).ints("eos_token_id", default=()))
+    return frozenset(ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConfigReader:
+    """Typed access to one JSON object; `path` says in errors which file it came from. Without a default a key is
+    required."""
+
+    values: Mapping[str, object]
+    path: Path | str
+
+    def has(self, key: str) -> builtins.bool:
+        """Whether the key, or its other spelling, is there and not null."""
+        return self._find(key) is not None
+
+    def require(self, holds: builtins.bool, key: str, wanted: str) -> None:
+        """Raise unless `holds`; `wanted` says what the value of `key` should have been."""
+        if not holds:
+            raise self._error(key, wanted)
+
+    def int(
+        self,
+        key: str,
+        *,
+        default: builtins.int | None = None,
+        minimum: builtins.int | None = None,
+        maximum: builtins.int | None = None,
+    ) -> builtins.int:
+        value = self._value(key, default, "an integer")
+        at_least, at_most = -math.inf if minimum is None else minimum, math.inf if maximum is None else maximum
+        if not _is_int(value) or not at_least <= value <= at_most:
+            bounds = [f"at least {minimum}"] * (minimum is not None) + [f"at most {maximum}"] * (maximum is not None)
+            raise self._error(key, " ".join(["an integer", " and ".join(bounds)]).strip())
+        return value
+
+    def float(self, key: str, *, default: builtins.float | None = None) -> builtins.float:
+        value = self._value(key, default, "a finite number")
+        if not (_is_int(value) or isinstance(value, builtins.float)) or not abs(value) <= sys.float_info.max:
+            raise self._error(key, "a finite number")
+        return builtins.float(value)
+
+    def bool(self, key: str, *, default: builtins.bool | None = None) -> builtins.bool:
+        value = self._value(key, default, "true or false")
+        if not isinstance(value, builtins.bool):
+            raise self._error(key, "true or false")
+        return value
+
+    def str(
+        self, key: builtins.str, *, default: builtins.str | None = None, choices: Collection[builtins.str] = ()
+    ) -> builtins.str:
+        wanted = f"one of {_listed(choices)}" if choices else "a string"
+        value = self._value(key, default, wanted)
+        if not isinstance(value, builtins.str) or (choices and value not in choices):
+            raise self._error(key, wanted)
+        return value
+
+    def ints(self, key: builtins.str, *, default: tuple[builtins.int, ...] | None = None) -> tuple[builtins.int, ...]:
+        """A list of integers; one integer alone counts as a list of one (eos_token_id has both forms)."""
+        value = self._value(key, default, "a list of integers")
+        items = value if isinstance(value, list | tuple) else [value]
+        numbers = tuple(item for item in items if _is_int(item))
+        if len(numbers) != len(items):
+            raise self._error(key, "a list of integers")
+        return numbers
+
+    def section(self, key: builtins.str) -> "ConfigReader":
+        """The JSON object under `key`, empty when absent; its errors name the outer key too."""
+        value = self._value(key, {}, "an object")
+        if not isinstance(value, dict):
+            raise self._error(key, "an object")
+        return ConfigReader(value, f"{self.path}: {key}")
+
+    def _find(self, key: builtins.str) -> object:
+        spellings = [name for name in (key, *_SYNONYMS.get(key, ())) if self.values.get(name) is not None]
+        found = [self.values[name] for name in spellings]
+        if any(value != found[0] for value in found):
+            raise CheckpointError(
+                f"{self.path}: {' and '.join(spellings)} differ: {found}; wanted one value; correct the file"
+            )
+        return found[0] if found else None
+
+    def _value(self, key: builtins.str, default: object, wanted: builtins.str) -> object:
+        value = self._find(key)
+        if value is None and default is None:
+            raise CheckpointError(f"{self.path}: {key} is missing; wanted {wanted}; correct the file")
+        return default if value is None else value
+
+    def _error(self, key: builtins.str, wanted: builtins.str) -> CheckpointError:
+        shown = repr(self._find(key))
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        return CheckpointError(f"{self.path}: {key}={shown}; wanted {wanted}; correct the file")
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "(none)"
+
+
+def read_floats(reader: ConfigReader, key: str) -> tuple[float, ...]:
+    """A list of finite numbers."""
+    value = reader._value(key, None, "a list of numbers")
+    items = value if isinstance(value, list | tuple) else [value]
+    numbers = tuple(float(item) for item in items if _is_int(item) or (isinstance(item, float) and math.isfinite(item)))
+    if len(numbers) != len(items):
+        raise reader._error(key, "a list of numbers")
+    return numbers
+
+
+def read_words(
+    reader: ConfigReader, key: str, *, choices: Collection[str], default: tuple[str, ...]
+) -> tuple[str, ...]:
+    """A list of words out of `choices`."""
+    value = reader._value(key, default, f"a list of {_listed(choices)}")
+    if not isinstance(value, list | tuple) or any(item not in choices for item in value):
+        raise reader._error(key, f"a list of {_listed(choices)}")
+    return tuple(str(item) for item in value)

@@ -1,0 +1,168 @@
+"""Rotary frequencies from config.json: plain, linear, dynamic up to the trained length, yarn (Peng et al. 2023),
+llama3, and longrope up to the length where its short factors hold. Any other `rope_type` is refused by name. Knows no
+architecture. Dims: F frequencies."""
+
+import dataclasses
+import math
+
+import numpy as np
+from jaxtyping import Float32
+
+from routed_experts.layers.rotary import RotarySpec
+from routed_experts.models.base.config_reader import ConfigReader, read_floats
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """The frequencies, their base and kind; what yarn multiplies the scale of attention by where `mscale_all_dim` is
+    set (DeepSeek); and the length up to which they hold, None where the config's own length stands."""
+
+    spec: RotarySpec
+    theta: float
+    kind: str = "default"
+    score_scale: float = 1.0
+    context_length: int | None = None
+
+
+def read_rotary(
+    reader: ConfigReader,
+    head_dim: int,
+    *,
+    theta: float | None = 10_000.0,
+    interleaved: bool = False,
+    part: float | None = None,
+) -> Rotary:
+    """Read either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`. `theta` and `part`, the share of
+    a head's dims that turn, are defaults; without `part` heads of the family turn whole, and a config that says
+    otherwise is refused."""
+    section = _section(reader)
+    spellings = {section.str(key, default="", choices=("", *ROPE_TYPES)) for key in ("rope_type", "type")} - {""}
+    section.require(len(spellings) <= 1, "type", "the same as rope_type")
+    kind = next(iter(spellings), "default")
+    base = _either(reader, section, "rope_theta", theta)
+    _holder(reader, section, "rope_theta").require(base > 0, "rope_theta", "a positive number")
+    share = _either(reader, section, "partial_rotary_factor", part or 1.0)
+    size, holder = int(head_dim * share), _holder(reader, section, "partial_rotary_factor")
+    holds, wanted = 2 <= size <= head_dim and size % 2 == 0, f"an even part of head_dim={head_dim}"
+    holder.require(holds, "partial_rotary_factor", wanted)
+    holder.require(
+        part is not None or share == 1.0, "partial_rotary_factor", "1.0: heads of this architecture turn whole"
+    )
+    plain = 1.0 / np.float32(base) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
+    unscaled = Rotary(spec=RotarySpec(inverse=_numbers(plain), interleaved=interleaved), theta=base, kind=kind)
+    return unscaled if kind == "default" else _scaled(reader, section, unscaled, plain)
+
+
+def _scaled(reader: ConfigReader, section: ConfigReader, unscaled: Rotary, plain: Float32[np.ndarray, " F"]) -> Rotary:
+    """The positions of any other kind."""
+    trained, kind = reader.int("max_position_embeddings", minimum=1), unscaled.kind
+
+    def of(inverse: Float32[np.ndarray, " F"], **more: float) -> RotarySpec:
+        return dataclasses.replace(unscaled.spec, inverse=_numbers(inverse), **more)
+
+    if kind in ("linear", "dynamic"):
+        factor = section.float("factor")
+        section.require(factor >= 1, "factor", "a number of at least 1")
+        # dynamic positions are plain ones up to the trained length, which is all that is served
+        return unscaled if kind == "dynamic" else dataclasses.replace(unscaled, spec=of(plain / np.float32(factor)))
+    beside = reader.int("original_max_position_embeddings", minimum=1, default=trained)
+    original = section.int("original_max_position_embeddings", minimum=1, default=beside)
+    same = original == beside or not reader.has("original_max_position_embeddings")
+    section.require(same, "original_max_position_embeddings", f"{beside}, as beside it")
+    if kind == "longrope":
+        inverse, magnitude = _longrope(section, plain, trained, original)
+        return dataclasses.replace(
+            unscaled, spec=of(inverse, magnitude=magnitude), context_length=min(original, trained)
+        )
+    factor = section.float("factor", default=trained / original)
+    section.require(factor >= 1, "factor", "a number of at least 1")
+    if kind == "llama3":
+        return dataclasses.replace(unscaled, spec=of(_llama3(section, plain, factor, original)))
+    inverse = _yarn(section, plain, base=unscaled.theta, size=2 * plain.size, factor=factor, original=original)
+    all_dims = section.float("mscale_all_dim", default=0.0)
+    magnitude = section.float("attention_factor", default=_attention_factor(section, factor))
+    score_scale = _yarn_magnitude(factor, all_dims) ** 2 if all_dims else 1.0
+    return dataclasses.replace(unscaled, spec=of(inverse, magnitude=magnitude), score_scale=score_scale)
+
+
+def _section(reader: ConfigReader) -> ConfigReader:
+    """The object that speaks of positions. Where both spellings are there, they must say the same; one for all
+    layers."""
+    old, new = reader.section("rope_scaling"), reader.section("rope_parameters")
+    for key in sorted(old.values.keys() & new.values.keys()):
+        new.require(old.values[key] == new.values[key], key, f"{old.values[key]!r}, as rope_scaling says")
+    section = dataclasses.replace(new, values={**old.values, **new.values}) if reader.has("rope_parameters") else old
+    for key, value in section.values.items():
+        section.require(not isinstance(value, dict), key, "no object: positions must be the same for all layers")
+    return section
+
+
+def _either(reader: ConfigReader, section: ConfigReader, key: str, default: float | None) -> float:
+    """A number that stands in the section, or beside it."""
+    value = section.float(key, default=reader.float(key, default=default))
+    section.require(reader.float(key, default=value) == value, key, "the same number as beside it")
+    return value
+
+
+def _holder(reader: ConfigReader, section: ConfigReader, key: str) -> ConfigReader:
+    return section if section.has(key) else reader
+
+
+def _yarn(
+    section: ConfigReader, plain: Float32[np.ndarray, " F"], *, base: float, size: int, factor: float, original: int
+) -> Float32[np.ndarray, " F"]:
+    """Frequencies that turn often within the original length stay; those that turn little are divided; a ramp between
+    them."""
+
+    def dim_of(rotations: float) -> float:
+        return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dim_of(section.float("beta_fast", default=32.0)), dim_of(section.float("beta_slow", default=1.0))
+    if section.bool("truncate", default=True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    ramp = np.clip(
+        (np.arange(size // 2, dtype=np.float32) - low) / ((high if high != low else high + 0.001) - low), 0, 1
+    )
+    return (plain / factor * ramp + plain * (1 - ramp)).astype(np.float32)
+
+
+def _llama3(
+    section: ConfigReader, plain: Float32[np.ndarray, " F"], factor: float, original: int
+) -> Float32[np.ndarray, " F"]:
+    low, high = section.float("low_freq_factor"), section.float("high_freq_factor")
+    section.require(high >= low > 0, "high_freq_factor", "at least low_freq_factor, which is above 0")
+    turns = original * plain / (2 * np.pi)
+    smooth = (
+        np.clip((turns - low) / (high - low), 0, 1) if high > low else (turns >= low).astype(np.float32)
+    )  # no ramp: Llama 4 Scout
+    return ((1 - smooth) * plain / factor + smooth * plain).astype(np.float32)
+
+
+def _longrope(
+    section: ConfigReader, plain: Float32[np.ndarray, " F"], trained: int, original: int
+) -> tuple[Float32[np.ndarray, " F"], float]:
+    """The long factors change every position of a sequence once it outgrows the original length, so keys in a cache
+    would go stale: served up to the original length. Gives frequencies and magnitude."""
+    factors = np.asarray(read_floats(section, "short_factor"), np.float32)
+    section.require(factors.shape == plain.shape, "short_factor", f"{plain.size} numbers")
+    ratio = section.float("factor", default=trained / original)
+    default = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
+    return plain / factors, section.float("short_mscale", default=section.float("attention_factor", default=default))
+
+
+def _attention_factor(section: ConfigReader, factor: float) -> float:
+    some, every = section.float("mscale", default=0.0), section.float("mscale_all_dim", default=0.0)
+    if some and every:
+        return _yarn_magnitude(factor, some) / _yarn_magnitude(factor, every)
+    return _yarn_magnitude(factor, 1.0)
+
+
+def _yarn_magnitude(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _numbers(array: Float32[np.ndarray, " F"]) -> tuple[float, ...]:
+    return tuple(float(value) for value in array)

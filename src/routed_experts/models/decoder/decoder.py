@@ -1,0 +1,183 @@
+"""The decoder of all families but Qwen3-MoE's own: embeds, runs its layers, norms. Serves and trains. Knows no
+architecture: a FamilyConfig says what each layer is. Knows nothing of caches: attention is an argument.
+
+Dims: N tokens, D hidden, V vocabulary, R repeats of a run's pattern, M MoE layers, K experts per token."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
+from routed_experts.layers.norm import layer_norm, rms_norm
+from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup
+from routed_experts.layers.routing import LayerRouting
+from routed_experts.models.base.interface import AttentionFn, SequenceOps, TokenRouting, checkpointed, slice_layers
+from routed_experts.models.decoder.delta_attention import DeltaAttention
+from routed_experts.models.decoder.family_config import FamilyConfig, Run
+from routed_experts.models.decoder.feed_forward import Sparse
+from routed_experts.models.decoder.layer_params import LayerParams, Weight, make_weights, to_scan
+from routed_experts.models.decoder.layer_parts import Replay, Step
+
+
+class FamilyDecoder(nnx.Module):
+    """`__call__` gives hidden states of tokens; `logits` turns hidden states into scores of the vocabulary."""
+
+    def __init__(self, config: FamilyConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        self.config = config
+        dim, vocab = config.hidden_size, config.vocab_size
+
+        def make(shape: tuple[int, ...], fill: float | None = None) -> nnx.Param[Array]:
+            return Weight(name="", shape=shape[1:], fill=fill).make(rngs, shape[0], dtype)
+
+        self.embed = make((vocab, dim))
+        self.runs = nnx.List(
+            [
+                nnx.List(
+                    [
+                        make_weights(layer.weights(config), rngs=rngs, num_layers=run.repeats, dtype=dtype)
+                        for layer in run.pattern
+                    ]
+                )
+                for run in config.runs
+            ]
+        )
+        self.norm = make((dim,), 1.0 - config.norm_offset)
+        self.norm_bias = make((dim,), 0.0) if config.layer_norms else None
+        self.head = None if config.tie_embeddings else make((dim, vocab))
+        self.head_bias = make((vocab,), 0.0) if config.head_bias else None
+
+    def logits(self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR) -> Float[Array, "N V"]:
+        """Scores of the vocabulary, float32."""
+        return lm_logits(hidden, self.lm_head(), None if self.head_bias is None else self.head_bias[...], linear)
+
+    def lm_head(self) -> Float[Array, "D V"]:
+        """The matrix that `logits` multiplies by."""
+        return self.embed[...].T if self.head is None else self.head[...]
+
+    def __call__(
+        self,
+        tokens: Int[Array, " N"],
+        positions: Int[Array, " N"],
+        valid: Bool[Array, " N"],
+        attend: AttentionFn | SequenceOps,
+        cache: Any,
+        capture: _RoutedExpertsDeviceCache | None,
+        *,
+        kernels: Kernels,
+        routed: TokenRouting | None = None,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
+        """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in
+        it."""
+        config = self.config
+        ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
+        step = Step(
+            positions, valid, ops.attend, ops.recur, kernels, {spec: spec.angles(positions) for spec in config.rotary}
+        )
+        x = embed(config, self.embed[...], tokens, kernels.peers)
+        first_moe = first_attending = first_recurrent = 0
+        for run, arrays in zip(config.runs, self.runs, strict=True):
+            num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
+            body = self._pattern(
+                run,
+                arrays,
+                step,
+                (first_moe, first_attending, first_recurrent),
+                None if routed is None else routed.valid,
+            )
+            slices = [
+                to_scan(layer.weights(config), place, kernels) for layer, place in zip(run.pattern, arrays, strict=True)
+            ]
+            ids = slice_layers(routed, first_moe, run.repeats * num_moe) if num_moe else None
+            ids = jax.tree.map(
+                lambda rows, run=run, num_moe=num_moe: rows.reshape(run.repeats, num_moe, *rows.shape[1:]), ids
+            )
+            places = jnp.arange(run.repeats, dtype=jnp.int32)
+            (x, cache, capture), _ = lax.scan(
+                checkpointed(body) if remat else body, (x, cache, capture), (places, slices, ids)
+            )
+            first_moe += run.repeats * num_moe
+            first_attending += run.repeats * run.num_attending
+            first_recurrent += run.repeats * (len(run.pattern) - run.num_attending)
+        bias = None if self.norm_bias is None else self.norm_bias[...]
+        return finish(config, x, self.norm[...], bias), cache, capture
+
+    def _pattern(
+        self, run: Run, arrays: Any, step: Step, first: tuple[int, int, int], replayed: Bool[Array, " N"] | None
+    ) -> Callable[[Any, Any], tuple[Any, None]]:
+        """The body of a run's scan: the layers of its pattern, one after another."""
+        num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
+        config, residual_scale = self.config, self.config.residual_scale
+
+        def body(carry: Any, scanned: Any) -> tuple[Any, None]:
+            x, cache, capture = carry
+            place, slices, ids = scanned
+            moe = 0
+            for index, layer in enumerate(run.pattern):
+                view = LayerParams(slices[index], arrays[index], place, step.kernels)
+                kind = int(
+                    isinstance(layer.mixer, DeltaAttention)
+                )  # layers that attend and those that keep a state count apart
+                alike = [isinstance(other.mixer, DeltaAttention) == bool(kind) for other in run.pattern]
+                ordinal = first[1 + kind] + place * sum(alike) + sum(alike[:index])
+                mixed, cache = layer.mixer.run(apply_norm(config, x, "input_norm", view), view, step, cache, ordinal)
+                x = x + (mixed * residual_scale if residual_scale != 1.0 else mixed)
+                replay = None
+                if isinstance(layer.feed, Sparse):
+                    routed = None if ids is None or replayed is None else _layer_routing(ids, moe, replayed)
+                    replay = Replay(first[0] + place * num_moe + moe, routed)
+                    moe += 1
+                y, capture = layer.feed.run(apply_norm(config, x, "post_norm", view), view, step, replay, capture)
+                x = x + (y * residual_scale if residual_scale != 1.0 else y)
+            return (x, cache, capture), None
+
+        return body
+
+
+def embed(
+    config: FamilyConfig, table: Float[Array, "V D"], tokens: Int[Array, " N"], peers: AxisGroup = SINGLE_DEVICE
+) -> Float[Array, "N D"]:
+    """What enters the first layer."""
+    x = peers.join(jnp.take(table, tokens, axis=0))
+    return x * config.embed_scale if config.embed_scale != 1.0 else x
+
+
+def apply_norm(config: FamilyConfig, x: Float[Array, "N D"], name: str, view: LayerParams) -> Float[Array, "N D"]:
+    """A norm of a layer, by name."""
+    return _normed(config, x, view.plain(name), view.plain(f"{name}_bias") if config.layer_norms else None)
+
+
+def finish(
+    config: FamilyConfig, x: Float[Array, "N D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None
+) -> Float[Array, "N D"]:
+    """What leaves the last layer, as the head takes it."""
+    x = _normed(config, x, scale, bias)
+    return x * config.logit_scale if config.logit_scale != 1.0 else x
+
+
+def lm_logits(
+    hidden: Float[Array, "N D"], head: Float[Array, "D V"], bias: Float[Array, " V"] | None, linear: LinearBackend
+) -> Float[Array, "N V"]:
+    """What the head makes of hidden states, float32."""
+    scores = linear.run(hidden, head[None], 0, jnp.float32)
+    return scores if bias is None else scores + bias.astype(jnp.float32)
+
+
+def _normed(
+    config: FamilyConfig, x: Float[Array, "N D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None
+) -> Float[Array, "N D"]:
+    if bias is not None:
+        return layer_norm(x, scale, bias, eps=config.norm_eps)
+    return rms_norm(x, scale, eps=config.norm_eps, offset=config.norm_offset)
+
+
+def _layer_routing(rows: tuple[Array, Array | None], place: int, valid: Bool[Array, " N"]) -> LayerRouting:
+    ids, weights = rows
+    return LayerRouting(ids[place], valid, None if weights is None else weights[place])

@@ -1,0 +1,79 @@
+"""How checkpoints name the tensors of a sparse block: one tensor an expert and matrix, or stacks of all experts. Knows
+no architecture. Dims: D hidden, E experts, F expert width."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from routed_experts.models.decoder.layer_parts import Place
+from routed_experts.models.loading.checkpoint import WeightSource
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stacked:
+    """A tensor of all experts of a layer, for our array `to`: [E, D, 2F], [E, F, D], [E, 2F] or [E, D]. `turned`: the
+    last two axes stand the other way round. `half`: "gate" or "up" alone."""
+
+    name: str
+    to: str
+    turned: bool = False
+    half: str = ""
+
+    def source(self, place: Place, experts: int, hidden: int, width: int) -> WeightSource:
+        """Its place behind the experts of the layers before."""
+        outputs = hidden if self.to.startswith("down") else width * (1 if self.half else 2)
+        inputs = () if self.to.endswith("bias") else (width if self.to == "down" else hidden,)
+        shape = (experts, outputs, *inputs) if self.turned else (experts, *inputs, outputs)
+        return WeightSource(
+            name=place.at + self.name,
+            shape=shape,
+            target=f"{place.target}.{self.to}",
+            first=place.row * experts,
+            transpose=self.turned,
+            offset=width if self.half == "up" else 0,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """Names below the layer; "{}" in `expert` is the expert's number, and `stacked` stands for all single experts where
+    it is given. `selection_bias_rows`: the selection bias is [1, E]."""
+
+    router: str = "mlp.gate.weight"
+    router_bias: str = "mlp.gate.bias"
+    selection_bias: str = "mlp.gate.e_score_correction_bias"
+    selection_bias_rows: bool = False
+    expert: str = "mlp.experts.{}"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    stacked: tuple[Stacked, ...] = ()
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate.weight"
+
+    def expert_sources(self, place: Place, experts: int, hidden: int, width: int) -> Iterator[WeightSource]:
+        """All experts of a layer. Fused tensors of the usual names take their place where a checkpoint has those
+        (models/loading/fused_experts.py)."""
+        if self.stacked:
+            yield from (stack.source(place, experts, hidden, width) for stack in self.stacked)
+            return
+        for expert in range(experts):
+            row, at = place.row * experts + expert, self.expert.format(expert)
+            yield place.source(f"{at}.{self.gate}.weight", (width, hidden), "gate_up", row=row)
+            yield place.source(f"{at}.{self.up}.weight", (width, hidden), "gate_up", row=row, offset=width)
+            yield place.source(f"{at}.{self.down}.weight", (hidden, width), "down", row=row)
+
+    def router_sources(
+        self, place: Place, experts: int, hidden: int, *, bias: bool, selection: bool
+    ) -> Iterator[WeightSource]:
+        """The router's matrix and biases."""
+        yield place.source(self.router, (experts, hidden), "router")
+        if bias:
+            yield place.source(self.router_bias, (experts,), "router_bias")
+        if selection and self.selection_bias_rows:
+            at, to = place.at + self.selection_bias, f"{place.target}.selection_bias"
+            yield WeightSource(name=at, shape=(1, experts), target=to, first=place.row)
+        elif selection:
+            yield place.source(self.selection_bias, (experts,), "selection_bias")
+
+
+USUAL_NAMES = ExpertNames()

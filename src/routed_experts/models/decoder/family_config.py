@@ -1,0 +1,224 @@
+"""What a decoder is made of: its layers, part by part, as one frozen value read from config.json. Knows no
+architecture.
+
+Layers are scanned in runs. A run is a pattern of one or more layers that repeats: dense-first models have two runs of
+one layer each, a model whose layers alternate has one run of two. So compile time follows the number of different
+layers, not of layers. Dims: L layers, V vocabulary, D hidden."""
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.layers.cache_layout import CacheLayout
+from routed_experts.layers.rotary import RotarySpec
+from routed_experts.models.base.interface import RequiredFeatures
+from routed_experts.models.decoder.delta_attention import DeltaAttention
+from routed_experts.models.decoder.feed_forward import Dense, Sparse
+from routed_experts.models.decoder.grouped_attention import GroupedAttention
+from routed_experts.models.decoder.latent_attention import LatentAttention
+from routed_experts.models.decoder.layer_params import Weight
+from routed_experts.models.decoder.layer_parts import Place
+from routed_experts.models.loading.checkpoint import WeightSource
+from routed_experts.models.sharding.partitioning import AxisPartition, ParallelConfig, embedding_partition
+
+_LONGEST_PATTERN = 8
+
+Mixing = GroupedAttention | LatentAttention | DeltaAttention
+Feeding = Dense | Sparse
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer: x + mixer(norm(x)), then x + feed(norm(x))."""
+
+    mixer: Mixing
+    feed: Feeding
+
+    def part(self, split: ParallelConfig) -> "LayerSpec":
+        """What one device does of it."""
+        return LayerSpec(mixer=self.mixer.part(split), feed=self.feed.part(split))
+
+    def weights(self, config: "FamilyConfig") -> tuple[Weight, ...]:
+        """All arrays of the layer."""
+        hidden = config.hidden_size
+        norms = [
+            Weight(name=name, shape=(hidden,), fill=1.0 - config.norm_offset) for name in ("input_norm", "post_norm")
+        ]
+        if config.layer_norms:
+            norms += [Weight(name=f"{norm.name}_bias", shape=(hidden,), fill=0.0) for norm in norms]
+        return (*norms, *self.mixer.weights(hidden), *self.feed.weights(hidden))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Layers first .. first + len(pattern) * repeats - 1."""
+
+    first: int
+    pattern: tuple[LayerSpec, ...]
+    repeats: int
+
+    @property
+    def num_layers(self) -> int:
+        """Of all repeats."""
+        return len(self.pattern) * self.repeats
+
+    @property
+    def num_attending(self) -> int:
+        """Layers of the pattern that attend; the others keep a state."""
+        return sum(not isinstance(layer.mixer, DeltaAttention) for layer in self.pattern)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyConfig:
+    """`layer_norms`: layer normalisation with biases, not RMS. `norm_offset`: added to the scale of every norm of the
+    stream. `stem` and `head`: how the names of the layers' tensors and of the head's begin. `ignored_tensors`: shell patterns
+    of tensors that a checkpoint may hold without a use here. `num_predicting`: layers behind the last one that predict
+    further tokens; they are not run."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    norm_eps: float
+    context_length: int
+    tie_embeddings: bool = False
+    layer_norms: bool = False
+    norm_offset: float = 0.0
+    head_bias: bool = False
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    stem: str = "model."
+    embed_name: str = "embed_tokens"
+    head: str = "lm_head"
+    norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    ignored_tensors: tuple[str, ...] = ()
+    num_predicting: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of the first layer that attends."""
+        return _attending(self.layers)[0].num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of the cache."""
+        return self.cache.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a row of the cache."""
+        return self.cache.head_dim
+
+    @property
+    def cache(self) -> CacheLayout:
+        """What the layers keep: all of one shape."""
+        layouts = {mixer.cache(len(_attending(self.layers))) for mixer in _attending(self.layers)}
+        shapes = [layer.mixer.shape for layer in self.layers if isinstance(layer.mixer, DeltaAttention)]
+        assert len(layouts) == 1 and len(set(shapes)) <= 1, (layouts, shapes)
+        return dataclasses.replace(layouts.pop(), num_recurrent=len(shapes), recurrent=shapes[0] if shapes else None)
+
+    @property
+    def rotary(self) -> frozenset[RotarySpec]:
+        """All kinds of rotary positions."""
+        return frozenset(mixer.rotary for mixer in _attending(self.layers) if mixer.rotary is not None)
+
+    @property
+    def needs(self) -> RequiredFeatures:
+        """What kernels must be able to do."""
+        experts = [layer.feed.needs for layer in self.layers if isinstance(layer.feed, Sparse)]
+        attention = [layer.mixer.needs for layer in self.layers]
+        return RequiredFeatures(experts=frozenset[str]().union(*experts), attention=frozenset[str]().union(*attention))
+
+    @property
+    def capture_spec(self) -> CaptureSpec | None:
+        """What the routed experts of this model look like; None for a model without MoE layers."""
+        routers = {
+            index: layer.feed.router for index, layer in enumerate(self.layers) if isinstance(layer.feed, Sparse)
+        }
+        sizes = {(router.num_experts, router.top_k) for router in routers.values()}
+        if not sizes:
+            return None
+        assert len(sizes) == 1, sizes
+        experts, top_k = sizes.pop()
+        return CaptureSpec(
+            num_hidden_layers=self.num_layers, layer_ids=tuple(routers), num_experts=experts, top_k=top_k
+        )
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """From each layer on the pattern that, repeated, covers most layers; the shortest of those."""
+        runs: list[Run] = []
+        first = 0
+        while first < self.num_layers:
+            left = self.layers[first:]
+            sizes = range(1, min(_LONGEST_PATTERN, len(left)) + 1)
+            covered = {size: _repeats(left, size) * size for size in sizes}
+            size = max(
+                (size for size in sizes if covered[size] > size), key=lambda size: (covered[size], -size), default=1
+            )
+            runs.append(Run(first=first, pattern=left[:size], repeats=covered[size] // size))
+            first += covered[size]
+        return tuple(runs)
+
+    def part(self, split: ParallelConfig) -> "FamilyConfig":
+        """The decoder as one of several devices runs it; the stream between layers is as wide as ever."""
+        return dataclasses.replace(self, layers=tuple(layer.part(split) for layer in self.layers))
+
+    def cuts(self, *, by_expert: bool) -> dict[str, AxisPartition]:
+        """How arrays are dealt out to devices, by dotted path; those that are not named are on all."""
+        found = embedding_partition(self.hidden_size, tied=self.tie_embeddings)
+        for number, run in enumerate(self.runs):
+            for kind, layer in enumerate(run.pattern):
+                for weight in layer.weights(self):
+                    cut = weight.cut_in(run.repeats, by_expert=by_expert)
+                    if cut is not None:
+                        found[f"runs.{number}.{kind}.{weight.name}"] = cut
+        return found
+
+    def unused(self, names: Collection[str]) -> tuple[str, ...]:
+        """Shell patterns of the tensors among `names` that are not read. A layer behind the last one is let be only if
+        it is one that predicts: those project an embedding beside a hidden state (`eh_proj`). Another one says that the
+        config counts too few."""
+        behind = (f"{self.stem}layers.{self.num_layers + index}." for index in range(self.num_predicting))
+        return (*self.ignored_tensors, *(f"{at}*" for at in behind if f"{at}eh_proj.weight" in names))
+
+
+def weight_sources(config: FamilyConfig) -> Iterator[WeightSource]:
+    """The table of names: where each tensor of a checkpoint belongs."""
+    dim, vocab = config.hidden_size, config.vocab_size
+    yield WeightSource(name=f"{config.stem}{config.embed_name}.weight", shape=(vocab, dim), target="embed")
+    yield WeightSource(name=f"{config.stem}norm.weight", shape=(dim,), target="norm")
+    if config.layer_norms:
+        yield WeightSource(name=f"{config.stem}norm.bias", shape=(dim,), target="norm_bias")
+    if not config.tie_embeddings:
+        yield WeightSource(name=f"{config.head}.weight", shape=(vocab, dim), target="head", transpose=True)
+    if config.head_bias:
+        yield WeightSource(name=f"{config.head}.bias", shape=(vocab,), target="head_bias")
+    for number, run in enumerate(config.runs):
+        for index in range(run.num_layers):
+            row, kind = divmod(index, len(run.pattern))
+            place = Place(target=f"runs.{number}.{kind}", row=row, at=f"{config.stem}layers.{run.first + index}.")
+            for name, to in zip(config.norm_names, ("input_norm", "post_norm"), strict=True):
+                yield place.source(f"{name}.weight", (dim,), to)
+                if config.layer_norms:
+                    yield place.source(f"{name}.bias", (dim,), f"{to}_bias")
+            yield from run.pattern[kind].mixer.sources(dim, place)
+            yield from run.pattern[kind].feed.sources(dim, place)
+
+
+def _attending(layers: tuple[LayerSpec, ...]) -> tuple[GroupedAttention | LatentAttention, ...]:
+    """The mixers that attend."""
+    return tuple(layer.mixer for layer in layers if not isinstance(layer.mixer, DeltaAttention))
+
+
+def _repeats(layers: tuple[LayerSpec, ...], size: int) -> int:
+    """How often the first `size` layers follow one another."""
+    repeats = 1
+    while layers[repeats * size : (repeats + 1) * size] == layers[:size]:
+        repeats += 1
+    return repeats

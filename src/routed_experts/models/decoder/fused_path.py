@@ -1,0 +1,108 @@
+"""A run of MoE layers in one kernel, or in few for steps of few tokens: the same values as the plain layers; the few
+round where those do. Knows no architecture: pre-norm layers of attention and experts, whose arrays are handed over.
+
+In few kernels the stream is normalised where it is added to, so the carry of the scan holds it twice: as it is, and
+under the norm of what comes next. Dims: N tokens, D hidden, R layers of the run, E experts of a layer, F expert width,
+H query heads, G kv heads, C head dim."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.layers.attention import FusedQKV
+from routed_experts.layers.kernels import FusedSteps, Kernels
+from routed_experts.layers.layer_stack import LayerStackKernel, RunRouting, StackOffsets, StackWeights, StepInputs
+from routed_experts.layers.moe import ExpertCall
+from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.paged_attend import PagedAttend
+from routed_experts.layers.routing import LayerRouting, RouterSpec
+from routed_experts.models.base.interface import AttentionFn, TokenRouting, slice_layers
+from routed_experts.models.decoder.sparse_block import route
+
+
+def find_fused_path(
+    kernels: Kernels, attend: AttentionFn, routed: TokenRouting | None, num_tokens: int, spec: RouterSpec
+) -> LayerStackKernel | FusedSteps | None:
+    """The shortest way for all layers of a run that this step can take: one kernel, or few; None: layer by layer, as
+    weights that are replayed go, attention that is not paged, and a routing law that the kernels do not know."""
+    if not isinstance(attend, PagedAttend) or (routed is not None and routed.weights is not None):
+        return None
+    whole, fused, router = kernels.whole, kernels.fused, kernels.router
+    if whole is not None and whole.can(spec) and attend.backend.name == whole.attention:
+        return whole
+    if fused is None or router is None or not router.can(spec) or attend.backend.fused is None:
+        return None
+    return fused if num_tokens <= fused.most_tokens else None
+
+
+def run_fused(
+    together: LayerStackKernel | FusedSteps,
+    x: Float[Array, "N D"],
+    run: StackWeights,
+    step: StepInputs,
+    attend: PagedAttend,
+    cache: Any,
+    capture: _RoutedExpertsDeviceCache | None,
+    routed: TokenRouting | None,
+    *,
+    places: StackOffsets,
+    spec: RouterSpec,
+    kernels: Kernels,
+) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
+    """Run the layers, on the rows of `routed` where they are valid; returns the stream, its norm by `next_norm`, the
+    cache and the capture."""
+    rows = slice_layers(routed, places.first_column, run.qkv.shape[0])
+    given = None if rows is None or routed is None else RunRouting(rows[0], routed.valid)
+    if isinstance(together, FusedSteps):
+        return _run_fused_layers(
+            x, run, step, attend, cache, capture, given, places=places, spec=spec, kernels=kernels, fused=together
+        )
+    block = None if capture is None else capture.ids
+    x, normed, cache, block = together.run(x, run, step, attend, cache, block, given, places, spec)
+    if capture is not None and block is not None:
+        capture = dataclasses.replace(capture, ids=block)
+    return x, normed, cache, capture
+
+
+def _run_fused_layers(
+    x: Float[Array, "N D"],
+    run: StackWeights,
+    step: StepInputs,
+    attend: PagedAttend,
+    cache: Any,
+    capture: _RoutedExpertsDeviceCache | None,
+    given: RunRouting | None,
+    *,
+    places: StackOffsets,
+    spec: RouterSpec,
+    kernels: Kernels,
+    fused: FusedSteps,
+) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
+    following = jnp.concatenate([run.input_norm[1:], run.next_norm[None]])
+    normed = rms_norm(x, run.input_norm[0], eps=run.eps)
+
+    def layer(place: Int[Array, ""], carry: Any) -> Any:
+        x, normed, cache, capture = carry
+        arrays = {"q_norm": run.q_norm, "k_norm": run.k_norm, "cos": step.cos, "sin": step.sin}
+        projected = FusedQKV(qkv=fused.product(normed, run.qkv, place), layer=place, **arrays, eps=run.eps)
+        mixed, cache = attend.from_projected(projected, cache, place + places.first_layer)
+        parts = fused.product(mixed.reshape(x.shape[0], -1), run.out, place)
+        x, normed = fused.add_parts(x, parts, run.post_norm, place, eps=run.eps)
+        logits = fused.product(normed, run.router, place)
+        rows = (
+            None
+            if given is None
+            else LayerRouting(lax.dynamic_index_in_dim(given.ids, place, keepdims=False), given.valid)
+        )
+        routing, capture = route(logits, rows, place + places.first_column, capture, spec=spec, kernels=kernels)
+        call = ExpertCall(
+            normed, routing.ids, routing.weights, step.valid, run.gate_up, run.down, place, spec.num_experts
+        )
+        x, normed = fused.add_slots(x, fused.slots(call), routing.weights, step.valid, following, place, eps=run.eps)
+        return x, normed, cache, capture
+
+    return lax.fori_loop(0, run.qkv.shape[0], layer, (x, normed, cache, capture))

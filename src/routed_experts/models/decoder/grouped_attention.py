@@ -1,0 +1,200 @@
+"""Grouped-query attention with what families add to it: q/k norm of a head or of the whole projection, biases, partial
+rotary positions, windows, sinks, an output gate. Knows nothing of caches.
+
+Dims: N tokens, D hidden, H query heads, G kv heads, C head dim."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from routed_experts.layers.attention_features import AttentionFeatures
+from routed_experts.layers.cache_layout import CacheLayout
+from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.parallel import SINGLE_DEVICE
+from routed_experts.layers.rotary import RotarySpec
+from routed_experts.models.decoder.layer_params import Kind, LayerParams, Weight
+from routed_experts.models.decoder.layer_parts import Place, Step
+from routed_experts.models.loading.checkpoint import WeightSource
+from routed_experts.models.sharding.partitioning import ParallelConfig, Segment, columns
+from routed_experts.models.sharding.partitioning import rows as input_rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNames:
+    """How a checkpoint names the tensors, each below the layer. `fused`: queries, keys and values are one tensor of
+    this name."""
+
+    at: str = "self_attn"
+    fused: str = ""
+    out: str = "o_proj"
+    q_norm: str = "q_norm.weight"
+    k_norm: str = "k_norm.weight"
+
+
+USUAL_NAMES = AttentionNames()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedAttention:
+    """`qk_norm`: "", "head" or "whole". `norm_offset`: added to the scale of a q/k norm. `scale`: of the scores, 0 for
+    C^-0.5. `gated`: each head's output is multiplied by a sigmoid of its own projection. `clip`: bounds of q, k and v,
+    0 for none. `turned_norm`: a norm without a scale after positions. `tuning` (f, s): queries times 1 + s log(1 +
+    floor((position + 1) / f))."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: RotarySpec | None
+    eps: float
+    qk_norm: str = ""
+    norm_offset: float = 0.0
+    bias_in: bool = False
+    bias_out: bool = False
+    window: int = 0
+    chunk: int = 0
+    sinks: bool = False
+    gated: bool = False
+    scale: float = 0.0
+    clip: float = 0.0
+    turned_norm: bool = False
+    tuning: tuple[float, float] = (0.0, 0.0)
+    names: AttentionNames = USUAL_NAMES
+
+    @property
+    def query_rows(self) -> int:
+        """Outputs of q_proj: queries and, where heads are gated, their gates."""
+        return self.num_heads * self.head_dim * (2 if self.gated else 1)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Outputs of each projection, in the order in which they stand side by side."""
+        keys = self.num_kv_heads * self.head_dim
+        return {"q": self.query_rows, "k": keys, "v": keys}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a backend of attention must be able to do, in words."""
+        words = {
+            "a sliding window": self.window,
+            "chunks": self.chunk,
+            "sinks": self.sinks,
+            "its own scale": self.scale,
+        }
+        return frozenset(word for word, needed in words.items() if needed)
+
+    def cache(self, num_layers: int) -> CacheLayout:
+        """Keys and values by head."""
+        return CacheLayout(num_layers=num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    def part(self, split: ParallelConfig) -> "GroupedAttention":
+        """One device's heads; a kv head that several devices need is on each of them."""
+        return dataclasses.replace(
+            self, num_heads=self.num_heads // split.devices, num_kv_heads=max(1, self.num_kv_heads // split.devices)
+        )
+
+    def _segments(self) -> tuple[Segment, Segment, Segment]:
+        """Queries, keys and values, cut between heads."""
+        names = {"q": ("query heads", self.num_heads), "k": ("kv heads", self.num_kv_heads)}
+        query, key = (Segment(self.widths[part], units, what, part == "k") for part, (what, units) in names.items())
+        return query, key, key
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Queries, keys and values stand side by side in one matrix."""
+        mixed, total = self.num_heads * self.head_dim, sum(self.widths.values())
+        query, key, value = self._segments()
+        heads = input_rows(mixed, self.num_heads, query.what)
+        found = [
+            Weight(name="qkv", shape=(hidden, total), kind=Kind.MATRIX, cut=columns(query, key, value)),
+            Weight(name="out", shape=(mixed, hidden), kind=Kind.MATRIX, cut=heads),
+        ]
+        if self.bias_in:
+            found.append(Weight(name="qkv_bias", shape=(total,), fill=0.0, cut=columns(query, key, value)))
+        if self.bias_out:
+            found.append(Weight(name="out_bias", shape=(hidden,), fill=0.0))
+        if self.qk_norm:
+            sizes = {"head": (self.head_dim, self.head_dim), "whole": (mixed, self.widths["k"])}[self.qk_norm]
+            cuts = (
+                (columns(dataclasses.replace(query, size=mixed)), columns(key))
+                if self.qk_norm == "whole"
+                else (None, None)
+            )
+            found += [
+                Weight(name=name, shape=(size,), fill=1.0 - self.norm_offset, cut=cut)
+                for name, size, cut in zip(("q_norm", "k_norm"), sizes, cuts, strict=True)
+            ]
+        if self.sinks:
+            own = columns(dataclasses.replace(query, size=self.num_heads))
+            found.append(Weight(name="sinks", shape=(self.num_heads,), fill=0.0, cut=own))
+        return tuple(found)
+
+    def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]:
+        """As the family names them."""
+        names, offset = self.names, 0
+        for part, rows in {names.fused: sum(self.widths.values())}.items() if names.fused else self.widths.items():
+            name = f"{names.at}.{part}" if names.fused else f"{names.at}.{part}_proj"
+            yield place.source(f"{name}.weight", (rows, hidden), "qkv", offset=offset)
+            if self.bias_in:
+                yield place.source(f"{name}.bias", (rows,), "qkv_bias", offset=offset)
+            offset += rows
+        yield place.source(f"{names.at}.{names.out}.weight", (hidden, self.num_heads * self.head_dim), "out")
+        others = {"out_bias": f"{names.out}.bias", "q_norm": names.q_norm, "k_norm": names.k_norm, "sinks": "sinks"}
+        for weight in self.weights(hidden):
+            if weight.name in others:
+                yield place.source(f"{names.at}.{others[weight.name]}", weight.shape, weight.name)
+
+    def run(
+        self, x: Float[Array, "N D"], view: LayerParams, step: Step, cache: Any, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N D"], Any]:
+        """Project, norm, turn, mix, project."""
+        mixed = view.project(x, "qkv")
+        if self.clip:
+            mixed = jnp.clip(mixed, -self.clip, self.clip) if not self.qk_norm else mixed
+        gates, queries, keys, values = self._parts(mixed)
+        queries, keys = self._norm(queries, "q_norm", view), self._norm(keys, "k_norm", view)
+        if self.clip and self.qk_norm:
+            queries, keys, values = (jnp.clip(part, -self.clip, self.clip) for part in (queries, keys, values))
+        if self.rotary is not None:
+            queries, keys = (self.rotary.turn(part, step.angles[self.rotary]) for part in (queries, keys))
+        if self.turned_norm:
+            queries, keys = (
+                rms_norm(part, jnp.ones(self.head_dim, part.dtype), eps=self.eps) for part in (queries, keys)
+            )
+        if self.tuning[0]:
+            places = jnp.floor((step.positions.astype(jnp.float32) + 1.0) / self.tuning[0])
+            grown = jnp.log1p(places) * self.tuning[1] + 1.0
+            queries = (queries.astype(jnp.float32) * grown[:, None, None]).astype(queries.dtype)
+        if self.needs:
+            sinks = view.plain("sinks") if self.sinks else None
+            traits = AttentionFeatures(sinks=sinks, window=self.window, chunk=self.chunk, scale=self.scale)
+            attended, cache = step.attend(queries, keys, values, cache, layer, traits)
+        else:
+            attended, cache = step.attend(queries, keys, values, cache, layer)
+        if gates is not None:
+            attended = attended * jax.nn.sigmoid(gates)
+        return view.project(attended.reshape(x.shape[0], -1), "out", summed=True), cache
+
+    def _parts(
+        self, mixed: Float[Array, "N O"]
+    ) -> tuple[Float[Array, "N H C"] | None, Float[Array, "N H C"], Float[Array, "N G C"], Float[Array, "N G C"]]:
+        """Gates (if any), queries, keys and values, by head."""
+        heads = mixed.reshape(mixed.shape[0], -1, self.head_dim)
+        first = self.query_rows // self.head_dim
+        queries, keys, values = (
+            heads[:, :first],
+            heads[:, first : first + self.num_kv_heads],
+            heads[:, first + self.num_kv_heads :],
+        )
+        if not self.gated:
+            return None, queries, keys, values
+        return queries[:, 1::2], queries[:, 0::2], keys, values  # each head's query and gate stand side by side
+
+    def _norm(self, x: Float[Array, "N H C"], name: str, view: LayerParams) -> Float[Array, "N H C"]:
+        if not self.qk_norm:
+            return x
+        flat = x if self.qk_norm == "head" else x.reshape(x.shape[0], -1)
+        peers = view.kernels.peers if self.qk_norm == "whole" else SINGLE_DEVICE
+        return rms_norm(flat, view.plain(name), eps=self.eps, offset=self.norm_offset, peers=peers).reshape(x.shape)

@@ -1,0 +1,109 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one compressed row a
+token, which is all that the cache keeps. Knows nothing of caches.
+
+The matrices that would expand a row into keys and values are applied on the other side (section 2.1.2, "absorbed"):
+queries go into the space of the rows, and what was mixed there comes out as values. Dims: N tokens, D hidden, H heads,
+R rank of a row, P rotary dims beside it (the row is R + P wide), C key dim without them, V value dim, Q rank of the
+queries."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from routed_experts.layers.attention_features import AttentionFeatures
+from routed_experts.layers.cache_layout import CacheLayout
+from routed_experts.layers.norm import rms_norm
+from routed_experts.layers.rotary import RotarySpec
+from routed_experts.models.decoder.layer_params import Kind, LayerParams, Weight
+from routed_experts.models.decoder.layer_parts import Place, Step
+from routed_experts.models.loading.checkpoint import WeightSource
+from routed_experts.models.sharding.partitioning import ParallelConfig, Segment, columns, rows
+
+_EPS = 1e-6  # of the norms of compressed rows, whatever rms_norm_eps is: DeepSeek's code does not pass it on
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """`query_rank` 0: queries are projected at once. `scale`: of the scores."""
+
+    num_heads: int
+    query_rank: int
+    rank: int
+    key_dim: int
+    value_dim: int
+    rotary_dim: int
+    rotary: RotarySpec
+    scale: float
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a backend of attention must be able to do, in words."""
+        return frozenset({"latent rows"})
+
+    def cache(self, num_layers: int) -> CacheLayout:
+        """One row a token."""
+        return CacheLayout(num_layers=num_layers, num_kv_heads=1, head_dim=self.rank + self.rotary_dim, latent=True)
+
+    def part(self, split: ParallelConfig) -> "LatentAttention":
+        """One device's heads; the compressed rows are on all."""
+        return dataclasses.replace(self, num_heads=self.num_heads // split.devices)
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]:
+        """Down to rows, up to heads, out."""
+        heads, what = self.num_heads, "query heads"
+        queries, expanded = heads * (self.key_dim + self.rotary_dim), heads * (self.key_dim + self.value_dim)
+        by_head = columns(Segment(expanded, heads, what))
+        out = rows(heads * self.value_dim, heads, what)
+        found = [
+            Weight(
+                name="q",
+                shape=(self.query_rank or hidden, queries),
+                kind=Kind.MATRIX,
+                cut=columns(Segment(queries, heads, what)),
+            ),
+            Weight(name="kv_down", shape=(hidden, self.rank + self.rotary_dim), kind=Kind.MATRIX),
+            Weight(name="kv_norm", shape=(self.rank,), fill=1.0),
+            Weight(name="kv_up", shape=(self.rank, expanded), cut=by_head),
+            Weight(name="out", shape=(heads * self.value_dim, hidden), kind=Kind.MATRIX, cut=out),
+        ]
+        if self.query_rank:
+            found.append(Weight(name="q_down", shape=(hidden, self.query_rank), kind=Kind.MATRIX))
+            found.append(Weight(name="q_norm", shape=(self.query_rank,), fill=1.0))
+        return tuple(found)
+
+    def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]:
+        """DeepSeek's names: a is down, b is up."""
+        names = {
+            "kv_down": "kv_a_proj_with_mqa",
+            "kv_norm": "kv_a_layernorm",
+            "kv_up": "kv_b_proj",
+            "out": "o_proj",
+            "q": "q_b_proj" if self.query_rank else "q_proj",
+            "q_down": "q_a_proj",
+            "q_norm": "q_a_layernorm",
+        }
+        for weight in self.weights(hidden):
+            yield place.source(f"self_attn.{names[weight.name]}.weight", weight.shape[::-1], weight.name)
+
+    def run(
+        self, x: Float[Array, "N D"], view: LayerParams, step: Step, cache: Any, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N D"], Any]:
+        """Compress, absorb, mix rows, expand."""
+        angles = step.angles[self.rotary]
+        fed = rms_norm(view.project(x, "q_down"), view.plain("q_norm"), eps=_EPS) if self.query_rank else x
+        queries = view.project(fed, "q").reshape(x.shape[0], self.num_heads, -1)
+        compressed = view.project(x, "kv_down")
+        row = rms_norm(compressed[:, : self.rank], view.plain("kv_norm"), eps=_EPS)
+        turned = self.rotary.turn(compressed[:, None, self.rank :], angles)
+        up = view.plain("kv_up").reshape(self.rank, self.num_heads, -1)
+        absorbed = jnp.einsum("nhc,rhc->nhr", queries[..., : self.key_dim], up[..., : self.key_dim])
+        queries = jnp.concatenate([absorbed, self.rotary.turn(queries[..., self.key_dim :], angles)], axis=-1)
+        rows = jnp.concatenate([row[:, None], turned], axis=-1)
+        mixed, cache = step.attend(
+            queries, rows, None, cache, layer, AttentionFeatures(latent=self.rank, scale=self.scale)
+        )
+        values = jnp.einsum("nhr,rhv->nhv", mixed, up[..., self.key_dim :])
+        return view.project(values.reshape(x.shape[0], -1), "out", summed=True), cache

@@ -1,0 +1,124 @@
+"""Weights of a run of layers: which arrays a part of a layer has, how they stand, and how one layer's are reached in a
+scan. Knows no architecture.
+
+Every array of a run has the layers on its first axis; expert arrays are [R*E, ...] (layers/moe.py). Kernels that read a
+stack in place are given all of it and the layer's place; the others get the slice that the scan made. Dims: N tokens, R
+layers of a run, E experts of a layer, D inputs, O outputs, F expert width."""
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from routed_experts.layers.kernels import Kernels
+from routed_experts.models.decoder.sparse_block import ExpertWeights
+from routed_experts.models.sharding.partitioning import AxisPartition, expert_parallel
+
+_EXPERT_ARRAYS = ("gate_up", "down", "gate_up_bias", "down_bias")
+
+
+class Kind(enum.Enum):
+    """How an array is used: as it is, multiplied by `kernels.linear`, or by `kernels.moe`."""
+
+    PLAIN = "plain"
+    MATRIX = "matrix"
+    EXPERTS = "experts"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """One array of a part: its shape in one layer, with the experts first. `wide`: float32 whatever the model's dtype
+    is, for numbers that choose experts; its variable says so too (metadata "wide"). `fill`: the initial value, None for
+    small random numbers. `cut`: how several devices share it, None: each has all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind = Kind.PLAIN
+    wide: bool = False
+    fill: float | None = None
+    cut: AxisPartition | None = None
+
+    def cut_in(self, num_layers: int, *, by_expert: bool) -> AxisPartition | None:
+        """How the array of a run is dealt out; `by_expert`: whole experts."""
+        return expert_parallel(self.shape[0], num_layers) if by_expert and self.kind is Kind.EXPERTS else self.cut
+
+    def stacked(self, num_layers: int) -> tuple[int, ...]:
+        """Shape in a run."""
+        if self.kind is Kind.EXPERTS:
+            return (num_layers * self.shape[0], *self.shape[1:])
+        return (num_layers, *self.shape)
+
+    def make(self, rngs: nnx.Rngs, num_layers: int, dtype: jnp.dtype) -> nnx.Param[Array]:
+        """A fresh array for a run."""
+        shape, dtype = self.stacked(num_layers), jnp.dtype(jnp.float32) if self.wide else dtype
+        if self.fill is not None:
+            value = jnp.full(shape, self.fill, dtype)
+        else:
+            value = (jax.random.normal(rngs.params(), shape) * 0.02).astype(dtype)
+        return nnx.Param(value, wide=True) if self.wide else nnx.Param(value)
+
+
+def make_weights(weights: Iterable[Weight], *, rngs: nnx.Rngs, num_layers: int, dtype: jnp.dtype) -> nnx.Dict[Any]:
+    """All arrays of one place in a run, by name."""
+    return nnx.Dict({weight.name: weight.make(rngs, num_layers, dtype) for weight in weights})
+
+
+def in_place(weight: Weight, kernels: Kernels) -> bool:
+    """Whether the kernels take the whole run's array."""
+    takes_stacked = {
+        Kind.PLAIN: False,
+        Kind.MATRIX: kernels.linear.takes_stacked,
+        Kind.EXPERTS: kernels.moe.takes_stacked,
+    }
+    return takes_stacked[weight.kind]
+
+
+def to_scan(weights: Iterable[Weight], arrays: Mapping[str, nnx.Param[Array]], kernels: Kernels) -> dict[str, Array]:
+    """The arrays that a scan slices, layer axis first."""
+    sliced = [weight for weight in weights if not in_place(weight, kernels)]
+    return {
+        weight.name: arrays[weight.name][...].reshape(-1, *weight.shape)
+        if weight.kind is Kind.EXPERTS
+        else arrays[weight.name][...]
+        for weight in sliced
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerParams:
+    """The weights of one layer inside a scan: slices, and for kernels that read in place the run's arrays."""
+
+    sliced: Mapping[str, Array]
+    whole: Mapping[str, nnx.Param[Array]] | Mapping[str, Array]
+    place: Int[Array, ""]
+    kernels: Kernels
+
+    def plain(self, name: str) -> Array:
+        """An array that is no kernel's."""
+        return self.sliced[name]
+
+    def project(self, x: Float[Array, "N D"], name: str, *, summed: bool = False) -> Float[Array, "N O"]:
+        """Multiply by a matrix, and add its bias `<name>_bias` where there is one. `summed`: devices hold rows of the
+        matrix, and their products are added up."""
+        if name in self.sliced:
+            y = self.kernels.linear.run(x, self.sliced[name][None], 0, x.dtype)
+        else:
+            y = self.kernels.linear.run(x, self.whole[name][...], self.place, x.dtype)
+        y = self.kernels.peers.add(y) if summed else y
+        return y + self.sliced[f"{name}_bias"] if f"{name}_bias" in self.sliced else y
+
+    def experts(self, num_experts: int) -> ExpertWeights:
+        """The expert arrays: gate_up, down and, where there are, their biases."""
+        in_place = "gate_up" not in self.sliced
+        first = self.place * num_experts if in_place else jnp.zeros((), jnp.int32)
+        found = {
+            name: self.whole[name][...] if in_place else self.sliced[name]
+            for name in _EXPERT_ARRAYS
+            if name in self.whole
+        }
+        return ExpertWeights(found["gate_up"], found["down"], first, found.get("gate_up_bias"), found.get("down_bias"))

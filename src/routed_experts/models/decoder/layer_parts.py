@@ -1,0 +1,108 @@
+"""What every part of a decoder layer is given and offers. Knows no architecture.
+
+A part is a frozen value, static under jit: it names its arrays (`weights`), says which tensors fill them (`sources`),
+and computes (`run`) from a LayerParams. Dims: N tokens, F frequencies, D hidden, K experts per token."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.rotary import RotarySpec
+from routed_experts.layers.routing import LayerRouting
+from routed_experts.models.base.interface import AttentionFn, RecurrentFn
+from routed_experts.models.decoder.layer_params import LayerParams, Weight
+from routed_experts.models.loading.checkpoint import WeightSource
+from routed_experts.models.sharding.partitioning import ParallelConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """What all layers of a step share; made at trace time."""
+
+    positions: Int[Array, " N"]
+    valid: Bool[Array, " N"]
+    attend: AttentionFn
+    recur: RecurrentFn | None
+    kernels: Kernels
+    angles: Mapping[RotarySpec, tuple[Float[Array, "N F"], Float[Array, "N F"]]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """One MoE layer's column of the record, and the ids to run there."""
+
+    column: Int[Array, ""]
+    routed: LayerRouting | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a layer's tensors go: the arrays at `target`, row `row` of each stack; `at` is the layer's prefix in the
+    checkpoint."""
+
+    target: str
+    row: int
+    at: str
+
+    def source(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        to: str,
+        *,
+        row: int | None = None,
+        offset: int = 0,
+        transpose: bool | None = None,
+        optional: bool = False,
+    ) -> WeightSource:
+        """A tensor of this layer; matrices are turned unless `transpose` says otherwise."""
+        turn = len(shape) == 2 if transpose is None else transpose
+        index = (self.row if row is None else row,)
+        return WeightSource(
+            name=self.at + name,
+            shape=shape,
+            target=f"{self.target}.{to}",
+            index=index,
+            transpose=turn,
+            offset=offset,
+            optional=optional,
+        )
+
+
+class Mixer(Protocol):
+    """Mixes tokens: attention of some kind. `part`: what one of several devices does of it."""
+
+    def part(self, split: ParallelConfig) -> "Mixer": ...
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]: ...
+
+    def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]: ...
+
+    def run(
+        self, x: Float[Array, "N D"], view: LayerParams, step: Step, cache: Any, layer: Int[Array, ""]
+    ) -> tuple[Float[Array, "N D"], Any]: ...
+
+
+class FeedForward(Protocol):
+    """Works on each token: one network, or a choice of experts. `part`: what one of several devices does of it."""
+
+    def part(self, split: ParallelConfig) -> "FeedForward": ...
+
+    def weights(self, hidden: int) -> tuple[Weight, ...]: ...
+
+    def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]: ...
+
+    def run(
+        self,
+        x: Float[Array, "N D"],
+        view: LayerParams,
+        step: Step,
+        replay: Replay | None,
+        capture: _RoutedExpertsDeviceCache | None,
+    ) -> tuple[Float[Array, "N D"], _RoutedExpertsDeviceCache | None]: ...

@@ -1,0 +1,69 @@
+"""Where a Placement puts the experts of a decoder: which rows of its arrays each device holds, and the maps that a step
+is given. Knows no device. Instance i of a layer is on device i // (I / V). Dims: M MoE layers, R layers of a run, E
+experts, I instances, J replica positions, V devices."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Int32
+
+from routed_experts.core.placement import Placement
+from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.decoder.feed_forward import Sparse
+from routed_experts.models.decoder.layer_params import Kind
+from routed_experts.models.sharding.partitioning import AxisPartition, IndexedPartition
+
+REPLICAS, CAPACITY = (
+    "replicas",
+    "capacity",
+)  # names among a run's arrays: its maps [R, E, J], and its capacity factors [R, 2]
+
+
+def moe_groups(config: FamilyConfig) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """Of every place in a run with experts: its dotted path, the column of each layer in the record, and its arrays of
+    experts."""
+    spec = config.capture_spec
+    for number, run in enumerate(config.runs):
+        for kind, layer in enumerate(run.pattern):
+            if spec is not None and isinstance(layer.feed, Sparse):
+                layers = (run.first + repeat * len(run.pattern) + kind for repeat in range(run.repeats))
+                names = tuple(weight.name for weight in layer.weights(config) if weight.kind is Kind.EXPERTS)
+                yield f"runs.{number}.{kind}", tuple(spec.layer_ids.index(index) for index in layers), names
+
+
+def placed_cuts(
+    config: FamilyConfig, cuts: Mapping[str, AxisPartition], placement: Placement
+) -> dict[str, AxisPartition]:
+    """The same cuts, with the experts where the placement has them."""
+    found, held, own = dict(cuts), placement.physical_to_logical_map, placement.instances_per_device
+    for at, columns, names in moe_groups(config):
+        rows = np.arange(len(columns))[:, None] * placement.num_experts + held[list(columns)]  # [R, I]
+        by_device = (rows[:, device * own : (device + 1) * own].reshape(-1) for device in range(placement.num_devices))
+        cut = IndexedPartition(0, (), tuple(tuple(places.tolist()) for places in by_device))
+        found |= {f"{at}.{name}": cut for name in names}
+    return found
+
+
+def replica_maps(config: FamilyConfig, placement: Placement) -> dict[str, Int32[np.ndarray, "R E J"]]:
+    """The instances of every expert, by the path that they have among a model's arrays."""
+    listed = placement.logical_to_physical_map
+    return {f"{at}.{REPLICAS}": listed[list(columns)] for at, columns, _ in moe_groups(config)}
+
+
+def capacity_maps(config: FamilyConfig, factor: tuple[int, int]) -> dict[str, Int32[np.ndarray, "R 2"]]:
+    """The capacity factor, numerator and denominator, of every layer, by the same paths."""
+    return {
+        f"{at}.{CAPACITY}": np.tile(np.array(factor, np.int32), (len(columns), 1))
+        for at, columns, _ in moe_groups(config)
+    }
+
+
+def with_replica_maps(state: nnx.State[Any, Any], maps: Mapping[str, Any]) -> nnx.State[Any, Any]:
+    """A model's arrays, with maps beside those of the experts."""
+    paths = (
+        ([int(part) if part.isdigit() else part for part in name.split(".")], value) for name, value in maps.items()
+    )
+    added = [(tuple(path), nnx.Variable(value)) for path, value in paths]
+    return nnx.from_flat_state([*nnx.to_flat_state(state), *added])

@@ -1,0 +1,123 @@
+"""The sparse block that families share: route, record, run the chosen experts. Knows no architecture. The ids that are
+recorded are the ids that the experts run: one value, used twice. Dims: N tokens, D hidden, F expert width, R layers of
+the run, E experts, K experts per token."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.layers.kernels import Kernels
+from routed_experts.layers.moe import ExpertCall
+from routed_experts.layers.parallel import Capacities, Rerouter
+from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk, router_probabilities
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertWeights:
+    """Experts of one layer: the whole run's arrays and the layer's first expert, or one layer's own with 0."""
+
+    gate_up: Float[Array, "RE D 2F"]
+    down: Float[Array, "RE F D"]
+    first: Int[Array, ""]
+    gate_up_bias: Float[Array, "RE 2F"] | None = None
+    down_bias: Float[Array, "RE D"] | None = None
+
+
+def router_is_stacked(kernels: Kernels) -> bool:
+    """Whether the routers of a whole run are read where they stand."""
+    return kernels.router is not None and kernels.router.linear is not None
+
+
+def router_logits(
+    x: Float[Array, "N D"],
+    run: Float[Array, "R D E"],
+    own: Float[Array, "D E"] | None,
+    place: Int[Array, ""],
+    kernels: Kernels,
+) -> Float[Array, "N E"]:
+    """Scores of the experts before any law, float32: by the layer's `own` router, or by the run's in place where that
+    is None."""
+    if own is not None:
+        return jnp.dot(x, own, preferred_element_type=jnp.float32)
+    assert kernels.router is not None and kernels.router.linear is not None, (
+        "a layer's router was left out, and no kernel reads the run's"
+    )
+    return kernels.router.linear.run(x, run, place, jnp.float32)
+
+
+def route(
+    logits: Float[Array, "N E"],
+    routed: LayerRouting | None,
+    column: Int[Array, ""],
+    capture: _RoutedExpertsDeviceCache | None,
+    *,
+    spec: RouterSpec,
+    kernels: Kernels,
+    bias: Float[Array, " E"] | None = None,
+) -> tuple[Routing, _RoutedExpertsDeviceCache | None]:
+    """Decide the experts of each token and write their ids down under the layer's column. `bias` moves the choice
+    alone. Weights that are replayed are taken by plain code."""
+    if kernels.router is not None and kernels.router.can(spec) and (routed is None or routed.weights is None):
+        block = None if capture is None else capture.ids
+        routing, block = kernels.router.run(logits, routed, block, column, spec)
+        if capture is not None and block is not None:
+            capture = dataclasses.replace(capture, ids=block)
+        return routing, capture
+    routing = replay_topk(logits, routed, spec=spec, bias=bias)
+    if capture is not None:
+        probabilities = functools.partial(router_probabilities, logits, spec=spec)
+        capture = capture.capture_fwd_routed_experts(column, routing.ids, routing.native_ids, probabilities)
+    return routing, capture
+
+
+def route_with_capacity(
+    logits: Float[Array, "N E"],
+    valid: Bool[Array, " N"],
+    capacities: Capacities,
+    rerouter: Rerouter,
+    column: Int[Array, ""],
+    capture: _RoutedExpertsDeviceCache | None,
+    *,
+    spec: RouterSpec,
+    bias: Float[Array, " E"] | None = None,
+) -> tuple[Routing, _RoutedExpertsDeviceCache | None]:
+    """`route` under capacities; what it changes is written down beside the ids."""
+    routing, changed = rerouter(logits, valid, capacities, spec, bias)
+    if capture is not None:
+        capture = capture.capture_fwd_routed_experts(column, routing.ids, routing.native_ids).with_changed(changed)
+    return routing, capture
+
+
+def run_experts(
+    x: Float[Array, "N D"],
+    routing: Routing,
+    valid: Bool[Array, " N"],
+    experts: ExpertWeights,
+    *,
+    spec: RouterSpec,
+    kernels: Kernels,
+    activation: str = "silu",
+    replicas: Int[Array, "E J"] | None = None,
+) -> Float[Array, "N D"]:
+    """Run exactly the experts of `routing`; `replicas` are the instances of each, where there are several."""
+    call = ExpertCall(
+        x,
+        routing.ids,
+        routing.weights,
+        valid,
+        experts.gate_up,
+        experts.down,
+        experts.first,
+        spec.num_experts,
+        experts.gate_up_bias,
+        experts.down_bias,
+        activation,
+        replicas,
+        routing.instances,
+    )
+    return kernels.moe.run(call)

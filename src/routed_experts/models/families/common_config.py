@@ -1,0 +1,138 @@
+"""What nearly every config.json says in the same words: sizes, heads, norms. Knows no architecture."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from routed_experts.layers.rotary import RotarySpec
+from routed_experts.models.base.config_reader import ConfigReader, read_words
+from routed_experts.models.base.rotary_reader import Rotary
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
+from routed_experts.models.decoder.grouped_attention import GroupedAttention
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes of a decoder, read under the usual names."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    tie_embeddings: bool
+    context_length: int
+
+    def attention(self, rotary: RotarySpec | None) -> GroupedAttention:
+        """Grouped-query attention without any of a family's additions."""
+        return GroupedAttention(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rotary=rotary,
+            eps=self.norm_eps,
+        )
+
+    def decoder(
+        self, layers: Sequence[LayerSpec], *, ignored_tensors: tuple[str, ...] = (), num_predicting: int = 0
+    ) -> FamilyConfig:
+        """A decoder of these layers; `num_predicting` more behind them predict further tokens, and are not run."""
+        return FamilyConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            layers=tuple(layers),
+            norm_eps=self.norm_eps,
+            context_length=self.context_length,
+            tie_embeddings=self.tie_embeddings,
+            ignored_tensors=ignored_tensors,
+            num_predicting=num_predicting,
+        )
+
+    def within(self, rotary: Rotary) -> "Sizes":
+        """The same, no longer than its rotary positions hold."""
+        return (
+            self if rotary.context_length is None else dataclasses.replace(self, context_length=rotary.context_length)
+        )
+
+
+def read_sizes(reader: ConfigReader, *, eps: float = 1e-6, tied: bool = False) -> Sizes:
+    """Read them; a key that is missing or cannot be is named in a CheckpointError. `eps` and `tied` are the family's
+    defaults."""
+    hidden, heads = reader.int("hidden_size", minimum=1), reader.int("num_attention_heads", minimum=1)
+    kv_heads = reader.int("num_key_value_heads", minimum=1, default=heads)
+    reader.require(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads={heads}")
+    head_dim = reader.int("head_dim", minimum=2, default=max(2, hidden // heads))
+    reader.require(head_dim % 2 == 0, "head_dim", "an even number: rotary positions turn pairs")
+    reader.require(reader.str("hidden_act", default="silu") == "silu", "hidden_act", "'silu'")
+    return Sizes(
+        vocab_size=reader.int("vocab_size", minimum=1),
+        hidden_size=hidden,
+        num_layers=reader.int("num_hidden_layers", minimum=1),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=reader.float("rms_norm_eps", default=eps),
+        tie_embeddings=reader.bool("tie_word_embeddings", default=tied),
+        context_length=reader.int("max_position_embeddings", minimum=1),
+    )
+
+
+def read_experts(
+    reader: ConfigReader,
+    *,
+    key: str = "num_experts",
+    per_token: str = "num_experts_per_tok",
+    scoring: str = "softmax",
+    methods: Collection[str] = ("greedy",),
+    grouped: bool = False,
+) -> tuple[int, int]:
+    """Experts of a layer and experts per token; `check_routing` besides."""
+    check_routing(reader, scoring=scoring, methods=methods, grouped=grouped)
+    experts = reader.int(key, minimum=1)
+    return experts, reader.int(per_token, minimum=1, maximum=experts)
+
+
+def check_routing(
+    reader: ConfigReader, *, scoring: str = "softmax", methods: Collection[str] = ("greedy",), grouped: bool = False
+) -> None:
+    """Raise where a config names another routing law than its family's: most configs leave these keys out, and then the
+    family's holds."""
+    for word in ("scoring_func", "score_function"):
+        reader.str(word, default=scoring, choices=(scoring,))
+    reader.str("topk_method", default=next(iter(methods)), choices=methods)
+    for word in () if grouped else ("n_group", "topk_group"):
+        reader.require(reader.int(word, default=1) == 1, word, "1: experts of this architecture are not grouped")
+
+
+def refuse(reader: ConfigReader, key: str, *, allowed: Collection[bool] = (False,), default: bool = False) -> None:
+    """Raise where a switch stands on what is not served."""
+    words = " or ".join("true" if value else "false" for value in allowed)
+    reader.require(reader.bool(key, default=default) in allowed, key, words)
+
+
+def read_window(reader: ConfigReader, sizes: Sizes) -> int:
+    """Tokens that a layer with a sliding window sees; 0, all of them, where the window is as wide as the context."""
+    window = reader.int("sliding_window", minimum=1, default=sizes.context_length)
+    return window if window < sizes.context_length else 0
+
+
+def read_windows(reader: ConfigReader, sizes: Sizes) -> tuple[int, ...]:
+    """Tokens that each layer sees, 0 for all, as Qwen says it: with `use_sliding_window`, layers from
+    `max_window_layers` on slide, or those that `layer_types` names."""
+    slides, first = (
+        reader.bool("use_sliding_window", default=False),
+        reader.int("max_window_layers", minimum=0, default=28),
+    )
+    window = read_window(reader, sizes) if slides else 0
+    default = tuple(_LAYER_TYPES[slides and at >= first] for at in range(sizes.num_layers))
+    kinds = read_words(reader, "layer_types", choices=_LAYER_TYPES, default=default)
+    reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
+    reader.require(
+        slides or "sliding_attention" not in kinds,
+        "layer_types",
+        "full_attention alone where use_sliding_window is false",
+    )
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

@@ -1,0 +1,107 @@
+"""DeepSeek-V2 (2024) and DeepSeek-V3 (2024), and those built like the latter: Kimi-K2, Moonlight. Latent attention,
+dense layers first, shared experts beside the routed ones. V2 ranks by softmax and groups by their best score; V3 by
+sigmoid plus a bias that moves the choice alone, and groups by the sum of their two best."""
+
+from routed_experts.layers.routing import RouterSpec
+from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.base.rotary_reader import read_rotary
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
+from routed_experts.models.decoder.feed_forward import Dense, Sparse
+from routed_experts.models.decoder.latent_attention import LatentAttention
+from routed_experts.models.families.common_config import Sizes, read_experts, read_sizes, refuse
+
+_V2_METHODS = ("greedy", "group_limited_greedy")
+
+
+def read_deepseek_v2(reader: ConfigReader) -> FamilyConfig:
+    """Read config.json of DeepSeek-V2 or V2-Lite."""
+    sizes = read_sizes(reader)
+    experts, top_k = read_experts(reader, key="n_routed_experts", methods=_V2_METHODS, grouped=True)
+    refuse(reader, "norm_topk_prob")
+    grouped = reader.str("topk_method", default=_V2_METHODS[0]) == "group_limited_greedy"
+    groups, kept = read_groups(reader, experts, top_k, default=1) if grouped else (1, 1)
+    scale = reader.float("routed_scaling_factor", default=1.0)
+    router = RouterSpec(
+        num_experts=experts, top_k=top_k, renormalize=False, scale=scale, groups=groups, topk_group=kept
+    )
+    return _decoder(reader, sizes, router, interleaved=True, first_dense=0, shared=2)
+
+
+def read_deepseek_v3(reader: ConfigReader) -> FamilyConfig:
+    """Read config.json of DeepSeek-V3, Kimi-K2 or Moonlight."""
+    sizes = read_sizes(reader)
+    router = read_biased_router(reader, groups=8, kept=4, scale=2.5)
+    return _decoder(
+        reader, sizes, router, interleaved=reader.bool("rope_interleave", default=True), first_dense=3, shared=1
+    )
+
+
+def read_biased_router(
+    reader: ConfigReader, *, groups: int, kept: int, scale: float, key: str = "n_routed_experts"
+) -> RouterSpec:
+    """The router of V3 and of all who took it over; arguments are the family's defaults."""
+    experts, top_k = read_experts(reader, key=key, scoring="sigmoid", methods=("noaux_tc",), grouped=True)
+    groups, kept = read_groups(reader, experts, top_k, default=groups, default_kept=kept)
+    reader.require(groups == kept or experts // groups >= 2, "n_group", "groups of at least 2 experts")
+    return RouterSpec(
+        num_experts=experts,
+        top_k=top_k,
+        renormalize=reader.bool("norm_topk_prob", default=True),
+        law="sigmoid",
+        scale=reader.float("routed_scaling_factor", default=scale),
+        epsilon=1e-20,
+        groups=groups,
+        topk_group=kept,
+        group_score_topk=2,
+        biased=True,
+    )
+
+
+def read_groups(
+    reader: ConfigReader, experts: int, top_k: int, *, default: int, default_kept: int = 1
+) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token may choose from."""
+    groups = reader.int("n_group", minimum=1, default=default)
+    reader.require(experts % groups == 0, "n_group", f"a divisor of {experts} experts")
+    kept = reader.int("topk_group", minimum=1, maximum=groups, default=min(default_kept, groups))
+    reader.require(kept * experts // groups >= top_k, "topk_group", f"groups that hold {top_k} experts together")
+    return groups, kept
+
+
+def num_predicting(reader: ConfigReader) -> int:
+    """Layers that predict further tokens; they stand behind the last one and are not run."""
+    return reader.int("num_nextn_predict_layers", minimum=0, default=0)
+
+
+def shared_width(reader: ConfigReader, width: int, *, default: int) -> int:
+    """Shared experts side by side are one network."""
+    return width * reader.int("n_shared_experts", minimum=0, default=default)
+
+
+def _decoder(
+    reader: ConfigReader, sizes: Sizes, router: RouterSpec, *, interleaved: bool, first_dense: int, shared: int
+) -> FamilyConfig:
+    refuse(reader, "attention_bias")
+    refuse(reader, "mlp_bias")
+    reader.require(reader.int("moe_layer_freq", minimum=1, default=1) == 1, "moe_layer_freq", "1")
+    wanted = f"num_attention_heads={sizes.num_heads}: every head has keys of its own"
+    reader.require(sizes.num_kv_heads == sizes.num_heads, "num_key_value_heads", wanted)
+    key_dim, rotary_dim = reader.int("qk_nope_head_dim", minimum=1), reader.int("qk_rope_head_dim", minimum=2)
+    rotary = read_rotary(reader, rotary_dim, interleaved=interleaved)
+    attention = LatentAttention(
+        num_heads=sizes.num_heads,
+        query_rank=reader.int("q_lora_rank", minimum=0, default=0),
+        rank=reader.int("kv_lora_rank", minimum=1),
+        key_dim=key_dim,
+        value_dim=reader.int("v_head_dim", minimum=1),
+        rotary_dim=rotary_dim,
+        rotary=rotary.spec,
+        scale=(key_dim + rotary_dim) ** -0.5 * rotary.score_scale,
+    )
+    width, dense = reader.int("moe_intermediate_size", minimum=1), reader.int("intermediate_size", minimum=1)
+    sparse = Sparse(router=router, width=width, shared_width=shared_width(reader, width, default=shared))
+    first = reader.int("first_k_dense_replace", minimum=0, default=first_dense)
+    layers = [
+        LayerSpec(mixer=attention, feed=Dense(width=dense) if at < first else sparse) for at in range(sizes.num_layers)
+    ]
+    return sizes.within(rotary).decoder(layers, num_predicting=num_predicting(reader))

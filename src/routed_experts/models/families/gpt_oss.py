@@ -1,0 +1,89 @@
+"""GPT-OSS (OpenAI 2025): every other layer sees a sliding window, a learned sink takes weight in each head, experts and
+routers have biases, the gate is clamped. Experts come as bfloat16, or packed in 4 bits (MXFP4) and are unpacked as they
+are loaded.
+
+A checkpoint interleaves gate and up; here they stand side by side, so that all kernels see one layout."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from routed_experts.layers.routing import RouterSpec
+from routed_experts.models.base.config_reader import ConfigReader, read_words
+from routed_experts.models.base.rotary_reader import read_rotary
+from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
+from routed_experts.models.decoder.feed_forward import Sparse
+from routed_experts.models.families.common_config import read_experts, read_sizes, refuse
+from routed_experts.models.loading.virtual_tensors import DerivedCheckpoint, Header, Mxfp4, Strided, VirtualTensor
+
+_NAMES = ExpertNames(
+    router="mlp.router.weight",
+    router_bias="mlp.router.bias",
+    stacked=(
+        Stacked(name="mlp.experts.gate_proj", to="gate_up", half="gate"),
+        Stacked(name="mlp.experts.up_proj", to="gate_up", half="up"),
+        Stacked(name="mlp.experts.gate_proj_bias", to="gate_up_bias", half="gate"),
+        Stacked(name="mlp.experts.up_proj_bias", to="gate_up_bias", half="up"),
+        Stacked(name="mlp.experts.down_proj", to="down"),
+        Stacked(name="mlp.experts.down_proj_bias", to="down_bias"),
+    ),
+)
+_INTERLEAVED = re.compile(r"(?P<at>.*\.experts\.)gate_up_proj(?P<kind>|_bias|_blocks)")
+_PACKED = re.compile(r"(?P<at>.*\.experts\.down_proj)_blocks")
+_POSITIONS = (  # where a config does not speak of them
+    ("rope_type", "yarn"),
+    ("factor", 32.0),
+    ("original_max_position_embeddings", 4096),
+    ("truncate", False),
+)
+_LAYER_TYPES: tuple[str, ...] = ("sliding_attention", "full_attention")
+
+
+def read_gpt_oss(reader: ConfigReader) -> FamilyConfig:
+    """Read config.json of gpt-oss-20b or gpt-oss-120b."""
+    sizes = read_sizes(reader, eps=1e-5)
+    if not reader.has("rope_parameters") and not reader.has("rope_scaling"):
+        reader = dataclasses.replace(reader, values={**reader.values, "rope_scaling": dict(_POSITIONS)})
+    rotary = read_rotary(reader, sizes.head_dim, theta=150_000.0)
+    experts, top_k = read_experts(reader, key="num_local_experts")
+    refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
+    reader.require(reader.float("swiglu_limit", default=7.0) == 7.0, "swiglu_limit", "7.0")
+    reader.require(reader.float("swiglu_alpha", default=1.702) == 1.702, "swiglu_alpha", "1.702")
+    default = tuple(_LAYER_TYPES[layer % 2] for layer in range(sizes.num_layers))
+    kinds = read_words(reader, "layer_types", choices=_LAYER_TYPES, default=default)
+    reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
+    bias = reader.bool("attention_bias", default=True)
+    full = dataclasses.replace(sizes.attention(rotary.spec), bias_in=bias, bias_out=bias, sinks=True)
+    sliding = dataclasses.replace(full, window=reader.int("sliding_window", minimum=1, default=128))
+    sparse = Sparse(
+        router=RouterSpec(num_experts=experts, top_k=top_k, renormalize=True, law="logits"),
+        width=reader.int("intermediate_size", minimum=1),
+        names=_NAMES,
+        router_bias=True,
+        biased=True,
+        activation="clamped swiglu",
+    )
+    mixers = dict(zip(_LAYER_TYPES, (sliding, full), strict=True))
+    return sizes.within(rotary).decoder([LayerSpec(mixer=mixers[kind], feed=sparse) for kind in kinds])
+
+
+def open_gpt_oss(path: Path | str) -> DerivedCheckpoint:
+    """The checkpoint with gate and up apart, and with what is packed unpacked."""
+    return DerivedCheckpoint(path, _derive)
+
+
+def _derive(headers: Mapping[str, Header]) -> dict[str, VirtualTensor]:
+    derived: dict[str, VirtualTensor] = {}
+    for name in headers:
+        if found := _INTERLEAVED.fullmatch(name):
+            kind = "" if found["kind"] == "_blocks" else found["kind"]
+            for start, half in enumerate(("gate", "up")):
+                packed = Mxfp4(name, f"{found['at']}gate_up_proj_scales", start)
+                derived[f"{found['at']}{half}_proj{kind}"] = (
+                    packed if found["kind"] == "_blocks" else Strided(name, start)
+                )
+        elif found := _PACKED.fullmatch(name):
+            derived[found["at"]] = Mxfp4(name, f"{found['at']}_scales")
+    return derived

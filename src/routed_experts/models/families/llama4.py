@@ -1,0 +1,84 @@
+"""Llama 4, text (Meta 2025): one expert a token, whose input is multiplied by the sigmoid of its score; a shared
+expert; three of four layers turn queries and keys by position, norm them, and see their own chunk alone, the fourth
+sees all and has no positions. A checkpoint with a vision tower is read for its text model; the tower is left where it
+is."""
+
+import dataclasses
+
+from routed_experts.layers.routing import RouterSpec
+from routed_experts.models.base.config_reader import ConfigReader, read_words
+from routed_experts.models.base.rotary_reader import read_rotary
+from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
+from routed_experts.models.decoder.feed_forward import Dense, Sparse
+from routed_experts.models.families.common_config import read_experts, read_sizes, refuse
+
+_AT = "feed_forward"
+_LAYER_TYPES = ("full_attention", "chunked_attention")
+_NAMES = ExpertNames(
+    router=f"{_AT}.router.weight",
+    stacked=(
+        Stacked(name=f"{_AT}.experts.gate_up_proj", to="gate_up"),
+        Stacked(name=f"{_AT}.experts.down_proj", to="down"),
+    ),
+    shared=f"{_AT}.shared_expert",
+)
+
+
+def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
+    """Read config.json of the text model."""
+    sizes = read_sizes(reader, eps=1e-5)
+    rotary = read_rotary(reader, sizes.head_dim, theta=500_000.0, interleaved=True)
+    refuse(reader, "attention_bias")
+    experts, top_k = read_experts(reader, key="num_local_experts", scoring="sigmoid")
+    reader.require(top_k == 1, "num_experts_per_tok", "1: weights multiply what enters an expert")
+    interval = reader.int("no_rope_layer_interval", minimum=1, default=4)
+    turned = reader.ints("no_rope_layers", default=()) or tuple(
+        int((at + 1) % interval != 0) for at in range(sizes.num_layers)
+    )
+    reader.require(
+        len(turned) >= sizes.num_layers,
+        "no_rope_layers",
+        f"at least {sizes.num_layers} numbers, 1 for a layer that turns",
+    )
+    kinds = tuple(_LAYER_TYPES[turns != 0] for turns in turned)
+    told = read_words(reader, "layer_types", choices=_LAYER_TYPES, default=kinds)
+    reader.require(told == kinds, "layer_types", "chunked_attention where no_rope_layers is 1, else full_attention")
+    step = reader.int("interleave_moe_layer_step", minimum=1, default=1)
+    sparse_layers = reader.ints("moe_layers", default=tuple(range(step - 1, sizes.num_layers, step)))
+    plain = sizes.attention(None)
+    chunk = reader.int("attention_chunk_size", minimum=1, default=8192)
+    chunked = dataclasses.replace(
+        plain,
+        rotary=rotary.spec,
+        turned_norm=reader.bool("use_qk_norm", default=True),
+        chunk=chunk if chunk < sizes.context_length else 0,
+    )
+    if _is_tuned(reader):
+        floor = reader.int("floor_scale", minimum=1, default=8192)
+        plain = dataclasses.replace(plain, tuning=(float(floor), reader.float("attn_scale", default=0.1)))
+    width = reader.int("intermediate_size", minimum=1)
+    router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=False, law="sigmoid")
+    sparse = Sparse(router=router, width=width, names=_NAMES, shared_width=width, weigh_inputs=True)
+    dense = Dense(width=reader.int("intermediate_size_mlp", minimum=1, default=16_384), at=_AT)
+    layers = [
+        LayerSpec(mixer=chunked if turned[at] else plain, feed=sparse if at in sparse_layers else dense)
+        for at in range(sizes.num_layers)
+    ]
+    return sizes.within(rotary).decoder(layers)
+
+
+def _is_tuned(reader: ConfigReader) -> bool:
+    """Whether queries of layers without positions are scaled; the published files say 4 where transformers says
+    true."""
+    key = "attn_temperature_tuning"
+    return reader.int(key, minimum=0) > 0 if type(reader.values.get(key)) is int else reader.bool(key, default=True)
+
+
+def read_llama4(reader: ConfigReader) -> FamilyConfig:
+    """Read config.json of a checkpoint with a vision tower."""
+    config = read_llama4_text(reader.section("text_config"))
+    ignored_tensors = ("vision_model.*", "multi_modal_projector.*")
+    return dataclasses.replace(
+        config, stem="language_model.model.", head="language_model.lm_head", ignored_tensors=ignored_tensors
+    )

@@ -1,0 +1,91 @@
+"""Qwen3-Next (Qwen Team 2025) and Qwen3.5-MoE: three of four layers are linear attention with a state that does not
+grow, the fourth is grouped-query attention with gated heads, a quarter of each head turned by position; experts and a
+gated shared expert in every layer; norms scale by 1 + w. Since states cannot be cut where a prefix ends, prefixes are
+not cached for these models."""
+
+import dataclasses
+
+from routed_experts.layers.delta_rule import DeltaShape
+from routed_experts.layers.routing import RouterSpec
+from routed_experts.models.base.config_reader import ConfigReader, read_words
+from routed_experts.models.base.rotary_reader import read_rotary
+from routed_experts.models.decoder.delta_attention import DeltaAttention
+from routed_experts.models.decoder.expert_names import ExpertNames
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
+from routed_experts.models.decoder.feed_forward import Dense, Sparse
+from routed_experts.models.families.common_config import Sizes, read_experts, read_sizes, refuse
+from routed_experts.models.families.qwen2_moe import moe_layers
+
+_LAYER_TYPES: tuple[str, ...] = ("linear_attention", "full_attention")
+
+
+def read_qwen3_next(reader: ConfigReader) -> FamilyConfig:
+    """Read config.json of Qwen3-Next."""
+    return _decoder(reader, by_key_head=True)
+
+
+def read_qwen3_5_moe_text(reader: ConfigReader) -> FamilyConfig:
+    """Read config.json of the text model of Qwen3.5-MoE, whose weights are always renormalised."""
+    refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
+    return _decoder(reader, by_key_head=False)
+
+
+def read_qwen3_5_moe(reader: ConfigReader) -> FamilyConfig:
+    """Read config.json of Qwen3.5-MoE with its vision tower, which is left where it is."""
+    config = read_qwen3_5_moe_text(reader.section("text_config"))
+    tied = reader.bool("tie_word_embeddings", default=config.tie_embeddings)
+    return dataclasses.replace(
+        config,
+        stem="model.language_model.",
+        tie_embeddings=tied,
+        ignored_tensors=(*config.ignored_tensors, "model.visual.*"),
+    )
+
+
+def _decoder(reader: ConfigReader, *, by_key_head: bool) -> FamilyConfig:
+    sizes = read_sizes(reader)
+    rotary = read_rotary(reader, sizes.head_dim, part=0.25)
+    refuse(reader, "attention_bias")
+    refuse(reader, "attn_output_gate", allowed=(True,), default=True)
+    experts, top_k = read_experts(reader)
+    router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=reader.bool("norm_topk_prob", default=True))
+    sparse = Sparse(
+        router=router,
+        width=reader.int("moe_intermediate_size", minimum=1),
+        names=ExpertNames(shared="mlp.shared_expert"),
+        shared_width=reader.int("shared_expert_intermediate_size", minimum=1),
+        shared_gated=True,
+    )
+    full = dataclasses.replace(sizes.attention(rotary.spec), qk_norm="head", norm_offset=1.0, gated=True)
+    mixers = {"full_attention": full, "linear_attention": _read_delta(reader, sizes, by_key_head=by_key_head)}
+    routed = moe_layers(reader, sizes.num_layers)
+    dense = None if len(routed) == sizes.num_layers else Dense(width=reader.int("intermediate_size", minimum=1))
+    layers = [
+        LayerSpec(mixer=mixers[kind], feed=sparse if dense is None or at in routed else dense)
+        for at, kind in enumerate(_layer_types(reader, sizes))
+    ]
+    return dataclasses.replace(sizes.within(rotary).decoder(layers, ignored_tensors=("mtp.*",)), norm_offset=1.0)
+
+
+def _layer_types(reader: ConfigReader, sizes: Sizes) -> tuple[str, ...]:
+    interval = reader.int("full_attention_interval", minimum=1, default=4)
+    default = tuple(_LAYER_TYPES[(at + 1) % interval == 0] for at in range(sizes.num_layers))
+    kinds = read_words(reader, "layer_types", choices=_LAYER_TYPES, default=default)
+    reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
+    reader.require("full_attention" in kinds, "layer_types", "at least one full_attention")
+    return kinds
+
+
+def _read_delta(reader: ConfigReader, sizes: Sizes, *, by_key_head: bool) -> DeltaAttention:
+    key_heads, value_heads = (reader.int(f"linear_num_{kind}_heads", minimum=1) for kind in ("key", "value"))
+    reader.require(
+        value_heads % key_heads == 0, "linear_num_value_heads", f"a multiple of linear_num_key_heads={key_heads}"
+    )
+    shape = DeltaShape(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=reader.int("linear_key_head_dim", minimum=1),
+        value_dim=reader.int("linear_value_head_dim", minimum=1),
+        width=reader.int("linear_conv_kernel_dim", minimum=2, default=4),
+    )
+    return DeltaAttention(shape=shape, eps=sizes.norm_eps, by_key_head=by_key_head)

@@ -1,0 +1,241 @@
+"""The families that can be served: one entry an architecture. Knows nothing of folders. docs/models.md is written from
+this table."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from routed_experts.models.base.config_reader import NOTHING, AcceptedQuirks, ConfigReader
+from routed_experts.models.base.interface import Decoder
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.decoder.family_config import FamilyConfig, weight_sources
+from routed_experts.models.families import qwen3_moe
+from routed_experts.models.families.bailing_moe_v2 import read_bailing_moe_v2
+from routed_experts.models.families.deepseek import read_deepseek_v2, read_deepseek_v3
+from routed_experts.models.families.dense import read_llama, read_mistral, read_qwen2, read_qwen3
+from routed_experts.models.families.ernie4_5_moe import read_ernie4_5_moe
+from routed_experts.models.families.glm4_moe import read_glm4_moe
+from routed_experts.models.families.gpt_oss import open_gpt_oss, read_gpt_oss
+from routed_experts.models.families.granite_moe import read_granite_moe
+from routed_experts.models.families.llama4 import read_llama4, read_llama4_text
+from routed_experts.models.families.minimax_m2 import read_minimax_m2
+from routed_experts.models.families.mixtral import read_mixtral, read_phimoe
+from routed_experts.models.families.olmoe import read_olmoe
+from routed_experts.models.families.qwen2_moe import read_qwen2_moe
+from routed_experts.models.families.qwen3_moe_parts import read_qwen3_moe_parts
+from routed_experts.models.families.qwen3_next import read_qwen3_5_moe, read_qwen3_5_moe_text, read_qwen3_next
+from routed_experts.models.loading.checkpoint import Checkpoint, WeightSource
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One architecture: how to read its config, build its module, and name its tensors; and what a reader should know
+    of it."""
+
+    read_config: Callable[[ConfigReader], Any]
+    build: Callable[..., Decoder] = FamilyDecoder
+    weight_sources: Callable[[Any], Iterable[WeightSource]] = weight_sources
+    open: Callable[[Path | str], Checkpoint] = Checkpoint
+    tolerated: AcceptedQuirks = NOTHING
+    read_parts: Callable[[ConfigReader], FamilyConfig] | None = (
+        None  # of a module of its own: the same as a FamilyDecoder
+    )
+    title: str
+    checkpoints: str
+    law: str
+    refused: str = ""
+    proof: str  # the test that compares it with its oracle
+
+    def in_parts(self) -> "Family":
+        """The family as a FamilyDecoder, if it is not one already."""
+        if self.read_parts is None:
+            return self
+        return dataclasses.replace(
+            self, read_config=self.read_parts, build=FamilyDecoder, weight_sources=weight_sources, read_parts=None
+        )
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        qwen3_moe.ARCHITECTURE: Family(
+            read_config=qwen3_moe.Qwen3MoeConfig.from_reader,
+            build=qwen3_moe.Qwen3Moe,
+            weight_sources=qwen3_moe.Qwen3Moe.weight_sources,
+            read_parts=read_qwen3_moe_parts,
+            title="Qwen3-MoE",
+            checkpoints="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+            law="top-k of softmax(z); renormalised if `norm_topk_prob`",
+            refused="sliding windows, attention biases, partial rotary positions",
+            proof="test_qwen3_moe_parity.py",
+        ),
+        "MixtralForCausalLM": Family(
+            read_config=read_mixtral,
+            title="Mixtral",
+            checkpoints="Mixtral-8x7B, Mixtral-8x22B",
+            law="top-k of softmax(z); softmax over the chosen z",
+            proof="test_families.py[Mixtral]",
+        ),
+        "PhimoeForCausalLM": Family(
+            read_config=read_phimoe,
+            title="PhiMoE",
+            checkpoints="as transformers writes them",
+            law="sparsemixer: best z, then best of the rest; each a softmax over the z within 2 `router_jitter_noise` of it",
+            refused="longrope past `original_max_position_embeddings`",
+            proof="test_families.py[Phimoe]",
+        ),
+        "PhiMoEForCausalLM": Family(
+            read_config=read_phimoe,
+            tolerated=AcceptedQuirks(code=True),
+            title="PhiMoE",
+            checkpoints="Phi-3.5-MoE-instruct",
+            law="as PhimoeForCausalLM",
+            refused="longrope past `original_max_position_embeddings`",
+            proof="test_families.py[Phimoe]",
+        ),
+        "Qwen2MoeForCausalLM": Family(
+            read_config=read_qwen2_moe,
+            title="Qwen2-MoE",
+            checkpoints="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+            law="top-k of softmax(z), not renormalised; shared expert times sigmoid(x w)",
+            refused="sliding windows",
+            proof="test_families.py[Qwen2Moe]",
+        ),
+        "OlmoeForCausalLM": Family(
+            read_config=read_olmoe,
+            title="OLMoE",
+            checkpoints="OLMoE-1B-7B",
+            law="top-k of softmax(z), not renormalised",
+            refused="attention biases",
+            proof="test_families.py[Olmoe]",
+        ),
+        "DeepseekV2ForCausalLM": Family(
+            read_config=read_deepseek_v2,
+            tolerated=AcceptedQuirks(code=True),
+            title="DeepSeek-V2",
+            checkpoints="DeepSeek-V2, V2-Lite, Coder-V2",
+            law="groups ranked by their best softmax(z), top-k among those kept; v * `routed_scaling_factor`; shared experts",
+            refused="`norm_topk_prob`, fp8 weights",
+            proof="test_families.py[DeepseekV2]",
+        ),
+        "DeepseekV3ForCausalLM": Family(
+            read_config=read_deepseek_v3,
+            tolerated=AcceptedQuirks(code=True),
+            title="DeepSeek-V3",
+            checkpoints="DeepSeek-V3, R1, Kimi-K2, Moonlight in bfloat16",
+            law="s = sigmoid(z); groups ranked by their two best s + b, top-k of s + b among those kept; v / sum v * "
+            "`routed_scaling_factor`; shared experts",
+            refused="fp8 weights; layers that predict further tokens are not run",
+            proof="test_families.py[DeepseekV3]",
+        ),
+        "Glm4MoeForCausalLM": Family(
+            read_config=read_glm4_moe,
+            title="GLM-4-MoE",
+            checkpoints="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+            law="as DeepseekV3ForCausalLM, one group",
+            refused="fp8 weights; layers that predict further tokens are not run",
+            proof="test_families.py[Glm4Moe]",
+        ),
+        "BailingMoeV2ForCausalLM": Family(
+            read_config=read_bailing_moe_v2,
+            tolerated=AcceptedQuirks(code=True),
+            title="Bailing MoE v2",
+            checkpoints="Ling-mini-2.0, Ling-flash-2.0, Ling-1T",
+            law="as DeepseekV3ForCausalLM",
+            refused="its own Python code is never run; layers that predict further tokens are not run",
+            proof="test_families.py[BailingMoeV2]",
+        ),
+        "GptOssForCausalLM": Family(
+            read_config=read_gpt_oss,
+            open=open_gpt_oss,
+            tolerated=AcceptedQuirks(quantization=("mxfp4",)),
+            title="GPT-OSS",
+            checkpoints="gpt-oss-20b, gpt-oss-120b, MXFP4 or bfloat16",
+            law="z with a bias; top-k of z; softmax over the chosen z",
+            refused="another clamp or slope of the activation than 7 and 1.702",
+            proof="test_families.py[GptOss]",
+        ),
+        "GraniteMoeForCausalLM": Family(
+            read_config=read_granite_moe,
+            title="Granite-MoE",
+            checkpoints="Granite-3.x-1B-A400M, 3B-A800M",
+            law="top-k of z; softmax over the chosen z",
+            proof="test_families.py[GraniteMoe]",
+        ),
+        "Ernie4_5_MoeForCausalLM": Family(
+            read_config=read_ernie4_5_moe,
+            tolerated=AcceptedQuirks(code=True),
+            title="Ernie 4.5 MoE",
+            checkpoints="ERNIE-4.5-21B-A3B, 300B-A47B (text)",
+            law="s = softmax(z); top-k of s + b; v / sum v; shared experts",
+            refused="biases of projections; layers that predict further tokens are not run",
+            proof="test_families.py[Ernie4_5_Moe]",
+        ),
+        "MiniMaxM2ForCausalLM": Family(
+            read_config=read_minimax_m2,
+            tolerated=AcceptedQuirks(code=True),
+            title="MiniMax-M2",
+            checkpoints="MiniMax-M2 in bfloat16",
+            law="s = sigmoid(z); top-k of s + b; v / sum v",
+            refused="fp8 weights; layers that predict further tokens are not run",
+            proof="test_families.py[MiniMaxM2]",
+        ),
+        "Qwen3NextForCausalLM": Family(
+            read_config=read_qwen3_next,
+            title="Qwen3-Next",
+            checkpoints="Qwen3-Next-80B-A3B",
+            law="top-k of softmax(z), renormalised if `norm_topk_prob`; shared expert times sigmoid(x w)",
+            refused="prefix caching (off by itself); layers that predict further tokens are not run",
+            proof="test_families.py[Qwen3Next]",
+        ),
+        "Qwen3_5MoeForCausalLM": Family(
+            read_config=read_qwen3_5_moe_text,
+            title="Qwen3.5-MoE",
+            checkpoints="text models as transformers writes them",
+            law="as Qwen3NextForCausalLM, always renormalised",
+            refused="prefix caching (off by itself)",
+            proof="test_families.py[Qwen3_5Moe]",
+        ),
+        "Qwen3_5MoeForConditionalGeneration": Family(
+            read_config=read_qwen3_5_moe,
+            title="Qwen3.5-MoE",
+            checkpoints="Qwen3.5-35B-A3B and larger, without their vision",
+            law="as Qwen3NextForCausalLM, always renormalised",
+            refused="images; prefix caching (off by itself); layers that predict further tokens are not run",
+            proof="test_family_folders.py",
+        ),
+        "Llama4ForCausalLM": Family(
+            read_config=read_llama4_text,
+            title="Llama 4, text",
+            checkpoints="Llama 4 text models",
+            law="top-1 of sigmoid(z), which multiplies the expert's input; shared expert",
+            refused="more than one expert a token",
+            proof="test_families.py[Llama4]",
+        ),
+        "Llama4ForConditionalGeneration": Family(
+            read_config=read_llama4,
+            title="Llama 4, text",
+            checkpoints="Llama-4-Scout, Llama-4-Maverick, without their vision",
+            law="as Llama4ForCausalLM",
+            refused="images",
+            proof="test_family_folders.py",
+        ),
+        **{
+            name: Family(
+                read_config=read,
+                title=title,
+                checkpoints=stands_for,
+                law="",
+                refused="capture",
+                proof=f"test_families.py[{case}]",
+            )
+            for name, read, title, stands_for, case in (
+                ("LlamaForCausalLM", read_llama, "Llama", "Llama-2, Llama-3", "Llama"),
+                ("MistralForCausalLM", read_mistral, "Mistral", "Mistral-7B", "Mistral"),
+                ("Qwen2ForCausalLM", read_qwen2, "Qwen2", "Qwen2, Qwen2.5", "Qwen2"),
+                ("Qwen3ForCausalLM", read_qwen3, "Qwen3", "Qwen3 dense", "Qwen3"),
+            )
+        },
+    }
+)

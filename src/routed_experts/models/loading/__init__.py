@@ -1,0 +1,1 @@
+"""From checkpoint files to arrays on devices, and back."""

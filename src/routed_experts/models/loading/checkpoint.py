@@ -1,0 +1,199 @@
+"""Files of a Hugging Face checkpoint: headers, tensors, and whether they are those a model asks for. Pickle is never
+read.
+
+Knows no architecture and no device: each model brings a table that says for every tensor where in its stacked arrays it
+belongs; `check` compares the table with the headers, models/loading/weight_loader.py fills the arrays."""
+
+import errno
+import fnmatch
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from routed_experts.core.atomic_write import atomic_write
+from routed_experts.core.errors import CheckpointError
+from routed_experts.models.base.config_reader import read_json_object
+from routed_experts.models.loading.tensor_file import WEIGHT_DTYPES, TensorFile
+
+_PACKED: Mapping[str, str] = MappingProxyType(  # how names of tensors end that quantisations add
+    {
+        ".weight_scale_inv": "fp8 blocks",
+        ".weight_scale": "fp8 or compressed-tensors",
+        ".weight_packed": "compressed-tensors",
+        ".qweight": "GPTQ or AWQ",
+        ".qzeros": "GPTQ or AWQ",
+        ".absmax": "bitsandbytes",
+        ".SCB": "bitsandbytes",
+        "_proj_blocks": "MXFP4",
+    }
+)
+_LISTED = 8  # names of each kind in an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSource:
+    """Where one tensor of a checkpoint belongs: target[*index, ..., offset : offset + its last axis], and with `first`,
+    a tensor of several stacked ones, target[first : first + its first axis, ...]."""
+
+    name: str
+    shape: tuple[int, ...]  # as in the checkpoint
+    target: str  # dotted path of our array
+    index: tuple[int, ...] = ()  # leading indices into the target, such as (layer,)
+    transpose: bool = False  # swap the last two axes: a checkpoint holds [out, in], we hold [in, out]
+    offset: int = 0  # along the last axis of the target, for gate|up and q|k|v
+    optional: bool = False
+    first: int = (
+        0  # along the first axis of the target, for the experts of a layer in one tensor; `index` is empty then
+    )
+
+    @property
+    def placed_shape(self) -> tuple[int, ...]:
+        """The tensor's shape once it stands in the target."""
+        tail = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transpose else self.shape
+        return (1,) * len(self.index) + tail
+
+
+class Checkpoint:
+    """Safetensors of one folder: headers at once, tensors when asked. After `close()`, or outside `with`, nothing can
+    be read."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._files: dict[str, TensorFile] = {}  # by tensor name
+        self._names: dict[str, tuple[tuple[int, ...], str]] = {}
+        for file, promised in _weight_files(self.path).items():
+            self._open(file, promised)
+
+    def names(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every tensor, from the headers alone; a dtype we cannot read keeps safetensors' own
+        word."""
+        return dict(self._names)
+
+    def read(self, name: str, box: tuple[slice, ...] = ()) -> np.ndarray:
+        """Copy one tensor, or the part of it that `box` names, to the host. Raises CheckpointError where it cannot be
+        read."""
+        return self._files[name].read(name, box)
+
+    def close(self) -> None:
+        self._files.clear()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, file: Path, promised: Sequence[str]) -> None:
+        try:
+            opened = TensorFile.open(file)
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} does not exist, but the index names it; copy the missing shard") from None
+        found = opened.tensors
+        if absent := sorted(set(promised) - set(found)):
+            raise CheckpointError(
+                f"{file} lacks {_some(absent)}, which the index places there; copy the checkpoint again"
+            )
+        if twice := sorted(set(self._names) & set(found)):
+            raise CheckpointError(
+                f"{file} holds {_some(twice)}, which another shard holds too; wanted each tensor once"
+            )
+        for name, tensor in found.items():
+            self._names[name], self._files[name] = (tensor.shape, tensor.dtype), opened
+
+
+def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: Iterable[str] = ()) -> None:
+    """Raise one CheckpointError that names every missing, unexpected and misshapen tensor and every dtype we cannot
+    read.
+
+    `ignore` holds shell patterns of tensors that may be there without a use, such as "*.rotary_emb.inv_freq"."""
+    found, wanted = checkpoint.names(), {source.name: source for source in sources}
+    patterns = tuple(ignore)
+    shared = [(name, source.shape, *found[name]) for name, source in wanted.items() if name in found]
+    if packed := sorted(
+        {method for name in found if name not in wanted for end, method in _PACKED.items() if name.endswith(end)}
+    ):
+        raise CheckpointError(
+            f"{checkpoint.path} holds weights that look quantised by {' or '.join(packed)}, though its config.json does not say so; wanted "
+            "plain bfloat16, float16 or float32 weights; use an unquantised checkpoint"
+        )
+    faults = {
+        "missing": [name for name, source in wanted.items() if name not in found and not source.optional],
+        "unexpected": [
+            name for name in found if name not in wanted and not any(fnmatch.fnmatchcase(name, p) for p in patterns)
+        ],
+        "misshapen": [
+            f"{name} is {list(shape)}, wanted {list(want)}" for name, want, shape, _ in shared if shape != want
+        ],
+        "of a dtype other than bfloat16, float16, float32": [
+            f"{n} is {d}" for n, _, _, d in shared if d not in WEIGHT_DTYPES
+        ],
+    }
+    told = [f"{len(names)} {kind} ({_some(names)})" for kind, names in faults.items() if names]
+    if told:
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit its config.json: {'; '.join(told)}; wanted the tensors of that architecture"
+        )
+
+
+def save(path: Path | str, config: Mapping[str, object], tensors: Mapping[str, np.ndarray]) -> Path:
+    """Write config.json and model.safetensors as Hugging Face does; the folder is made. Raises WriteError; neither is
+    new then, unless it is config.json that could not be given its name: the weights are new already."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {name: np.require(tensor, requirements="C") for name, tensor in tensors.items()}
+    with atomic_write(folder / "config.json") as told, atomic_write(folder / "model.safetensors") as weights:
+        told.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        try:
+            save_file(whole, weights, metadata={"format": "pt"})
+        except SafetensorError as error:  # what the system said stands in its text alone
+            raise OSError(errno.EIO, str(error), os.fspath(weights)) from error
+    return folder
+
+
+def _weight_files(folder: Path) -> dict[Path, list[str]]:
+    """The safetensors files of a folder, each with the tensors that an index promises to be there."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"no checkpoint folder {folder}; wanted a folder with config.json and safetensors; check the path"
+        )
+    if (folder / "model.safetensors").exists():
+        return {folder / "model.safetensors": []}
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        pickled = sorted(
+            file.name for file in folder.iterdir() if file.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+        )
+        if pickled:
+            raise CheckpointError(
+                f"{folder} holds pickled weights ({_some(pickled)}), which can run code and are never read; wanted "
+                "model.safetensors; convert them with safetensors"
+            )
+        raise CheckpointError(
+            f"{folder} holds neither model.safetensors nor model.safetensors.index.json; download the weights"
+        )
+    placed = read_json_object(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise CheckpointError(
+            f"{index} has no weight_map; wanted tensor names and their files; copy the checkpoint again"
+        )
+    files: dict[Path, list[str]] = defaultdict(list)
+    for name, file in placed.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{index} places {name} in {file!r}; wanted a .safetensors file of the same folder")
+        files[folder / file].append(str(name))
+    return files
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join([*names[:_LISTED], *([f"and {more} more"] if more > 0 else [])])

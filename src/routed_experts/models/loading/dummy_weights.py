@@ -1,0 +1,66 @@
+"""Random weights for a published config, made on the device: full size without a checkpoint, for timing and for trying
+memory out. Knows no architecture: it goes by the shape of an array and by its name.
+
+Matrices are normal with a variance of 1 over their inputs, so that values neither grow nor fade; those that write to
+the residual stream are smaller, so that tokens stay as different as their embeddings and a router spreads them over all
+experts. Norms are 1 and whatever else is a vector is 0. Stacked arrays are filled a matrix at a time: the noise of a
+whole run of layers would not fit beside it."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from routed_experts.models.base.interface import Decoder
+
+_STREAM_ABOVE = 1 << 30  # elements; smaller arrays are drawn at once
+
+
+def dummy_model(
+    build: Callable[[], Decoder],
+    *,
+    seed: int = 0,
+    place: Callable[[str], Any] = lambda target: None,
+    deal_out: Callable[[str, Array], Array] | None = None,
+) -> Decoder:
+    """The module that `build` describes, with random weights; nothing of what `build` itself would draw is drawn.
+    `place`: the device of the array of a dotted name, None for the default one; `deal_out` puts an array where it is
+    served before the next is drawn."""
+    graphdef, state = nnx.split(nnx.eval_shape(build))
+    filled = []
+    for index, (path, leaf) in enumerate(nnx.to_flat_state(state)):
+        name = ".".join(map(str, path))
+        device = place(name)
+        with contextlib.nullcontext() if device is None else jax.default_device(device):
+            key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
+            drawn = _fill(key, name, leaf.shape, leaf.dtype)
+        filled.append((path, leaf.replace(drawn if deal_out is None else deal_out(name, drawn))))
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def _fill(key: Array, name: str, shape: tuple[int, ...], dtype: Any) -> Float[Array, "..."]:
+    last = name.rsplit(".", 1)[-1]
+    if last.endswith("norm"):
+        return jnp.ones(shape, dtype)
+    if len(shape) < 2 or "bias" in last or "sink" in last:
+        return jnp.zeros(shape, dtype)
+    scale = 1.0 if last == "embed" else shape[-2] ** -0.5
+    if last in ("out", "down"):
+        scale /= 8  # what layers add stays below the token's own embedding
+    return _normal(key, shape, jnp.dtype(dtype), scale)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, scale: float) -> Float[Array, "..."]:
+    def draw(key: Array, shape: tuple[int, ...]) -> Float[Array, "..."]:
+        return (jax.random.normal(key, shape, dtype) * scale).astype(dtype)
+
+    if math.prod(shape) <= _STREAM_ABOVE:
+        return draw(key, shape)
+    return jax.lax.map(lambda index: draw(jax.random.fold_in(key, index), shape[1:]), jnp.arange(shape[0]))

@@ -1,0 +1,31 @@
+"""Fused expert tensors: one tensor holds all experts of a layer, where other checkpoints have one tensor an expert.
+Knows no architecture; it rewrites a table of names for the layout that the headers show.
+
+<at>.experts.gate_up_proj [E, 2F, D] stands for gate_proj and up_proj [F, D] of every expert, <at>.experts.down_proj [E,
+D, F] for down_proj [D, F]. Dims: E experts of a layer, D hidden, F expert width."""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+
+from routed_experts.models.loading.checkpoint import WeightSource
+
+_EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
+
+
+def fuse_experts(sources: Iterable[WeightSource], names: Collection[str]) -> Iterator[WeightSource]:
+    """Ask for fused tensors where `names` has them; the tensors of single experts that they stand for are left out."""
+    table = tuple(sources)
+    experts: dict[str, int] = {}
+    for source in table:
+        if found := _EXPERT.fullmatch(source.name):
+            experts[found["at"]] = max(experts.get(found["at"], 0), int(found["expert"]) + 1)
+    for source in table:
+        found = _EXPERT.fullmatch(source.name)
+        fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+        if found is None or f"{found['at']}.{fused[found['part']]}" not in names:
+            yield source
+        elif int(found["expert"]) == 0 and found["part"] != "up_proj":
+            rows, columns = source.shape
+            shape = (experts[found["at"]], rows * (1 if found["part"] == "down_proj" else 2), columns)
+            name = f"{found['at']}.{fused[found['part']]}"
+            yield WeightSource(name=name, shape=shape, target=source.target, first=source.index[0], transpose=True)

@@ -1,0 +1,173 @@
+"""Which piece of which tensor goes where: the sources of a target, cut along what each device holds of it. Knows no
+file and no array.
+
+sources      tensors of a checkpoint, each a box of the target
+boxes        what a device holds of the target; several where it was cut apart
+pieces       where the two meet: a box of a tensor, and a place in the device's part"""
+
+import bisect
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from routed_experts.core.errors import CheckpointError
+from routed_experts.models.loading.checkpoint import WeightSource
+from routed_experts.models.sharding.sharding import ModelSharding
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one tensor that falls into one part of a target."""
+
+    name: str
+    dtype: str
+    box: tuple[slice, ...]  # of the tensor, as in the checkpoint
+    start: tuple[int, ...]  # in the part
+    shape: tuple[int, ...]  # there
+    transpose: bool
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        return tuple(side.stop - side.start for side in self.box)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def slabs(self, most_bytes: int) -> "list[Piece]":
+        """The piece, or if it is larger than `most_bytes`, blocks of the rows of its tensor's first axis."""
+        first, rows = self.box[0].start, self.box[0].stop - self.box[0].start
+        depth = max(1, rows * most_bytes // max(1, self.num_bytes))
+        if depth >= rows:
+            return [self]
+        axis = len(self.shape) - (
+            1 if self.transpose and len(self.box) == 2 else len(self.box)
+        )  # where that axis stands in the part
+        slabs: list[Piece] = []
+        for low in range(0, rows, depth):
+            high = min(low + depth, rows)
+            start, shape = list(self.start), list(self.shape)
+            start[axis], shape[axis] = start[axis] + low, high - low
+            box = (slice(first + low, first + high), *self.box[1:])
+            slabs.append(replace(self, box=box, start=tuple(start), shape=tuple(shape)))
+        return slabs
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What the given devices hold of one target: all of it, or one shard."""
+
+    shape: tuple[int, ...]
+    devices: tuple[Any, ...]
+    pieces: tuple[Piece, ...]
+
+
+_Bounds = tuple[tuple[int, int], ...]  # [first, end) along each axis of a target
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBoxes:
+    """Boxes of a target that stand side by side along `axis` in the part that the devices hold; one, if nothing is cut
+    apart."""
+
+    axis: int
+    bounds: tuple[_Bounds, ...]
+    devices: tuple[Any, ...]
+
+    def places(self) -> list[tuple[int, _Bounds]]:
+        """Each box, and where in the part it begins; in their order along the target's axis."""
+        sizes = (bounds[self.axis][1] - bounds[self.axis][0] for bounds in self.bounds)
+        places = zip(itertools.accumulate(sizes, initial=0), self.bounds, strict=False)
+        return sorted(places, key=lambda place: place[1][self.axis])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        sides = [end - first for first, end in self.bounds[0]]
+        sides[self.axis] = sum(bounds[self.axis][1] - bounds[self.axis][0] for bounds in self.bounds)
+        return tuple(sides)
+
+
+def boxes_of(
+    target: str, struct: jax.ShapeDtypeStruct, sharding: Sharding, shards: ModelSharding | None
+) -> list[ShardBoxes]:
+    """What the devices of this host hold of a target."""
+    holders: dict[tuple[_Bounds, ...], list[Any]] = defaultdict(list)
+    cut = None if shards is None else shards.cuts.get(target)
+    if shards is None or cut is None:
+        for device, index in sharding.addressable_devices_indices_map(struct.shape).items():
+            sides = zip(index or (), struct.shape, strict=True)
+            holders[(tuple(side.indices(size)[:2] for side, size in sides),)].append(device)
+        return [ShardBoxes(0, bounds, tuple(devices)) for bounds, devices in holders.items()]
+    axis, whole = cut.axis % len(struct.shape), [(0, size) for size in struct.shape]
+    for number, device in enumerate(shards.mesh.devices.flat):
+        if device.process_index == jax.process_index():
+            pieces = cut.pieces(number, shards.split.devices)
+            holders[tuple((*whole[:axis], piece, *whole[axis + 1 :]) for piece in pieces)].append(device)
+    return [ShardBoxes(axis, bounds, tuple(devices)) for bounds, devices in holders.items()]
+
+
+def plan_parts(
+    sources: Sequence[WeightSource],
+    headers: Mapping[str, tuple[tuple[int, ...], str]],
+    struct: jax.ShapeDtypeStruct,
+    boxes: Sequence[ShardBoxes],
+) -> list[Part]:
+    """Cut the sources of one target along the parts that this host's devices hold of it."""
+    covered = sum(math.prod(source.shape) for source in sources)
+    if covered != math.prod(struct.shape):
+        raise CheckpointError(
+            f"{len(sources)} tensors hold {covered} of the {math.prod(struct.shape)} values of {sources[0].target}; "
+            "wanted all of them or, where they are optional, none; copy the checkpoint again"
+        )
+    parts: list[Part] = []
+    for held in boxes:
+        places = held.places()
+        ends = [bounds[held.axis][1] for _, bounds in places]  # in order: a source meets few of many boxes
+        pieces: list[Piece] = []
+        for source in sources:
+            start, placed = _start(source), source.placed_shape
+            for place, bounds in places[bisect.bisect_right(ends, start[held.axis]) :]:
+                if bounds[held.axis][0] >= start[held.axis] + placed[held.axis]:
+                    break
+                piece = _cut(source, headers[source.name][1], bounds, (held.axis, place))
+                pieces += [] if piece is None else [piece]
+        parts.append(Part(held.shape, held.devices, tuple(pieces)))
+    return parts
+
+
+def _start(source: WeightSource) -> list[int]:
+    """Where the source begins in its target."""
+    start = [*source.index, *[0] * len(source.shape)]
+    if source.offset:
+        start[-1] += source.offset
+    if source.first:
+        assert not source.index, source
+        start[0] += source.first
+    return start
+
+
+def _cut(source: WeightSource, dtype: str, bounds: _Bounds, at: tuple[int, int]) -> Piece | None:
+    """What falls into one box, which begins at (axis, place) of its part."""
+    start, placed = _start(source), source.placed_shape
+    assert len(placed) == len(bounds), (source, bounds)
+    low = [max(first, begin) for first, (begin, _) in zip(start, bounds, strict=True)]
+    high = [min(first + size, end) for first, size, (_, end) in zip(start, placed, bounds, strict=True)]
+    if any(first >= stop for first, stop in zip(low, high, strict=True)):
+        return None
+    box = [slice(first - begin, stop - begin) for first, stop, begin in zip(low, high, start, strict=True)][
+        len(source.index) :
+    ]
+    if source.transpose:
+        box[-2:] = box[-1], box[-2]
+    begins = [first - begin for first, (begin, _) in zip(low, bounds, strict=True)]
+    begins[at[0]] += at[1]
+    shape = tuple(stop - first for first, stop in zip(low, high, strict=True))
+    return Piece(source.name, dtype, tuple(box), tuple(begins), shape, source.transpose)

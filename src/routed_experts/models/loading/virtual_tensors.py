@@ -1,0 +1,120 @@
+"""Tensors that a checkpoint does not hold as such but that follow from those it holds: every other row of one, or
+numbers packed in 4 bits. They have names, shapes and dtypes like all others and are computed when they are read. Knows
+no architecture.
+
+MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of 4 bits (sign, 2 bits of exponent, 1 of mantissa), two a
+byte, the lower half first; each block is multiplied by 2^(scale - 127). Dims: E experts, D inputs, O outputs, B blocks
+of a row."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from routed_experts.models.loading.checkpoint import Checkpoint
+
+_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+FP4_VALUES = np.concatenate([_FP4, -_FP4])
+
+Header = tuple[tuple[int, ...], str]
+
+
+class VirtualTensor(Protocol):
+    """One such tensor."""
+
+    @property
+    def needs(self) -> tuple[str, ...]: ...
+
+    def header(self, headers: Mapping[str, Header]) -> Header: ...
+
+    def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """Entries start, start + 2, ... of the last axis."""
+
+    name: str
+    start: int
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def header(self, headers: Mapping[str, Header]) -> Header:
+        shape, dtype = headers[self.name]
+        return (*shape[:-1], shape[-1] // 2), dtype
+
+    def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
+        last = slice(2 * box[-1].start, 2 * box[-1].stop)
+        return Checkpoint.read(checkpoint, self.name, (*box[:-1], last))[..., self.start :: 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """[E, D, O] from blocks [E, O, B, 16] and scales [E, O, B]; with `start`, every other output from there on.
+    bfloat16 holds it exactly."""
+
+    blocks: str
+    scales: str
+    start: int | None = None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.blocks, self.scales
+
+    def header(self, headers: Mapping[str, Header]) -> Header:
+        experts, outputs, blocks, half = headers[self.blocks][0]
+        return (experts, blocks * half * 2, outputs if self.start is None else outputs // 2), "bfloat16"
+
+    def read(self, checkpoint: Checkpoint, box: tuple[slice, ...]) -> np.ndarray:
+        whole = slice(None)
+        blocks = Checkpoint.read(checkpoint, self.blocks, (box[0], whole, whole, whole))
+        scales = Checkpoint.read(checkpoint, self.scales, (box[0], whole, whole))
+        if self.start is not None:
+            blocks, scales = blocks[:, self.start :: 2], scales[:, self.start :: 2]
+        return np.swapaxes(dequantize_mxfp4(blocks[:, box[2]], scales[:, box[2]]), 1, 2)[:, box[1]].astype(
+            ml_dtypes.bfloat16
+        )
+
+
+def dequantize_mxfp4(
+    blocks: UInt8[np.ndarray, "E O B 16"], scales: UInt8[np.ndarray, "E O B"]
+) -> Float[np.ndarray, "E O D"]:
+    """The numbers of packed rows, float32."""
+    numbers = np.empty((*blocks.shape[:-1], 2 * blocks.shape[-1]), np.float32)
+    numbers[..., 0::2], numbers[..., 1::2] = FP4_VALUES[blocks & 15], FP4_VALUES[blocks >> 4]
+    numbers = np.ldexp(numbers, scales.astype(np.int32)[..., None] - 127)
+    return numbers.reshape(*blocks.shape[:2], -1)
+
+
+class DerivedCheckpoint(Checkpoint):
+    """A checkpoint that shows derived tensors instead of those that they are made of."""
+
+    def __init__(self, path: Path | str, derive: Callable[[Mapping[str, Header]], Mapping[str, VirtualTensor]]) -> None:
+        super().__init__(path)
+        stored = super().names()
+        self._derived = dict(derive(stored))
+        used = {name for tensor in self._derived.values() for name in tensor.needs}
+        self._shown = {name: header for name, header in stored.items() if name not in used}
+        self._shown |= {name: tensor.header(stored) for name, tensor in self._derived.items()}
+
+    def names(self) -> dict[str, Header]:
+        """Shape and dtype of every tensor, derived ones among them."""
+        return dict(self._shown)
+
+    def read(self, name: str, box: tuple[slice, ...] = ()) -> np.ndarray:
+        """Copy one tensor, or the part of it that `box` names, to the host."""
+        if name not in self._derived:
+            return super().read(name, box)
+        shape = self._shown[name][0]
+        array = self._derived[name].read(self, box or tuple(slice(0, size) for size in shape))
+        assert (
+            math.prod(array.shape) == math.prod(side.stop - side.start for side in box) if box else array.shape == shape
+        ), (name, box)
+        return array

@@ -1,0 +1,165 @@
+"""Weights from a checkpoint to devices, by a table of names. Knows no architecture and no file format.
+
+Host memory stays near `host_bytes` or one row of a tensor, whichever is more; each device gets only its own part of a
+sharded array:
+
+    a part that fits host_bytes     tensors -> one host array -------------------> device
+    a larger part                   tensors -> stacks of <= host_bytes / 2 ------> written in place into the donated part
+
+Letters: J pieces of a stack, X axes of a target."""
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Sharding, SingleDeviceSharding
+from jaxtyping import Array, Int, Shaped
+
+from routed_experts.models.loading.checkpoint import Checkpoint, WeightSource
+from routed_experts.models.loading.load_plan import Part, Piece, boxes_of, plan_parts
+from routed_experts.models.sharding.sharding import ModelSharding
+
+
+def load(
+    checkpoint: Checkpoint,
+    sources: Iterable[WeightSource],
+    targets: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    sharding: Sharding | None = None,
+    shards: ModelSharding | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    host_bytes: int | None = None,
+) -> dict[str, jax.Array]:
+    """Fill every target from its sources, cast to the target's dtype; `check` comes first.
+
+    A target stands where its own `sharding` says, else where the argument says, else on the first device; with `shards`
+    it is dealt out, and what is given is the global array. Targets whose sources are all optional and absent are left
+    out. `progress(done, total)` counts bytes read. `host_bytes` in flight: by default 64 MiB, but 4 on CPU, where they
+    stand beside the weights themselves."""
+    headers = checkpoint.names()
+    grouped: dict[str, list[WeightSource]] = defaultdict(list)
+    for source in sources:
+        if source.name in headers or not source.optional:
+            grouped[source.target].append(source)
+    default = sharding or SingleDeviceSharding(jax.local_devices()[0])
+    places = {target: targets[target].sharding or default for target in grouped}
+    if shards is not None:
+        places = {target: shards.sharding(target, len(targets[target].shape)) for target in grouped}
+    plans = {
+        target: plan_parts(group, headers, targets[target], boxes_of(target, targets[target], places[target], shards))
+        for target, group in grouped.items()
+    }
+    total = sum(piece.num_bytes for parts in plans.values() for part in parts for piece in part.pieces)
+    if host_bytes is None:
+        host_bytes = (4 if jax.default_backend() == "cpu" else 64) << 20
+    loader = _Loader(checkpoint, host_bytes, total, progress)
+    loaded: dict[str, jax.Array] = {}
+    for target, parts in plans.items():
+        filled = [shard for part in parts for shard in loader.fill(part, targets[target].dtype)]
+        shape = targets[target].shape if shards is None else shards.global_shape(target, targets[target].shape)
+        loaded[target] = jax.make_array_from_single_device_arrays(shape, places[target], filled)
+    return loaded
+
+
+@dataclass(slots=True)
+class _Loader:
+    """Fills parts. The `pending_writes` of stacks in flight are ready once the stacks are written and their host copies
+    free."""
+
+    checkpoint: Checkpoint
+    host_bytes: int
+    total_bytes: int
+    progress: Callable[[int, int], None] | None
+    read_bytes: int = 0
+    in_flight: int = 0
+    pending_writes: list[jax.Array] = field(default_factory=list)
+
+    def fill(self, part: Part, dtype: np.dtype) -> list[jax.Array]:
+        """Fill the part on each of its devices."""
+        size = math.prod(part.shape) * dtype.itemsize
+        if size <= self.host_bytes:
+            self._reserve(size)
+            whole = np.empty(part.shape, dtype)
+            for piece in part.pieces:
+                window = tuple(slice(first, first + side) for first, side in zip(piece.start, piece.shape, strict=True))
+                tensor = self._read(piece)
+                with np.errstate(over="ignore"):  # float32 beyond float16 is inf on a device too
+                    whole[window] = (np.swapaxes(tensor, -1, -2) if piece.transpose else tensor).reshape(piece.shape)
+            return [jax.device_put(whole, device) for device in part.devices]
+        shards = [jnp.zeros(part.shape, _carrier(dtype, device), device=device) for device in part.devices]
+        alike: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
+        for piece in [slab for whole in part.pieces for slab in whole.slabs(self.host_bytes // 2)]:
+            alike[piece.shape, piece.read_shape, piece.transpose, piece.dtype].append(piece)
+        for pieces in alike.values():
+            depth = max(1, min(len(pieces), self.host_bytes // 2 // max(1, pieces[0].num_bytes)))
+            for first in range(0, len(pieces), depth):
+                shards = self._write(shards, pieces[first : first + depth], depth, dtype)
+        return [_carried(shard, dtype, device) for shard, device in zip(shards, part.devices, strict=True)]
+
+    def _write(self, shards: list[jax.Array], pieces: Sequence[Piece], depth: int, dtype: np.dtype) -> list[jax.Array]:
+        """Send one stack, always of `depth` rows so that it compiles once; rows past the last piece are not looked
+        at."""
+        self._reserve(depth * pieces[0].num_bytes)
+        stack = np.empty((depth, *pieces[0].read_shape), pieces[0].dtype)
+        starts = np.zeros((depth, len(pieces[0].start)), np.int32)
+        for row, piece in enumerate(pieces):
+            stack[row], starts[row] = self._read(piece), piece.start
+        written: list[jax.Array] = []
+        for shard in shards:
+            place = pieces[0].transpose, pieces[0].shape, dtype
+            filled, receipt = _write_pieces(shard, stack, starts, np.int32(len(pieces)), *place)
+            written.append(filled)
+            self.pending_writes.append(receipt)
+        return written
+
+    def _read(self, piece: Piece) -> np.ndarray:
+        tensor = self.checkpoint.read(piece.name, piece.box)
+        self.read_bytes += tensor.nbytes
+        if self.progress is not None:
+            self.progress(self.read_bytes, self.total_bytes)
+        return tensor
+
+    def _reserve(self, size: int) -> None:
+        if self.in_flight + size > self.host_bytes:
+            jax.block_until_ready(self.pending_writes)
+            self.in_flight, self.pending_writes = 0, []
+        self.in_flight += size
+
+
+def _carrier(dtype: np.dtype, device: Any) -> np.dtype:
+    """The dtype that a large part is filled in: its own, but the bits of half precision on CPU. There XLA would turn
+    the whole part into float32 and back for each stack."""
+    return np.dtype(np.uint16) if device.platform == "cpu" and dtype.itemsize == 2 else dtype
+
+
+def _carried(shard: jax.Array, dtype: np.dtype, device: Any) -> jax.Array:
+    """What the carrier holds, without a copy."""
+    if shard.dtype == dtype:
+        return shard
+    return jax.device_put(np.asarray(shard).view(dtype), device, may_alias=True)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(4, 5, 6))
+def _write_pieces(
+    target: Shaped[Array, "..."],
+    stack: Shaped[Array, "J ..."],
+    starts: Int[Array, "J X"],
+    count: Int[Array, ""],
+    transpose: bool,
+    shape: tuple[int, ...],
+    dtype: np.dtype | None = None,
+) -> tuple[Shaped[Array, "..."], Int[Array, ""]]:
+    def write(row: Int[Array, ""], target: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        piece = lax.dynamic_index_in_dim(stack, row, keepdims=False)
+        piece = (jnp.swapaxes(piece, -1, -2) if transpose else piece).reshape(shape).astype(dtype or target.dtype)
+        piece = piece if piece.dtype == target.dtype else lax.bitcast_convert_type(piece, target.dtype)
+        return lax.dynamic_update_slice(target, piece, list(lax.dynamic_index_in_dim(starts, row, keepdims=False)))
+
+    return lax.fori_loop(0, count, write, target), count + 1

@@ -1,0 +1,1 @@
+"""Models whose experts are split between the accelerator and the host."""

@@ -1,0 +1,1 @@
+"""Which part of each weight a device holds, and how weights are put there."""

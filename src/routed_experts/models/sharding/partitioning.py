@@ -1,0 +1,112 @@
+"""How arrays of weights are dealt out to devices: along one axis, in parts of the same size. Knows no device and no
+architecture.
+
+What stands side by side along the axis is cut each for itself, so that a device's part of q|k|v is its own q|k|v: a
+part is the
+device's pieces of all segments, one after another. Dims: V devices."""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from routed_experts.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`size` places along an axis that hold `units` things which are not cut, called `what` in errors. `repeated`:
+    fewer units than devices are held by several devices each."""
+
+    size: int
+    units: int
+    what: str
+    repeated: bool = False
+
+    def fits(self, devices: int) -> bool:
+        """Whether so many devices can share it."""
+        return self.units % devices == 0 or (self.repeated and devices % self.units == 0)
+
+    def piece(self, device: int, devices: int) -> tuple[int, int]:
+        """The device's places [first, end) in the segment."""
+        parts = min(devices, self.units)
+        size, index = self.size // parts, device * parts // devices
+        return index * size, (index + 1) * size
+
+
+@dataclass(frozen=True, slots=True)
+class AxisPartition:
+    """Segments that cover an axis, which is counted from the last one (-1) or is the first one (0)."""
+
+    axis: int
+    segments: tuple[Segment, ...]
+
+    def pieces(self, device: int, devices: int) -> tuple[tuple[int, int], ...]:
+        """The device's places [first, end) along the axis, in order."""
+        starts = itertools.accumulate((segment.size for segment in self.segments), initial=0)
+        pieces = (segment.piece(device, devices) for segment in self.segments)
+        return tuple((start + first, start + end) for start, (first, end) in zip(starts, pieces, strict=False))
+
+    def part(self, shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
+        """Shape of one device's part of an array of `shape`."""
+        axis = self.axis % len(shape)
+        return (*shape[:axis], sum(end - first for first, end in self.pieces(0, devices)), *shape[axis + 1 :])
+
+
+def columns(*segments: Segment) -> AxisPartition:
+    """A cut of the last axis: outputs of a matrix."""
+    return AxisPartition(-1, segments)
+
+
+def rows(size: int, units: int, what: str) -> AxisPartition:
+    """A cut of the last axis but one: inputs of a matrix."""
+    return AxisPartition(-2, (Segment(size, units, what),))
+
+
+def expert_parallel(experts: int, layers: int) -> AxisPartition:
+    """A cut of the first axis of [R*E, ...]: some experts of each layer."""
+    return AxisPartition(0, (Segment(experts, experts, "experts"),) * layers)
+
+
+def embedding_partition(hidden: int, *, tied: bool) -> dict[str, AxisPartition]:
+    """Embeddings and head, cut along the stream: it divides where a vocabulary does not."""
+    stream = Segment(hidden, hidden, "columns of the stream")
+    return {"embed": columns(stream)} | ({} if tied else {"head": AxisPartition(-2, (stream,))})
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedPartition(AxisPartition):
+    """A cut of the first axis in which each device's places are listed, in any order; a place may be on several
+    devices."""
+
+    places: tuple[tuple[int, ...], ...] = ()  # by device
+
+    def pieces(self, device: int, devices: int) -> tuple[tuple[int, int], ...]:
+        """One by one."""
+        return tuple((place, place + 1) for place in self.places[device])
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Over how many devices a model is dealt out. `expert_parallel`: by experts, not by the width of each. `instances`:
+    of experts, in each layer, if some have several, `replicas` at most of one; 0: one each. `bounded`: they have
+    capacities."""
+
+    devices: int
+    expert_parallel: bool = False
+    instances: int = 0
+    replicas: int = 0
+    bounded: bool = False
+
+    def check(self, cuts: Mapping[str, AxisPartition], *, most: int) -> None:
+        """Raise ConfigError unless the devices can share every array; `most` bounds the values that are proposed."""
+        segments = frozenset(itertools.chain.from_iterable(cut.segments for cut in cuts.values()))
+        wrong = sorted({f"{segment.units} {segment.what}" for segment in segments if not segment.fits(self.devices)})
+        if wrong:
+            works = ", ".join(str(size) for size in range(1, max(most, 1) + 1) if _all_fit(segments, size))
+            raise ConfigError(
+                f"tp_size={self.devices} does not divide {', '.join(wrong)}; values that work for this model: {works}"
+            )
+
+
+def _all_fit(segments: Iterable[Segment], devices: int) -> bool:
+    return all(segment.fits(devices) for segment in segments)

@@ -1,0 +1,163 @@
+"""A model's weights dealt out over a mesh of one axis: which part of an array each device holds, and how arrays get
+there. Knows no architecture: the cuts say it all.
+
+Parts of one array stand side by side along the axis of its cut, in the order of the devices, as one global array; where
+segments are cut each for itself, its columns are in another order than in the model's own array. Dims: V devices."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
+
+from routed_experts.core.errors import MachineError
+from routed_experts.models.sharding.partitioning import AxisPartition, ParallelConfig
+
+AXIS = "tensor"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSharding:
+    """`split.devices` devices and how each array of a model is dealt out to them; arrays without a cut are whole on
+    each."""
+
+    split: ParallelConfig
+    cuts: Mapping[str, AxisPartition]  # by dotted path
+    devices: tuple[Any, ...] = ()  # empty: the first ones of this process
+    maps: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict[str, np.ndarray])  # of placed experts
+
+    @staticmethod
+    def of(
+        cuts: Mapping[str, AxisPartition],
+        split: ParallelConfig,
+        *,
+        devices: tuple[Any, ...] = (),
+        maps: Mapping[str, np.ndarray] | None = None,
+    ) -> "ModelSharding | None":
+        """For a model's cuts; None for one device. Raises ConfigError where the model cannot be shared by so many;
+        whether there are so many is looked at when `mesh` is asked for."""
+        if split.devices == 1:
+            return None
+        split.check(cuts, most=max(split.devices, jax.device_count()))
+        return ModelSharding(split, cuts, devices, maps or {})
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The first V devices on one axis. Raises MachineError where there are fewer."""
+        devices = self.devices or jax.devices()
+        if len(devices) < self.split.devices:
+            kind = devices[0].platform
+            remedy = (
+                ", or set XLA_FLAGS=--xla_force_host_platform_device_count, which makes several of one CPU"
+                if kind == "cpu"
+                else ""
+            )
+            raise MachineError(
+                f"tp_size={self.split.devices} is above the {len(devices)} {kind} devices here; lower it{remedy}"
+            )
+        return Mesh(np.array(devices[: self.split.devices]), (AXIS,))
+
+    def spec(self, name: str, ndim: int) -> PartitionSpec:
+        """Along which axis the global array of that name is cut."""
+        cut = self.cuts.get(name)
+        if cut is None:
+            return PartitionSpec()
+        axis = cut.axis % ndim
+        return PartitionSpec(*[AXIS if index == axis else None for index in range(axis + 1)])
+
+    def sharding(self, name: str, ndim: int) -> NamedSharding:
+        """The same on the mesh."""
+        return NamedSharding(self.mesh, self.spec(name, ndim))
+
+    def part_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of what one device holds of the model's array."""
+        cut = self.cuts.get(name)
+        return shape if cut is None else cut.part(shape, self.split.devices)
+
+    def global_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the parts of all devices side by side."""
+        cut = self.cuts.get(name)
+        if cut is None:
+            return shape
+        part, axis = self.part_shape(name, shape), cut.axis % len(shape)
+        return (*part[:axis], part[axis] * self.split.devices, *part[axis + 1 :])
+
+    def part_of(self, state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+        """Shapes of what one device holds of a model's arrays or shapes."""
+        flat = [(path, leaf.replace(self._part_struct(_dotted(path), leaf))) for path, leaf in nnx.to_flat_state(state)]
+        return nnx.from_flat_state(flat)
+
+    def place(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
+        """Copy a model's whole arrays to the devices, to each its part; with `donate` each is deleted once it is
+        copied."""
+        flat, gifts = list[Any](), DonatedBuffers(jax.tree.leaves(state) if donate else ())
+        for path, leaf in nnx.to_flat_state(state):
+            given = leaf.get_raw_value()
+            placed = self.place_array(_dotted(path), given)
+            gifts.copied(given, placed)
+            flat.append((path, leaf.replace(placed)))
+        return nnx.from_flat_state(flat)
+
+    def place_array(self, name: str, array: Array | np.ndarray) -> Array:
+        """Copy one whole array to the devices."""
+        cut, sharding = self.cuts.get(name), self.sharding(name, array.ndim)
+        if cut is None:
+            return jax.device_put(np.array(array) if isinstance(array, np.ndarray) else array, sharding)
+        parts = [
+            jax.device_put(_take(array, cut, number, self.split.devices), device)
+            for number, device in enumerate(self.mesh.devices.flat)
+            if device.process_index == jax.process_index()
+        ]
+        return jax.make_array_from_single_device_arrays(self.global_shape(name, array.shape), sharding, parts)
+
+    def placed_maps(self) -> dict[str, Array]:
+        """The maps, the same on every device."""
+        return {name: jax.device_put(listed, self.sharding(name, listed.ndim)) for name, listed in self.maps.items()}
+
+    def _part_struct(self, name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.part_shape(name, leaf.shape), leaf.dtype)
+
+
+def buffers_of(array: Array) -> set[int]:
+    """Where an array lies on the devices of this process."""
+    return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+
+
+class DonatedBuffers:
+    """Arrays that were given away. One may have several names, and is deleted once it was copied under the last of
+    them; one that shares memory with a copy of it is left alone, and so is one of the host."""
+
+    def __init__(self, arrays: Iterable[object]) -> None:
+        self._names = Counter(at for array in arrays if isinstance(array, jax.Array) for at in buffers_of(array))
+        self._served = set[int]()
+
+    def copied(self, array: object, copy: Array) -> None:
+        """An array was copied, under one of its names; who was not given away stays."""
+        if not self._names or not isinstance(array, jax.Array):
+            return
+        own = buffers_of(array)
+        self._served |= own & buffers_of(copy)
+        self._names.subtract(own)
+        jax.block_until_ready(copy)
+        if not own & self._served and all(self._names[at] == 0 for at in own):
+            array.delete()
+
+
+def _take(
+    array: Array | np.ndarray, cut: AxisPartition, device: int, devices: int
+) -> Shaped[Array, "..."] | np.ndarray:
+    """A device's part of a whole array, where that array lies."""
+    axis, pieces = cut.axis % array.ndim, cut.pieces(device, devices)
+    places = np.concatenate([np.arange(first, end) for first, end in pieces])
+    return np.take(array, places, axis=axis) if isinstance(array, np.ndarray) else jnp.take(array, places, axis=axis)
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))

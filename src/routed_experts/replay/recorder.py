@@ -1,0 +1,85 @@
+"""The tape of a training forward: which experts every token ran on, how many of them its live router would not have
+chosen, and, where it was asked for, how evenly experts are used. Rides where the device cache of a serving step does.
+Dims: N tokens, M MoE layers, K experts per token, E experts."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.replay.balance import BalanceOn, RouterBalance
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BalanceRecorder:
+    """Counts and summed probabilities so far, and which tokens are counted."""
+
+    counts: Int[Array, "M E"]
+    sums: Float[Array, "M E"]
+    counted: Bool[Array, " N"]
+    on: BalanceOn = dataclasses.field(metadata={"static": True})
+
+    @staticmethod
+    def start(counted: Bool[Array, " N"], spec: CaptureSpec, on: BalanceOn) -> "BalanceRecorder":
+        """Nothing seen."""
+        shape = (spec.num_moe_layers, spec.num_experts)
+        return BalanceRecorder(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), counted, on)
+
+    def written(
+        self, layer: Int[Array, ""], ids: Int[Array, "N K"], probabilities: Float[Array, "N E"]
+    ) -> "BalanceRecorder":
+        """With one layer more."""
+        counted = self.counted[:, None]
+        counts = jnp.zeros(self.counts.shape[1], jnp.int32).at[ids].add(counted.astype(jnp.int32))
+        sums = jnp.sum(jnp.where(counted, probabilities, 0.0), axis=0)
+        counts = lax.dynamic_update_slice_in_dim(self.counts, counts[None], layer, axis=0)
+        return dataclasses.replace(
+            self, counts=counts, sums=lax.dynamic_update_slice_in_dim(self.sums, sums[None], layer, axis=0)
+        )
+
+    def told(self) -> RouterBalance:
+        """What is read off at the end."""
+        num_tokens = jnp.sum(self.counted, dtype=jnp.int32)
+        return RouterBalance(self.counts, self.sums / jnp.maximum(num_tokens, 1).astype(jnp.float32), num_tokens)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoutingRecorder(_RoutedExpertsDeviceCache):
+    """The ids of a forward, and slot misses: K minus the number of executed experts that are among the live router's
+    K."""
+
+    slot_miss: UInt8[Array, "M N"] | None = None
+    balance: BalanceRecorder | None = None
+
+    @staticmethod
+    def start(num_tokens: int, spec: CaptureSpec, balance: BalanceRecorder | None = None) -> "RoutingRecorder":
+        """An empty tape of a forward over `num_tokens`."""
+        empty = _RoutedExpertsDeviceCache.create(num_tokens, spec)
+        slot_miss = jnp.zeros((spec.num_moe_layers, num_tokens), jnp.uint8)
+        return RoutingRecorder(empty.ids, spec, slot_miss=slot_miss, balance=balance)
+
+    def capture_fwd_routed_experts(
+        self,
+        moe_layer: int | Int[Array, ""],
+        topk_ids: Int[Array, "N K"],
+        native_ids: Int[Array, "N K"] | None = None,
+        probabilities: Callable[[], Float[Array, "N E"]] | None = None,
+    ) -> "RoutingRecorder":
+        """Write down one layer."""
+        written = super().capture_fwd_routed_experts(moe_layer, topk_ids)
+        assert self.slot_miss is not None and native_ids is not None, "a tape is given both choices"
+        hits = jnp.any(topk_ids[:, :, None] == native_ids[:, None, :], axis=2)  # [N, K]
+        missed = jnp.sum(~hits, axis=1, dtype=jnp.uint8)
+        row, balance = jnp.asarray(moe_layer, jnp.int32), self.balance
+        slot_miss = lax.dynamic_update_slice_in_dim(self.slot_miss, missed[None], row, axis=0)
+        if balance is not None:
+            assert probabilities is not None, "a tape of balance is given the router's probabilities"
+            balance = balance.written(row, native_ids if balance.on == "native" else topk_ids, probabilities())
+        return RoutingRecorder(written.ids, self.spec, slot_miss=slot_miss, balance=balance)

@@ -1,0 +1,1 @@
+"""What operators call: weights, pause, health, metrics and server information."""

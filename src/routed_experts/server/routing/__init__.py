@@ -1,0 +1,1 @@
+"""Routing over HTTP: rows by reference, statistics, scores, and where rows stand in a response."""

@@ -1,0 +1,1 @@
+"""vLLM's routes: /tokenize, /detokenize and /tokenizer_info."""

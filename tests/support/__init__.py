@@ -1,0 +1,1 @@
+"""Shared helpers of the tests: small engines, checkpoints, servers and runners."""

@@ -1,0 +1,94 @@
+"""A real HTTP server over an engine of the test's process, on a loopback port: many settings, one engine. Knows no
+test."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import threading
+
+import httpx
+import uvicorn
+
+from routed_experts.engine.async_engine import AsyncEngine
+from routed_experts.server.app import make_app
+from routed_experts.server.limits import ServerSettings
+from routed_experts.server.middleware import RequestMiddleware
+from routed_experts.server.run import bind, server_config, url_of
+from routed_experts.server.state import ServerState
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    url: str
+    service: ServerState
+    gate: RequestMiddleware
+    client: httpx.Client
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def address(self):
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def post(self, path, body, **options):
+        return self.client.post(path, json=body, **options)
+
+    def wait_idle(self, timeout=20):
+        """Wait until every request has been answered or given up."""
+        asyncio.run_coroutine_threadsafe(self.gate.idle.wait(), self.loop).result(timeout)
+
+
+@contextlib.contextmanager
+def running(engine, **settings):
+    """Serve `engine` until the block ends; with engine None the server stays in its start-up. Every token is an event
+    of its own."""
+    service = ServerState(ServerSettings(port=0, **{"stream_interval": 0.0, **settings}), model_path="tiny")
+    if engine is not None:
+        service.serve(AsyncEngine(engine))
+    listener = bind(service.settings)
+    app, gate = make_app(service, version="0")
+    server = uvicorn.Server(server_config(app))
+    started = threading.Event()
+    loops = []
+
+    async def serve():
+        loops.append(asyncio.get_running_loop())
+        asyncio.get_running_loop().call_soon(started.set)
+        await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+    thread.start()
+    assert started.wait(10)
+    headers = {"authorization": f"Bearer {service.settings.api_key}"} if service.settings.api_key else {}
+    url = url_of(listener)
+    with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
+        yield Running(url, service, gate, client, loops[0])
+    server.should_exit = True
+    thread.join(15)
+    assert not thread.is_alive(), "the server did not stop"
+
+
+def events(response):
+    """The JSON of each event of a stream; the last must be [DONE], and comments are left out."""
+    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]", lines[-1:]
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def stream(server, path, body):
+    """All events of a streamed answer."""
+    with server.client.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return events(response)
+
+
+def error_of(response, status):
+    """The error of a refused request, whose form is checked."""
+    assert response.status_code == status, (response.status_code, response.text[:300])
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert 0 < len(error["message"]) <= 1000
+    assert "\n" not in error["message"] and "Traceback" not in error["message"] and "/src/" not in error["message"]
+    return error

@@ -1,0 +1,233 @@
+"""The engine's own table of programs, compiled for a TPU that is not there, and what can be read off the result.
+Knows nothing of values or times.
+
+The functions, their donations and their inputs are those of `lowerings`: only the devices that the weights are said
+to lie on differ. Pools are larger than VMEM (128 MiB), else "in place" could mean "on the chip". Backends are those
+that an engine picks."""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from routed_experts.core.model_worker_batch import ForwardMode, SamplerForm
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
+from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_counts, lowerings
+from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.programs import ProgramSpec
+from routed_experts.execution.sampler import TokenCounts
+from routed_experts.layers.routing import RouterSpec
+from routed_experts.memory.kv_pool import KVPoolSpec
+from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from support.tpu_aot import REPLICATED, tpu_mesh, without_compilation_cache
+
+Key = tuple[object, ...]
+Jobs = Mapping[Key, Callable[[], jax.stages.Lowered]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class World:
+    """A model and the static sizes of the runner that serves it, in bfloat16."""
+
+    config: Qwen3MoeConfig
+    runner: RunnerConfig
+
+    @property
+    def pool(self) -> jax.ShapeDtypeStruct:
+        """The KV pool."""
+        return self.runner.pool.abstract
+
+    @property
+    def counts(self) -> TokenCounts:
+        """What penalties count."""
+        return abstract_token_counts(self.runner.num_request_slots, self.runner.vocab_size)
+
+
+def world_of(config: Qwen3MoeConfig, *, num_pages: int, decode: int, extend: int, num_request_slots: int) -> World:
+    """One decode shape and one extend shape of a model, with pages of 64 tokens."""
+    pool = KVPoolSpec(
+        num_layers=config.num_layers,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=jnp.dtype(jnp.bfloat16),
+    )
+    width = config.context_length // PAGE_SIZE
+    shapes = (
+        BatchShape(mode=ForwardMode.DECODE, num_tokens=decode, num_requests=decode, table_width=width),
+        BatchShape(mode=ForwardMode.EXTEND, num_tokens=extend, num_requests=decode, table_width=width),
+    )
+    return World(
+        config,
+        RunnerConfig(pool=pool, num_request_slots=num_request_slots, shapes=shapes, vocab_size=config.vocab_size),
+    )
+
+
+PAGE_SIZE = 64
+# Pages of 192 MiB; experts of a run 288 MiB. So many request slots that counts take 513 MiB and prompt flags 128 MiB
+# (an engine has
+# some tens). More tokens in the extend shape than the experts' kernel takes without sorting.
+SMALL = world_of(
+    Qwen3MoeConfig(
+        vocab_size=8192,
+        hidden_size=256,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=128,
+        dense_width=512,
+        expert_width=1024,
+        router=RouterSpec(num_experts=64, top_k=8, renormalize=True),
+        moe_layers=(1, 2, 3),
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tie_embeddings=False,
+        context_length=2048,
+    ),
+    num_pages=384,
+    decode=16,
+    extend=384,
+    num_request_slots=16_401,
+)
+
+# Opcodes that name a place and move nothing, and the second half of an asynchronous pair.
+_FREE = frozenset(
+    {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "copy-done", "after-all", "while", "conditional"}
+)
+# What may yield an array as large as the pool: names of a place, and a write of some rows into the pool itself.
+_IN_PLACE = frozenset({"parameter", "get-tuple-element", "bitcast", "fusion", "scatter", "dynamic-update-slice"})
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
+_ARRAY = re.compile(r"[a-z]\w*\[([\d,]*)\]")
+
+
+@functools.cache
+def jobs(chip: str, *, capture: bool, world: World = SMALL, plain: bool = False) -> Jobs:
+    """The runner's table, with weights that are said to lie on one `chip`; `plain`: on the backends of array code
+    alone."""
+    config = world.config
+    placed = NamedSharding(tpu_mesh(chip), REPLICATED)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+    weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state)
+    named = {"moe_backend": "tiled", "attention_backend": "paged"} if plain else {}
+    kernels, attention = DEFAULT_BACKENDS.choose(
+        ServerArgs(enable_return_routed_experts=capture, **named), platform="tpu"
+    )
+    spec = ProgramSpec(
+        graphdef=graphdef,
+        capture=config.capture_spec if capture else None,
+        kernels=kernels,
+        attention=attention,
+        num_pages=world.runner.pool.num_pages,
+        raw_logprobs=False,
+    )
+    return lowerings(weights, spec, world.runner)
+
+
+def name_of(key: Key) -> str:
+    """A program without its sizes, such as "forward extend" or "sample greedy"."""
+    named = [part for part in key if isinstance(part, SamplerForm) or not isinstance(part, int)]
+    words = [part.mode if isinstance(part, BatchShape) else part for part in named]
+    return " ".join(word.name.lower() if isinstance(word, ForwardMode | SamplerForm) else str(word) for word in words)
+
+
+@functools.cache
+def lowered(chip: str, name: str, *, capture: bool, world: World = SMALL, plain: bool = False) -> jax.stages.Lowered:
+    """One program of the table, by name."""
+    [job] = [job for key, job in jobs(chip, capture=capture, world=world, plain=plain).items() if name_of(key) == name]
+    with jax.sharding.use_abstract_mesh(tpu_mesh(chip).abstract_mesh):
+        return job()
+
+
+@functools.cache
+def compiled(chip: str, name: str, *, capture: bool, world: World = SMALL, plain: bool = False) -> jax.stages.Compiled:
+    """One program of the table, through the TPU compiler."""
+    with without_compilation_cache():
+        return lowered(chip, name, capture=capture, world=world, plain=plain).compile()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operations:
+    """Operations that a step runs, each counted once: outside of loops, in their bodies (a layer's), and those of one
+    number."""
+
+    once: int
+    in_loops: int
+    scalar: int
+
+    def __sub__(self, other: "Operations") -> "Operations":
+        """What this program has more."""
+        return Operations(self.once - other.once, self.in_loops - other.in_loops, self.scalar - other.scalar)
+
+
+def operations(program: jax.stages.Compiled) -> Operations:
+    """Count the operations of the optimised program; a fusion is one, what is inside of it none."""
+    text = program.as_text() or ""
+    bodies, counts, scalar, inside = set(re.findall(r"body=%?([\w.-]+)", text)), collections.Counter[str](), 0, ""
+    for line in text.splitlines():
+        if line.endswith("{") and (opened := re.match(r"(ENTRY )?%?([\w.-]+) \(", line)):
+            inside = "once" if opened[1] else "in loops" if opened[2] in bodies else ""
+        if inside and (found := _INSTRUCTION.match(line)) and found[2] not in _FREE:
+            if max(map(_num_elements, _ARRAY.findall(found[1]))) > 1:
+                counts[inside] += 1
+            else:
+                scalar += 1
+    return Operations(counts["once"], counts["in loops"], scalar)
+
+
+def estimated_cycles(program: jax.stages.Compiled, world: World) -> int:
+    """The compiler's own estimate for a step, loops over layers by their length. It has none for a Pallas kernel, a
+    gather, a scatter or a sort, and a loop inside of a layer counts once: what is left is the glue, and programs of one
+    chip can be compared."""
+    sums, whiles, inside = collections.Counter[str](), collections.defaultdict[str, list[tuple[str, bool]]](list), ""
+    entry = ""
+    for line in (program.as_text() or "").splitlines():
+        if line.endswith("{") and (opened := re.match(r"(ENTRY )?%?([\w.-]+) \(", line)):
+            inside = opened[2]
+            entry = inside if opened[1] else entry
+        if found := re.search(r'"estimated_cycles":"(\d+)"', line):
+            sums[inside] += int(found[1])
+        if found := re.search(r' while\(.*body=%?([\w.-]+).*op_name="([^"]*)"', line):
+            whiles[inside].append((found[1], found[2].count("while") == 1))
+    lengths = iter(
+        [end - first for first, end in world.config.runs if end - first > 1]
+    )  # a run of one layer is no loop
+
+    def once(name: str) -> int:
+        return sums[name] + sum(once(body) for body, _ in whiles[name])
+
+    return sums[entry] + sum((next(lengths) if of_layers else 1) * once(body) for body, of_layers in whiles[entry])
+
+
+def kernels(program: jax.stages.Compiled) -> int:
+    """Pallas kernels in the text, each counted once."""
+    return len(re.findall(r'custom_call_target="tpu_custom_call"', program.as_text() or ""))
+
+
+def whole_pool_operations(program: jax.stages.Compiled, pool: jax.ShapeDtypeStruct) -> list[str]:
+    """Find what makes another array of the pool's size, whatever its shape or dtype: a copy, a transpose, a conversion.
+    A kernel whose output is one of its operands makes none."""
+    lines = [line for line in (program.as_text() or "").splitlines() if "output_to_operand_aliasing={" not in line]
+    found = (_INSTRUCTION.match(line) for line in lines)
+    made = [
+        (match[1], match[2])
+        for match in found
+        if match and match[2] not in _IN_PLACE | {"tuple", "while", "conditional"}
+    ]
+    return [
+        f"{opcode} {result}"
+        for result, opcode in made
+        if any(_num_elements(dims) >= pool.size for dims in _ARRAY.findall(result))
+    ]
+
+
+def _num_elements(dims: str) -> int:
+    return math.prod(map(int, filter(None, dims.split(","))))
