@@ -112,9 +112,12 @@ class _RoutedExpertsDeviceCache:
         )
 
 
+RoutedExpertsDeviceCache = _RoutedExpertsDeviceCache  # the name for other modules; SGLang's has the underscore
+
+
 def create_device_cache(
     spec: CaptureSpec | None, num_tokens: int, *, reroutes: bool = False
-) -> _RoutedExpertsDeviceCache | None:
+) -> RoutedExpertsDeviceCache | None:
     """Make a step's cache, or None, the empty pytree, when nothing is recorded: a jitted step closes over `spec`
     alone."""
     return None if spec is None else _RoutedExpertsDeviceCache.create(num_tokens, spec, reroutes=reroutes)

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache, create_device_cache
-from routed_experts.capture.host_cache import SavedRows, _RoutedExpertsHostCache
+from routed_experts.capture.device_cache import RoutedExpertsDeviceCache, create_device_cache
+from routed_experts.capture.host_cache import SavedRows, RoutedExpertsHostCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, CaptureUnsupportedError, RoutingIncompleteError
 from routed_experts.core.integrity import Violation
@@ -49,7 +49,7 @@ class RoutedExpertsCapturer(ABC):
         """Whether rows are recorded."""
 
     @abstractmethod
-    def device_cache(self, num_tokens: int) -> _RoutedExpertsDeviceCache | None:
+    def device_cache(self, num_tokens: int) -> RoutedExpertsDeviceCache | None:
         """Make a step's device cache at trace time; None when off."""
 
     @abstractmethod
@@ -120,13 +120,13 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
 
     def __init__(self, spec: CaptureSpec, *, num_slots: int, page_size: int) -> None:
         self.spec = spec
-        self.host_cache = _RoutedExpertsHostCache(num_slots, spec, page_size=page_size)
+        self.host_cache = RoutedExpertsHostCache(num_slots, spec, page_size=page_size)
 
     @property
     def enabled(self) -> bool:
         return True
 
-    def device_cache(self, num_tokens: int) -> _RoutedExpertsDeviceCache | None:
+    def device_cache(self, num_tokens: int) -> RoutedExpertsDeviceCache | None:
         return create_device_cache(self.spec, num_tokens)
 
     def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:
@@ -217,7 +217,7 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
     def enabled(self) -> bool:
         return False
 
-    def device_cache(self, num_tokens: int) -> _RoutedExpertsDeviceCache | None:
+    def device_cache(self, num_tokens: int) -> RoutedExpertsDeviceCache | None:
         return None
 
     def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:

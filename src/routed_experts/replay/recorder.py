@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.replay.balance import BalanceOn, RouterBalance
 
@@ -51,7 +51,7 @@ class BalanceRecorder:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RoutingRecorder(_RoutedExpertsDeviceCache):
+class RoutingRecorder(RoutedExpertsDeviceCache):
     """The ids of a forward, and slot misses: K minus the number of executed experts that are among the live router's
     K."""
 
@@ -61,7 +61,7 @@ class RoutingRecorder(_RoutedExpertsDeviceCache):
     @staticmethod
     def start(num_tokens: int, spec: CaptureSpec, balance: BalanceRecorder | None = None) -> "RoutingRecorder":
         """An empty tape of a forward over `num_tokens`."""
-        empty = _RoutedExpertsDeviceCache.create(num_tokens, spec)
+        empty = RoutedExpertsDeviceCache.create(num_tokens, spec)
         slot_miss = jnp.zeros((spec.num_moe_layers, num_tokens), jnp.uint8)
         return RoutingRecorder(empty.ids, spec, slot_miss=slot_miss, balance=balance)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.delta_rule import DeltaInputs
@@ -105,12 +105,12 @@ class Decoder(Protocol):
         valid: Bool[Array, " N"],
         attend: Any,  # Attend, or SequenceOps where the model keeps states
         cache: Any,
-        capture: _RoutedExpertsDeviceCache | None,
+        capture: RoutedExpertsDeviceCache | None,
         *,
         kernels: Kernels,
         routed: TokenRouting | None = None,
         remat: bool = False,
-    ) -> tuple[Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]: ...
+    ) -> tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]: ...
 
     def logits(
         self, hidden: Float[Array, "N D"], *, linear: LinearBackend = REFERENCE_LINEAR

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.norm import layer_norm, rms_norm
@@ -68,12 +68,12 @@ class FamilyDecoder(nnx.Module):
         valid: Bool[Array, " N"],
         attend: AttentionFn | SequenceOps,
         cache: Any,
-        capture: _RoutedExpertsDeviceCache | None,
+        capture: RoutedExpertsDeviceCache | None,
         *,
         kernels: Kernels,
         routed: TokenRouting | None = None,
         remat: bool = False,
-    ) -> tuple[Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
+    ) -> tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]:
         """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in
         it."""
         config = self.config

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.moe import gated
 from routed_experts.layers.parallel import Capacities
 from routed_experts.layers.routing import RouterSpec, Routing
@@ -48,8 +48,8 @@ class Dense:
         view: LayerParams,
         step: Step,
         replay: Replay | None,
-        capture: _RoutedExpertsDeviceCache | None,
-    ) -> tuple[Float[Array, "N D"], _RoutedExpertsDeviceCache | None]:
+        capture: RoutedExpertsDeviceCache | None,
+    ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
         """Nothing is routed."""
         return view.project(gated(view.project(x, "dense_gate_up")), "dense_down", summed=True), capture
 
@@ -142,8 +142,8 @@ class Sparse:
         view: LayerParams,
         step: Step,
         replay: Replay | None,
-        capture: _RoutedExpertsDeviceCache | None,
-    ) -> tuple[Float[Array, "N D"], _RoutedExpertsDeviceCache | None]:
+        capture: RoutedExpertsDeviceCache | None,
+    ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
         """Route, record, run; experts that are shared come on top."""
         fed, routing, capture = self.choose(x, view, step, replay, capture)
         experts = view.experts(self.router.num_experts)
@@ -159,8 +159,8 @@ class Sparse:
         view: LayerParams,
         step: Step,
         replay: Replay | None,
-        capture: _RoutedExpertsDeviceCache | None,
-    ) -> tuple[Float[Array, "N D"], Routing, _RoutedExpertsDeviceCache | None]:
+        capture: RoutedExpertsDeviceCache | None,
+    ) -> tuple[Float[Array, "N D"], Routing, RoutedExpertsDeviceCache | None]:
         """Route and record; gives what the experts are fed besides."""
         assert replay is not None, "a sparse layer has a column"
         bias = view.plain("selection_bias") if self.router.biased else None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.attention import FusedQKV
 from routed_experts.layers.kernels import FusedSteps, Kernels
 from routed_experts.layers.layer_stack import LayerStackKernel, RunRouting, StackOffsets, StackWeights, StepInputs
@@ -46,13 +46,13 @@ def run_fused(
     step: StepInputs,
     attend: PagedAttend,
     cache: Any,
-    capture: _RoutedExpertsDeviceCache | None,
+    capture: RoutedExpertsDeviceCache | None,
     routed: TokenRouting | None,
     *,
     places: StackOffsets,
     spec: RouterSpec,
     kernels: Kernels,
-) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
+) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]:
     """Run the layers, on the rows of `routed` where they are valid; returns the stream, its norm by `next_norm`, the
     cache and the capture."""
     rows = slice_layers(routed, places.first_column, run.qkv.shape[0])
@@ -74,14 +74,14 @@ def _run_fused_layers(
     step: StepInputs,
     attend: PagedAttend,
     cache: Any,
-    capture: _RoutedExpertsDeviceCache | None,
+    capture: RoutedExpertsDeviceCache | None,
     given: RunRouting | None,
     *,
     places: StackOffsets,
     spec: RouterSpec,
     kernels: Kernels,
     fused: FusedSteps,
-) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
+) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]:
     following = jnp.concatenate([run.input_norm[1:], run.next_norm[None]])
     normed = rms_norm(x, run.input_norm[0], eps=run.eps)
 

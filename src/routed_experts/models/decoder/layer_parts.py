@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.layers.routing import LayerRouting
@@ -104,5 +104,5 @@ class FeedForward(Protocol):
         view: LayerParams,
         step: Step,
         replay: Replay | None,
-        capture: _RoutedExpertsDeviceCache | None,
-    ) -> tuple[Float[Array, "N D"], _RoutedExpertsDeviceCache | None]: ...
+        capture: RoutedExpertsDeviceCache | None,
+    ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]: ...

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.parallel import Capacities, Rerouter
@@ -54,12 +54,12 @@ def route(
     logits: Float[Array, "N E"],
     routed: LayerRouting | None,
     column: Int[Array, ""],
-    capture: _RoutedExpertsDeviceCache | None,
+    capture: RoutedExpertsDeviceCache | None,
     *,
     spec: RouterSpec,
     kernels: Kernels,
     bias: Float[Array, " E"] | None = None,
-) -> tuple[Routing, _RoutedExpertsDeviceCache | None]:
+) -> tuple[Routing, RoutedExpertsDeviceCache | None]:
     """Decide the experts of each token and write their ids down under the layer's column. `bias` moves the choice
     alone. Weights that are replayed are taken by plain code."""
     if kernels.router is not None and kernels.router.can(spec) and (routed is None or routed.weights is None):
@@ -81,11 +81,11 @@ def route_with_capacity(
     capacities: Capacities,
     rerouter: Rerouter,
     column: Int[Array, ""],
-    capture: _RoutedExpertsDeviceCache | None,
+    capture: RoutedExpertsDeviceCache | None,
     *,
     spec: RouterSpec,
     bias: Float[Array, " E"] | None = None,
-) -> tuple[Routing, _RoutedExpertsDeviceCache | None]:
+) -> tuple[Routing, RoutedExpertsDeviceCache | None]:
     """`route` under capacities; what it changes is written down beside the ids."""
     routing, changed = rerouter(logits, valid, capacities, spec, bias)
     if capture is not None:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.layer_stack import StackOffsets, StackWeights, StepInputs
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
@@ -119,12 +119,12 @@ class Qwen3Moe(nnx.Module):
         valid: Bool[Array, " N"],
         attend: AttentionFn,
         cache: Any,
-        capture: _RoutedExpertsDeviceCache | None,
+        capture: RoutedExpertsDeviceCache | None,
         *,
         kernels: Kernels,
         routed: TokenRouting | None = None,
         remat: bool = False,
-    ) -> tuple[Float[Array, "N D"], Any, _RoutedExpertsDeviceCache | None]:
+    ) -> tuple[Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]:
         """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in
         it."""
         config = self.config

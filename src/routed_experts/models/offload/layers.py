@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
+from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.expert_slots import ExpertTable, run_slots
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.routing import LayerRouting
@@ -83,7 +83,7 @@ class Stream:
     slots, and those that were added a layer late."""
 
     x: Float[Array, "N D"]
-    capture: _RoutedExpertsDeviceCache | None
+    capture: RoutedExpertsDeviceCache | None
     tally: Int32[Array, "M 3"]
 
 
