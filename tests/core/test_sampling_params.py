@@ -8,8 +8,9 @@ import sys
 import numpy as np
 import pytest
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.sampling_params import ALIASES, FIELDS, SamplingParams, short_repr
+from routed_experts.core.sampling_params import ALIASES, FIELDS, SamplingParams
 
 HUGE = 10**6000
 

@@ -15,7 +15,6 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.server.app import TABLE
 from routed_experts.server.body import _check_depth
 from routed_experts.server.errors import ApiError
-from routed_experts.server.fields import nearest
 from routed_experts.server.limits import HEADER_TIMEOUT_S, MAX_HEADER_BYTES, MAX_JSON_DEPTH, ServerSettings
 from support.http_server import error_of, running
 
@@ -295,13 +294,6 @@ def test_a_name_without_effect_is_logged_once(engine, caplog):
             said = {"text": "a", "sampling_params": {"max_new_tokens": 1}, "seldom_seen_field": 1}
             assert server.post("/generate", said).status_code == 200
     assert len([record for record in caplog.records if "seldom_seen_field" in record.getMessage()]) == 1
-
-
-def test_the_nearest_name_is_within_two_edits():
-    known = ("max_tokens", "stop", "seed", "n")
-    assert nearest("max_tokns", known) == nearest("max_token", known) == nearest("max_tokenss", known) == "max_tokens"
-    assert nearest("stp", known) == "stop"
-    assert nearest("max_output", known) is None and nearest("m", known) is None and nearest("sxxd", known) is None
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class SavedRows:
     versions: Int32[np.ndarray, " R0"]
 
 
-class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in this room
+class _RoutedExpertsHostCache:
     """Rows and their weight versions by KV slot."""
 
     def __init__(self, num_slots: int, spec: CaptureSpec, *, page_size: int = 1) -> None:
@@ -182,6 +182,9 @@ class _RoutedExpertsHostCache:  # pyright: ignore[reportUnusedClass]  # used in 
         shown = np.flatnonzero(orphaned)[:_NUM_SHOWN].tolist()
         detail = f"{num_orphaned} of {np.count_nonzero(valid)} valid rows are in slots whose page nobody owns, the first {shown}"
         return [Violation(name="row_without_page", detail=detail)]
+
+
+RoutedExpertsHostCache = _RoutedExpertsHostCache  # the name for other modules; SGLang's has the underscore
 
 
 def _whole(ids: UInt[np.ndarray, "R M*K"]) -> np.ndarray:

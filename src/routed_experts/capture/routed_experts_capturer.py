@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt
 
 from routed_experts.capture.device_cache import RoutedExpertsDeviceCache, create_device_cache
-from routed_experts.capture.host_cache import SavedRows, RoutedExpertsHostCache
+from routed_experts.capture.host_cache import RoutedExpertsHostCache, SavedRows
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, CaptureUnsupportedError, RoutingIncompleteError
 from routed_experts.core.integrity import Violation

@@ -14,11 +14,11 @@ import argparse
 import importlib
 import json
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from routed_experts.cli.flags import Parser
+from routed_experts.core.error_text import suggestion
 from routed_experts.core.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -52,8 +52,7 @@ def with_config(
     for key, value in _read(file).items():
         name = key.replace("_", "-")
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            fix = f"did you mean {close[0]}?" if close else "routed-experts serve --help names them all"
+            fix = suggestion(name, known, otherwise="routed-experts serve --help names them all")
             raise ConfigError(f"{file}: {key} is no flag of serve; {fix}")
         action = known[name]
         if value is None:

@@ -5,11 +5,11 @@ value is checked when it is named and never patched; what depends on the model (
 is checked at the door of the engine."""
 
 import dataclasses
-import difflib
 import numbers
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypeVar
 
+from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import InvalidRequestError
 
 MAX_CHOICES = 128
@@ -33,7 +33,7 @@ ALIASES = {
     "no_stop_trim": "include_stop_str_in_output",
     "routed_experts_prompt_start": "routed_experts_start_len",
 }
-_SHOWN_CHARS = 60
+_MAX_PARAM_CHARS = 60
 _T = TypeVar("_T")
 
 
@@ -203,19 +203,6 @@ class SamplingParams:
 FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
-def short_repr(value: object) -> str:
-    """Render a user's value in one short line, whatever it is: an error never echoes a large input."""
-    if isinstance(value, str):
-        return repr(value[:_SHOWN_CHARS]) + (f"... ({len(value)} characters)" if len(value) > _SHOWN_CHARS else "")
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 64:
-        return f"an integer of {value.bit_length()} bits"
-    if value is None or isinstance(value, bool | int | float | numbers.Number):
-        return repr(value)[:_SHOWN_CHARS]
-    if isinstance(value, Collection):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
-
-
 def _refuse(param: str, value: object, wanted: str, fix: str = "") -> NoReturn:
     text = f"{param} is {short_repr(value)}, but must be {wanted}" + (f"; {fix}" if fix else "")
     codes = {"start_len": "invalid_start", "format": "unknown_format", "layers": "unknown_layers"}
@@ -308,7 +295,6 @@ def _field_of(key: object) -> str:
             return key
         if key in ALIASES:
             return ALIASES[key]
-    name = key[:_SHOWN_CHARS] if isinstance(key, str) else None  # the cut bounds difflib, which is quadratic
-    nearest = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1) if name else []
-    fix = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(FIELDS)}"
+    name = key[:_MAX_PARAM_CHARS] if isinstance(key, str) else None
+    fix = suggestion(key, [*FIELDS, *ALIASES], otherwise=f"known are {', '.join(FIELDS)}")
     raise InvalidRequestError(f"{short_repr(key)} is no sampling parameter; {fix}", param=name, code="unknown_field")

@@ -7,18 +7,18 @@ import dataclasses
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.core.placement import Placement
 from routed_experts.core.placement_config import PlacementConfig
-from routed_experts.core.sampling_params import SamplingParams, short_repr
+from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
 from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
@@ -244,7 +244,7 @@ def request_of(**said: Any) -> GenerateReqInput:
     known = [field.name for field in dataclasses.fields(GenerateReqInput)]
     unknown = [name for name in said if name not in known]
     if unknown:
-        text = f"{unknown[0]} is no parameter of generate; {_nearest(unknown[0], known)}"
+        text = f"{unknown[0]} is no parameter of generate; {suggestion(unknown[0], known)}"
         raise InvalidRequestError(text, param=unknown[0], code="unknown_field")
     return GenerateReqInput(**{name: value for name, value in said.items() if value is not None})
 
@@ -253,7 +253,7 @@ def _args_of(model_path: str | None, said: dict[str, Any]) -> ServerArgs:
     known = [field.name for field in dataclasses.fields(ServerArgs)]
     unknown = [name for name in said if name not in known]
     if unknown:
-        raise ConfigError(f"{unknown[0]} is no parameter of Engine; {_nearest(unknown[0], known)}")
+        raise ConfigError(f"{unknown[0]} is no parameter of Engine; {suggestion(unknown[0], known)}")
     paddings = ("precompile_bs_paddings", "precompile_token_paddings")
     fields: dict[str, Any] = {"model_path": model_path} | said
     fields |= {name: tuple(fields[name]) for name in paddings if isinstance(fields.get(name), list)}
@@ -263,11 +263,6 @@ def _args_of(model_path: str | None, said: dict[str, Any]) -> ServerArgs:
         if isinstance(fields.get(name), os.PathLike)
     }
     return ServerArgs(**fields)
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
 
 def _tokenizer_of(args: ServerArgs) -> Tokenizer | None:

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.core.sampling_params import SamplingParams, short_repr
+from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.engine import Engine

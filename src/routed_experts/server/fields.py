@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from routed_experts.core.sampling_params import short_repr
+from routed_experts.core.error_text import nearest_name, short_repr
 from routed_experts.server.errors import ApiError
 from routed_experts.server.limits import MAX_NAMED_FIELDS, MAX_UNKNOWN_NAMES
 
@@ -98,7 +98,7 @@ def ignored_params_header(ignored: Collection[str]) -> dict[str, str]:
 
 
 def _check_unknown(name: str, known: Collection[str], *, strict: bool) -> None:
-    near = nearest(name, known)
+    near = nearest_name(name, known)
     if strict or near is not None or name.startswith(_RESERVED):
         fix = f"did you mean {near}?" if near else "leave it out"
         raise ApiError(
@@ -107,30 +107,3 @@ def _check_unknown(name: str, known: Collection[str], *, strict: bool) -> None:
             code="unknown_field",
             param=name[:64],
         )
-
-
-def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name within two edits (one, for names of up to 5 letters), or None."""
-    if not 3 <= len(name) <= 64:
-        return None
-    limit = 1 if len(name) <= 5 else 2
-    measured = [
-        (_edits(name, other, limit), other)
-        for other in sorted(known)
-        if len(other) > 2 and abs(len(other) - len(name)) <= limit
-    ]
-    near = min((one for one in measured if one[0] <= limit), default=None)
-    return None if near is None else near[1]
-
-
-def _edits(one: str, other: str, limit: int) -> int:
-    """Insertions, deletions and replacements between two words (Levenshtein); at least limit + 1 when there are
-    more."""
-    row = list(range(len(other) + 1))
-    for place, letter in enumerate(one, start=1):
-        above, row[0] = row[0], place
-        for column, wanted in enumerate(other, start=1):
-            above, row[column] = row[column], min(row[column] + 1, row[column - 1] + 1, above + (letter != wanted))
-        if min(row) > limit:
-            return limit + 1
-    return row[-1]

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
-from routed_experts.core.sampling_params import short_repr
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.tokenizer import Tokenizer

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Int32
 
 from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import (
     CaptureDisabledError,
     InvalidRequestError,
@@ -22,7 +23,6 @@ from routed_experts.core.errors import (
 )
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
-from routed_experts.core.sampling_params import short_repr
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import EngineComponents
 from routed_experts.engine.build.expert_offload import ffi_unavailable_reason

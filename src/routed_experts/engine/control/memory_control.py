@@ -11,8 +11,8 @@ from typing import Any
 
 from flax import nnx
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.sampling_params import short_repr
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import EngineComponents
 from routed_experts.engine.build.served_model import ServedModel

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import WeightsMismatchError
-from routed_experts.core.sampling_params import short_repr
 from routed_experts.engine.build.served_model import ServedModel
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.replica_maps import with_replica_maps

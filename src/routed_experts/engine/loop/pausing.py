@@ -3,9 +3,9 @@ drained.
 
 New requests queue until the pause ends, whatever its mode."""
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import FinishReason
-from routed_experts.core.sampling_params import short_repr
 from routed_experts.engine.loop.core import EngineCore, PauseMode
 
 

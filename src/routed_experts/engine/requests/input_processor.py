@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError, PromptTooLongError, QueueFullError
 from routed_experts.core.io_struct import GenerateReqInput, RoutedExpertsRequest, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS
-from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams, short_repr
+from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
 from routed_experts.engine.requests.routing_options import NATIVE, RoutingDefaults, resolve_routing_options
 from routed_experts.engine.requests.tokenizer import Tokenizer
 

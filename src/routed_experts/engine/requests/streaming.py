@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.sampling_params import short_repr
 from routed_experts.engine.requests.async_generation import AsyncGeneration
 from routed_experts.engine.requests.outputs import CompletionOutput, RequestOutput, request_output
 

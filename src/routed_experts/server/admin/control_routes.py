@@ -7,8 +7,8 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.sampling_params import short_repr
 from routed_experts.execution.model_runner import MAX_WEIGHT_VERSION
 from routed_experts.server.body import read_struct
 from routed_experts.server.errors import ApiError

@@ -11,9 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.integrity import Violation
 from routed_experts.core.routing_stats import RoutingStats
-from routed_experts.core.sampling_params import short_repr
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.control.placement_stats import PlacementStats
 from routed_experts.engine.control.stats import EngineStats

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.sampling_params import short_repr
 from routed_experts.engine.requests.tokenizer import Scalar, Tokenizer
 from routed_experts.server.protocol import ChatMessage
 

@@ -7,9 +7,9 @@ from types import MappingProxyType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import TokenizedGenerateReqInput
-from routed_experts.core.sampling_params import short_repr
 from routed_experts.engine.engine import request_of
 from routed_experts.engine.requests.input_processor import MAX_PROMPTS
 from routed_experts.engine.requests.tokenizer import Tokenizer

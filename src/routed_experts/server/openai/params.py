@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 from starlette.requests import Request
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.sampling_params import SamplingParams, short_repr
+from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.server.errors import ApiError
 from routed_experts.server.fields import ignored_params_header
 from routed_experts.server.limits import MAX_OPENAI_STOPS, REQUEST_ID, RESERVED_IDS

@@ -7,9 +7,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.routed_experts import to_metadata
-from routed_experts.core.sampling_params import short_repr
 from routed_experts.formats.wire import npy_bytes
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.reply import json_reply

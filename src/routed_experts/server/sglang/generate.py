@@ -10,10 +10,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import BatchStrOut, RoutedExpertsRequest, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.core.sampling_params import short_repr
 from routed_experts.engine.engine import request_of
 from routed_experts.formats.wire import encode_ref
 from routed_experts.server.body import read_struct
