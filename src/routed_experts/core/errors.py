@@ -5,6 +5,9 @@ what was wanted and what to do, in one line."""
 
 from collections.abc import Mapping
 
+# The slot for the field's name in the message of an InvalidRequestError; the repr() of a value never holds it.
+PARAM = "\0param\0"
+
 
 class RoutedExpertsError(Exception):
     """Base of all errors of this package."""
@@ -64,16 +67,22 @@ class PlacementError(ConfigError, ValueError):
 
 
 class InvalidRequestError(RoutedExpertsError, ValueError):
-    """A request holds a value that cannot be served; `param` names the field."""
+    """A request holds a value that cannot be served; `param` names the field.
+
+    A message that writes the field's name as `PARAM` can be shown under another surface's name for it: `renamed`."""
 
     status = 400
     code = "invalid_request"
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+        super().__init__(message.replace(PARAM, param or ""))
+        self.param, self._template = param, message
         if code is not None:
             self.code = code
+
+    def renamed(self, param: str) -> "InvalidRequestError":
+        """Return this error about the same field under the name `param`."""
+        return type(self)(self._template, param=param, code=self.code)
 
 
 class CaptureDisabledError(InvalidRequestError):

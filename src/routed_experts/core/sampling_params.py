@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 from routed_experts.core.error_text import short_repr, suggestion
-from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.errors import PARAM, InvalidRequestError
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -204,7 +204,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
 def _refuse(param: str, value: object, wanted: str, fix: str = "") -> NoReturn:
-    text = f"{param} is {short_repr(value)}, but must be {wanted}" + (f"; {fix}" if fix else "")
+    text = f"{PARAM} is {short_repr(value)}, but must be {wanted}" + (f"; {fix}" if fix else "")
     codes = {"start_len": "invalid_start", "format": "unknown_format", "layers": "unknown_layers"}
     raise InvalidRequestError(text, param=param, code=codes.get(param.removeprefix("routed_experts_")))
 

@@ -157,12 +157,10 @@ class ServerState:
                 num_bytes, lambda: door.admit(said, default_max_tokens=default_max_tokens, routing=routing)
             )
         except InvalidRequestError as error:
-            named = names.get(error.param or "")
-            if named is None or error.param is None:
+            field = names.get(error.param or "")
+            if field is None:
                 raise
-            raise InvalidRequestError(
-                str(error).replace(error.param, named, 1), param=named, code=error.code
-            ) from error
+            raise error.renamed(field) from error
 
     async def probe(self, generate: Callable[[], "asyncio.Task[None]"]) -> None:
         """Run one token through the engine; callers that come meanwhile share the answer."""

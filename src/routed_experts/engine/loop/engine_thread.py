@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from routed_experts.core.errors import EngineDeadError, InvalidRequestError
+from routed_experts.core.errors import PARAM, EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
 from routed_experts.engine.loop.core import ABORTED, EngineCore, has_work
 from routed_experts.engine.loop.request_table import StopCheck
@@ -211,7 +211,7 @@ def _accept(loop: EngineThread, call: Submission) -> None:
         (req.rid for req in reqs if ledger.find(req.rid) is not None or ledger.has_group(req.source.group)), None
     )
     if taken is not None:
-        text = f"rid={taken!r} is the id of a request that has not ended; choose another, or leave it out"
+        text = f"{PARAM}={taken!r} is the id of a request that has not ended; choose another, or leave it out"
         raise InvalidRequestError(text, param="rid", code="duplicate_request_id")
     if any(req.rid in loop._sinks for req in reqs):  # aborted, but its caller has not been told: that comes first
         _finish_step_in_flight(loop)

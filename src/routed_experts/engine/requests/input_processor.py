@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from routed_experts.core.error_text import short_repr
-from routed_experts.core.errors import InvalidRequestError, PromptTooLongError, QueueFullError
+from routed_experts.core.errors import PARAM, InvalidRequestError, PromptTooLongError, QueueFullError
 from routed_experts.core.io_struct import GenerateReqInput, RoutedExpertsRequest, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import MAX_BIAS
 from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
@@ -66,7 +66,7 @@ class InputProcessor:
         call = said.rid if said.rid is not None else secrets.token_hex(8)
         if not isinstance(call, str) or not _RID.fullmatch(call):
             raise InvalidRequestError(
-                f"rid={short_repr(call)} must be 1 to 64 of A-Z a-z 0-9 . _ -; change it", param="rid"
+                f"{PARAM}={short_repr(call)} must be 1 to 64 of A-Z a-z 0-9 . _ -; change it", param="rid"
             )
         several = len(prompts) * n > 1
         requests: list[TokenizedGenerateReqInput] = []
@@ -109,13 +109,13 @@ class InputProcessor:
     def _checked(self, ids: np.ndarray, param: str) -> Int32[np.ndarray, " S"]:
         limits = self._limits
         if ids.size == 0:
-            raise InvalidRequestError(f"{param} is empty; give at least one token", param=param)
+            raise InvalidRequestError(f"{PARAM} is empty; give at least one token", param=param)
         if ids.min() < 0 or ids.max() >= limits.vocab_size:
             wrong = int(ids[(ids < 0) | (ids >= limits.vocab_size)][0])
-            text = f"{param} holds the token id {wrong}, outside 0..{limits.vocab_size - 1}; use this model's ids"
+            text = f"{PARAM} holds the token id {wrong}, outside 0..{limits.vocab_size - 1}; use this model's ids"
             raise InvalidRequestError(text, param=param)
         if ids.size >= limits.context_length:
-            text = f"{param} has {ids.size} tokens, and the context of {limits.context_length} must also hold one new token; shorten it"
+            text = f"{PARAM} has {ids.size} tokens, and the context of {limits.context_length} must also hold one new token; shorten it"
             raise PromptTooLongError(text, param=param)
         return ids.astype(np.int32)
 
@@ -171,7 +171,7 @@ class InputProcessor:
             return min(default, room)
         if params.max_tokens > room:
             raise PromptTooLongError(
-                f"max_new_tokens={params.max_tokens} with a prompt of {prompt_len} tokens is above the limit of {prompt_len + room} tokens "
+                f"{PARAM}={params.max_tokens} with a prompt of {prompt_len} tokens is above the limit of {prompt_len + room} tokens "
                 f"(context {limits.context_length}, KV pool {limits.pool_tokens}); ask for at most {room}",
                 param="max_new_tokens",
             )
@@ -186,7 +186,7 @@ class InputProcessor:
 
     def _text_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
-            raise InvalidRequestError(f"{param} is text, but this engine has no tokenizer; give input_ids", param=param)
+            raise InvalidRequestError(f"{PARAM} is text, but this engine has no tokenizer; give input_ids", param=param)
         return self._tokenizer
 
     def _check_bias(self, sampling: ResolvedSampling, stops: frozenset[int]) -> None:
@@ -216,13 +216,14 @@ def _params_of(said: GenerateReqInput) -> SamplingParams:
     if said.max_new_tokens is None:
         return params
     if params.max_tokens is not None and params.max_tokens != said.max_new_tokens:
-        text = f"max_new_tokens={short_repr(said.max_new_tokens)}, but sampling_params say {params.max_tokens}; say it once"
+        text = f"{PARAM}={short_repr(said.max_new_tokens)}, but sampling_params say {params.max_tokens}; say it once"
         raise InvalidRequestError(text, param="max_new_tokens", code="conflicting_parameters")
     try:
         return dataclasses.replace(params, max_tokens=said.max_new_tokens)
     except InvalidRequestError as error:
-        name = "max_new_tokens" if error.param == "max_tokens" else error.param
-        raise InvalidRequestError(str(error).replace("max_tokens", "max_new_tokens", 1), param=name) from error
+        if error.param != "max_tokens":
+            raise
+        raise error.renamed("max_new_tokens") from error
 
 
 def _mapping(given: object) -> Mapping[str, object]:
@@ -240,12 +241,12 @@ def _as_integers(ids: object) -> np.ndarray:
         parts: list[Any] | None = list(ids) if isinstance(ids, Sequence) and not isinstance(ids, str | bytes) else None
         if parts is None or not all(_is_id(part) for part in parts):
             raise InvalidRequestError(
-                f"input_ids={short_repr(ids)} must be a list of token ids, or a list of such lists", param="input_ids"
+                f"{PARAM}={short_repr(ids)} must be a list of token ids, or a list of such lists", param="input_ids"
             )
         array = np.asarray(parts, np.int64)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidRequestError(
-            f"input_ids of shape {array.shape} and type {array.dtype} must be a row of integers", param="input_ids"
+            f"{PARAM} of shape {array.shape} and type {array.dtype} must be a row of integers", param="input_ids"
         )
     return array.astype(np.int64)
 
@@ -276,7 +277,7 @@ def _check_flags(said: GenerateReqInput) -> None:
 
 def _check_count(param: str, count: int) -> None:
     if not 1 <= count <= MAX_PROMPTS:
-        raise InvalidRequestError(f"{param} holds {count} prompts; send 1 to {MAX_PROMPTS} in a call", param=param)
+        raise InvalidRequestError(f"{PARAM} holds {count} prompts; send 1 to {MAX_PROMPTS} in a call", param=param)
 
 
 def _check_logprobs(said: GenerateReqInput, start: int, prompt_len: int) -> None:
