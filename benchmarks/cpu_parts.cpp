@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "attention.h"
-#include "choose.h"
+#include "argmax.h"
 #include "experts.h"
 #include "linear.h"
-#include "prepare.h"
+#include "qk_norm_rope.h"
 #include "router.h"
 #include "select.h"
 
@@ -40,18 +40,18 @@ void clocked_linear(Team& team, int64_t rows, int64_t depth, int64_t cols, Rest.
 
 #define linear(...) clocked_linear(__VA_ARGS__)
 #define attention(...) clocked(kInAttention, [&] { attention(__VA_ARGS__); })
-#define prepare(...) clocked(kInAttention, [&] { prepare(__VA_ARGS__); })
+#define qk_norm_rope(...) clocked(kInAttention, [&] { qk_norm_rope(__VA_ARGS__); })
 #define route(...) clocked(kInRouter, [&] { route(__VA_ARGS__); })
 #define experts(...) clocked(kInExperts, [&] { experts(__VA_ARGS__); })
-#include "run.h"
+#include "layer_stack.h"
 #undef linear
 #undef attention
-#undef prepare
+#undef qk_norm_rope
 #undef route
 #undef experts
-#define run_layers(...) clocked(kInRun, [&] { run_layers(__VA_ARGS__); })
+#define layer_stack(...) clocked(kInRun, [&] { layer_stack(__VA_ARGS__); })
 #define linear(...) clocked(kInHead, [&] { linear(__VA_ARGS__); })
-#define choose_tokens(...) clocked(kInSampler, [&] { choose_tokens(__VA_ARGS__); })
+#define argmax_tokens(...) clocked(kInSampler, [&] { argmax_tokens(__VA_ARGS__); })
 #include "kernels.cpp"
 
 extern "C" double* rex_part_seconds() { return rex::part_seconds; }

@@ -43,7 +43,7 @@ def clocked_library() -> ctypes.CDLL:
     made = Path(tempfile.mkdtemp()) / "clocked.so"
     include = (f"-I{jax.ffi.include_dir()}", f"-I{toolchain.HERE}")
     source = str(Path(__file__).with_suffix(".cpp"))
-    subprocess.run([*command, *toolchain.FLAGS, *toolchain._vectors(), *include, source, "-o", str(made)], check=True)
+    subprocess.run([*command, *toolchain.FLAGS, *toolchain.simd_flags(), *include, source, "-o", str(made)], check=True)
     library = ctypes.CDLL(str(made))
     library.rex_part_seconds.restype, library.rex_read_rate.restype = ctypes.POINTER(ctypes.c_double), ctypes.c_double
     library.rex_read_rate.argtypes, library.rex_multiply_rate.restype = (

@@ -31,7 +31,7 @@ from routed_experts.layers.balanced_selection.selection import balanced_expert_s
 from routed_experts.layers.balanced_selection.steps import SelectionInputs
 from routed_experts.layers.balanced_selection.waterfill import waterfill_replicas
 from routed_experts.layers.native.selection import native_selection
-from routed_experts.layers.native.toolchain import why_not
+from routed_experts.layers.native.toolchain import unavailable_reason
 
 TOKENS, TOP_K, INSTANCES, DEVICES = 512, 8, 384, 32
 REGIMES = [(0.5, 4), (0.5, 2), (0.5, 1.25), (1, 2), (1, 1.25), (2, 2), (2, 1.25)]  # spread, capacity factor
@@ -73,7 +73,7 @@ def selection_row(spread: float, factor: float, repeats: int) -> dict[str, objec
         "choice": functools.partial(choice, slate, room),
         "whole": functools.partial(whole, slate),
     }
-    if jax.default_backend() == "cpu" and why_not() is None:
+    if jax.default_backend() == "cpu" and unavailable_reason() is None:
         calls["native"] = functools.partial(native, slate)
     ms = medians(calls, repeats)
     loop_ms = []

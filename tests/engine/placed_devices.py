@@ -73,7 +73,7 @@ class TappedRegistry(BackendRegistry):
 
     def choose(self, *args, **kwargs):
         kernels, attention = super().choose(*args, **kwargs)
-        inner = kernels.peers.rerouter
+        inner = kernels.group.rerouter
 
         def tapped(logits, valid, capacities, spec, bias):
             routing, changed = inner(logits, valid, capacities, spec, bias)
@@ -82,7 +82,7 @@ class TappedRegistry(BackendRegistry):
             io_callback(self._note, None, lax.axis_index(AXIS), *parts, ordered=False)
             return routing, changed
 
-        return dataclasses.replace(kernels, peers=dataclasses.replace(kernels.peers, rerouter=tapped)), attention
+        return dataclasses.replace(kernels, group=dataclasses.replace(kernels.group, rerouter=tapped)), attention
 
     def _note(self, rank, *parts):
         if int(rank) == 0:

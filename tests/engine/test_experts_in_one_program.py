@@ -200,7 +200,7 @@ def test_auto_is_the_faster_one_that_can_be_had(monkeypatch):
         backend, reason = chosen(platform)
         assert backend == "dispatch" and reason.endswith(f"the default device is a {platform}")
     assert chosen("gpu", host_backend="dispatch") == ("dispatch", "as asked")
-    monkeypatch.setattr(expert_offload, "why_not", lambda: "no C++ compiler was found")
+    monkeypatch.setattr(expert_offload, "unavailable_reason", lambda: "no C++ compiler was found")
     assert chosen("gpu") == ("dispatch", "it needs the native library: no C++ compiler was found")
 
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_is_refused(folder, monkeypatch):
         build(kt_cpuinfer=0)
     with pytest.raises(ConfigError, match=r"kt_cpuinfer=12345 is above the [0-9]+ cores"):
         build(kt_cpuinfer=12345)
-    monkeypatch.setattr(expert_offload, "why_not", lambda: "no C++ compiler was found")
+    monkeypatch.setattr(expert_offload, "unavailable_reason", lambda: "no C++ compiler was found")
     reason = "it needs the native library: no C.. compiler was found"
     with pytest.raises(ConfigError, match=rf"host_backend='ffi' cannot be had: {reason}; or take 'dispatch'"):
         build()

@@ -159,9 +159,9 @@ class Build:
         kernels = KERNELS[moe].load()
         if not self.has_feature and kernels.router is not None:
             kernels = dataclasses.replace(kernels, router=dataclasses.replace(kernels.router, run=deaf(kernels.router)))
-        if not self.has_feature and kernels.whole is not None:
+        if not self.has_feature and kernels.layer_stack is not None:
             kernels = dataclasses.replace(
-                kernels, whole=dataclasses.replace(kernels.whole, run=deaf_run(kernels.whole))
+                kernels, layer_stack=dataclasses.replace(kernels.layer_stack, run=deaf_run(kernels.layer_stack))
             )
         backends = {"kernels": kernels, "attention": ATTENTION[attention].load()}
         return self.programs.ProgramSpec(
@@ -243,7 +243,7 @@ def test_off_is_the_build_that_never_heard_of_it(moe, attention):
 
 def test_a_build_that_leaves_a_trace_is_told_apart():
     text = without(qwen3_moe, MODEL_NAMES)
-    call = "x + kernels.peers.add(y)"
+    call = "x + kernels.group.all_reduce(y)"
     assert text.count(call) == 1
     tracing = build_from(
         text.replace(call, f"{call} * (routing.ids[:1, :1] >= 0).astype(x.dtype)"), without(programs, PROGRAM_NAMES)

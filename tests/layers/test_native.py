@@ -22,7 +22,7 @@ from routed_experts.layers.native.ops import (
     native_attention,
     native_experts,
     native_linear,
-    native_prepare,
+    native_qk_norm_rope,
     native_router,
 )
 from routed_experts.layers.norm import rms_norm
@@ -116,7 +116,7 @@ def test_prepare_equals_norm_rotary_and_write(dtype, heads, groups):
     pool, first = jnp.asarray(step.pool), jnp.int32(step.first_page)
     projected = FusedQKV(qkv=qkv, q_norm=norms[0], k_norm=norms[1], layer=jnp.int32(2), cos=cos, sin=sin, eps=1e-6)
     queries, written = jax.jit(
-        lambda qkv, pool: native_prepare(dataclasses.replace(projected, qkv=qkv), pool, first, step.batch)
+        lambda qkv, pool: native_qk_norm_rope(dataclasses.replace(projected, qkv=qkv), pool, first, step.batch)
     )(qkv, pool)
 
     mixed = qkv.reshape(tokens, heads + 2 * groups, dim)
@@ -269,7 +269,7 @@ def test_weights_are_read_in_place():
 
 
 def test_without_a_compiler_auto_takes_plain_kernels_and_a_name_is_refused(monkeypatch):
-    monkeypatch.setattr(toolchain, "why_not", lambda: "no C++ compiler was found")
+    monkeypatch.setattr(toolchain, "unavailable_reason", lambda: "no C++ compiler was found")
     kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs())
     assert (kernels.moe.name, attention.name) == ("tiled", "paged")
     for field in ("moe_backend", "attention_backend"):

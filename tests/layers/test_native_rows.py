@@ -25,7 +25,7 @@ from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.layers.layer_stack import StackOffsets, StepInputs
 from routed_experts.layers.native import toolchain
 from routed_experts.layers.native.host_expert_queue import HostExpertQueue
-from routed_experts.layers.native.layer_stack import native_run
+from routed_experts.layers.native.layer_stack import native_layer_stack
 from routed_experts.layers.native.ops import NATIVE_ATTENTION, native_experts, native_linear
 from routed_experts.layers.paged_attend import PagedAttend
 
@@ -134,7 +134,7 @@ class Served:
         step = StepInputs(cos=angles[0], sin=angles[1], valid=batch.valid)
         attend = PagedAttend(backend=NATIVE_ATTENTION, batch=batch, num_pages=self.num_pages)
         places = StackOffsets(first_layer=0, first_column=1)
-        return native_run(x, self.case.arrays, step, attend, pool, self.block, None, places, self.case.spec)
+        return native_layer_stack(x, self.case.arrays, step, attend, pool, self.block, None, places, self.case.spec)
 
     def step(self, asked, pool=None):
         """Run (request, first position, tokens), in that order. Gives stream, norm and ids of each, as bits, and the
@@ -262,10 +262,10 @@ def test_products_of_bfloat16_are_those_of_float64(shape, count):
     assert np.all(np.abs(out - x[:count] @ weights[0]) <= bound)
 
 
-PRODUCT_ALONE = """
-#include "product.h"
+GEMM_ALONE = """
+#include "gemm.h"
 extern "C" void multiply(int64_t rows, int64_t depth, int64_t cols, const rex::bf16* x, const rex::bf16* w, float* out) {
-  rex::product(rows, x, depth, w, cols, depth, cols, out, cols, true);
+  rex::gemm(rows, x, depth, w, cols, depth, cols, out, cols, true);
 }
 """
 
@@ -273,8 +273,8 @@ extern "C" void multiply(int64_t rows, int64_t depth, int64_t cols, const rex::b
 def test_a_processor_that_knows_no_pairs_has_the_same_products(tmp_path):
     """Compiled without the instruction, where there is one to leave out: each number's products are added one after the
     other."""
-    source, made = tmp_path / "product.cpp", tmp_path / "product.so"
-    source.write_text(PRODUCT_ALONE)
+    source, made = tmp_path / "gemm.cpp", tmp_path / "gemm.so"
+    source.write_text(GEMM_ALONE)
     without = ["-mno-avx512bf16"] if platform.machine() == "x86_64" else []
     command = [
         *(toolchain.compiler() or ()),

@@ -19,8 +19,8 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.layer_stack import RunRouting, StackOffsets, StackWeights, StepInputs
 from routed_experts.layers.logprobs import token_logprobs
 from routed_experts.layers.moe import MOE_BACKENDS
-from routed_experts.layers.native.layer_stack import NATIVE_RUN, native_run
-from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS, native_choose
+from routed_experts.layers.native.layer_stack import NATIVE_LAYER_STACK, native_layer_stack
+from routed_experts.layers.native.ops import NATIVE_ATTENTION, NATIVE_KERNELS, native_argmax
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.layers.sampling import best_token
@@ -96,7 +96,7 @@ class Given:
 
     def call(self, x, pool, block):
         places = StackOffsets(first_layer=0, first_column=1)
-        return native_run(x, self.arrays, self.step, self.attend, pool, block, self.routed, places, self.spec)
+        return native_layer_stack(x, self.arrays, self.step, self.attend, pool, block, self.routed, places, self.spec)
 
     def run(self, **changes):
         given = dataclasses.replace(self, **changes)
@@ -245,8 +245,8 @@ def test_what_does_not_fit_is_an_error_and_not_a_crash(change, message):
 
 
 def test_laws_that_it_does_not_know_go_layer_by_layer():
-    assert NATIVE_RUN.can(RouterSpec(num_experts=8, top_k=2, renormalize=True))
-    assert not NATIVE_RUN.can(RouterSpec(num_experts=8, top_k=2, renormalize=True, scale=2.5))
+    assert NATIVE_LAYER_STACK.supports(RouterSpec(num_experts=8, top_k=2, renormalize=True))
+    assert not NATIVE_LAYER_STACK.supports(RouterSpec(num_experts=8, top_k=2, renormalize=True, scale=2.5))
 
 
 def test_many_runs_one_after_another_are_all_the_same():
@@ -285,7 +285,7 @@ def test_runs_at_once_have_memory_of_their_own():
 def test_choice_equals_plain_code(rows, vocabulary):
     logits = np.random.default_rng(3).standard_normal((rows, vocabulary)).astype(np.float32) * 4
     logits[0] = np.round(logits[0])  # ties go to the lower id
-    tokens, logprobs = jax.jit(native_choose)(jnp.asarray(logits))
+    tokens, logprobs = jax.jit(native_argmax)(jnp.asarray(logits))
     assert np.array_equal(tokens, best_token(jnp.asarray(logits)))
     np.testing.assert_array_equal(tokens, np.argmax(logits, axis=1))
     np.testing.assert_allclose(logprobs, token_logprobs(jnp.asarray(logits), tokens), atol=3e-6)
@@ -294,7 +294,7 @@ def test_choice_equals_plain_code(rows, vocabulary):
 def test_choice_among_scores_that_are_not_numbers():
     logits = np.random.default_rng(4).standard_normal((5, 40)).astype(np.float32)
     logits[0, 3], logits[1, :20], logits[2], logits[3, 39] = np.nan, -np.inf, -np.inf, np.inf
-    tokens, logprobs = jax.jit(native_choose)(jnp.asarray(logits))
+    tokens, logprobs = jax.jit(native_argmax)(jnp.asarray(logits))
     plain = best_token(jnp.asarray(logits))
     np.testing.assert_array_equal(tokens, plain)
     wanted = token_logprobs(jnp.asarray(logits), plain)
@@ -310,5 +310,5 @@ def test_an_engine_on_cpu_takes_both():
         jobs["forward", DECODE]().as_text(),
         jobs[sampler_key(runner.spec, DECODE, SamplerForm.GREEDY)]().as_text(),
     )
-    assert forward.count("@RexLayerRun") == 1 and not re.search(r"@Rex(Experts|Router|RecordingRouter)\b", forward)
-    assert greedy.count("@RexChoose") == 1
+    assert forward.count("@RexLayerStack") == 1 and not re.search(r"@Rex(Experts|Router|RecordingRouter)\b", forward)
+    assert greedy.count("@RexArgmax") == 1

@@ -23,12 +23,19 @@ PLAIN = dict(num_experts=EXPERTS, top_k=4, renormalize=True)
 SPECS = {
     "Qwen3": RouterSpec(**PLAIN),
     "DeepSeek-V3": RouterSpec(
-        **PLAIN, law="sigmoid", scale=2.5, epsilon=1e-20, groups=4, topk_group=2, group_score_topk=2, biased=True
+        **PLAIN,
+        scoring_func="sigmoid",
+        scale=2.5,
+        epsilon=1e-20,
+        num_groups=4,
+        topk_group=2,
+        group_score_topk=2,
+        biased=True,
     ),
     "DeepSeek-V2": RouterSpec(**(PLAIN | dict(renormalize=False)), scale=16.0),
-    "GPT-OSS": RouterSpec(**PLAIN, law="logits"),
-    "Llama 4": RouterSpec(num_experts=EXPERTS, top_k=1, renormalize=False, law="sigmoid"),
-    "PhiMoE": RouterSpec(num_experts=EXPERTS, top_k=2, renormalize=False, law="sparsemixer", jitter_eps=0.1),
+    "GPT-OSS": RouterSpec(**PLAIN, scoring_func="logits"),
+    "Llama 4": RouterSpec(num_experts=EXPERTS, top_k=1, renormalize=False, scoring_func="sigmoid"),
+    "PhiMoE": RouterSpec(num_experts=EXPERTS, top_k=2, renormalize=False, scoring_func="sparsemixer", jitter_eps=0.1),
 }
 
 
@@ -64,10 +71,12 @@ def run(name, logits, valid, bias, table, factor, *, drops):
 def weights_of(spec, logits, ids):
     """The law's at these ids, in float64; -1 is no slot."""
     z = logits.astype(np.float64)
-    scores = 1 / (1 + np.exp(-z)) if spec.law == "sigmoid" else np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
+    scores = (
+        1 / (1 + np.exp(-z)) if spec.scoring_func == "sigmoid" else np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
+    )
     filled = ids >= 0
     found = np.where(filled, np.take_along_axis(scores, np.maximum(ids, 0), axis=1), 0.0)
-    if spec.renormalize or spec.law == "logits":
+    if spec.renormalize or spec.scoring_func == "logits":
         found = found / np.maximum(found.sum(axis=1, keepdims=True), 1e-30)
     return found * spec.scale
 
@@ -88,7 +97,7 @@ def test_what_finds_no_room_is_what_the_sequence_says(name, drops):
         np.testing.assert_array_equal(instances[valid], wanted[1][valid])
         assert (instances[~valid] == -1).all() and (ids[~valid] >= 0).all() and not changed[~valid].any()
         assert ((ids >= 0) == (instances >= 0))[valid].all() and (weights[ids < 0] == 0).all()
-        if spec.law != "sparsemixer":
+        if spec.scoring_func != "sparsemixer":
             np.testing.assert_allclose(weights[valid], weights_of(spec, logits, ids)[valid], rtol=2e-5, atol=1e-7)
         emptied, moved = emptied + changed[:, 1].sum(), moved + changed[:, 0].sum()
         np.testing.assert_array_equal(changed[:, 1], np.where(valid, (ids < 0).sum(axis=1), 0))

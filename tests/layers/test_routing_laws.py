@@ -14,17 +14,26 @@ ROUTE = jax.jit(replay_topk, static_argnames="spec")
 PLAIN = dict(num_experts=16, top_k=4, renormalize=True)
 SPECS = {
     "DeepSeek-V3": RouterSpec(
-        **PLAIN, law="sigmoid", scale=2.5, epsilon=1e-20, groups=4, topk_group=2, group_score_topk=2, biased=True
+        **PLAIN,
+        scoring_func="sigmoid",
+        scale=2.5,
+        epsilon=1e-20,
+        num_groups=4,
+        topk_group=2,
+        group_score_topk=2,
+        biased=True,
     ),
-    "Moonlight, GLM-4.5": RouterSpec(**PLAIN, law="sigmoid", scale=1.0, epsilon=1e-20, biased=True),
-    "V3, not renormalised": RouterSpec(**(PLAIN | dict(renormalize=False)), law="sigmoid", scale=2.0, biased=True),
-    "DeepSeek-V2": RouterSpec(**(PLAIN | dict(renormalize=False)), scale=16.0, groups=8, topk_group=3),
+    "Moonlight, GLM-4.5": RouterSpec(**PLAIN, scoring_func="sigmoid", scale=1.0, epsilon=1e-20, biased=True),
+    "V3, not renormalised": RouterSpec(
+        **(PLAIN | dict(renormalize=False)), scoring_func="sigmoid", scale=2.0, biased=True
+    ),
+    "DeepSeek-V2": RouterSpec(**(PLAIN | dict(renormalize=False)), scale=16.0, num_groups=8, topk_group=3),
     "DeepSeek-V2-Lite": RouterSpec(**(PLAIN | dict(renormalize=False)), scale=1.0),
     "Ernie 4.5": RouterSpec(**PLAIN, biased=True),
-    "MiniMax-M2": RouterSpec(**PLAIN, law="sigmoid", biased=True),
-    "Llama 4": RouterSpec(num_experts=16, top_k=1, renormalize=False, law="sigmoid"),
-    "GPT-OSS, Granite": RouterSpec(**PLAIN, law="logits"),
-    "PhiMoE": RouterSpec(num_experts=16, top_k=2, renormalize=False, law="sparsemixer", jitter_eps=0.1),
+    "MiniMax-M2": RouterSpec(**PLAIN, scoring_func="sigmoid", biased=True),
+    "Llama 4": RouterSpec(num_experts=16, top_k=1, renormalize=False, scoring_func="sigmoid"),
+    "GPT-OSS, Granite": RouterSpec(**PLAIN, scoring_func="logits"),
+    "PhiMoE": RouterSpec(num_experts=16, top_k=2, renormalize=False, scoring_func="sparsemixer", jitter_eps=0.1),
 }
 
 
@@ -34,22 +43,22 @@ def ranked(values, among):
 
 def live_ids(z, bias, spec):
     """Which experts one token runs on."""
-    if spec.law == "softmax":
+    if spec.scoring_func == "softmax":
         total = sum(math.exp(x - max(z)) for x in z)
         scores = [math.exp(x - max(z)) / total for x in z]
     else:
-        scores = [1 / (1 + math.exp(-x)) for x in z] if spec.law == "sigmoid" else list(z)
+        scores = [1 / (1 + math.exp(-x)) for x in z] if spec.scoring_func == "sigmoid" else list(z)
     chosen_by = [s + b for s, b in zip(scores, bias, strict=True)]
-    size = spec.num_experts // spec.groups
-    groups = [range(g * size, (g + 1) * size) for g in range(spec.groups)]
+    size = spec.num_experts // spec.num_groups
+    groups = [range(g * size, (g + 1) * size) for g in range(spec.num_groups)]
     worth = [sum(sorted((chosen_by[e] for e in group), reverse=True)[: spec.group_score_topk]) for group in groups]
-    kept = [e for g in ranked(worth, range(spec.groups))[: spec.topk_group] for e in groups[g]]
+    kept = [e for g in ranked(worth, range(spec.num_groups))[: spec.topk_group] for e in groups[g]]
     return scores, ranked(chosen_by, kept)[: spec.top_k]
 
 
 def weights_of(z, scores, ids, spec):
     """Combine weights at ids."""
-    if spec.law == "sparsemixer":
+    if spec.scoring_func == "sparsemixer":
         left, weights = list(range(len(z))), []
         for e in ids:
             best = max(z[i] for i in left)
@@ -57,7 +66,7 @@ def weights_of(z, scores, ids, spec):
             weights.append(math.exp(z[e] - best) / sum(math.exp(z[i] - best) for i in near))
             left.remove(e)
         return weights
-    if spec.law == "logits":
+    if spec.scoring_func == "logits":
         top = max(z[e] for e in ids)
         return [math.exp(z[e] - top) / sum(math.exp(z[i] - top) for i in ids) for e in ids]
     total = sum(scores[e] for e in ids) + spec.epsilon if spec.renormalize else 1.0
@@ -136,8 +145,8 @@ def test_groups_that_are_not_kept_give_no_expert_even_where_every_kept_score_is_
         num_experts=4,
         top_k=2,
         renormalize=False,
-        law="sigmoid",
-        groups=2,
+        scoring_func="sigmoid",
+        num_groups=2,
         topk_group=1,
         group_score_topk=1,
         biased=True,

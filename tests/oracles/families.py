@@ -37,7 +37,7 @@ class Case:
 
     name: str
     config: dict
-    law: str = "softmax"
+    scoring_func: str = "softmax"
     router: str = "TopKRouter"
     layer_ids: tuple = (0, 1, 2, 3)
     title: str = ""
@@ -163,7 +163,7 @@ def softmax(x):
 
 def choice(case, biases, logits):
     """[S, E] scores that are chosen by, and [S] margins between groups."""
-    scores = {"softmax": softmax, "sigmoid": lambda z: 1 / (1 + np.exp(-z)), "logits": lambda z: z}[case.law](
+    scores = {"softmax": softmax, "sigmoid": lambda z: 1 / (1 + np.exp(-z)), "logits": lambda z: z}[case.scoring_func](
         logits.astype(np.float64)
     )
     if "e_score_correction_bias" in biases:
@@ -172,7 +172,7 @@ def choice(case, biases, logits):
     if groups == kept or case.config.get("topk_method") == "greedy":
         return scores, np.full(len(scores), np.inf)
     parts = np.sort(scores.reshape(len(scores), groups, -1), axis=-1)
-    ranks = parts[..., -1] if case.law == "softmax" else parts[..., -2:].sum(-1)
+    ranks = parts[..., -1] if case.scoring_func == "softmax" else parts[..., -2:].sum(-1)
     order = np.sort(ranks, axis=-1)
     keeps = ranks >= order[:, -kept][:, None]
     masked = np.where(np.repeat(keeps, scores.shape[1] // groups, axis=1), scores, -np.inf)
@@ -258,7 +258,7 @@ CASES = {
                     original_max_position_embeddings=160,
                 ),
             ),
-            law="logits",
+            scoring_func="logits",
         ),
         Case(
             "Qwen2Moe",
@@ -333,7 +333,7 @@ CASES = {
                     mscale_all_dim=1.0,
                 ),
             ),
-            law="sigmoid",
+            scoring_func="sigmoid",
             layer_ids=(2, 3),
         ),
         Case(
@@ -349,7 +349,7 @@ CASES = {
                 attention_bias=True,
                 num_mtp_layers=0,
             ),
-            law="sigmoid",
+            scoring_func="sigmoid",
             layer_ids=(1, 2, 3),
         ),
         Case(
@@ -369,7 +369,7 @@ CASES = {
                     truncate=False,
                 ),
             ),
-            law="logits",
+            scoring_func="logits",
         ),
         Case(
             "GraniteMoe",
@@ -381,7 +381,7 @@ CASES = {
                 residual_multiplier=0.7,
                 logits_scaling=0.5,
             ),
-            law="logits",
+            scoring_func="logits",
         ),
         Case(
             "Ernie4_5_Moe",
@@ -396,7 +396,11 @@ CASES = {
             ),
             layer_ids=(1, 2),
         ),
-        Case("MiniMaxM2", dict(num_local_experts=16, num_experts_per_tok=4, head_dim=24, rotary_dim=16), law="sigmoid"),
+        Case(
+            "MiniMaxM2",
+            dict(num_local_experts=16, num_experts_per_tok=4, head_dim=24, rotary_dim=16),
+            scoring_func="sigmoid",
+        ),
         Case(
             "Llama4",
             dict(
@@ -410,7 +414,7 @@ CASES = {
                 floor_scale=16,
                 attn_scale=0.3,
             ),
-            law="sigmoid",
+            scoring_func="sigmoid",
             router="Llama4Router",
             layer_ids=(1, 3),
             settings="Llama4TextConfig",
@@ -429,7 +433,7 @@ CASES = {
                 topk_group=2,
                 num_mtp_layers=0,
             ),
-            law="sigmoid",
+            scoring_func="sigmoid",
             layer_ids=(1, 2, 3),
             title="BailingMoeV2",
             rewrite=as_bailing_moe_v2,

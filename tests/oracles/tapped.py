@@ -27,11 +27,11 @@ class Tap:
     @property
     def kernels(self):
         """The kernels, tapped where ids enter experts."""
-        assert self._kernels.whole is None, "a kernel of a whole run cannot be tapped"
+        assert self._kernels.layer_stack is None, "a kernel of a whole run cannot be tapped"
         moe = dataclasses.replace(self._kernels.moe, name="tapped", run=self._tapped(self._kernels.moe.run))
-        fused = self._kernels.fused
+        fused = self._kernels.fused_layer
         fused = None if fused is None else dataclasses.replace(fused, slots=self._tapped(fused.slots))
-        return dataclasses.replace(self._kernels, moe=moe, fused=fused)
+        return dataclasses.replace(self._kernels, moe=moe, fused_layer=fused)
 
     @property
     def registry(self):

@@ -27,7 +27,7 @@ SHAPE = (2, 12)
 
 def spread(z, spec):
     """A token's scores as a distribution, in float64."""
-    powers = 1 / (1 + np.exp(-z)) if spec.law == "sigmoid" else np.exp(z - z.max())
+    powers = 1 / (1 + np.exp(-z)) if spec.scoring_func == "sigmoid" else np.exp(z - z.max())
     return powers / powers.sum()
 
 

@@ -94,7 +94,7 @@ def sampler_key(spec: ProgramSpec, shape: BatchShape, form: SamplerForm) -> tupl
 
 
 def _sampler_spec(spec: ProgramSpec, shape: BatchShape, form: SamplerForm) -> SamplerSpec:
-    choose = spec.kernels.choose if form is SamplerForm.GREEDY else None
+    choose = spec.kernels.argmax if form is SamplerForm.GREEDY else None
     told = spec.row_words_in(shape)
     return SamplerSpec(
         form=form, num_requests=shape.num_requests, told=told, raw_logprobs=spec.raw_logprobs, choose=choose

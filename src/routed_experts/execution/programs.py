@@ -101,7 +101,7 @@ def forward(
     capture = create_device_cache(
         spec.counted if spec.capture is None else spec.capture,
         shape.num_tokens,
-        reroutes=spec.kernels.peers.rerouter is not None,
+        reroutes=spec.kernels.group.rerouter is not None,
     )
     ops = hybrid_ops(attend, batch) if isinstance(pool, HybridPool) else attend
     paged = batch.paged
@@ -114,7 +114,7 @@ def forward(
         words, rows = jnp.concatenate([words, capture.words().reshape(-1)]), None
     counts = None if capture is None or counts is None else capture.counted(counts, paged.valid, batch.generated)
     changed = None if capture is None else capture.departed
-    logits = model.logits(batch.of_last_tokens(hidden), linear=spec.kernels.head) if spec.samples else None
+    logits = model.logits(batch.of_last_tokens(hidden), linear=spec.kernels.lm_head) if spec.samples else None
     return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, changed)
 
 
@@ -125,5 +125,5 @@ def score_prompt(
     model = nnx.merge(spec.graphdef, state)
     head, bias = model.lm_head(), None if model.head_bias is None else model.head_bias[...]
     top = min(MAX_TOP_LOGPROBS, head.shape[1])
-    scored = prompt_logprobs(hidden, head, targets, top=top, bias=bias, peers=spec.kernels.peers)
+    scored = prompt_logprobs(hidden, head, targets, top=top, bias=bias, group=spec.kernels.group)
     return jnp.concatenate([bitcast_int32(scored.target)[:, None], scored.top_ids, bitcast_int32(scored.top)], axis=1)

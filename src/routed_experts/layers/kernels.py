@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 from routed_experts.layers.layer_stack import LayerStackKernel
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.moe import ExpertCall, MoeBackend
-from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup, split_inputs
-from routed_experts.layers.parallel_experts import split_experts
+from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup, row_parallel_linear
+from routed_experts.layers.parallel_experts import parallel_moe
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing
 
 
@@ -28,7 +28,7 @@ class FusedRouter:
         tuple[Routing, Int[Array, "MK N"] | None],
     ]
     linear: LinearBackend | None = None
-    can: Callable[[RouterSpec], bool] = lambda spec: spec.is_plain
+    supports: Callable[[RouterSpec], bool] = lambda spec: spec.is_plain
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +56,21 @@ class Kernels:
     moe: MoeBackend
     linear: LinearBackend = REFERENCE_LINEAR
     router: FusedRouter | None = None
-    fused: FusedSteps | None = None
-    whole: LayerStackKernel | None = None
-    choose: Callable[[Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]] | None = None
-    peers: AxisGroup = SINGLE_DEVICE
+    fused_layer: FusedSteps | None = None
+    layer_stack: LayerStackKernel | None = None
+    argmax: Callable[[Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]] | None = None
+    group: AxisGroup = SINGLE_DEVICE
 
     @property
-    def head(self) -> LinearBackend:
+    def lm_head(self) -> LinearBackend:
         """What multiplies by the matrix of the vocabulary, whose rows are dealt out."""
-        return split_inputs(self.linear, self.peers)
+        return row_parallel_linear(self.linear, self.group)
 
-    def among(self, peers: AxisGroup) -> "Kernels":
+    def with_group(self, group: AxisGroup) -> "Kernels":
         """The same kernels on one device's share of the weights. Those that run past the place where partial sums are
         added up are left out."""
-        if peers.count == 1:
+        if group.count == 1:
             return self
-        return dataclasses.replace(self, moe=split_experts(self.moe, peers), fused=None, whole=None, peers=peers)
+        return dataclasses.replace(
+            self, moe=parallel_moe(self.moe, group), fused_layer=None, layer_stack=None, group=group
+        )

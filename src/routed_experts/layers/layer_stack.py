@@ -80,4 +80,4 @@ class LayerStackKernel:
         ],
         tuple[Float[Array, "N D"], Float[Array, "N D"], Any, Int[Array, "MK N"] | None],
     ]
-    can: Callable[[RouterSpec], bool] = lambda spec: spec.is_plain
+    supports: Callable[[RouterSpec], bool] = lambda spec: spec.is_plain

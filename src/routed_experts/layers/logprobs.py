@@ -53,7 +53,7 @@ def prompt_logprobs(
     *,
     top: int,
     bias: Float[Array, " V"] | None = None,
-    peers: AxisGroup = SINGLE_DEVICE,
+    group: AxisGroup = SINGLE_DEVICE,
 ) -> PromptLogprobs:
     """Project hidden states and return the log probability of each target and of the `top` best tokens.
 
@@ -66,8 +66,8 @@ def prompt_logprobs(
 
     def of_block(block: tuple[Float[Array, "R D"], Int[Array, " R"]]) -> PromptLogprobs:
         block_hidden, block_targets = block
-        own = peers.local_columns(block_hidden, head.shape[0])
-        logits = peers.add(jnp.matmul(own, head, preferred_element_type=jnp.float32))
+        own = group.local_columns(block_hidden, head.shape[0])
+        logits = group.all_reduce(jnp.matmul(own, head, preferred_element_type=jnp.float32))
         logits = logits if bias is None else logits + bias.astype(jnp.float32)
         best, best_ids = top_logprobs(logits, top)
         return PromptLogprobs(target=token_logprobs(logits, block_targets), top=best, top_ids=best_ids)

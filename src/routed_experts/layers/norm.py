@@ -14,13 +14,13 @@ def rms_norm(
     *,
     eps: float,
     offset: float = 0.0,
-    peers: AxisGroup = SINGLE_DEVICE,
+    group: AxisGroup = SINGLE_DEVICE,
 ) -> Float[Array, "... D"]:
     """Normalise the last axis in float32, cast to x's dtype, then multiply by `scale`. With an `offset`, which is added
     to the scale, multiply in float32 and cast last: half precision would round 1 + w. With `peers`, x is one device's
     part of the axis."""
     wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(peers.mean(jnp.mean(wide * wide, axis=-1, keepdims=True)) + eps)
+    inverse = jax.lax.rsqrt(group.all_mean(jnp.mean(wide * wide, axis=-1, keepdims=True)) + eps)
     if offset:
         return (wide * inverse * (scale.astype(jnp.float32) + offset)).astype(x.dtype)
     return (wide * inverse).astype(x.dtype) * scale

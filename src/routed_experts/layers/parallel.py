@@ -50,15 +50,15 @@ class AxisGroup:
         """Which of them this device is."""
         return lax.axis_index(self.axis)
 
-    def add(self, partial: Float[Array, "..."]) -> Float[Array, "..."]:
+    def all_reduce(self, partial: Float[Array, "..."]) -> Float[Array, "..."]:
         """The sum of what all hold."""
         return partial if self.count == 1 else lax.psum(partial, self.axis)
 
-    def mean(self, own: Float[Array, "..."]) -> Float[Array, "..."]:
+    def all_mean(self, own: Float[Array, "..."]) -> Float[Array, "..."]:
         """The mean of what all hold."""
         return own if self.count == 1 else lax.pmean(own, self.axis)
 
-    def join(self, columns: Float[Array, "N D/V"]) -> Float[Array, "N D"]:
+    def all_gather(self, columns: Float[Array, "N D/V"]) -> Float[Array, "N D"]:
         """The columns of all, side by side."""
         return columns if self.count == 1 else lax.all_gather(columns, self.axis, axis=1, tiled=True)
 
@@ -70,14 +70,14 @@ class AxisGroup:
 SINGLE_DEVICE = AxisGroup()
 
 
-def split_inputs(linear: LinearBackend, peers: AxisGroup) -> LinearBackend:
+def row_parallel_linear(linear: LinearBackend, group: AxisGroup) -> LinearBackend:
     """The same product where each device holds some rows of the matrix, and all of x."""
-    if peers.count == 1:
+    if group.count == 1:
         return linear
 
     def run(
         x: Float[Array, "N D"], weights: Float[Array, "R D/V O"], layer: Int[Array, ""] | int, dtype: object
     ) -> Float[Array, "N O"]:
-        return peers.add(linear.run(peers.local_columns(x, weights.shape[1]), weights, layer, dtype))
+        return group.all_reduce(linear.run(group.local_columns(x, weights.shape[1]), weights, layer, dtype))
 
     return dataclasses.replace(linear, run=run)

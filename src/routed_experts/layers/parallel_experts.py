@@ -17,34 +17,34 @@ from routed_experts.layers.moe import ExpertCall, MoeBackend, combine
 from routed_experts.layers.parallel import AxisGroup
 
 
-def split_experts(backend: MoeBackend, peers: AxisGroup) -> MoeBackend:
+def parallel_moe(backend: MoeBackend, group: AxisGroup) -> MoeBackend:
     """The backend on one device's share; results are partial sums over `peers`."""
-    run_share = _run_replicated if peers.expert_parallel else _run_slice
+    run_share = _run_replicated if group.expert_parallel else _run_slice
 
     def run(call: ExpertCall) -> Float[Array, "N D"]:
-        return run_share(call, backend, peers)
+        return run_share(call, backend, group)
 
     return dataclasses.replace(backend, run=run)
 
 
-def _run_slice(call: ExpertCall, backend: MoeBackend, peers: AxisGroup) -> Float[Array, "N D"]:
+def _run_slice(call: ExpertCall, backend: MoeBackend, group: AxisGroup) -> Float[Array, "N D"]:
     """All slots on F / V columns of their experts. The bias of the sum comes from the first device alone."""
     if call.down_bias is None:
         return backend.run(call)
     return backend.run(
-        dataclasses.replace(call, down_bias=jnp.where(peers.rank == 0, call.down_bias, jnp.zeros_like(call.down_bias)))
+        dataclasses.replace(call, down_bias=jnp.where(group.rank == 0, call.down_bias, jnp.zeros_like(call.down_bias)))
     )
 
 
-def _run_replicated(call: ExpertCall, backend: MoeBackend, peers: AxisGroup) -> Float[Array, "N D"]:
+def _run_replicated(call: ExpertCall, backend: MoeBackend, group: AxisGroup) -> Float[Array, "N D"]:
     """The slots whose experts are among this device's E / V, each as a row with one expert of weight 1; then weighed
     and summed as on one device."""
-    (num_rows, top_k), share = call.ids.shape, (peers.instances or call.num_experts) // peers.count
+    (num_rows, top_k), share = call.ids.shape, (group.instances or call.num_experts) // group.count
     ids = jnp.where(call.valid[:, None], call.ids if call.instances is None else call.instances, -1)
     if call.replicas is not None and call.instances is None:
-        ids = waterfill_replicas(ids, call.replicas, num_devices=peers.count, num_instances=peers.instances)
-    held = (ids >= peers.rank * share) & (ids < (peers.rank + 1) * share)
-    ids = ids - peers.rank * share
+        ids = waterfill_replicas(ids, call.replicas, num_devices=group.count, num_instances=group.instances)
+    held = (ids >= group.rank * share) & (ids < (group.rank + 1) * share)
+    ids = ids - group.rank * share
     outputs = backend.run(
         dataclasses.replace(
             call,

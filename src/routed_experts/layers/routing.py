@@ -38,24 +38,29 @@ class RouterSpec:
     num_experts: int
     top_k: int
     renormalize: bool
-    law: str = "softmax"
+    scoring_func: str = "softmax"
     scale: float = 1.0
     epsilon: float = 0.0
-    groups: int = 1
+    num_groups: int = 1
     topk_group: int = 1
     group_score_topk: int = 1
     biased: bool = False
     jitter_eps: float = 0.0
 
     def __post_init__(self) -> None:
-        assert self.law in SCORING_FUNCS, self.law
-        assert self.groups >= self.topk_group >= 1 and self.num_experts % self.groups == 0, self
+        assert self.scoring_func in SCORING_FUNCS, self.scoring_func
+        assert self.num_groups >= self.topk_group >= 1 and self.num_experts % self.num_groups == 0, self
 
     @property
     def is_plain(self) -> bool:
         """Softmax over all experts, top-k of the scores themselves, weights unscaled: what every fused router can
         do."""
-        return self.law == "softmax" and self.groups == self.topk_group and not self.biased and self.scale == 1.0
+        return (
+            self.scoring_func == "softmax"
+            and self.num_groups == self.topk_group
+            and not self.biased
+            and self.scale == 1.0
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +109,7 @@ def replay_topk(
     ids = checkpoint_name(ids, ROUTED_IDS)
     weights = (
         sparsemixer_weights(wide, ids, jitter_eps=spec.jitter_eps)
-        if spec.law == "sparsemixer"
+        if spec.scoring_func == "sparsemixer"
         else _weights(wide, scores, ids, spec)
     )
     if spec.scale != 1.0:
@@ -126,7 +131,7 @@ def router_probabilities(logits: Float[Array, "N E"], *, spec: RouterSpec) -> Fl
     """A router's scores as a distribution over all experts: softmax of the logits, or sigmoids over their sum
     (DeepSeek-V3, eq. 19)."""
     wide = logits.astype(jnp.float32)
-    if spec.law != "sigmoid":
+    if spec.scoring_func != "sigmoid":
         return jax.nn.softmax(wide, axis=-1)
     scores = jax.nn.sigmoid(wide)
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
@@ -134,12 +139,12 @@ def router_probabilities(logits: Float[Array, "N E"], *, spec: RouterSpec) -> Fl
 
 def keep_groups(choice: Float[Array, "N E"], spec: RouterSpec) -> Float[Array, "N E"]:
     """Put the experts of all but the best groups at -inf (DeepSeek-V2, section 2.1.2: device-limited routing)."""
-    if spec.groups == spec.topk_group:
+    if spec.num_groups == spec.topk_group:
         return choice
-    grouped = choice.reshape(choice.shape[0], spec.groups, -1)
+    grouped = choice.reshape(choice.shape[0], spec.num_groups, -1)
     ranks = jnp.sum(jax.lax.top_k(grouped, spec.group_score_topk)[0], axis=-1)  # [N, T]
     _, kept = jax.lax.top_k(ranks, spec.topk_group)
-    keeps = jnp.any(kept[:, :, None] == jnp.arange(spec.groups), axis=1)
+    keeps = jnp.any(kept[:, :, None] == jnp.arange(spec.num_groups), axis=1)
     return jnp.where(keeps[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
 
 
@@ -161,16 +166,16 @@ def sparsemixer_weights(
 
 
 def _scores(wide: Float[Array, "N E"], spec: RouterSpec) -> Float[Array, "N E"]:
-    if spec.law == "softmax":
+    if spec.scoring_func == "softmax":
         return jax.nn.softmax(wide, axis=-1)
-    return jax.nn.sigmoid(wide) if spec.law == "sigmoid" else wide
+    return jax.nn.sigmoid(wide) if spec.scoring_func == "sigmoid" else wide
 
 
 def _weights(
     wide: Float[Array, "N E"], scores: Float[Array, "N E"], ids: Int[Array, "N K"], spec: RouterSpec
 ) -> Float[Array, "N K"]:
     """Weights at ids, before the scale."""
-    by_logits = spec.law == "logits" or (spec.law == "softmax" and spec.renormalize)
+    by_logits = spec.scoring_func == "logits" or (spec.scoring_func == "softmax" and spec.renormalize)
     weights = jnp.take_along_axis(wide if by_logits else scores, ids, axis=-1)
     if by_logits:
         return jax.nn.softmax(weights, axis=-1)

@@ -37,7 +37,7 @@ class BackendEntry(Generic[T]):
 
     load: Callable[[], T]
     platform: str | None = None
-    why_not: Callable[[], str | None] = _nothing
+    unavailable_reason: Callable[[], str | None] = _nothing
     alone: bool = False
 
     def refusal(self, platform: str, devices: int = 1) -> str | None:
@@ -46,7 +46,7 @@ class BackendEntry(Generic[T]):
             return f"it runs on {self.platform}, and this machine's default device is a {platform}"
         if self.alone and devices > 1:
             return f"its kernels share out one CPU, and tp_size={devices} makes {devices} devices of it"
-        return self.why_not()
+        return self.unavailable_reason()
 
 
 def _native_kernels() -> Kernels:
@@ -61,10 +61,10 @@ def _native_attention() -> AttentionBackend:
     return NATIVE_ATTENTION
 
 
-def _why_not_native() -> str | None:
-    from routed_experts.layers.native.toolchain import why_not
+def _native_unavailable_reason() -> str | None:
+    from routed_experts.layers.native.toolchain import unavailable_reason
 
-    return why_not()
+    return unavailable_reason()
 
 
 def _gpu_kernels() -> Kernels:
@@ -103,12 +103,20 @@ def _given(value: T) -> BackendEntry[T]:
 
 KERNELS: Mapping[str, BackendEntry[Kernels]] = MappingProxyType(
     {name: _given(Kernels(moe=backend)) for name, backend in MOE_BACKENDS.items()}
-    | {"native": BackendEntry(load=_native_kernels, platform="cpu", why_not=_why_not_native, alone=True)}
+    | {
+        "native": BackendEntry(
+            load=_native_kernels, platform="cpu", unavailable_reason=_native_unavailable_reason, alone=True
+        )
+    }
     | {"gpu": BackendEntry(load=_gpu_kernels, platform="gpu"), "tpu": BackendEntry(load=_tpu_kernels, platform="tpu")}
 )
 ATTENTION: Mapping[str, BackendEntry[AttentionBackend]] = MappingProxyType(
     {name: _given(backend) for name, backend in ATTENTION_BACKENDS.items()}
-    | {"native": BackendEntry(load=_native_attention, platform="cpu", why_not=_why_not_native, alone=True)}
+    | {
+        "native": BackendEntry(
+            load=_native_attention, platform="cpu", unavailable_reason=_native_unavailable_reason, alone=True
+        )
+    }
     | {
         "gpu": BackendEntry(load=_gpu_attention, platform="gpu"),
         "tpu": BackendEntry(load=_tpu_attention, platform="tpu"),
@@ -174,10 +182,10 @@ class BackendRegistry:
             if placing is None or not placing.reroutes
             else _rerouter(instances, drops=placing.on_exhausted == "drop")
         )
-        peers = AxisGroup(
+        group = AxisGroup(
             axis=AXIS, count=args.tp_size, expert_parallel=args.ep_size > 1, instances=instances, rerouter=rerouter
         )
-        return kernels.among(peers), attention
+        return kernels.with_group(group), attention
 
 
 def check_batch_invariant(args: ServerArgs) -> None:

@@ -257,7 +257,7 @@ def _new_core(
         runner,
         capturer,
         after_step=tell if told else follows,
-        departures=None if runner.spec.kernels.peers.rerouter is None else ReroutingStats(pool.num_slots),
+        departures=None if runner.spec.kernels.group.rerouter is None else ReroutingStats(pool.num_slots),
     )
 
 

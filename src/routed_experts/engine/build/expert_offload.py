@@ -27,7 +27,7 @@ from routed_experts.execution.offload.offload_programs import OffloadSpec
 from routed_experts.execution.offload.offload_runner import OffloadRunner
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.moe import MoeBackend
-from routed_experts.layers.native.toolchain import why_not
+from routed_experts.layers.native.toolchain import unavailable_reason
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
@@ -209,7 +209,7 @@ def ffi_unavailable_reason(platform: str) -> str | None:
     """None where the host's experts can run inside a program of this platform; else the reason."""
     if platform not in ("cpu", "gpu"):
         return f"it runs beside a CPU or an NVIDIA GPU, and the default device is a {platform}"
-    reason = why_not()
+    reason = unavailable_reason()
     return None if reason is None else f"it needs the native library: {reason}"
 
 

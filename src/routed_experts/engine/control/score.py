@@ -153,7 +153,7 @@ class _Steps:
 def _own_spec(spec: ProgramSpec, num_pages: int) -> ProgramSpec:
     """The served programs on pages of a score's own: its tokens are not counted, and keep to no capacity, which would
     be the batch's; no token is sampled."""
-    kernels = dataclasses.replace(spec.kernels, peers=dataclasses.replace(spec.kernels.peers, rerouter=None))
+    kernels = dataclasses.replace(spec.kernels, group=dataclasses.replace(spec.kernels.group, rerouter=None))
     return dataclasses.replace(spec, num_pages=num_pages, kernels=kernels, counted=None, told=0, samples=False)
 
 

@@ -83,7 +83,7 @@ def _compact(ids: Int[Array, "N K"]) -> Int[Array, "N K"]:
 def _of_filled(weights: Float[Array, "N K"], filled: Bool[Array, "N K"], spec: RouterSpec) -> Float[Array, "N K"]:
     """Take the weight of empty slots away, and where weights sum to one let the others share it."""
     kept = jnp.where(filled, weights, 0.0)
-    if spec.law == "sparsemixer" or not (spec.renormalize or spec.law == "logits"):
+    if spec.scoring_func == "sparsemixer" or not (spec.renormalize or spec.scoring_func == "logits"):
         return kept
     total = jnp.sum(kept, axis=1, keepdims=True)
     return kept / jnp.where(total > 0, total, 1.0) * spec.scale

@@ -22,7 +22,7 @@ from routed_experts.layers.balanced_selection.rounds import choose_by_rounds
 from routed_experts.layers.balanced_selection.steps import Assignment, SelectionInputs, assign
 from routed_experts.layers.balanced_selection.waterfill import waterfill_replicas
 from routed_experts.layers.native.selection import native_selection
-from routed_experts.layers.native.toolchain import why_not
+from routed_experts.layers.native.toolchain import unavailable_reason
 from routed_experts.layers.tpu.selection import LANES, MAX_CELLS, choose_by_kernel, fits
 
 MODES, ON_EXHAUSTED, IMPLS = ("replicas", "reroute"), ("overflow", "drop"), ("auto", "rounds", "native", "pallas")
@@ -147,12 +147,12 @@ def _assign(impl: str, slate: SelectionInputs, top_k: int, *, overflows: bool) -
         raise ConfigError(
             f"impl='pallas' holds {MAX_CELLS} scores and k up to {LANES}, not {list(slate.scores.shape)} with k={top_k}: use impl='auto'"
         )
-    if impl == "native" and (reason := why_not()) is not None:
+    if impl == "native" and (reason := unavailable_reason()) is not None:
         raise ConfigError(f"impl='native' cannot run: {reason}; or use impl='auto'")
     if impl != "auto":
         return {"rounds": rounds, "native": native, "pallas": pallas}[impl](slate)
     has_native = (
-        jax.default_backend() == "cpu" and why_not() is None
+        jax.default_backend() == "cpu" and unavailable_reason() is None
     )  # no compiler is asked for where another device is meant
     tpu = pallas if in_vmem else rounds
     return lax.platform_dependent(slate, cpu=native if has_native else rounds, tpu=tpu, default=rounds)

@@ -31,7 +31,7 @@ def gpu_kernels(*, interpret: bool) -> Kernels:
         moe=MoeBackend(name="gpu", run=functools.partial(gpu_experts, interpret=interpret)),
         linear=linear,
         router=FusedRouter(name="gpu", run=functools.partial(route_rows, interpret=interpret), linear=linear),
-        fused=fused,
+        fused_layer=fused,
     )
 
 

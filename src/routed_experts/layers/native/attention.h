@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "parallel.h"
-#include "product.h"
+#include "gemm.h"
 
 namespace rex {
 
@@ -203,9 +203,9 @@ void mix_many(const AttentionShape& s, Mix& mix, int64_t rows, bool fresh, const
     const int64_t most = seen(end - 1), padded = (most + kLanes - 1) / kLanes * kLanes;
     if (most == 0) continue;
     float* scores = mix.scores + r * kKeys;
-    product_in_cache(end - r, mix.queries + r * s.dim, s.dim, mix.keys, kKeys, s.dim, padded, scores, kKeys, true);
+    gemm_in_cache(end - r, mix.queries + r * s.dim, s.dim, mix.keys, kKeys, s.dim, padded, scores, kKeys, true);
     for (int64_t i = r; i < end; i++) mix.weigh(i, padded, seen(i), s.dim);
-    product_in_cache(end - r, scores, kKeys, mix.values, s.dim, most, s.dim, mix.mixed + r * s.dim, s.dim, fresh);
+    gemm_in_cache(end - r, scores, kKeys, mix.values, s.dim, most, s.dim, mix.mixed + r * s.dim, s.dim, fresh);
   }
 }
 

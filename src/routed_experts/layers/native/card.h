@@ -81,7 +81,7 @@ class Signal {
   }
   bool await_done() const {
     return word(Card::get().await, &lane_.flags()->done) || called([](const Call& c) {
-      for (int spins = 0; !reached(c.flags->done.load(std::memory_order_acquire), c.ticket);) rest(spins);
+      for (int spins = 0; !reached(c.flags->done.load(std::memory_order_acquire), c.ticket);) backoff(spins);
     });
   }
 

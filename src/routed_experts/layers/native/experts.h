@@ -15,7 +15,7 @@ constexpr int64_t kPartColumns = 128;  // a part of an expert reads runs of at l
 struct ExpertShape {
   int64_t tokens, top_k, hidden, width, experts, first;
   bool partial = false;
-  bool nobodys(int32_t id) const { return partial && id == -1; }
+  bool is_empty(int32_t id) const { return partial && id == -1; }
   int64_t out_step() const { return hidden + kPad; }
 };
 
@@ -30,7 +30,7 @@ inline bool plan(const ExpertShape& s, const int32_t* ids, const bool* valid, st
     if (!valid[n]) continue;
     for (int64_t k = 0; k < s.top_k; k++) {
       const int32_t id = ids[n * s.top_k + k];
-      if (s.nobodys(id)) continue;
+      if (s.is_empty(id)) continue;
       if (id < 0 || id >= s.experts) return false;
       starts[id + 1]++;
     }
@@ -44,7 +44,7 @@ inline bool plan(const ExpertShape& s, const int32_t* ids, const bool* valid, st
   order.resize(starts[s.experts]);
   for (int64_t n = 0; n < s.tokens; n++)
     for (int64_t k = 0; valid[n] && k < s.top_k; k++)
-      if (const int32_t id = ids[n * s.top_k + k]; !s.nobodys(id)) order[starts[id]++] = n * s.top_k + k;
+      if (const int32_t id = ids[n * s.top_k + k]; !s.is_empty(id)) order[starts[id]++] = n * s.top_k + k;
   std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.end - a.begin > b.end - b.begin; });
   return true;
 }
@@ -76,34 +76,34 @@ struct ExpertRun {
   }
 
   // A whole expert: its hidden values stay in cache.
-  void whole(const Piece& piece) const {
+  void run_whole(const Piece& piece) const {
     thread_local Scratch both_scratch, hidden_scratch;
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, step = wide + kPad;
     R* inner = hidden_scratch.take<R>(count * s.width);
     float* both = both_scratch.floats(count * step);
-    product(count, rows(piece), s.hidden, gate_up + (s.first + piece.expert) * s.hidden * wide, wide, s.hidden, wide, both, step, true);
+    gemm(count, rows(piece), s.hidden, gate_up + (s.first + piece.expert) * s.hidden * wide, wide, s.hidden, wide, both, step, true);
     for (int64_t i = 0; i < count; i++) gate(both + i * step, s.width, inner + i * s.width);
-    finish(piece, inner, 0, s.hidden);
+    down_part(piece, inner, 0, s.hidden);
   }
 
   // Columns begin..end of the hidden values.
-  void begin(const Piece& piece, int64_t begin, int64_t end) const {
+  void gate_up_part(const Piece& piece, int64_t begin, int64_t end) const {
     thread_local Scratch scratch;
     const int64_t count = piece.end - piece.begin, wide = 2 * s.width, part = end - begin, step = 2 * part + kPad;
     float* both = scratch.floats(count * step);
     const R* from = rows(piece);
     const T* weights = gate_up + (s.first + piece.expert) * s.hidden * wide + begin;
-    product(count, from, s.hidden, weights, wide, s.hidden, part, both, step, true);
-    product(count, from, s.hidden, weights + s.width, wide, s.hidden, part, both + part, step, true);
+    gemm(count, from, s.hidden, weights, wide, s.hidden, part, both, step, true);
+    gemm(count, from, s.hidden, weights + s.width, wide, s.hidden, part, both + part, step, true);
     for (int64_t i = 0; i < count; i++) gate(both + i * step, part, hidden + (piece.begin + i) * s.width + begin);
   }
 
   // Columns begin..end of what the expert gives.
-  void finish(const Piece& piece, const R* inner, int64_t begin, int64_t end) const {
+  void down_part(const Piece& piece, const R* inner, int64_t begin, int64_t end) const {
     const int64_t count = piece.end - piece.begin;
     float* out = outputs + piece.begin * s.out_step() + begin;
     const T* weights = down + (s.first + piece.expert) * s.width * s.hidden + begin;
-    product(count, inner, s.width, weights, s.hidden, s.width, end - begin, out, s.out_step(), true);
+    gemm(count, inner, s.width, weights, s.hidden, s.width, end - begin, out, s.out_step(), true);
   }
 };
 
@@ -140,16 +140,16 @@ template <class R, class X, class T>
 void run_pieces(Team& team, ExpertRun<R, X, T> run, const std::vector<Piece>& pieces, int64_t slots) {
   thread_local Scratch scratch;
   const int64_t parts = expert_parts(run.s, slots, pieces.size(), team.size());
-  if (parts == 1) return team.each(pieces.size(), [&](int64_t i) { run.whole(pieces[i]); });
+  if (parts == 1) return team.each(pieces.size(), [&](int64_t i) { run.run_whole(pieces[i]); });
   run.hidden = scratch.take<R>(slots * run.s.width);
   const int64_t items = pieces.size() * parts;
   team.each(items, [&](int64_t i) {
-    run.begin(pieces[i / parts], part_start(run.s.width, i % parts, parts), part_start(run.s.width, i % parts + 1, parts));
+    run.gate_up_part(pieces[i / parts], part_start(run.s.width, i % parts, parts), part_start(run.s.width, i % parts + 1, parts));
   });
   team.each(items, [&](int64_t i) {
     const Piece& piece = pieces[i / parts];
     const int64_t begin = part_start(run.s.hidden, i % parts, parts), end = part_start(run.s.hidden, i % parts + 1, parts);
-    run.finish(piece, run.hidden + piece.begin * run.s.width, begin, end);
+    run.down_part(piece, run.hidden + piece.begin * run.s.width, begin, end);
   });
 }
 

@@ -11,18 +11,18 @@ HANDLERS = (
         "RexExperts",
         "RexLinear",
         "RexAttention",
-        "RexPrepare",
+        "RexQkNormRope",
         "RexRouter",
         "RexRecordingRouter",
-        "RexLayerRun",
-        "RexChoose",
+        "RexLayerStack",
+        "RexArgmax",
     ),
     "RexSelect",
 )
 
 
 @functools.cache
-def registered() -> bool:
+def register_ffi_targets() -> bool:
     """Register all handlers, once a process; compiles the library at first use. Raises OSError where it cannot be
     made."""
     library = toolchain.library()

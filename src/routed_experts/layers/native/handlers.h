@@ -19,11 +19,11 @@ T* at(ffi::Result<ffi::AnyBuffer>& buffer) {
 }
 
 // Nothing is converted on the way in: what a handler reads as one type must have it.
-inline ffi::Error differ(const char* what) { return ffi::Error::InvalidArgument(std::string("dtypes or shapes differ: ") + what); }
+inline ffi::Error mismatch(const char* what) { return ffi::Error::InvalidArgument(std::string("dtypes or shapes differ: ") + what); }
 
 // Call `body` with a value of the C++ type that stands for `dtype`.
 template <class Body>
-ffi::Error of_dtype(ffi::DataType dtype, Body&& body) {
+ffi::Error dispatch_dtype(ffi::DataType dtype, Body&& body) {
   switch (dtype) {
     case ffi::F32: return body(float{});
     case ffi::BF16: return body(bf16{});

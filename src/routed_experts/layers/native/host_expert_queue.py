@@ -25,7 +25,7 @@ _DTYPES = {"float16": 10, "float32": 11, "bfloat16": 16}  # XLA's numbers (xla_d
 
 
 @functools.cache
-def registered() -> bool:
+def register_ffi_targets() -> bool:
     """Register the handlers for both platforms, once a process; compiles the library at first use. Raises OSError where
     it cannot."""
     library = toolchain.library()
@@ -58,7 +58,7 @@ class HostExpertQueue:
     collected."""
 
     def __init__(self, stores: Sequence[ExpertTable], *, num_experts: int, num_threads: int) -> None:
-        assert registered() and num_threads >= 1, num_threads
+        assert register_ffi_targets() and num_threads >= 1, num_threads
         self._stores, self._views, places = tuple(stores), _views(stores), _places(stores)
         dtypes = np.array([_DTYPES[str(store.down.dtype)] for store in stores], np.int32)
         shapes = [(num_experts, *(store.down.shape[place] for place in (0, 2, 1))) for store in stores]

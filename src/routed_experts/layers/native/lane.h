@@ -13,14 +13,14 @@
 #include <memory>
 #include <string>
 
-#include "crew.h"
+#include "thread_pool.h"
 #include "experts.h"
 #include "handlers.h"
 
 namespace rex {
 
 constexpr auto kAwake = std::chrono::milliseconds(2);  // a step's errands come sooner than that
-constexpr int kCrewPatience = 1 << 16;  // some milliseconds: an offer of a core is a call of the kernel, and errands are shorter than many
+constexpr int kHostSpinLimit = 1 << 16;  // some milliseconds: an offer of a core is a call of the kernel, and errands are shorter than many
 
 // All experts of some layers, in the host's memory, which the lane's owner keeps.
 struct Store {
@@ -55,7 +55,7 @@ using Allocate = void* (*)(size_t bytes);  // memory for good: a lane's is not g
 
 class Lane {
  public:
-  Lane(std::vector<Store> stores, int64_t threads) : stores_(std::move(stores)), crew_(threads - 1), leader_([this] { lead(); }) {}
+  Lane(std::vector<Store> stores, int64_t threads) : stores_(std::move(stores)), thread_pool_(threads - 1), leader_([this] { lead(); }) {}
   ~Lane() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -110,7 +110,7 @@ class Lane {
   }
 
   void wait(uint32_t ticket) const {
-    for (int spins = 0; !reached(flags_->done.load(std::memory_order_acquire), ticket);) rest(spins);
+    for (int spins = 0; !reached(flags_->done.load(std::memory_order_acquire), ticket);) backoff(spins);
   }
 
  private:
@@ -123,12 +123,12 @@ class Lane {
         wake_.wait(lock, [this] { return over_.load() || !errands_.empty(); });
         if (over_.load()) return;
       }
-      Team team(crew_.size(), [this](std::function<void()> task) { crew_.schedule(std::move(task)); }, kCrewPatience);
+      Team team(thread_pool_.size(), [this](std::function<void()> task) { thread_pool_.schedule(std::move(task)); }, kHostSpinLimit);
       for (Errand errand; take(errand);) {
         const Flags& flags = *flags_;
         for (int spins = 0; !reached(flags.arrived.load(std::memory_order_acquire), errand.ticket);) {
           if (over_.load()) return give_up(errand);
-          rest(spins, kCrewPatience);
+          backoff(spins, kHostSpinLimit);
         }
         const auto begin = std::chrono::steady_clock::now();
         if (!run(team, errand)) failed_.store(true), give_up(errand);  // the next errand is refused
@@ -147,7 +147,7 @@ class Lane {
     const auto until = std::chrono::steady_clock::now() + kAwake;
     for (int spins = 0; num_queued_.load(std::memory_order_acquire) == 0;) {
       if (over_.load() || std::chrono::steady_clock::now() > until) return false;
-      rest(spins, kCrewPatience);
+      backoff(spins, kHostSpinLimit);
     }
     std::lock_guard<std::mutex> lock(mutex_);
     errand = errands_.front();
@@ -170,8 +170,8 @@ class Lane {
     const std::unique_ptr<bool[]> valid(new bool[errand.tokens]);
     std::fill_n(valid.get(), errand.tokens, true);
     bool known = false;
-    of_dtype(errand.dtype, [&](auto fed) {
-      return of_dtype(store.dtype, [&](auto type) {
+    dispatch_dtype(errand.dtype, [&](auto fed) {
+      return dispatch_dtype(store.dtype, [&](auto type) {
         using T = decltype(type);
         const auto* x = reinterpret_cast<const decltype(fed)*>(errand.desk.x);
         const T *gate_up = static_cast<const T*>(store.gate_up), *down = static_cast<const T*>(store.down);
@@ -192,7 +192,7 @@ class Lane {
   size_t room_ = 0;
   std::byte* desk_ = nullptr;
   Flags* flags_ = nullptr;
-  Crew crew_;
+  ThreadPool thread_pool_;
   std::thread leader_;
 };
 

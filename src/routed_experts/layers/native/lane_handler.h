@@ -15,9 +15,9 @@ inline ffi::Error begin_fault(const std::shared_ptr<Lane>& lane, ffi::AnyBuffer 
   const Store* experts = lane->store(store);
   const auto rows = x.dimensions();
   if (experts == nullptr || rows.size() != 2 || rows[1] != experts->hidden || int64_t(words.element_count()) != 1 + 2 * rows[0] * top_k)
-    return differ("x is [N, D] of a store of the lane, words are [1 + 2 N K]");
+    return mismatch("x is [N, D] of a store of the lane, words are [1 + 2 N K]");
   if (same != x.untyped_data()) return ffi::Error::Internal("x was copied");
-  return of_dtype(x.element_type(), [](auto) { return ffi::Error::Success(); });
+  return dispatch_dtype(x.element_type(), [](auto) { return ffi::Error::Success(); });
 }
 
 inline ffi::Error end_fault(const std::shared_ptr<Lane>& lane, ffi::AnyBuffer after, void* same) {

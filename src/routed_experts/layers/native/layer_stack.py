@@ -7,14 +7,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.layer_stack import LayerStackKernel, RunRouting, StackOffsets, StackWeights, StepInputs
-from routed_experts.layers.native.ffi_targets import registered
+from routed_experts.layers.native.ffi_targets import register_ffi_targets
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.routing import RouterSpec
 
 _STREAM, _POOL, _BLOCK = 0, 18, 19  # places of what is updated in place among the arguments
 
 
-def native_run(
+def native_layer_stack(
     x: Float[Array, "N D"],
     arrays: StackWeights,
     step: StepInputs,
@@ -27,7 +27,7 @@ def native_run(
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Float[Array, "LP page 2G C"], Int[Array, "MK N"] | None]:
     """All layers of the run over the tokens of a step. Rows of padding tokens keep their stream, and their norm is
     0."""
-    assert registered()
+    assert register_ffi_targets()
     assert routed is None or block is not None, "rows are replayed where rows are recorded"
     batch = attend.batch
     made = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, x, pool)]
@@ -40,7 +40,7 @@ def native_run(
     matrices = (arrays.qkv, arrays.out, arrays.router, arrays.gate_up, arrays.down)
     where = (batch.positions, batch.token_rows, step.valid, batch.query_starts, batch.page_table)
     given = [] if routed is None else [routed.ids.astype(jnp.int32), routed.valid]
-    stream, normed, written, *blocks = jax.ffi.ffi_call("RexLayerRun", made, input_output_aliases=aliases)(
+    stream, normed, written, *blocks = jax.ffi.ffi_call("RexLayerStack", made, input_output_aliases=aliases)(
         x,
         *norms,
         *matrices,
@@ -60,4 +60,4 @@ def native_run(
     return stream, normed, written, blocks[0] if blocks else None
 
 
-NATIVE_RUN = LayerStackKernel(name="native", attention="native", run=native_run)
+NATIVE_LAYER_STACK = LayerStackKernel(name="native", attention="native", run=native_layer_stack)

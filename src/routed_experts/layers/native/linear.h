@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "parallel.h"
-#include "product.h"
+#include "gemm.h"
 
 namespace rex {
 
@@ -41,11 +41,11 @@ template <class From, class T, class Out>
 void linear_piece(int64_t height, int64_t width, int64_t depth, int64_t cols, const From* x, const T* weights, Out* y) {
   thread_local Scratch scratch;
   if constexpr (std::is_same_v<Out, float>) {
-    if (height > kStreamRows) return product(height, x, depth, weights, cols, depth, width, y, cols, true);
+    if (height > kStreamRows) return gemm(height, x, depth, weights, cols, depth, width, y, cols, true);
   }
   const int64_t step = width + kPad;
   float* out = scratch.floats(height * step);
-  product(height, x, depth, weights, cols, depth, width, out, step, true);
+  gemm(height, x, depth, weights, cols, depth, width, out, step, true);
   for (int64_t i = 0; i < height; i++) convert(out + i * step, y + i * cols, width);
 }
 

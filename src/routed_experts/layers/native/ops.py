@@ -14,14 +14,14 @@ from routed_experts.layers.attention import AttentionBackend, FusedQKV, PagedBat
 from routed_experts.layers.kernels import FusedRouter, Kernels
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.layers.moe import ExpertCall, MoeBackend
-from routed_experts.layers.native.ffi_targets import registered
-from routed_experts.layers.native.layer_stack import NATIVE_RUN
+from routed_experts.layers.native.ffi_targets import register_ffi_targets
+from routed_experts.layers.native.layer_stack import NATIVE_LAYER_STACK
 from routed_experts.layers.routing import LayerRouting, RouterSpec, Routing, replay_topk
 
 
 def native_experts(call: ExpertCall) -> Float[Array, "N D"]:
     """Each chosen expert is read once, by one core; the K outputs of a row are summed in executed order, in float32."""
-    assert registered()
+    assert register_ffi_targets()
     run = jax.ffi.ffi_call("RexExperts", jax.ShapeDtypeStruct(call.x.shape, call.x.dtype))
     ids, weights, first = (
         call.ids.astype(jnp.int32),
@@ -37,7 +37,7 @@ def native_linear(
     x: Float[Array, "N D"], weights: Float[Array, "R D O"], layer: Int[Array, ""] | int, dtype: Any
 ) -> Float[Array, "N O"]:
     """Columns are shared out among the cores."""
-    assert registered()
+    assert register_ffi_targets()
     run = jax.ffi.ffi_call("RexLinear", jax.ShapeDtypeStruct((x.shape[0], weights.shape[2]), dtype))
     return run(x, weights, jnp.asarray(layer, jnp.int32).reshape(1))
 
@@ -46,7 +46,7 @@ def native_attention(
     queries: Float[Array, "N H C"], pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
 ) -> Float[Array, "N H C"]:
     """Online softmax over the pages of each request; (tokens, kv head) pieces are shared out among the cores."""
-    assert registered()
+    assert register_ffi_targets()
     run = jax.ffi.ffi_call("RexAttention", jax.ShapeDtypeStruct(queries.shape, queries.dtype))
     return run(
         queries,
@@ -58,15 +58,15 @@ def native_attention(
     )
 
 
-def native_prepare(
+def native_qk_norm_rope(
     projected: FusedQKV, pool: Float[Array, "LP page 2G C"], first_page: Int[Array, ""], batch: PagedBatch
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
     """Norms, rotary positions and the write of keys and values, as one kernel."""
-    assert registered()
+    assert register_ffi_targets()
     qkv, groups, dim = projected.qkv, pool.shape[2] // 2, pool.shape[3]
     queries = jax.ShapeDtypeStruct((qkv.shape[0], qkv.shape[1] // dim - 2 * groups, dim), qkv.dtype)
     made: list[jax.ShapeDtypeStruct] = [queries, jax.ShapeDtypeStruct(pool.shape, pool.dtype)]
-    run = jax.ffi.ffi_call("RexPrepare", made, input_output_aliases={6: 1})
+    run = jax.ffi.ffi_call("RexQkNormRope", made, input_output_aliases={6: 1})
     layer, first = (jnp.asarray(index, jnp.int32).reshape(1) for index in (projected.layer, first_page))
     norms, angles = (projected.q_norm, projected.k_norm), (projected.cos, projected.sin)
     places = (batch.positions, batch.token_rows, batch.valid, batch.page_table)
@@ -79,7 +79,7 @@ def native_fused_attention(
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
     """From a projection to mixed values: prepare, then attend."""
     first_page = layer * num_pages
-    queries, pool = native_prepare(projected, pool, first_page, batch)
+    queries, pool = native_qk_norm_rope(projected, pool, first_page, batch)
     return native_attention(queries, pool, first_page, batch), pool
 
 
@@ -96,7 +96,7 @@ def native_router(
         if block is not None:
             block = lax.dynamic_update_slice_in_dim(block, routing.ids.T, layer * spec.top_k, axis=0)
         return routing, block
-    assert registered()
+    assert register_ffi_targets()
     shape = (logits.shape[0], spec.top_k)
     made: list[jax.ShapeDtypeStruct] = [
         jax.ShapeDtypeStruct(shape, jnp.int32),
@@ -113,12 +113,12 @@ def native_router(
     return Routing(weights=weights, ids=ids, native_ids=ids, replaced=jnp.zeros(logits.shape[0], bool)), block
 
 
-def native_choose(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+def native_argmax(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """The best token of each row and its logprob; equal scores go to the lower id, and NaN gives the last one."""
-    assert registered()
+    assert register_ffi_targets()
     rows = logits.shape[:1]
     made: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.float32)]
-    tokens, logprobs = jax.ffi.ffi_call("RexChoose", made)(logits)
+    tokens, logprobs = jax.ffi.ffi_call("RexArgmax", made)(logits)
     return tokens, logprobs
 
 
@@ -127,7 +127,7 @@ NATIVE_KERNELS = Kernels(
     moe=MoeBackend(name="native", run=native_experts),
     linear=_LINEAR,
     router=FusedRouter(name="native", run=native_router, linear=_LINEAR),
-    whole=NATIVE_RUN,
-    choose=native_choose,
+    layer_stack=NATIVE_LAYER_STACK,
+    argmax=native_argmax,
 )
 NATIVE_ATTENTION = AttentionBackend(name="native", run=native_attention, fused=native_fused_attention)

@@ -1,4 +1,4 @@
-// Work shared between a kernel's caller and other threads: XLA's own, or a crew's (crew.h). Knows nothing of what the work is.
+// Work shared between a kernel's caller and other threads: XLA's own, or a crew's (thread_pool.h). Knows nothing of what the work is.
 //
 // A team lasts as long as its kernel. Its helpers are asked for once, and between two loops of the kernel they stay awake: a whole run
 // of layers is one kernel of many short loops, and waking a thread costs more than most of them. Items are handed out one by one, so
@@ -17,10 +17,10 @@
 
 namespace rex {
 
-constexpr int kPatience = 4000;
+constexpr int kSpinLimit = 4000;
 
-inline void rest(int& spins, int patience = kPatience) {
-  if (++spins > patience) {
+inline void backoff(int& spins, int spin_limit = kSpinLimit) {
+  if (++spins > spin_limit) {
     std::this_thread::yield();
   } else {
 #if defined(__x86_64__)
@@ -32,9 +32,9 @@ inline void rest(int& spins, int patience = kPatience) {
 class Team {
  public:
   using Schedule = std::function<void(std::function<void()>)>;
-  // `patience`: how often a helper without work looks again before it offers its core to others at every look.
-  Team(int64_t size, Schedule schedule, int patience = kPatience)
-      : size_(std::max<int64_t>(size, 1)), patience_(patience), schedule_(std::move(schedule)), state_(std::make_shared<State>()) {}
+  // `spin_limit`: how often a helper without work looks again before it offers its core to others at every look.
+  Team(int64_t size, Schedule schedule, int spin_limit = kSpinLimit)
+      : size_(std::max<int64_t>(size, 1)), spin_limit_(spin_limit), schedule_(std::move(schedule)), state_(std::make_shared<State>()) {}
   explicit Team(xla::ffi::ThreadPool& pool)
       : Team(pool.num_threads(), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }) {}
   Team(const Team&) = delete;
@@ -57,7 +57,7 @@ class Team {
     s.done.store(0, std::memory_order_relaxed);
     s.turn.store(++loop_ << kItemBits, std::memory_order_release);
     s.work();
-    for (int spins = 0; s.done.load(std::memory_order_acquire) < items;) rest(spins);
+    for (int spins = 0; s.done.load(std::memory_order_acquire) < items;) backoff(spins);
     s.turn.store((loop_ << kItemBits) | kClosed, std::memory_order_release);
   }
 
@@ -95,18 +95,18 @@ class Team {
     if (gathered_) return;
     gathered_ = true;
     for (int64_t i = 1; i < size(); i++)
-      schedule_([state = state_, patience = patience_] {
+      schedule_([state = state_, spin_limit = spin_limit_] {
         uint64_t seen = 0;
         for (int spins = 0; state->work();) {
           const uint64_t now = state->turn.load(std::memory_order_relaxed);
           if (now != seen) spins = 0, seen = now;
-          rest(spins, patience);
+          backoff(spins, spin_limit);
         }
       });
   }
 
   int64_t size_;
-  int patience_;
+  int spin_limit_;
   Schedule schedule_;
   std::shared_ptr<State> state_;
   uint64_t loop_ = 0;

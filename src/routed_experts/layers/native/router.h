@@ -18,7 +18,7 @@ struct RouterShape {
 };
 
 // Experts [N, K] that tokens run in place of their router's choice, where `valid`; null: none. Ids of such rows are in range.
-struct GivenRows {
+struct ReplayRows {
   const int32_t* ids = nullptr;
   const bool* valid = nullptr;
   bool has(int64_t n) const { return ids != nullptr && valid[n]; }
@@ -39,7 +39,7 @@ inline void softmax(const float* logits, float* scores, int64_t count) {
 }
 
 // The `top_k` highest of `scores`, which are spent.
-inline void choose(float* scores, int64_t experts, int64_t top_k, int32_t* ids, float* weights) {
+inline void select_top_k(float* scores, int64_t experts, int64_t top_k, int32_t* ids, float* weights) {
   for (int64_t k = 0; k < top_k; k++) {
     int64_t best = -1;
     for (int64_t e = 0; e < experts; e++)
@@ -50,16 +50,16 @@ inline void choose(float* scores, int64_t experts, int64_t top_k, int32_t* ids, 
   }
 }
 
-inline void route_token(const RouterShape& s, int64_t n, const float* logits, GivenRows given, int32_t* ids, float* weights,
+inline void route_token(const RouterShape& s, int64_t n, const float* logits, ReplayRows replay, int32_t* ids, float* weights,
                         int32_t* block) {
   thread_local Scratch scratch;
   float *scores = scratch.floats(s.experts + s.top_k), *gathered = scores + s.experts;
   const float* row = logits + n * s.experts;
   int32_t* chosen = ids + n * s.top_k;
   softmax(row, scores, s.experts);
-  if (!given.has(n)) choose(scores, s.experts, s.top_k, chosen, weights + n * s.top_k);
-  for (int64_t k = 0; given.has(n) && k < s.top_k; k++) {
-    chosen[k] = given.ids[n * s.top_k + k];
+  if (!replay.has(n)) select_top_k(scores, s.experts, s.top_k, chosen, weights + n * s.top_k);
+  for (int64_t k = 0; replay.has(n) && k < s.top_k; k++) {
+    chosen[k] = replay.ids[n * s.top_k + k];
     weights[n * s.top_k + k] = scores[chosen[k]];
   }
   for (int64_t k = 0; k < s.top_k; k++) gathered[k] = row[chosen[k]];
@@ -67,9 +67,9 @@ inline void route_token(const RouterShape& s, int64_t n, const float* logits, Gi
   for (int64_t k = 0; block != nullptr && k < s.top_k; k++) block[k * s.stride + n] = chosen[k];
 }
 
-inline void route(Team& team, const RouterShape& s, const float* logits, GivenRows given, int32_t* ids, float* weights, int32_t* block) {
+inline void route(Team& team, const RouterShape& s, const float* logits, ReplayRows replay, int32_t* ids, float* weights, int32_t* block) {
   each_block(team, s.tokens, kRouterTokens, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n++) route_token(s, n, logits, given, ids, weights, block);
+    for (int64_t n = begin; n < end; n++) route_token(s, n, logits, replay, ids, weights, block);
   });
 }
 

@@ -57,26 +57,26 @@ inline Candidate best_of(const Keys& row) {
 }
 
 // The K best experts of each token, in order.
-inline std::vector<Candidate> find_fronts(Team& team, const SelectShape& s, const SelectInput& in) {
-  std::vector<Candidate> fronts(s.tokens * s.top_k);
+inline std::vector<Candidate> top_k_candidates(Team& team, const SelectShape& s, const SelectInput& in) {
+  std::vector<Candidate> candidates(s.tokens * s.top_k);
   each_block(team, s.tokens, kSelectTokens, [&](int64_t begin, int64_t end) {
     Keys row(s.experts);
     for (int64_t t = begin; t < end; t++) {
       if (!in.valid[t]) continue;
       std::transform(in.scores + t * s.experts, in.scores + (t + 1) * s.experts, row.begin(), key_of);
       for (int64_t k = 0; k < s.top_k; k++) {
-        const Candidate best = fronts[t * s.top_k + k] = best_of(row);
+        const Candidate best = candidates[t * s.top_k + k] = best_of(row);
         row[best.expert] = kTaken;
       }
     }
   });
-  return fronts;
+  return candidates;
 }
 
 // What is left of each instance and of each expert's instances together.
-class Rooms {
+class RemainingCapacity {
  public:
-  Rooms(const SelectShape& s, const SelectInput& in)
+  RemainingCapacity(const SelectShape& s, const SelectInput& in)
       : s_(s), in_(in), left_(in.capacity, in.capacity + s.instances), room_(s.experts, 0), row_(s.experts) {
     for (int64_t e = 0; e < s.experts; e++)
       for (int64_t j = 0; j < s.width; j++)
@@ -113,7 +113,7 @@ class Rooms {
 };
 
 // Fill the empty slots of a token with its best experts that it does not hold, whatever their room.
-inline void place_beyond_room(const SelectShape& s, const SelectInput& in, const Rooms& rooms, int64_t token, const SelectOutput& out) {
+inline void overflow_slots(const SelectShape& s, const SelectInput& in, const RemainingCapacity& rooms, int64_t token, const SelectOutput& out) {
   int32_t *ids = out.ids + token * s.top_k, *instances = out.instances + token * s.top_k;
   if (ids[s.top_k - 1] >= 0) return;  // who finds no room once finds none later
   Keys row(s.experts);
@@ -129,8 +129,8 @@ inline void place_beyond_room(const SelectShape& s, const SelectInput& in, const
 }
 
 inline void select(Team& team, const SelectShape& s, const SelectInput& in, const SelectOutput& out) {
-  const std::vector<Candidate> fronts = find_fronts(team, s, in);
-  Rooms rooms(s, in);
+  const std::vector<Candidate> candidates = top_k_candidates(team, s, in);
+  RemainingCapacity rooms(s, in);
   std::vector<int64_t> passed(s.tokens, 0);
   std::vector<Candidate> last(s.tokens);
   std::fill_n(out.ids, s.tokens * s.top_k, -1);
@@ -139,7 +139,7 @@ inline void select(Team& team, const SelectShape& s, const SelectInput& in, cons
   for (int64_t slot = 0; slot < s.top_k * s.tokens; slot++) {
     const int64_t t = slot % s.tokens, at = t * s.top_k + slot / s.tokens;
     for (int64_t& place = passed[t]; in.valid[t] && out.ids[at] < 0; place++) {
-      last[t] = place < s.top_k ? fronts[t * s.top_k + place] : rooms.best_after(last[t], t);
+      last[t] = place < s.top_k ? candidates[t * s.top_k + place] : rooms.best_after(last[t], t);
       if (!last[t].selectable()) break;
       if ((out.instances[at] = rooms.take(t, last[t].expert)) < 0) continue;
       out.ids[at] = last[t].expert;
@@ -147,7 +147,7 @@ inline void select(Team& team, const SelectShape& s, const SelectInput& in, cons
     }
   }
   for (int64_t t = 0; s.overflows && t < s.tokens; t++)
-    if (in.valid[t]) place_beyond_room(s, in, rooms, t, out);
+    if (in.valid[t]) overflow_slots(s, in, rooms, t, out);
 }
 
 }  // namespace rex

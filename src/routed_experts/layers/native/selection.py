@@ -5,13 +5,13 @@ import jax
 import jax.numpy as jnp
 
 from routed_experts.layers.balanced_selection.steps import Assignment, SelectionInputs
-from routed_experts.layers.native.ffi_targets import registered
+from routed_experts.layers.native.ffi_targets import register_ffi_targets
 
 
 def native_selection(slate: SelectionInputs, top_k: int, *, overflows: bool) -> Assignment:
     """Select one slot after another; there are no rounds. The kernel refuses a table or a source that points
     outside."""
-    assert registered()
+    assert register_ffi_targets()
     slots, count = jax.ShapeDtypeStruct((slate.scores.shape[0], top_k), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     run = jax.ffi.ffi_call("RexSelect", [slots, slots, count, count])
     parts = (slate.scores, slate.replica_order, slate.capacity, slate.source, slate.valid)

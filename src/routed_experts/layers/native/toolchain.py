@@ -1,7 +1,7 @@
 """Compile the C++ of this room for this machine and give the library. Knows nothing of kernels' meaning.
 
 The library stands in a folder of the user's cache under a name that is the checksum of all that it was made of:
-sources, jaxlib's headers, compiler and processor. A machine without a compiler has no native kernels: `why_not` says
+sources, jaxlib's headers, compiler and processor. A machine without a compiler has no native kernels: `unavailable_reason` says
 so."""
 
 import ctypes
@@ -48,7 +48,7 @@ def cache_folder() -> Path:
 
 
 @functools.cache
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """None where native kernels run; else the reason, with its remedy."""
     try:
         library()
@@ -76,7 +76,7 @@ def compile_library(command: tuple[str, ...], file: Path) -> None:
         arguments = [
             *command,
             *FLAGS,
-            *_vectors(),
+            *simd_flags(),
             f"-I{jax.ffi.include_dir()}",
             str(HERE / "kernels.cpp"),
             "-o",
@@ -88,7 +88,7 @@ def compile_library(command: tuple[str, ...], file: Path) -> None:
         os.replace(made, file)
 
 
-def _vectors() -> tuple[str, ...]:
+def simd_flags() -> tuple[str, ...]:
     return ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
 
 

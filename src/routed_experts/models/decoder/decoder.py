@@ -81,7 +81,7 @@ class FamilyDecoder(nnx.Module):
         step = Step(
             positions, valid, ops.attend, ops.recur, kernels, {spec: spec.angles(positions) for spec in config.rotary}
         )
-        x = embed(config, self.embed[...], tokens, kernels.peers)
+        x = embed(config, self.embed[...], tokens, kernels.group)
         first_moe = first_attending = first_recurrent = 0
         for run, arrays in zip(config.runs, self.runs, strict=True):
             num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
@@ -142,10 +142,10 @@ class FamilyDecoder(nnx.Module):
 
 
 def embed(
-    config: FamilyConfig, table: Float[Array, "V D"], tokens: Int[Array, " N"], peers: AxisGroup = SINGLE_DEVICE
+    config: FamilyConfig, table: Float[Array, "V D"], tokens: Int[Array, " N"], group: AxisGroup = SINGLE_DEVICE
 ) -> Float[Array, "N D"]:
     """What enters the first layer."""
-    x = peers.join(jnp.take(table, tokens, axis=0))
+    x = group.all_gather(jnp.take(table, tokens, axis=0))
     return x * config.embed_scale if config.embed_scale != 1.0 else x
 
 

@@ -151,7 +151,7 @@ class Sparse:
         how, activation = (fed, routing, step.valid, experts), self.activation
         y = run_experts(*how, spec=self.router, kernels=step.kernels, activation=activation, replicas=replicas)
         shared = self.run_shared(x, view)
-        return step.kernels.peers.add(y if shared is None else y + shared), capture
+        return step.kernels.group.all_reduce(y if shared is None else y + shared), capture
 
     def choose(
         self,
@@ -164,7 +164,7 @@ class Sparse:
         """Route and record; gives what the experts are fed besides."""
         assert replay is not None, "a sparse layer has a column"
         bias = view.plain("selection_bias") if self.router.biased else None
-        logits, rerouter = self._logits(x, view), step.kernels.peers.rerouter
+        logits, rerouter = self._logits(x, view), step.kernels.group.rerouter
         if rerouter is not None and replay.routed is None:
             capacities = Capacities(view.plain("replicas"), view.plain("capacity"))
             routing, capture = route_with_capacity(

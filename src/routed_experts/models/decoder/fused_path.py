@@ -31,10 +31,10 @@ def find_fused_path(
     weights that are replayed go, attention that is not paged, and a routing law that the kernels do not know."""
     if not isinstance(attend, PagedAttend) or (routed is not None and routed.weights is not None):
         return None
-    whole, fused, router = kernels.whole, kernels.fused, kernels.router
-    if whole is not None and whole.can(spec) and attend.backend.name == whole.attention:
-        return whole
-    if fused is None or router is None or not router.can(spec) or attend.backend.fused is None:
+    stack, fused, router = kernels.layer_stack, kernels.fused_layer, kernels.router
+    if stack is not None and stack.supports(spec) and attend.backend.name == stack.attention:
+        return stack
+    if fused is None or router is None or not router.supports(spec) or attend.backend.fused is None:
         return None
     return fused if num_tokens <= fused.most_tokens else None
 

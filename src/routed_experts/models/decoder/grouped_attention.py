@@ -196,5 +196,5 @@ class GroupedAttention:
         if not self.qk_norm:
             return x
         flat = x if self.qk_norm == "head" else x.reshape(x.shape[0], -1)
-        peers = view.kernels.peers if self.qk_norm == "whole" else SINGLE_DEVICE
-        return rms_norm(flat, view.plain(name), eps=self.eps, offset=self.norm_offset, peers=peers).reshape(x.shape)
+        group = view.kernels.group if self.qk_norm == "whole" else SINGLE_DEVICE
+        return rms_norm(flat, view.plain(name), eps=self.eps, offset=self.norm_offset, group=group).reshape(x.shape)

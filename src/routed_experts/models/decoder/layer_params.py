@@ -109,7 +109,7 @@ class LayerParams:
             y = self.kernels.linear.run(x, self.sliced[name][None], 0, x.dtype)
         else:
             y = self.kernels.linear.run(x, self.whole[name][...], self.place, x.dtype)
-        y = self.kernels.peers.add(y) if summed else y
+        y = self.kernels.group.all_reduce(y) if summed else y
         return y + self.sliced[f"{name}_bias"] if f"{name}_bias" in self.sliced else y
 
     def experts(self, num_experts: int) -> ExpertWeights:

@@ -62,7 +62,7 @@ def route(
 ) -> tuple[Routing, RoutedExpertsDeviceCache | None]:
     """Decide the experts of each token and write their ids down under the layer's column. `bias` moves the choice
     alone. Weights that are replayed are taken by plain code."""
-    if kernels.router is not None and kernels.router.can(spec) and (routed is None or routed.weights is None):
+    if kernels.router is not None and kernels.router.supports(spec) and (routed is None or routed.weights is None):
         block = None if capture is None else capture.ids
         routing, block = kernels.router.run(logits, routed, block, column, spec)
         if capture is not None and block is not None:

@@ -27,7 +27,7 @@ def read_bailing_moe_v2(reader: ConfigReader) -> FamilyConfig:
         refuse(reader, key)
     refuse(reader, "use_qk_norm", allowed=(True,), default=True)
     refuse(reader, "moe_router_enable_expert_bias", allowed=(True,), default=True)
-    router = read_biased_router(reader, groups=8, kept=4, scale=2.5, key="num_experts")
+    router = read_biased_router(reader, num_groups=8, topk_group=4, scale=2.5, key="num_experts")
     attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm="head", names=_ATTENTION)
     width, dense = reader.int("moe_intermediate_size", minimum=1), reader.int("intermediate_size", minimum=1)
     shared = reader.int("moe_shared_expert_intermediate_size", minimum=1, default=width)

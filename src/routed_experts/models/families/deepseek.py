@@ -19,10 +19,10 @@ def read_deepseek_v2(reader: ConfigReader) -> FamilyConfig:
     experts, top_k = read_experts(reader, key="n_routed_experts", methods=_V2_METHODS, grouped=True)
     refuse(reader, "norm_topk_prob")
     grouped = reader.str("topk_method", default=_V2_METHODS[0]) == "group_limited_greedy"
-    groups, kept = read_groups(reader, experts, top_k, default=1) if grouped else (1, 1)
+    num_groups, topk_group = read_groups(reader, experts, top_k, default=1) if grouped else (1, 1)
     scale = reader.float("routed_scaling_factor", default=1.0)
     router = RouterSpec(
-        num_experts=experts, top_k=top_k, renormalize=False, scale=scale, groups=groups, topk_group=kept
+        num_experts=experts, top_k=top_k, renormalize=False, scale=scale, num_groups=num_groups, topk_group=topk_group
     )
     return _decoder(reader, sizes, router, interleaved=True, first_dense=0, shared=2)
 
@@ -30,28 +30,28 @@ def read_deepseek_v2(reader: ConfigReader) -> FamilyConfig:
 def read_deepseek_v3(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of DeepSeek-V3, Kimi-K2 or Moonlight."""
     sizes = read_sizes(reader)
-    router = read_biased_router(reader, groups=8, kept=4, scale=2.5)
+    router = read_biased_router(reader, num_groups=8, topk_group=4, scale=2.5)
     return _decoder(
         reader, sizes, router, interleaved=reader.bool("rope_interleave", default=True), first_dense=3, shared=1
     )
 
 
 def read_biased_router(
-    reader: ConfigReader, *, groups: int, kept: int, scale: float, key: str = "n_routed_experts"
+    reader: ConfigReader, *, num_groups: int, topk_group: int, scale: float, key: str = "n_routed_experts"
 ) -> RouterSpec:
     """The router of V3 and of all who took it over; arguments are the family's defaults."""
     experts, top_k = read_experts(reader, key=key, scoring="sigmoid", methods=("noaux_tc",), grouped=True)
-    groups, kept = read_groups(reader, experts, top_k, default=groups, default_kept=kept)
-    reader.require(groups == kept or experts // groups >= 2, "n_group", "groups of at least 2 experts")
+    num_groups, topk_group = read_groups(reader, experts, top_k, default=num_groups, default_kept=topk_group)
+    reader.require(num_groups == topk_group or experts // num_groups >= 2, "n_group", "groups of at least 2 experts")
     return RouterSpec(
         num_experts=experts,
         top_k=top_k,
         renormalize=reader.bool("norm_topk_prob", default=True),
-        law="sigmoid",
+        scoring_func="sigmoid",
         scale=reader.float("routed_scaling_factor", default=scale),
         epsilon=1e-20,
-        groups=groups,
-        topk_group=kept,
+        num_groups=num_groups,
+        topk_group=topk_group,
         group_score_topk=2,
         biased=True,
     )
@@ -61,11 +61,13 @@ def read_groups(
     reader: ConfigReader, experts: int, top_k: int, *, default: int, default_kept: int = 1
 ) -> tuple[int, int]:
     """Groups of experts, and how many of them a token may choose from."""
-    groups = reader.int("n_group", minimum=1, default=default)
-    reader.require(experts % groups == 0, "n_group", f"a divisor of {experts} experts")
-    kept = reader.int("topk_group", minimum=1, maximum=groups, default=min(default_kept, groups))
-    reader.require(kept * experts // groups >= top_k, "topk_group", f"groups that hold {top_k} experts together")
-    return groups, kept
+    num_groups = reader.int("n_group", minimum=1, default=default)
+    reader.require(experts % num_groups == 0, "n_group", f"a divisor of {experts} experts")
+    topk_group = reader.int("topk_group", minimum=1, maximum=num_groups, default=min(default_kept, num_groups))
+    reader.require(
+        topk_group * experts // num_groups >= top_k, "topk_group", f"groups that hold {top_k} experts together"
+    )
+    return num_groups, topk_group
 
 
 def num_predicting(reader: ConfigReader) -> int:

@@ -15,7 +15,7 @@ def read_glm4_moe(reader: ConfigReader) -> FamilyConfig:
     """Read config.json of GLM-4.5, GLM-4.5-Air or GLM-4.6."""
     sizes = read_sizes(reader, eps=1e-5)
     rotary = read_rotary(reader, sizes.head_dim, part=0.5)
-    router = read_biased_router(reader, groups=1, kept=1, scale=1.0)
+    router = read_biased_router(reader, num_groups=1, topk_group=1, scale=1.0)
     norm = "head" if reader.bool("use_qk_norm", default=False) else ""
     attention = sizes.attention(rotary.spec)
     attention = dataclasses.replace(attention, qk_norm=norm, bias_in=reader.bool("attention_bias", default=False))

@@ -58,7 +58,7 @@ def read_gpt_oss(reader: ConfigReader) -> FamilyConfig:
     full = dataclasses.replace(sizes.attention(rotary.spec), bias_in=bias, bias_out=bias, sinks=True)
     sliding = dataclasses.replace(full, window=reader.int("sliding_window", minimum=1, default=128))
     sparse = Sparse(
-        router=RouterSpec(num_experts=experts, top_k=top_k, renormalize=True, law="logits"),
+        router=RouterSpec(num_experts=experts, top_k=top_k, renormalize=True, scoring_func="logits"),
         width=reader.int("intermediate_size", minimum=1),
         names=_NAMES,
         router_bias=True,

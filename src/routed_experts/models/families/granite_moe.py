@@ -32,7 +32,7 @@ def read_granite_moe(reader: ConfigReader) -> FamilyConfig:
         reader.require(value > 0, key, "a positive number")
     attention = sizes.attention(rotary.spec)
     attention = dataclasses.replace(attention, bias_in=bias, bias_out=bias, scale=scales["attention_multiplier"])
-    router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=True, law="logits")
+    router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=True, scoring_func="logits")
     layer = LayerSpec(
         mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1), names=_NAMES)
     )

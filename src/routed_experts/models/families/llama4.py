@@ -58,7 +58,7 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
         floor = reader.int("floor_scale", minimum=1, default=8192)
         plain = dataclasses.replace(plain, tuning=(float(floor), reader.float("attn_scale", default=0.1)))
     width = reader.int("intermediate_size", minimum=1)
-    router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=False, law="sigmoid")
+    router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=False, scoring_func="sigmoid")
     sparse = Sparse(router=router, width=width, names=_NAMES, shared_width=width, weigh_inputs=True)
     dense = Dense(width=reader.int("intermediate_size_mlp", minimum=1, default=16_384), at=_AT)
     layers = [

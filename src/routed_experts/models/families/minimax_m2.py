@@ -30,7 +30,7 @@ def read_minimax_m2(reader: ConfigReader) -> FamilyConfig:
     reader.str("qk_norm_type", default="per_layer", choices=("per_layer",))
     experts, top_k = read_experts(reader, key="num_local_experts", scoring="sigmoid", methods=("noaux_tc",))
     refuse(reader, "norm_topk_prob", allowed=(True,), default=True)
-    router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=True, law="sigmoid", biased=True)
+    router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=True, scoring_func="sigmoid", biased=True)
     attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm="whole")
     layer = LayerSpec(
         mixer=attention, feed=Sparse(router=router, width=reader.int("intermediate_size", minimum=1), names=_NAMES)

@@ -41,7 +41,9 @@ def read_phimoe(reader: ConfigReader) -> FamilyConfig:
     reader.require(top_k == 2, "num_experts_per_tok", "2: sparsemixer is defined for two experts")
     jitter_eps = reader.float("router_jitter_noise", default=0.01)
     reader.require(jitter_eps >= 0, "router_jitter_noise", "a number of at least 0")
-    router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=False, law="sparsemixer", jitter_eps=jitter_eps)
+    router = RouterSpec(
+        num_experts=experts, top_k=top_k, renormalize=False, scoring_func="sparsemixer", jitter_eps=jitter_eps
+    )
     bias = reader.bool("attention_bias", default=False)
     attention = sizes.attention(rotary.spec)
     attention = dataclasses.replace(attention, window=read_window(reader, sizes), bias_in=bias, bias_out=bias)

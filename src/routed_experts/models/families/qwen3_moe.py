@@ -132,7 +132,7 @@ class Qwen3Moe(nnx.Module):
             positions, head_dim=config.head_dim, theta=config.rope_theta, scaled=config.scaled_rotary
         )
         shared = StepInputs(cos=cos, sin=sin, valid=valid)
-        x = kernels.peers.join(jnp.take(self.embed[...], tokens, axis=0))
+        x = kernels.group.all_gather(jnp.take(self.embed[...], tokens, axis=0))
         first_moe, normed = 0, None
         together = find_fused_path(kernels, attend, routed, tokens.shape[0], config.router)
         for run in self.runs:
@@ -200,14 +200,14 @@ class Qwen3Moe(nnx.Module):
             mixed, cache = qk_norm_attention(
                 linear(normed, qkv, place), norms, (shared.cos, shared.sin), attend, cache, index, **sizes
             )
-            x = x + kernels.peers.add(linear(mixed, out, place))
+            x = x + kernels.group.all_reduce(linear(mixed, out, place))
             normed = rms_norm(x, post_norm, eps=config.norm_eps)
             if run.router is None:
                 gate_up, down = (run.gate_up[...], run.down[...]) if experts is None else experts
                 hidden = gated(linear(normed, gate_up, place, jnp.float32)).astype(
                     x.dtype
                 )  # rounded once, and the stream once
-                y = kernels.peers.add(linear(hidden, down, place, jnp.float32))
+                y = kernels.group.all_reduce(linear(hidden, down, place, jnp.float32))
                 return ((x.astype(jnp.float32) + y).astype(x.dtype), cache, capture), None
             logits = router_logits(normed, run.router[...], router, place, kernels)
             replayed = None if routed is None or ids is None else LayerRouting(ids[0], routed.valid, ids[1])
@@ -217,7 +217,7 @@ class Qwen3Moe(nnx.Module):
             else:
                 chosen = ExpertWeights(experts[0], experts[1], jnp.zeros((), jnp.int32))
             y = run_experts(normed, routing, shared.valid, chosen, spec=config.router, kernels=kernels)
-            return (x + kernels.peers.add(y), cache, capture), None
+            return (x + kernels.group.all_reduce(y), cache, capture), None
 
         return layer
 

@@ -16,7 +16,7 @@ inline vf row_part(const float* scores, int64_t v, int64_t vocabulary, float bey
 }
 
 // Equal scores go to the lower id. A row with NaN gives its last id, as plain code does, and a logprob of NaN.
-inline void choose_row(const float* scores, int64_t vocabulary, int32_t* token, float* logprob) {
+inline void argmax_row(const float* scores, int64_t vocabulary, int32_t* token, float* logprob) {
   vf tops = vf{} - INFINITY;
   vi lanes, places = {}, broken = {};
   for (int i = 0; i < kLanes; i++) lanes[i] = i;
@@ -40,8 +40,8 @@ inline void choose_row(const float* scores, int64_t vocabulary, int32_t* token, 
   *logprob = is_broken ? NAN : scores[*token] - top - std::log(sum(totals));
 }
 
-inline void choose_tokens(Team& team, int64_t rows, int64_t vocabulary, const float* scores, int32_t* tokens, float* logprobs) {
-  team.each(rows, [&](int64_t b) { choose_row(scores + b * vocabulary, vocabulary, tokens + b, logprobs + b); });
+inline void argmax_tokens(Team& team, int64_t rows, int64_t vocabulary, const float* scores, int32_t* tokens, float* logprobs) {
+  team.each(rows, [&](int64_t b) { argmax_row(scores + b * vocabulary, vocabulary, tokens + b, logprobs + b); });
 }
 
 }  // namespace rex

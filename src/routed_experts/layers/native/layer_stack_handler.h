@@ -4,25 +4,25 @@
 #include <vector>
 
 #include "handlers.h"
-#include "run.h"
+#include "layer_stack.h"
 
 namespace rex {
 
 // The arguments of a run, in their order, and its results; a block of ids stands last on both sides where one is kept, and rows that
 // are given after it.
-enum RunArg { kX, kInputNorm, kPostNorm, kNextNorm, kQNorm, kKNorm, kQkv, kOut, kRouter, kGateUp, kDown, kCos, kSin, kPositions,
-              kTokenRows, kValid, kQueryStarts, kPageTable, kCache, kBlock, kGivenIds, kGivenValid };
-enum RunRet { kStream, kNormed, kWritten, kBlockWritten };
+enum StackArg { kX, kInputNorm, kPostNorm, kNextNorm, kQNorm, kKNorm, kQkv, kOut, kRouter, kGateUp, kDown, kCos, kSin, kPositions,
+              kTokenRows, kValid, kQueryStarts, kPageTable, kCache, kBlock, kReplayIds, kReplayValid };
+enum StackResult { kStream, kNormed, kWritten, kBlockWritten };
 
-struct RunBuffers {
+struct StackBuffers {
   std::vector<ffi::AnyBuffer> args, rets;
-  RunBuffers(ffi::RemainingArgs& given, ffi::RemainingRets& made) {
-    for (size_t i = 0; i < given.size(); i++) args.push_back(*given.get<ffi::AnyBuffer>(i));
-    for (size_t i = 0; i < made.size(); i++) rets.push_back(**made.get<ffi::AnyBuffer>(i));
+  StackBuffers(ffi::RemainingArgs& arguments, ffi::RemainingRets& results) {
+    for (size_t i = 0; i < arguments.size(); i++) args.push_back(*arguments.get<ffi::AnyBuffer>(i));
+    for (size_t i = 0; i < results.size(); i++) rets.push_back(**results.get<ffi::AnyBuffer>(i));
   }
   bool records() const { return args.size() > kBlock; }
-  bool replays() const { return args.size() > kGivenValid; }
-  GivenRows given() { return replays() ? GivenRows{in<int32_t>(kGivenIds), in<bool>(kGivenValid)} : GivenRows{}; }
+  bool replays() const { return args.size() > kReplayValid; }
+  ReplayRows replay() { return replays() ? ReplayRows{in<int32_t>(kReplayIds), in<bool>(kReplayValid)} : ReplayRows{}; }
   int64_t dim(int arg, int axis) const { return args[arg].dimensions()[axis]; }
   bool is(int arg, std::initializer_list<int64_t> dims) const {
     const auto have = args[arg].dimensions();
@@ -34,7 +34,7 @@ struct RunBuffers {
   T* out(int ret) { return at<T>(rets[ret]); }
 
   // What is wrong with dtypes or shapes; null if nothing is.
-  const char* fault(const RunShape& s) const {
+  const char* fault(const StackShape& s) const {
     for (int arg = kX; arg <= kDown; arg++)
       if (args[arg].element_type() != args[kX].element_type()) return "the stream and the weights of a run have one dtype";
     for (int arg : {kPositions, kTokenRows, kQueryStarts, kPageTable})
@@ -50,70 +50,70 @@ struct RunBuffers {
     if ((s.first_layer + r) * s.layer_pages > dim(kCache, 0)) return "the pool has the pages of all layers";
     if (records() && !is(kBlock, {dim(kBlock, 0), n})) return "the block of ids is [M*K, N]";
     if (records() && (s.first_column + r) * s.top_k > dim(kBlock, 0)) return "the block of ids has the columns of the run";
-    if (replays() && !(is(kGivenIds, {r, n, s.top_k}) && is(kGivenValid, {n}))) return "rows that are given are [R, N, K], and [N]";
-    if (replays() && (args[kGivenIds].element_type() != ffi::S32 || args[kGivenValid].element_type() != ffi::PRED))
+    if (replays() && !(is(kReplayIds, {r, n, s.top_k}) && is(kReplayValid, {n}))) return "rows that are given are [R, N, K], and [N]";
+    if (replays() && (args[kReplayIds].element_type() != ffi::S32 || args[kReplayValid].element_type() != ffi::PRED))
       return "rows that are given are int32, and their flags bool";
     return nullptr;
   }
 };
 
 // Whether every id of a row that is given names an expert.
-inline bool experts_exist(const RunShape& s, GivenRows given) {
+inline bool replay_ids_valid(const StackShape& s, ReplayRows replay) {
   for (int64_t layer = 0; layer < s.layers; layer++)
     for (int64_t n = 0; n < s.tokens; n++)
-      for (int64_t k = 0; given.has(n) && k < s.top_k; k++) {
-        const int32_t id = given.ids[(layer * s.tokens + n) * s.top_k + k];
+      for (int64_t k = 0; replay.has(n) && k < s.top_k; k++) {
+        const int32_t id = replay.ids[(layer * s.tokens + n) * s.top_k + k];
         if (id < 0 || id >= s.experts) return false;
       }
   return true;
 }
 
 // Leave padding out, tokens and requests, which stands last; false if the places of the others lie outside the step or its page table.
-inline bool leave_padding(RunShape& s, const RunStep& in) {
-  const int64_t told = std::find(in.valid, in.valid + s.tokens, false) - in.valid;
+inline bool trim_padding(StackShape& s, const StackStep& in) {
+  const int64_t num_valid = std::find(in.valid, in.valid + s.tokens, false) - in.valid;
   int64_t requests = 0;
-  while (requests < s.requests && in.query_starts[requests] < told) {
+  while (requests < s.requests && in.query_starts[requests] < num_valid) {
     if (in.query_starts[requests + 1] < in.query_starts[requests]) return false;
     requests++;
   }
-  if (in.query_starts[0] != 0 || in.query_starts[requests] != told) return false;
-  for (int64_t n = 0; n < told; n++)
+  if (in.query_starts[0] != 0 || in.query_starts[requests] != num_valid) return false;
+  for (int64_t n = 0; n < num_valid; n++)
     if (in.positions[n] < 0 || in.positions[n] >= s.pages * s.page || in.token_rows[n] < 0 || in.token_rows[n] >= requests) return false;
-  s.tokens = told, s.requests = requests;
+  s.tokens = num_valid, s.requests = requests;
   return true;
 }
 
-ffi::Error run_layer_run(ffi::ThreadPool pool, ffi::RemainingArgs inputs, ffi::RemainingRets made, int64_t first_layer, int64_t first_column,
+ffi::Error run_layer_stack(ffi::ThreadPool pool, ffi::RemainingArgs inputs, ffi::RemainingRets results, int64_t first_layer, int64_t first_column,
                          int64_t layer_pages, int64_t top_k, float eps, bool renormalize) {
-  RunBuffers b(inputs, made);
+  StackBuffers b(inputs, results);
   const int64_t dim = b.dim(kQNorm, 1), experts = b.dim(kRouter, 2);
-  RunShape s{b.dim(kX, 0), b.dim(kX, 1), b.dim(kOut, 1) / dim, b.dim(kCache, 2) / 2, dim, b.dim(kQkv, 0), experts, top_k, b.dim(kDown, 1),
+  StackShape s{b.dim(kX, 0), b.dim(kX, 1), b.dim(kOut, 1) / dim, b.dim(kCache, 2) / 2, dim, b.dim(kQkv, 0), experts, top_k, b.dim(kDown, 1),
              b.dim(kPageTable, 0), b.dim(kPageTable, 1), b.dim(kCache, 1), layer_pages, first_layer, first_column, eps, renormalize};
-  if (const char* fault = b.fault(s)) return differ(fault);
+  if (const char* fault = b.fault(s)) return mismatch(fault);
   if (b.dim(kCache, 3) != dim) return ffi::Error::InvalidArgument("the pool's rows must be as wide as a head");
   if (b.in<void>(kX) != b.out<void>(kStream) || b.in<void>(kCache) != b.out<void>(kWritten)) return ffi::Error::Internal("the KV pool was copied");
   if (b.records() && b.in<void>(kBlock) != b.out<void>(kBlockWritten)) return ffi::Error::Internal("the block of ids was copied");
-  const RunStep in{b.in<float>(kCos), b.in<float>(kSin), b.in<int32_t>(kPositions), b.in<int32_t>(kTokenRows),
+  const StackStep in{b.in<float>(kCos), b.in<float>(kSin), b.in<int32_t>(kPositions), b.in<int32_t>(kTokenRows),
                    b.in<int32_t>(kQueryStarts), b.in<int32_t>(kPageTable), b.in<bool>(kValid)};
-  const GivenRows given = b.given();
-  if (!experts_exist(s, given)) return ffi::Error::InvalidArgument("a row that is given names an expert that does not exist");
+  const ReplayRows replay = b.replay();
+  if (!replay_ids_valid(s, replay)) return ffi::Error::InvalidArgument("a row that is given names an expert that does not exist");
   const int64_t padded = s.tokens;
-  if (!leave_padding(s, in)) return ffi::Error::InvalidArgument("query_starts or positions lie outside the step or its page table");
+  if (!trim_padding(s, in)) return ffi::Error::InvalidArgument("query_starts or positions lie outside the step or its page table");
   int32_t* block = b.records() ? b.out<int32_t>(kBlockWritten) : nullptr;
   Team team(pool);
-  return of_dtype(b.args[kX].element_type(), [&](auto type) {
+  return dispatch_dtype(b.args[kX].element_type(), [&](auto type) {
     using T = decltype(type);
-    Shelf measured(nullptr);
-    RunScratch(measured, s, padded);
+    Arena measured(nullptr);
+    StackScratch(measured, s, padded);
     LentScratch lent;
-    Shelf shelf(lent->take<char>(measured.bytes()));
-    const RunScratch scratch(shelf, s, padded);
-    const RunWeights<T> weights{b.in<T>(kInputNorm), b.in<T>(kPostNorm), b.in<T>(kNextNorm), b.in<T>(kQNorm), b.in<T>(kKNorm),
+    Arena arena(lent->take<char>(measured.bytes()));
+    const StackScratch scratch(arena, s, padded);
+    const StackWeights<T> weights{b.in<T>(kInputNorm), b.in<T>(kPostNorm), b.in<T>(kNextNorm), b.in<T>(kQNorm), b.in<T>(kKNorm),
                                 b.in<T>(kQkv), b.in<T>(kOut), b.in<T>(kRouter), b.in<T>(kGateUp), b.in<T>(kDown)};
     T* normed = b.out<T>(kNormed);
     std::memset(static_cast<void*>(normed + s.tokens * s.hidden), 0, (padded - s.tokens) * s.hidden * sizeof(T));
-    return of_dtype(b.args[kCache].element_type(), [&](auto stored) {
-      run_layers(team, s, weights, in, scratch, b.out<T>(kStream), normed, b.out<decltype(stored)>(kWritten), block, padded, given);
+    return dispatch_dtype(b.args[kCache].element_type(), [&](auto stored) {
+      layer_stack(team, s, weights, in, scratch, b.out<T>(kStream), normed, b.out<decltype(stored)>(kWritten), block, padded, replay);
       return ffi::Error::Success();
     });
   });

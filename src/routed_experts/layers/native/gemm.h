@@ -18,20 +18,20 @@ constexpr int kTileVectors = 4;  // of a tile at most
 constexpr int kStreamRows = 24;  // up to this many rows are streamed; more of them pay for a panel
 constexpr int kStreamDepth = 8;  // rows of w, or pairs of them, walked side by side
 constexpr int64_t kStreamFloats = 8192;  // of out that stay in the first cache
-constexpr int kAskRows = 3;      // from so many rows on w is asked for ahead; for fewer the processor's own guess is the faster
+constexpr int kPrefetchRows = 3;      // from so many rows on w is asked for ahead; for fewer the processor's own guess is the faster
 template <class U>
 constexpr int kRowsOf = std::is_same_v<U, pair> ? 2 : 1;  // of w, in one of what is multiplied
 constexpr int kPackAhead = 16;   // rows
 constexpr int64_t kPanelDepth = 512;  // rows of a panel: 128 KiB, which stay in the second cache
-constexpr int64_t kAskEvery = 8;  // rows of a panel between two looks ahead
+constexpr int64_t kPrefetchEvery = 8;  // rows of a panel between two looks ahead
 constexpr int kPad = kLanes;     // between rows of scratch: rows a power of two apart would share a few lines of the cache
 
 // Rows of a matrix that will be read soon, asked for one by one while other work goes on.
 template <class W>
-struct Ahead {
+struct Prefetcher {
   const W* row = nullptr;
   int64_t step = 0, left = 0, width = 0;  // to the next row, rows, numbers of a row
-  void ask() {
+  void advance() {
     if (left == 0) return;
     prefetch(row, width);
     row += step, left--;
@@ -50,8 +50,8 @@ template <class U, class W>
 struct Packed {
   const U* panel;
   int64_t ld;
-  Ahead<W>& ahead;
-  void look() const { ahead.ask(); }
+  Prefetcher<W>& prefetcher;
+  void prefetch_next() const { prefetcher.advance(); }
   auto column(int64_t d, int v) const { return load(panel + d * ld + v * kLanes); }
 };
 
@@ -62,7 +62,7 @@ struct Packing {
   int64_t ldw;
   U* panel;
   int64_t ld;
-  void look() const {}
+  void prefetch_next() const {}
   auto column(int64_t d, int v) const {
     const W* from = w + d * kRowsOf<U> * ldw + v * kLanes;
     for (int row = 0; row < kRowsOf<U>; row++) prefetch(from + (kPackAhead + row) * ldw, kLanes);
@@ -78,9 +78,9 @@ inline void tile(bool fresh, const U* x, int64_t ldx, const Source& source, int6
   vf sums[Rows][Vectors];
   for (int r = 0; r < Rows; r++)
     for (int v = 0; v < Vectors; v++) sums[r][v] = fresh ? vf{} : load(out + r * ldo + v * kLanes);
-  for (int64_t begin = 0; begin < depth; begin += kAskEvery) {
-    source.look();
-    for (int64_t d = begin, end = std::min(depth, begin + kAskEvery); d < end; d++) {
+  for (int64_t begin = 0; begin < depth; begin += kPrefetchEvery) {
+    source.prefetch_next();
+    for (int64_t d = begin, end = std::min(depth, begin + kPrefetchEvery); d < end; d++) {
       decltype(source.column(d, 0)) column[Vectors];
       for (int v = 0; v < Vectors; v++) column[v] = source.column(d, v);
       for (int r = 0; r < Rows; r++)
@@ -102,9 +102,9 @@ inline void tile_rows(int64_t rows, const Rest&... rest) {
 // Rows first..rows-1 of out over one panel, in tiles that differ by one row at most; `width` is 4, 2 or 1 vectors.
 template <class U, class W>
 inline void sweep(int64_t first, int64_t rows, int64_t width, bool fresh, const U* x, int64_t ldx, const U* panel, int64_t ld, int64_t depth,
-                  float* out, int64_t ldo, Ahead<W>& ahead) {
+                  float* out, int64_t ldo, Prefetcher<W>& prefetcher) {
   const int64_t left = rows - first, tiles = (left + kTileRows - 1) / kTileRows;
-  const Packed<U, W> source{panel, ld, ahead};
+  const Packed<U, W> source{panel, ld, prefetcher};
   for (int64_t t = 0, r = first, end = 0; t < tiles; t++, r = end) {
     end = first + left * (t + 1) / tiles;
     const U* from = x + r * ldx;
@@ -120,8 +120,8 @@ inline void sweep(int64_t first, int64_t rows, int64_t width, bool fresh, const 
 }
 
 // Columns of the panel that begins at c, of `whole` vectors' worth.
-inline int64_t panel_width(int64_t c, int64_t whole) {
-  return c + 4 * kLanes <= whole ? 4 * kLanes : c + 2 * kLanes <= whole ? 2 * kLanes : kLanes;
+inline int64_t panel_width(int64_t c, int64_t full_cols) {
+  return c + 4 * kLanes <= full_cols ? 4 * kLanes : c + 2 * kLanes <= full_cols ? 2 * kLanes : kLanes;
 }
 
 // The last columns, fewer than a vector.
@@ -175,7 +175,7 @@ template <int Depth, int Vectors, class U, class W>
   for (int d = 0; d < Depth; d++)
 #pragma GCC unroll 2
     for (int v = 0; v < Vectors; v++) lines[d][v] = take<U>(w + d * kRowsOf<U> * ldw + v * kLanes, ldw);
-  if (rows >= kAskRows)
+  if (rows >= kPrefetchRows)
 #pragma GCC unroll 16
     for (int d = 0; d < kRows; d++) prefetch(w + (d + kRows) * ldw, Vectors * kLanes);
   constexpr int kGroup = 8 / Vectors;  // lines and sums fill three quarters of the registers
@@ -221,7 +221,7 @@ void streamed(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, in
 // The product of many rows, of columns 0..whole-1, which are whole vectors. U: what is multiplied; depth, ldx: counted in it. A panel of w
 // is filled by the first tile: where w itself lies, its rows would push one another out of the cache.
 template <class U, class W>
-void tiled(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t whole, float* out, int64_t ldo,
+void tiled(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t full_cols, float* out, int64_t ldo,
            bool fresh) {
   thread_local Scratch scratch;
   U* panel = scratch.take<U>(kPanelDepth * kTileVectors * kLanes);
@@ -229,8 +229,8 @@ void tiled(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64
     deep = std::min(kPanelDepth, depth - d);
     const W* from = w + d * kRowsOf<U> * ldw;
     const bool anew = fresh && d == 0;
-    for (int64_t c = 0, width = 0; c < whole; c += width) {
-      width = panel_width(c, whole);
+    for (int64_t c = 0, width = 0; c < full_cols; c += width) {
+      width = panel_width(c, full_cols);
       const int64_t next = c + width;
       const Packing<U, W> source{from + c, ldw, panel, width};
       if (width == 4 * kLanes) {
@@ -240,44 +240,44 @@ void tiled(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64
       } else {
         tile<kTileRows, 1>(anew, x + d, ldx, source, deep, out + c, ldo);
       }
-      Ahead<W> ahead;
-      if (next < whole) ahead = {from + next, ldw, deep * kRowsOf<U>, panel_width(next, whole)};
-      sweep(kTileRows, rows, width, anew, x + d, ldx, panel, width, deep, out + c, ldo, ahead);
+      Prefetcher<W> prefetcher;
+      if (next < full_cols) prefetcher = {from + next, ldw, deep * kRowsOf<U>, panel_width(next, full_cols)};
+      sweep(kTileRows, rows, width, anew, x + d, ldx, panel, width, deep, out + c, ldo, prefetcher);
     }
   }
 }
 
 // The product of rows with a matrix of floats that lies close together in cache.
-inline void product_in_cache(int64_t rows, const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t depth, int64_t cols, float* out,
+inline void gemm_in_cache(int64_t rows, const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t depth, int64_t cols, float* out,
                              int64_t ldo, bool fresh) {
-  const int64_t whole = cols - cols % kLanes;
-  Ahead<float> nothing;
-  for (int64_t c = 0, width = 0; c < whole; c += width) {
-    width = panel_width(c, whole);
-    sweep(0, rows, width, fresh, x, ldx, w + c, ldw, depth, out + c, ldo, nothing);
+  const int64_t full_cols = cols - cols % kLanes;
+  Prefetcher<float> no_prefetch;
+  for (int64_t c = 0, width = 0; c < full_cols; c += width) {
+    width = panel_width(c, full_cols);
+    sweep(0, rows, width, fresh, x, ldx, w + c, ldw, depth, out + c, ldo, no_prefetch);
   }
-  if (whole == cols) return;
-  for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo + whole, out + r * ldo + cols, 0.0f);
-  ragged_columns(rows, x, ldx, w + whole, ldw, depth, cols - whole, out + whole, ldo);
+  if (full_cols == cols) return;
+  for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo + full_cols, out + r * ldo + cols, 0.0f);
+  ragged_columns(rows, x, ldx, w + full_cols, ldw, depth, cols - full_cols, out + full_cols, ldo);
 }
 
 // Few rows or many, of columns 0..whole-1. U: what is multiplied; depth, ldx: counted in it.
 template <class U, class W>
-void whole_product(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t whole, float* out, int64_t ldo,
+void gemm_whole_vectors(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t full_cols, float* out, int64_t ldo,
                    bool fresh) {
-  if (rows > kStreamRows) return tiled(rows, x, ldx, w, ldw, depth, whole, out, ldo, fresh);
-  for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo, out + r * ldo + whole, 0.0f);
-  streamed(rows, x, ldx, w, ldw, depth, whole, out, ldo);
+  if (rows > kStreamRows) return tiled(rows, x, ldx, w, ldw, depth, full_cols, out, ldo, fresh);
+  for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo, out + r * ldo + full_cols, 0.0f);
+  streamed(rows, x, ldx, w, ldw, depth, full_cols, out, ldo);
 }
 
 template <class W>
-void product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
+void gemm(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
              bool fresh = false) {
-  const int64_t whole = cols - cols % kLanes;
-  whole_product(rows, x, ldx, w, ldw, depth, whole, out, ldo, fresh);
-  if (whole == cols) return;
-  for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo + whole, out + r * ldo + cols, 0.0f);
-  ragged_columns(rows, x, ldx, w + whole, ldw, depth, cols - whole, out + whole, ldo);
+  const int64_t full_cols = cols - cols % kLanes;
+  gemm_whole_vectors(rows, x, ldx, w, ldw, depth, full_cols, out, ldo, fresh);
+  if (full_cols == cols) return;
+  for (int64_t r = 0; fresh && r < rows; r++) std::fill(out + r * ldo + full_cols, out + r * ldo + cols, 0.0f);
+  ragged_columns(rows, x, ldx, w + full_cols, ldw, depth, cols - full_cols, out + full_cols, ldo);
 }
 
 // Whether rows are multiplied with a matrix of bfloat16 as pairs: where nothing is left. It is the matrix alone that decides: a row's sums
@@ -285,9 +285,9 @@ void product(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw,
 inline bool pairs_fit(int64_t depth, int64_t cols) { return depth % 2 == 0 && cols % kLanes == 0; }
 
 // The product of such rows, rounded to bfloat16, with such a matrix or whole vectors of its columns; `ldx` is even.
-inline void product(int64_t rows, const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
+inline void gemm(int64_t rows, const bf16* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t depth, int64_t cols, float* out, int64_t ldo,
                     bool fresh) {
-  whole_product(rows, reinterpret_cast<const pair*>(x), ldx / 2, w, ldw, depth / 2, cols, out, ldo, fresh);
+  gemm_whole_vectors(rows, reinterpret_cast<const pair*>(x), ldx / 2, w, ldw, depth / 2, cols, out, ldo, fresh);
 }
 
 }  // namespace rex

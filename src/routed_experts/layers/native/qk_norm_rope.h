@@ -9,15 +9,15 @@
 
 namespace rex {
 
-constexpr int64_t kPrepareTokens = 16;  // of a piece of work
+constexpr int64_t kQkNormRopeTokens = 16;  // of a piece of work
 
-struct PrepareShape {
+struct QkNormRopeShape {
   int64_t tokens, heads, groups, dim, pages, page, first_page, layer;
   float eps;
 };
 
 template <class X, class T>
-struct PrepareInputs {
+struct QkNormRopeInputs {
   const X* qkv;
   const T *q_norm, *k_norm;
   const float *cos, *sin;
@@ -35,7 +35,7 @@ inline vf rounded(vf v) {
 
 // Norm and rotary of one head.
 template <class X, class T, class Out>
-void turn(const PrepareShape& s, const X* head, const T* scale, const float* cos, const float* sin, Out* out) {
+void norm_and_rotate(const QkNormRopeShape& s, const X* head, const T* scale, const float* cos, const float* sin, Out* out) {
   vf squares = {};
   for (int64_t c = 0; c < s.dim; c += kLanes) {
     const vf part = load_upto(head + c, s.dim - c);
@@ -46,33 +46,33 @@ void turn(const PrepareShape& s, const X* head, const T* scale, const float* cos
   for (int64_t c = 0; c < half; c += kLanes) {
     const int64_t left = half - c;
     auto normed = [&](int64_t at) { return rounded<X>(rounded<X>(load_upto(head + at, left) * inverse) * load_upto(scale + at, left)); };
-    auto turned = [&](vf a, vf b) { return rounded<X>(a + b); };
+    auto rotated = [&](vf a, vf b) { return rounded<X>(a + b); };
     const vf low = normed(c), high = normed(c + half);
-    store_upto(out + c, turned(low * load_upto(cos + c, left), -(high * load_upto(sin + c, left))), left);
-    store_upto(out + c + half, turned(high * load_upto(cos + c + half, left), low * load_upto(sin + c + half, left)), left);
+    store_upto(out + c, rotated(low * load_upto(cos + c, left), -(high * load_upto(sin + c, left))), left);
+    store_upto(out + c + half, rotated(high * load_upto(cos + c + half, left), low * load_upto(sin + c + half, left)), left);
   }
 }
 
 template <class X, class T, class P>
-void prepare_token(const PrepareShape& s, const PrepareInputs<X, T>& in, int64_t n, X* queries, P* pool) {
+void qk_norm_rope_token(const QkNormRopeShape& s, const QkNormRopeInputs<X, T>& in, int64_t n, X* queries, P* pool) {
   const X* row = in.qkv + n * (s.heads + 2 * s.groups) * s.dim;
   const float *cos = in.cos + n * s.dim, *sin = in.sin + n * s.dim;
   for (int64_t h = 0; h < s.heads; h++)
-    turn(s, row + h * s.dim, in.q_norm + s.layer * s.dim, cos, sin, queries + (n * s.heads + h) * s.dim);
+    norm_and_rotate(s, row + h * s.dim, in.q_norm + s.layer * s.dim, cos, sin, queries + (n * s.heads + h) * s.dim);
   if (!in.valid[n]) return;
   const int64_t at = in.positions[n], page = s.first_page + in.page_table[in.token_rows[n] * s.pages + at / s.page];
   P* slot = pool + (page * s.page + at % s.page) * 2 * s.groups * s.dim;
   for (int64_t g = 0; g < s.groups; g++) {
-    turn(s, row + (s.heads + g) * s.dim, in.k_norm + s.layer * s.dim, cos, sin, slot + 2 * g * s.dim);
+    norm_and_rotate(s, row + (s.heads + g) * s.dim, in.k_norm + s.layer * s.dim, cos, sin, slot + 2 * g * s.dim);
     const X* values = row + (s.heads + s.groups + g) * s.dim;
     for (int64_t c = 0; c < s.dim; c += kLanes) store_upto(slot + (2 * g + 1) * s.dim + c, load_upto(values + c, s.dim - c), s.dim - c);
   }
 }
 
 template <class X, class T, class P>
-void prepare(Team& team, const PrepareShape& s, const PrepareInputs<X, T>& in, X* queries, P* cache) {
-  each_block(team, s.tokens, kPrepareTokens, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n++) prepare_token(s, in, n, queries, cache);
+void qk_norm_rope(Team& team, const QkNormRopeShape& s, const QkNormRopeInputs<X, T>& in, X* queries, P* cache) {
+  each_block(team, s.tokens, kQkNormRopeTokens, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n++) qk_norm_rope_token(s, in, n, queries, cache);
   });
 }
 

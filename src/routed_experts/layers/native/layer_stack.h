@@ -8,14 +8,14 @@
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
-#include "prepare.h"
+#include "qk_norm_rope.h"
 #include "router.h"
 
 namespace rex {
 
 constexpr int64_t kNormRows = 64;
 
-struct RunShape {
+struct StackShape {
   int64_t tokens, hidden, heads, groups, dim, layers, experts, top_k, width;
   int64_t requests, pages, page, layer_pages, first_layer, first_column;  // layer_pages: pages of a layer in the pool
   float eps;
@@ -24,20 +24,20 @@ struct RunShape {
 };
 
 template <class T>
-struct RunWeights {
+struct StackWeights {
   const T *input_norm, *post_norm, *next_norm, *q_norm, *k_norm, *qkv, *out, *router, *gate_up, *down;
 };
 
-struct RunStep {
+struct StackStep {
   const float *cos, *sin;
   const int32_t *positions, *token_rows, *query_starts, *page_table;
   const bool* valid;
 };
 
 // Arrays one after another in memory that the caller owns, each at the start of a line of the cache; of nullptr, how much they take.
-class Shelf {
+class Arena {
  public:
-  explicit Shelf(char* start) : start_(start) {}
+  explicit Arena(char* start) : start_(start) {}
   template <class T>
   T* take(int64_t count) {
     T* taken = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(start_) + bytes_);
@@ -52,19 +52,19 @@ class Shelf {
   int64_t bytes_ = 0;
 };
 
-struct RunScratch {
+struct StackScratch {
   float *stream, *normed, *qkv, *queries, *mixed, *y, *logits, *weights;
   int32_t* ids;
-  RunScratch(Shelf& shelf, const RunShape& s, int64_t tokens)
-      : stream(shelf.take<float>(tokens * s.hidden)),
-        normed(shelf.take<float>(tokens * s.hidden)),
-        qkv(shelf.take<float>(tokens * s.projected())),
-        queries(shelf.take<float>(tokens * s.heads * s.dim)),
-        mixed(shelf.take<float>(tokens * s.heads * s.dim)),
-        y(shelf.take<float>(tokens * s.hidden)),
-        logits(shelf.take<float>(tokens * s.experts)),
-        weights(shelf.take<float>(tokens * s.top_k)),
-        ids(shelf.take<int32_t>(tokens * s.top_k)) {}
+  StackScratch(Arena& arena, const StackShape& s, int64_t tokens)
+      : stream(arena.take<float>(tokens * s.hidden)),
+        normed(arena.take<float>(tokens * s.hidden)),
+        qkv(arena.take<float>(tokens * s.projected())),
+        queries(arena.take<float>(tokens * s.heads * s.dim)),
+        mixed(arena.take<float>(tokens * s.heads * s.dim)),
+        y(arena.take<float>(tokens * s.hidden)),
+        logits(arena.take<float>(tokens * s.experts)),
+        weights(arena.take<float>(tokens * s.top_k)),
+        ids(arena.take<int32_t>(tokens * s.top_k)) {}
 };
 
 // x += y, where there is one; normed = x / rms(x) * scale.
@@ -85,7 +85,7 @@ void add_and_norm_row(int64_t width, float eps, float* x, const float* y, const 
 }
 
 template <class T, class Out>
-void add_and_norm(Team& team, const RunShape& s, float* x, const float* y, const T* scale, Out* normed) {
+void add_and_norm(Team& team, const StackShape& s, float* x, const float* y, const T* scale, Out* normed) {
   each_block(team, s.tokens, kNormRows, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n++)
       add_and_norm_row(s.hidden, s.eps, x + n * s.hidden, y == nullptr ? nullptr : y + n * s.hidden, scale, normed + n * s.hidden);
@@ -95,23 +95,23 @@ void add_and_norm(Team& team, const RunShape& s, float* x, const float* y, const
 // `x` [N, D] is the stream, updated where it stands; `normed` becomes the stream under `next_norm`; `cache` is the pool of all layers;
 // `block` [M*K, stride] takes the ids of each layer, or is null; `given` are rows of all layers, [R, stride, K].
 template <class T, class P>
-void run_layers(Team& team, const RunShape& s, const RunWeights<T>& w, const RunStep& in, const RunScratch& a, T* x, T* normed, P* cache,
-                int32_t* block, int64_t stride, GivenRows given) {
+void layer_stack(Team& team, const StackShape& s, const StackWeights<T>& w, const StackStep& in, const StackScratch& a, T* x, T* normed, P* cache,
+                int32_t* block, int64_t stride, ReplayRows replay) {
   const AttentionShape attention_shape{s.tokens, s.heads, s.groups, s.dim, s.requests, s.pages, s.page, s.dim};
   const RouterShape router_shape{s.tokens, s.experts, s.top_k, s.renormalize, stride};
-  const PrepareInputs<float, T> prepared{a.qkv, w.q_norm, w.k_norm, in.cos, in.sin, in.positions, in.token_rows, in.page_table, in.valid};
+  const QkNormRopeInputs<float, T> qkv_inputs{a.qkv, w.q_norm, w.k_norm, in.cos, in.sin, in.positions, in.token_rows, in.page_table, in.valid};
   convert(x, a.stream, s.tokens * s.hidden);
   add_and_norm(team, s, a.stream, nullptr, w.input_norm, a.normed);
   for (int64_t layer = 0; layer < s.layers; layer++) {
     const int64_t first_page = (s.first_layer + layer) * s.layer_pages;
     linear(team, s.tokens, s.hidden, s.projected(), a.normed, w.qkv + layer * s.hidden * s.projected(), a.qkv);
-    prepare(team, PrepareShape{s.tokens, s.heads, s.groups, s.dim, s.pages, s.page, first_page, layer, s.eps}, prepared, a.queries, cache);
+    qk_norm_rope(team, QkNormRopeShape{s.tokens, s.heads, s.groups, s.dim, s.pages, s.page, first_page, layer, s.eps}, qkv_inputs, a.queries, cache);
     attention(team, attention_shape, PagedStep{in.positions, in.query_starts, in.page_table, first_page}, a.queries, cache, a.mixed);
     linear(team, s.tokens, s.heads * s.dim, s.hidden, a.mixed, w.out + layer * s.heads * s.dim * s.hidden, a.y);
     add_and_norm(team, s, a.stream, a.y, w.post_norm + layer * s.hidden, a.normed);
     linear(team, s.tokens, s.hidden, s.experts, a.normed, w.router + layer * s.hidden * s.experts, a.logits, true);
     int32_t* column = block == nullptr ? nullptr : block + (s.first_column + layer) * s.top_k * stride;
-    const GivenRows mine{given.ids == nullptr ? nullptr : given.ids + layer * stride * s.top_k, given.valid};
+    const ReplayRows mine{replay.ids == nullptr ? nullptr : replay.ids + layer * stride * s.top_k, replay.valid};
     route(team, router_shape, a.logits, mine, a.ids, a.weights, column);
     const ExpertShape expert_shape{s.tokens, s.top_k, s.hidden, s.width, s.experts, layer * s.experts};
     experts(team, expert_shape, a.normed, a.ids, a.weights, in.valid, w.gate_up, w.down, a.y);  // ids of `route` are in range

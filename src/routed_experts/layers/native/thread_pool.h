@@ -10,13 +10,13 @@
 
 namespace rex {
 
-class Crew {
+class ThreadPool {
  public:
-  explicit Crew(int64_t helpers) {
+  explicit ThreadPool(int64_t helpers) {
     for (int64_t i = 0; i < helpers; i++) threads_.emplace_back([this] { help(); });
   }
-  Crew(const Crew&) = delete;
-  ~Crew() {
+  ThreadPool(const ThreadPool&) = delete;
+  ~ThreadPool() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       over_ = true;
