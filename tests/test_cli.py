@@ -121,7 +121,10 @@ def test_spellings_of_vllm_and_sglang_are_known():
             ("generate", "model", "--prompt", "a", "--kt-num-gpu-experts", "4", "--kt-method", "AMXINT4"),
             "auto, bf16, f32",
         ),
-        (("generate", "model", "--prompt", "a", "--max-running-requests", "99"), "max_running_requests=99"),
+        (
+            ("generate", "model", "--prompt", "a", "--max-running-requests", "99", "--precompile-bs-paddings", "8"),
+            "max_running_requests=99",
+        ),
     ],
 )
 def test_a_wrong_use_is_refused_before_anything_starts(argv, told, capsys):

@@ -41,9 +41,7 @@ def test_counts_are_integers_of_at_least_one(field, value):
 
 
 @pytest.mark.parametrize("field", PADDINGS)
-@pytest.mark.parametrize(
-    "value", [(), (0, 8), (-1, 64), (64, 64), (64, 32), (64.0,), (True,), ("64",), 64, None, [32, 64]]
-)
+@pytest.mark.parametrize("value", [(), (0, 8), (-1, 64), (64, 64), (64, 32), (64.0,), (True,), ("64",), 64, [32, 64]])
 def test_paddings_are_strictly_increasing(field, value):
     with pytest.raises(ConfigError, match=field):
         ServerArgs(**{field: value})
@@ -124,6 +122,27 @@ def test_running_requests_must_fit_the_paddings():
         ServerArgs(precompile_bs_paddings=(1, 8), precompile_token_paddings=(4,), max_running_requests=4).running_limit
         == 4
     )
+
+
+@pytest.mark.parametrize(
+    ("limits", "batch", "tokens"),
+    [
+        ({}, (1, 8, 32), (64, 256, 1024)),
+        ({"max_running_requests": 64}, (1, 8, 32, 64), (64, 256, 1024)),
+        ({"max_running_requests": 256}, (1, 8, 32, 128, 256), (64, 256, 1024)),
+        ({"max_running_requests": 4}, (1, 4), (64, 256, 1024)),
+        ({"max_running_requests": 2000}, (1, 8, 32, 128, 512, 2000), (64, 256, 1024, 2000)),
+        ({"max_prefill_tokens": 8192}, (1, 8, 32), (64, 256, 1024, 4096, 8192)),
+        ({"max_prefill_tokens": 8192, "chunked_prefill_size": 2048}, (1, 8, 32), (64, 256, 1024, 2048)),
+        ({"max_prefill_tokens": 50}, (1, 8, 32), (64, 256, 1024)),
+    ],
+)
+def test_paddings_that_are_not_given_follow_the_limits(limits, batch, tokens):
+    args = ServerArgs(**limits)
+    assert (args.batch_paddings, args.token_paddings) == (batch, tokens)
+    assert args.running_limit == limits.get("max_running_requests", 32)
+    given = dataclasses.replace(args, precompile_bs_paddings=batch, precompile_token_paddings=tokens)
+    assert (given.batch_paddings, given.token_paddings) == (batch, tokens)
 
 
 def test_a_pool_holds_one_page_at_least_and_a_context_two_tokens():

@@ -151,7 +151,7 @@ class Machine:
         """What must hold of any step."""
         rows, _ = self.scheduler._in_flight[batch.step]
         counts = [row.count for row in rows]
-        assert batch.num_tokens == sum(counts) <= self.buckets.extend[-1] <= max(self.args.precompile_token_paddings)
+        assert batch.num_tokens == sum(counts) <= self.buckets.extend[-1] <= self.args.token_paddings[-1]
         assert sum(count for count in counts if count > 1) <= self.args.prefill_limit
         assert batch.num_requests == len(rows) <= self.args.running_limit
         slots = batch.request_slots[: batch.num_requests]

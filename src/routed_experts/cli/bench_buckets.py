@@ -46,7 +46,7 @@ def run_buckets(options: argparse.Namespace) -> list[Row]:
     if options.most < 1:
         raise ConfigError(f"--most {options.most} must be at least 1")
     args = ServerArgs(**engine_args(options))
-    given = {"decode": args.precompile_bs_paddings, "extend": args.precompile_token_paddings}
+    given = {"decode": args.batch_paddings, "extend": args.token_paddings}
     loads = [read_load(name, given) for name in (LOADS if options.load is None else (options.load,))]
     start_jax(default_platform=None)
     from routed_experts.engine.build.builder import build_engine

@@ -23,7 +23,7 @@ class Buckets:
         """The shapes that `args` ask for, without those above what a step can take in: every running request's token,
         and a prefill."""
         width = -(-context_length // args.page_size)
-        requests, tokens = args.precompile_bs_paddings, args.precompile_token_paddings
+        requests, tokens = args.batch_paddings, args.token_paddings
         tokens = tokens[: 1 + sum(size < args.prefill_limit + args.running_limit for size in tokens)]
         if args.deterministic:
             return Buckets(decode=(), extend=tokens[-1:], max_requests=requests[-1], table_width=width)

@@ -12,6 +12,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("processed", "raw")
 MAX_RANDOM_SEED = 2**31 - 1  # seeds of requests are counted from random_seed * 2^32, within an int64
 _TEXTS = ("model_path", "tokenizer_path", "attention_backend", "moe_backend")
+_BATCH_PADDINGS, _TOKEN_PADDINGS = (1, 8, 32), (64, 256, 1024)  # where neither sizes nor limits are given
+_GROWTH = 4  # from one default padding to the next
 _SWITCHES = (
     "disable_radix_cache",
     "enable_return_routed_experts",
@@ -40,12 +42,12 @@ class ServerArgs:
     page_size: int = 16
     mem_fraction_static: float = 0.8  # of the device's memory, for weights and pools
     max_total_tokens: int | None = None  # KV slots: what fits, at most every request at full context
-    max_running_requests: int | None = None  # the largest of precompile_bs_paddings
+    max_running_requests: int | None = None  # the largest of batch_paddings
     max_queued_requests: int = 1024
-    chunked_prefill_size: int | None = None  # the largest of precompile_token_paddings
-    max_prefill_tokens: int | None = None  # tokens of a step: the largest of precompile_token_paddings
-    precompile_bs_paddings: tuple[int, ...] = (1, 8, 32)
-    precompile_token_paddings: tuple[int, ...] = (64, 256, 1024)
+    chunked_prefill_size: int | None = None  # the largest of token_paddings
+    max_prefill_tokens: int | None = None  # tokens of a step: the largest of token_paddings
+    precompile_bs_paddings: tuple[int, ...] | None = None  # see batch_paddings
+    precompile_token_paddings: tuple[int, ...] | None = None  # see token_paddings
     disable_radix_cache: bool = False
     attention_backend: str = "auto"
     moe_backend: str = "auto"
@@ -82,7 +84,8 @@ class ServerArgs:
         if self.max_total_tokens is not None:
             _at_least("max_total_tokens", self.max_total_tokens, self.page_size, why="one page (page_size)")
         for name in ("precompile_bs_paddings", "precompile_token_paddings"):
-            _increasing(name, values[name])
+            if values[name] is not None:
+                _increasing(name, values[name])
         for name, allowed in (("dtype", DTYPES), ("logprobs_mode", LOGPROBS_MODES)):
             if values[name] not in allowed:
                 raise ConfigError(f"{name}={values[name]!r} is unknown; choose one of {', '.join(allowed)}")
@@ -93,27 +96,52 @@ class ServerArgs:
             raise CaptureUnsupportedError(
                 "enable_return_routed_experts_weights is not supported by this release; leave it off"
             )
-        if self.max_running_requests is not None and self.max_running_requests > max(self.precompile_bs_paddings):
+        if self.running_limit > self.batch_paddings[-1]:
             raise ConfigError(
                 f"max_running_requests={self.max_running_requests} is above the largest of precompile_bs_paddings="
-                f"{self.precompile_bs_paddings}; add {self.max_running_requests} to the paddings or lower it"
+                f"{self.batch_paddings}; add {self.max_running_requests} to the paddings or lower it"
             )
-        if max(self.precompile_token_paddings) < self.running_limit:
+        if self.token_paddings[-1] < self.running_limit:
             raise ConfigError(
-                f"precompile_token_paddings={self.precompile_token_paddings} hold fewer tokens than {self.running_limit} running "
+                f"precompile_token_paddings={self.token_paddings} hold fewer tokens than {self.running_limit} running "
                 "requests; add a larger padding or lower max_running_requests"
             )
 
     @property
+    def batch_paddings(self) -> tuple[int, ...]:
+        """Padded sizes of decode steps, in requests: precompile_bs_paddings, else (1, 8, 32) up to
+        max_running_requests."""
+        if self.precompile_bs_paddings is not None:
+            return self.precompile_bs_paddings
+        return _sizes_up_to(self.max_running_requests or _BATCH_PADDINGS[-1], _BATCH_PADDINGS)
+
+    @property
+    def token_paddings(self) -> tuple[int, ...]:
+        """Padded sizes of extend steps, in tokens: precompile_token_paddings, else (64, 256, 1024) and on up to
+        max_prefill_tokens and to one token of every running request."""
+        if self.precompile_token_paddings is not None:
+            return self.precompile_token_paddings
+        prefill = min(self.max_prefill_tokens or 0, self.chunked_prefill_size or self.max_prefill_tokens or 0)
+        return _sizes_up_to(max(_TOKEN_PADDINGS[-1], prefill, self.running_limit), _TOKEN_PADDINGS)
+
+    @property
     def running_limit(self) -> int:
         """Requests that may run at once."""
-        return self.max_running_requests or max(self.precompile_bs_paddings)
+        return self.max_running_requests or self.batch_paddings[-1]
 
     @property
     def prefill_limit(self) -> int:
         """Prompt tokens that one step may take in."""
-        largest = max(self.precompile_token_paddings)
+        largest = self.token_paddings[-1]
         return min(self.chunked_prefill_size or largest, self.max_prefill_tokens or largest, largest)
+
+
+def _sizes_up_to(largest: int, usual: tuple[int, ...]) -> tuple[int, ...]:
+    """The usual sizes and, beyond them, each `_GROWTH` times the one before, below `largest`; then `largest`."""
+    beyond = itertools.takewhile(
+        lambda size: size < largest, (usual[-1] * _GROWTH**power for power in itertools.count(1))
+    )
+    return (*(size for size in usual if size < largest), *beyond, largest)
 
 
 def _at_least(name: str, value: object, least: int, *, most: int | None = None, why: str = "") -> None:

@@ -66,8 +66,13 @@ class LLM:
             disable_radix_cache=not enable_prefix_caching,
             enable_return_routed_experts=enable_return_routed_experts,
             skip_tokenizer_init=skip_tokenizer_init,
-            **_paddings("max_num_seqs", "precompile_bs_paddings", max_num_seqs),
-            **_paddings("max_num_batched_tokens", "precompile_token_paddings", max_num_batched_tokens),
+            **_paddings("max_num_seqs", "precompile_bs_paddings", ServerArgs().batch_paddings, max_num_seqs),
+            **_paddings(
+                "max_num_batched_tokens",
+                "precompile_token_paddings",
+                ServerArgs().token_paddings,
+                max_num_batched_tokens,
+            ),
         )
         self._routing = RoutingDefaults(asked=True, format="ref", refs=True)  # the arrays are here: nothing is encoded
 
@@ -164,13 +169,12 @@ class LLM:
         return call.answers
 
 
-def _paddings(param: str, name: str, largest: int | None) -> dict[str, Any]:
+def _paddings(param: str, name: str, usual: tuple[int, ...], largest: int | None) -> dict[str, Any]:
     """Padded sizes up to `largest`: the usual ones below it, and itself."""
     if largest is None:
         return {}
     if isinstance(largest, bool) or not isinstance(largest, int) or largest < 1:
         raise ConfigError(f"{param}={largest!r} must be an integer of at least 1")
-    usual: tuple[int, ...] = getattr(ServerArgs(), name)
     return {name: (*(size for size in usual if size < largest), largest)}
 
 

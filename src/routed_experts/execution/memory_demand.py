@@ -1,8 +1,6 @@
-"""What an engine must find on a device before it can serve anything, and the flags that would make it fit. Knows
-numbers, no arrays.
+"""Estimates the device memory of an engine, and finds the flags that make a model fit.
 
-Every term but the weights follows from a flag, so each flag is searched for the value nearest to the one that was
-given."""
+Every term but the weights depends on a flag, so each flag is searched for the fitting value nearest to the given one."""
 
 import bisect
 import dataclasses
@@ -16,9 +14,9 @@ from routed_experts.core.errors import MemoryPlanError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.memory.kv_pool import KVPoolSpec
 
-Change = Mapping[str, int | float]  # fields of ServerArgs
-MOST_FRACTION = 0.95  # that is advised: a step needs some of the device, too
-_LEAST_PAGE = 16  # that is advised; smaller ones are slow, and some kernels have none
+FlagChange = Mapping[str, int | float]  # fields of ServerArgs
+MAX_FRACTION = 0.95  # the largest that is advised: a step needs some of the device, too
+_MIN_PAGE = 16  # the smallest that is advised; smaller ones are slow, and some kernels have none
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +39,7 @@ class MemoryDemand:
 
     @property
     def penalties(self) -> int:
-        """Bytes of what each request slot has said: a count and a mark for each token of the vocabulary."""
+        """Bytes of the token counts of each request slot: a count and a mark for each token of the vocabulary."""
         return (
             (self.args.running_limit + 1)
             * self.vocab_size
@@ -51,7 +49,7 @@ class MemoryDemand:
     @property
     def capture_device(self) -> int:
         """Bytes of the rows of two steps of the largest padded size. Rows of small steps that wait to be filed are not
-        in it."""
+        included."""
         shapes = Buckets.of(self.args, context_length=self.context_length).all_shapes()
         return 2 * max(tokens for _, tokens, _ in shapes) * self.row_bytes
 
@@ -61,25 +59,24 @@ class MemoryDemand:
         return self.model.bytes_per_token * self.args.page_size
 
     @property
-    def wanted_pages(self) -> int:
-        """Pages that must fit: those of max_total_tokens, or of one request of the context_length that was asked for;
-        else one."""
+    def required_pages(self) -> int:
+        """Pages that must fit: those of max_total_tokens, or of one request of the given context_length; else one."""
         if self.args.max_total_tokens is not None:
             return self.args.max_total_tokens // self.args.page_size
         return 1 if self.args.context_length is None else -(-self.args.context_length // self.args.page_size)
 
     @property
     def fitting_pages(self) -> int:
-        """Pages that there is room for, beside the padding page; below 1 if there is none."""
+        """Pages that fit beside the padding page; below 1 if none does."""
         left = self.limit - self.weights - self.penalties - self.capture_device - self.model.state_bytes
         return left // self.page_bytes - 1
 
     @property
     def fits(self) -> bool:
-        """Is there room for what is wanted."""
-        return self.fitting_pages >= self.wanted_pages
+        """Whether the required pages fit."""
+        return self.fitting_pages >= self.required_pages
 
-    def under(self, change: Change) -> "MemoryDemand":
+    def with_flags(self, change: FlagChange) -> "MemoryDemand":
         """The same model with some arguments changed."""
         args = dataclasses.replace(self.args, **change)
         model = dataclasses.replace(self.model, page_size=args.page_size, num_requests=args.running_limit + 1)
@@ -91,19 +88,18 @@ class MemoryDemand:
         """Raise MemoryPlanError unless it fits: the terms, the limit, and what would fit."""
         if not self.fits:
             ways = fitting_configs(self)
-            raise MemoryPlanError(_told(self, ways), ways=ways)
+            raise MemoryPlanError(_error_text(self, ways), ways=ways)
 
 
-def fitting_configs(demand: MemoryDemand) -> tuple[Change, ...]:
+def fitting_configs(demand: MemoryDemand) -> tuple[FlagChange, ...]:
     """Changes of the arguments, each enough by itself: one flag, at the value nearest to its present one. Where no
-    single flag is enough: beside the largest fraction that is advised; then beside one request at a time in small
-    steps, too. Empty: nothing helps."""
-    args, limit = demand.args, demand.args.running_limit
-    most = {"mem_fraction_static": max(MOST_FRACTION, args.mem_fraction_static)}
-    tokens = next(size for size in args.precompile_token_paddings if size >= limit)
-    least = most | {"max_running_requests": 1, "max_prefill_tokens": max(1, tokens - 1)}
-    for together in ({}, most, least):
-        base = demand.under(together)
+    single flag is enough: beside the largest fraction that is advised; then beside one request at a time in the
+    smallest steps, too. Empty: nothing helps."""
+    largest = {"mem_fraction_static": max(MAX_FRACTION, demand.args.mem_fraction_static)}
+    single = demand.with_flags({**largest, "max_running_requests": 1}).args
+    smallest = largest | {"max_running_requests": 1, "max_prefill_tokens": _smallest_prefill(single)}
+    for together in ({}, largest, smallest):
+        base = demand.with_flags(together)
         if base.fits:
             return (together,)
         if ways := tuple({**together, **way} for way in _single_ways(base)):
@@ -111,20 +107,31 @@ def fitting_configs(demand: MemoryDemand) -> tuple[Change, ...]:
     return ()
 
 
-def _single_ways(demand: MemoryDemand) -> Iterator[Change]:
-    """For each flag that is enough alone, its nearest value."""
+def _smallest_prefill(args: ServerArgs) -> int:
+    """Prompt tokens of a step for which no padding is compiled that a step of fewer would not need; one request runs."""
+    sizes = args.token_paddings
+    least = max(next((size for size in sizes if size >= 2), sizes[-1]), args.batch_paddings[-1])
+    return max(1, max(size for size in sizes if size <= least) - 1)
+
+
+def _single_ways(demand: MemoryDemand) -> Iterator[FlagChange]:
+    """For each flag that is enough by itself, its nearest value."""
     args, page = demand.args, demand.args.page_size
-    parts = range(math.floor(args.mem_fraction_static * 1000) + 1, round(MOST_FRACTION * 1000) + 1)  # of a thousand
-    place = bisect.bisect_left(parts, True, key=lambda part: demand.under({"mem_fraction_static": part / 1000}).fits)
-    if place < len(parts):
-        yield {"mem_fraction_static": parts[place] / 1000}
+    parts = range(math.floor(args.mem_fraction_static * 1000) + 1, round(MAX_FRACTION * 1000) + 1)  # of a thousand
+    index = bisect.bisect_left(
+        parts, True, key=lambda part: demand.with_flags({"mem_fraction_static": part / 1000}).fits
+    )
+    if index < len(parts):
+        yield {"mem_fraction_static": parts[index] / 1000}
     running = range(1, args.running_limit)
-    few = bisect.bisect_left(running, True, key=lambda count: not demand.under({"max_running_requests": count}).fits)
+    few = bisect.bisect_left(
+        running, True, key=lambda count: not demand.with_flags({"max_running_requests": count}).fits
+    )
     if few:
         yield {"max_running_requests": running[few - 1]}
-    for size in reversed(args.precompile_token_paddings):
+    for size in reversed(args.token_paddings):
         change = {"max_prefill_tokens": size - args.running_limit}
-        if 1 <= size - args.running_limit < args.prefill_limit and demand.under(change).fits:
+        if 1 <= size - args.running_limit < args.prefill_limit and demand.with_flags(change).fits:
             yield change
             break
     if args.max_total_tokens is not None and demand.fitting_pages >= 1:
@@ -132,35 +139,38 @@ def _single_ways(demand: MemoryDemand) -> Iterator[Change]:
     elif args.context_length is not None and demand.fitting_pages * page >= 2:
         yield {"context_length": demand.fitting_pages * page}
     for size in (page >> halvings for halvings in range(1, page.bit_length())):
-        if size >= _LEAST_PAGE and (args.max_total_tokens or size) >= size and demand.under({"page_size": size}).fits:
+        if (
+            size >= _MIN_PAGE
+            and (args.max_total_tokens or size) >= size
+            and demand.with_flags({"page_size": size}).fits
+        ):
             yield {"page_size": size}
             break
 
 
-def _told(demand: MemoryDemand, ways: tuple[Change, ...]) -> str:
-    args, pages = demand.args, demand.wanted_pages
-    asked = "" if args.context_length is None else f", one request of context_length={args.context_length}"
-    asked = asked if args.max_total_tokens is None else f", max_total_tokens={args.max_total_tokens}"
+def _error_text(demand: MemoryDemand, ways: tuple[FlagChange, ...]) -> str:
+    args, pages, limit = demand.args, demand.required_pages, size_of(demand.limit).strip()
+    cause = "" if args.context_length is None else f", one request of context_length={args.context_length}"
+    cause = cause if args.max_total_tokens is None else f", max_total_tokens={args.max_total_tokens}"
     terms = {
         "weights": demand.weights,
         "penalties": demand.penalties,
         "rows of two steps": demand.capture_device,
         "states of requests": demand.model.state_bytes,
-        f"{pages + 1} KV pages of {args.page_size} tokens{asked}": (pages + 1) * demand.page_bytes,
+        f"{pages + 1} KV pages of {args.page_size} tokens{cause}": (pages + 1) * demand.page_bytes,
     }
     plan = " + ".join(f"{name} {size_of(count).strip()}" for name, count in terms.items() if count)
-    limit = f"{size_of(demand.limit).strip()}, mem_fraction_static={args.mem_fraction_static} of {size_of(demand.device).strip()}"
+    limit += f", mem_fraction_static={args.mem_fraction_static} of {size_of(demand.device).strip()}"
     fits = ", or with ".join(" and ".join(f"{name}={value}" for name, value in way.items()) for way in ways)
     advice = f"it fits with {fits}" if ways else "no value of these flags makes room"
-    others = (
-        "a smaller dtype, a larger tp_size, or experts kept on the host" if demand.weights > demand.limit // 2 else ""
-    )
-    advice += f"; {'or' if ways else 'it takes'} {others}" if others else ""
-    return f"this model does not fit: {plan} = {size_of(sum(terms.values())).strip()}, above the limit of {limit}; {advice}"
+    if demand.weights > demand.limit // 2:
+        advice += f"; {'or' if ways else 'it takes'} a smaller dtype, a larger tp_size, or experts kept on the host"
+    total = size_of(sum(terms.values())).strip()
+    return f"this model does not fit: {plan} = {total}, above the limit of {limit}; {advice}"
 
 
 def size_of(count: int) -> str:
-    """Bytes in the unit that suits them, aligned."""
+    """Bytes as text with a unit, aligned."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= scale:
             return f"{count / scale:8.1f} {unit}"

@@ -50,7 +50,7 @@ class MemoryPlan:
         store = f"experts, host   {size_of(self.experts_host)}  all of them; residents are among the weights, too"
         return [
             f"weights         {size_of(self.weights)}",
-            f"penalties       {size_of(self.penalties)}  what each request slot has said: five bytes a token of the vocabulary",
+            f"penalties       {size_of(self.penalties)}  token counts of each request slot: five bytes a token of the vocabulary",
             f"KV pages        {size_of(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes",
             f"capture, device {size_of(self.capture_device)}  rows of two steps",
             f"capture, host   {size_of(self.capture_host)}  {self.pool.num_slots:,} slots of {self.row_bytes:,} bytes, one or two an id",
