@@ -66,7 +66,7 @@ def test_a_picture_is_the_same_each_time(tmp_path):
 
 def test_a_missing_matplotlib_is_named_with_what_installs_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"routed-experts\[plot\]"):
+    with pytest.raises(ConfigError, match=r"matplotlib is not installed; run .*\[plot\]"):
         draw_routing([text_of("abcdef")], tmp_path / "a.png", title="t")
 
 

@@ -2,7 +2,6 @@
 model. matplotlib (routed-experts[plot]) is imported when a picture is drawn, without pyplot and its global state. Dims:
 M MoE layers, E experts."""
 
-import importlib
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from routed_experts.analysis.colormaps import CIVIDIS, expert_palette, scale_top
 from routed_experts.analysis.metrics import known_rows, utilization
 from routed_experts.analysis.routed_text import RoutedText, printable
 from routed_experts.core.atomic_write import atomic_write
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.installation import import_optional
 
 _WIDTH, _MARGIN = 10.0, 0.45  # inches
 _CHAR_PT, _LINE_PT, _FONT_PT = 5.72, 21.0, 9.5  # DejaVu Sans Mono is 0.602 em wide
@@ -197,7 +196,4 @@ def _drawable() -> Callable[[str], str]:
 
 
 def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib, which is not installed; install routed-experts[plot]") from error
+    return import_optional(name, purpose="pictures", extra="plot")

@@ -11,7 +11,6 @@ wins over the file, and the file over the default; so does one that says the sam
 (`--api-key-file` over `api-key`)."""
 
 import argparse
-import importlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, NoReturn, cast
 from routed_experts.cli.flags import Parser
 from routed_experts.core.error_text import suggestion
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.installation import import_optional
 
 SUFFIXES = (".yaml", ".yml", ".json")
 _NOT_IN_FILES = ("help", "config")
@@ -129,12 +129,7 @@ def _json_pairs(file: Path, text: str) -> list[tuple[str, object]]:
 
 
 def _yaml_pairs(file: Path, text: str) -> list[tuple[str, object]]:
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError as error:
-        raise ConfigError(
-            f"--config {file} needs pyyaml, which is not installed; install routed-experts[serve], or write JSON"
-        ) from error
+    yaml = import_optional("yaml", purpose=f"--config {file}", extra="serve", otherwise="write JSON")
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
         if tree is None:

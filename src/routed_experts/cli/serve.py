@@ -25,6 +25,7 @@ from routed_experts.cli.flags import (
     placement_args,
 )
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.installation import missing_library
 from routed_experts.core.server_args import ServerArgs
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace, began: float) -> int:
         run_module = importlib.import_module("routed_experts.server.run")
         service_module = importlib.import_module("routed_experts.server.state")
     except ImportError as error:
-        raise ConfigError(f"serve needs {error.name}, which is not installed; install routed-experts[serve]") from error
+        raise missing_library(error, purpose="serve", extra="serve") from error
     names = {field.name for field in dataclasses.fields(limits.ServerSettings)}
     said = {name: value for name, value in vars(options).items() if name in names}
     settings = limits.ServerSettings(

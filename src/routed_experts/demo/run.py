@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from routed_experts.analysis import draw_routing, routing_page
 from routed_experts.core.atomic_write import atomic_write
+from routed_experts.core.installation import install_command
 from routed_experts.demo.check import ReplayCheck, check_replay
 from routed_experts.demo.outputs import Spoken, speak
 from routed_experts.demo.startup import CompileClock
@@ -153,7 +154,7 @@ def _plot(options: DemoOptions, answers: Sequence[Spoken], column: int, screen: 
         part.write_text(routing_page(texts, title=TITLE, column=column), encoding="utf-8")
     screen.line(f"  {page}   open it in a browser: every layer, every token")
     if importlib.util.find_spec("matplotlib") is None:
-        screen.line("  no routing.png: install routed-experts[plot] for it")
+        screen.line(f"  no routing.png: it needs matplotlib; run {install_command('plot')}")
         return
     draw_routing(texts, options.output / "routing.png", title=TITLE, column=column)
     screen.line(f"  {options.output / 'routing.png'}")

@@ -2,7 +2,6 @@
 model. matplotlib (routed-experts[plot]) is imported when a picture is drawn, without pyplot and its global state. Dims:
 M MoE layers, E experts, V devices."""
 
-import importlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from jaxtyping import Float, Float64
 
 from routed_experts.analysis import known_rows
 from routed_experts.core.atomic_write import atomic_write
-from routed_experts.core.errors import ConfigError
+from routed_experts.core.installation import import_optional
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.placement.coverage import lru_coverage, static_coverage
 from routed_experts.placement.dispatch import count_experts
@@ -111,7 +110,4 @@ def _caught(counts: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, " E1"]:
 
 
 def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib, which is not installed; install routed-experts[plot]") from error
+    return import_optional(name, purpose="pictures", extra="plot")

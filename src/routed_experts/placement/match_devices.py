@@ -4,13 +4,13 @@ Which device of a node carries which set of instances changes no balance, so the
 hold most of them already (an assignment problem, SciPy), and what stays on a device stays in its slot. Dims: M MoE
 layers, E experts, I instances, J replica positions, V devices, s = I / V slots, R = M * V."""
 
-import importlib
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
 
-from routed_experts.core.errors import ConfigError, PlacementError
+from routed_experts.core.errors import PlacementError
+from routed_experts.core.installation import import_optional
 from routed_experts.core.placement import Placement
 from routed_experts.placement.balance import check_alike
 
@@ -100,9 +100,5 @@ def _numbered(experts: Int64[np.ndarray, "R s"], num_experts: int) -> Int64[np.n
 
 
 def _assignment() -> Any:
-    try:
-        return importlib.import_module("scipy.optimize").linear_sum_assignment
-    except ImportError as error:
-        raise ConfigError(
-            "matching devices needs scipy, which is not installed; install routed-experts[placement]"
-        ) from error
+    optimize = import_optional("scipy.optimize", purpose="matching devices", extra="placement")
+    return optimize.linear_sum_assignment

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from routed_experts.core.errors import CheckpointError, ConfigError, InvalidRequestError, PromptTooLongError
+from routed_experts.core.installation import import_optional
 from routed_experts.models.base.config_reader import eos_token_ids_of, read_json_object
 
 Scalar = str | int | float | bool | None
@@ -296,12 +297,7 @@ def _decoders(described: Mapping[str, object], file: Path) -> tuple[str, ...]:
 
 
 def _text_library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"text needs {name}, which is not installed; install routed-experts[text], or pass token ids"
-        ) from error
+    return import_optional(name, purpose="text", extra="text", otherwise="pass token ids")
 
 
 def _brief(error: Exception) -> str:
