@@ -31,7 +31,7 @@ from common import Prompts, benchmark_model, build, print_table, write_result
 from step import QWEN3_30B_A3B
 
 from routed_experts.engine.loop.core import EngineCore
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 
 VARIANTS = ("off", "off again", "on, unasked", "on, asked")
 

@@ -23,7 +23,7 @@ from step import QWEN3_30B_A3B, drive, experts_a_step, floor_bytes
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.loop.core import EngineCore
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 
 VOCABULARY = int(str(QWEN3_30B_A3B["vocab_size"]))
 

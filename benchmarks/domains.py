@@ -15,8 +15,8 @@ import numpy as np
 from common import Prompts
 
 from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.offload.offloaded_model import is_expert
-from routed_experts.models.registry import ModelFolder
 from routed_experts.scheduling.schedule_batch import Req
 
 SMALL = {

@@ -69,7 +69,7 @@ class Trainer:
 
     def __init__(self, model: Qwen3Moe, dtype: torch.dtype = torch.bfloat16) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            save(Path(folder), settings_of(model), hugging_face_tensors(model))
+            save(Path(folder), settings_of(model), hugging_face_tensors(model, Qwen3Moe.weight_sources(model.config)))
             read = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = read.to(self.device).eval()

@@ -25,7 +25,8 @@ from common import HF_CONFIG, print_table, write_result
 from safetensors.numpy import save_file
 
 from routed_experts.models.base.config_reader import ConfigReader
-from routed_experts.models.registry import FAMILIES, ModelFolder
+from routed_experts.models.model_folder import ModelFolder
+from routed_experts.models.registry import FAMILIES
 
 SIZES = {
     "hidden_size": 1024,

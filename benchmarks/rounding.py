@@ -31,7 +31,7 @@ from routed_experts.demo import demo_model_path
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.rotary import rotary_angles
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import RoutedBatch, Sample, align
 
 PROMPT, NEW = 32, 96

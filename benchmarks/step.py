@@ -29,7 +29,7 @@ from routed_experts.core.io_struct import TokenIDOut
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import EngineComponents, PhaseClock, build_engine
 from routed_experts.engine.loop.core import EngineCore
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 
 QWEN3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"],

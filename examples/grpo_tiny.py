@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from routed_experts import Engine
 from routed_experts.demo import demo_model_path
 from routed_experts.formats.meta_info import record_from_meta_info
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import CanaryGate, RoutedBatch, Sample, align, canary, forward, mismatch_report
 
 PROMPT_LEN = 16

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt
 from tokenizers import Tokenizer
 
 from routed_experts.models.base.interface import Decoder
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import forward
 
 LENGTH, BATCH = 512, 4

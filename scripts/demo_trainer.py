@@ -215,7 +215,7 @@ def main() -> None:
         Qwen3MoeConfig.from_reader(ConfigReader(CONFIG, "CONFIG")), rngs=nnx.Rngs(plan.seed), dtype=jnp.float32
     )
     curve = train(model, documents, plan)
-    save(options.out, CONFIG, hugging_face_tensors(model))
+    save(options.out, CONFIG, hugging_face_tensors(model, Qwen3Moe.weight_sources(model.config)))
     (options.out / "README.md").write_text(README, encoding="utf-8")
     (options.out / "model.safetensors").chmod(0o644)  # safetensors writes 0600, which a wheel would keep
     minutes = (time.perf_counter() - began) / 60

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from routed_experts.models.family_table import FAMILIES, Family
+from routed_experts.models.registry import FAMILIES, Family
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 _HEAD = """# Models
 
-Written by `scripts/models_page.py` from `models/family_table.py`; do not edit. z are a router's logits, s its scores, b a bias that moves the
+Written by `scripts/models_page.py` from `models/registry.py`; do not edit. z are a router's logits, s its scores, b a bias that moves the
 choice and no weight, v the scores of the chosen experts. Every family is compared with an independent implementation, token by token
 and expert id by expert id, in the test that is named: mostly transformers, on random checkpoints in the true format.
 

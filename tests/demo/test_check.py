@@ -12,7 +12,7 @@ from flax import nnx
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.demo.check import check_replay
 from routed_experts.demo.outputs import Spoken
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 from support.tiny import write_tiny_checkpoint
 

@@ -29,7 +29,7 @@ from routed_experts.engine.build.backends import BackendRegistry
 from routed_experts.layers.balanced_selection.checks import expert_capacity
 from routed_experts.layers.balanced_selection.reference import sequential_selection
 from routed_experts.layers.routing import selection_scores
-from routed_experts.models.sharding.sharding import AXIS
+from routed_experts.models.sharding import AXIS
 from routed_experts.placement import rebalance
 from routed_experts.server.admin.metrics import Metrics
 from routed_experts.server.routing.store import RoutingStore

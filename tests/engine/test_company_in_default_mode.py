@@ -16,7 +16,7 @@ import pytest
 from engine.test_exactness_grid import Cell, prompts, told_by
 from oracles.driver import Bench, request
 from oracles.worlds import random_prompt
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from support.tiny import write_tiny_checkpoint
 
 SIZES = dict(page_size=8, context_length=320, precompile_bs_paddings=(8,), precompile_token_paddings=(16, 256))

@@ -30,7 +30,7 @@ from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.offload.offload_jobs import DevicePair
 from routed_experts.formats.meta_info import record_from_meta_info
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.server.admin.metrics import Metrics
 from routed_experts.server.routing.store import RoutingStore
 from support.serving import assert_idle, nothing_allocated

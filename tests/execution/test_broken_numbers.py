@@ -8,7 +8,7 @@ from flax import nnx
 
 from oracles.driver import Bench, request
 from oracles.families import CASES, VOCAB_SIZE, Oracle
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 
 BROKEN, WHOLE = 200, 201  # token ids: the first is embedded as NaN
 FAMILIES = ("Mixtral", "GptOss", "DeepseekV3", "Llama4", "Qwen3_5Moe")  # windows; sinks; latent rows; chunks; states

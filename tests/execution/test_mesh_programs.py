@@ -18,9 +18,9 @@ from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.spmd import MeshSpecs
+from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.families.qwen3_moe import Qwen3Moe
-from routed_experts.models.sharding.partitioning import ParallelConfig
-from routed_experts.models.sharding.sharding import AXIS, ModelSharding
+from routed_experts.models.sharding import AXIS, ModelSharding
 from support.tpu_aot import assert_in_place, tpu_devices, tpu_mesh, without_compilation_cache
 from support.tpu_programs import SMALL, name_of, whole_pool_operations
 

@@ -16,7 +16,7 @@ from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.decoder.decoder import FamilyDecoder
-from routed_experts.models.families.qwen3_moe_parts import read_qwen3_moe_parts
+from routed_experts.models.families.qwen3_moe_config import read_qwen3_moe_parts
 from routed_experts.models.offload.layers import LayerGroup, LayerIndexArrays
 from support.tpu_aot import assert_in_place, compile_tpu, pool_copies, tpu_mesh
 from support.tpu_programs import SMALL

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from routed_experts.memory.hugepages import LARGE, advise_hugepages
-from routed_experts.models.sharding.sharding import buffers_of
+from routed_experts.models.sharding import buffers_of
 
 
 def mappings(low, high):

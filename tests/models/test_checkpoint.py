@@ -14,7 +14,8 @@ from safetensors.numpy import save_file
 
 from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.models.base.config_reader import ConfigReader, architecture_of, read_config
-from routed_experts.models.loading.checkpoint import Checkpoint, WeightSource, check, save
+from routed_experts.models.base.weight_source import WeightSource
+from routed_experts.models.loading.checkpoint import Checkpoint, check, save
 from routed_experts.models.loading.weight_loader import _write_pieces, load
 from support.tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
 

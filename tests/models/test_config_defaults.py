@@ -9,7 +9,7 @@ import transformers
 from oracles.families import CASES, SIZES
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.base.config_reader import ConfigReader
-from routed_experts.models.family_table import FAMILIES
+from routed_experts.models.registry import FAMILIES
 
 LENGTH = 65_536  # longer than every default window
 # a wrong guess of these cannot load: tensors have other shapes, or layers are left over

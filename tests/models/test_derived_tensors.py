@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 from oracles.families import CASES, Oracle
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.loading.virtual_tensors import DerivedCheckpoint, Mxfp4, Strided, dequantize_mxfp4
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 
 
 def packed(rng, *shape):

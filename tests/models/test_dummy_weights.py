@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from routed_experts.core.errors import CheckpointError, ConfigError
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import forward
 from support.tiny import tiny_config
 

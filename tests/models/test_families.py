@@ -19,7 +19,7 @@ from routed_experts.core.errors import CaptureUnsupportedError
 from routed_experts.core.model_worker_batch import SamplerForm
 from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.model_runner import ModelRunner
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")

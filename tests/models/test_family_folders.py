@@ -26,7 +26,8 @@ from routed_experts.execution.programs import ProgramSpec
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.config_reader import ConfigReader
-from routed_experts.models.registry import FAMILIES, ModelFolder
+from routed_experts.models.model_folder import ModelFolder
+from routed_experts.models.registry import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 

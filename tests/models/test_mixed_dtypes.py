@@ -14,7 +14,7 @@ from routed_experts import Engine
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import build_engine
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply", "compiled_at_first_use")
 

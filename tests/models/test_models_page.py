@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from oracles.families import CASES
-from routed_experts.models.family_table import FAMILIES
+from routed_experts.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 

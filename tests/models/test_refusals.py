@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 from oracles.families import CASES, Oracle
 from routed_experts import Engine
 from routed_experts.core.errors import CheckpointError
-from routed_experts.models.registry import FAMILIES, ModelFolder
+from routed_experts.models.model_folder import ModelFolder
+from routed_experts.models.registry import FAMILIES
 
 METHODS = ("fp8", "awq", "gptq", "bitsandbytes", "compressed-tensors", "modelopt")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 from routed_experts import Engine
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.loading.checkpoint import save
-from routed_experts.models.registry import FAMILIES, ModelFolder
+from routed_experts.models.model_folder import ModelFolder
+from routed_experts.models.registry import FAMILIES
 from support.tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 SMALL = dict(

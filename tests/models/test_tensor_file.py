@@ -13,8 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from routed_experts.core.errors import CheckpointError
+from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.loading import tensor_file
-from routed_experts.models.loading.checkpoint import Checkpoint, WeightSource, save
+from routed_experts.models.loading.checkpoint import Checkpoint, save
 from routed_experts.models.loading.tensor_file import TensorFile
 from routed_experts.models.loading.weight_loader import load
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from oracles.families import CASES, VOCAB_SIZE, Oracle
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import forward
 
 MARGIN = 1e-4

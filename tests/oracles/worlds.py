@@ -13,7 +13,7 @@ from flax import nnx
 from oracles.driver import Bench
 from oracles.full_sequence import FullSequence
 from routed_experts.models.loading.checkpoint import save
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from support.tiny import VOCAB_SIZE, tiny_config, tiny_tensors
 
 SIZES = dict(page_size=4, context_length=96, precompile_bs_paddings=(8,), precompile_token_paddings=(32,))

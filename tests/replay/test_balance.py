@@ -15,7 +15,7 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.decoder.sparse_block import route
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import RoutedBatch, balance_loss, forward
 from routed_experts.replay.recorder import BalanceRecorder, RoutingRecorder
 from support.tiny import VOCAB_SIZE, write_tiny_checkpoint

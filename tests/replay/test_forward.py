@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from routed_experts import Engine, extract_routed_experts_from_meta_info
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 from support import cheaply
 from support.kernels import MOE

@@ -14,7 +14,7 @@ from flax import nnx
 from routed_experts import Engine, RoutingAlignmentError, RoutingReplayError
 from routed_experts.demo import demo_model_path
 from routed_experts.formats.meta_info import record_from_meta_info
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import CanaryGate, RoutedBatch, Sample, align, canary, forward, mismatch_report
 from support.tiny import write_tiny_checkpoint
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from routed_experts import Engine
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import RoutedBatch, Sample, align, forward
 from support.serving import SMALL
 from support.tiny import VOCAB_SIZE, write_tiny_checkpoint

@@ -38,7 +38,7 @@ from routed_experts.execution.programs import ProgramSpec
 from routed_experts.execution.spmd import MeshSpecs
 from routed_experts.layers.gpu.attention import gpu_attention_backend
 from routed_experts.layers.gpu.backends import gpu_kernels
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.placement.eplb import rebalance
 from support import at_first_use
 from support.family_folders import write_family

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from routed_experts.models.base.config_reader import ConfigReader
-from routed_experts.models.family_table import FAMILIES
 from routed_experts.models.loading.checkpoint import save
+from routed_experts.models.registry import FAMILIES
 
 VOCAB_SIZE = 211
 SIZES = dict(

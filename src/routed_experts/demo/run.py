@@ -20,7 +20,7 @@ from routed_experts.demo.startup import CompileClock
 from routed_experts.demo.terminal import Screen
 from routed_experts.engine.build.builder import Phase
 from routed_experts.engine.engine import Engine
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 
 DTYPE = "float32"
 TITLE = "Which experts wrote this text?"

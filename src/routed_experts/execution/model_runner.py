@@ -23,7 +23,7 @@ from routed_experts.execution.sampler import PenaltyInputs
 from routed_experts.execution.spmd import REPLICATED, zeros
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
 from routed_experts.memory.hugepages import advise_hugepages
-from routed_experts.models.sharding.sharding import DonatedBuffers, buffers_of
+from routed_experts.models.sharding import DonatedBuffers, buffers_of
 
 MAX_WEIGHT_VERSION = 2**31 - 1  # rows keep theirs as int32
 

@@ -1,157 +1,242 @@
-"""How a checkpoint folder becomes a model. Knows nothing of engines, and of architectures what models/family_table.py
-lists.
-
-An architecture that is not listed there is refused with the list of those that are."""
+"""The families that can be served: one entry an architecture. Knows nothing of folders. docs/models.md is written from
+this table."""
 
 import dataclasses
-import fnmatch
-import functools
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from jax.sharding import SingleDeviceSharding
-
-from routed_experts.core.errors import CheckpointError, ConfigError
-from routed_experts.models.base.config_reader import ConfigReader, architecture_of, read_config
+from routed_experts.models.base.config_reader import NOTHING, AcceptedQuirks, ConfigReader
 from routed_experts.models.base.interface import Decoder
-from routed_experts.models.decoder.family_config import FamilyConfig
-from routed_experts.models.family_table import FAMILIES, Family
-from routed_experts.models.loading.checkpoint import Checkpoint, WeightSource, check
-from routed_experts.models.loading.dummy_weights import dummy_model
-from routed_experts.models.loading.fused_experts import fuse_experts
-from routed_experts.models.loading.weight_loader import load
-from routed_experts.models.sharding.sharding import ModelSharding
-
-LOAD_FORMATS = ("auto", "dummy")
-# Tensors that checkpoints carry although they follow from the config, or repeat another.
-_UNUSED = ("*rotary_emb.inv_freq",)
-_HEAD = "*lm_head.weight"
-_COMPARED_BYTES = 16 << 20  # of a tied head, at once
+from routed_experts.models.base.weight_source import WeightSource
+from routed_experts.models.decoder.decoder import FamilyDecoder
+from routed_experts.models.decoder.family_config import FamilyConfig, weight_sources
+from routed_experts.models.families import qwen3_moe
+from routed_experts.models.families.bailing_moe_v2 import read_bailing_moe_v2
+from routed_experts.models.families.deepseek import read_deepseek_v2, read_deepseek_v3
+from routed_experts.models.families.dense import read_llama, read_mistral, read_qwen2, read_qwen3
+from routed_experts.models.families.ernie4_5_moe import read_ernie4_5_moe
+from routed_experts.models.families.glm4_moe import read_glm4_moe
+from routed_experts.models.families.gpt_oss import open_gpt_oss, read_gpt_oss
+from routed_experts.models.families.granite_moe import read_granite_moe
+from routed_experts.models.families.llama4 import read_llama4, read_llama4_text
+from routed_experts.models.families.minimax_m2 import read_minimax_m2
+from routed_experts.models.families.mixtral import read_mixtral, read_phimoe
+from routed_experts.models.families.olmoe import read_olmoe
+from routed_experts.models.families.qwen2_moe import read_qwen2_moe
+from routed_experts.models.families.qwen3_moe_config import read_qwen3_moe_parts
+from routed_experts.models.families.qwen3_next import read_qwen3_5_moe, read_qwen3_5_moe_text, read_qwen3_next
+from routed_experts.models.loading.checkpoint import Checkpoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFolder:
-    """A checkpoint whose config has been read and whose tensors have been checked; no weight is loaded yet. Without
-    `checkpoint` the weights are to be random ones (load_format "dummy"), and config.json is all that the folder
-    needs."""
+class Family:
+    """One architecture: how to read its config, build its module, and name its tensors; and what a reader should know
+    of it."""
 
-    path: Path
-    family: Family
-    config: Any
-    checkpoint: Checkpoint | None
-    sources: tuple[WeightSource, ...]
-    others: tuple[Checkpoint, tuple[WeightSource, ...]] | None = None  # another folder, and what is read from there
-
-    @staticmethod
-    def open(path: str | Path, *, load_format: str = "auto", in_parts: bool = False) -> "ModelFolder":
-        """Read config.json and, unless `load_format` is "dummy", the tensors' headers. `in_parts`: as a FamilyDecoder,
-        whatever the family. Raises CheckpointError naming everything that does not fit, and ConfigError for another
-        format."""
-        if load_format not in LOAD_FORMATS:
-            raise ConfigError(f"load_format={load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}")
-        values = read_config(path, architectures={name: family.tolerated for name, family in FAMILIES.items()})
-        family = FAMILIES[architecture_of(values)]
-        family = family.in_parts() if in_parts else family
-        config = family.read_config(ConfigReader(values, Path(path) / "config.json"))
-        if load_format == "dummy":
-            return ModelFolder(path=Path(path), family=family, config=config, checkpoint=None, sources=())
-        checkpoint = family.open(path)
-        sources = tuple(fuse_experts(family.weight_sources(config), checkpoint.names()))
-        unused = (*_UNUSED, *(config.unused(checkpoint.names()) if isinstance(config, FamilyConfig) else ()))
-        check(sources, checkpoint, ignore=(*unused, _HEAD) if config.tie_embeddings else unused)
-        if config.tie_embeddings:
-            _check_tied(checkpoint, sources)
-        return ModelFolder(path=Path(path), family=family, config=config, checkpoint=checkpoint, sources=sources)
-
-    def dtype(self, wanted: str) -> jnp.dtype:
-        """The compute dtype: `wanted`, or with "auto" the one that most bytes of the model's tensors have (bfloat16
-        without them). Whatever another dtype has is cast as it is loaded, but for numbers that choose experts, which
-        are float32 in any case."""
-        if wanted != "auto":
-            return jnp.dtype(wanted)
-        if self.checkpoint is None:
-            return jnp.dtype("bfloat16")
-        headers, sizes = self.checkpoint.names(), Counter[str]()
-        for shape, dtype in (headers[source.name] for source in self.sources if source.name in headers):
-            sizes[dtype] += math.prod(shape) * jnp.dtype(dtype).itemsize
-        return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype]))
-
-    def with_experts_of(self, path: str | Path, targets: Callable[[str], bool]) -> "ModelFolder":
-        """The same model, with the tensors whose target `targets` picks read from another folder. Raises
-        CheckpointError naming those that it lacks or has in another shape."""
-        if self.checkpoint is None:
-            raise ConfigError(
-                f"kt_weight_path={str(path)!r} with load_format='dummy', which reads no weight; leave one of them out"
-            )
-        other = self.family.open(path)
-        wanted = tuple(
-            fuse_experts(
-                filter(lambda source: targets(source.target), self.family.weight_sources(self.config)), other.names()
-            )
-        )
-        check(wanted, other, ignore=("*",))
-        kept = tuple(source for source in self.sources if not targets(source.target))
-        return dataclasses.replace(self, sources=kept, others=(other, wanted))
-
-    def load(
-        self,
-        dtype: jnp.dtype,
-        *,
-        progress: Callable[[int, int], None] | None = None,
-        place: Callable[[str], Any] = lambda target: None,
-        shards: ModelSharding | None = None,
-    ) -> Decoder:
-        """Load every tensor and give the model; `progress(bytes done, bytes in all)`. `place` says on which device the
-        array of a dotted name is to be; None: the default one. With `shards` each device reads and gets its own part
-        instead, and the model's arrays are the global ones: it runs only in parts."""
-        if self.checkpoint is None:
-            deal_out = None if shards is None else shards.place_array
-            build = functools.partial(self.family.build, self.config, dtype=dtype)
-            return dummy_model(lambda: build(rngs=nnx.Rngs(0)), place=place, deal_out=deal_out)
-        graphdef, state = self._split(dtype)
-        flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-        placed = {name: None if (device := place(name)) is None else SingleDeviceSharding(device) for name in flat}
-        targets = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in flat.items()
-        }
-        arrays = load(self.checkpoint, self.sources, targets, progress=progress, shards=shards)
-        if self.others is not None:
-            arrays |= load(*self.others, targets, progress=progress)
-        filled = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
-        return nnx.merge(graphdef, nnx.from_flat_state(filled))
-
-    def shapes(self, dtype: jnp.dtype) -> nnx.State[Any, Any]:
-        """Names, shapes and dtypes of the model's arrays; nothing is loaded."""
-        return self._split(dtype)[1]
-
-    def _split(self, dtype: jnp.dtype) -> tuple[nnx.GraphDef[Any], nnx.State[Any, Any]]:
-        return nnx.split(nnx.eval_shape(lambda: self.family.build(self.config, rngs=nnx.Rngs(0), dtype=dtype)))
-
-
-def _check_tied(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None:
-    """Raise where the config ties the head to the embeddings, but the checkpoint has a head of other numbers."""
-    embed = next(source for source in sources if source.target == "embed")
-    for head in fnmatch.filter(checkpoint.names(), _HEAD):
-        shape = checkpoint.names()[head][0]
-        if shape != embed.shape or not _same(checkpoint, embed.name, head, shape):
-            raise CheckpointError(
-                f"{checkpoint.path}: config.json says tie_word_embeddings=true, but {head} differs from {embed.name}; wanted the same "
-                "numbers or no head; set tie_word_embeddings to false, or remove the tensor"
-            )
-
-
-def _same(checkpoint: Checkpoint, one: str, other: str, shape: tuple[int, ...]) -> bool:
-    """Whether two matrices hold the same numbers, read in blocks of rows."""
-    rows = max(1, _COMPARED_BYTES // (4 * shape[1]))
-    boxes = ((slice(first, min(first + rows, shape[0])), slice(0, shape[1])) for first in range(0, shape[0], rows))
-    return all(
-        np.array_equal(*(checkpoint.read(name, box).astype(np.float32) for name in (one, other)), equal_nan=True)
-        for box in boxes
+    read_config: Callable[[ConfigReader], Any]
+    build: Callable[..., Decoder] = FamilyDecoder
+    weight_sources: Callable[[Any], Iterable[WeightSource]] = weight_sources
+    open: Callable[[Path | str], Checkpoint] = Checkpoint
+    tolerated: AcceptedQuirks = NOTHING
+    read_parts: Callable[[ConfigReader], FamilyConfig] | None = (
+        None  # of a module of its own: the same as a FamilyDecoder
     )
+    title: str
+    checkpoints: str
+    law: str
+    refused: str = ""
+    proof: str  # the test that compares it with its oracle
+
+    def in_parts(self) -> "Family":
+        """The family as a FamilyDecoder, if it is not one already."""
+        if self.read_parts is None:
+            return self
+        return dataclasses.replace(
+            self, read_config=self.read_parts, build=FamilyDecoder, weight_sources=weight_sources, read_parts=None
+        )
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        qwen3_moe.ARCHITECTURE: Family(
+            read_config=qwen3_moe.Qwen3MoeConfig.from_reader,
+            build=qwen3_moe.Qwen3Moe,
+            weight_sources=qwen3_moe.Qwen3Moe.weight_sources,
+            read_parts=read_qwen3_moe_parts,
+            title="Qwen3-MoE",
+            checkpoints="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+            law="top-k of softmax(z); renormalised if `norm_topk_prob`",
+            refused="sliding windows, attention biases, partial rotary positions",
+            proof="test_qwen3_moe_parity.py",
+        ),
+        "MixtralForCausalLM": Family(
+            read_config=read_mixtral,
+            title="Mixtral",
+            checkpoints="Mixtral-8x7B, Mixtral-8x22B",
+            law="top-k of softmax(z); softmax over the chosen z",
+            proof="test_families.py[Mixtral]",
+        ),
+        "PhimoeForCausalLM": Family(
+            read_config=read_phimoe,
+            title="PhiMoE",
+            checkpoints="as transformers writes them",
+            law="sparsemixer: best z, then best of the rest; each a softmax over the z within 2 `router_jitter_noise` of it",
+            refused="longrope past `original_max_position_embeddings`",
+            proof="test_families.py[Phimoe]",
+        ),
+        "PhiMoEForCausalLM": Family(
+            read_config=read_phimoe,
+            tolerated=AcceptedQuirks(code=True),
+            title="PhiMoE",
+            checkpoints="Phi-3.5-MoE-instruct",
+            law="as PhimoeForCausalLM",
+            refused="longrope past `original_max_position_embeddings`",
+            proof="test_families.py[Phimoe]",
+        ),
+        "Qwen2MoeForCausalLM": Family(
+            read_config=read_qwen2_moe,
+            title="Qwen2-MoE",
+            checkpoints="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+            law="top-k of softmax(z), not renormalised; shared expert times sigmoid(x w)",
+            refused="sliding windows",
+            proof="test_families.py[Qwen2Moe]",
+        ),
+        "OlmoeForCausalLM": Family(
+            read_config=read_olmoe,
+            title="OLMoE",
+            checkpoints="OLMoE-1B-7B",
+            law="top-k of softmax(z), not renormalised",
+            refused="attention biases",
+            proof="test_families.py[Olmoe]",
+        ),
+        "DeepseekV2ForCausalLM": Family(
+            read_config=read_deepseek_v2,
+            tolerated=AcceptedQuirks(code=True),
+            title="DeepSeek-V2",
+            checkpoints="DeepSeek-V2, V2-Lite, Coder-V2",
+            law="groups ranked by their best softmax(z), top-k among those kept; v * `routed_scaling_factor`; shared experts",
+            refused="`norm_topk_prob`, fp8 weights",
+            proof="test_families.py[DeepseekV2]",
+        ),
+        "DeepseekV3ForCausalLM": Family(
+            read_config=read_deepseek_v3,
+            tolerated=AcceptedQuirks(code=True),
+            title="DeepSeek-V3",
+            checkpoints="DeepSeek-V3, R1, Kimi-K2, Moonlight in bfloat16",
+            law="s = sigmoid(z); groups ranked by their two best s + b, top-k of s + b among those kept; v / sum v * "
+            "`routed_scaling_factor`; shared experts",
+            refused="fp8 weights; layers that predict further tokens are not run",
+            proof="test_families.py[DeepseekV3]",
+        ),
+        "Glm4MoeForCausalLM": Family(
+            read_config=read_glm4_moe,
+            title="GLM-4-MoE",
+            checkpoints="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+            law="as DeepseekV3ForCausalLM, one group",
+            refused="fp8 weights; layers that predict further tokens are not run",
+            proof="test_families.py[Glm4Moe]",
+        ),
+        "BailingMoeV2ForCausalLM": Family(
+            read_config=read_bailing_moe_v2,
+            tolerated=AcceptedQuirks(code=True),
+            title="Bailing MoE v2",
+            checkpoints="Ling-mini-2.0, Ling-flash-2.0, Ling-1T",
+            law="as DeepseekV3ForCausalLM",
+            refused="its own Python code is never run; layers that predict further tokens are not run",
+            proof="test_families.py[BailingMoeV2]",
+        ),
+        "GptOssForCausalLM": Family(
+            read_config=read_gpt_oss,
+            open=open_gpt_oss,
+            tolerated=AcceptedQuirks(quantization=("mxfp4",)),
+            title="GPT-OSS",
+            checkpoints="gpt-oss-20b, gpt-oss-120b, MXFP4 or bfloat16",
+            law="z with a bias; top-k of z; softmax over the chosen z",
+            refused="another clamp or slope of the activation than 7 and 1.702",
+            proof="test_families.py[GptOss]",
+        ),
+        "GraniteMoeForCausalLM": Family(
+            read_config=read_granite_moe,
+            title="Granite-MoE",
+            checkpoints="Granite-3.x-1B-A400M, 3B-A800M",
+            law="top-k of z; softmax over the chosen z",
+            proof="test_families.py[GraniteMoe]",
+        ),
+        "Ernie4_5_MoeForCausalLM": Family(
+            read_config=read_ernie4_5_moe,
+            tolerated=AcceptedQuirks(code=True),
+            title="Ernie 4.5 MoE",
+            checkpoints="ERNIE-4.5-21B-A3B, 300B-A47B (text)",
+            law="s = softmax(z); top-k of s + b; v / sum v; shared experts",
+            refused="biases of projections; layers that predict further tokens are not run",
+            proof="test_families.py[Ernie4_5_Moe]",
+        ),
+        "MiniMaxM2ForCausalLM": Family(
+            read_config=read_minimax_m2,
+            tolerated=AcceptedQuirks(code=True),
+            title="MiniMax-M2",
+            checkpoints="MiniMax-M2 in bfloat16",
+            law="s = sigmoid(z); top-k of s + b; v / sum v",
+            refused="fp8 weights; layers that predict further tokens are not run",
+            proof="test_families.py[MiniMaxM2]",
+        ),
+        "Qwen3NextForCausalLM": Family(
+            read_config=read_qwen3_next,
+            title="Qwen3-Next",
+            checkpoints="Qwen3-Next-80B-A3B",
+            law="top-k of softmax(z), renormalised if `norm_topk_prob`; shared expert times sigmoid(x w)",
+            refused="prefix caching (off by itself); layers that predict further tokens are not run",
+            proof="test_families.py[Qwen3Next]",
+        ),
+        "Qwen3_5MoeForCausalLM": Family(
+            read_config=read_qwen3_5_moe_text,
+            title="Qwen3.5-MoE",
+            checkpoints="text models as transformers writes them",
+            law="as Qwen3NextForCausalLM, always renormalised",
+            refused="prefix caching (off by itself)",
+            proof="test_families.py[Qwen3_5Moe]",
+        ),
+        "Qwen3_5MoeForConditionalGeneration": Family(
+            read_config=read_qwen3_5_moe,
+            title="Qwen3.5-MoE",
+            checkpoints="Qwen3.5-35B-A3B and larger, without their vision",
+            law="as Qwen3NextForCausalLM, always renormalised",
+            refused="images; prefix caching (off by itself); layers that predict further tokens are not run",
+            proof="test_family_folders.py",
+        ),
+        "Llama4ForCausalLM": Family(
+            read_config=read_llama4_text,
+            title="Llama 4, text",
+            checkpoints="Llama 4 text models",
+            law="top-1 of sigmoid(z), which multiplies the expert's input; shared expert",
+            refused="more than one expert a token",
+            proof="test_families.py[Llama4]",
+        ),
+        "Llama4ForConditionalGeneration": Family(
+            read_config=read_llama4,
+            title="Llama 4, text",
+            checkpoints="Llama-4-Scout, Llama-4-Maverick, without their vision",
+            law="as Llama4ForCausalLM",
+            refused="images",
+            proof="test_family_folders.py",
+        ),
+        **{
+            name: Family(
+                read_config=read,
+                title=title,
+                checkpoints=stands_for,
+                law="",
+                refused="capture",
+                proof=f"test_families.py[{case}]",
+            )
+            for name, read, title, stands_for, case in (
+                ("LlamaForCausalLM", read_llama, "Llama", "Llama-2, Llama-3", "Llama"),
+                ("MistralForCausalLM", read_mistral, "Mistral", "Mistral-7B", "Mistral"),
+                ("Qwen2ForCausalLM", read_qwen2, "Qwen2", "Qwen2, Qwen2.5", "Qwen2"),
+                ("Qwen3ForCausalLM", read_qwen3, "Qwen3", "Qwen3 dense", "Qwen3"),
+            )
+        },
+    }
+)

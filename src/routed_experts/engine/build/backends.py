@@ -20,7 +20,7 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS, MoeBackend
 from routed_experts.layers.parallel import AxisGroup, Rerouter
 from routed_experts.models.base.interface import PLAIN, RequiredFeatures
-from routed_experts.models.sharding.sharding import AXIS
+from routed_experts.models.sharding import AXIS
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -39,9 +39,9 @@ from routed_experts.execution.spmd import MeshSpecs
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.replica_maps import moe_groups
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.offload.offloaded_model import OffloadedModel
-from routed_experts.models.registry import ModelFolder
-from routed_experts.models.sharding.sharding import ModelSharding
+from routed_experts.models.sharding import ModelSharding
 from routed_experts.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from routed_experts.layers.native.toolchain import unavailable_reason
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.decoder.decoder import FamilyDecoder
 from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.offload.offloaded_model import OffloadedModel, is_expert, offload_model
-from routed_experts.models.registry import ModelFolder
 
 _DTYPES: Mapping[str, jnp.dtype | None] = MappingProxyType(
     {"auto": None, "bf16": jnp.dtype("bfloat16"), "f32": jnp.dtype("float32")}

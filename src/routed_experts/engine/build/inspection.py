@@ -10,7 +10,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.memory_planning import plan_engine
 from routed_experts.engine.build.served_model import shards_of
 from routed_experts.models.base.interface import DecoderConfig
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from routed_experts.engine.build.served_model import shapes_of
 from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
 from routed_experts.memory.kv_pool import KVPoolSpec, row_width
 from routed_experts.models.base.interface import Decoder, DecoderConfig
-from routed_experts.models.registry import ModelFolder
-from routed_experts.models.sharding.sharding import ModelSharding
+from routed_experts.models.model_folder import ModelFolder
+from routed_experts.models.sharding import ModelSharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.engine.build.served_model import ServedModel
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.replica_maps import with_replica_maps
-from routed_experts.models.registry import ModelFolder
+from routed_experts.models.model_folder import ModelFolder
 
 Weights = nnx.State[Any, Any] | nnx.Module | Mapping[str, Any]
 _SHOWN = 4

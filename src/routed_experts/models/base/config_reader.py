@@ -187,6 +187,28 @@ class ConfigReader:
             raise self._error(key, "a list of integers")
         return numbers
 
+    def floats(self, key: builtins.str) -> tuple[builtins.float, ...]:
+        """A required list of finite numbers; one number alone counts as a list of one."""
+        value = self._value(key, None, "a list of numbers")
+        items = value if isinstance(value, list | tuple) else [value]
+        numbers = tuple(
+            builtins.float(item)
+            for item in items
+            if _is_int(item) or (isinstance(item, builtins.float) and math.isfinite(item))
+        )
+        if len(numbers) != len(items):
+            raise self._error(key, "a list of numbers")
+        return numbers
+
+    def words(
+        self, key: builtins.str, *, choices: Collection[builtins.str], default: tuple[builtins.str, ...]
+    ) -> tuple[builtins.str, ...]:
+        """A list of words out of `choices`."""
+        value = self._value(key, default, f"a list of {_listed(choices)}")
+        if not isinstance(value, list | tuple) or any(item not in choices for item in value):
+            raise self._error(key, f"a list of {_listed(choices)}")
+        return tuple(builtins.str(item) for item in value)
+
     def section(self, key: builtins.str) -> "ConfigReader":
         """The JSON object under `key`, empty when absent; its errors name the outer key too."""
         value = self._value(key, {}, "an object")
@@ -221,23 +243,3 @@ def _is_int(value: object) -> TypeGuard[int]:
 
 def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "(none)"
-
-
-def read_floats(reader: ConfigReader, key: str) -> tuple[float, ...]:
-    """A list of finite numbers."""
-    value = reader._value(key, None, "a list of numbers")
-    items = value if isinstance(value, list | tuple) else [value]
-    numbers = tuple(float(item) for item in items if _is_int(item) or (isinstance(item, float) and math.isfinite(item)))
-    if len(numbers) != len(items):
-        raise reader._error(key, "a list of numbers")
-    return numbers
-
-
-def read_words(
-    reader: ConfigReader, key: str, *, choices: Collection[str], default: tuple[str, ...]
-) -> tuple[str, ...]:
-    """A list of words out of `choices`."""
-    value = reader._value(key, default, f"a list of {_listed(choices)}")
-    if not isinstance(value, list | tuple) or any(item not in choices for item in value):
-        raise reader._error(key, f"a list of {_listed(choices)}")
-    return tuple(str(item) for item in value)

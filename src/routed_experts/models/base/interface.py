@@ -17,7 +17,7 @@ from routed_experts.layers.delta_rule import DeltaInputs
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.routing import ROUTED_IDS
-from routed_experts.models.sharding.partitioning import AxisPartition, ParallelConfig
+from routed_experts.models.base.partitioning import AxisPartition, ParallelConfig
 
 # (queries [N H C], keys [N G C], values [N G C], cache, layer) -> (mixed values [N H C], cache); the cache is the
 # caller's own pytree.

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from routed_experts.layers.rotary import RotarySpec
-from routed_experts.models.base.config_reader import ConfigReader, read_floats
+from routed_experts.models.base.config_reader import ConfigReader
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
@@ -146,7 +146,7 @@ def _longrope(
 ) -> tuple[Float32[np.ndarray, " F"], float]:
     """The long factors change every position of a sequence once it outgrows the original length, so keys in a cache
     would go stale: served up to the original length. Gives frequencies and magnitude."""
-    factors = np.asarray(read_floats(section, "short_factor"), np.float32)
+    factors = np.asarray(section.floats("short_factor"), np.float32)
     section.require(factors.shape == plain.shape, "short_factor", f"{plain.size} numbers")
     ratio = section.float("factor", default=trained / original)
     default = 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))

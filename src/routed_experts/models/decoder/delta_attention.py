@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.delta_rule import DeltaInputs, DeltaShape
 from routed_experts.layers.norm import rms_norm
+from routed_experts.models.base.partitioning import ParallelConfig
+from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.layer_params import Kind, LayerParams, Weight
 from routed_experts.models.decoder.layer_parts import Place, Step
-from routed_experts.models.loading.checkpoint import WeightSource
-from routed_experts.models.sharding.partitioning import ParallelConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ no architecture. Dims: D hidden, E experts, F expert width."""
 import dataclasses
 from collections.abc import Iterator
 
+from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.layer_parts import Place
-from routed_experts.models.loading.checkpoint import WeightSource
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,14 +12,14 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.models.base.interface import RequiredFeatures
+from routed_experts.models.base.partitioning import AxisPartition, ParallelConfig, embedding_partition
+from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.delta_attention import DeltaAttention
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.decoder.grouped_attention import GroupedAttention
 from routed_experts.models.decoder.latent_attention import LatentAttention
 from routed_experts.models.decoder.layer_params import Weight
 from routed_experts.models.decoder.layer_parts import Place
-from routed_experts.models.loading.checkpoint import WeightSource
-from routed_experts.models.sharding.partitioning import AxisPartition, ParallelConfig, embedding_partition
 
 _LONGEST_PATTERN = 8
 

@@ -15,12 +15,12 @@ from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.moe import gated
 from routed_experts.layers.parallel import Capacities
 from routed_experts.layers.routing import RouterSpec, Routing
+from routed_experts.models.base.partitioning import AxisPartition, ParallelConfig, Segment, columns, rows
+from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.expert_names import USUAL_NAMES, ExpertNames
 from routed_experts.models.decoder.layer_params import Kind, LayerParams, Weight
 from routed_experts.models.decoder.layer_parts import Place, Replay, Step
 from routed_experts.models.decoder.sparse_block import route, route_with_capacity, run_experts
-from routed_experts.models.loading.checkpoint import WeightSource
-from routed_experts.models.sharding.partitioning import AxisPartition, ParallelConfig, Segment, columns, rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.parallel import SINGLE_DEVICE
 from routed_experts.layers.rotary import RotarySpec
+from routed_experts.models.base.partitioning import ParallelConfig, Segment, columns
+from routed_experts.models.base.partitioning import rows as input_rows
+from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.layer_params import Kind, LayerParams, Weight
 from routed_experts.models.decoder.layer_parts import Place, Step
-from routed_experts.models.loading.checkpoint import WeightSource
-from routed_experts.models.sharding.partitioning import ParallelConfig, Segment, columns
-from routed_experts.models.sharding.partitioning import rows as input_rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,10 @@ from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import RotarySpec
+from routed_experts.models.base.partitioning import ParallelConfig, Segment, columns, rows
+from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.layer_params import Kind, LayerParams, Weight
 from routed_experts.models.decoder.layer_parts import Place, Step
-from routed_experts.models.loading.checkpoint import WeightSource
-from routed_experts.models.sharding.partitioning import ParallelConfig, Segment, columns, rows
 
 _EPS = 1e-6  # of the norms of compressed rows, whatever rms_norm_eps is: DeepSeek's code does not pass it on
 

@@ -16,8 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from routed_experts.layers.kernels import Kernels
+from routed_experts.models.base.partitioning import AxisPartition, expert_parallel
 from routed_experts.models.decoder.sparse_block import ExpertWeights
-from routed_experts.models.sharding.partitioning import AxisPartition, expert_parallel
 
 _EXPERT_ARRAYS = ("gate_up", "down", "gate_up_bias", "down_bias")
 

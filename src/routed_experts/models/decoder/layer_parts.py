@@ -15,9 +15,9 @@ from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.rotary import RotarySpec
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.base.interface import AttentionFn, RecurrentFn
+from routed_experts.models.base.partitioning import ParallelConfig
+from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.layer_params import LayerParams, Weight
-from routed_experts.models.loading.checkpoint import WeightSource
-from routed_experts.models.sharding.partitioning import ParallelConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

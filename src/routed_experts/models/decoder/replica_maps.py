@@ -10,10 +10,10 @@ from flax import nnx
 from jaxtyping import Int32
 
 from routed_experts.core.placement import Placement
+from routed_experts.models.base.partitioning import AxisPartition, IndexedPartition
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.decoder.layer_params import Kind
-from routed_experts.models.sharding.partitioning import AxisPartition, IndexedPartition
 
 REPLICAS, CAPACITY = (
     "replicas",

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from routed_experts.layers.rotary import RotarySpec
-from routed_experts.models.base.config_reader import ConfigReader, read_words
+from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.base.rotary_reader import Rotary
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.decoder.grouped_attention import GroupedAttention
@@ -128,7 +128,7 @@ def read_windows(reader: ConfigReader, sizes: Sizes) -> tuple[int, ...]:
     )
     window = read_window(reader, sizes) if slides else 0
     default = tuple(_LAYER_TYPES[slides and at >= first] for at in range(sizes.num_layers))
-    kinds = read_words(reader, "layer_types", choices=_LAYER_TYPES, default=default)
+    kinds = reader.words("layer_types", choices=_LAYER_TYPES, default=default)
     reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
     reader.require(
         slides or "sliding_attention" not in kinds,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.base.config_reader import ConfigReader, read_words
+from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.base.rotary_reader import read_rotary
 from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
@@ -52,7 +52,7 @@ def read_gpt_oss(reader: ConfigReader) -> FamilyConfig:
     reader.require(reader.float("swiglu_limit", default=7.0) == 7.0, "swiglu_limit", "7.0")
     reader.require(reader.float("swiglu_alpha", default=1.702) == 1.702, "swiglu_alpha", "1.702")
     default = tuple(_LAYER_TYPES[layer % 2] for layer in range(sizes.num_layers))
-    kinds = read_words(reader, "layer_types", choices=_LAYER_TYPES, default=default)
+    kinds = reader.words("layer_types", choices=_LAYER_TYPES, default=default)
     reader.require(len(kinds) == sizes.num_layers, "layer_types", f"{sizes.num_layers} words")
     bias = reader.bool("attention_bias", default=True)
     full = dataclasses.replace(sizes.attention(rotary.spec), bias_in=bias, bias_out=bias, sinks=True)

@@ -6,7 +6,7 @@ is."""
 import dataclasses
 
 from routed_experts.layers.routing import RouterSpec
-from routed_experts.models.base.config_reader import ConfigReader, read_words
+from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.base.rotary_reader import read_rotary
 from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
@@ -42,7 +42,7 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
         f"at least {sizes.num_layers} numbers, 1 for a layer that turns",
     )
     kinds = tuple(_LAYER_TYPES[turns != 0] for turns in turned)
-    told = read_words(reader, "layer_types", choices=_LAYER_TYPES, default=kinds)
+    told = reader.words("layer_types", choices=_LAYER_TYPES, default=kinds)
     reader.require(told == kinds, "layer_types", "chunked_attention where no_rope_layers is 1, else full_attention")
     step = reader.int("interleave_moe_layer_step", minimum=1, default=1)
     sparse_layers = reader.ints("moe_layers", default=tuple(range(step - 1, sizes.num_layers, step)))

@@ -24,6 +24,7 @@ from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.layers.rotary import rotary_angles
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.base.interface import AttentionFn, TokenRouting, checkpointed, slice_layers
+from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.attention_block import HeadNorms, qk_norm_attention
 from routed_experts.models.decoder.fused_path import find_fused_path, run_fused
 from routed_experts.models.decoder.sparse_block import (
@@ -34,7 +35,6 @@ from routed_experts.models.decoder.sparse_block import (
     run_experts,
 )
 from routed_experts.models.families.qwen3_moe_config import Qwen3MoeConfig
-from routed_experts.models.loading.checkpoint import WeightSource
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 

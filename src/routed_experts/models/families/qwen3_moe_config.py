@@ -1,4 +1,4 @@
-"""Shapes of a Qwen3-MoE: config.json read and checked, and how several devices share it. Knows no array."""
+"""Qwen3-MoE's config.json, read and checked: as the config of its own decoder, and as a FamilyConfig."""
 
 import dataclasses
 
@@ -8,9 +8,7 @@ from routed_experts.layers.rotary import RotarySpec
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.base.interface import PLAIN, RequiredFeatures
-from routed_experts.models.base.rotary_reader import read_rotary
-from routed_experts.models.families.common_config import check_routing, read_sizes, refuse
-from routed_experts.models.sharding.partitioning import (
+from routed_experts.models.base.partitioning import (
     AxisPartition,
     ParallelConfig,
     Segment,
@@ -19,6 +17,10 @@ from routed_experts.models.sharding.partitioning import (
     expert_parallel,
     rows,
 )
+from routed_experts.models.base.rotary_reader import read_rotary
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
+from routed_experts.models.decoder.feed_forward import Dense, Sparse
+from routed_experts.models.families.common_config import check_routing, read_sizes, refuse
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,3 +127,16 @@ class Qwen3MoeConfig:
             context_length=sizes.within(rotary).context_length,
             scaled_rotary=None if rotary.kind == "default" else rotary.spec,
         )
+
+
+def read_qwen3_moe_parts(reader: ConfigReader) -> FamilyConfig:
+    """Read config.json of Qwen3-MoE as the parts of a FamilyDecoder: for steps that are cut at the experts and for placed
+    experts. Refuses what `Qwen3MoeConfig.from_reader` refuses."""
+    config, sizes = Qwen3MoeConfig.from_reader(reader), read_sizes(reader)
+    rotary = read_rotary(reader, sizes.head_dim)
+    attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm="head")
+    dense, sparse = Dense(width=config.dense_width), Sparse(router=config.router, width=config.expert_width)
+    layers = [
+        LayerSpec(mixer=attention, feed=sparse if at in config.moe_layers else dense) for at in range(config.num_layers)
+    ]
+    return sizes.within(rotary).decoder(layers)

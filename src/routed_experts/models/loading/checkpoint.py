@@ -10,7 +10,6 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
@@ -21,6 +20,7 @@ from safetensors.numpy import save_file
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import CheckpointError
 from routed_experts.models.base.config_reader import read_json_object
+from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.loading.tensor_file import WEIGHT_DTYPES, TensorFile
 
 _PACKED: Mapping[str, str] = MappingProxyType(  # how names of tensors end that quantisations add
@@ -36,29 +36,6 @@ _PACKED: Mapping[str, str] = MappingProxyType(  # how names of tensors end that 
     }
 )
 _LISTED = 8  # names of each kind in an error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightSource:
-    """Where one tensor of a checkpoint belongs: target[*index, ..., offset : offset + its last axis], and with `first`,
-    a tensor of several stacked ones, target[first : first + its first axis, ...]."""
-
-    name: str
-    shape: tuple[int, ...]  # as in the checkpoint
-    target: str  # dotted path of our array
-    index: tuple[int, ...] = ()  # leading indices into the target, such as (layer,)
-    transpose: bool = False  # swap the last two axes: a checkpoint holds [out, in], we hold [in, out]
-    offset: int = 0  # along the last axis of the target, for gate|up and q|k|v
-    optional: bool = False
-    first: int = (
-        0  # along the first axis of the target, for the experts of a layer in one tensor; `index` is empty then
-    )
-
-    @property
-    def placed_shape(self) -> tuple[int, ...]:
-        """The tensor's shape once it stands in the target."""
-        tail = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transpose else self.shape
-        return (1,) * len(self.index) + tail
 
 
 class Checkpoint:

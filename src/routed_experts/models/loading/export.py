@@ -1,25 +1,28 @@
-"""A model as the tensors of a Hugging Face checkpoint: loading by the model's table of names, turned round. Knows no
-files."""
+"""A model as the tensors of a Hugging Face checkpoint: the inverse of loading, by the same table of names."""
+
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from routed_experts.models.families.qwen3_moe import Qwen3Moe
+from routed_experts.models.base.weight_source import WeightSource
 
 
-def hugging_face_tensors(model: Qwen3Moe, dtype: str = "bfloat16") -> dict[str, np.ndarray]:
-    """Every tensor under its Hugging Face name, in `dtype`, on the host; `models.checkpoint.save` writes them. Raises
-    ValueError where the table of names does not fit the arrays."""
+def hugging_face_tensors(
+    model: nnx.Module, sources: Iterable[WeightSource], dtype: str = "bfloat16"
+) -> dict[str, np.ndarray]:
+    """Every tensor of the table under its Hugging Face name, in `dtype`, on the host; `checkpoint.save` writes them.
+    Raises ValueError where the table does not fit the model's arrays."""
     arrays = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
     tensors: dict[str, np.ndarray] = {}
-    for source in Qwen3Moe.weight_sources(model.config):
-        piece = arrays[source.target][source.index] if source.index else arrays[source.target]
+    for source in sources:
+        array = arrays[source.target][source.index] if source.index else arrays[source.target]
         width = source.shape[-2] if source.transpose else source.shape[-1]
-        piece = piece[..., source.offset : source.offset + width]
-        tensors[source.name] = np.ascontiguousarray(piece.T if source.transpose else piece).astype(jnp.dtype(dtype))
+        array = array[..., source.offset : source.offset + width]
+        tensors[source.name] = np.ascontiguousarray(array.T if source.transpose else array).astype(jnp.dtype(dtype))
         if tensors[source.name].shape != source.shape:
             raise ValueError(
-                f"{source.name} came out as {tensors[source.name].shape}, wanted {source.shape}; correct the table of names"
+                f"{source.name} came out as {tensors[source.name].shape}, expected {source.shape}; correct the table of names"
             )
     return tensors

@@ -7,7 +7,7 @@ D, F] for down_proj [D, F]. Dims: E experts of a layer, D hidden, F expert width
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from routed_experts.models.loading.checkpoint import WeightSource
+from routed_experts.models.base.weight_source import WeightSource
 
 _EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
 

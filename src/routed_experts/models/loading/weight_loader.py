@@ -22,9 +22,10 @@ from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, Int, Shaped
 
-from routed_experts.models.loading.checkpoint import Checkpoint, WeightSource
+from routed_experts.models.base.weight_source import WeightSource
+from routed_experts.models.loading.checkpoint import Checkpoint
 from routed_experts.models.loading.load_plan import Part, Piece, boxes_of, plan_parts
-from routed_experts.models.sharding.sharding import ModelSharding
+from routed_experts.models.sharding import ModelSharding
 
 
 def load(

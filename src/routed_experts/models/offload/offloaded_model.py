@@ -23,7 +23,7 @@ from routed_experts.layers.linear import LinearBackend
 from routed_experts.models.decoder.decoder import FamilyDecoder, lm_logits
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.offload.layers import LayerGroup, LayerIndex, layers_at
-from routed_experts.models.sharding.sharding import DonatedBuffers
+from routed_experts.models.sharding import DonatedBuffers
 
 _TABLE_ARRAYS = ("gate_up", "down")
 

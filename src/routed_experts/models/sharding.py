@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from routed_experts.core.errors import MachineError
-from routed_experts.models.sharding.partitioning import AxisPartition, ParallelConfig
+from routed_experts.models.base.partitioning import AxisPartition, ParallelConfig
 
 AXIS = "tensor"
 

@@ -1,0 +1,158 @@
+"""How a checkpoint folder becomes a model. Knows nothing of engines, and of architectures what models/registry.py
+lists.
+
+An architecture that is not listed there is refused with the list of those that are."""
+
+import dataclasses
+import fnmatch
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from routed_experts.core.errors import CheckpointError, ConfigError
+from routed_experts.models.base.config_reader import ConfigReader, architecture_of, read_config
+from routed_experts.models.base.interface import Decoder
+from routed_experts.models.base.weight_source import WeightSource
+from routed_experts.models.decoder.family_config import FamilyConfig
+from routed_experts.models.loading.checkpoint import Checkpoint, check
+from routed_experts.models.loading.dummy_weights import dummy_model
+from routed_experts.models.loading.fused_experts import fuse_experts
+from routed_experts.models.loading.weight_loader import load
+from routed_experts.models.registry import FAMILIES, Family
+from routed_experts.models.sharding import ModelSharding
+
+LOAD_FORMATS = ("auto", "dummy")
+# Tensors that checkpoints carry although they follow from the config, or repeat another.
+_UNUSED = ("*rotary_emb.inv_freq",)
+_HEAD = "*lm_head.weight"
+_COMPARED_BYTES = 16 << 20  # of a tied head, at once
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """A checkpoint whose config has been read and whose tensors have been checked; no weight is loaded yet. Without
+    `checkpoint` the weights are to be random ones (load_format "dummy"), and config.json is all that the folder
+    needs."""
+
+    path: Path
+    family: Family
+    config: Any
+    checkpoint: Checkpoint | None
+    sources: tuple[WeightSource, ...]
+    others: tuple[Checkpoint, tuple[WeightSource, ...]] | None = None  # another folder, and what is read from there
+
+    @staticmethod
+    def open(path: str | Path, *, load_format: str = "auto", in_parts: bool = False) -> "ModelFolder":
+        """Read config.json and, unless `load_format` is "dummy", the tensors' headers. `in_parts`: as a FamilyDecoder,
+        whatever the family. Raises CheckpointError naming everything that does not fit, and ConfigError for another
+        format."""
+        if load_format not in LOAD_FORMATS:
+            raise ConfigError(f"load_format={load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}")
+        values = read_config(path, architectures={name: family.tolerated for name, family in FAMILIES.items()})
+        family = FAMILIES[architecture_of(values)]
+        family = family.in_parts() if in_parts else family
+        config = family.read_config(ConfigReader(values, Path(path) / "config.json"))
+        if load_format == "dummy":
+            return ModelFolder(path=Path(path), family=family, config=config, checkpoint=None, sources=())
+        checkpoint = family.open(path)
+        sources = tuple(fuse_experts(family.weight_sources(config), checkpoint.names()))
+        unused = (*_UNUSED, *(config.unused(checkpoint.names()) if isinstance(config, FamilyConfig) else ()))
+        check(sources, checkpoint, ignore=(*unused, _HEAD) if config.tie_embeddings else unused)
+        if config.tie_embeddings:
+            _check_tied(checkpoint, sources)
+        return ModelFolder(path=Path(path), family=family, config=config, checkpoint=checkpoint, sources=sources)
+
+    def dtype(self, wanted: str) -> jnp.dtype:
+        """The compute dtype: `wanted`, or with "auto" the one that most bytes of the model's tensors have (bfloat16
+        without them). Whatever another dtype has is cast as it is loaded, but for numbers that choose experts, which
+        are float32 in any case."""
+        if wanted != "auto":
+            return jnp.dtype(wanted)
+        if self.checkpoint is None:
+            return jnp.dtype("bfloat16")
+        headers, sizes = self.checkpoint.names(), Counter[str]()
+        for shape, dtype in (headers[source.name] for source in self.sources if source.name in headers):
+            sizes[dtype] += math.prod(shape) * jnp.dtype(dtype).itemsize
+        return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype]))
+
+    def with_experts_of(self, path: str | Path, targets: Callable[[str], bool]) -> "ModelFolder":
+        """The same model, with the tensors whose target `targets` picks read from another folder. Raises
+        CheckpointError naming those that it lacks or has in another shape."""
+        if self.checkpoint is None:
+            raise ConfigError(
+                f"kt_weight_path={str(path)!r} with load_format='dummy', which reads no weight; leave one of them out"
+            )
+        other = self.family.open(path)
+        wanted = tuple(
+            fuse_experts(
+                filter(lambda source: targets(source.target), self.family.weight_sources(self.config)), other.names()
+            )
+        )
+        check(wanted, other, ignore=("*",))
+        kept = tuple(source for source in self.sources if not targets(source.target))
+        return dataclasses.replace(self, sources=kept, others=(other, wanted))
+
+    def load(
+        self,
+        dtype: jnp.dtype,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        place: Callable[[str], Any] = lambda target: None,
+        shards: ModelSharding | None = None,
+    ) -> Decoder:
+        """Load every tensor and give the model; `progress(bytes done, bytes in all)`. `place` says on which device the
+        array of a dotted name is to be; None: the default one. With `shards` each device reads and gets its own part
+        instead, and the model's arrays are the global ones: it runs only in parts."""
+        if self.checkpoint is None:
+            deal_out = None if shards is None else shards.place_array
+            build = functools.partial(self.family.build, self.config, dtype=dtype)
+            return dummy_model(lambda: build(rngs=nnx.Rngs(0)), place=place, deal_out=deal_out)
+        graphdef, state = self._split(dtype)
+        flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+        placed = {name: None if (device := place(name)) is None else SingleDeviceSharding(device) for name in flat}
+        targets = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in flat.items()
+        }
+        arrays = load(self.checkpoint, self.sources, targets, progress=progress, shards=shards)
+        if self.others is not None:
+            arrays |= load(*self.others, targets, progress=progress)
+        filled = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
+        return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+    def shapes(self, dtype: jnp.dtype) -> nnx.State[Any, Any]:
+        """Names, shapes and dtypes of the model's arrays; nothing is loaded."""
+        return self._split(dtype)[1]
+
+    def _split(self, dtype: jnp.dtype) -> tuple[nnx.GraphDef[Any], nnx.State[Any, Any]]:
+        return nnx.split(nnx.eval_shape(lambda: self.family.build(self.config, rngs=nnx.Rngs(0), dtype=dtype)))
+
+
+def _check_tied(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None:
+    """Raise where the config ties the head to the embeddings, but the checkpoint has a head of other numbers."""
+    embed = next(source for source in sources if source.target == "embed")
+    for head in fnmatch.filter(checkpoint.names(), _HEAD):
+        shape = checkpoint.names()[head][0]
+        if shape != embed.shape or not _same(checkpoint, embed.name, head, shape):
+            raise CheckpointError(
+                f"{checkpoint.path}: config.json says tie_word_embeddings=true, but {head} differs from {embed.name}; wanted the same "
+                "numbers or no head; set tie_word_embeddings to false, or remove the tensor"
+            )
+
+
+def _same(checkpoint: Checkpoint, one: str, other: str, shape: tuple[int, ...]) -> bool:
+    """Whether two matrices hold the same numbers, read in blocks of rows."""
+    rows = max(1, _COMPARED_BYTES // (4 * shape[1]))
+    boxes = ((slice(first, min(first + rows, shape[0])), slice(0, shape[1])) for first in range(0, shape[0], rows))
+    return all(
+        np.array_equal(*(checkpoint.read(name, box).astype(np.float32) for name in (one, other)), equal_nan=True)
+        for box in boxes
+    )

@@ -1,1 +1,0 @@
-"""Which part of each weight a device holds, and how weights are put there."""
