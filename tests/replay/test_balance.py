@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from layers.test_routing_laws import inputs, live_ids
+from layers.test_scoring_funcs import inputs, live_ids
 from replay.test_laws import ALL_SPECS
 from routed_experts import InvalidRequestError
 from routed_experts.core.capture_spec import CaptureSpec

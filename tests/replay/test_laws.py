@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layers.test_routing_laws import SPECS
+from layers.test_scoring_funcs import SPECS
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.layers.kernels import Kernels
 from routed_experts.layers.moe import MOE_BACKENDS

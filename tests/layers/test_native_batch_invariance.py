@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from layers.test_moe import random_call, silu, with_rows
-from layers.test_native_run import given
+from layers.test_native_layer_stack import given
 from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.layers.layer_stack import StackOffsets, StepInputs
@@ -228,7 +228,7 @@ ON_ONE_CORE = """
 import os, sys
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
 import numpy as np
-from layers.test_native_rows import everything
+from layers.test_native_batch_invariance import everything
 np.savez(sys.argv[1], **everything())
 """
 
