@@ -45,7 +45,7 @@ class ModelSharding:
         whether there are so many is looked at when `mesh` is asked for."""
         if split.devices == 1:
             return None
-        split.check(cuts, most=max(split.devices, jax.device_count()))
+        split.check(cuts)
         return ModelSharding(split, cuts, devices, maps or {})
 
     @cached_property

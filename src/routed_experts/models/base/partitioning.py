@@ -6,7 +6,7 @@ part is the
 device's pieces of all segments, one after another. Dims: V devices."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from routed_experts.core.errors import ConfigError
@@ -97,16 +97,23 @@ class ParallelConfig:
     replicas: int = 0
     bounded: bool = False
 
-    def check(self, cuts: Mapping[str, AxisPartition], *, most: int) -> None:
-        """Raise ConfigError unless the devices can share every array; `most` bounds the values that are proposed."""
-        segments = frozenset(itertools.chain.from_iterable(cut.segments for cut in cuts.values()))
+    def check(self, cuts: Mapping[str, AxisPartition]) -> None:
+        """Raise ConfigError unless the devices can share every array; the error lists the sizes that can."""
+        segments = _segments(cuts)
         wrong = sorted({f"{segment.units} {segment.what}" for segment in segments if not segment.fits(self.devices)})
         if wrong:
-            works = ", ".join(str(size) for size in range(1, max(most, 1) + 1) if _all_fit(segments, size))
+            works = ", ".join(map(str, tensor_parallel_sizes(cuts)))
             raise ConfigError(
                 f"tp_size={self.devices} does not divide {', '.join(wrong)}; values that work for this model: {works}"
             )
 
 
-def _all_fit(segments: Iterable[Segment], devices: int) -> bool:
-    return all(segment.fits(devices) for segment in segments)
+def tensor_parallel_sizes(cuts: Mapping[str, AxisPartition]) -> tuple[int, ...]:
+    """Every number of devices that can share a model with these partitions, however many this machine has."""
+    segments = _segments(cuts)
+    largest = min((segment.units for segment in segments if not segment.repeated), default=1)
+    return tuple(size for size in range(1, largest + 1) if all(segment.fits(size) for segment in segments))
+
+
+def _segments(cuts: Mapping[str, AxisPartition]) -> frozenset[Segment]:
+    return frozenset(itertools.chain.from_iterable(cut.segments for cut in cuts.values()))

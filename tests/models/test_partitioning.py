@@ -1,0 +1,24 @@
+"""Numbers of devices that can share a model."""
+
+import pytest
+
+from routed_experts.core.errors import ConfigError
+from routed_experts.models.sharding.partitioning import ParallelConfig, Segment, columns, tensor_parallel_sizes
+
+PARTITIONS = {
+    "q": columns(Segment(64, 8, "query heads")),
+    "kv": columns(Segment(16, 2, "kv heads", repeated=True), Segment(16, 2, "kv heads", repeated=True)),
+    "mlp": columns(Segment(48, 48, "columns of an expert")),
+}
+
+
+@pytest.mark.parametrize("devices", [3, 5, 16, 1000])
+def test_every_size_that_does_not_work_is_told_the_same_sizes_that_do(devices):
+    assert tensor_parallel_sizes(PARTITIONS) == (1, 2, 4, 8)
+    with pytest.raises(ConfigError, match=f"tp_size={devices} does not divide .*; values that .*: 1, 2, 4, 8$"):
+        ParallelConfig(devices).check(PARTITIONS)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_sizes_that_work_are_accepted(devices):
+    ParallelConfig(devices).check(PARTITIONS)
