@@ -29,7 +29,7 @@ from common import HF_CONFIG, Prompts, print_table, write_result
 from step import QWEN3_30B_A3B
 
 from routed_experts import Engine, SamplingParams
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.placement.eplb import rebalance
@@ -58,7 +58,7 @@ def compare(mine: list[ScoreOutput], forced: list[ScoreOutput], first: list[Scor
     return {"routes differ": float(differ.mean()), "logprob": apart}
 
 
-def spare_instances(records: list[RoutedExperts | None], devices: int) -> Placement:
+def spare_instances(records: list[RoutedExperts | None], devices: int) -> ExpertPlacement:
     """Experts by the load that was recorded, one more instance a device than there are experts."""
     held = [record for record in records if record is not None]
     experts, layers = held[0].num_experts, held[0].ids.shape[1]

@@ -31,7 +31,7 @@ from domains import SMALL, Domain, domains_of, skewed_model
 from step import QWEN3_30B_A3B
 
 from routed_experts import Engine, PlacementConfig
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import EngineComponents, build_engine
 from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
@@ -58,7 +58,7 @@ class Bench:
     model: FamilyDecoder
 
     @property
-    def first(self) -> Placement:
+    def first(self) -> ExpertPlacement:
         """One expert in eight twice, those of a load that is nobody's."""
         experts, layers, devices = (
             int(self.config["num_experts"]),
@@ -151,7 +151,7 @@ def ways(bench: Bench) -> list[Row]:
 
 
 def moving(
-    runner: ReplicatedExpertRunner, built: EngineComponents, plan: Placement, layers: list[tuple[int, int]]
+    runner: ReplicatedExpertRunner, built: EngineComponents, plan: ExpertPlacement, layers: list[tuple[int, int]]
 ) -> Callable[[], float]:
     """What moves the next of `layers` each time, once no step is in flight; gives its seconds."""
 

@@ -16,7 +16,7 @@ from common import print_table, write_result
 from routed_experts import Engine, placement
 from routed_experts.capture.expert_counts import ExpertCounts
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.placement import Placement, ResidencyMap
+from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.demo import demo_model_path
@@ -66,7 +66,7 @@ def main() -> None:
         print_table(rows)
         print()
     plan = placement.eplb(stats["python"], num_instances=INSTANCES, num_devices=DEVICES)
-    before = Placement.identity(len(stats["python"].layer_ids), stats["python"].num_experts, DEVICES)
+    before = ExpertPlacement.identity(len(stats["python"].layer_ids), stats["python"].num_experts, DEVICES)
     devices = {
         f"{DEVICES} devices as they come": placement.replay(judged["python"], before).device_load,
         f"{INSTANCES} instances, planned": placement.replay(judged["python"], plan).device_load,
@@ -110,7 +110,7 @@ def judge_balance(stats: dict[str, RoutingStats], judged: dict[str, list[RoutedE
             for name, learned in stats.items()
         }
         num_layers, num_experts = stats[domain].load.shape
-        for name, plan in {"none": Placement.identity(num_layers, num_experts, DEVICES), **plans}.items():
+        for name, plan in {"none": ExpertPlacement.identity(num_layers, num_experts, DEVICES), **plans}.items():
             whole = placement.eplb_balancedness(placement.replay(records, plan, step_tokens=10**9).device_load)
             row: dict[str, object] = {"judged on": domain, "plan from": name, "whole trace": whole}
             for way in ("even", "waterfill"):
@@ -124,7 +124,7 @@ def judge_hits(stats: dict[str, RoutingStats], judged: dict[str, list[RoutedExpe
     rows = []
     for domain, records in judged.items():
         num_layers, num_experts = stats[domain].load.shape
-        plans = {"first": ResidencyMap.first(num_layers, num_experts, RESIDENTS)}
+        plans = {"first": ResidencyMap.first_n(num_layers, num_experts, RESIDENTS)}
         plans |= {
             f"static, from {name}": placement.resident(learned, per_layer=RESIDENTS) for name, learned in stats.items()
         }

@@ -12,7 +12,7 @@ from routed_experts.cli import main, make_parser
 from routed_experts.cli.flags import expert_args, placement_args
 from routed_experts.core.errors import ConfigError, RoutingFormatError
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
-from routed_experts.core.placement import Placement, ResidencyMap
+from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.formats import encode_meta_info
 
@@ -62,13 +62,13 @@ def test_numbers_are_those_of_the_library_from_every_kind_of_file(files, capsys,
         16,
         4,
     ]
-    before = placement.replay(records, Placement.identity(3, 16, 4))
+    before = placement.replay(records, ExpertPlacement.identity(3, 16, 4))
     after = placement.replay(records, placement.eplb(learned, num_instances=20, num_devices=4))
     assert told["instances"]["balance before"] == before.balancedness.tolist()
     assert told["instances"]["balance planned"] == after.balancedness.tolist()
     static = placement.resident(learned, per_layer=4)
     adaptive = placement.replay(records, placement.AdaptiveResidency.start(static, learned=learned), step_tokens=8)
-    assert told["residents"]["first"] == placement.replay(records, ResidencyMap.first(3, 16, 4)).hit_ratio.tolist()
+    assert told["residents"]["first"] == placement.replay(records, ResidencyMap.first_n(3, 16, 4)).hit_ratio.tolist()
     assert told["residents"]["static"] == placement.replay(records, static).hit_ratio.tolist()
     assert told["residents"]["adaptive"] == adaptive.hit_ratio.tolist()
     assert told["residents"]["LRU"] == placement.lru_coverage(*records).hits[:, 4].tolist()
@@ -162,7 +162,9 @@ def test_a_saved_plan_is_what_the_engine_is_told(files, capsys, tmp_path):
     assert (told.residents_of(3, 16).slot_of == wanted.slot_of).all()
     assert run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4, "--save", tmp_path / "plan.npz")[0] == 0
     planned = placement.eplb(RoutingStats.from_records(records_of(2)), num_instances=20, num_devices=4)
-    assert (Placement.read(tmp_path / "plan.npz").logical_to_physical_map == planned.logical_to_physical_map).all()
+    assert (
+        ExpertPlacement.read(tmp_path / "plan.npz").logical_to_physical_map == planned.logical_to_physical_map
+    ).all()
     code, _, err = run(capsys, files / "out.jsonl", "--residents", 5, "--save", tmp_path / "plan.txt")
     assert code == 2 and "writes one plan as .npz" in err
     both = ["--instances", 20, "--devices", 4, "--residents", 5, "--save", tmp_path / "plan.npz"]
@@ -176,7 +178,7 @@ def test_a_saved_placement_is_what_the_engine_is_told(files, capsys, tmp_path):
     assert run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4, "--save", tmp_path / "plan.npz")[0] == 0
     given = ["serve", "model", "--placement", str(tmp_path / "plan.npz")]
     told = placement_args(make_parser().parse_args(given))
-    wanted = Placement.read(tmp_path / "plan.npz")
+    wanted = ExpertPlacement.read(tmp_path / "plan.npz")
     np.testing.assert_array_equal(told.first.physical_to_logical_map, wanted.physical_to_logical_map)
     assert (told.mode, told.rebalance_every) == ("replicas", 0)
     more = [

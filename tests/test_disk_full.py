@@ -16,7 +16,7 @@ from routed_experts import demo
 from routed_experts.analysis import RoutedText, draw_routing
 from routed_experts.cli import main
 from routed_experts.core.errors import WriteError
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.formats import record_from_meta_info
 from routed_experts.models.loading.checkpoint import save
@@ -84,7 +84,7 @@ def test_the_library_leaves_nothing_and_the_engine_goes_on(said, tmp_path):
     exports = (
         lambda: save(tmp_path / "model", {"model_type": "x"}, tensors),
         lambda: RoutingStats.from_records([record]).save(tmp_path / "stats.npz"),
-        lambda: Placement.identity(48, 256, 4).save(tmp_path / "plan.npz"),
+        lambda: ExpertPlacement.identity(48, 256, 4).save(tmp_path / "plan.npz"),
         lambda: draw_routing([text], tmp_path / "a.png", title="a", column=0),
     )
     with borrow(enable_return_routed_experts=True) as engine:

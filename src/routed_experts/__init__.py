@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         WriteError,
     )
     from routed_experts.core.expert_offload_config import ExpertOffloadConfig
-    from routed_experts.core.placement import Placement, ResidencyMap
+    from routed_experts.core.placement import ExpertPlacement, ResidencyMap
     from routed_experts.core.placement_config import PlacementConfig
     from routed_experts.core.routed_experts import RoutedExperts
     from routed_experts.core.routing_stats import RoutingStats
@@ -59,7 +59,7 @@ _HOMES = MappingProxyType(
         "EngineStats": "engine.control.stats",
         "ExpertOffloadConfig": "core.expert_offload_config",
         "LLM": "engine.llm",
-        "Placement": "core.placement",
+        "ExpertPlacement": "core.placement",
         "PlacementConfig": "core.placement_config",
         "RequestOutput": "engine.requests.outputs",
         "ResidencyMap": "core.placement",
@@ -90,7 +90,7 @@ __all__ = [
     "InvalidRequestError",
     "MachineError",
     "MemoryPlanError",
-    "Placement",
+    "ExpertPlacement",
     "PlacementConfig",
     "PlacementError",
     "PromptTooLongError",

@@ -70,7 +70,7 @@ def test_packed_words_are_the_same_rows_to_the_byte(num_experts, top_k):
     ids = np.random.default_rng(top_k).integers(0, num_experts, (spec.row_ids, 7)).astype(np.int32)
     ids[-1, -1], ids[0, 0] = num_experts - 1, -1  # -1: not written
     cache = replace(_RoutedExpertsDeviceCache.create(7, spec), ids=jnp.asarray(ids))
-    words = np.asarray(jax.jit(lambda cache: cache.words())(cache))
+    words = np.asarray(jax.jit(lambda cache: cache.packed_rows())(cache))
     assert words.dtype == np.int32 and words.shape == (spec.row_words, 7)
     for row, packed in zip(np.asarray(cache.rows()), words.T, strict=True):
         assert packed.tobytes() == row.tobytes().ljust(4 * spec.row_words, b"\0")
@@ -174,7 +174,7 @@ def test_a_step_counts_its_valid_slots():
     ids = np.array([[0, 1, 2], [1, 2, -1], [4, 4, 4], [3, 0, 0]], np.int32)  # [M * K, N]
     cache = _RoutedExpertsDeviceCache(ids=jnp.asarray(ids), spec=spec)
     valid, generated = jnp.array([True, True, False]), jnp.array([False, True, True])
-    counts = np.asarray(cache.counted(jnp.zeros((2, 2, 5), jnp.int32), valid, generated))
+    counts = np.asarray(cache.count_experts(jnp.zeros((2, 2, 5), jnp.int32), valid, generated))
     wanted = np.zeros((2, 2, 5), int)
     for phase, layer, expert in (
         (0, 0, 0),

@@ -37,7 +37,7 @@ class HostCacheMachine(RuleBasedStateMachine):
     @rule(slots=SLOTS, version=st.integers(0, 3), seed=st.integers(0, 999))
     def put(self, slots, version, seed):
         rows = np.random.default_rng(seed).integers(0, 300, (len(slots), 4)).astype(np.uint16)
-        self.cache.put(np.array(slots, np.int32), rows, version)
+        self.cache.append(np.array(slots, np.int32), rows, version)
         self.known |= {slot: (row.tolist(), version) for slot, row in zip(slots, rows, strict=True)}
 
     @rule(slots=SLOTS, padding=st.integers(0, 3), columns=st.none() | st.integers(0, 7), data=st.data())
@@ -48,7 +48,7 @@ class HostCacheMachine(RuleBasedStateMachine):
         brought = (
             rows if columns is None else np.hstack([np.full((len(rows), columns), -7, np.int32), packed(rows, 300)])
         )
-        self.cache.put(np.array(slots, np.int32), brought, 5, live)
+        self.cache.append(np.array(slots, np.int32), brought, 5, live)
         self.known |= {
             slot: (row.tolist(), 5) for slot, row, kept in zip(slots, rows[: len(slots)], live, strict=True) if kept
         }
@@ -98,18 +98,18 @@ test_the_store_agrees_with_a_dictionary = HostCacheMachine.TestCase
 def test_what_was_gathered_is_a_copy():
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
     slots = np.array([3, 4])
-    cache.put(slots, np.full((2, 4), 256, np.uint16), 0)
+    cache.append(slots, np.full((2, 4), 256, np.uint16), 0)
     ids, _, _ = cache.gather(slots)
-    cache.put(slots, np.zeros((2, 4), np.uint16), 1)
+    cache.append(slots, np.zeros((2, 4), np.uint16), 1)
     assert (ids == 256).all()
 
 
 @pytest.mark.parametrize(("slots", "error"), [([-1], AssertionError), ([NUM_SLOTS], IndexError)])
 def test_a_slot_outside_the_store_is_refused(slots, error):
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
-    cache.put(np.array(slots), np.zeros((1, 4), np.uint16), 0)
+    cache.append(np.array(slots), np.zeros((1, 4), np.uint16), 0)
     with pytest.raises(error):
-        cache.file()
+        cache.flush()
     with pytest.raises(error):
         cache.gather(np.array(slots))
 
@@ -127,9 +127,9 @@ def test_a_slot_outside_the_store_is_refused(slots, error):
 )
 def test_rows_of_another_shape_or_dtype_are_refused(rows):
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
-    cache.put(np.array([1, 2]), rows, 0)
+    cache.append(np.array([1, 2]), rows, 0)
     with pytest.raises(AssertionError):
-        cache.file()
+        cache.flush()
 
 
 @pytest.mark.parametrize("num_experts", [32, 256, 300])
@@ -143,7 +143,7 @@ def test_rows_may_come_as_ids_and_packed_behind_other_columns_in_turn(num_expert
         if columns is not None:
             rows = np.hstack([noise.integers(-9, 9, (len(rows), columns)).astype(np.int32), packed(rows, num_experts)])
             assert rows.shape[1] == columns + spec.row_words
-        cache.put(np.arange(2 * step, 2 * step + 2), rows, step)
+        cache.append(np.arange(2 * step, 2 * step + 2), rows, step)
     ids, valid, versions = cache.gather(np.arange(10))
     assert np.array_equal(ids.reshape(10, -1), wanted) and ids.dtype == spec.dtype
     assert valid.all() and versions.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
@@ -152,10 +152,10 @@ def test_rows_may_come_as_ids_and_packed_behind_other_columns_in_turn(num_expert
 @pytest.mark.parametrize("dtype", [np.int32, np.uint16])
 def test_a_step_that_lacks_rows_is_found_beside_one_that_is_padded(dtype):
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
-    cache.put(np.arange(4), np.zeros((6, 4), dtype), 0)
-    cache.put(np.arange(4, 8), np.zeros((2, 4), dtype), 0)
+    cache.append(np.arange(4), np.zeros((6, 4), dtype), 0)
+    cache.append(np.arange(4, 8), np.zeros((2, 4), dtype), 0)
     with pytest.raises(AssertionError):
-        cache.file()
+        cache.flush()
 
 
 def test_the_size_is_one_byte_an_id_a_slot_and_four_for_its_version():
@@ -166,13 +166,13 @@ def test_the_size_is_one_byte_an_id_a_slot_and_four_for_its_version():
 def test_what_waits_to_be_filed_is_bounded():
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC, page_size=PAGE_SIZE)
     for step in range(1000):
-        cache.put(np.array([step % NUM_SLOTS]), np.full((1, 4), step % 300, np.uint16), step)
+        cache.append(np.array([step % NUM_SLOTS]), np.full((1, 4), step % 300, np.uint16), step)
         cache.clear_pages(np.array([(step + 5) % NUM_SLOTS // PAGE_SIZE]))
         assert len(cache._steps) < host_cache._MAX_BUFFERED_STEPS
     for step in range(1000, 1040):  # what pads a step waits as well
-        cache.put(np.array([step % NUM_SLOTS]), np.zeros((100, 4), np.uint16), step)
+        cache.append(np.array([step % NUM_SLOTS]), np.zeros((100, 4), np.uint16), step)
         assert sum(len(rows) for _, rows, *_ in cache._steps) < host_cache._MOST_ROWS
-    cache.put(np.arange(5000) % NUM_SLOTS, np.zeros((5000, 4), np.uint16), 2000)
+    cache.append(np.arange(5000) % NUM_SLOTS, np.zeros((5000, 4), np.uint16), 2000)
     assert not cache._steps, "a large step is filed at once"
     for _ in range(1000):
         cache.clear_pages(np.array([1]))
@@ -181,34 +181,34 @@ def test_what_waits_to_be_filed_is_bounded():
 
 def test_after_a_filing_that_failed_no_row_is_known():
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC, page_size=PAGE_SIZE)
-    cache.put(np.arange(4), np.zeros((4, 4), np.uint16), 0)
-    cache.file()
-    cache.put(np.arange(4), np.zeros((4, 3), np.uint16), 0)
+    cache.append(np.arange(4), np.zeros((4, 4), np.uint16), 0)
+    cache.flush()
+    cache.append(np.arange(4), np.zeros((4, 3), np.uint16), 0)
     cache.clear_pages(np.array([0]))
     with pytest.raises(AssertionError):
-        cache.file()
+        cache.flush()
     assert not cache.gather(np.arange(NUM_SLOTS))[1].any(), "page 0 was to be forgotten"
 
 
 def test_rows_may_lie_in_any_order_of_axes():
     cache, rows = _RoutedExpertsHostCache(NUM_SLOTS, SPEC), np.arange(16, dtype=np.uint16).reshape(4, 4)
-    cache.put(np.arange(4), np.asfortranarray(rows), 0)
+    cache.append(np.arange(4), np.asfortranarray(rows), 0)
     assert np.array_equal(cache.gather(np.arange(4))[0].reshape(4, 4), rows)
 
 
 @pytest.mark.parametrize("rows", [np.full((2, 4), 300, np.uint16), np.full((2, 2), -1, np.int32)])
 def test_ids_of_no_expert_are_refused_before_a_record_leaves(rows):
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
-    cache.put(np.arange(2), rows, 0)
+    cache.append(np.arange(2), rows, 0)
     with pytest.raises(AssertionError, match="of 300"):
         cache.gather(np.arange(2))
 
 
 def test_the_padding_of_a_step_is_not_kept_until_its_rows_are_counted():
     cache = _RoutedExpertsHostCache(NUM_SLOTS, SPEC)
-    cache.put(np.arange(2), np.zeros((64, 4), np.uint16), 0)
-    cache.file()
-    cache.put(np.arange(2), np.zeros((64, 9), np.int32), 0)
-    cache.file()
+    cache.append(np.arange(2), np.zeros((64, 4), np.uint16), 0)
+    cache.flush()
+    cache.append(np.arange(2), np.zeros((64, 9), np.int32), 0)
+    cache.flush()
     owned = [(rows if rows.base is None else rows.base, rows.shape) for rows, _ in cache._counts._noted]
     assert [(base.nbytes, shape) for base, shape in owned] == [(2 * SPEC.row_bytes, (2, 4))] * 2

@@ -20,7 +20,7 @@ def test_a_step_takes_the_smallest_compiled_shape_that_holds_it(requests, more_t
         deterministic=deterministic,
         page_size=page_size,
     )
-    buckets = Buckets.of(args, context_length=50)
+    buckets = Buckets.from_args(args, context_length=50)
     num_requests = data.draw(st.integers(1, requests[-1]))
     num_tokens = data.draw(st.integers(num_requests, tokens[-1]))
     all_decode = num_tokens == num_requests
@@ -40,17 +40,19 @@ def test_a_step_takes_the_smallest_compiled_shape_that_holds_it(requests, more_t
 
 def test_deterministic_mode_has_one_shape():
     args = ServerArgs(deterministic=True, precompile_bs_paddings=(1, 8), precompile_token_paddings=(16, 64))
-    assert Buckets.of(args, context_length=512).all_shapes() == ((ForwardMode.EXTEND, 64, 8),)
+    assert Buckets.from_args(args, context_length=512).all_shapes() == ((ForwardMode.EXTEND, 64, 8),)
 
 
 def test_shapes_are_few_and_each_is_named_once():
     args = ServerArgs(precompile_bs_paddings=(1, 8, 32), precompile_token_paddings=(64, 256))
-    shapes = Buckets.of(args, context_length=512).all_shapes()
+    shapes = Buckets.from_args(args, context_length=512).all_shapes()
     assert len(shapes) == len(set(shapes)) == 5
 
 
 def test_a_step_beyond_the_largest_shape_is_a_mistake_of_the_scheduler():
-    buckets = Buckets.of(ServerArgs(precompile_bs_paddings=(4,), precompile_token_paddings=(16,)), context_length=64)
+    buckets = Buckets.from_args(
+        ServerArgs(precompile_bs_paddings=(4,), precompile_token_paddings=(16,)), context_length=64
+    )
     with pytest.raises(StopIteration):
         buckets.shape(17, 2, all_decode=False)
 
@@ -61,7 +63,7 @@ def test_no_shape_is_compiled_that_no_step_can_take(requests, more_tokens, prefi
     tokens = tuple(requests[-1] + size for size in more_tokens)
     limit = data.draw(st.sampled_from(("max_prefill_tokens", "chunked_prefill_size")))
     args = ServerArgs(precompile_bs_paddings=requests, precompile_token_paddings=tokens, **{limit: prefill})
-    extend = Buckets.of(args, context_length=50).extend
+    extend = Buckets.from_args(args, context_length=50).extend
     most = min(prefill, tokens[-1]) + requests[-1]
     assert extend == tokens[: len(extend)]
     assert extend[-1] >= most or extend == tokens

@@ -28,7 +28,7 @@ REFUSED = {
         "kt_cpuinfer, kt_weight_path without kt_num_gpu_experts",
     ),
     "plan": (
-        {"kt_num_gpu_experts": 3, "residency": ResidencyMap.first(2, 8, 4)},
+        {"kt_num_gpu_experts": 3, "residency": ResidencyMap.first_n(2, 8, 4)},
         "kt_num_gpu_experts=3 and the plan's num_resident=4",
     ),
 }
@@ -69,4 +69,4 @@ def test_residents_must_fit_the_model():
     with pytest.raises(ConfigError, match="no MoE layer"):
         ExpertOffloadConfig(kt_num_gpu_experts=1).residents_of(0, 0)
     with pytest.raises(PlacementError, match="2 MoE layers x 8 experts came for a model of 3 x 8"):
-        ExpertOffloadConfig(residency=ResidencyMap.first(2, 8, 4)).residents_of(3, 8)
+        ExpertOffloadConfig(residency=ResidencyMap.first_n(2, 8, 4)).residents_of(3, 8)

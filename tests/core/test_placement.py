@@ -1,4 +1,4 @@
-"""Placement and ResidencyMap: what they accept is consistent, and what is not is refused by name."""
+"""ExpertPlacement and ResidencyMap: what they accept is consistent, and what is not is refused by name."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routed_experts.core.errors import ConfigError, PlacementError, RoutingFormatError
-from routed_experts.core.placement import Placement, ResidencyMap
+from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 
 
 @st.composite
@@ -28,7 +28,7 @@ def instance_maps(draw):
 @given(instance_maps())
 def test_a_placement_lists_every_instance_under_the_expert_it_holds(case):
     held, num_experts, num_devices = case
-    placement = Placement.of(held, num_experts=num_experts, num_devices=num_devices)
+    placement = ExpertPlacement.of(held, num_experts=num_experts, num_devices=num_devices)
     for layer, row in enumerate(held.tolist()):
         for expert in range(num_experts):
             instances = [i for i, one in enumerate(row) if one == expert]
@@ -40,7 +40,7 @@ def test_a_placement_lists_every_instance_under_the_expert_it_holds(case):
 
 
 def test_the_identity_holds_each_expert_once_in_order():
-    placement = Placement.identity(2, 6, 3)
+    placement = ExpertPlacement.identity(2, 6, 3)
     assert placement.physical_to_logical_map.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
     assert placement.logical_to_physical_map.tolist() == [[[0], [1], [2], [3], [4], [5]]] * 2
     assert (placement.num_layers, placement.num_experts, placement.instances_per_device, placement.epoch) == (
@@ -53,7 +53,7 @@ def test_the_identity_holds_each_expert_once_in_order():
 
 def changed(name, *at, value):
     """A sound placement of 3 experts on 4 instances with one number changed."""
-    sound = Placement.of(np.array([[0, 1, 2, 1]]), num_experts=3, num_devices=2)
+    sound = ExpertPlacement.of(np.array([[0, 1, 2, 1]]), num_experts=3, num_devices=2)
     array = getattr(sound, name).copy()
     array[at] = value
     return lambda: dataclasses.replace(sound, **{name: array})
@@ -61,31 +61,34 @@ def changed(name, *at, value):
 
 WRONG_PLACEMENTS = {
     "expert without an instance": (
-        lambda: Placement.of(np.array([[0, 0]]), num_experts=2, num_devices=1),
+        lambda: ExpertPlacement.of(np.array([[0, 0]]), num_experts=2, num_devices=1),
         "expert 1 has 0 instances",
     ),
     "id that is no expert": (
-        lambda: Placement.of(np.array([[0, 2]]), num_experts=2, num_devices=1),
+        lambda: ExpertPlacement.of(np.array([[0, 2]]), num_experts=2, num_devices=1),
         "holds expert 2; wanted 0 to 1",
     ),
     "hole in the instances": (
-        lambda: Placement.of(np.array([[0, -1]]), num_experts=1, num_devices=1),
+        lambda: ExpertPlacement.of(np.array([[0, -1]]), num_experts=1, num_devices=1),
         "holds expert -1",
     ),
     "too few instances": (
-        lambda: Placement.of(np.array([[0]]), num_experts=2, num_devices=1),
+        lambda: ExpertPlacement.of(np.array([[0]]), num_experts=2, num_devices=1),
         "1 instances for 2 experts",
     ),
     "uneven devices": (
-        lambda: Placement.of(np.array([[0, 1, 1]]), num_experts=2, num_devices=2),
+        lambda: ExpertPlacement.of(np.array([[0, 1, 1]]), num_experts=2, num_devices=2),
         "num_devices=2 does not divide 3",
     ),
-    "no device": (lambda: Placement.identity(1, 2, 0), "num_devices=0"),
+    "no device": (lambda: ExpertPlacement.identity(1, 2, 0), "num_devices=0"),
     "more replicas than positions": (
-        lambda: Placement.of(np.array([[0, 0, 0]]), num_experts=1, num_devices=1, max_replicas=2),
+        lambda: ExpertPlacement.of(np.array([[0, 0, 0]]), num_experts=1, num_devices=1, max_replicas=2),
         "3 instances, above max_replicas=2",
     ),
-    "one dimension": (lambda: Placement.of(np.array([0, 1]), num_experts=2, num_devices=1), "shape [2]; wanted [M, I]"),
+    "one dimension": (
+        lambda: ExpertPlacement.of(np.array([0, 1]), num_experts=2, num_devices=1),
+        "shape [2]; wanted [M, I]",
+    ),
     "gap in a list": (changed("logical_to_physical_map", 0, 1, 0, value=-1), "list [-1, 3]"),
     "instance out of range": (changed("logical_to_physical_map", 0, 1, 1, value=4), "wanted that many of 0 to 3"),
     "list that ends too late": (changed("logical_to_physical_map", 0, 0, 1, value=0), "list [0, 0]"),
@@ -98,13 +101,13 @@ WRONG_PLACEMENTS = {
         "instance 3 is listed for expert 1, but holds 0",
     ),
     "instance listed twice": (changed("logical_to_physical_map", 0, 1, 1, value=1), "instance 1 is listed 2 times"),
-    "epoch": (lambda: dataclasses.replace(Placement.identity(1, 2, 1), epoch=-1), "epoch=-1"),
+    "epoch": (lambda: dataclasses.replace(ExpertPlacement.identity(1, 2, 1), epoch=-1), "epoch=-1"),
     "dtype": (
-        lambda: dataclasses.replace(Placement.identity(1, 2, 1), logical_replica_count=np.ones((1, 2), np.int64)),
+        lambda: dataclasses.replace(ExpertPlacement.identity(1, 2, 1), logical_replica_count=np.ones((1, 2), np.int64)),
         "dtypes int32, int32, int64",
     ),
     "another model": (
-        lambda: Placement.identity(2, 4, 1).check_model(3, 4),
+        lambda: ExpertPlacement.identity(2, 4, 1).check_model(3, 4),
         "2 MoE layers x 4 experts came for a model of 3 x 4",
     ),
 }
@@ -123,7 +126,9 @@ def test_a_residency_map_and_its_list_of_experts_are_inverses(data):
     num_layers, num_experts = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 7))
     num_resident = data.draw(st.integers(0, num_experts))
     rows = [data.draw(st.permutations(range(num_experts)))[:num_resident] for _ in range(num_layers)]
-    residency = ResidencyMap.of(np.array(rows, np.int64).reshape(num_layers, num_resident), num_experts=num_experts)
+    residency = ResidencyMap.from_experts(
+        np.array(rows, np.int64).reshape(num_layers, num_resident), num_experts=num_experts
+    )
     assert residency.experts.tolist() == [list(row) for row in rows]
     assert residency.num_resident == num_resident
     for row, slots in zip(rows, residency.slot_of.tolist(), strict=True):
@@ -131,15 +136,15 @@ def test_a_residency_map_and_its_list_of_experts_are_inverses(data):
 
 
 def test_the_first_experts_sit_in_the_slots_of_their_ids():
-    assert ResidencyMap.first(2, 4, 3).slot_of.tolist() == [[0, 1, 2, -1]] * 2
-    assert ResidencyMap.first(1, 2, 0).slot_of.tolist() == [[-1, -1]]
+    assert ResidencyMap.first_n(2, 4, 3).slot_of.tolist() == [[0, 1, 2, -1]] * 2
+    assert ResidencyMap.first_n(1, 2, 0).slot_of.tolist() == [[-1, -1]]
 
 
 @given(st.integers(0, 9), st.integers(0, 2**32 - 1))
 def test_who_stays_keeps_the_slot(num_resident, seed):
     noise = np.random.default_rng(seed)
     old, new = (
-        ResidencyMap.of(np.stack([noise.permutation(9)[:num_resident] for _ in range(3)]), num_experts=9)
+        ResidencyMap.from_experts(np.stack([noise.permutation(9)[:num_resident] for _ in range(3)]), num_experts=9)
         for _ in range(2)
     )
     kept = new.aligned_to(old)
@@ -167,24 +172,24 @@ WRONG_MAPS = {
     "negative slot": (slots([0, 1, -2]), "uses the slots [-2, 0, 1]"),
     "one resident too many": (slots([0, 1, 2]), "uses the slots [0, 1, 2]"),
     "more than there are": (slots([0, 1], num_resident=3), "num_resident=3 experts of a layer; wanted 0 to 2"),
-    "fewer than none": (lambda: ResidencyMap.first(1, 4, -1), "num_resident=-1"),
+    "fewer than none": (lambda: ResidencyMap.first_n(1, 4, -1), "num_resident=-1"),
     "first, more than there are": (
-        lambda: ResidencyMap.first(1, 4, 5),
+        lambda: ResidencyMap.first_n(1, 4, 5),
         "num_resident=5 experts of a layer; wanted 0 to 4",
     ),
     "expert out of range": (
-        lambda: ResidencyMap.of(np.array([[4]]), num_experts=4),
+        lambda: ResidencyMap.from_experts(np.array([[4]]), num_experts=4),
         "experts holds 4; wanted ids of 0 to 3",
     ),
-    "expert named twice": (lambda: ResidencyMap.of(np.array([[1, 1]]), num_experts=4), "uses the slots [1]"),
-    "shape": (lambda: ResidencyMap.of(np.array([1, 2]), num_experts=4), "shape [2]; wanted [M, N]"),
+    "expert named twice": (lambda: ResidencyMap.from_experts(np.array([[1, 1]]), num_experts=4), "uses the slots [1]"),
+    "shape": (lambda: ResidencyMap.from_experts(np.array([1, 2]), num_experts=4), "shape [2]; wanted [M, N]"),
     "dtype": (
         lambda: ResidencyMap(slot_of=np.array([[0, -1]]), num_resident=1),
         "slot_of is int64[1, 2]; wanted int32[M, E]",
     ),
     "epoch": (slots([0, 1], epoch=-1), "epoch=-1"),
     "another model": (
-        lambda: ResidencyMap.first(2, 4, 1).check_model(2, 8),
+        lambda: ResidencyMap.first_n(2, 4, 1).check_model(2, 8),
         "2 MoE layers x 4 experts came for a model of 2 x 8",
     ),
 }
@@ -198,10 +203,10 @@ def test_a_wrong_residency_map_is_refused_by_name(name):
 
 
 def test_plans_come_back_from_files(tmp_path):
-    placement = Placement.of(
+    placement = ExpertPlacement.of(
         np.array([[0, 1, 2, 1], [2, 2, 1, 0]]), num_experts=3, num_devices=2, max_replicas=3, epoch=7
     )
-    residency = ResidencyMap.of(np.array([[2, 0], [1, 2]]), num_experts=3, epoch=5)
+    residency = ResidencyMap.from_experts(np.array([[2, 0], [1, 2]]), num_experts=3, epoch=5)
     for plan in (placement, residency):
         plan.save(tmp_path / "plan.npz")
         read = type(plan).read(tmp_path / "plan.npz")
@@ -212,9 +217,9 @@ def test_plans_come_back_from_files(tmp_path):
 
 def test_a_file_without_a_plan_is_refused(tmp_path):
     file = tmp_path / "plan.npz"
-    ResidencyMap.first(1, 3, 2).save(file)
+    ResidencyMap.first_n(1, 3, 2).save(file)
     with pytest.raises(RoutingFormatError, match=r"plan\.npz holds no placement"):
-        Placement.read(file)
+        ExpertPlacement.read(file)
     file.write_bytes(b"nothing")
     with pytest.raises(RoutingFormatError, match=r"plan\.npz holds no residency map"):
         ResidencyMap.read(file)

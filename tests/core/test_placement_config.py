@@ -5,14 +5,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from routed_experts import ConfigError, Placement, PlacementConfig
+from routed_experts import ConfigError, ExpertPlacement, PlacementConfig
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.placement_config import UNBOUNDED, parse_fraction
 
-PLAN = Placement.identity(2, 8, 2)
+PLAN = ExpertPlacement.identity(2, 8, 2)
 REROUTE = {"mode": "reroute", "capacity_factor": 1.25}
 REFUSED = {
-    "plan": ({"plan": 3}, "plan=3 is no placement; give a Placement, or the .npz file"),
+    "plan": ({"plan": 3}, "plan=3 is no placement; give an ExpertPlacement, or the .npz file"),
     "mode": ({"mode": "random"}, "mode='random' is unknown; choose one of replicas, reroute"),
     "exhausted": (REROUTE | {"on_exhausted": "wait"}, "on_exhausted='wait' is unknown; choose one of overflow, drop"),
     "no factor": ({"mode": "reroute"}, "'reroute' needs a factor, such as 1.25"),
@@ -46,12 +46,12 @@ def test_a_factor_is_its_decimal_digits():
 def test_a_plan_may_be_a_file(tmp_path):
     PLAN.save(tmp_path / "plan.npz")
     for said in (PLAN, tmp_path / "plan.npz", str(tmp_path / "plan.npz"), PlacementConfig(plan=tmp_path / "plan.npz")):
-        read = PlacementConfig.of(said)
-        np.testing.assert_array_equal(read.first.physical_to_logical_map, PLAN.physical_to_logical_map)
-        assert not read.reroutes and read.rebalance_every == 0
-    assert PlacementConfig.of(None) is None
+        read = PlacementConfig.create(said)
+        np.testing.assert_array_equal(read.initial.physical_to_logical_map, PLAN.physical_to_logical_map)
+        assert not read.capacity_limited and read.rebalance_every == 0
+    assert PlacementConfig.create(None) is None
     with pytest.raises(ConfigError, match="is no file; give the"):
-        PlacementConfig.of(str(tmp_path / "other.npz"))
+        PlacementConfig.create(str(tmp_path / "other.npz"))
     (tmp_path / "broken.npz").write_bytes(b"no zip")
     with pytest.raises(RoutingFormatError, match=r"broken.npz"):
-        PlacementConfig.of(tmp_path / "broken.npz")
+        PlacementConfig.create(tmp_path / "broken.npz")

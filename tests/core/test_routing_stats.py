@@ -74,7 +74,7 @@ def test_what_is_counted_step_by_step_is_what_the_records_hold(monkeypatch):
             live = None if record.valid is None else record.valid[low : low + 7]
             padded = np.concatenate([rows, np.full((2, 12), 15, np.uint8)])  # what pads a step is nobody's
             capturer.on_forward_end(np.arange(low, low + len(rows)), padded, 0, live, origins)
-        capturer.host_cache.file()
+        capturer.host_cache.flush()
     stats, wanted = capturer.routing_stats(reset=True), RoutingStats.from_records(records)
     assert (stats.counts == wanted.counts).all() and (stats.num_tokens == wanted.num_tokens).all()
     assert (stats.windows.sum(axis=0) == stats.counts).all() and len(stats.windows) > 2
@@ -169,11 +169,11 @@ def test_a_worker_counts_what_is_handed_over_and_an_id_too_large_is_found(monkey
     wanted = np.zeros((2, 3, 16), np.int64)
     for _ in range(50):
         rows, generated = rng.integers(0, 16, (5, 12)).astype(np.uint8), rng.random(5) < 0.5
-        counts.note(rows, generated)
+        counts.enqueue(rows, generated)
         for row, phase in zip(rows.reshape(5, 3, 4), generated.astype(int), strict=True):
             for layer in range(3):
                 np.add.at(wanted[phase, layer], row[layer], 1)
     assert counts._handed and (counts.stats().counts == wanted).all() and not counts._handed
-    counts.note(np.full((4, 12), 16, np.uint8), np.zeros(4, np.bool_))
+    counts.enqueue(np.full((4, 12), 16, np.uint8), np.zeros(4, np.bool_))
     with pytest.raises(AssertionError, match="expert 16 of 16"):
         counts.stats()

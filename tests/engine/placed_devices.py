@@ -18,8 +18,8 @@ from routed_experts import (
     CaptureUnsupportedError,
     ConfigError,
     Engine,
+    ExpertPlacement,
     InvalidRequestError,
-    Placement,
     PlacementConfig,
     PlacementError,
     extract_routed_experts_from_meta_info,
@@ -37,7 +37,7 @@ from support.serving import assert_idle, nothing_allocated
 from support.tiny import VOCAB_SIZE, write_tiny_checkpoint
 
 EXPERTS, TOP_K, MOE_LAYERS = 16, 4, 2
-ONE_EACH = Placement.identity(MOE_LAYERS, EXPERTS, 2)
+ONE_EACH = ExpertPlacement.identity(MOE_LAYERS, EXPERTS, 2)
 WITH_SPARES = rebalance(
     np.random.default_rng(5).gamma(0.5, size=(MOE_LAYERS, EXPERTS)), num_instances=20, num_devices=2
 )

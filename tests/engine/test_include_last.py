@@ -91,7 +91,7 @@ def test_retraction_while_the_last_token_is_fed_changes_no_row(world):
     retracted = []
 
     def meddle(step):
-        ending = [req for req in drive.core.scheduler.running if req.ending is not None]
+        ending = [req for req in drive.core.scheduler.running if req.pending_finish is not None]
         if ending and len(retracted) < 4:
             retracted.append(drive.retract_victim())
 

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
 
 LAYERS, EXPERTS = 2, 8
-PLACEMENTS = [Placement.identity(LAYERS, EXPERTS, num_devices) for num_devices in (2, 2)]
+PLACEMENTS = [ExpertPlacement.identity(LAYERS, EXPERTS, num_devices) for num_devices in (2, 2)]
 
 
 class Late:

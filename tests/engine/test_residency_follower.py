@@ -107,7 +107,9 @@ def test_nobody_waits_for_counts(engine):
 
 def test_a_map_that_somebody_applies_is_where_it_goes_on_from(engine):
     engine.reset_routing_stats()
-    worst = ResidencyMap.of(np.argsort(engine._loop.call(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=100)
+    worst = ResidencyMap.from_experts(
+        np.argsort(engine._loop.call(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=100
+    )
     engine.apply_residency(worst)
     answer = engine.generate(input_ids=PROMPT, **SAID)
     held, _ = engine.residency()
@@ -119,8 +121,12 @@ def test_a_map_that_somebody_applies_is_where_it_goes_on_from(engine):
 def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, monkeypatch, caplog):
     """Of an exchange that stops half way the copies before hold, and the others stay who they were."""
     runner, answer = engine._assembly.core.runner, engine.generate(input_ids=PROMPT, **SAID)
-    worst = ResidencyMap.of(np.argsort(engine._loop.call(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=50)
-    best = ResidencyMap.of(np.argsort(-engine._loop.call(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=51)
+    worst = ResidencyMap.from_experts(
+        np.argsort(engine._loop.call(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=50
+    )
+    best = ResidencyMap.from_experts(
+        np.argsort(-engine._loop.call(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=51
+    )
     engine.apply_residency(worst)
     before, swapped, failed = runner.residency, runner.num_swapped, runner.num_failed
     (key,) = [key for key in runner._programs if key[0] == "write"]
@@ -181,7 +187,7 @@ def test_residents_follow_the_load_where_nothing_is_recorded(engine, folder):
         held, _ = unseen.residency()
         assert_idle(unseen)
     recorded = engine.generate(input_ids=PROMPT, **SAID)
-    state = followed_late(AdaptiveResidency.start(ResidencyMap.first(2, 16, 4)), record_from_meta_info(recorded))
+    state = followed_late(AdaptiveResidency.start(ResidencyMap.first_n(2, 16, 4)), record_from_meta_info(recorded))
     assert held.epoch == state.residency.epoch > 0 and (held.slot_of == state.residency.slot_of).all()
     assert answer["output_ids"] == recorded["output_ids"]
 

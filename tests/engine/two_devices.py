@@ -177,7 +177,7 @@ def hits_of(residency, rows):
 def any_residents(seed, num_resident, *, epoch=0):
     noise = np.random.default_rng(seed)
     held = np.stack([noise.permutation(EXPERTS)[:num_resident] for _ in range(MOE_LAYERS)])
-    return ResidencyMap.of(held, num_experts=EXPERTS, epoch=epoch)
+    return ResidencyMap.from_experts(held, num_experts=EXPERTS, epoch=epoch)
 
 
 @contextlib.contextmanager
@@ -373,7 +373,7 @@ def test_copies_between_platforms_say_the_same(engine, undivided, monkeypatch):
         [extract_routed_experts_from_meta_info(a).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for a in undivided]
     )
     held = np.stack([np.argsort(-np.bincount(busiest[:, m].ravel(), minlength=EXPERTS))[:2] for m in range(MOE_LAYERS)])
-    engine.apply_residency(ResidencyMap.of(held, num_experts=EXPERTS))
+    engine.apply_residency(ResidencyMap.from_experts(held, num_experts=EXPERTS))
     engine.generate(input_ids=[3], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=24)
     with recorded_starts(engine) as started, compile_events() as seen:
         assert_same(ask(engine), undivided)
@@ -512,7 +512,7 @@ def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path
     with pytest.raises(ConfigError, match="kt_num_gpu_experts=7 is above the 6 experts"):
         build({"kt_num_gpu_experts": 7})
     with pytest.raises(PlacementError, match="3 MoE layers x 6 experts came for a model of 2 x 6"):
-        build({"residency": ResidencyMap.first(3, 6, 2)})
+        build({"residency": ResidencyMap.first_n(3, 6, 2)})
     with pytest.raises(ConfigError, match="deterministic=True with experts="):
         build({"kt_num_gpu_experts": 2}, deterministic=True)
     with pytest.raises(ConfigError, match="tp_size=2 with experts="):

@@ -10,8 +10,8 @@ from routed_experts.core.model_worker_batch import (
     FROM_DEVICE,
     ForwardMode,
     ModelWorkerBatch,
-    SamplerForm,
     SamplingArrays,
+    SamplingMode,
 )
 from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, pack, shape_of, unpack, unpack_sampler
 
@@ -52,7 +52,7 @@ def random_batch(shape, seed):
     return ModelWorkerBatch(
         step=0,
         mode=shape.mode,
-        form=SamplerForm.FILTERED,
+        sampling_mode=SamplingMode.FILTERED,
         num_tokens=int(rng.integers(0, tokens + 1)),
         num_requests=rows,
         token_ids=words(tokens),

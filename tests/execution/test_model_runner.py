@@ -15,7 +15,7 @@ from flax import nnx
 from oracles.margins import differences
 from oracles.worlds import other_oracle, other_weights, random_prompt
 from routed_experts.core.errors import WeightsMismatchError
-from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, SamplerForm
+from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, SamplingMode
 from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.model_runner import PendingStep
 from routed_experts.layers.logprobs import MAX_TOP_LOGPROBS
@@ -61,7 +61,7 @@ def test_a_full_step_tells_the_best_tokens_and_what_penalties_and_bias_made_of_t
         Fed(3, PAGES[0], prompt, prompt_len=len(prompt) - 4, sampling=how, bias=((17, 9.0), (300, -2.0))),
         Fed(1, PAGES[1], PROMPTS[1], prompt_len=len(PROMPTS[1])),
     ]
-    result = run(compiled(), step_of(*parts, form=SamplerForm.FULL))
+    result = run(compiled(), step_of(*parts, sampling_mode=SamplingMode.FULL))
     counts, seen = np.bincount(prompt[-4:], minlength=313), np.bincount(prompt, minlength=313) > 0
     logits = oracle().run(prompt).logits[-1]
     logits = (
@@ -80,11 +80,11 @@ def test_a_full_step_tells_the_best_tokens_and_what_penalties_and_bias_made_of_t
 def test_a_new_request_in_a_slot_inherits_no_counts():
     heavy = {"presence": 2.0, "frequency": 2.0, "repetition": 5.0}
     first, then = Fed(2, PAGES[0], PROMPTS[0], prompt_len=1, sampling=heavy), Fed(2, PAGES[1], PROMPTS[1], prompt_len=6)
-    run(compiled(), step_of(first, form=SamplerForm.FULL))
-    told = run(compiled(), step_of(then, form=SamplerForm.FULL))
+    run(compiled(), step_of(first, sampling_mode=SamplingMode.FULL))
+    told = run(compiled(), step_of(then, sampling_mode=SamplingMode.FULL))
     np.testing.assert_allclose(told.top_logprobs[0, 0], oracle().run(PROMPTS[1]).logprobs[-1].max(), **TOLERANCE)
     heavier = Fed(2, PAGES[1], (4,), start=6, prompt_len=6, sampling={"repetition": 5.0})
-    told = run(compiled(), step_of(heavier, form=SamplerForm.FULL, mode=ForwardMode.DECODE))
+    told = run(compiled(), step_of(heavier, sampling_mode=SamplingMode.FULL, mode=ForwardMode.DECODE))
     logits, seen = oracle().run((*PROMPTS[1], 4)).logits[-1], np.isin(np.arange(313), (*PROMPTS[1], 4))
     assert told.tokens[0] == np.where(seen, np.where(logits > 0, logits / 5, logits * 5), logits).argmax()
 
@@ -109,7 +109,7 @@ def test_floats_are_read_bit_for_bit():
     columns = 2 + 2 * MAX_TOP_LOGPROBS
     sampled = np.random.default_rng(0).choice(strange, (4, columns))
     scored = np.random.default_rng(1).choice(strange, (32, columns - 1))
-    batch = step_of(*PROMPT_PARTS, form=SamplerForm.FULL)
+    batch = step_of(*PROMPT_PARTS, sampling_mode=SamplingMode.FULL)
     arrays = (jnp.asarray(sampled), jnp.asarray(scored))
     result = compiled().read(PendingStep(batch=batch, sampled=arrays[0], scored=arrays[1], rows=None, weight_version=7))
     edge = 2 + MAX_TOP_LOGPROBS
@@ -156,8 +156,8 @@ def test_what_was_read_is_not_touched_by_later_steps():
         assert np.array_equal(result.rows, kept[0]) and np.array_equal(result.tokens, kept[1])
 
 
-@pytest.mark.parametrize("form", list(SamplerForm), ids=lambda form: form.name)
-def test_rows_that_come_with_the_tokens_are_those_that_come_alone(form):
+@pytest.mark.parametrize("sampling_mode", list(SamplingMode), ids=lambda sampling_mode: sampling_mode.name)
+def test_rows_that_come_with_the_tokens_are_those_that_come_alone(sampling_mode):
     telling = build(told=True, shapes=(EXTEND, DECODE))
     telling.compile()
     fed = [
@@ -167,7 +167,7 @@ def test_rows_that_come_with_the_tokens_are_those_that_come_alone(form):
     results, pendings = [], []
     for runner in (compiled(), telling):
         prompts = run(runner, step_of(*PROMPT_PARTS))
-        pending = runner.dispatch(step_of(*fed, form=form, mode=ForwardMode.DECODE))
+        pending = runner.dispatch(step_of(*fed, sampling_mode=sampling_mode, mode=ForwardMode.DECODE))
         later = runner.dispatch(
             step_of(*(dataclasses.replace(part, ids=(5,)) for part in fed), mode=ForwardMode.DECODE)
         )
@@ -181,7 +181,7 @@ def test_rows_that_come_with_the_tokens_are_those_that_come_alone(form):
         assert np.array_equal(alone.rows, rows) and alone.rows.shape == rows.shape
         for name in ("tokens", "logprobs", "top_ids", "top_logprobs"):
             assert np.array_equal(getattr(alone, name), getattr(told, name)), name
-    assert (results[1][1].top_ids is not None) == (form is SamplerForm.FULL)
+    assert (results[1][1].top_ids is not None) == (sampling_mode is SamplingMode.FULL)
 
 
 def test_the_table_of_programs_is_what_is_compiled():
@@ -189,7 +189,7 @@ def test_the_table_of_programs_is_what_is_compiled():
     jobs = lowerings(runner.state, runner.spec, runner.config)
     assert jobs.keys() == runner._programs.keys()
     shapes = {(name, shape) for name in ("forward", "count") for shape in (EXTEND, DECODE)}
-    forms = {("sample", EXTEND.num_requests, 0, form) for form in SamplerForm}
+    forms = {("sample", EXTEND.num_requests, 0, sampling_mode) for sampling_mode in SamplingMode}
     assert EXTEND.num_requests == DECODE.num_requests, "steps of as many requests share their samplers"
     assert jobs.keys() == {("score", EXTEND.num_tokens)} | shapes | forms
 
@@ -198,7 +198,9 @@ def test_steps_whose_rows_are_told_have_samplers_of_their_own():
     runner = build(told=True)
     keys = {key for key in lowerings(runner.state, runner.spec, runner.config) if key[0] == "sample"}
     assert keys == {
-        ("sample", EXTEND.num_requests, told, form) for told in (0, runner.spec.told) for form in SamplerForm
+        ("sample", EXTEND.num_requests, told, sampling_mode)
+        for told in (0, runner.spec.told)
+        for sampling_mode in SamplingMode
     }
     assert runner.spec.told > 0
 
@@ -207,7 +209,7 @@ def test_compiling_tells_how_far_it_is():
     runner, told = build(shapes=(DECODE,)), []
     count = runner.compile(progress=lambda done, of: told.append((done, of)))
     assert told == [(index, count) for index in range(1, count + 1)]
-    assert count == len(("forward", "count")) + len(SamplerForm)
+    assert count == len(("forward", "count")) + len(SamplingMode)
 
 
 def leaves(state):

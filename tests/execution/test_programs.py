@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from oracles.worlds import model_of, random_prompt
-from routed_experts.core.model_worker_batch import ForwardMode, SamplerForm
+from routed_experts.core.model_worker_batch import ForwardMode, SamplingMode
 from routed_experts.execution.aot_programs import abstract_inputs, lowerings, sampler_key
 from routed_experts.execution.forward_batch import pack
 from routed_experts.execution.programs import forward
@@ -47,7 +47,7 @@ def test_only_pools_counts_and_last_tokens_are_given_away():
     for shape in (EXTEND, DECODE):
         assert donated(jobs["forward", shape]()) == {"[0][1]"}
         assert donated(jobs["count", shape]()) == {"[0][0].generated", "[0][0].prompt"}
-        for form in SamplerForm:
+        for form in SamplingMode:
             assert donated(jobs[sampler_key(runner.spec, shape, form)]()) == {"[0][1]"}
     assert donated(jobs["score", EXTEND.num_tokens]()) == set()
 
@@ -57,7 +57,7 @@ def test_models_of_one_vocabulary_share_their_samplers():
     are in it."""
     wide = tiny_config(hidden_size=96, num_hidden_layers=2, num_experts=8, mlp_only_layers=[], tie_word_embeddings=True)
     longer = dataclasses.replace(EXTEND, num_tokens=64, table_width=16)
-    texts, forms = [], {sampler_key(build().spec, EXTEND, form) for form in SamplerForm}
+    texts, forms = [], {sampler_key(build().spec, EXTEND, form) for form in SamplingMode}
     for runner in (build(), build(shapes=(longer,), model=model_of(wide, tiny_tensors(wide)))):
         sampler_program.cache_clear()  # what one left may not be looked up by the other
         jobs = lowerings(runner.state, runner.spec, runner.config)

@@ -209,7 +209,7 @@ def test_a_step_that_is_cut_is_the_step(name):
     }
     num_moe = model.config.capture_spec.num_moe_layers
     noise = np.random.default_rng(5)
-    residency = ResidencyMap.of(
+    residency = ResidencyMap.from_experts(
         np.stack([noise.permutation(EXPERTS)[:RESIDENT] for _ in range(num_moe)]), num_experts=EXPERTS
     )
     device = jax.devices()[0]

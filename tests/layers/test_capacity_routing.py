@@ -146,8 +146,14 @@ def test_the_tpu_compiler_takes_it_and_counts_in_registers():
     def step(logits, valid, replicas, factor, ids, counts):
         room = Capacities(replicas, factor)
         routing, changed = reroute_topk(logits, valid, room, spec, None, num_instances=160, drops=False)
-        cache = _RoutedExpertsDeviceCache(ids=ids, spec=capture, departed=changed)
-        return routing.ids, routing.instances, routing.weights, cache.departed, cache.counted(counts, valid, valid)
+        cache = _RoutedExpertsDeviceCache(ids=ids, spec=capture, rerouting=changed)
+        return (
+            routing.ids,
+            routing.instances,
+            routing.weights,
+            cache.rerouting,
+            cache.count_experts(counts, valid, valid),
+        )
 
     spec = RouterSpec(num_experts=128, top_k=8, renormalize=True)
     capture = CaptureSpec(num_hidden_layers=4, layer_ids=(0, 1, 2, 3), num_experts=128, top_k=8)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from layers.test_attention import make_step
-from routed_experts.core.model_worker_batch import SamplerForm
+from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.execution.aot_programs import lowerings, sampler_key
 from routed_experts.layers.attention import ATTENTION_BACKENDS
 from routed_experts.layers.kernels import Kernels
@@ -308,7 +308,7 @@ def test_an_engine_on_cpu_takes_both():
     jobs = lowerings(runner.state, runner.spec, runner.config)
     forward, greedy = (
         jobs["forward", DECODE]().as_text(),
-        jobs[sampler_key(runner.spec, DECODE, SamplerForm.GREEDY)]().as_text(),
+        jobs[sampler_key(runner.spec, DECODE, SamplingMode.GREEDY)]().as_text(),
     )
     assert forward.count("@RexLayerStack") == 1 and not re.search(r"@Rex(Experts|Router|RecordingRouter)\b", forward)
     assert greedy.count("@RexArgmax") == 1

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.layers.sampling import SamplingBatch, SamplingMode, gumbel_noise, processed_logits, sample
 from support.tpu_aot import compile_tpu, tpu_mesh
 
@@ -273,15 +272,6 @@ def test_seed_choice_and_position_each_change_the_draw_and_nothing_else_does() -
     tokens = [int(DRAWS(logits, batch_of(1, **values), SamplingMode.RANDOM)[0][0]) for values in variants]
     assert len(set(tokens)) == len(tokens)
     assert int(DRAWS(logits, batch_of(1, **base), SamplingMode.FILTERED)[0][0]) == tokens[0]
-
-
-def test_the_cheapest_mode_serves_every_row() -> None:
-    greedy = SamplingParams(temperature=0, top_k=5).resolve()
-    random, filtered = SamplingParams().resolve(), SamplingParams(top_p=0.9).resolve()
-    assert SamplingMode.cheapest([]) is SamplingMode.GREEDY
-    assert SamplingMode.cheapest([greedy, greedy]) is SamplingMode.GREEDY
-    assert SamplingMode.cheapest([greedy, random]) is SamplingMode.RANDOM
-    assert SamplingMode.cheapest([random, filtered, greedy]) is SamplingMode.FILTERED
 
 
 def test_no_program_sorts_or_branches_on_the_batch() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from oracles.selection import replica_table, shuffled
 from routed_experts.core.errors import ConfigError, PlacementError
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.layers.balanced_selection.checks import check_capacity, check_replica_order, expert_capacity
 
 TABLE = [[0, 3, -1], [1, -1, -1], [2, 4, 5]]
@@ -25,7 +25,7 @@ def test_sound_tables_pass_as_int32():
 def test_a_layer_of_a_placement_is_a_sound_table():
     rng = np.random.default_rng(1)
     held = np.stack([rng.permutation(np.concatenate([np.arange(12), rng.integers(0, 12, 8)])) for _ in range(3)])
-    placement = Placement.of(held, num_experts=12, num_devices=5)
+    placement = ExpertPlacement.of(held, num_experts=12, num_devices=5)
     for table, owners in zip(placement.logical_to_physical_map, held, strict=True):
         checked = check_replica_order(table, 20)
         assert all(owners[i] == e for e, row in enumerate(checked) for i in row if i >= 0)

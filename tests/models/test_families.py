@@ -16,7 +16,7 @@ from flax import nnx
 from oracles.families import CASES, VOCAB_SIZE, Oracle
 from routed_experts import Engine, extract_routed_experts_from_meta_info
 from routed_experts.core.errors import CaptureUnsupportedError
-from routed_experts.core.model_worker_batch import SamplerForm
+from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.execution.aot_programs import lowerings
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.models.model_folder import ModelFolder
@@ -166,7 +166,7 @@ def programs(name, monkeypatch):
     def wanted(runner):
         jobs = lowerings(runner.state, runner.spec, runner.config)
         needed = {
-            key: job for key, job in jobs.items() if key[0] in ("forward", "score") or key[-1] is SamplerForm.GREEDY
+            key: job for key, job in jobs.items() if key[0] in ("forward", "score") or key[-1] is SamplingMode.GREEDY
         }
         return jobs if name in ALL_FORMS else needed
 

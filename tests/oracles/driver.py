@@ -189,7 +189,7 @@ class Drive:
     def retract_victim(self):
         """Send the request back that was admitted last; False if there is none to spare."""
         self.drain()
-        victim = self.core.scheduler.victim()
+        victim = self.core.scheduler.preemption_victim()
         if victim is not None:
             self.core.retract(victim)
         return victim is not None

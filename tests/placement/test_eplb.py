@@ -78,7 +78,7 @@ def test_a_refined_placement_is_whole_within_its_limits_and_no_worse(case):
     assert counts.min() >= 1 and counts.max() <= sizes["max_replicas"] and placement.epoch == 3
     assert (
         counts.sum(axis=1) == sizes["num_instances"]
-    ).all()  # and the maps are inverses, or Placement had refused them
+    ).all()  # and the maps are inverses, or ExpertPlacement had refused them
     assert (device_load(loads, placement).max(axis=1) <= device_load(loads, plain).max(axis=1) * (1 + 1e-9)).all()
     if sizes["num_groups"] % sizes["num_nodes"] == 0:  # an expert's instances stay on the node of its group
         node = placement.physical_to_logical_map.reshape(len(loads), sizes["num_nodes"], -1)

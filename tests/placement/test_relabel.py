@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routed_experts.core.errors import ConfigError, PlacementError
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.placement.balance import device_load, eplb_balancedness, eplb_balancedness_weighted, num_copies
 from routed_experts.placement.cost_model import judge
 from routed_experts.placement.eplb import rebalance
@@ -68,7 +68,7 @@ def test_an_expert_that_stays_on_its_device_stays_in_its_slot(seed):
 def test_the_same_placement_under_other_names_moves_nothing():
     old = drifted(0)[0]
     devices = old.physical_to_logical_map.reshape(2, 4, -1)
-    shuffled = Placement.of(devices[:, [2, 0, 3, 1], ::-1].reshape(2, -1), num_experts=10, num_devices=4)
+    shuffled = ExpertPlacement.of(devices[:, [2, 0, 3, 1], ::-1].reshape(2, -1), num_experts=10, num_devices=4)
     assert num_copies(old, shuffled).sum() > 0
     assert (relabel(shuffled, old).physical_to_logical_map == old.physical_to_logical_map).all()
     assert num_copies(old, relabel(shuffled, old)).tolist() == [0, 0]
@@ -110,7 +110,7 @@ def test_balance_is_that_of_a_loop_over_instances():
 
 
 def test_a_placement_is_applied_when_its_gain_pays_for_its_copies():
-    now = Placement.identity(1, 8, 4)
+    now = ExpertPlacement.identity(1, 8, 4)
     same = judge(np.ones((1, 8)), now, now, expert_time_s=1.0, expert_bytes=1, link_bytes_per_s=1)
     assert (same.copies, same.gain_s, same.cost_s, same.worth) == (0, 0, 0, False)
     skewed = np.array([[4.0, 4, 1, 1, 1, 1, 1, 3]])  # devices 8 2 2 4: balance 16 / 4 / 8 = 1 / 2

@@ -11,7 +11,7 @@ import pytest
 from placement.cases import skewed_record
 from routed_experts import placement
 from routed_experts.core.errors import PlacementError, RoutingAlignmentError
-from routed_experts.core.placement import Placement, ResidencyMap
+from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.layers.balanced_selection.checks import expert_capacity
 from routed_experts.layers.balanced_selection.reference import sequential_selection
@@ -47,7 +47,7 @@ def test_a_placement_is_judged_step_by_step(records):
 
 def test_a_plan_balances_the_trace_that_it_was_made_from(records):
     stats = RoutingStats.from_records(records)
-    before = placement.replay(records, Placement.identity(3, 16, 4), step_tokens=10**6)
+    before = placement.replay(records, ExpertPlacement.identity(3, 16, 4), step_tokens=10**6)
     after = placement.replay(records, placement.eplb(stats, num_instances=20, num_devices=4), step_tokens=10**6)
     assert (after.balancedness > before.balancedness).all() and (after.balancedness > 0.99).all()
     assert placement.eplb_balancedness(after.device_load) == pytest.approx(after.balancedness.mean(), abs=1e-6)
@@ -96,8 +96,8 @@ def test_a_plan_that_follows_another_counts_its_copies(records):
 def test_a_residency_is_judged_slot_by_slot(records):
     plan = placement.resident(RoutingStats.from_records(records[:1]), per_layer=5)
     rows = np.concatenate([record.ids for record in records])
-    for resident in (plan, ResidencyMap.first(3, 16, 0), ResidencyMap.first(3, 16, 16)):
-        report = placement.replay(records, resident, previous=ResidencyMap.first(3, 16, resident.num_resident))
+    for resident in (plan, ResidencyMap.first_n(3, 16, 0), ResidencyMap.first(3, 16, 16)):
+        report = placement.replay(records, resident, previous=ResidencyMap.first_n(3, 16, resident.num_resident))
         hits = [np.isin(rows[:, layer], resident.experts[layer]).mean() for layer in range(3)]
         assert np.allclose(report.hit_ratio, hits)
         assert report.copies.tolist() == [int((row >= resident.num_resident).sum()) for row in resident.experts]
@@ -105,7 +105,7 @@ def test_a_residency_is_judged_slot_by_slot(records):
 
 def test_a_policy_is_run_as_an_engine_would(records):
     """Each step meets the map that the steps before it made."""
-    state = AdaptiveResidency.start(ResidencyMap.first(3, 16, 4))
+    state = AdaptiveResidency.start(ResidencyMap.first_n(3, 16, 4))
     report = placement.replay(records, state, step_tokens=4)
     rows, hits = np.concatenate([record.ids for record in records]), np.zeros(3)
     for low in range(0, 265, 4):
@@ -120,26 +120,26 @@ def test_a_policy_is_run_as_an_engine_would(records):
 
 def test_a_trace_of_another_model_is_refused(records):
     for plan in (
-        Placement.identity(3, 15, 3),
-        ResidencyMap.first(2, 16, 3),
-        AdaptiveResidency.start(ResidencyMap.first(3, 8, 3)),
+        ExpertPlacement.identity(3, 15, 3),
+        ResidencyMap.first_n(2, 16, 3),
+        AdaptiveResidency.start(ResidencyMap.first_n(3, 8, 3)),
     ):
         with pytest.raises(PlacementError, match=re.escape("came for a model of 3 x 16")):
             placement.replay(records, plan)
     other = skewed_record(np.random.default_rng(0), LOGITS[:, :8], 9)
     with pytest.raises(RoutingAlignmentError, match="wanted records of one model"):
-        placement.replay([*records, other], Placement.identity(3, 16, 4))
+        placement.replay([*records, other], ExpertPlacement.identity(3, 16, 4))
     with pytest.raises(RoutingAlignmentError, match="no record came"):
-        placement.replay([], Placement.identity(3, 16, 4))
+        placement.replay([], ExpertPlacement.identity(3, 16, 4))
 
 
 def test_wrong_words_are_refused(records):
-    plan = Placement.identity(3, 16, 4)
+    plan = ExpertPlacement.identity(3, 16, 4)
     with pytest.raises(PlacementError, match="dispatch='odd'; choose one of even, waterfill, reroute"):
         placement.replay(records, plan, dispatch="odd")
     with pytest.raises(PlacementError, match="step_tokens=0; wanted at least 1"):
         placement.replay(records, plan, step_tokens=0)
     with pytest.raises(PlacementError, match="previous is a ResidencyMap"):
-        placement.replay(records, plan, previous=ResidencyMap.first(3, 16, 4))
-    with pytest.raises(PlacementError, match="previous is a Placement"):
-        placement.replay(records, ResidencyMap.first(3, 16, 4), previous=plan)
+        placement.replay(records, plan, previous=ResidencyMap.first_n(3, 16, 4))
+    with pytest.raises(PlacementError, match="previous is an ExpertPlacement"):
+        placement.replay(records, ResidencyMap.first_n(3, 16, 4), previous=plan)

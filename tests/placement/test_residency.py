@@ -31,7 +31,7 @@ from routed_experts.placement import (
     st.integers(0, 6**4),
 )
 def test_the_most_used_are_resident_and_those_that_stay_keep_their_slots(load, per_layer, seed):
-    before = ResidencyMap.of(
+    before = ResidencyMap.from_experts(
         np.random.default_rng(seed).permuted(np.tile(np.arange(6), (len(load), 1)), axis=1)[:, :per_layer],
         num_experts=6,
         epoch=4,
@@ -52,7 +52,7 @@ def test_the_most_used_are_resident_and_those_that_stay_keep_their_slots(load, p
 def test_an_adaptive_map_follows_the_load_within_its_limits():
     """From the worst set to the best, at most 8 experts a layer in 8 steps; and then it rests."""
     load = np.tile(np.r_[np.full(32, 9), np.full(32, 1)], (2, 1))  # 32 busy experts, 32 idle ones
-    state = AdaptiveResidency.start(ResidencyMap.of(np.tile(np.arange(32, 64), (2, 1)), num_experts=64))
+    state = AdaptiveResidency.start(ResidencyMap.from_experts(np.tile(np.arange(32, 64), (2, 1)), num_experts=64))
     for step in range(1, 49):
         before, state = state.residency, state.observe(load, 40)
         assert num_promoted(before, state.residency).tolist() == ([8, 8] if step % 8 == 0 and step <= 32 else [0, 0]), (
@@ -74,11 +74,12 @@ def test_an_adaptive_map_follows_the_load_within_its_limits():
 )
 def test_an_expert_is_promoted_where_it_pays(counts, costs, promoted):
     state = AdaptiveResidency.start(
-        ResidencyMap.first(1, 2, 1), costs=ExpertCosts(**{"host_s": 110e-6, "device_s": 10e-6, "copy_s": 1e-6} | costs)
+        ResidencyMap.first_n(1, 2, 1),
+        costs=ExpertCosts(**{"host_s": 110e-6, "device_s": 10e-6, "copy_s": 1e-6} | costs),
     )
     for _ in range(8):
         state = state.observe(np.array([counts]), 32)
-    assert num_promoted(ResidencyMap.first(1, 2, 1), state.residency).tolist() == [promoted]
+    assert num_promoted(ResidencyMap.first_n(1, 2, 1), state.residency).tolist() == [promoted]
 
 
 def test_adaptive_residency_finds_what_a_fixed_set_of_another_text_misses():
@@ -126,16 +127,16 @@ def test_concentration_is_one_where_load_is_even_and_e_where_one_expert_has_all(
 WRONG = {
     "too many": (lambda: resident(np.ones((1, 4)), per_layer=5), "per_layer=5 resident experts; wanted 0 to 4"),
     "other slots": (
-        lambda: resident(np.ones((1, 4)), per_layer=2, previous=ResidencyMap.first(1, 4, 3)),
+        lambda: resident(np.ones((1, 4)), per_layer=2, previous=ResidencyMap.first_n(1, 4, 3)),
         "per_layer=2, but previous has 3 slots a layer",
     ),
     "other model": (
-        lambda: resident(np.ones((1, 4)), per_layer=2, previous=ResidencyMap.first(2, 4, 2)),
+        lambda: resident(np.ones((1, 4)), per_layer=2, previous=ResidencyMap.first_n(2, 4, 2)),
         "came for a model of 1 x 4",
     ),
     "costs": (lambda: ExpertCosts(copy_s=-1.0), "copy_s=-1.0; wanted a finite number of seconds"),
     "counts": (
-        lambda: AdaptiveResidency.start(ResidencyMap.first(1, 4, 2)).observe(np.ones((1, 5), int), 1),
+        lambda: AdaptiveResidency.start(ResidencyMap.first_n(1, 4, 2)).observe(np.ones((1, 5), int), 1),
         "a model of 1 x 5",
     ),
 }
@@ -149,6 +150,6 @@ def test_wrong_input_is_refused_by_name(name):
 
 
 def test_a_state_is_a_value():
-    state = AdaptiveResidency.start(ResidencyMap.first(1, 4, 2))
+    state = AdaptiveResidency.start(ResidencyMap.first_n(1, 4, 2))
     state.observe(np.array([[0, 0, 9, 9]]), 9)
     assert state.step == 0 and not state.fast.any() and dataclasses.replace(state).residency is state.residency

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.io_struct import RoutedExpertsRequest
-from routed_experts.core.model_worker_batch import FROM_DEVICE, MAX_BIAS, ForwardMode, SamplerForm
+from routed_experts.core.model_worker_batch import FROM_DEVICE, MAX_BIAS, ForwardMode, SamplingMode
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.memory.req_to_token_pool import ReqToTokenPool
 from routed_experts.scheduling.batch_builder import BatchBuilder
-from routed_experts.scheduling.schedule_batch import Req, Row
+from routed_experts.scheduling.schedule_batch import Req, ScheduledChunk
 from support.numpy_device import source
 
 PAGE, CONTEXT, VOCAB, LIMIT = 4, 32, 97, 6
-BUCKETS = Buckets.of(
+BUCKETS = Buckets.from_args(
     ServerArgs(page_size=PAGE, precompile_bs_paddings=(2, LIMIT), precompile_token_paddings=(8, 64)),
     context_length=CONTEXT,
 )
@@ -32,7 +32,7 @@ def enter(builder, table, req, pages):
     """Give a request a slot and pages, as the scheduler does."""
     req.slot = table.allocate()
     table.set_pages(req.slot, 0, np.asarray(pages, np.int32))
-    builder.enter(req)
+    builder.register(req)
     return req
 
 
@@ -73,7 +73,7 @@ def test_arrays_equal_a_loop_over_tokens(planned):
         req.tokens[prompt_len : req.num_known] = np.arange(generated) + 60
         req.num_pending = int(pending)
         enter(builder, table, req, pages[index])
-        rows.append(Row(req, start, count, samples=start + count >= req.num_known))
+        rows.append(ScheduledChunk(req, start, count, samples=start + count >= req.num_known))
         for position in range(start, start + count):
             token = FROM_DEVICE if position >= req.num_known else int(req.tokens[position])
             wanted.append((index, position, token, int(pages[index][position // PAGE]) * PAGE + position % PAGE))
@@ -113,7 +113,7 @@ def test_parameters_of_each_row_stand_in_its_columns_and_padding_is_neutral():
     }
     req = running(builder, table, choice=3, **given_)
     plain = running(builder, table, temperature=0.0, pages=range(11, 19))
-    sampling = builder.build([Row(plain, 0, 6, True), Row(req, 0, 6, True)], step=0).sampling
+    sampling = builder.build([ScheduledChunk(plain, 0, 6, True), ScheduledChunk(req, 0, 6, True)], step=0).sampling
     assert [float(getattr(sampling, name)[1]) for name in ("temperature", "top_p", "min_p")] == [0.5, 0.25, 0.125]
     assert [float(getattr(sampling, name)[1]) for name in ("presence", "frequency", "repetition")] == [1.5, -0.5, 2.0]
     assert (int(sampling.top_k[1]), int(sampling.choice[1]), int(sampling.prompt_len[1])) == (7, 3, 6)
@@ -141,10 +141,10 @@ def test_what_steps_of_the_same_requests_share_is_made_anew_for_others_in_their_
     requests = [first, second]
 
     def assert_as_if_built_first(*reqs, step):
-        rows = [Row(req, 5 + step, 1, True) if step else Row(req, 0, 6, True) for req in reqs]
+        rows = [ScheduledChunk(req, 5 + step, 1, True) if step else ScheduledChunk(req, 0, 6, True) for req in reqs]
         fresh = BatchBuilder(BUCKETS, table, num_request_slots=LIMIT + 1, page_size=PAGE, vocab_size=VOCAB)
         for req in requests:
-            fresh.enter(req)
+            fresh.register(req)
         assert everything_of(builder.build(rows, step=step)) == everything_of(fresh.build(rows, step=step))
 
     assert_as_if_built_first(first, second, step=0)
@@ -160,32 +160,32 @@ def test_what_steps_of_the_same_requests_share_is_made_anew_for_others_in_their_
 
 
 @pytest.mark.parametrize(
-    ("sampling", "form"),
+    ("sampling", "mode"),
     [
-        ({"temperature": 0.0}, SamplerForm.GREEDY),
-        ({"temperature": 0.0, "top_p": 0.5}, SamplerForm.GREEDY),
-        ({}, SamplerForm.RANDOM),
-        ({"top_k": 4}, SamplerForm.FILTERED),
-        ({"min_p": 0.1}, SamplerForm.FILTERED),
-        ({"presence_penalty": 0.1}, SamplerForm.FULL),
-        ({"temperature": 0.0, "logit_bias": {1: 1.0}}, SamplerForm.FULL),
-        ({"temperature": 0.0, "min_tokens": 2}, SamplerForm.FULL),
+        ({"temperature": 0.0}, SamplingMode.GREEDY),
+        ({"temperature": 0.0, "top_p": 0.5}, SamplingMode.GREEDY),
+        ({}, SamplingMode.RANDOM),
+        ({"top_k": 4}, SamplingMode.FILTERED),
+        ({"min_p": 0.1}, SamplingMode.FILTERED),
+        ({"presence_penalty": 0.1}, SamplingMode.FULL),
+        ({"temperature": 0.0, "logit_bias": {1: 1.0}}, SamplingMode.FULL),
+        ({"temperature": 0.0, "min_tokens": 2}, SamplingMode.FULL),
     ],
 )
-def test_the_form_is_the_cheapest_that_serves_all_rows(sampling, form):
+def test_the_mode_is_the_cheapest_that_serves_all_rows(sampling, mode):
     builder, table = make_builder()
-    rows = [Row(running(builder, table, **sampling), 0, 6, True)]
-    assert builder.build(rows, step=0).form is form
-    greedy = Row(running(builder, table, temperature=0.0, pages=range(11, 19)), 0, 6, True)
-    assert builder.build([greedy, *rows], step=0).form is form
-    assert builder.build([greedy], step=0).form is SamplerForm.GREEDY
+    rows = [ScheduledChunk(running(builder, table, **sampling), 0, 6, True)]
+    assert builder.build(rows, step=0).sampling_mode is mode
+    greedy = ScheduledChunk(running(builder, table, temperature=0.0, pages=range(11, 19)), 0, 6, True)
+    assert builder.build([greedy, *rows], step=0).sampling_mode is mode
+    assert builder.build([greedy], step=0).sampling_mode is SamplingMode.GREEDY
 
 
 def test_bias_holds_what_was_asked_and_stops_until_min_tokens_are_there():
     builder, table = make_builder()
     req = running(builder, table, min_tokens=2, stops=[9, 4], logit_bias={7: 2.5})
     other = running(builder, table, pages=range(11, 19))
-    sampling = builder.build([Row(req, 0, 6, True), Row(other, 0, 6, True)], step=0).sampling
+    sampling = builder.build([ScheduledChunk(req, 0, 6, True), ScheduledChunk(other, 0, 6, True)], step=0).sampling
     assert sampling.bias_ids.shape == (LIMIT, MAX_BIAS)
     assert sampling.bias_ids[0, :4].tolist() == [7, 4, 9, VOCAB] and sampling.bias_values[0, :4].tolist() == [
         2.5,
@@ -195,7 +195,7 @@ def test_bias_holds_what_was_asked_and_stops_until_min_tokens_are_there():
     ]
     assert (sampling.bias_ids[1:] == VOCAB).all() and not sampling.bias_values[1:].any()
     req.num_known, req.num_pending = req.prompt_len + 1, 1  # two tokens are there, one of them not read yet
-    sampling = builder.build([Row(req, 7, 1, True)], step=1).sampling
+    sampling = builder.build([ScheduledChunk(req, 7, 1, True)], step=1).sampling
     assert sampling.bias_ids[0, :2].tolist() == [7, VOCAB]
 
 
@@ -203,15 +203,15 @@ def test_targets_are_the_next_prompt_tokens_where_logprobs_were_asked():
     builder, table = make_builder()
     asks = running(builder, table, prompt_len=6, logprob_start=0)
     silent = running(builder, table, prompt_len=5, pages=range(11, 19))
-    batch = builder.build([Row(silent, 0, 5, True), Row(asks, 0, 4, False)], step=0)
+    batch = builder.build([ScheduledChunk(silent, 0, 5, True), ScheduledChunk(asks, 0, 4, False)], step=0)
     assert batch.prompt_targets[5:9].tolist() == [1, 2, 3, 4]
-    batch = builder.build([Row(asks, 4, 2, True)], step=1)
+    batch = builder.build([ScheduledChunk(asks, 4, 2, True)], step=1)
     assert batch.prompt_targets[:2].tolist() == [5, 0]  # the last prompt token has no successor in the prompt
-    assert builder.build([Row(silent, 0, 5, True)], step=2).prompt_targets is None
+    assert builder.build([ScheduledChunk(silent, 0, 5, True)], step=2).prompt_targets is None
 
 
 def test_a_single_prompt_token_that_wants_scores_takes_no_decode_program():
     builder, table = make_builder()
     asks = running(builder, table, prompt_len=6, logprob_start=0)
-    assert builder.build([Row(asks, 3, 1, False)], step=0).mode is ForwardMode.EXTEND
-    assert builder.build([Row(asks, 5, 1, True)], step=0).mode is ForwardMode.DECODE
+    assert builder.build([ScheduledChunk(asks, 3, 1, False)], step=0).mode is ForwardMode.EXTEND
+    assert builder.build([ScheduledChunk(asks, 5, 1, True)], step=0).mode is ForwardMode.DECODE

@@ -48,7 +48,7 @@ def test_admission_needs_a_request_slot():
 def test_growth_evicts_the_cache_before_it_gives_up():
     pages = make_pages(num_pages=4)
     first = admitted(pages, range(8))
-    pages.release(first, None, keep=True)
+    pages.release(first, None, cache=True)
     assert pages.allocator.num_free == 2 and pages.num_available == 4
     second = admitted(pages, range(50, 58))
     assert pages.grow(second, 16) and pages.num_available == 0
@@ -59,13 +59,13 @@ def test_growth_evicts_the_cache_before_it_gives_up():
 def test_a_shared_prompt_is_found_while_its_first_owner_still_runs():
     pages = make_pages()
     first = admitted(pages, range(10))
-    pages.share(first, None)
+    pages.cache_prefix(first, None)
     assert first.num_shared == 2
     second = admitted(pages, range(10), rid="s")
     assert second.num_shared == 2 and np.array_equal(pages.kv_slots(first, 0, 8), pages.kv_slots(second, 0, 8))
     assert not np.array_equal(pages.kv_slots(first, 8, 10), pages.kv_slots(second, 8, 10))
     assert pages.check_integrity([first, second]) == []
-    pages.release(first, None, keep=True)
+    pages.release(first, None, cache=True)
     assert pages.check_integrity([second]) == []
 
 
@@ -73,32 +73,32 @@ def test_two_that_computed_one_prompt_keep_their_own_pages():
     pages = make_pages()
     first, second = admitted(pages, range(8)), admitted(pages, range(8), rid="s")
     own = pages.kv_slots(second, 0, 8)
-    pages.share(first, None)
-    pages.share(second, None)
+    pages.cache_prefix(first, None)
+    pages.cache_prefix(second, None)
     assert second.num_shared == 0 and np.array_equal(pages.kv_slots(second, 0, 8), own)
-    pages.release(second, None, keep=True)
-    pages.release(first, None, keep=True)
+    pages.release(second, None, cache=True)
+    pages.release(first, None, cache=True)
     assert pages.num_available == 8 and pages.allocator.num_free == 6 and pages.check_integrity([]) == []
 
 
 def test_released_pages_without_keep_are_free():
     pages = make_pages()
     req = admitted(pages, range(10))
-    pages.release(req, None, keep=False)
+    pages.release(req, None, cache=False)
     assert (pages.allocator.num_free, req.num_pages, req.slot, req.node) == (8, 0, 0, None)
 
 
 def test_a_flush_frees_the_idle_and_running_requests_go_on():
     pages = make_pages()
     idle, runs = admitted(pages, range(8)), admitted(pages, range(20, 30), rid="s")
-    pages.release(idle, None, keep=True)
-    pages.share(runs, None)
+    pages.release(idle, None, cache=True)
+    pages.cache_prefix(runs, None)
     assert pages.flush() == 2
     assert pages.check_integrity([runs]) == []
     later = admitted(pages, range(20, 30), rid="t")
     assert later.num_shared == 0, "a flushed prefix is matched"
     for req in (runs, later):
-        pages.release(req, None, keep=True)
+        pages.release(req, None, cache=True)
     assert pages.num_available == 8 and pages.check_integrity([]) == []
 
 
@@ -108,7 +108,7 @@ def test_every_page_that_changes_hands_is_reported_once():
     handed_out = pages.drain_changed_pages()
     assert sorted(handed_out) == sorted(pages.table.pages[req.slot, :3])
     assert pages.drain_changed_pages().size == 0
-    pages.release(req, None, keep=True)
+    pages.release(req, None, cache=True)
     assert pages.drain_changed_pages().tolist() == [handed_out[2]]  # two full pages stay in the cache
     pages.flush()
     assert sorted(pages.drain_changed_pages()) == sorted(handed_out[:2])
@@ -117,7 +117,7 @@ def test_every_page_that_changes_hands_is_reported_once():
 def test_owned_slots_are_those_of_requests_and_cache():
     pages = make_pages()
     first, second = admitted(pages, range(8)), admitted(pages, range(30, 33), rid="s")
-    pages.release(first, None, keep=True)
+    pages.release(first, None, cache=True)
     owned = pages.owned_slots([second])
     assert np.unique(owned).size == owned.size == 3 * PAGE
     assert set(pages.kv_slots(second, 0, 3)) <= set(owned.tolist())
@@ -126,7 +126,7 @@ def test_owned_slots_are_those_of_requests_and_cache():
 def test_without_a_cache_nothing_is_kept():
     pages = make_pages(cache=False)
     req = admitted(pages, range(10))
-    pages.share(req, None)
+    pages.cache_prefix(req, None)
     assert req.num_shared == 0
-    pages.release(req, None, keep=True)
+    pages.release(req, None, cache=True)
     assert pages.allocator.num_free == 8

@@ -22,7 +22,7 @@ class Bench:
     def __init__(self, *, pages=64, context=64, requests=4, tokens=16, **args) -> None:
         settings = {"page_size": PAGE, "precompile_bs_paddings": (requests,), "precompile_token_paddings": (tokens,)}
         self.args = ServerArgs(**(settings | args))
-        buckets = Buckets.of(self.args, context_length=context)
+        buckets = Buckets.from_args(self.args, context_length=context)
         self.scheduler = Scheduler(self.args, buckets, num_pages=pages + 1, vocab_size=VOCAB)
         self.device = NumpyDevice(
             num_slots=(pages + 1) * PAGE, num_request_slots=self.args.running_limit + 1, page_size=PAGE
@@ -248,10 +248,10 @@ def test_the_last_admitted_goes_back_first_and_to_the_head_of_the_queue():
     bench.step()
     waiting = bench.add(source(prompt(4, 9), rid="late"))
     for wanted in (reqs[2], reqs[1]):
-        victim = bench.scheduler.victim()
+        victim = bench.scheduler.preemption_victim()
         assert victim is wanted
         bench.scheduler.retract(victim, None)
-    assert bench.scheduler.victim() is None  # never the only one
+    assert bench.scheduler.preemption_victim() is None  # never the only one
     assert list(bench.scheduler.waiting) == [reqs[1], reqs[2], waiting]
     assert [bench.finish(req) for req in reqs] == [says(prompt(4, i), 8) for i in range(3)]
 

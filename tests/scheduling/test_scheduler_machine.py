@@ -85,7 +85,7 @@ class Machine:
             disable_radix_cache=not life.cache,
             deterministic=life.deterministic,
         )
-        self.buckets = Buckets.of(self.args, context_length=CONTEXT)
+        self.buckets = Buckets.from_args(self.args, context_length=CONTEXT)
         self.scheduler = Scheduler(self.args, self.buckets, num_pages=life.pages + 1, vocab_size=VOCAB)
         self.device = NumpyDevice(
             num_slots=(life.pages + 1) * life.page_size, num_request_slots=life.requests + 1, page_size=life.page_size
@@ -101,7 +101,7 @@ class Machine:
 
     def step(self) -> None:
         batch = self.scheduler.schedule()
-        while batch is None and self.pending is None and (victim := self.scheduler.victim()) is not None:
+        while batch is None and self.pending is None and (victim := self.scheduler.preemption_victim()) is not None:
             event("pages ran out")
             self.retract(victim)
             batch = self.scheduler.schedule()

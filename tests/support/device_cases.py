@@ -65,7 +65,7 @@ class Small(Bench):
         config, shards = source.config, shards_of(args, source.config)
         kernels, attention = registry.choose(args, config.needs)
         served, state = load_model(source, config, shards, dtype="auto", progress=None)
-        buckets = Buckets.of(args, context_length=args.context_length)
+        buckets = Buckets.from_args(args, context_length=args.context_length)
         self.spec = config.capture_spec
         plan = plan_memory(
             args,

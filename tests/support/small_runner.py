@@ -12,7 +12,7 @@ from flax import nnx
 
 from oracles.full_sequence import FullSequence
 from oracles.worlds import model_of
-from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, ModelWorkerBatch, SamplerForm, SamplingArrays
+from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, ModelWorkerBatch, SamplingArrays, SamplingMode
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.execution.aot_programs import RunnerConfig
@@ -97,7 +97,7 @@ class Fed:
     sampling: dict = dataclasses.field(default_factory=dict)
 
 
-def step_of(*fed, mode=ForwardMode.EXTEND, form=SamplerForm.GREEDY, targets=None):
+def step_of(*fed, mode=ForwardMode.EXTEND, sampling_mode=SamplingMode.GREEDY, targets=None):
     """The batch of a step, one token at a time; `targets` are the tokens that follow, where prompt logprobs are asked
     for."""
     shape = SHAPES[mode]
@@ -116,7 +116,7 @@ def step_of(*fed, mode=ForwardMode.EXTEND, form=SamplerForm.GREEDY, targets=None
     return ModelWorkerBatch(
         step=0,
         mode=mode,
-        form=form,
+        sampling_mode=sampling_mode,
         num_tokens=len(kv_slots),
         num_requests=len(fed),
         **per_token,
@@ -125,14 +125,14 @@ def step_of(*fed, mode=ForwardMode.EXTEND, form=SamplerForm.GREEDY, targets=None
         seq_lens=lens,
         request_slots=slots,
         page_table=table,
-        sampling=_columns(fed, rows, lens, form),
+        sampling=_columns(fed, rows, lens, sampling_mode),
         samples=(True,) * len(fed),
         prompt_targets=padded,
         return_routed_experts=(True,) * len(fed),
     )
 
 
-def _columns(fed, rows, lens, form):
+def _columns(fed, rows, lens, sampling_mode):
     kinds = {"top_k": np.int32, "choice": np.int32}
     columns = {name: np.full(rows, value, kinds.get(name, np.float32)) for name, value in NEUTRAL.items()}
     seed, prompt_len = np.zeros((rows, 2), np.uint32), np.zeros(rows, np.int32)
@@ -145,7 +145,7 @@ def _columns(fed, rows, lens, form):
             bias_ids[row, place], bias_values[row, place] = entry
     bias = (
         {"bias_ids": bias_ids, "bias_values": bias_values}
-        if form is SamplerForm.FULL
+        if sampling_mode is SamplingMode.FULL
         else {"bias_ids": None, "bias_values": None}
     )
     return SamplingArrays(**columns, seed=seed, position=lens, prompt_len=prompt_len, **bias)

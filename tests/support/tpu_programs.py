@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from routed_experts.core.model_worker_batch import ForwardMode, SamplerForm
+from routed_experts.core.model_worker_batch import ForwardMode, SamplingMode
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
 from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_counts, lowerings
@@ -134,9 +134,9 @@ def jobs(chip: str, *, capture: bool, world: World = SMALL, plain: bool = False)
 
 def name_of(key: Key) -> str:
     """A program without its sizes, such as "forward extend" or "sample greedy"."""
-    named = [part for part in key if isinstance(part, SamplerForm) or not isinstance(part, int)]
+    named = [part for part in key if isinstance(part, SamplingMode) or not isinstance(part, int)]
     words = [part.mode if isinstance(part, BatchShape) else part for part in named]
-    return " ".join(word.name.lower() if isinstance(word, ForwardMode | SamplerForm) else str(word) for word in words)
+    return " ".join(word.name.lower() if isinstance(word, ForwardMode | SamplingMode) else str(word) for word in words)
 
 
 @functools.cache

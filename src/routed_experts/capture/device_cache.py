@@ -28,17 +28,17 @@ class _RoutedExpertsDeviceCache:
 
     ids: Int[Array, "M*K N"]
     spec: CaptureSpec = field(metadata={"static": True})
-    departed: Int[Array, "N 2"] | None = (
+    rerouting: Int[Array, "N 2"] | None = (
         None  # slots that capacities moved to other experts, and left empty; None: there are none
     )
 
     @staticmethod
-    def create(num_tokens: int, spec: CaptureSpec, *, reroutes: bool = False) -> "_RoutedExpertsDeviceCache":
+    def create(num_tokens: int, spec: CaptureSpec, *, capacity_limited: bool = False) -> "_RoutedExpertsDeviceCache":
         """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time. `reroutes`:
         under capacities."""
         shape = (spec.row_ids, num_tokens)
-        departed = jnp.zeros((num_tokens, 2), jnp.int32) if reroutes else None
-        return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec, departed=departed)
+        rerouting = jnp.zeros((num_tokens, 2), jnp.int32) if capacity_limited else None
+        return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec, rerouting=rerouting)
 
     @property
     def num_tokens(self) -> int:
@@ -59,7 +59,7 @@ class _RoutedExpertsDeviceCache:
         assert topk_ids.shape == wanted, (
             f"ids of a layer have the shape {topk_ids.shape}; wanted {wanted}, without shared experts"
         )
-        return self._written(moe_layer, topk_ids[None])
+        return self._write(moe_layer, topk_ids[None])
 
     def capture_run(
         self, first_moe_layer: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]
@@ -69,13 +69,13 @@ class _RoutedExpertsDeviceCache:
         assert topk_ids.shape[1:] == wanted, (
             f"ids of a run have the shape {topk_ids.shape}; wanted [run, {wanted[0]}, {wanted[1]}]"
         )
-        return self._written(first_moe_layer, topk_ids)
+        return self._write(first_moe_layer, topk_ids)
 
-    def with_changed(self, changed: Int[Array, "N 2"]) -> "_RoutedExpertsDeviceCache":
+    def add_rerouting(self, changed: Int[Array, "N 2"]) -> "_RoutedExpertsDeviceCache":
         """Add what the capacities of one layer changed."""
-        return self if self.departed is None else replace(self, departed=self.departed + changed)
+        return self if self.rerouting is None else replace(self, rerouting=self.rerouting + changed)
 
-    def counted(
+    def count_experts(
         self, counts: Int32[Array, "F M E"], valid: Bool[Array, " N"], generated: Bool[Array, " N"]
     ) -> Int32[Array, "F M E"]:
         """Add the step's slots to counts by phase (prompt, generated), MoE layer and expert; padding and empty slots
@@ -89,7 +89,7 @@ class _RoutedExpertsDeviceCache:
         """Return the step's rows: one a token, narrowed to the spec's dtype."""
         return self.ids.T.astype(self.spec.dtype)  # [M*K, N] -> [N, M*K]
 
-    def words(self) -> Int32[Array, "W N"]:
+    def packed_rows(self) -> Int32[Array, "W N"]:
         """The same rows packed into words (CaptureSpec.row_words), token-minor still: a little-endian host sees them as
         narrow ids."""
         bits = 8 * self.spec.dtype.itemsize
@@ -98,7 +98,7 @@ class _RoutedExpertsDeviceCache:
         block = ids.reshape(self.spec.row_words, 32 // bits, self.num_tokens)
         return functools.reduce(jnp.bitwise_or, (block[:, place] << bits * place for place in range(block.shape[1])))
 
-    def _written(self, first: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]) -> "_RoutedExpertsDeviceCache":
+    def _write(self, first: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]) -> "_RoutedExpertsDeviceCache":
         if isinstance(first, int):  # a traced index cannot be checked here: dynamic_update_slice would clamp it
             last = first + topk_ids.shape[0] - 1
             assert 0 <= first <= last < self.spec.num_moe_layers, (
@@ -116,11 +116,13 @@ RoutedExpertsDeviceCache = _RoutedExpertsDeviceCache  # the name for other modul
 
 
 def create_device_cache(
-    spec: CaptureSpec | None, num_tokens: int, *, reroutes: bool = False
+    spec: CaptureSpec | None, num_tokens: int, *, capacity_limited: bool = False
 ) -> RoutedExpertsDeviceCache | None:
     """Make a step's cache, or None, the empty pytree, when nothing is recorded: a jitted step closes over `spec`
     alone."""
-    return None if spec is None else _RoutedExpertsDeviceCache.create(num_tokens, spec, reroutes=reroutes)
+    return (
+        None if spec is None else _RoutedExpertsDeviceCache.create(num_tokens, spec, capacity_limited=capacity_limited)
+    )
 
 
 def _counted_by_scattering(counts: Int32[Array, "F M E"], keys: Int32[Array, "M K N"]) -> Int32[Array, "F M E"]:

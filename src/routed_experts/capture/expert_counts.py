@@ -42,10 +42,10 @@ class ExpertCounts:
 
     def reset(self) -> None:
         """Begin anew."""
-        self._catch_up()
+        self._drain()
         self._clear()
 
-    def note(self, rows: UInt[np.ndarray, "R M*K"], generated: Bool[np.ndarray, " R"]) -> None:
+    def enqueue(self, rows: UInt[np.ndarray, "R M*K"], generated: Bool[np.ndarray, " R"]) -> None:
         """Count these rows later; nobody may change them from now on. `generated`: those of generated tokens, the
         others are of prompts."""
         self._noted.append((rows, generated))
@@ -53,9 +53,9 @@ class ExpertCounts:
         if self._noted_ids >= _CHUNK_IDS:
             if len(self._handed) >= _MAX_PENDING:
                 self._handed.popleft().result()
-            self._hand_over()
+            self._flush()
 
-    def _hand_over(self) -> None:
+    def _flush(self) -> None:
         """Let the worker count what was noted."""
         noted, self._noted, self._noted_ids = self._noted, [], 0
         try:
@@ -97,25 +97,25 @@ class ExpertCounts:
             self.add(rows, generated)
         self._latest = self._before + self._filling
 
-    def _catch_up(self) -> None:
+    def _drain(self) -> None:
         """Wait for the worker, and count what it was not handed."""
         while self._handed:
             self._handed.popleft().result()
         noted, self._noted, self._noted_ids = self._noted, [], 0
         self._count(noted)
 
-    def latest(self) -> RoutingStats:
+    def snapshot(self) -> RoutingStats:
         """What the worker had counted when it was last done, without windows; waits for nobody. What was noted since is
         counted next."""
         while self._handed and self._handed[0].done():
             self._handed.popleft().result()
         if self._noted and len(self._handed) < _MAX_PENDING:
-            self._hand_over()
+            self._flush()
         return self._stats(self._latest, [])
 
     def stats(self) -> RoutingStats:
         """A copy of what was counted."""
-        self._catch_up()
+        self._drain()
         kept = list(self._windows)
         if self._filling_rows:
             kept.append(self._filling.astype(np.int32))

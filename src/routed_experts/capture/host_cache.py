@@ -28,7 +28,7 @@ _NUM_SHOWN = 8
 _NO_ROW = -1  # a weight version that no weights have
 _INT32 = np.dtype(np.int32)
 _MAX_BUFFERED_STEPS = 128  # that wait to be filed
-_MOST_ROWS = 4096  # of theirs together, padding among them, so that filing never holds a step up for long
+_MAX_BUFFERED_ROWS = 4096  # of theirs together, padding among them, so that filing never holds a step up for long
 
 # A step that waits to be filed: slots, rows, version, which of them live, and where its tokens come from. Plain: making
 # it is all that
@@ -57,20 +57,20 @@ class _RoutedExpertsHostCache:
         )
         self._spec, self._page_size = spec, page_size
         self._store: UInt[np.ndarray, "Z M*K"] = np.zeros((num_slots, spec.row_ids), spec.dtype)
-        self._rows = _whole(self._store)
+        self._rows = _as_items(self._store)
         self._versions: Int32[np.ndarray, " Z"] = np.full(num_slots, _NO_ROW, np.int32)
         self._first_after: Int32[np.ndarray, " P"] = np.zeros(num_slots // page_size, np.int32)  # 0 but while filing
         self._counts = ExpertCounts(spec)
         self._steps: list[_Step] = []
         self._forgotten: list[_Forgotten] = []
-        self._noted_rows = 0
+        self._buffered_rows = 0
 
     @property
     def nbytes(self) -> int:
         """Host memory of the store, in bytes."""
         return self._store.nbytes + self._versions.nbytes
 
-    def put(
+    def append(
         self,
         slots: Int[np.ndarray, " R"],
         rows: Any,
@@ -84,28 +84,28 @@ class _RoutedExpertsHostCache:
         `origins` tells generated tokens from prompts; None counts all as prompts. The arrays are the store's from now
         on; what is wrong with them is found when they are filed."""
         self._steps.append((slots, rows, version, live, origins))
-        self._noted_rows += len(rows)  # padding waits as well
-        if self._noted_rows >= _MOST_ROWS or len(self._steps) >= _MAX_BUFFERED_STEPS:
-            self.file()
+        self._buffered_rows += len(rows)  # padding waits as well
+        if self._buffered_rows >= _MAX_BUFFERED_ROWS or len(self._steps) >= _MAX_BUFFERED_STEPS:
+            self.flush()
 
     def clear(self, slots: Int[np.ndarray, " R"]) -> None:
         """Forget the rows of these slots."""
-        self.file()
+        self.flush()
         self._versions[slots] = _NO_ROW
 
     def clear_pages(self, pages: Int[np.ndarray, " P"]) -> None:
         """Forget the rows of these pages; page p holds slots [p * page_size, (p + 1) * page_size)."""
         self._forgotten.append((pages, len(self._steps)))
         if len(self._forgotten) >= 2 * _MAX_BUFFERED_STEPS:
-            self.file()
+            self.flush()
 
-    def file(self) -> None:
+    def flush(self) -> None:
         """Write down in the store what steps brought; every reader does so first."""
-        steps, self._steps, self._noted_rows = self._steps, [], 0
+        steps, self._steps, self._buffered_rows = self._steps, [], 0
         forgotten, self._forgotten = self._forgotten, []
         try:
             if forgotten:
-                self._forget(forgotten)
+                self._invalidate(forgotten)
             if steps:
                 self._write(steps)
             for pages, _ in forgotten:
@@ -114,7 +114,7 @@ class _RoutedExpertsHostCache:
             self._versions[:], self._first_after[:] = _NO_ROW, 0
             raise
 
-    def _forget(self, forgotten: Sequence[_Forgotten]) -> None:
+    def _invalidate(self, forgotten: Sequence[_Forgotten]) -> None:
         """Forget what pages hold, and note for each which steps came later; of several times the last counts."""
         pages = np.concatenate([pages for pages, _ in forgotten])
         self._versions.reshape(-1, self._page_size)[pages] = _NO_ROW
@@ -129,13 +129,13 @@ class _RoutedExpertsHostCache:
         assert ids.max(initial=0) < self._spec.num_experts, (
             f"expert {ids.max()} of {self._spec.num_experts}"
         )  # what was not written, too
-        live, generated = _marks(steps, counts)
+        live, generated = _dispatch_meta(steps, counts)
         versions = np.repeat(np.array([step[2] for step in steps], np.int32), counts)
         assert versions.min(initial=0) > _NO_ROW, versions.min()
         if live is not None:
             slots, ids, generated, versions = slots[live], ids[live], generated[live], versions[live]
-        self._counts.note(ids, generated)
-        rows = _whole(ids)
+        self._counts.enqueue(ids, generated)
+        rows = _as_items(ids)
         if self._first_after.any():
             order = np.repeat(np.arange(len(steps), dtype=np.int32), counts)
             stay = (order if live is None else order[live]) >= self._first_after[slots // self._page_size]
@@ -148,8 +148,8 @@ class _RoutedExpertsHostCache:
         """Counts of the rows that were filed since the last reset; `reset` begins anew afterwards. Without `wait`, of
         those that were filed and counted some steps ago."""
         if not wait and not reset:
-            return self._counts.latest()
-        self.file()
+            return self._counts.snapshot()
+        self.flush()
         stats = self._counts.stats()
         if reset:
             self._counts.reset()
@@ -160,19 +160,19 @@ class _RoutedExpertsHostCache:
     ) -> tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np.ndarray, " R"]]:
         """Copy out ids, valid bits and versions; ids of a row that is not valid mean nothing."""
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
-        self.file()
+        self.flush()
         ids = self._store.take(slots, axis=0).reshape(slots.size, self._spec.num_moe_layers, self._spec.top_k)
         versions = self._versions[slots]
         return ids, versions > _NO_ROW, versions
 
     def poison(self) -> None:
         """Fill every row that is not valid with the largest value of its dtype, so that a test sees it come back."""
-        self.file()
+        self.flush()
         self._store[self._versions == _NO_ROW] = np.iinfo(self._store.dtype).max
 
     def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
         """Check that no row is valid outside `owned_slots`, the slots of all pages that someone holds."""
-        self.file()
+        self.flush()
         valid = self._versions > _NO_ROW
         orphaned = valid.copy()
         orphaned[owned_slots] = False
@@ -187,7 +187,7 @@ class _RoutedExpertsHostCache:
 RoutedExpertsHostCache = _RoutedExpertsHostCache  # the name for other modules; SGLang's has the underscore
 
 
-def _whole(ids: UInt[np.ndarray, "R M*K"]) -> np.ndarray:
+def _as_items(ids: UInt[np.ndarray, "R M*K"]) -> np.ndarray:
     """The same rows [R], each as one item of so many bytes, which NumPy files by index faster than rows of single
     ids."""
     return ids.view(f"V{ids.shape[1] * ids.itemsize}")[:, 0]
@@ -229,7 +229,7 @@ def _packed(ids: UInt[np.ndarray, "R M*K"], spec: CaptureSpec) -> Int32[np.ndarr
     return words
 
 
-def _marks(
+def _dispatch_meta(
     steps: Sequence[_Step], counts: Sequence[int]
 ) -> tuple[Bool[np.ndarray, " R"] | None, Bool[np.ndarray, " R"]]:
     """Which rows of these steps are kept, None for all, and which are of generated tokens."""

@@ -140,7 +140,7 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
         live: Bool[np.ndarray, " R"] | None = None,
         origins: TokenOrigins | None = None,
     ) -> None:
-        self.host_cache.put(slots, rows, version, live, origins)
+        self.host_cache.append(slots, rows, version, live, origins)
 
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
         return self.host_cache.gather(slots)

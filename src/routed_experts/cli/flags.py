@@ -130,7 +130,7 @@ def placement_args(options: argparse.Namespace) -> PlacementConfig | None:
         raise ConfigError(
             f"{told} without --placement FILE.npz, the plan that it is about; make one with routed-experts placement --save"
         )
-    return PlacementConfig.of(PlacementConfig(**fields)) if fields else None
+    return PlacementConfig.create(PlacementConfig(**fields)) if fields else None
 
 
 def taking(kind: object) -> dict[str, Any]:

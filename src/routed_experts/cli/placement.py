@@ -14,7 +14,7 @@ from routed_experts import placement
 from routed_experts.cli.bootstrap import start_jax
 from routed_experts.cli.record_files import SUFFIXES, read_records
 from routed_experts.core.errors import ConfigError
-from routed_experts.core.placement import Placement, ResidencyMap
+from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.placement.dispatch import DISPATCHES
@@ -133,7 +133,7 @@ def _instances(
     devices: dict[str, Float64[np.ndarray, "M V"]] = {}
     if num_experts % options.devices == 0:
         before = placement.replay(
-            records, Placement.identity(num_layers, num_experts, options.devices), step_tokens=step_tokens
+            records, ExpertPlacement.identity(num_layers, num_experts, options.devices), step_tokens=step_tokens
         )
         columns["balance before"], devices["before"] = before.balancedness, before.device_load
     after = placement.replay(records, plan, dispatch=options.dispatch, step_tokens=step_tokens)
@@ -151,7 +151,7 @@ def _residents(records: list[RoutedExperts], learned: RoutingStats, options: arg
     static = placement.resident(learned, per_layer=per_layer)
     if options.save is not None:
         static.save(options.save)
-    first = ResidencyMap.first(len(learned.layer_ids), learned.num_experts, per_layer)
+    first = ResidencyMap.first_n(len(learned.layer_ids), learned.num_experts, per_layer)
     prefix = placement.replay(records, first, step_tokens=step_tokens)
     fixed = placement.replay(records, static, step_tokens=step_tokens)
     adaptive = placement.replay(

@@ -19,7 +19,7 @@ class Buckets:
     table_width: int
 
     @staticmethod
-    def of(args: ServerArgs, *, context_length: int) -> "Buckets":
+    def from_args(args: ServerArgs, *, context_length: int) -> "Buckets":
         """The shapes that `args` ask for, without those above what a step can take in: every running request's token,
         and a prefill."""
         width = -(-context_length // args.page_size)

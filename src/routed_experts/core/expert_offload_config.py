@@ -136,4 +136,4 @@ class ExpertOffloadConfig:
                 f"kt_num_gpu_experts={wanted} is above the {num_experts} experts of a layer of this model; lower it to at most "
                 f"{num_experts}, or leave experts= out"
             )
-        return ResidencyMap.first(num_layers, num_experts, wanted)
+        return ResidencyMap.first_n(num_layers, num_experts, wanted)

@@ -125,7 +125,7 @@ class TokenIDOut:
     routed_experts: RoutedExperts | None
     error: Exception | None = None
     exact: bool = True
-    departed: ReroutingCounts | None = None
+    rerouting: ReroutingCounts | None = None
     queue_s: float | None = None  # from acceptance to the first step; None for one that never ran
 
 

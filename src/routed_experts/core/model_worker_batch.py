@@ -10,6 +10,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt
 
+from routed_experts.core.sampling_params import ResolvedSampling
+
 FROM_DEVICE = -1  # a token id that the host does not know yet: the last one sampled in the request's slot
 MAX_BIAS = 1088  # logit_bias entries (1,024) and stop ids masked by min_tokens (64)
 
@@ -21,14 +23,23 @@ class ForwardMode(enum.Enum):
     DECODE = "decode"
 
 
-class SamplerForm(enum.IntEnum):
-    """The cheapest sampling program that serves every row of a step: the largest form that a row needs. FULL adds
-    penalties, bias and top logprobs."""
+class SamplingMode(enum.IntEnum):
+    """How much of the sampler a program holds. A step runs in the largest mode that one of its rows needs; rows with
+    temperature 0 are greedy in every mode."""
 
-    GREEDY = 0
-    RANDOM = 1
-    FILTERED = 2
-    FULL = 3
+    GREEDY = 0  # argmax only
+    RANDOM = 1  # temperature and noise
+    FILTERED = 2  # also top-k, top-p, min-p
+    FULL = 3  # also penalties, logit bias, top logprobs
+
+    @classmethod
+    def required_by(cls, sampling: ResolvedSampling) -> "SamplingMode":
+        """The smallest mode that serves these parameters."""
+        if sampling.is_penalized or sampling.logit_bias:
+            return cls.FULL
+        if sampling.is_filtered:
+            return cls.FILTERED
+        return cls.GREEDY if sampling.is_greedy else cls.RANDOM
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +57,7 @@ class SamplingArrays:
     frequency: Float[np.ndarray, " B"]
     repetition: Float[np.ndarray, " B"]
     prompt_len: Int[np.ndarray, " B"]
-    bias_ids: Int[np.ndarray, "B X"] | None  # only in the FULL form; padding id = vocabulary size
+    bias_ids: Int[np.ndarray, "B X"] | None  # only in the FULL mode; padding id = vocabulary size
     bias_values: Float[np.ndarray, "B X"] | None
 
 
@@ -74,7 +85,7 @@ class ModelWorkerBatch:
 
     step: int
     mode: ForwardMode
-    form: SamplerForm
+    sampling_mode: SamplingMode
     num_tokens: int
     num_requests: int
     token_ids: Int[np.ndarray, " N"]
@@ -105,7 +116,7 @@ class ModelWorkerBatch:
 class StepResult:
     """What a step computed, on the host. `rows` are its routed experts [N, M*K], or an int32 table whose last columns
     are packed rows (CaptureSpec.row_words of them), real tokens first, or None without capture: any array that
-    np.asarray can read, which is left to who files them. `changed`: of each token, slots that capacities moved to other
+    np.asarray can read, which is left to who files them. `rerouting`: of each token, slots that capacities moved to other
     experts and slots that they left empty; None: none."""
 
     tokens: Int[np.ndarray, " B"]
@@ -117,4 +128,4 @@ class StepResult:
     prompt_top_ids: Int[np.ndarray, "N T"] | None
     rows: Any
     weight_version: int
-    changed: Int[np.ndarray, "N 2"] | None = None
+    rerouting: Int[np.ndarray, "N 2"] | None = None

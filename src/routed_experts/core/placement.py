@@ -28,7 +28,7 @@ _RESIDENCY_FORMS = MappingProxyType({"slot_of": (np.int32, 2), "num_resident": (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Placement:
+class ExpertPlacement:
     """Which instance holds which expert; instance i lives on device i // (I / V).
 
     The two maps are inverses of each other: `logical_to_physical_map` lists the instances of each expert and then -1.
@@ -55,7 +55,7 @@ class Placement:
         num_devices: int,
         max_replicas: int | None = None,
         epoch: int = 0,
-    ) -> "Placement":
+    ) -> "ExpertPlacement":
         """Make the placement of these instances; an expert's instances are listed in ascending order. J is
         `max_replicas`, or else min(16, I - E + 1), or more if an expert has more; keep it from plan to plan, and the
         shapes stay. Raises PlacementError."""
@@ -83,7 +83,7 @@ class Placement:
         rank = np.arange(num_instances) - np.take_along_axis(np.cumsum(counts, axis=1) - counts, experts, axis=1)
         listed = np.full((num_layers, num_experts, width), -1, np.int32)
         listed[layers, experts, rank] = order
-        return Placement(
+        return ExpertPlacement(
             physical_to_logical_map=held,
             logical_to_physical_map=listed,
             logical_replica_count=counts.astype(np.int32),
@@ -92,10 +92,10 @@ class Placement:
         )
 
     @staticmethod
-    def identity(num_layers: int, num_experts: int, num_devices: int) -> "Placement":
+    def identity(num_layers: int, num_experts: int, num_devices: int) -> "ExpertPlacement":
         """One instance an expert, in order of the ids: what a model has before it is placed."""
         held = np.broadcast_to(np.arange(num_experts, dtype=np.int32), (num_layers, num_experts))
-        return Placement.of(held, num_experts=num_experts, num_devices=num_devices)
+        return ExpertPlacement.of(held, num_experts=num_experts, num_devices=num_devices)
 
     @property
     def num_layers(self) -> int:
@@ -122,11 +122,11 @@ class Placement:
         _save(self, path)
 
     @staticmethod
-    def read(path: str | os.PathLike[str]) -> "Placement":
+    def read(path: str | os.PathLike[str]) -> "ExpertPlacement":
         """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for maps that do not fit
         each other."""
         arrays = read_arrays(path, _PLACEMENT_FORMS, what="placement")
-        return Placement(
+        return ExpertPlacement(
             physical_to_logical_map=arrays["physical_to_logical_map"],
             logical_to_physical_map=arrays["logical_to_physical_map"],
             logical_replica_count=arrays["logical_replica_count"],
@@ -172,7 +172,7 @@ class ResidencyMap:
         slot_of.setflags(write=False)
 
     @staticmethod
-    def of(experts: Int[np.ndarray, "M N"], *, num_experts: int, epoch: int = 0) -> "ResidencyMap":
+    def from_experts(experts: Int[np.ndarray, "M N"], *, num_experts: int, epoch: int = 0) -> "ResidencyMap":
         """Make the map in which expert `experts[m, s]` is in slot s of MoE layer m. Raises PlacementError."""
         experts = np.asarray(experts)
         if experts.ndim != 2 or experts.shape[0] == 0:
@@ -189,10 +189,10 @@ class ResidencyMap:
         return ResidencyMap(slot_of=slot_of, num_resident=num_resident, epoch=epoch)
 
     @staticmethod
-    def first(num_layers: int, num_experts: int, num_resident: int) -> "ResidencyMap":
+    def first_n(num_layers: int, num_experts: int, num_resident: int) -> "ResidencyMap":
         """Experts 0..N-1 of every layer, each in the slot of its id."""
         _check_resident(num_resident, num_experts)
-        return ResidencyMap.of(np.tile(np.arange(num_resident), (num_layers, 1)), num_experts=num_experts)
+        return ResidencyMap.from_experts(np.tile(np.arange(num_resident), (num_layers, 1)), num_experts=num_experts)
 
     @property
     def num_layers(self) -> int:
@@ -220,7 +220,7 @@ class ResidencyMap:
         held = np.where(leaves & comes, wanted, held)
         for layer in range(self.num_layers):  # as many are left as have no slot
             held[layer, leaves[layer] & ~comes[layer]] = wanted[layer, comes[layer] & ~leaves[layer]]
-        return ResidencyMap.of(held, num_experts=self.num_experts, epoch=self.epoch)
+        return ResidencyMap.from_experts(held, num_experts=self.num_experts, epoch=self.epoch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an .npz that `read` reads. Raises WriteError."""
@@ -240,7 +240,7 @@ class ResidencyMap:
         _check_model("residency map", (self.num_layers, self.num_experts), (num_layers, num_experts))
 
 
-def _save(plan: Placement | ResidencyMap, path: str | os.PathLike[str]) -> None:
+def _save(plan: ExpertPlacement | ResidencyMap, path: str | os.PathLike[str]) -> None:
     write_arrays(path, {field.name: np.asarray(getattr(plan, field.name)) for field in fields(plan)})
 
 
@@ -249,7 +249,7 @@ def default_max_replicas(num_instances: int, num_experts: int) -> int:
     return min(16, num_instances - num_experts + 1)
 
 
-def _check_shapes(placement: Placement) -> None:
+def _check_shapes(placement: ExpertPlacement) -> None:
     held, listed, counts = (
         placement.physical_to_logical_map,
         placement.logical_to_physical_map,
@@ -276,7 +276,7 @@ def _check_shapes(placement: Placement) -> None:
     _check_epoch(placement.epoch)
 
 
-def _check_replicas(placement: Placement) -> None:
+def _check_replicas(placement: ExpertPlacement) -> None:
     """The counts say where the lists end, and the lists name every instance once, under the expert it holds."""
     held, listed, counts = (
         placement.physical_to_logical_map,

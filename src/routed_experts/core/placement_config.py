@@ -8,7 +8,7 @@ import os
 from fractions import Fraction
 
 from routed_experts.core.errors import ConfigError
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 
 PLACEMENT_MODES = ("replicas", "reroute")
 ON_EXHAUSTED = ("overflow", "drop")
@@ -30,7 +30,7 @@ class PlacementConfig:
     time that steps took (a step is one program, whose experts cannot be timed by themselves), the copies by
     `link_bytes_per_s`."""
 
-    plan: Placement | str | os.PathLike[str]  # or the .npz that Placement.save wrote
+    plan: ExpertPlacement | str | os.PathLike[str]  # or the .npz that ExpertPlacement.save wrote
     mode: str = "replicas"
     capacity_factor: Fraction | float | str | None = (
         None  # such as 1.25 or "5/4", inf for no bound; of "reroute", which needs it
@@ -45,13 +45,15 @@ class PlacementConfig:
 
     def __post_init__(self) -> None:
         """Check every field once."""
-        if not isinstance(self.plan, Placement | str | os.PathLike):
-            raise ConfigError(f"plan={self.plan!r} is no placement; give a Placement, or the .npz file of one")
+        if not isinstance(self.plan, ExpertPlacement | str | os.PathLike):
+            raise ConfigError(f"plan={self.plan!r} is no placement; give an ExpertPlacement, or the .npz file of one")
         for name, allowed in (("mode", PLACEMENT_MODES), ("on_exhausted", ON_EXHAUSTED)):
             value = self.mode if name == "mode" else self.on_exhausted
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
-        if self.reroutes != (self.capacity_factor is not None) or (self.on_exhausted == "drop" and not self.reroutes):
+        if self.capacity_limited != (self.capacity_factor is not None) or (
+            self.on_exhausted == "drop" and not self.capacity_limited
+        ):
             told = f"mode={self.mode!r}, capacity_factor={self.capacity_factor!r}, on_exhausted={self.on_exhausted!r}"
             raise ConfigError(
                 f"{told}; a capacity factor and 'drop' go with mode='reroute', and 'reroute' needs a factor, such as 1.25"
@@ -74,34 +76,36 @@ class PlacementConfig:
                 raise ConfigError(f"{name}={value!r} must be a finite number above 0")
 
     @staticmethod
-    def of(said: "Placement | PlacementConfig | str | os.PathLike[str] | None") -> "PlacementConfig | None":
+    def create(said: "ExpertPlacement | PlacementConfig | str | os.PathLike[str] | None") -> "PlacementConfig | None":
         """What `Engine(placement=)` takes, its plan read. Raises ConfigError, PlacementError, RoutingFormatError."""
         if said is None:
             return None
         config = said if isinstance(said, PlacementConfig) else PlacementConfig(plan=said)
         return (
-            config if isinstance(config.plan, Placement) else dataclasses.replace(config, plan=read_plan(config.plan))
+            config
+            if isinstance(config.plan, ExpertPlacement)
+            else dataclasses.replace(config, plan=read_plan(config.plan))
         )
 
     @property
-    def first(self) -> Placement:
+    def initial(self) -> ExpertPlacement:
         """The plan, which has been read."""
-        assert isinstance(self.plan, Placement), "PlacementConfig.of reads it"
+        assert isinstance(self.plan, ExpertPlacement), "PlacementConfig.create reads it"
         return self.plan
 
     @property
-    def reroutes(self) -> bool:
+    def capacity_limited(self) -> bool:
         """Whether instances have capacities."""
         return self.mode == "reroute"
 
 
-def read_plan(path: str | os.PathLike[str]) -> Placement:
-    """Read a placement; raises ConfigError where there is no such file, and what `Placement.read` raises."""
+def read_plan(path: str | os.PathLike[str]) -> ExpertPlacement:
+    """Read a placement; raises ConfigError where there is no such file, and what `ExpertPlacement.read` raises."""
     if not os.path.isfile(path):
         raise ConfigError(
             f"placement {os.fspath(path)!r} is no file; give the .npz that `routed-experts placement --save` wrote"
         )
-    return Placement.read(path)
+    return ExpertPlacement.read(path)
 
 
 def parse_fraction(factor: Fraction | float | str | None) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import GenerateReqInput
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
@@ -57,7 +57,7 @@ class Engine(EngineControl):
         on_load: Callable[[int, int], None] | None = None,
         load_format: str = "auto",
         experts: ExpertOffloadConfig | None = None,
-        placement: Placement | PlacementConfig | str | os.PathLike[str] | None = None,
+        placement: ExpertPlacement | PlacementConfig | str | os.PathLike[str] | None = None,
         self_check: bool = False,
         **server_args: Any,
     ) -> None:
@@ -67,7 +67,7 @@ class Engine(EngineControl):
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         enable_compilation_cache()
         how: dict[str, Any] = {"registry": registry, "clock": clock, "load_format": load_format, "on_load": on_load}
-        how |= {"experts": experts, "placement": PlacementConfig.of(placement), "self_check": self_check}
+        how |= {"experts": experts, "placement": PlacementConfig.create(placement), "self_check": self_check}
         self.compiles = CompileCount()
         try:
             assembly = build_engine(args, model=model, **how)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, SamplerForm
+from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, SamplingMode
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
 from routed_experts.execution.sampler import PenaltyInputs, SamplerSpec, TokenCounts, counting_program, sampler_program
@@ -62,13 +62,13 @@ def sampling_jobs(
     mesh = None if on is None else on.mesh
     leaves, last_tokens = jax.tree.leaves(weights), _shape((config.num_request_slots,), jnp.int32)
     at = leaves[0].sharding if on is None else None  # of what runs there too, but has no weights
-    for form in SamplerForm:
+    for mode in SamplingMode:
         full = None
-        if form is SamplerForm.FULL:
+        if mode is SamplingMode.FULL:
             bias, said = (shape.num_requests, MAX_BIAS), abstract_token_counts(shape.num_requests, config.vocab_size)
             full = PenaltyInputs(said, _shape(bias, jnp.int32), _shape(bias, jnp.float32))
-        run = sampler_program(_sampler_spec(spec, shape, form), mesh)
-        jobs[sampler_key(spec, shape, form)] = functools.partial(
+        run = sampler_program(_sampler_spec(spec, shape, mode), mesh)
+        jobs[sampler_key(spec, shape, mode)] = functools.partial(
             run.lower, *_lying((out.logits, last_tokens, out.words, full), at)
         )
     spoken = abstract_token_counts(config.num_request_slots, config.vocab_size)
@@ -88,16 +88,16 @@ def sampling_jobs(
     return jobs
 
 
-def sampler_key(spec: ProgramSpec, shape: BatchShape, form: SamplerForm) -> tuple[object, ...]:
+def sampler_key(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> tuple[object, ...]:
     """Where the sampler of a step stands in the table."""
-    return "sample", shape.num_requests, spec.row_words_in(shape), form
+    return "sample", shape.num_requests, spec.row_words_in(shape), mode
 
 
-def _sampler_spec(spec: ProgramSpec, shape: BatchShape, form: SamplerForm) -> SamplerSpec:
-    choose = spec.kernels.argmax if form is SamplerForm.GREEDY else None
+def _sampler_spec(spec: ProgramSpec, shape: BatchShape, mode: SamplingMode) -> SamplerSpec:
+    choose = spec.kernels.argmax if mode is SamplingMode.GREEDY else None
     told = spec.row_words_in(shape)
     return SamplerSpec(
-        form=form, num_requests=shape.num_requests, told=told, raw_logprobs=spec.raw_logprobs, choose=choose
+        mode=mode, num_requests=shape.num_requests, told=told, raw_logprobs=spec.raw_logprobs, choose=choose
     )
 
 

@@ -50,7 +50,7 @@ class MemoryDemand:
     def capture_device(self) -> int:
         """Bytes of the rows of two steps of the largest padded size. Rows of small steps that wait to be filed are not
         included."""
-        shapes = Buckets.of(self.args, context_length=self.context_length).all_shapes()
+        shapes = Buckets.from_args(self.args, context_length=self.context_length).all_shapes()
         return 2 * max(tokens for _, tokens, _ in shapes) * self.row_bytes
 
     @property

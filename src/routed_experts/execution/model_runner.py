@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Int32, UInt
 
 from routed_experts.core.errors import WeightsMismatchError
-from routed_experts.core.model_worker_batch import ModelWorkerBatch, SamplerForm, StepResult
+from routed_experts.core.model_worker_batch import ModelWorkerBatch, SamplingMode, StepResult
 from routed_experts.execution.aot_programs import RunnerConfig, abstract_token_counts, lowerings, sampler_key
 from routed_experts.execution.forward_batch import BatchShape, pack, shape_of
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
@@ -37,7 +37,7 @@ class PendingStep:
     scored: Int32[Array, "N columns"] | None
     rows: UInt[Array, "N MK"] | None  # None, too, where `sampled` has them
     weight_version: int
-    changed: Int32[Array, "N 2"] | None = None
+    rerouting: Int32[Array, "N 2"] | None = None
 
 
 class ModelRunner:
@@ -85,22 +85,22 @@ class ModelRunner:
         """Start a step's programs; returns at once. The first call carries the metadata over, a host array among its
         arguments (in the FULL form it goes before)."""
         shape, packed = shape_of(batch), pack(batch)
-        if batch.form is SamplerForm.FULL:  # two programs look at all of it
+        if batch.sampling_mode is SamplingMode.FULL:  # two programs look at all of it
             packed = jax.device_put(packed, self._replicated)
         out = self._forward(batch, shape, packed)
         full = None
-        if batch.form is SamplerForm.FULL:
+        if batch.sampling_mode is SamplingMode.FULL:
             bias = jax.device_put((batch.sampling.bias_ids, batch.sampling.bias_values), self._replicated)
             self._spoken, spoken = self._programs["count", shape](self._spoken, out.tokens, packed)
             full = PenaltyInputs(spoken, *bias)
-        program = self._programs[sampler_key(self.spec, shape, batch.form)]
+        program = self._programs[sampler_key(self.spec, shape, batch.sampling_mode)]
         self._last_tokens, sampled = program(out.logits, self._last_tokens, out.words, full)
         scored = None
         if batch.prompt_targets is not None:
             targets = jax.device_put(batch.prompt_targets, self._replicated)
             scored = self._programs["score", shape.num_tokens](self._weights, out.hidden, targets)
         if self._copies:
-            for array in (sampled, scored, out.rows, out.changed):
+            for array in (sampled, scored, out.rows, out.rerouting):
                 if array is not None:
                     array.copy_to_host_async()
         return PendingStep(
@@ -109,7 +109,7 @@ class ModelRunner:
             scored=scored,
             rows=out.rows,
             weight_version=self.weight_version,
-            changed=out.changed,
+            rerouting=out.rerouting,
         )
 
     def take_counts(self) -> Int32[Array, "F M E"]:
@@ -137,7 +137,7 @@ class ModelRunner:
     def read(self, pending: PendingStep) -> StepResult:
         """Wait for a step's outputs and give them as host arrays."""
         sampled = np.asarray(pending.sampled)
-        top, full = min(MAX_TOP_LOGPROBS, self.config.vocab_size), pending.batch.form is SamplerForm.FULL
+        top, full = min(MAX_TOP_LOGPROBS, self.config.vocab_size), pending.batch.sampling_mode is SamplingMode.FULL
         scored = None if pending.scored is None else np.asarray(pending.scored)
         rows = (
             np.asarray(pending.rows) if self._copies and pending.rows is not None else pending.rows
@@ -154,7 +154,7 @@ class ModelRunner:
             prompt_top_logprobs=None if scored is None else _floats(scored[:, 1 + top :]),
             rows=rows,
             weight_version=pending.weight_version,
-            changed=None if pending.changed is None else np.asarray(pending.changed),
+            rerouting=None if pending.rerouting is None else np.asarray(pending.rerouting),
         )
 
     def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, donate: bool = False) -> None:

@@ -67,7 +67,7 @@ class ProgramSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ForwardOut:
-    """Outputs of `forward`. `rows` leave the device, and `changed`: slots of each token that capacities moved or left
+    """Outputs of `forward`. `rows` leave the device, and `rerouting`: slots of each token that capacities moved or left
     empty. `counts` are donated to the next step; the rest feeds the programs that follow. `words` have rows behind them
     that are told with the tokens."""
 
@@ -77,7 +77,7 @@ class ForwardOut:
     words: Int32[Array, " words"]  # the sampler's metadata, now on the device
     rows: UInt[Array, "N MK"] | None
     counts: Int32[Array, "F M E"] | None = None
-    changed: Int32[Array, "N 2"] | None = None
+    rerouting: Int32[Array, "N 2"] | None = None
 
 
 def forward(
@@ -101,7 +101,7 @@ def forward(
     capture = create_device_cache(
         spec.counted if spec.capture is None else spec.capture,
         shape.num_tokens,
-        reroutes=spec.kernels.group.rerouter is not None,
+        capacity_limited=spec.kernels.group.rerouter is not None,
     )
     ops = hybrid_ops(attend, batch) if isinstance(pool, HybridPool) else attend
     paged = batch.paged
@@ -111,11 +111,11 @@ def forward(
     rows = None if capture is None or spec.capture is None else capture.rows()
     words = packed[: num_sampler_words(shape.num_requests)]
     if capture is not None and spec.row_words_in(shape):
-        words, rows = jnp.concatenate([words, capture.words().reshape(-1)]), None
-    counts = None if capture is None or counts is None else capture.counted(counts, paged.valid, batch.generated)
-    changed = None if capture is None else capture.departed
+        words, rows = jnp.concatenate([words, capture.packed_rows().reshape(-1)]), None
+    counts = None if capture is None or counts is None else capture.count_experts(counts, paged.valid, batch.generated)
+    rerouting = None if capture is None else capture.rerouting
     logits = model.logits(batch.of_last_tokens(hidden), linear=spec.kernels.lm_head) if spec.samples else None
-    return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, changed)
+    return pool, ForwardOut(hidden, logits, tokens, words, rows, counts, rerouting)
 
 
 def score_prompt(

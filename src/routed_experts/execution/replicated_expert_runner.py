@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from routed_experts.core.errors import PlacementError
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.execution.aot_programs import RunnerConfig
 from routed_experts.execution.expert_transfers import abstract_moves, move_experts, plan_moves
 from routed_experts.execution.model_runner import ModelRunner
@@ -36,7 +36,7 @@ class ReplicatedExpertRunner(ModelRunner):
         spec: ProgramSpec,
         config: RunnerConfig,
         *,
-        placement: Placement,
+        placement: ExpertPlacement,
         places: Iterable[Any],
         factor: tuple[int, int] | None = None,
     ) -> None:
@@ -45,7 +45,7 @@ class ReplicatedExpertRunner(ModelRunner):
         self._held = placement.physical_to_logical_map.copy()  # what is where now, also in the middle of a change
         self.num_copied = 0  # instances that came from another device, since the start
 
-    def check(self, placement: Placement) -> None:
+    def check(self, placement: ExpertPlacement) -> None:
         """Raise PlacementError for a placement of another model or of other sizes."""
         placement.check_model(self.placement.num_layers, self.placement.num_experts)
         sizes = {"instances": "num_instances", "devices": "num_devices"}
@@ -69,7 +69,7 @@ class ReplicatedExpertRunner(ModelRunner):
         """(place, row) of every MoE layer: what `move_layer` takes, one after another."""
         return [(place, row) for place, (_, columns, _) in enumerate(self._places) for row in range(len(columns))]
 
-    def move_layer(self, place: int, row: int, placement: Placement) -> int:
+    def move_layer(self, place: int, row: int, placement: ExpertPlacement) -> int:
         """Put one layer's experts where the placement has them, and give the step its maps; returns how many came from
         another device. No step may be in flight: the arrays of experts are donated."""
         at, columns, names = self._places[place]

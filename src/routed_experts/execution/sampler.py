@@ -4,7 +4,7 @@ Knows no model.
 `sample_tokens` depends on sizes (padded requests, request slots, vocabulary) and on how an engine tells logprobs, on
 nothing else of a step or of its model: steps of as many requests share it, and so do models of one vocabulary, through
 the compilation cache. But for decode steps whose rows of experts are told with the tokens: their width is the model's.
-In the FULL form `update_token_counts` comes first. Dims: N padded tokens, B padded requests, R request slots, V vocabulary, X
+In the FULL mode `update_token_counts` comes first. Dims: N padded tokens, B padded requests, R request slots, V vocabulary, X
 bias entries, T top logprobs."""
 
 import dataclasses
@@ -17,18 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from routed_experts.core.model_worker_batch import SamplerForm
+from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.execution.forward_batch import BatchShape, num_sampler_words, unpack, unpack_sampler
 from routed_experts.execution.spmd import REPLICATED, MeshSpecs, jit_sharded
 from routed_experts.layers.logprobs import bitcast_int32, token_logprobs, top_logprobs
-from routed_experts.layers.sampling import Penalties, SamplingMode, penalize, sample
-
-_MODES = {
-    SamplerForm.GREEDY: SamplingMode.GREEDY,
-    SamplerForm.RANDOM: SamplingMode.RANDOM,
-    SamplerForm.FILTERED: SamplingMode.FILTERED,
-    SamplerForm.FULL: SamplingMode.FILTERED,
-}
+from routed_experts.layers.sampling import Penalties, penalize, sample
 
 Choose = Callable[
     [Float[Array, "B V"]], tuple[Int[Array, " B"], Float[Array, " B"]]
@@ -40,7 +33,7 @@ class SamplerSpec:
     """What a sampler is; static. `told`: words of a row of experts that stand behind the metadata and leave with each
     token. `choose`: a kernel for the greedy choice, None: array code."""
 
-    form: SamplerForm
+    mode: SamplingMode
     num_requests: int
     told: int
     raw_logprobs: bool
@@ -93,7 +86,7 @@ def sample_tokens(
     spec: SamplerSpec,
 ) -> tuple[Int[Array, " R"], Int32[Array, "B columns"]]:
     """Choose the next token of every row. Returns the slots' last tokens, and one int32 array a row: token, logprob
-    bits, and in the FULL form T top ids and the bits of T top logprobs, and last the packed rows of experts where they
+    bits, and in the FULL mode T top ids and the bits of T top logprobs, and last the packed rows of experts where they
     are told."""
     batch, raw = unpack_sampler(words, spec.num_requests), logits
     if full is not None:
@@ -105,14 +98,13 @@ def sample_tokens(
             prompt_seen=full.spoken.prompt,
         )
         logits = penalize(raw, penalties, full.bias_ids, full.bias_values)
-    mode = _MODES[spec.form]
     if (
-        mode is SamplingMode.GREEDY and spec.choose is not None
+        spec.mode is SamplingMode.GREEDY and spec.choose is not None
     ):  # nothing was processed: raw logprobs and processed ones are the same
         tokens, logprobs = spec.choose(logits)
         source = raw
     else:
-        tokens, processed = sample(logits, batch.sampling, mode)
+        tokens, processed = sample(logits, batch.sampling, spec.mode)
         source = raw if spec.raw_logprobs else processed
         logprobs = token_logprobs(source, tokens)
     columns = [tokens[:, None], bitcast_int32(logprobs)[:, None]]

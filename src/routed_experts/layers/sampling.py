@@ -6,15 +6,14 @@ not depend on the values, and equal scores are kept or dropped together. Dims: B
 entries of a row."""
 
 import dataclasses
-import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from routed_experts.core.sampling_params import ResolvedSampling
+from routed_experts.core.model_worker_batch import SamplingMode
 
 _MAX_FINITE_BITS = 0x7F7FFFFF  # float32 maximum read as an int32; non-negative floats order as their bits do
 _BISECTIONS = 31  # halvings of [0, _MAX_FINITE_BITS]
@@ -22,25 +21,6 @@ _PARITY = 0x1BD11BDA  # of Threefry's third key word
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # bits by which Threefry's rounds rotate, four rounds between two keys
 
 _Words = tuple[UInt32[Array, "..."], UInt32[Array, "..."]]
-
-
-class SamplingMode(enum.Enum):
-    """How much of the sampler a program holds; static. Rows with temperature 0 are greedy in every mode."""
-
-    GREEDY = "greedy"  # argmax only
-    RANDOM = "random"  # temperature and noise
-    FILTERED = "filtered"  # also top-k, top-p, min-p
-
-    @classmethod
-    def cheapest(cls, rows: Iterable[ResolvedSampling]) -> "SamplingMode":
-        """Return the smallest mode that serves all rows."""
-        mode = cls.GREEDY
-        for row in rows:
-            if row.is_filtered:
-                return cls.FILTERED
-            if not row.is_greedy:
-                mode = cls.RANDOM
-        return mode
 
 
 @jax.tree_util.register_dataclass
@@ -106,7 +86,7 @@ def processed_logits(logits: Float[Array, "B V"], batch: SamplingBatch, mode: Sa
     # Shift first: the best score is then exactly 0 at any temperature and nothing overflows to +inf.
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     scores = shifted / jnp.maximum(batch.temperature, jnp.finfo(jnp.float32).tiny)[:, None]
-    if mode is SamplingMode.FILTERED:
+    if mode >= SamplingMode.FILTERED:
         scores = _filter(scores, batch)
     return jnp.where(is_greedy(batch)[:, None], logits, scores)
 

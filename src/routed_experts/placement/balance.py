@@ -7,12 +7,12 @@ import numpy as np
 from jaxtyping import Float, Float64, Int64
 
 from routed_experts.core.errors import PlacementError
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 
 _EPSILON = 1e-5
 
 
-def device_load(load: Float[np.ndarray, "M E"], placement: Placement) -> Float64[np.ndarray, "M V"]:
+def device_load(load: Float[np.ndarray, "M E"], placement: ExpertPlacement) -> Float64[np.ndarray, "M V"]:
     """The load of each device when an expert's load is divided evenly among its instances. Raises PlacementError for
     another model."""
     placement.check_model(*load.shape)
@@ -34,7 +34,7 @@ def eplb_balancedness_weighted(devices: Float[np.ndarray, "M V"]) -> float:
     return float(devices.mean(axis=1).sum() / most) if most > 0 else 1.0
 
 
-def num_copies(old: Placement, new: Placement) -> Int64[np.ndarray, " M"]:
+def num_copies(old: ExpertPlacement, new: ExpertPlacement) -> Int64[np.ndarray, " M"]:
     """Instances of each layer whose device did not hold that expert before: each is one expert's weights over the
     link."""
     check_alike(old, new)
@@ -44,7 +44,7 @@ def num_copies(old: Placement, new: Placement) -> Int64[np.ndarray, " M"]:
     return np.count_nonzero(~held[layers, devices, new.physical_to_logical_map], axis=1)
 
 
-def check_alike(old: Placement, new: Placement) -> None:
+def check_alike(old: ExpertPlacement, new: ExpertPlacement) -> None:
     """Raise PlacementError unless one can follow the other in the same tables."""
     sizes = [(one.num_layers, one.num_experts, one.num_instances, one.num_devices) for one in (old, new)]
     if sizes[0] != sizes[1]:

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 
 from routed_experts.core.errors import PlacementError
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.placement.balance import device_load, eplb_balancedness_weighted, num_copies
 
 MIN_STEP = 0.05  # of balancedness: less is not worth the disturbance, whatever it costs
@@ -30,8 +30,8 @@ class Verdict:
 
 def judge(
     load: Float[np.ndarray, "M E"],
-    now: Placement,
-    new: Placement,
+    now: ExpertPlacement,
+    new: ExpertPlacement,
     *,
     expert_time_s: float,
     expert_bytes: int,

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64, Int, Int64, UInt
 
 from routed_experts.core.errors import PlacementError
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.placement.balance import device_load
 
 Dispatch = Literal["even", "waterfill", "reroute"]
@@ -22,7 +22,7 @@ DispatchResult = tuple[Float64[np.ndarray, "M V"], Int64[np.ndarray, " M"]]
 Send = Callable[[UInt[np.ndarray, "N M K"]], DispatchResult]
 
 
-def dispatcher(placement: Placement, dispatch: Dispatch, *, step_tokens: int) -> Send:
+def dispatcher(placement: ExpertPlacement, dispatch: Dispatch, *, step_tokens: int) -> Send:
     """The function that gives, for a step of at most `step_tokens` tokens, the slots on each device and how many of
     each layer found no room. Raises PlacementError for a way that there is not."""
     if dispatch not in DISPATCHES:

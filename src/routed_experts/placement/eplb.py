@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Float64, Int64
 
 from routed_experts.core.errors import PlacementError
-from routed_experts.core.placement import Placement, default_max_replicas
+from routed_experts.core.placement import ExpertPlacement, default_max_replicas
 from routed_experts.placement.greedy import pack, replicate
 from routed_experts.placement.refine import refine
 
@@ -25,7 +25,7 @@ def rebalance(
     max_replicas: int | None = None,
     refined: bool = True,
     epoch: int = 0,
-) -> Placement:
+) -> ExpertPlacement:
     """Place `num_instances` instances of the experts by their load (any unit, such as tokens). No expert gets more than
     `max_replicas`, by default min(16, I - E + 1). A layer, or a node's part of one, without load is placed as if all
     experts had the same.
@@ -46,7 +46,9 @@ def rebalance(
     if refined:
         held = refine(rows, held, num_devices=num_devices // nodes, max_replicas=most, num_nodes=nodes)
     instances = np.take_along_axis(experts, held, axis=1).reshape(len(load), num_instances)
-    return Placement.of(instances, num_experts=num_experts, num_devices=num_devices, max_replicas=most, epoch=epoch)
+    return ExpertPlacement.of(
+        instances, num_experts=num_experts, num_devices=num_devices, max_replicas=most, epoch=epoch
+    )
 
 
 def checked_load(load: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, "M E"]:

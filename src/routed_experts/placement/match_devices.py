@@ -11,11 +11,11 @@ from jaxtyping import Int64
 
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.installation import import_optional
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.placement.balance import check_alike
 
 
-def relabel(new: Placement, old: Placement, *, num_nodes: int = 1) -> Placement:
+def relabel(new: ExpertPlacement, old: ExpertPlacement, *, num_nodes: int = 1) -> ExpertPlacement:
     """Return `new` with devices renamed within their nodes and slots within their devices, as near to `old` as can be;
     its epoch is the one after old's. Raises PlacementError where the sizes differ, ConfigError without SciPy
     (routed-experts[placement])."""
@@ -30,7 +30,7 @@ def relabel(new: Placement, old: Placement, *, num_nodes: int = 1) -> Placement:
     order = _match_devices(new, old, num_nodes)
     after = np.take_along_axis(after, order[:, :, None], axis=1)
     kept = _keep_slots(after.reshape(-1, shape[2]), before.reshape(-1, shape[2]), new.num_experts)
-    return Placement.of(
+    return ExpertPlacement.of(
         kept.reshape(new.num_layers, new.num_instances),
         num_experts=new.num_experts,
         num_devices=new.num_devices,
@@ -39,7 +39,7 @@ def relabel(new: Placement, old: Placement, *, num_nodes: int = 1) -> Placement:
     )
 
 
-def _match_devices(new: Placement, old: Placement, num_nodes: int) -> Int64[np.ndarray, "M V"]:
+def _match_devices(new: ExpertPlacement, old: ExpertPlacement, num_nodes: int) -> Int64[np.ndarray, "M V"]:
     """For each old device, the device of the new placement that takes its name."""
     assign = _assignment()
     common = _common(new, old)
@@ -53,7 +53,7 @@ def _match_devices(new: Placement, old: Placement, num_nodes: int) -> Int64[np.n
     return order
 
 
-def _common(new: Placement, old: Placement) -> Int64[np.ndarray, "M V V"]:
+def _common(new: ExpertPlacement, old: ExpertPlacement) -> Int64[np.ndarray, "M V V"]:
     """How many experts an old device (rows) and a new one both hold: over each expert, the pairs of devices that have
     it."""
     before, after = _devices(old)[:, :, :, None], _devices(new)[:, :, None, :]  # [M, E, J, J], once they meet
@@ -63,7 +63,7 @@ def _common(new: Placement, old: Placement) -> Int64[np.ndarray, "M V V"]:
     return np.bincount(keys[held], minlength=num_layers * num_devices**2).reshape(num_layers, num_devices, num_devices)
 
 
-def _devices(placement: Placement) -> Int64[np.ndarray, "M E J"]:
+def _devices(placement: ExpertPlacement) -> Int64[np.ndarray, "M E J"]:
     """The devices that hold each expert, each once, and -1."""
     listed = placement.logical_to_physical_map
     devices = np.sort(np.where(listed >= 0, listed // placement.instances_per_device, -1), axis=2).astype(np.int64)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.layers.balanced_selection.checks import expert_capacity
 from routed_experts.layers.balanced_selection.selection import balanced_expert_selection
 from routed_experts.layers.balanced_selection.waterfill import waterfill_replicas
@@ -22,7 +22,7 @@ Choose = Callable[
 ]  # ids and the number of real tokens to instances
 
 
-def choose_by_load(placement: Placement) -> Choose:
+def choose_by_load(placement: ExpertPlacement) -> Choose:
     """Instances by water-filling, each layer for itself."""
 
     def layer(ids: Int[Array, "N K"], order: Int[Array, "E J"]) -> Int[Array, "N K"]:
@@ -32,7 +32,7 @@ def choose_by_load(placement: Placement) -> Choose:
     return lambda ids, _: np.asarray(choose(ids, placement.logical_to_physical_map))
 
 
-def dispatch_with_capacity(placement: Placement) -> Choose:
+def dispatch_with_capacity(placement: ExpertPlacement) -> Choose:
     """Instances that have room, 1.25 times the mean share; -1 where none of the expert's has."""
 
     def layer(inputs: tuple[Int[Array, "N K"], Int[Array, "E J"]], capacity: Int[Array, " I"]) -> Int[Array, "N K"]:

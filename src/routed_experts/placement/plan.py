@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Float
 
-from routed_experts.core.placement import Placement, ResidencyMap
+from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.placement.eplb import rebalance
 from routed_experts.placement.match_devices import relabel
@@ -19,8 +19,8 @@ def eplb(
     num_devices: int,
     num_groups: int = 1,
     num_nodes: int = 1,
-    previous: Placement | None = None,
-) -> Placement:
+    previous: ExpertPlacement | None = None,
+) -> ExpertPlacement:
     """Place experts by their load (of RoutingStats: all that it counted; pass `stats.recent_load` for what counted of
     late). With `previous`, which must have the same sizes, devices are named so that the fewest experts move, J stays,
     and the epoch rises. Raises PlacementError, or ConfigError where `previous` is given and SciPy

@@ -106,7 +106,7 @@ def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: Residenc
         raise PlacementError(f"per_layer={per_layer} resident experts; wanted 0 to {load.shape[1]}, all there are")
     chosen = np.sort(np.argsort(-load, axis=1, kind="stable")[:, :per_layer], axis=1)
     if previous is None:
-        return ResidencyMap.of(chosen, num_experts=load.shape[1])
+        return ResidencyMap.from_experts(chosen, num_experts=load.shape[1])
     previous.check_model(*load.shape)
     if previous.num_resident != per_layer:
         raise PlacementError(
@@ -119,7 +119,7 @@ def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: Residenc
     for layer in range(len(load)):
         comers = np.setdiff1d(chosen[layer], experts[layer], assume_unique=True)
         experts[layer, ~stays[layer]] = comers
-    return ResidencyMap.of(experts, num_experts=load.shape[1], epoch=previous.epoch + 1)
+    return ResidencyMap.from_experts(experts, num_experts=load.shape[1], epoch=previous.epoch + 1)
 
 
 def num_promoted(old: ResidencyMap, new: ResidencyMap) -> Int64[np.ndarray, " M"]:
@@ -142,4 +142,4 @@ def _exchanged(residency: ResidencyMap, rate: Float64[np.ndarray, "M E"], costs:
     if not swaps.any():
         return residency
     np.put_along_axis(experts, slots, np.where(swaps, comers, victims), axis=1)
-    return ResidencyMap.of(experts, num_experts=residency.num_experts, epoch=residency.epoch + 1)
+    return ResidencyMap.from_experts(experts, num_experts=residency.num_experts, epoch=residency.epoch + 1)

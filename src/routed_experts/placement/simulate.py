@@ -13,7 +13,7 @@ from jaxtyping import Float64, Int64, UInt
 
 from routed_experts.analysis import known_rows
 from routed_experts.core.errors import PlacementError
-from routed_experts.core.placement import Placement, ResidencyMap
+from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.placement.balance import num_copies
 from routed_experts.placement.dispatch import Dispatch, count_experts, dispatcher
@@ -51,11 +51,11 @@ class ResidencyReport:
 @overload
 def replay(
     records: Iterable[RoutedExperts],
-    plan: Placement,
+    plan: ExpertPlacement,
     *,
     dispatch: Dispatch = "even",
     step_tokens: int = STEP_TOKENS,
-    previous: Placement | None = None,
+    previous: ExpertPlacement | None = None,
 ) -> PlacementReport: ...
 @overload
 def replay(
@@ -67,11 +67,11 @@ def replay(
 ) -> ResidencyReport: ...
 def replay(
     records: Iterable[RoutedExperts],
-    plan: Placement | ResidencyMap | AdaptiveResidency,
+    plan: ExpertPlacement | ResidencyMap | AdaptiveResidency,
     *,
     dispatch: Dispatch = "even",
     step_tokens: int = STEP_TOKENS,
-    previous: Placement | ResidencyMap | None = None,
+    previous: ExpertPlacement | ResidencyMap | None = None,
 ) -> PlacementReport | ResidencyReport:
     """Run a plan, or a policy that adapts, over the known rows of records. `dispatch` says how a placement's slots
     choose among the instances of their expert. `previous`: what the plan replaces; going from there to it is counted as
@@ -82,17 +82,25 @@ def replay(
     rows, num_experts = _rows_of(records, step_tokens)
     residency = plan.residency if isinstance(plan, AdaptiveResidency) else plan
     residency.check_model(rows.shape[1], num_experts)
-    if isinstance(plan, Placement):
+    if isinstance(plan, ExpertPlacement):
         if isinstance(previous, ResidencyMap):
-            raise PlacementError("previous is a ResidencyMap and plan a Placement; give the placement that is replaced")
+            raise PlacementError(
+                "previous is a ResidencyMap and plan an ExpertPlacement; give the placement that is replaced"
+            )
         return _replay_placement(rows, plan, dispatch, step_tokens, previous)
-    if isinstance(previous, Placement):
-        raise PlacementError("previous is a Placement and plan a residency; give the ResidencyMap that is replaced")
+    if isinstance(previous, ExpertPlacement):
+        raise PlacementError(
+            "previous is an ExpertPlacement and plan a residency; give the ResidencyMap that is replaced"
+        )
     return _replay_residency(rows, plan, step_tokens, previous)
 
 
 def _replay_placement(
-    rows: UInt[np.ndarray, "T M K"], plan: Placement, dispatch: Dispatch, step_tokens: int, previous: Placement | None
+    rows: UInt[np.ndarray, "T M K"],
+    plan: ExpertPlacement,
+    dispatch: Dispatch,
+    step_tokens: int,
+    previous: ExpertPlacement | None,
 ) -> PlacementReport:
     total = np.zeros((plan.num_layers, plan.num_devices))
     largest = np.zeros(plan.num_layers)

@@ -16,11 +16,11 @@ from routed_experts.core.model_worker_batch import (
     MAX_BIAS,
     ForwardMode,
     ModelWorkerBatch,
-    SamplerForm,
     SamplingArrays,
+    SamplingMode,
 )
 from routed_experts.memory.req_to_token_pool import ReqToTokenPool
-from routed_experts.scheduling.schedule_batch import Req, Row
+from routed_experts.scheduling.schedule_batch import Req, ScheduledChunk
 
 _FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _INT_COLUMNS = ("top_k", "choice", "prompt_len")
@@ -51,9 +51,9 @@ class BatchBuilder:
         self._columns = _named(self._words)
         self._columns["top_p"][0] = self._columns["repetition"][0] = 1.0
         self._count = np.arange(max(buckets.max_requests, *buckets.extend) + 1, dtype=np.int32)
-        self._seated: _BatchLayout | None = None  # of the last step, unless a request was given a slot since
+        self._cached_layout: _BatchLayout | None = None  # of the last step, unless a request was given a slot since
 
-    def enter(self, req: Req) -> None:
+    def register(self, req: Req) -> None:
         """Note the parameters of a request that has just been given a slot."""
         sampling, columns, slot = req.source.sampling, self._columns, req.slot
         columns["temperature"][slot], columns["top_p"][slot] = sampling.temperature, sampling.top_p
@@ -61,18 +61,18 @@ class BatchBuilder:
         columns["presence"][slot], columns["frequency"][slot] = sampling.presence_penalty, sampling.frequency_penalty
         columns["repetition"][slot], columns["prompt_len"][slot] = sampling.repetition_penalty, req.prompt_len
         columns["choice"][slot], self._seeds[slot] = req.source.choice, sampling.seed_words
-        self._seated = None
+        self._cached_layout = None
 
-    def build(self, rows: Sequence[Row], *, step: int, all_generated: bool = False) -> ModelWorkerBatch:
+    def build(self, rows: Sequence[ScheduledChunk], *, step: int, all_generated: bool = False) -> ModelWorkerBatch:
         """Pad the rows to the smallest bucket. Rows stand in the given order. `all_generated`: none of them feeds a
         token of a prompt."""
         counts = [row.count for row in rows]
-        total, scored = sum(counts), not all_generated and any(map(wants_scores, rows))
+        total, scored = sum(counts), not all_generated and any(map(has_scored_prompt_tokens, rows))
         mode, padded_tokens, padded_rows = self._buckets.shape(
             total, len(rows), all_decode=total == len(rows) and not scored
         )
-        forms = [row.req.required_mode() for row in rows]  # of chunks too: FULL counts every token fed
-        seated = self._seats(rows, padded_rows)
+        modes = [row.req.required_mode() for row in rows]  # of chunks too: FULL counts every token fed
+        seated = self._layout(rows, padded_rows)
         seq_lens = np.zeros(padded_rows, np.int32)
         seq_lens[: len(rows)] = [row.start + row.count for row in rows]
         starts = np.minimum(self._count[: padded_rows + 1], total)
@@ -90,7 +90,7 @@ class BatchBuilder:
             step=step,
             all_generated=all_generated,
             mode=mode,
-            form=max(forms),
+            sampling_mode=max(modes),
             num_tokens=total,
             num_requests=len(rows),
             token_ids=self._token_ids(rows, padded_tokens, mode),
@@ -101,22 +101,22 @@ class BatchBuilder:
             seq_lens=seq_lens,
             request_slots=seated.request_slots,
             page_table=table,
-            sampling=self._sampling(rows, seated, seq_lens, full=SamplerForm.FULL in forms),
+            sampling=self._sampling(rows, seated, seq_lens, full=SamplingMode.FULL in modes),
             samples=tuple([row.samples for row in rows]),
             prompt_targets=_prompt_targets(rows, padded_tokens) if scored else None,
             return_routed_experts=seated.return_routed_experts,
         )
 
-    def _seats(self, rows: Sequence[Row], padded: int) -> _BatchLayout:
+    def _layout(self, rows: Sequence[ScheduledChunk], padded: int) -> _BatchLayout:
         """The last step's, where the same requests stand in the same order."""
-        slots, last = [row.req.slot for row in rows], self._seated
+        slots, last = [row.req.slot for row in rows], self._cached_layout
         if last is None or last.slots != slots or last.request_slots.size != padded:
             request_slots = np.zeros(padded, np.int32)
             request_slots[: len(rows)] = slots
             seeds, words = self._seeds[request_slots], self._words[:, request_slots]
             for shared in (request_slots, seeds, words):
                 shared.flags.writeable = False
-            last = self._seated = _BatchLayout(
+            last = self._cached_layout = _BatchLayout(
                 slots=slots,
                 request_slots=request_slots,
                 seeds=seeds,
@@ -125,7 +125,7 @@ class BatchBuilder:
             )
         return last
 
-    def _token_ids(self, rows: Sequence[Row], padded: int, mode: ForwardMode) -> Int32[np.ndarray, " N"]:
+    def _token_ids(self, rows: Sequence[ScheduledChunk], padded: int, mode: ForwardMode) -> Int32[np.ndarray, " N"]:
         ids = np.zeros(padded, np.int32)
         if mode is ForwardMode.DECODE:
             ids[: len(rows)] = [
@@ -140,7 +140,7 @@ class BatchBuilder:
         return ids
 
     def _sampling(
-        self, rows: Sequence[Row], seated: _BatchLayout, seq_lens: Int32[np.ndarray, " B"], *, full: bool
+        self, rows: Sequence[ScheduledChunk], seated: _BatchLayout, seq_lens: Int32[np.ndarray, " B"], *, full: bool
     ) -> SamplingArrays:
         bias_ids: Int32[np.ndarray, "B X"] | None = None
         bias_values: Float[np.ndarray, "B X"] | None = None
@@ -161,7 +161,7 @@ def _named(words: Int32[np.ndarray, "C B"]) -> dict[str, np.ndarray]:
     return columns | {name: words[len(_FLOAT_COLUMNS) + place] for place, name in enumerate(_INT_COLUMNS)}
 
 
-def _prompt_targets(rows: Sequence[Row], padded: int) -> Int32[np.ndarray, " N"]:
+def _prompt_targets(rows: Sequence[ScheduledChunk], padded: int) -> Int32[np.ndarray, " N"]:
     """The prompt token that follows each token of the step, where there is one."""
     targets = np.zeros(padded, np.int32)
     at = 0
@@ -173,6 +173,6 @@ def _prompt_targets(rows: Sequence[Row], padded: int) -> Int32[np.ndarray, " N"]
     return targets
 
 
-def wants_scores(row: Row) -> bool:
+def has_scored_prompt_tokens(row: ScheduledChunk) -> bool:
     """Does this part of a request hold prompt tokens whose successors' logprobs were asked for."""
     return not row.req.is_prefilled and row.req.wants_prompt_logprobs and row.start < row.req.prompt_len - 1

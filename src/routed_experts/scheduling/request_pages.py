@@ -70,7 +70,7 @@ class RequestPages:
         self._changed.append(pages)
         return True
 
-    def share(self, req: Req, namespace: Hashable) -> None:
+    def cache_prefix(self, req: Req, namespace: Hashable) -> None:
         """Let others use the full pages of what a running request has fed and read back; not where the cache already
         knows those tokens under other pages: the request keeps the pages of its own pass."""
         full = req.num_committed // self.page_size
@@ -90,11 +90,11 @@ class RequestPages:
         self._free(self.cache.unlock(req.node))
         req.node, req.num_shared = inserted.node, full
 
-    def release(self, req: Req, namespace: Hashable, *, keep: bool) -> None:
-        """Take everything from a request. With `keep`, its full pages stay in the cache for others."""
+    def release(self, req: Req, namespace: Hashable, *, cache: bool) -> None:
+        """Take everything from a request. With `cache`, its full pages stay in the cache for others."""
         assert req.node is not None, req.rid
         own = self._pages(req)[req.num_shared :]
-        if keep and self.use_prefix_cache and self.cache.is_attached(req.node):
+        if cache and self.use_prefix_cache and self.cache.is_attached(req.node):
             full = req.num_committed // self.page_size
             kept = self.cache.insert(req.tokens[: full * self.page_size], self._pages(req, full), namespace)
             own = np.concatenate([kept.duplicates, self._pages(req)[max(full, req.num_shared) :]])

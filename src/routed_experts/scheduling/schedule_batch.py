@@ -14,7 +14,7 @@ from jaxtyping import Int32
 
 from routed_experts.capture.host_cache import SavedRows
 from routed_experts.core.io_struct import FinishReason, TokenizedGenerateReqInput
-from routed_experts.core.model_worker_batch import SamplerForm
+from routed_experts.core.model_worker_batch import SamplingMode
 from routed_experts.memory.prefix_cache import PrefixNode
 
 
@@ -37,10 +37,11 @@ class Req:
         self.min_len = self.prompt_len + source.sampling.min_tokens
         self.tokens: Int32[np.ndarray, " max_len"] = np.zeros(self.max_len, np.int32)
         self.tokens[: self.prompt_len] = source.input_ids
-        self.form = form_of(source)
+        ranks_tokens = source.return_logprob and source.top_logprobs_num > 0
+        self.sampling_mode = SamplingMode.FULL if ranks_tokens else SamplingMode.required_by(source.sampling)
         self.state = ReqState.WAITING
         self.finish_reason: FinishReason | None = None
-        self.ending: FinishReason | None = (
+        self.pending_finish: FinishReason | None = (
             None  # why it ends once its last token has been fed, which is wanted for its row
         )
         self.num_known, self.num_pending, self.num_dispatched, self.num_committed = self.prompt_len, 0, 0, 0
@@ -48,7 +49,7 @@ class Req:
         self.node: PrefixNode | None = None
         self.cached_tokens, self.weight_version = 0, 0
         self.is_prefilled = False  # its whole prompt has been read back once
-        self.saved: SavedRows | None = None
+        self.saved_rows: SavedRows | None = None
         self.output_logprobs: list[float] = []
         self.output_top: list[tuple[tuple[float, int], ...] | None] = []
         self.input_logprobs: dict[int, tuple[float, tuple[tuple[float, int], ...] | None]] = {}
@@ -68,7 +69,7 @@ class Req:
         """Is the next thing to feed the token sampled last, and is there room for one more (or a row to gain by it)."""
         length = self.num_known + self.num_pending
         is_wanted = length < self.max_len + self.source.routed_experts.include_last
-        if self.ending is not None:
+        if self.pending_finish is not None:
             is_wanted = self.num_dispatched < self.num_known
         return is_wanted and self.num_dispatched == length - 1 and self.num_dispatched >= self.prompt_len
 
@@ -82,9 +83,9 @@ class Req:
         """Were logprobs of prompt tokens asked for."""
         return self.source.return_logprob and 0 <= self.source.logprob_start_len < self.prompt_len
 
-    def required_mode(self) -> SamplerForm:
+    def required_mode(self) -> SamplingMode:
         """The sampler that this request needs for its next token."""
-        return SamplerForm.FULL if self.num_known + self.num_pending < self.min_len else self.form
+        return SamplingMode.FULL if self.num_known + self.num_pending < self.min_len else self.sampling_mode
 
     def bias_now(self) -> tuple[tuple[int, float], ...]:
         """Logit bias of the next token: the request's own, and stop ids forbidden until min_tokens are there."""
@@ -101,7 +102,7 @@ class Req:
     def end(self, reason: FinishReason) -> None:
         """End this request with the token that came last: now, or once that has been fed for its row."""
         if self.source.routed_experts.include_last:
-            self.ending = reason
+            self.pending_finish = reason
         else:
             self.finish(reason)
 
@@ -113,21 +114,11 @@ class Req:
     @property
     def last_row_ready(self) -> bool:
         """Has the last token been fed and read back, for its row."""
-        return self.ending is not None and self.num_committed == self.num_known
-
-
-def form_of(source: TokenizedGenerateReqInput) -> SamplerForm:
-    """The cheapest sampler that serves a request from its first token to its last."""
-    sampling = source.sampling
-    if sampling.is_penalized or sampling.logit_bias or (source.return_logprob and source.top_logprobs_num > 0):
-        return SamplerForm.FULL
-    if sampling.is_filtered:
-        return SamplerForm.FILTERED
-    return SamplerForm.GREEDY if sampling.is_greedy else SamplerForm.RANDOM
+        return self.pending_finish is not None and self.num_committed == self.num_known
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class ScheduledChunk:
     """One request's part of a step: it feeds tokens [start, start + count), and samples the next if `samples`."""
 
     req: Req

@@ -18,9 +18,9 @@ from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import FinishReason
 from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.scheduling.batch_builder import BatchBuilder, wants_scores
+from routed_experts.scheduling.batch_builder import BatchBuilder, has_scored_prompt_tokens
 from routed_experts.scheduling.request_pages import RequestPages
-from routed_experts.scheduling.schedule_batch import Req, ReqState, Row
+from routed_experts.scheduling.schedule_batch import Req, ReqState, ScheduledChunk
 
 
 class Scheduler:
@@ -37,14 +37,14 @@ class Scheduler:
             table_width=buckets.table_width,
             use_prefix_cache=not args.disable_radix_cache,
         )
-        self._builder = BatchBuilder(
+        self._batch_builder = BatchBuilder(
             buckets, self.pages.table, num_request_slots=slots, page_size=args.page_size, vocab_size=vocab_size
         )
         self.waiting: collections.deque[Req] = collections.deque()
         self.running: list[Req] = []
         self._leaders: dict[str, Req] = {}  # group -> its first choice, while later choices may wait for it
         self._in_flight: dict[
-            int, tuple[tuple[Row, ...], int]
+            int, tuple[tuple[ScheduledChunk, ...], int]
         ] = {}  # by step: its rows, and how many had been released before
         self._num_released = 0
         self._step = 0
@@ -75,7 +75,7 @@ class Scheduler:
     def schedule(self) -> ModelWorkerBatch | None:
         """Choose the rows of the next step; None when nothing can run now."""
         rows = [
-            Row(req, req.num_dispatched, 1, True)
+            ScheduledChunk(req, req.num_dispatched, 1, True)
             for req in self.running
             if req.wants_decode and self.pages.grow(req, req.num_dispatched + 1)
         ]
@@ -88,12 +88,12 @@ class Scheduler:
                 and budget > 0
                 and req.num_unfed > 0
             ):
-                rows.append(_chunk(req, budget))
+                rows.append(_next_chunk(req, budget))
                 budget -= rows[-1].count
         budget = self._admit(rows, budget)
         if not rows:
             return None
-        batch = self._builder.build(rows, step=self._step, all_generated=len(rows) == decoding)
+        batch = self._batch_builder.build(rows, step=self._step, all_generated=len(rows) == decoding)
         self._in_flight[self._step] = tuple(rows), self._num_released
         self._step += 1
         for row in rows:
@@ -112,17 +112,17 @@ class Scheduler:
             if req.state is ReqState.FINISHED:
                 continue
             req.num_committed = row.start + row.count
-            if batch.prompt_targets is not None and wants_scores(row):
-                _note_prompt_logprobs(req, row, int(batch.query_starts[index]), result)
+            if batch.prompt_targets is not None and has_scored_prompt_tokens(row):
+                _add_prompt_logprobs(req, row, int(batch.query_starts[index]), result)
             if not row.samples:
                 continue
             if not req.is_prefilled:
                 req.is_prefilled = True
-                self.pages.share(req, self.namespace(req))
+                self.pages.cache_prefix(req, self.namespace(req))
             req.num_pending -= 1
             advanced.append(req)
-            if req.ending is not None:
-                req.finish(req.ending)  # what was sampled after the last token is nobody's
+            if req.pending_finish is not None:
+                req.finish(req.pending_finish)  # what was sampled after the last token is nobody's
             else:
                 _append(req, tokens[index], logprobs[index], index, result)
         return advanced
@@ -140,13 +140,13 @@ class Scheduler:
         self._num_released += 1
         if req in self.running:
             self.running.remove(req)
-            self.pages.release(req, self.namespace(req), keep=True)
+            self.pages.release(req, self.namespace(req), cache=True)
         else:
             self.waiting.remove(req)
         if self._leaders.get(req.source.group) is req:
             del self._leaders[req.source.group]
 
-    def victim(self) -> Req | None:
+    def preemption_victim(self) -> Req | None:
         """The request to send back when pages run out: the one admitted last, but never the only one."""
         return self.running[-1] if len(self.running) > 1 else None
 
@@ -155,8 +155,8 @@ class Scheduler:
         flight."""
         assert not self._in_flight and req.num_pending == 0, (req.rid, list(self._in_flight))
         self.running.remove(req)
-        self.pages.release(req, self.namespace(req), keep=False)
-        req.saved, req.state = saved, ReqState.WAITING
+        self.pages.release(req, self.namespace(req), cache=False)
+        req.saved_rows, req.state = saved, ReqState.WAITING
         req.num_dispatched = req.num_committed = 0
         self.waiting.appendleft(req)
         self.num_retracted += 1
@@ -175,9 +175,9 @@ class Scheduler:
             )
         return found
 
-    def _admit(self, rows: list[Row], budget: int) -> int:
+    def _admit(self, rows: list[ScheduledChunk], budget: int) -> int:
         """Move waiting requests to running while tokens, slots and pages last; appends their first chunks to `rows`."""
-        for req in self._candidates():
+        for req in self._admissible():
             if budget <= 0 or len(rows) >= self._args.running_limit or len(self.running) >= self._args.running_limit:
                 break
             req.weight_version = self.weight_version
@@ -188,12 +188,12 @@ class Scheduler:
             self.waiting.remove(req)
             req.state = ReqState.RUNNING
             self.running.append(req)
-            self._builder.enter(req)
-            rows.append(_chunk(req, budget))
+            self._batch_builder.register(req)
+            rows.append(_next_chunk(req, budget))
             budget -= rows[-1].count
         return budget
 
-    def _candidates(self) -> Iterable[Req]:
+    def _admissible(self) -> Iterable[Req]:
         """Waiting requests in order, without those that wait for the first choice of their prompt."""
         for req in tuple(self.waiting):
             leader = self._leaders.get(req.source.group)
@@ -207,10 +207,10 @@ class Scheduler:
                 yield req
 
 
-def _chunk(req: Req, budget: int) -> Row:
+def _next_chunk(req: Req, budget: int) -> ScheduledChunk:
     """The next part of a request's known tokens, of at most `budget` tokens."""
     count = min(req.num_unfed, budget)
-    return Row(req, req.num_dispatched, count, req.num_dispatched + count == req.num_known)
+    return ScheduledChunk(req, req.num_dispatched, count, req.num_dispatched + count == req.num_known)
 
 
 def _append(req: Req, token: int, logprob: float, index: int, result: StepResult) -> None:
@@ -226,7 +226,7 @@ def _append(req: Req, token: int, logprob: float, index: int, result: StepResult
         req.end(FinishReason(type="length", length=req.num_output))
 
 
-def _note_prompt_logprobs(req: Req, row: Row, first: int, result: StepResult) -> None:
+def _add_prompt_logprobs(req: Req, row: ScheduledChunk, first: int, result: StepResult) -> None:
     """Keep the logprobs of the prompt tokens that follow this row's tokens; the first pass that computes one wins."""
     assert result.prompt_logprobs is not None, req.rid
     wanted = max(req.source.logprob_start_len, 1)

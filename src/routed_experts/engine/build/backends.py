@@ -176,10 +176,10 @@ class BackendRegistry:
                 f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded; choose "
                 "another backend or enable_return_routed_experts=False"
             )
-        instances = 0 if placing is None else placing.first.num_instances
+        instances = 0 if placing is None else placing.initial.num_instances
         rerouter = (
             None
-            if placing is None or not placing.reroutes
+            if placing is None or not placing.capacity_limited
             else _rerouter(instances, drops=placing.on_exhausted == "drop")
         )
         group = AxisGroup(

@@ -201,9 +201,9 @@ def _runner(
     """What runs a model whose experts are all on accelerators."""
     if placement is None or not isinstance(config, FamilyConfig):
         return ModelRunner(state, spec, sizes)
-    factor = parse_fraction(placement.capacity_factor) if placement.reroutes else None
+    factor = parse_fraction(placement.capacity_factor) if placement.capacity_limited else None
     return ReplicatedExpertRunner(
-        state, spec, sizes, placement=placement.first, places=moe_groups(config), factor=factor
+        state, spec, sizes, placement=placement.initial, places=moe_groups(config), factor=factor
     )
 
 

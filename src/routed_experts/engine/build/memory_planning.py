@@ -41,7 +41,7 @@ def plan_engine(
     capture = config.capture_spec if args.enable_return_routed_experts else None
     shapes = kv_shapes(args, part, arrays)
     memory = plan_memory(args, shapes, held, capture, context_length=context_length, vocab_size=config.vocab_size)
-    buckets = Buckets.of(args, context_length=context_length)
+    buckets = Buckets.from_args(args, context_length=context_length)
     return EnginePlan(memory=memory, buckets=buckets, context_length=context_length, capture=capture)
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Int32
 
 from routed_experts.core.errors import CaptureUnsupportedError, ConfigError, PlacementError
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig, parse_fraction
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.base.interface import Decoder, DecoderConfig
@@ -63,7 +63,7 @@ class ServedModel:
             else with_replica_maps(self.shards.place(state, donate=donate), self.shards.placed_maps())
         )
 
-    def under(self, placement: Placement | None, factor: tuple[int, int] | None = None) -> "ServedModel":
+    def under(self, placement: ExpertPlacement | None, factor: tuple[int, int] | None = None) -> "ServedModel":
         """The same with its experts placed otherwise, under this capacity factor; None: as they are."""
         if placement is None or self.shards is None:
             return self
@@ -82,7 +82,7 @@ def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig 
     )
     if placing is None:
         return ModelSharding.of(cuts, split)
-    placement = placing.first
+    placement = placing.initial
     if args.ep_size != placement.num_devices or args.ep_size == 1:
         text = (
             f"placement has num_devices={placement.num_devices}, but tp_size={args.tp_size} and ep_size={args.ep_size}"
@@ -97,12 +97,12 @@ def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig 
     if placing.on_exhausted == "drop" and args.enable_return_routed_experts:
         text = "on_exhausted='drop' leaves slots empty, and a record has an expert in every slot"
         raise CaptureUnsupportedError(f"{text}; choose 'overflow', or enable_return_routed_experts=False")
-    factor = parse_fraction(placing.capacity_factor) if placing.reroutes else None
+    factor = parse_fraction(placing.capacity_factor) if placing.capacity_limited else None
     split = dataclasses.replace(
         split,
         instances=placement.num_instances,
         replicas=placement.logical_to_physical_map.shape[2],
-        bounded=placing.reroutes,
+        bounded=placing.capacity_limited,
     )
     return ModelSharding.of(_placed(config, cuts, placement), split, maps=_maps(_family(config), placement, factor))
 
@@ -143,12 +143,12 @@ def shapes_of(state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
 
 
 def _maps(
-    config: FamilyConfig, placement: Placement, factor: tuple[int, int] | None
+    config: FamilyConfig, placement: ExpertPlacement, factor: tuple[int, int] | None
 ) -> dict[str, Int32[np.ndarray, "R ..."]]:
     return replica_maps(config, placement) | ({} if factor is None else capacity_maps(config, factor))
 
 
-def _placed(config: DecoderConfig, cuts: Any, placement: Placement) -> dict[str, Any]:
+def _placed(config: DecoderConfig, cuts: Any, placement: ExpertPlacement) -> dict[str, Any]:
     return placed_cuts(_family(config), cuts, placement)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
 from routed_experts.placement.balance import device_load, eplb_balancedness, eplb_balancedness_weighted
 
@@ -36,7 +36,7 @@ class Balance:
 class _Sample:
     num_steps: int
     load: Int64[np.ndarray, "M E"]
-    placement: Placement
+    placement: ExpertPlacement
 
 
 class ExpertLoadMonitor:
@@ -51,7 +51,9 @@ class ExpertLoadMonitor:
         self._runner.take_counts()
         self._num_steps = 0
         self._beats = tuple[_Sample, ...]()  # bound anew, never changed: other threads read it
-        self._in_flight: tuple[int, Any, Placement, bool] | None = None  # the last: whether the window has it already
+        self._in_flight: tuple[int, Any, ExpertPlacement, bool] | None = (
+            None  # the last: whether the window has it already
+        )
         self._window = self._nothing()
 
     def after_step(self, took_s: float) -> None:

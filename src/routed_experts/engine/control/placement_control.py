@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.placement import Placement, ResidencyMap
+from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.placement_config import parse_fraction
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import EngineComponents
@@ -30,7 +30,7 @@ class PlacementControl(MemoryControl):
         if assembly.rebalancer is not None:
             assembly.rebalancer.start(self._follow)
 
-    def apply_placement(self, placement: Placement) -> int:
+    def apply_placement(self, placement: ExpertPlacement) -> int:
         """Move the experts to where the placement has them, a MoE layer between two steps, while requests go on;
         returns how many instances came from another device. Ids and outputs stay what they are, up to the order of
         sums, and nothing is compiled. Raises PlacementError for a placement of another model or other sizes, and
@@ -54,18 +54,18 @@ class PlacementControl(MemoryControl):
         placement=."""
         return PlacementStats.of(self._assembly, _placed_runner(self._assembly.core))
 
-    def _move(self, placement: Placement, layers_per_step: int) -> int:
+    def _move(self, placement: ExpertPlacement, layers_per_step: int) -> int:
         _placed_runner(self._assembly.core).check(placement)
         with self._placing, self._scorer.turn:
             refuse_released(self._assembly.core, "apply_placement")
             return self._move_layers(placement, layers_per_step)
 
-    def _follow(self, placement: Placement, layers_per_step: int) -> int | None:
+    def _follow(self, placement: ExpertPlacement, layers_per_step: int) -> int | None:
         """The same for who follows the load; None while memory is released, for then there is nothing to move."""
         with self._placing, self._scorer.turn:
             return None if self._assembly.core.released else self._move_layers(placement, layers_per_step)
 
-    def _move_layers(self, placement: Placement, layers_per_step: int) -> int:
+    def _move_layers(self, placement: ExpertPlacement, layers_per_step: int) -> int:
         runner = _placed_runner(self._assembly.core)
 
         def move(layers: Sequence[tuple[int, int]]) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from routed_experts.core.errors import EngineDeadError
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.routing_stats import recent_load
 from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
@@ -38,7 +38,7 @@ class Rebalancer:
         self.verdict: Verdict | None = None
         self.last_move_s: float | None = None
         self._config, self._runner, self._watch, self._top_k = config, runner, watch, top_k
-        self._apply: Callable[[Placement, int], int | None] | None = None
+        self._apply: Callable[[ExpertPlacement, int], int | None] | None = None
         self._windows: deque[Int[np.ndarray, "F M E"]] = deque(maxlen=_WINDOWS)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rebalancer")  # its thread begins with the first window
         self._planning: Future[None] | None = None
@@ -47,7 +47,7 @@ class Rebalancer:
             np.ones((runner.placement.num_layers, runner.placement.num_experts))
         )  # what cannot be planned is refused now
 
-    def start(self, apply: Callable[[Placement, int], int | None]) -> None:
+    def start(self, apply: Callable[[ExpertPlacement, int], int | None]) -> None:
         """Move experts by this from now on, which any thread may call; it gives None where nothing can be moved now."""
         self._apply = apply
 
@@ -77,7 +77,7 @@ class Rebalancer:
         self,
         counts: "Callable[[], Int[np.ndarray, 'F M E']]",
         seconds: float,
-        apply: Callable[[Placement, int], int | None],
+        apply: Callable[[ExpertPlacement, int], int | None],
     ) -> None:
         """Plan for a window's counts, and move if that pays."""
         try:
@@ -113,7 +113,7 @@ class Rebalancer:
                 "the experts stay where they are: planning for a window of %.3f s, or moving them, failed", seconds
             )
 
-    def _plan(self, load: Float[np.ndarray, "M E"]) -> Placement:
+    def _plan(self, load: Float[np.ndarray, "M E"]) -> ExpertPlacement:
         """The placement that this load asks for, as near to what is as can be. Raises PlacementError, or ConfigError
         without SciPy."""
         now, nodes = (

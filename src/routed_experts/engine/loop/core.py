@@ -103,9 +103,9 @@ class EngineCore:
     def retract(self, req: Req) -> None:
         """Send a running request back to the queue with its tokens and rows. Drain first."""
         assert self._pending is None, "a retracted request takes its rows along: drain first"
-        saved = req.saved
+        saved = req.saved_rows
         if self.capturer.enabled:
-            saved = self.capturer.save(self.scheduler.pages.kv_slots(req, 0, req.num_committed), earlier=req.saved)
+            saved = self.capturer.save(self.scheduler.pages.kv_slots(req, 0, req.num_committed), earlier=req.saved_rows)
         if self.departures is not None:
             self.departures.retract(req, _prefix_of(self.scheduler, req))
         self.scheduler.retract(req, saved)
@@ -141,7 +141,7 @@ class EngineCore:
         if self.released or self.hold not in (None, PauseMode.WAIT):
             return None
         batch = _next_batch(self.scheduler, self.ledger)
-        while batch is None and self._pending is None and (victim := self.scheduler.victim()) is not None:
+        while batch is None and self._pending is None and (victim := self.scheduler.preemption_victim()) is not None:
             self.retract(victim)
             batch = _next_batch(self.scheduler, self.ledger)
         stuck = (
@@ -163,14 +163,14 @@ class EngineCore:
                 live = self.scheduler.live_tokens(batch)
                 self.num_rows += batch.num_tokens if live is None else int(np.count_nonzero(live))
                 self.capturer.on_forward_end(batch.kv_slots, result.rows, result.weight_version, live, batch.origins)
-            if self.departures is not None and result.changed is not None:
-                self.departures.file(batch, result.changed, self.scheduler.live_tokens(batch), self.scheduler.running)
+            if self.departures is not None and result.rerouting is not None:
+                self.departures.file(batch, result.rerouting, self.scheduler.live_tokens(batch), self.scheduler.running)
             now = time.monotonic()
             for req in self.scheduler.commit(batch, result):
                 matched = None if req.last_row_ready else self.ledger.stop_string(req)
                 if matched is not None:
                     req.stop_at(matched)
-                tells = req.source.stream and req.ending is None  # its last token comes with its end
+                tells = req.source.stream and req.pending_finish is None  # its last token comes with its end
                 if req.state is ReqState.FINISHED or (tells and self.ledger.is_due(req, now)):
                     outs.append(self._news(req))
             self.num_steps += 1
@@ -192,14 +192,19 @@ class EngineCore:
             except RoutedExpertsError as cause:
                 error = cause
                 self.num_missing_rows += isinstance(cause, RoutingIncompleteError)
-        departed = (
+        rerouting = (
             None if self.departures is None else self.departures.of(req, _prefix_of(self.scheduler, req), ended=ended)
         )
         if ended:
             self.scheduler.release(req)
         runner = self.runner
         return self.ledger.news(
-            req, record=record, error=error, weight_version=runner.weight_version, exact=runner.exact, departed=departed
+            req,
+            record=record,
+            error=error,
+            weight_version=runner.weight_version,
+            exact=runner.exact,
+            rerouting=rerouting,
         )
 
 
@@ -232,7 +237,7 @@ def _record(scheduler: Scheduler, capturer: RoutedExpertsCapturer, req: Req, *, 
         start=start,
         num_tokens=req.num_known,
         num_prompt_tokens=req.prompt_len,
-        saved=req.saved,
+        saved=req.saved_rows,
         include_last=req.last_row_ready,
     )
 

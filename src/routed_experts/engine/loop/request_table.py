@@ -103,7 +103,7 @@ class RequestTable:
         error: Exception | None,
         weight_version: int,
         exact: bool = True,
-        departed: ReroutingCounts | None = None,
+        rerouting: ReroutingCounts | None = None,
     ) -> TokenIDOut:
         """What a request has to tell since it was last asked; an ended one leaves the ledger."""
         entry = self._live[req.rid]
@@ -135,8 +135,8 @@ class RequestTable:
             return_routed_experts=req.source.return_routed_experts,
             routed_experts=record,
             error=error,
-            exact=exact and departed in (None, ReroutingCounts(rerouted_slots=0, dropped_slots=0)),
-            departed=departed,
+            exact=exact and rerouting in (None, ReroutingCounts(rerouted_slots=0, dropped_slots=0)),
+            rerouting=rerouting,
             queue_s=entry.queue_s,
         )
 

@@ -94,8 +94,8 @@ class SequenceState:
         }
         if not out.exact:
             meta["exact"] = False
-        if out.departed is not None:
-            meta |= {"mode": "reroute", "exact": out.exact, **dataclasses.asdict(out.departed)}
+        if out.rerouting is not None:
+            meta |= {"mode": "reroute", "exact": out.exact, **dataclasses.asdict(out.rerouting)}
         if self.request.return_logprob:
             meta |= self._told_logprobs()
         if out.return_routed_experts and (out.finish_reason is not None or self.record is not None):

@@ -170,7 +170,7 @@ def close_step(
     batch, capture = unpack(packed, shape), stream.capture
     rows = None if capture is None or spec.capture is None else capture.rows()
     if capture is not None and counts is not None:
-        counts = capture.counted(counts, batch.paged.valid, batch.generated)
+        counts = capture.count_experts(counts, batch.paged.valid, batch.generated)
     logits = rim.logits(batch.of_last_tokens(hidden), linear=spec.kernels.lm_head) if spec.samples else None
     return ForwardOut(hidden, logits, tokens, packed[: num_sampler_words(shape.num_requests)], rows, counts)
 

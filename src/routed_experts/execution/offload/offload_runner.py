@@ -94,7 +94,7 @@ class OffloadRunner(ModelRunner):
                     exchange(self.model, self.tables, self._programs, layer, held[layer.column], new[layer.column])
         except Exception:
             self.num_failed += 1
-            self._bind(ResidencyMap.of(held, num_experts=residency.num_experts, epoch=self.residency.epoch))
+            self._bind(ResidencyMap.from_experts(held, num_experts=residency.num_experts, epoch=self.residency.epoch))
             raise
         finally:
             copied = int(np.count_nonzero(held != before))

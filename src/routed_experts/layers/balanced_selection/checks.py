@@ -17,7 +17,7 @@ INT32_MAX = np.iinfo(np.int32).max
 def check_replica_order(replica_order: Any, num_instances: int) -> Int[ndarray, "*V E J"]:
     """Give the table as int32 if it is sound, [E, J] or [V, E, J]: each expert's instances first, -1 behind them; every
     instance 0 .. I-1 in exactly one place of a source's table; the same instances per expert for every source. A layer
-    of `Placement.logical_to_physical_map` is such a table. Raises PlacementError."""
+    of `ExpertPlacement.logical_to_physical_map` is such a table. Raises PlacementError."""
     table = np.asarray(replica_order)
     if table.ndim not in (2, 3) or 0 in table.shape or not np.issubdtype(table.dtype, np.integer):
         raise PlacementError(

@@ -1,4 +1,4 @@
-"""Where a Placement puts the experts of a decoder: which rows of its arrays each device holds, and the maps that a step
+"""Where an ExpertPlacement puts the experts of a decoder: which rows of its arrays each device holds, and the maps that a step
 is given. Knows no device. Instance i of a layer is on device i // (I / V). Dims: M MoE layers, R layers of a run, E
 experts, I instances, J replica positions, V devices."""
 
@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int32
 
-from routed_experts.core.placement import Placement
+from routed_experts.core.placement import ExpertPlacement
 from routed_experts.models.base.partitioning import AxisPartition, IndexedPartition
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.feed_forward import Sparse
@@ -34,7 +34,7 @@ def moe_groups(config: FamilyConfig) -> Iterator[tuple[str, tuple[int, ...], tup
 
 
 def placed_cuts(
-    config: FamilyConfig, cuts: Mapping[str, AxisPartition], placement: Placement
+    config: FamilyConfig, cuts: Mapping[str, AxisPartition], placement: ExpertPlacement
 ) -> dict[str, AxisPartition]:
     """The same cuts, with the experts where the placement has them."""
     found, held, own = dict(cuts), placement.physical_to_logical_map, placement.instances_per_device
@@ -46,7 +46,7 @@ def placed_cuts(
     return found
 
 
-def replica_maps(config: FamilyConfig, placement: Placement) -> dict[str, Int32[np.ndarray, "R E J"]]:
+def replica_maps(config: FamilyConfig, placement: ExpertPlacement) -> dict[str, Int32[np.ndarray, "R E J"]]:
     """The instances of every expert, by the path that they have among a model's arrays."""
     listed = placement.logical_to_physical_map
     return {f"{at}.{REPLICAS}": listed[list(columns)] for at, columns, _ in moe_groups(config)}

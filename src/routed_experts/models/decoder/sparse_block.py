@@ -89,7 +89,7 @@ def route_with_capacity(
     """`route` under capacities; what it changes is written down beside the ids."""
     routing, changed = rerouter(logits, valid, capacities, spec, bias)
     if capture is not None:
-        capture = capture.capture_fwd_routed_experts(column, routing.ids, routing.native_ids).with_changed(changed)
+        capture = capture.capture_fwd_routed_experts(column, routing.ids, routing.native_ids).add_rerouting(changed)
     return routing, capture
 
 
