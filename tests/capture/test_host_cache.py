@@ -171,7 +171,7 @@ def test_what_waits_to_be_filed_is_bounded():
         assert len(cache._steps) < host_cache._MAX_BUFFERED_STEPS
     for step in range(1000, 1040):  # what pads a step waits as well
         cache.append(np.array([step % NUM_SLOTS]), np.zeros((100, 4), np.uint16), step)
-        assert sum(len(rows) for _, rows, *_ in cache._steps) < host_cache._MOST_ROWS
+        assert sum(len(rows) for _, rows, *_ in cache._steps) < host_cache._MAX_BUFFERED_ROWS
     cache.append(np.arange(5000) % NUM_SLOTS, np.zeros((5000, 4), np.uint16), 2000)
     assert not cache._steps, "a large step is filed at once"
     for _ in range(1000):

@@ -96,7 +96,7 @@ def test_a_plan_that_follows_another_counts_its_copies(records):
 def test_a_residency_is_judged_slot_by_slot(records):
     plan = placement.resident(RoutingStats.from_records(records[:1]), per_layer=5)
     rows = np.concatenate([record.ids for record in records])
-    for resident in (plan, ResidencyMap.first_n(3, 16, 0), ResidencyMap.first(3, 16, 16)):
+    for resident in (plan, ResidencyMap.first_n(3, 16, 0), ResidencyMap.first_n(3, 16, 16)):
         report = placement.replay(records, resident, previous=ResidencyMap.first_n(3, 16, resident.num_resident))
         hits = [np.isin(rows[:, layer], resident.experts[layer]).mean() for layer in range(3)]
         assert np.allclose(report.hit_ratio, hits)

@@ -34,7 +34,7 @@ class _RoutedExpertsDeviceCache:
 
     @staticmethod
     def create(num_tokens: int, spec: CaptureSpec, *, capacity_limited: bool = False) -> "_RoutedExpertsDeviceCache":
-        """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time. `reroutes`:
+        """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time. `capacity_limited`:
         under capacities."""
         shape = (spec.row_ids, num_tokens)
         rerouting = jnp.zeros((num_tokens, 2), jnp.int32) if capacity_limited else None
