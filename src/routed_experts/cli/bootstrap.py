@@ -28,8 +28,14 @@ def start_jax(*, default_platform: str | None) -> Path | None:
     cache = _cache_folder()
     import jax
 
+    from routed_experts.execution.absent_tpu import has_tpu, skip_absent_tpu
+
+    if not has_tpu():  # beside a GPU, JAX starts the TPU runtime all the same: with these it fails silently
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     if default_platform is not None and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", default_platform)
+    skip_absent_tpu()
     if cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

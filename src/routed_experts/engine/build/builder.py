@@ -29,6 +29,7 @@ from routed_experts.engine.control.rebalancer import Rebalancer
 from routed_experts.engine.control.score import Scorer
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
+from routed_experts.execution.absent_tpu import skip_absent_tpu
 from routed_experts.execution.aot_programs import RunnerConfig
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import MemoryPlan
@@ -106,6 +107,7 @@ def build_engine(
     bytes in all); `experts` may share them out to the host, `placement` to devices; `self_check` plays captured rows
     back. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
+    skip_absent_tpu()
     check_single_process()
     shares = experts is not None and experts.num_resident is not None
     source, config = _open(args, model, load_format, in_parts=shares or placement is not None)
