@@ -1,7 +1,6 @@
-"""GET /: one HTML file for trying the server out, with what it may load nailed down. Knows nothing of its content.
+"""GET /: the playground, one HTML file with a content security policy.
 
-Nothing comes from another origin, and only the script and style that stand in the file run: their hashes are in the
-policy."""
+Nothing loads from another origin. Only the script and the style inside the file run: the policy lists their hashes."""
 
 import base64
 import hashlib
@@ -12,12 +11,12 @@ from starlette.responses import Response
 
 
 def make_page() -> Response:
-    """The page as a response that may be sent many times."""
+    """Build the response; it may be sent many times."""
     html = (files("routed_experts.server") / "playground.html").read_text(encoding="utf-8")
     script, style = _sources(html, "script"), _sources(html, "style")
     policy = (
-        f"default-src 'self'; script-src {script}; style-src {style}; connect-src 'self'; img-src 'self'; object-src 'none'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'self'; script-src {script}; style-src {style}; connect-src 'self'; img-src 'self'; "
+        "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     headers = {
         "Content-Security-Policy": policy,
@@ -29,7 +28,7 @@ def make_page() -> Response:
 
 
 def _sources(html: str, tag: str) -> str:
-    """What the policy allows of a kind: the elements of the file by their hashes."""
+    """Return the policy's source list for one tag: the hashes of its elements in the file."""
     bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     hashes = [base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies]
-    return " ".join(f"'sha256-{one}'" for one in hashes)
+    return " ".join(f"'sha256-{digest}'" for digest in hashes)
