@@ -1,0 +1,122 @@
+"""Finds the folder of a model: a path, the model of the package (`demo`), or a repository of the Hugging Face hub.
+
+A repository is fetched into the hub's own cache by huggingface_hub (extra `hf`), which also reads HF_TOKEN, HF_HOME,
+HF_ENDPOINT and HF_HUB_OFFLINE. Configs and tokenizer come first and weights last, so a snapshot with all weights of its
+index is whole."""
+
+import errno
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from routed_experts.core.errors import CheckpointError, ConfigError, WriteError
+from routed_experts.core.installation import import_optional
+from routed_experts.models.base.config_reader import read_json_object
+
+DEMO = "demo"
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SMALL_FILES = ("*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt")
+_WEIGHTS = ("*.safetensors",)
+_SUBFOLDERS = ("*/*", "consolidated*")  # the same weights once more, in other forms
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def demo_model_path() -> Path:
+    """The checkpoint folder that the package brings: Qwen3-MoE, 6 layers (the first dense), 32 experts, top-4."""
+    return Path(str(files("routed_experts") / "demo_model"))
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder of a model on this machine; None for the id of a repository. Raises CheckpointError for neither."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if model == DEMO:
+        return demo_model_path()
+    if folder.exists() or _REPOSITORY.fullmatch(model) is None:
+        known = f"give a folder with config.json and safetensors, a Hugging Face id such as org/name, or {DEMO}"
+        raise CheckpointError(f"no checkpoint folder {model}; {known}")
+    return None
+
+
+def model_name(model: str) -> str:
+    """The name under which a model is served: the name of its folder, or the id of its repository."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def find_model(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
+    """The folder of a model; a repository is fetched, without `weights` its configs and tokenizer alone.
+
+    What is in the cache is not fetched again, and what was interrupted goes on. Raises ConfigError without
+    huggingface_hub, CheckpointError for a repository that cannot be had, and WriteError where the disk is full."""
+    folder = local_folder(model)
+    if folder is not None:
+        if revision is not None:
+            raise ConfigError(f"revision={revision!r} with the folder {model}, which has no revisions; leave it out")
+        return folder
+    purpose = f"no folder {model}, and to fetch it from the Hugging Face hub"
+    hub = import_optional("huggingface_hub", purpose=purpose, extra="hf", otherwise="give the folder of a checkpoint")
+    return _fetch(hub, model, revision, weights=weights)
+
+
+def _fetch(hub: Any, model: str, revision: str | None, *, weights: bool) -> Path:
+    try:
+        folder = Path(
+            hub.snapshot_download(model, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_SUBFOLDERS)
+        )
+        if weights:
+            commit = folder.name
+            hub.snapshot_download(model, revision=commit, allow_patterns=_WEIGHTS, ignore_patterns=_SUBFOLDERS)
+            _check_whole(hub, model, folder)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _explain(hub, model, revision, error) from error
+    return folder
+
+
+def _check_whole(hub: Any, model: str, folder: Path) -> None:
+    """Raise CheckpointError unless every weight file of the snapshot is there."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = read_json_object(index).get("weight_map")
+        names = set(shards.values()) if isinstance(shards, dict) else set[str]()
+        missing = sorted(str(name) for name in names if not (folder / str(name)).is_file())
+        if missing:
+            raise CheckpointError(f"{model} is not whole in {folder}: {missing[0]} is missing; {_again(hub)}")
+    elif not any(folder.glob("*.safetensors")):
+        others = [
+            name
+            for name in hub.list_repo_files(model, revision=folder.name)
+            if name.endswith((".bin", ".pt", ".pth", ".gguf"))
+        ]
+        kinds = f"has only {', '.join(others[:3])}, which" if others else "has no weights that"
+        raise CheckpointError(f"{model} {kinds} cannot be read; choose a repository with *.safetensors, or convert it")
+
+
+def _explain(hub: Any, model: str, revision: str | None, error: Exception) -> ConfigError:
+    """The error that a reader can act on, for one of the hub's."""
+    errors, site = hub.errors, f"{hub.constants.ENDPOINT}/{model}"
+    cause = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    if isinstance(error, errors.GatedRepoError):
+        return CheckpointError(f"{model} is gated; accept its terms at {site}, then log in with: hf auth login")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return CheckpointError(f"{model} has no revision {revision!r}; choose a branch, tag or commit of {site}")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        text = f"no folder {model}, and {hub.constants.ENDPOINT} shows no such repository to this login"
+        return CheckpointError(f"{text}; correct the name, or log in with: hf auth login")
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        text = f"{model} is not whole in the cache {hub.constants.HF_HUB_CACHE}, and {hub.constants.ENDPOINT} cannot be reached"
+        return CheckpointError(f"{text} ({cause}); connect, or give the folder of a checkpoint")
+    if isinstance(error, errors.HFValidationError):
+        return CheckpointError(f"{model} is neither a folder nor the id of a repository ({cause}); correct it")
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        text = f"no space for {model} in {hub.constants.HF_HUB_CACHE} ({error.strerror})"
+        return WriteError(f"{text}; make room, or set HF_HOME to a folder of another disk, and {_again(hub)}")
+    return CheckpointError(f"fetching {model} was interrupted ({cause}); {_again(hub)}")
+
+
+def _again(hub: Any) -> str:
+    offline = " without HF_HUB_OFFLINE" if hub.constants.HF_HUB_OFFLINE else ""
+    return f"start again{offline}: what was fetched is kept"
