@@ -22,6 +22,7 @@ from support.tiny import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
 OTHER = {  # a value that is not the default, as typed
+    "revision": "v1",
     "tokenizer_path": "folder",
     "dtype": "float32",
     "attention_backend": "reference",

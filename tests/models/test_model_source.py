@@ -291,3 +291,25 @@ def test_a_full_disk_is_one_error_and_what_was_fetched_is_kept(hub, find):
     )
     assert "is not whole" in find("org/whole", HF_HUB_OFFLINE="1")
     assert Path(find("org/whole")).is_dir()
+
+
+def command(hub, tmp_path, *words, text=""):
+    argv = [sys.executable, "-W", "error", "-m", "routed_experts", *words]
+    env = settings(hub, tmp_path, {})
+    return subprocess.run(argv, input=text, capture_output=True, text=True, env=env, timeout=300, check=True).stdout
+
+
+SMALL = ("--precompile-bs-paddings", "1", "--precompile-token-paddings", "32", "--max-total-tokens", "64")
+
+
+def test_commands_take_ids_and_revisions(hub, tmp_path):
+    seen = command(hub, tmp_path, "inspect", "org/whole", "--config-only", "--json")
+    assert json.loads(seen)["num_experts"] > 0 and not any("model.safetensors" in path for path in hub.requests)
+    words = ("generate", "org/whole", "--revision", "v1", "--prompt", "a", "--max-new-tokens", "2", *SMALL)
+    assert command(hub, tmp_path, *words)
+    assert any(path.endswith(f"/org/whole/resolve/{OLDER}/model.safetensors") for path in hub.requests)
+
+
+def test_chat_takes_the_model_of_the_package(hub, tmp_path):
+    assert command(hub, tmp_path, "chat", "demo", "--max-new-tokens", "2", *SMALL, text="Hello\n/quit\n").strip()
+    assert not hub.requests

@@ -28,7 +28,7 @@ from typing import Any
 
 from routed_experts.cli import bench_buckets
 from routed_experts.cli.bootstrap import start_jax
-from routed_experts.cli.flags import add_engine_flags, engine_args
+from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
@@ -51,7 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             "--output", type=Path, default=None, metavar="FILE", help="JSON of the table and of how it came about"
         )
         if loads:
-            kind.add_argument("model_path", metavar="MODEL", help="checkpoint folder")
+            kind.add_argument("model_path", metavar="MODEL", help=MODEL_HELP)
         return kind
 
     throughput = add(

@@ -6,14 +6,14 @@ import sys
 from typing import Any, cast
 
 from routed_experts.cli.bootstrap import load_bar, start_jax
-from routed_experts.cli.flags import add_engine_flags, engine_args
+from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.server_args import ServerArgs
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `chat`."""
-    parser.add_argument("model_path", metavar="MODEL", help="checkpoint folder")
+    parser.add_argument("model_path", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--system", default=None, metavar="TEXT", help="first message")
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer; default: 512")
     parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="default: 0.7; 0 is greedy")

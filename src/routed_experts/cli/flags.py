@@ -30,7 +30,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-
+MODEL_HELP = "checkpoint folder, Hugging Face id (org/name), or demo: the small model of this package"
 _PLACEMENT_FLAGS: Mapping[str, str] = MappingProxyType(
     {"plan": "placement", "mode": "placement_mode"}
 )  # other names than the field's

@@ -16,6 +16,7 @@ import numpy as np
 
 from routed_experts.cli.bootstrap import load_bar, start_jax
 from routed_experts.cli.flags import (
+    MODEL_HELP,
     add_engine_flags,
     add_expert_flags,
     add_placement_flags,
@@ -37,7 +38,7 @@ BATCH = 256  # prompts of one call
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `generate`."""
-    parser.add_argument("model_path", metavar="MODEL", help="checkpoint folder")
+    parser.add_argument("model_path", metavar="MODEL", help=MODEL_HELP)
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
     prompts.add_argument(

@@ -5,13 +5,13 @@ import dataclasses
 import json
 
 from routed_experts.cli.bootstrap import start_jax
-from routed_experts.cli.flags import add_engine_flags, engine_args
+from routed_experts.cli.flags import MODEL_HELP, add_engine_flags, engine_args
 from routed_experts.core.server_args import ServerArgs
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `inspect`."""
-    parser.add_argument("model_path", metavar="MODEL", help="checkpoint folder")
+    parser.add_argument("model_path", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--config-only", action="store_true", help="config.json alone is there: plan with bfloat16, look at no tensors"
     )

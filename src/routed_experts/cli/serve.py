@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from routed_experts.cli.bootstrap import PROGRAM, load_bar, start_jax, version
 from routed_experts.cli.config_file import with_config
 from routed_experts.cli.flags import (
+    MODEL_HELP,
     add_engine_flags,
     add_expert_flags,
     add_placement_flags,
@@ -27,6 +28,7 @@ from routed_experts.cli.flags import (
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.installation import missing_library
 from routed_experts.core.server_args import ServerArgs
+from routed_experts.models.loading.model_source import local_folder
 
 if TYPE_CHECKING:
     from routed_experts.engine.async_engine import AsyncEngine
@@ -40,7 +42,7 @@ _DIALECTS, _FORMATS = ("sglang", "vllm021", "vllm"), ("int32", "npy", "list", "r
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `serve`. What is not given is left to the settings' own defaults."""
-    parser.add_argument("model_path", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="checkpoint folder")
+    parser.add_argument("model_path", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
     parser.add_argument(
         "--config", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="flags as YAML or JSON; those typed win"
     )
@@ -56,7 +58,7 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
 
     add("--host", metavar="ADDRESS", told="default: 127.0.0.1")
     add("--port", type=int, metavar="N", told="default: 30000; 0 lets the system choose")
-    add("--served-model-name", metavar="NAME", told="default: the folder's name")
+    add("--served-model-name", metavar="NAME", told="default: the name of the folder, or the Hugging Face id")
     add("--api-key", metavar="KEY", told="needed on every route but the probes (also: --api-key-file)")
     add("--api-key-file", type=Path, metavar="FILE", told="holds the key in its first line")
     add("--admin-api-key", metavar="KEY", told="needed on admin routes (also: --admin-api-key-file)")
@@ -114,8 +116,7 @@ def run(options: argparse.Namespace, began: float) -> int:
             f"{PROGRAM} serve: warning: {settings.host} is no loopback address, and there is no --api-key",
             file=sys.stderr,
         )
-    if not Path(args.model_path).is_dir():
-        raise ConfigError(f"model {args.model_path!r} is no folder; give the path of a checkpoint")
+    local_folder(args.model_path)  # a name that is neither a folder nor an id fails before anything starts
     listener = run_module.bind(settings)
     service: ServerState = service_module.ServerState(settings, model_path=args.model_path)
 

@@ -11,9 +11,10 @@ from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("processed", "raw")
 MAX_RANDOM_SEED = 2**31 - 1  # seeds of requests are counted from random_seed * 2^32, within an int64
-_TEXTS = ("model_path", "tokenizer_path", "attention_backend", "moe_backend")
+_TEXTS = ("model_path", "revision", "tokenizer_path", "attention_backend", "moe_backend")
 _BATCH_PADDINGS, _TOKEN_PADDINGS = (1, 8, 32), (64, 256, 1024)  # where neither sizes nor limits are given
 _GROWTH = 4  # from one default padding to the next
+_OPTIONAL_TEXTS = ("model_path", "revision", "tokenizer_path")
 _SWITCHES = (
     "disable_radix_cache",
     "enable_return_routed_experts",
@@ -32,6 +33,7 @@ class ServerArgs:
     shape, reference backends. Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
 
     model_path: str | None = None
+    revision: str | None = None  # of a Hugging Face repository: its main branch
     tokenizer_path: str | None = None  # the model's own
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's
     random_seed: int = 0  # seeds of requests that bring none
@@ -68,7 +70,7 @@ class ServerArgs:
         if self.dp_size != 1 or isinstance(self.dp_size, bool):
             raise ConfigError(f"dp_size={self.dp_size!r} is not supported by this release; leave it at 1")
         for name in _TEXTS:
-            if not isinstance(values[name], str) and not (values[name] is None and name.endswith("_path")):
+            if not isinstance(values[name], str) and not (values[name] is None and name in _OPTIONAL_TEXTS):
                 raise ConfigError(f"{name}={values[name]!r} must be text")
         for name in _SWITCHES:
             if not isinstance(values[name], bool):

@@ -1,10 +1,5 @@
-"""`routed-experts demo`: what the package does, shown on a very small model in under a minute. Knows only public
-doors."""
+"""`routed-experts demo`: generates with capture, replays the record, and draws it, in under a minute."""
 
-from importlib.resources import files
-from pathlib import Path
+from routed_experts.models.loading.model_source import demo_model_path
 
-
-def demo_model_path() -> Path:
-    """The checkpoint folder that the package brings: Qwen3-MoE, 6 layers (the first dense), 32 experts, top-4."""
-    return Path(str(files("routed_experts") / "demo_model"))
+__all__ = ["demo_model_path"]

@@ -33,6 +33,7 @@ from routed_experts.execution.compilation_cache import enable_compilation_cache
 from routed_experts.execution.compile_count import CompileCount
 from routed_experts.models.base.config_reader import eos_token_ids_of
 from routed_experts.models.base.interface import Decoder
+from routed_experts.models.loading.model_source import with_local_model
 
 Result = dict[str, object] | list[dict[str, object]]
 
@@ -62,7 +63,8 @@ class Engine(EngineControl):
         **server_args: Any,
     ) -> None:
         self.server_args = _args_of(model_path, server_args)
-        args, clock = self.server_args, PhaseClock(on_phase)
+        args = with_local_model(self.server_args, weights=load_format != "dummy")
+        clock = PhaseClock(on_phase)
         self._tokenizer = _tokenizer_of(args)
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
         enable_compilation_cache()

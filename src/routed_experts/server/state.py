@@ -9,7 +9,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 
 from routed_experts.core.error_text import short_repr
@@ -18,6 +17,7 @@ from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReq
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.tokenizer import Tokenizer
+from routed_experts.models.loading.model_source import model_name
 from routed_experts.server.admin.integrity import IntegrityWatch
 from routed_experts.server.admin.metrics import Metrics
 from routed_experts.server.errors import ApiError, busy
@@ -49,7 +49,7 @@ class ServerState:
         self, settings: ServerSettings, *, model_path: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.settings = settings
-        self.model_name = settings.served_model_name or Path(model_path).resolve().name
+        self.model_name = settings.served_model_name or model_name(model_path)
         self.created = int(time.time())
         self.metrics = Metrics(compat=settings.metrics_compat, each_expert=settings.expert_metrics)
         self.store = RoutingStore(

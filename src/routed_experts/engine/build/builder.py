@@ -40,6 +40,7 @@ from routed_experts.execution.spmd import MeshSpecs
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.replica_maps import moe_groups
+from routed_experts.models.loading.model_source import with_local_model
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.offload.offloaded_model import OffloadedModel
 from routed_experts.models.sharding import ModelSharding
@@ -108,6 +109,7 @@ def build_engine(
     back. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
     clock = clock or PhaseClock(None)
     skip_absent_tpu()
+    args = with_local_model(args, weights=load_format != "dummy")
     check_single_process()
     shares = experts is not None and experts.num_resident is not None
     source, config = _open(args, model, load_format, in_parts=shares or placement is not None)

@@ -10,6 +10,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.memory_planning import plan_engine
 from routed_experts.engine.build.served_model import shards_of
 from routed_experts.models.base.interface import DecoderConfig
+from routed_experts.models.loading.model_source import find_model
 from routed_experts.models.model_folder import ModelFolder
 
 
@@ -34,8 +35,9 @@ class Inspection:
 def inspect_model(args: ServerArgs, *, load_format: str = "auto") -> Inspection:
     """Read config and headers, and plan. Raises CheckpointError and ConfigError as building the engine would."""
     if args.model_path is None:
-        raise ConfigError("model_path=None; name the folder of a checkpoint")
-    folder = ModelFolder.open(args.model_path, load_format=load_format)
+        raise ConfigError("model_path=None; give the folder of a checkpoint or a Hugging Face id")
+    path = find_model(args.model_path, revision=args.revision, weights=load_format != "dummy")
+    folder = ModelFolder.open(str(path), load_format=load_format)
     config: DecoderConfig = folder.config
     dtype = folder.dtype(args.dtype)
     arrays, spec = folder.shapes(dtype), config.capture_spec

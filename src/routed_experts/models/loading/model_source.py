@@ -4,6 +4,7 @@ A repository is fetched into the hub's own cache by huggingface_hub (extra `hf`)
 HF_ENDPOINT and HF_HUB_OFFLINE. Configs and tokenizer come first and weights last, so a snapshot with all weights of its
 index is whole."""
 
+import dataclasses
 import errno
 import re
 from importlib.resources import files
@@ -12,6 +13,7 @@ from typing import Any
 
 from routed_experts.core.errors import CheckpointError, ConfigError, WriteError
 from routed_experts.core.installation import import_optional
+from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.base.config_reader import read_json_object
 
 DEMO = "demo"
@@ -34,7 +36,7 @@ def local_folder(model: str) -> Path | None:
         return folder
     if model == DEMO:
         return demo_model_path()
-    if folder.exists() or _REPOSITORY.fullmatch(model) is None:
+    if not _is_repository(model):
         known = f"give a folder with config.json and safetensors, a Hugging Face id such as org/name, or {DEMO}"
         raise CheckpointError(f"no checkpoint folder {model}; {known}")
     return None
@@ -58,6 +60,20 @@ def find_model(model: str, *, revision: str | None = None, weights: bool = True)
     purpose = f"no folder {model}, and to fetch it from the Hugging Face hub"
     hub = import_optional("huggingface_hub", purpose=purpose, extra="hf", otherwise="give the folder of a checkpoint")
     return _fetch(hub, model, revision, weights=weights)
+
+
+def with_local_model(args: ServerArgs, *, weights: bool = True) -> ServerArgs:
+    """The same arguments with the folders of the model and of its tokenizer. Raises as `find_model` does."""
+    folders: dict[str, str] = {}
+    if args.model_path is not None:
+        folders["model_path"] = str(find_model(args.model_path, revision=args.revision, weights=weights))
+    if args.tokenizer_path is not None and _is_repository(args.tokenizer_path):
+        folders["tokenizer_path"] = str(find_model(args.tokenizer_path, weights=False))
+    return dataclasses.replace(args, revision=None, **folders)
+
+
+def _is_repository(model: str) -> bool:
+    return not Path(model).exists() and _REPOSITORY.fullmatch(model) is not None
 
 
 def _fetch(hub: Any, model: str, revision: str | None, *, weights: bool) -> Path:
