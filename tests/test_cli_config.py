@@ -85,7 +85,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(tmp_p
         ("strict-fields: maybe", "true or false"),
         ("strict-fields: 1", "true or false"),
         ("dtype: int3", "invalid choice: 'int3'"),
-        ("port: 1\nport: 2", "port stands there twice"),
+        ("port: 1\nport: 2", "port is written twice"),
         ("context-length: 1\nmax_model_len: 2", "context-length are one flag"),
         ("- port", "holds a list"),
         ("port: [", "is no YAML"),

@@ -64,7 +64,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def run(options: argparse.Namespace, began: float) -> int:
+def run(options: argparse.Namespace, start_time: float) -> int:
     """Read, compute, show."""
     options.analyse(options)
     return 0

@@ -82,7 +82,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         add_engine_flags(kind, leave_out=("model_path", "enable_return_routed_experts"))
 
 
-def run(options: argparse.Namespace, began: float) -> int:
+def run(options: argparse.Namespace, start_time: float) -> int:
     """Measure, print, write."""
     for name in ("num_prompts", "input_len", "output_len", "rounds"):
         value = getattr(options, name, 1)
@@ -119,7 +119,7 @@ def _engine_rows(args: ServerArgs, options: argparse.Namespace) -> list[Row]:
             for _ in range(options.rounds + 1):
                 engine.flush_cache()
                 prompts = _prompts(noise, vocab, options)
-                began = time.perf_counter()
+                start_time = time.perf_counter()
                 sampling = {"temperature": 0.0, "ignore_eos": True}
                 engine.generate(
                     input_ids=prompts,
@@ -127,7 +127,7 @@ def _engine_rows(args: ServerArgs, options: argparse.Namespace) -> list[Row]:
                     max_new_tokens=options.output_len,
                     return_routed_experts=asked,
                 )
-                speeds.append(options.num_prompts * options.output_len / (time.perf_counter() - began))
+                speeds.append(options.num_prompts * options.output_len / (time.perf_counter() - start_time))
             on = "on" if args.enable_return_routed_experts else "off"
             rows.append({"capture": on, "rows asked": asked, **_spread("output tokens/s", speeds[1:])})
     return rows
@@ -153,7 +153,7 @@ def _one_round(
 ) -> tuple[float, list[float], list[float]]:
     """Tokens a second, seconds to each first token, and mean seconds between the tokens of each stream."""
     sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": options.output_len}
-    began = time.perf_counter()
+    start_time = time.perf_counter()
 
     def one(prompt: Sequence[int]) -> tuple[float, float]:
         body = {
@@ -166,15 +166,15 @@ def _one_round(
         first, last = 0.0, b""
         while line := answer.readline():
             if line.startswith(b"data: {"):
-                first, last = first or time.perf_counter() - began, line
+                first, last = first or time.perf_counter() - start_time, line
         told = json.loads(last.removeprefix(b"data: "))
         if told.get("meta_info", {}).get("completion_tokens") != options.output_len:
             raise ConfigError(f"a stream ended early: {str(told)[:300]}")
-        return first, (time.perf_counter() - began - first) / max(options.output_len - 1, 1)
+        return first, (time.perf_counter() - start_time - first) / max(options.output_len - 1, 1)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         told = list(pool.map(one, prompts))
-    speed = len(prompts) * options.output_len / (time.perf_counter() - began)
+    speed = len(prompts) * options.output_len / (time.perf_counter() - start_time)
     return speed, [first for first, _ in told], [between for _, between in told]
 
 

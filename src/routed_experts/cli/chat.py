@@ -20,7 +20,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser, leave_out=("model_path", "skip_tokenizer_init"))
 
 
-def run(options: argparse.Namespace, began: float) -> int:
+def run(options: argparse.Namespace, start_time: float) -> int:
     """Read a line, answer it, and so on."""
     args = ServerArgs(**engine_args(options))
     start_jax(default_platform=None)

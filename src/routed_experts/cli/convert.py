@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace, began: float) -> int:
+def run(options: argparse.Namespace, start_time: float) -> int:
     """Read one record and write it."""
     record = _read(options.source, choice=options.choice, line=options.line)
     target: Path = options.target

@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace, began: float) -> int:
+def run(options: argparse.Namespace, start_time: float) -> int:
     """Print versions and devices, then test. 0 when every check passed, else 1."""
     print(f"routed-experts {version()} · Python {platform.python_version()} · {platform.system()} {platform.machine()}")
     found = {name: _version_of(name) for name in LIBRARIES}

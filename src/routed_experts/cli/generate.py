@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_placement_flags(parser)
 
 
-def run(options: argparse.Namespace, began: float) -> int:
+def run(options: argparse.Namespace, start_time: float) -> int:
     """Generate for all prompts, in order."""
     args, experts, placement = ServerArgs(**engine_args(options)), expert_args(options), placement_args(options)
     prompts = (
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace, began: float) -> int:
         engine = stack.enter_context(
             Engine(**dataclasses.asdict(args), experts=experts, placement=placement, on_load=bar)
         )
-        print(f"ready in {time.perf_counter() - began:.1f} s", file=sys.stderr)
+        print(f"ready in {time.perf_counter() - start_time:.1f} s", file=sys.stderr)
         answers = _answers(engine, prompts, options, wants_rows=args.enable_return_routed_experts)
         if part is None:
             for answer in answers:

@@ -19,7 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser, leave_out=("model_path",))
 
 
-def run(options: argparse.Namespace, began: float) -> int:
+def run(options: argparse.Namespace, start_time: float) -> int:
     """Print what serving the model with these flags would take."""
     args = ServerArgs(**engine_args(options))
     start_jax(default_platform="cpu")

@@ -19,13 +19,13 @@ from routed_experts.demo import demo_model_path
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that has no Δ shows ?, and the command goes on
     options = make_parser().parse_args(argv)
     try:
-        code = options.run(options, began)
+        code = options.run(options, start_time)
         sys.stdout.flush()  # a full disk behind it is told now
         return code
     except RoutedExpertsError as error:
@@ -75,13 +75,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _demo(options: argparse.Namespace, began: float) -> int:
+def _demo(options: argparse.Namespace, start_time: float) -> int:
     cache = start_jax(default_platform="cpu")
     from routed_experts.demo.run import DemoOptions, run_demo
 
     model = demo_model_path() if options.model is None else options.model
     told = DemoOptions(
-        model=model, output=options.output, began=began, imported=time.perf_counter(), cache=cache, version=version()
+        model=model,
+        output=options.output,
+        start_time=start_time,
+        imported=time.perf_counter(),
+        cache=cache,
+        version=version(),
     )
     return run_demo(told, sys.stdout)
 

@@ -62,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
-def run(options: argparse.Namespace, began: float) -> int:
+def run(options: argparse.Namespace, start_time: float) -> int:
     """Plan, replay and print."""
     if (options.instances is None) != (options.devices is None):
         raise ConfigError("--instances and --devices belong together; give both")

@@ -89,7 +89,7 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add_placement_flags(parser)
 
 
-def run(options: argparse.Namespace, began: float) -> int:
+def run(options: argparse.Namespace, start_time: float) -> int:
     """Serve until SIGTERM (0) or the engine's death (3)."""
     if "config" in options:
         options = with_config(options, options.config, add_file_flags)
@@ -121,10 +121,10 @@ def run(options: argparse.Namespace, began: float) -> int:
     service: ServerState = service_module.ServerState(settings, model_path=args.model_path)
 
     def ready() -> None:
-        print(_ready_line(service, time.perf_counter() - began, run_module.url_of(listener)), flush=True)
+        print(_ready_line(service, time.perf_counter() - start_time, run_module.url_of(listener)), flush=True)
 
     process = run_module.ServerProcess(
-        service, listener, version=version(), load=lambda: _load(args, shared, service, began), on_ready=ready
+        service, listener, version=version(), load=lambda: _load(args, shared, service, start_time), on_ready=ready
     )
     code = process.run()
     if service.health().state == "starting":  # the loading thread is in the compiler, and cannot be asked to stop
@@ -134,10 +134,10 @@ def run(options: argparse.Namespace, began: float) -> int:
     return code
 
 
-def _load(args: ServerArgs, shared: dict[str, Any], service: "ServerState", began: float) -> "AsyncEngine":
+def _load(args: ServerArgs, shared: dict[str, Any], service: "ServerState", start_time: float) -> "AsyncEngine":
     """Start JAX and build the engine, a line a phase on standard error. `shared`: where its experts are."""
     start_jax(default_platform=None)
-    _say_phase(service, "import", time.perf_counter() - began, "Python and JAX")
+    _say_phase(service, "import", time.perf_counter() - start_time, "Python and JAX")
     from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.engine import Engine
 

@@ -33,7 +33,7 @@ class DemoOptions:
 
     model: Path
     output: Path
-    began: float
+    start_time: float
     imported: float
     version: str
     cache: Path | None  # where compiled programs are kept; None: nowhere
@@ -56,14 +56,14 @@ def run_demo(options: DemoOptions, stream: IO[str]) -> int:
         faults = (*faults, "the second prompt found nothing in the prefix cache")
     _plot(options, answers, column, screen)
     verdict = f"FAILED: {'; '.join(faults)}" if faults else "all checks passed"
-    screen.heading(f"{verdict} · {time.perf_counter() - options.began:.1f} s in all")
+    screen.heading(f"{verdict} · {time.perf_counter() - options.start_time:.1f} s in all")
     return 1 if faults else 0
 
 
 def _start(options: DemoOptions, screen: Screen) -> Engine:
     """Build the engine and print each phase as it ends."""
     screen.heading("start-up")
-    screen.line(_row("import", options.imported - options.began, "Python, jax, flax, routed_experts"))
+    screen.line(_row("import", options.imported - options.start_time, "Python, jax, flax, routed_experts"))
     with CompileClock() as clock:
 
         def report(phase: Phase) -> None:
@@ -82,7 +82,7 @@ def _start(options: DemoOptions, screen: Screen) -> Engine:
             precompile_token_paddings=(64,),
             on_phase=report,
         )
-    screen.line(_row("ready", time.perf_counter() - options.began, "since the command began"))
+    screen.line(_row("ready", time.perf_counter() - options.start_time, "since the command began"))
     screen.heading("memory plan")
     for line in engine.memory_plan:
         screen.line(f"  {line}")
