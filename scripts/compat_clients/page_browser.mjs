@@ -418,7 +418,7 @@ async function takeScreenshots(folder) {
   };
   await shoot("light", { viewport: WIDE }, async (page) => {
     await story(page);
-    await page.hover("#runA .text > :nth-child(31)");
+    await page.hover("#runA .text > :nth-child(30)");
   });
   await shoot("dark", { viewport: { width: 1440, height: 1000 }, colorScheme: "dark" }, async (page) => {
     await page.check("#compare");
