@@ -76,7 +76,7 @@ def benchmark_config() -> Qwen3MoeConfig:
 def benchmark_model(dtype: jnp.dtype) -> Qwen3Moe:
     """Random weights; the router's are ten times as wide, so that tokens spread over the experts."""
     model = Qwen3Moe(benchmark_config(), rngs=nnx.Rngs(0), dtype=dtype)
-    for run in model.runs:
+    for run in model.blocks:
         run.router[...] = run.router[...] * jnp.asarray(10, dtype)
     return model
 

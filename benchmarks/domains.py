@@ -37,7 +37,7 @@ def skewed_model(folder: Path, dtype: str, skew: float) -> FamilyDecoder:
     opened = ModelFolder.open(folder, load_format="dummy", in_parts=True)
     model = opened.load(jnp.dtype(dtype), place=lambda target: host if is_expert(target) else jax.devices()[0])
     assert isinstance(model, FamilyDecoder) and model.head is not None
-    embed, head, router = model.embed, model.head, model.runs[0][0]["router"]
+    embed, head, router = model.embed, model.head, model.blocks[0][0]["router"]
     (vocabulary, dim), (num_layers, _, experts) = embed[...].shape, router[...].shape
     directions = np.stack([np.ones(dim), np.where(np.arange(dim) % 2, 1.0, -1.0)])  # [domains, D], at right angles
     of_token = jnp.asarray(directions[np.arange(vocabulary) // (vocabulary // 2)], embed[...].dtype)  # [V, D]

@@ -131,7 +131,7 @@ def gradient_laws(run: Callable[..., Any], state: Any, routed: RoutedBatch) -> R
     """C4 and C5 of the gradients on drifted ids."""
     gradient = jax.jit(jax.grad(lambda state, routed, remat: run(state, routed, remat)[0]), static_argnums=2)
     plain, saved = (gradient(state, routed, remat) for remat in (False, True))
-    router = np.asarray(plain["runs"][0]["router"][...], np.float32)
+    router = np.asarray(plain["blocks"][0]["router"][...], np.float32)
     apart = jax.jit(
         lambda a, b: (
             jnp.linalg.norm((a - b).astype(jnp.float32)) / jnp.maximum(jnp.linalg.norm(a.astype(jnp.float32)), 1e-30)

@@ -30,7 +30,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.layers.moe import MOE_BACKENDS
-from routed_experts.layers.rotary import rotary_angles
+from routed_experts.layers.rotary import rotary_cos_sin
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import RoutedBatch, Sample, align
 
@@ -51,7 +51,7 @@ Rounder = Callable[[str, Array], Array]
 def attention(h: Float[Array, "B S D"], run: Any, layer: int, config: Any, r: Rounder) -> Float[Array, "B S D"]:
     """Causal attention of one layer, and its projection."""
     (batch, length, _), heads, groups, c = h.shape, config.num_heads, config.num_kv_heads, config.head_dim
-    cos, sin = rotary_angles(jnp.arange(length), head_dim=c, theta=config.rope_theta)
+    cos, sin = rotary_cos_sin(jnp.arange(length), head_dim=c, theta=config.rope_theta)
     qkv = r("qkv", h @ run["qkv"][layer]).reshape(batch, length, heads + 2 * groups, c)
 
     def turned(x: Array, scale: Array) -> Array:
@@ -100,8 +100,8 @@ def forward(weights: Any, tokens: Array, ids: Array, config: Any, places: frozen
         return jax.lax.reduce_precision(x, 8, 7) if place in places else x
 
     x, column = weights["embed"][tokens], 0
-    for index, (first, end) in enumerate(config.runs):
-        run = weights["runs"][index]
+    for index, (first, end) in enumerate(config.blocks):
+        run = weights["blocks"][index]
         for layer in range(end - first):
             x = r("stream", x + attention(norm(x, run["input_norm"][layer], config, r), run, layer, config, r))
             h = norm(x, run["post_norm"][layer], config, r)
@@ -145,7 +145,7 @@ def by_place(model: Any, tokens: np.ndarray, routed: RoutedBatch) -> list[dict[s
 
 
 def main() -> None:
-    """Run, print, write."""
+    """LayerBlock, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=768)
     parser.add_argument("--places", type=int, default=128)

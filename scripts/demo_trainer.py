@@ -168,7 +168,7 @@ def train(model: Qwen3Moe, documents: list[Int[np.ndarray, " S"]], plan: Plan) -
 
     def objective(state: nnx.State, tokens: Int[Array, "B S1"], positions: Int[Array, "B S"]) -> Float[Array, ""]:
         merged = nnx.merge(graph, state)
-        backend = balanced_experts(merged.runs[-1].router[...], plan.balance)
+        backend = balanced_experts(merged.blocks[-1].router[...], plan.balance)
         logits = forward(merged, tokens[:, :-1], positions=positions, backend=backend).logits
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 

@@ -354,7 +354,7 @@ def test_weights_that_cannot_be_copied_leave_the_old_ones(engine, undivided, oth
 def test_an_array_under_two_names_is_given_away_once(engine, folder):
     """It is copied under both before it is deleted, and so is what others hold left alone."""
     state = {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(weights_of(folder))}
-    pair = ["runs.1.0.q_norm", "runs.1.0.k_norm"]
+    pair = ["blocks.1.0.q_norm", "blocks.1.0.k_norm"]
     twice = jax.device_put(np.asarray(state[pair[0]]), jax.devices()[1])
     mine, version = jax.device_put(np.asarray(state[pair[0]]), jax.devices()[1]), version_of(engine)
     engine.update_weights(state | dict.fromkeys(pair, twice), version=version + 1, donate=True)

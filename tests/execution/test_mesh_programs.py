@@ -37,12 +37,12 @@ MAX_TEMP_BYTES = 6 * MIB
 @functools.cache
 def jobs(chip, kind):
     """The runner's table for a mesh of four chips."""
-    split = ParallelConfig(4, expert_parallel=KINDS[kind])
-    cuts = SMALL.config.cuts(by_expert=split.expert_parallel)
-    shards = ModelSharding.of(cuts, split, devices=tuple(tpu_devices(chip)))
+    parallel = ParallelConfig(4, expert_parallel=KINDS[kind])
+    partitions = SMALL.config.partitions(by_expert=parallel.expert_parallel)
+    shards = ModelSharding.create(partitions, parallel, devices=tuple(tpu_devices(chip)))
     assert shards.mesh == Mesh(tpu_mesh(chip, (4,)).devices, (AXIS,))
     state = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(SMALL.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[1]
-    part = SMALL.config.part(split)
+    part = SMALL.config.shard(parallel)
     graphdef = nnx.split(nnx.eval_shape(lambda: Qwen3Moe(part, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))[0]
     weights = nnx.from_flat_state(
         [(path, leaf.replace(global_array(shards, path, leaf))) for path, leaf in nnx.to_flat_state(state)]
@@ -91,7 +91,7 @@ def test_pages_are_in_place_on_every_chip_and_two_sums_are_made_in_a_layer_and_o
     program = compiled(chip, kind, name)
     assert_in_place(program, POOL.abstract, max_temp_bytes=MAX_TEMP_BYTES)
     assert whole_pool_operations(program, POOL.abstract) == []
-    runs = len(SMALL.config.runs)
+    runs = len(SMALL.config.blocks)
     told = "after attention and after the experts; embeddings are joined, and scores of the vocabulary summed once"
     assert meetings(program) == {"all-gather": 1, "all-reduce": 2 * runs + 1}, told
 

@@ -69,7 +69,7 @@ def programs(mode):
     )
     step = {"spec": spec, "shape": SMALL.runner.shapes[mode]}
     state = nnx.split(nnx.eval_shape(lambda: FamilyDecoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(jnp.bfloat16))))[1]
-    flat = {path[-1]: shape(*leaf.shape) for path, leaf in nnx.to_flat_state(state) if path[0] == "runs"}
+    flat = {path[-1]: shape(*leaf.shape) for path, leaf in nnx.to_flat_state(state) if path[0] == "blocks"}
     arrays = {name: leaf for name, leaf in flat.items() if name not in ("gate_up", "down")}
     table = ExpertTable(*(shape(LAYERS * RESIDENT, *flat[name].shape[1:]) for name in ("gate_up", "down")))
     numbers = LayerIndexArrays(*[shape(dtype=jnp.int32)] * 3)

@@ -1,4 +1,4 @@
-"""Attention by traits: paged, reference and whole-sequence forms against a loop over tokens, heads and keys in
+"""Attention by features: paged, reference and whole-sequence forms against a loop over tokens, heads and keys in
 float64."""
 
 import dataclasses
@@ -30,7 +30,11 @@ STEPS = {  # (tokens in the pool after the step, tokens of the step) of each req
     "chunks and decode": [(150, 1), (40, 17), (9, 2)],
     "decode": [(1, 1), (150, 1), (33, 1)],
 }
-RUN = {name: jax.jit(backend.special) for name, backend in ATTENTION_BACKENDS.items() if backend.special is not None}
+RUN = {
+    name: jax.jit(backend.run_with_features)
+    for name, backend in ATTENTION_BACKENDS.items()
+    if backend.run_with_features is not None
+}
 
 
 def step_of(name, *, latent, seed=0):
@@ -67,17 +71,17 @@ def step_of(name, *, latent, seed=0):
     return queries, pool, batch, kept, num_tokens
 
 
-def attend(query, stored, at, head, traits):
+def attend(query, stored, at, head, features):
     """One head of one token over what it sees."""
-    seen = [t for t in range(at + 1) if (not traits.window or t > at - traits.window)]
-    seen = [t for t in seen if not traits.chunk or t // traits.chunk == at // traits.chunk]
-    group = 0 if traits.latent else head // (HEADS // GROUPS)
-    scale = traits.scale or DIM**-0.5
+    seen = [t for t in range(at + 1) if (not features.window or t > at - features.window)]
+    seen = [t for t in seen if not features.chunk or t // features.chunk == at // features.chunk]
+    group = 0 if features.latent else head // (HEADS // GROUPS)
+    scale = features.scale or DIM**-0.5
     scores = [scale * float(query @ stored[t, 2 * group]) for t in seen]
-    sink = [] if traits.sinks is None else [float(traits.sinks[head])]
+    sink = [] if features.sinks is None else [float(features.sinks[head])]
     weights = np.exp(np.array(scores + sink) - max(scores + sink))
     weights /= weights.sum()
-    values = [stored[t, 0, : traits.latent] if traits.latent else stored[t, 2 * group + 1] for t in seen]
+    values = [stored[t, 0, : features.latent] if features.latent else stored[t, 2 * group + 1] for t in seen]
     return sum(w * v for w, v in zip(weights, values, strict=False))
 
 
@@ -85,30 +89,30 @@ def attend(query, stored, at, head, traits):
 @pytest.mark.parametrize("name", TRAITS)
 @pytest.mark.parametrize("step", STEPS)
 def test_each_backend_is_the_loop_and_reads_nothing_that_is_not_seen(step, name, backend):
-    traits = TRAITS[name]
-    queries, pool, batch, kept, num_tokens = step_of(step, latent=bool(traits.latent))
+    features = TRAITS[name]
+    queries, pool, batch, kept, num_tokens = step_of(step, latent=bool(features.latent))
     out = np.asarray(
-        RUN[backend](jnp.asarray(queries), jnp.asarray(pool), jnp.asarray(PAGES, jnp.int32), batch, traits)
+        RUN[backend](jnp.asarray(queries), jnp.asarray(pool), jnp.asarray(PAGES, jnp.int32), batch, features)
     )
     for token in range(num_tokens):
         at, row = int(batch.positions[token]), int(batch.token_rows[token])
         for head in range(HEADS):
-            wanted = attend(queries[token, head].astype(np.float64), kept[row].astype(np.float64), at, head, traits)
+            wanted = attend(queries[token, head].astype(np.float64), kept[row].astype(np.float64), at, head, features)
             np.testing.assert_allclose(out[token, head], wanted, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", TRAITS)
 def test_whole_sequences_are_the_loop_segment_by_segment_and_differentiable(name):
-    traits, rng = TRAITS[name], np.random.default_rng(1)
+    features, rng = TRAITS[name], np.random.default_rng(1)
     length, rows = 13, 1 if TRAITS[name].latent else 2 * GROUPS
     stored = rng.standard_normal((2, length, rows, DIM)).astype(np.float32)
     queries = rng.standard_normal((2, length, HEADS, DIM)).astype(np.float32)
-    segments = None if traits.chunk or traits.window else np.repeat([[0] * 6 + [1] * 7], 2, axis=0)
+    segments = None if features.chunk or features.window else np.repeat([[0] * 6 + [1] * 7], 2, axis=0)
     keys = jnp.asarray(stored[:, :, 0::2] if rows > 1 else stored)
     values = jnp.asarray(stored[:, :, 1::2]) if rows > 1 else None
 
     def run(q):
-        return causal_variant(q, keys, values, None if segments is None else jnp.asarray(segments), traits)
+        return causal_variant(q, keys, values, None if segments is None else jnp.asarray(segments), features)
 
     out = np.asarray(jax.jit(run)(jnp.asarray(queries)))
     for row in range(2):
@@ -120,7 +124,7 @@ def test_whole_sequences_are_the_loop_segment_by_segment_and_differentiable(name
                     stored[row, first:].astype(np.float64),
                     at - first,
                     head,
-                    traits,
+                    features,
                 )
                 np.testing.assert_allclose(out[row, at, head], wanted, atol=2e-5)
     assert np.all(np.isfinite(jax.grad(lambda q: jnp.sum(run(q) ** 2))(jnp.asarray(queries))))
@@ -130,18 +134,18 @@ def test_whole_sequences_are_the_loop_segment_by_segment_and_differentiable(name
 @pytest.mark.parametrize("name", TRAITS)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_token_that_is_no_number_reaches_only_those_that_see_it(step, name, backend):
-    traits = TRAITS[name]
-    queries, pool, batch, _, num_tokens = step_of(step, latent=bool(traits.latent))
+    features = TRAITS[name]
+    queries, pool, batch, _, num_tokens = step_of(step, latent=bool(features.latent))
     run, first = RUN[backend], jnp.asarray(PAGES, jnp.int32)
-    wanted = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, traits))
+    wanted = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, features))
     row, place = 1, STEPS[step][1][0] - STEPS[step][1][1] // 2 - 1  # a token of the second request
     pool[PAGES + int(batch.page_table[row, place // PAGE]), place % PAGE, -1] = np.nan
-    out = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, traits))
+    out = np.asarray(run(jnp.asarray(queries), jnp.asarray(pool), first, batch, features))
     at, mine = np.asarray(batch.positions), np.asarray(batch.token_rows) == row
     sees = (
         (at >= place)
-        & (not traits.window or at - traits.window < place)
-        & (not traits.chunk or at // traits.chunk == place // traits.chunk)
+        & (not features.window or at - features.window < place)
+        & (not features.chunk or at // features.chunk == place // features.chunk)
     )
     hit = (mine & sees)[:num_tokens]
     assert not np.isfinite(out[:num_tokens][hit]).all(axis=(1, 2)).any()
@@ -150,21 +154,21 @@ def test_a_token_that_is_no_number_reaches_only_those_that_see_it(step, name, ba
 
 @pytest.mark.parametrize("name", TRAITS)
 def test_a_token_that_is_no_number_stays_in_its_segment_and_behind_itself_in_whole_sequences(name):
-    traits, rng = TRAITS[name], np.random.default_rng(3)
+    features, rng = TRAITS[name], np.random.default_rng(3)
     queries, keys = (
         jnp.asarray(rng.standard_normal((2, 13, heads, DIM)), jnp.float32)
-        for heads in (HEADS, 1 if traits.latent else GROUPS)
+        for heads in (HEADS, 1 if features.latent else GROUPS)
     )
     segments = jnp.asarray([[0] * 8 + [1] * 5] * 2)
     broken = keys.at[0, 5].set(jnp.nan)
-    pairs = ((keys, keys), (broken, broken)) if not traits.latent else ((keys, None), (broken, None))
-    wanted, out = (np.asarray(causal_variant(queries, *pair, segments, traits)) for pair in pairs)
+    pairs = ((keys, keys), (broken, broken)) if not features.latent else ((keys, None), (broken, None))
+    wanted, out = (np.asarray(causal_variant(queries, *pair, segments, features)) for pair in pairs)
     at = np.arange(13)
     sees = (
         (at >= 5)
         & (at < 8)
-        & (not traits.window or at - traits.window < 5)
-        & (not traits.chunk or at // traits.chunk == 5 // traits.chunk)
+        & (not features.window or at - features.window < 5)
+        & (not features.chunk or at // features.chunk == 5 // features.chunk)
     )
     hit = np.stack([sees, np.zeros(13, bool)])
     assert np.all(np.isnan(out[hit])) and np.array_equal(out[~hit], wanted[~hit])
@@ -185,5 +189,5 @@ def test_latent_rows_are_written_where_the_table_says_and_padding_to_page_0():
 
 
 def test_a_backend_keeps_a_way_of_its_own():
-    own = dataclasses.replace(ATTENTION_BACKENDS["paged"], special=None).with_special(max)
-    assert own.special is max and own.with_special(min).special is max
+    own = dataclasses.replace(ATTENTION_BACKENDS["paged"], run_with_features=None).with_features_run(max)
+    assert own.run_with_features is max and own.with_features_run(min).run_with_features is max

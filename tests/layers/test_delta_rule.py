@@ -57,7 +57,7 @@ def steps(inputs, lengths, cuts, state, *, width):
         for i, new in enumerate(step):
             reads[i].append(np.asarray(read[starts[i] : starts[i] + new]))
             done[i] += new
-        assert not np.any(read[len(rows) :]) and not np.any(state.memory[len(lengths)]), "a row of no sequence"
+        assert not np.any(read[len(rows) :]) and not np.any(state.recurrent[len(lengths)]), "a row of no sequence"
     assert tuple(done) == lengths
     return [np.concatenate(parts) for parts in reads], state
 
@@ -94,7 +94,7 @@ def test_a_token_that_is_no_number_spoils_those_after_it_in_its_sequence_alone(p
     )
     assert np.array_equal(reads[0][:at], wanted[0][:at]) and np.array_equal(reads[1], wanted[1])
     assert np.all(np.isnan(reads[0][at:]))
-    assert np.array_equal(left.memory[1], whole.memory[1]) and not np.any(np.isfinite(left.memory[0]))
+    assert np.array_equal(left.recurrent[1], whole.recurrent[1]) and not np.any(np.isfinite(left.recurrent[0]))
 
 
 @pytest.mark.parametrize(("length", "cuts"), [(12, ()), (12, (5,)), (150, (3, 4, 63, 64, 128)), (129, ())])

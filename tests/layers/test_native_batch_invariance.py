@@ -133,7 +133,7 @@ class Served:
     def _traced(self, x, pool, angles, batch):
         step = StepInputs(cos=angles[0], sin=angles[1], valid=batch.valid)
         attend = PagedAttend(backend=NATIVE_ATTENTION, batch=batch, num_pages=self.num_pages)
-        places = StackOffsets(first_layer=0, first_column=1)
+        places = StackOffsets(first_layer=0, first_moe_layer=1)
         return native_layer_stack(x, self.case.arrays, step, attend, pool, self.block, None, places, self.case.spec)
 
     def step(self, asked, pool=None):

@@ -95,7 +95,7 @@ class Given:
     routed: RunRouting | None = None
 
     def call(self, x, pool, block):
-        places = StackOffsets(first_layer=0, first_column=1)
+        places = StackOffsets(first_layer=0, first_moe_layer=1)
         return native_layer_stack(x, self.arrays, self.step, self.attend, pool, block, self.routed, places, self.spec)
 
     def run(self, **changes):

@@ -39,26 +39,31 @@ def expert_table(layers, experts, dim, width):
     own."""
     yield WeightSource(name="embed", shape=(7, dim), target="embed")
     for layer in range(layers):
-        yield WeightSource(name=f"{layer}.norm", shape=(dim,), target="runs.0.norm", index=(layer,))
+        yield WeightSource(name=f"{layer}.norm", shape=(dim,), target="blocks.0.norm", index=(layer,))
         for expert in range(experts):
             row = (layer * experts + expert,)
             for at, part in enumerate(("gate", "up")):
                 name = f"{layer}.{expert}.{part}"
                 yield WeightSource(
-                    name=name, shape=(width, dim), target="runs.0.gate_up", index=row, transpose=True, offset=at * width
+                    name=name,
+                    shape=(width, dim),
+                    target="blocks.0.gate_up",
+                    index=row,
+                    transpose=True,
+                    offset=at * width,
                 )
             name = f"{layer}.{expert}.down"
             yield WeightSource(
-                name=name, shape=(dim, width), target="runs.0.down", index=(layer, expert), transpose=True
+                name=name, shape=(dim, width), target="blocks.0.down", index=(layer, expert), transpose=True
             )
 
 
 def targets_of(layers, experts, dim, width, dtype):
     shapes = {
         "embed": (7, dim),
-        "runs.0.norm": (layers, dim),
-        "runs.0.gate_up": (layers * experts, dim, 2 * width),
-        "runs.0.down": (layers, experts, width, dim),
+        "blocks.0.norm": (layers, dim),
+        "blocks.0.gate_up": (layers * experts, dim, 2 * width),
+        "blocks.0.down": (layers, experts, width, dim),
     }
     return {target: jax.ShapeDtypeStruct(shape, dtype) for target, shape in shapes.items()}
 
@@ -78,9 +83,9 @@ def by_hand(tensors, layers, experts, dtype):
     down = [[tensors[f"{i}.{e}.down"].T for e in range(experts)] for i in range(layers)]
     joined = {
         "embed": tensors["embed"],
-        "runs.0.norm": np.stack([tensors[f"{i}.norm"] for i in range(layers)]),
-        "runs.0.gate_up": np.stack(gate_up),
-        "runs.0.down": np.stack([np.stack(row) for row in down]),
+        "blocks.0.norm": np.stack([tensors[f"{i}.norm"] for i in range(layers)]),
+        "blocks.0.gate_up": np.stack(gate_up),
+        "blocks.0.down": np.stack([np.stack(row) for row in down]),
     }
     return {target: value.astype(dtype) for target, value in joined.items()}
 
@@ -405,7 +410,7 @@ def test_progress_counts_all_bytes_once(tmp_path):
 
 def test_stacks_of_one_kind_compile_once(tmp_path):
     checkpoint = Checkpoint(save(tmp_path, {}, random_tensors(expert_table(3, 16, 8, 6), np.float32)))
-    table = [source for source in expert_table(3, 16, 8, 6) if source.target == "runs.0.gate_up"]
+    table = [source for source in expert_table(3, 16, 8, 6) if source.target == "blocks.0.gate_up"]
     before = _write_pieces._cache_size()
     load(checkpoint, table, targets_of(3, 16, 8, 6, "float32"), host_bytes=5 * 2 * 8 * 6 * 4)  # 96 pieces, 5 a stack
     assert _write_pieces._cache_size() == before + 1
@@ -446,7 +451,7 @@ folder = sys.argv[1]
 table = list(expert_table(2, 4, 8, 6))
 wanted = by_hand(random_tensors(table, np.float32), 2, 4, np.float32)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("ep", "tp"))
-specs = {"embed": P(None, "tp"), "runs.0.norm": P(), "runs.0.gate_up": P("ep", None, "tp"), "runs.0.down": P(None, "ep", "tp", None)}
+specs = {"embed": P(None, "tp"), "blocks.0.norm": P(), "blocks.0.gate_up": P("ep", None, "tp"), "blocks.0.down": P(None, "ep", "tp", None)}
 for host_bytes in (1 << 20, 100):
     targets = {
         name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, specs[name]) if name != "embed" else None)

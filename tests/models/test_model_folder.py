@@ -141,7 +141,7 @@ def test_every_array_holds_the_numbers_of_its_tensors(tmp_path):
             }
 
             def array(name, run=run):
-                return arrays[f"runs.{run}.{name}"]
+                return arrays[f"blocks.{run}.{name}"]
 
             qkv = np.concatenate([own[f"self_attn.{x}_proj"] for x in "qkv"]).T
             assert np.array_equal(array("qkv")[row], qkv)

@@ -51,7 +51,7 @@ def abstract(config, dtype=jnp.float32):
 )
 def test_layers_are_dense_or_moe_as_the_config_says(keys, moe_layers, runs):
     config = read(**keys)
-    assert (config.moe_layers, config.runs) == (moe_layers, runs)
+    assert (config.moe_layers, config.blocks) == (moe_layers, runs)
     spec = config.capture_spec
     assert (spec is None) == (not moe_layers)
     if spec is not None:

@@ -370,11 +370,13 @@ def held_is(engine, placement, folder):
     source = ModelFolder.open(folder)
     whole = nnx.split(source.load(source.dtype("auto")))[1]
     experts = {
-        path[-1]: np.asarray(leaf.get_raw_value()) for path, leaf in nnx.to_flat_state(whole) if path[:2] == ("runs", 1)
+        path[-1]: np.asarray(leaf.get_raw_value())
+        for path, leaf in nnx.to_flat_state(whole)
+        if path[:2] == ("blocks", 1)
     }
     own = placement.instances_per_device
     for path, leaf in nnx.to_flat_state(_state(engine)):
-        if path[-1] not in ("gate_up", "down") or path[:2] != ("runs", 1):
+        if path[-1] not in ("gate_up", "down") or path[:2] != ("blocks", 1):
             continue
         for device, shard in enumerate(leaf.get_raw_value().addressable_shards):
             held = placement.physical_to_logical_map[:, device * own : (device + 1) * own]

@@ -19,7 +19,7 @@ from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.linear import reference_linear
 from routed_experts.layers.moe import ExpertCall, combine, reference_experts
 from routed_experts.layers.norm import rms_norm
-from routed_experts.layers.rotary import apply_rotary, rotary_angles
+from routed_experts.layers.rotary import apply_rotary, rotary_cos_sin
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 
 
@@ -223,7 +223,7 @@ def prepare_case(seed, seqs: Sequences, *, decode, dtype=jnp.float32) -> Case:
         rng = np.random.default_rng(seed)
         pool, first, batch, num_tokens = attention_inputs(rng, seqs, decode=decode, dtype=dtype)
         rows, parts = batch.positions.shape[0], seqs.heads + 2 * seqs.groups
-        cos, sin = rotary_angles(batch.positions, head_dim=seqs.head_dim, theta=1e4)
+        cos, sin = rotary_cos_sin(batch.positions, head_dim=seqs.head_dim, theta=1e4)
         qkv = jnp.asarray(rng.standard_normal((rows, parts * seqs.head_dim)), dtype)
         norms = [jnp.asarray(rng.random((3, seqs.head_dim)) + 0.5, dtype) for _ in range(2)]
         projected = FusedQKV(qkv=qkv, q_norm=norms[0], k_norm=norms[1], layer=jnp.int32(1), cos=cos, sin=sin, eps=1e-6)

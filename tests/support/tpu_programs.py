@@ -198,7 +198,7 @@ def estimated_cycles(program: jax.stages.Compiled, world: World) -> int:
         if found := re.search(r' while\(.*body=%?([\w.-]+).*op_name="([^"]*)"', line):
             whiles[inside].append((found[1], found[2].count("while") == 1))
     lengths = iter(
-        [end - first for first, end in world.config.runs if end - first > 1]
+        [end - first for first, end in world.config.blocks if end - first > 1]
     )  # a run of one layer is no loop
 
     def once(name: str) -> int:

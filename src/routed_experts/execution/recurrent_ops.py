@@ -25,9 +25,9 @@ def hybrid_ops(paged: PagedAttend, batch: ForwardBatch) -> SequenceOps:
         values: Float[Array, "N G C"] | None,
         cache: HybridPool,
         layer: Int[Array, ""],
-        traits: AttentionFeatures | None = None,
+        features: AttentionFeatures | None = None,
     ) -> tuple[Float[Array, "N H C"], HybridPool]:
-        mixed, pages = paged(queries, keys, values, cache.pages, layer, traits)
+        mixed, pages = paged(queries, keys, values, cache.pages, layer, features)
         return mixed, dataclasses.replace(cache, pages=pages)
 
     def recur(
@@ -36,7 +36,7 @@ def hybrid_ops(paged: PagedAttend, batch: ForwardBatch) -> SequenceOps:
         starts, slots = batch.paged.query_starts, batch.request_slots
         old = jax.tree.map(lambda leaf: leaf[layer, slots], cache.states)
         anew = batch.paged.positions[jnp.minimum(starts[:-1], batch.token_ids.shape[0] - 1)] == 0
-        empty = DeltaState.zeros(slots.shape[0], inputs.shape, old.recent.dtype)
+        empty = DeltaState.zeros(slots.shape[0], inputs.shape, old.conv.dtype)
         read, new = delta_ragged(inputs, empty.where(anew, old), starts)
         states = jax.tree.map(lambda leaf, rows: leaf.at[layer, slots].set(rows), cache.states, new)
         return read, dataclasses.replace(cache, states=states)

@@ -4,7 +4,7 @@ Knows nothing of requests beyond the arrays of a step; `reference` is the oracle
 The pool of all layers is one array [L*P, page, 2G, C] that is carried through the layers and updated in place; row 2g
 holds the keys of head g and row 2g+1 its values. New keys and values are written first, then attention reads all from
 the pool. Padding tokens write to page 0 of the layer, which no request owns. What a token does not see may be NaN (left
-by bad weights, or by half-precision overflow): a weight of 0 does not hide that, so values that are not seen, or not
+by bad weights, or by half-precision overflow): a weight of 0 does not hide that, so values that are not mask, or not
 finite, are set to 0. Dims: N tokens, B requests, L layers, P pages, W pages of a request, H query heads, G kv heads, C
 head dim, S tokens of a sequence, T keys of a block, Q rows of a query tile."""
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-NEVER = -1e30  # a score that no softmax sees; finite, because inf - inf is NaN
+MASK_VALUE = -1e30  # a score that no softmax sees; finite, because inf - inf is NaN
 QUERY_TILE = 16
 KEY_BLOCK = 128
 DECODE_BLOCK = 64  # of every request at once: the gathered keys and values should stay in cache
@@ -70,13 +70,11 @@ class AttentionBackend:
         ]
         | None
     ) = None
-    special: Callable[..., Float[Array, "N H V"]] | None = (
-        None  # the same with AttentionFeatures; None: plain attention alone
-    )
+    run_with_features: Callable[..., Float[Array, "N H V"]] | None = None
 
-    def with_special(self, special: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
-        """The same backend with a way to attend by traits, unless it brings its own."""
-        return self if self.special is not None else dataclasses.replace(self, special=special)
+    def with_features_run(self, run: Callable[..., Float[Array, "N H V"]] | None) -> "AttentionBackend":
+        """The same backend with a way to attend by features, unless it brings its own."""
+        return self if self.run_with_features is not None else dataclasses.replace(self, run_with_features=run)
 
 
 def write_kv(
@@ -98,26 +96,26 @@ def attend_all(
     queries: Float[Array, "N H C"],
     keys: Float[Array, "N T G C"],
     values: Float[Array, "N T G C"],
-    seen: Bool[Array, "N T"],
+    mask: Bool[Array, "N T"],
 ) -> Float[Array, "N H C"]:
     """Softmax attention of each row over its own keys, in float32. Values that are not seen may be NaN."""
     num_rows, heads, head_dim = queries.shape
     groups = keys.shape[2]
     wide = queries.astype(jnp.float32).reshape(num_rows, groups, heads // groups, head_dim)
     scores = jnp.einsum("ngrc,ntgc->ngrt", wide, keys.astype(jnp.float32)) * head_dim**-0.5
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, NEVER), axis=-1)
-    values = jnp.where(seen[:, :, None, None], values.astype(jnp.float32), 0.0)
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASK_VALUE), axis=-1)
+    values = jnp.where(mask[:, :, None, None], values.astype(jnp.float32), 0.0)
     return jnp.einsum("ngrt,ntgc->ngrc", weights, values).reshape(queries.shape).astype(queries.dtype)
 
 
 def mask_nonfinite(
-    values: Float[Array, "... T C"], seen: Bool[Array, "... S T"]
+    values: Float[Array, "... T C"], mask: Bool[Array, "... S T"]
 ) -> tuple[Float[Array, "... T C"], Bool[Array, "... S"]]:
     """Values with 0 for what is not finite, and which rows see some of that: they must become NaN, and no other row
     may, though a product of all rows with all values would multiply it by their weights of 0."""
     finite = jnp.isfinite(values)
     broken = ~jnp.all(finite, axis=-1)
-    return jnp.where(finite, values, 0.0), jnp.any(seen & broken[..., None, :], axis=-1)
+    return jnp.where(finite, values, 0.0), jnp.any(mask & broken[..., None, :], axis=-1)
 
 
 def gather_pages(
@@ -137,8 +135,8 @@ def reference_attention(
 ) -> Float[Array, "N H C"]:
     """Gather every page of each token's request, at full width: no row's result depends on another row."""
     keys, values = gather_pages(pool, first_page + batch.page_table[batch.token_rows], queries.shape[2])
-    seen = jnp.arange(keys.shape[1]) <= batch.positions[:, None]
-    return attend_all(queries, keys, values, seen)
+    mask = jnp.arange(keys.shape[1]) <= batch.positions[:, None]
+    return attend_all(queries, keys, values, mask)
 
 
 @jax.tree_util.register_dataclass
@@ -146,30 +144,35 @@ def reference_attention(
 class OnlineSoftmax:
     """Online softmax (Milakov and Gimelshein 2018): maximum, normaliser and weighted values of the keys seen so far."""
 
-    top: Float[Array, "..."]
-    total: Float[Array, "..."]
-    mixed: Float[Array, "... C"]
+    row_max: Float[Array, "..."]
+    row_sum: Float[Array, "..."]
+    acc: Float[Array, "... C"]
 
     @staticmethod
     def empty(shape: tuple[int, ...], head_dim: int) -> "OnlineSoftmax":
         """Nothing seen yet."""
         zeros = jnp.zeros(shape, jnp.float32)
-        return OnlineSoftmax(zeros + NEVER, zeros, jnp.zeros((*shape, head_dim), jnp.float32))
+        return OnlineSoftmax(zeros + MASK_VALUE, zeros, jnp.zeros((*shape, head_dim), jnp.float32))
 
     def add(
-        self, scores: Float[Array, "... T"], values: Float[Array, "... T C"], spoiled: Bool[Array, "..."] | None = None
+        self,
+        scores: Float[Array, "... T"],
+        values: Float[Array, "... T C"],
+        has_nonfinite: Bool[Array, "..."] | None = None,
     ) -> "OnlineSoftmax":
-        """Take in one block of keys; batch axes of `values` are all axes of `scores` but its last two. `spoiled` rows
+        """Take in one block of keys; batch axes of `values` are all axes of `scores` but its last two. `has_nonfinite` rows
         end as NaN."""
-        top = jnp.maximum(self.top, jnp.max(scores, axis=-1))
-        shrink, weights = jnp.exp(self.top - top), jnp.exp(scores - top[..., None])
-        mixed = self.mixed * shrink[..., None] + weights @ values
-        total = self.total * shrink + jnp.sum(weights, axis=-1)
-        return OnlineSoftmax(top, total if spoiled is None else jnp.where(spoiled, jnp.nan, total), mixed)
+        row_max = jnp.maximum(self.row_max, jnp.max(scores, axis=-1))
+        shrink, weights = jnp.exp(self.row_max - row_max), jnp.exp(scores - row_max[..., None])
+        acc = self.acc * shrink[..., None] + weights @ values
+        row_sum = self.row_sum * shrink + jnp.sum(weights, axis=-1)
+        return OnlineSoftmax(
+            row_max, row_sum if has_nonfinite is None else jnp.where(has_nonfinite, jnp.nan, row_sum), acc
+        )
 
     def result(self) -> Float[Array, "... C"]:
         """The attention output; rows that saw nothing are 0."""
-        return self.mixed / jnp.maximum(self.total, 1e-30)[..., None]
+        return self.acc / jnp.maximum(self.row_sum, 1e-30)[..., None]
 
 
 def paged_attention(
@@ -197,13 +200,13 @@ def _decode_attention(
         listed = first_page + lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
         keys, values = (x.astype(jnp.float32) for x in gather_pages(pool, listed, head_dim))  # [B, T, G, C]
         scores = jnp.einsum("bgrc,btgc->btgr", wide, keys)
-        seen = index * block + jnp.arange(block) < batch.seq_lens[:, None]
-        scores, values = (jnp.where(seen[:, :, None, None], *pair) for pair in ((scores, NEVER), (values, 0.0)))
-        top = jnp.maximum(state.top, jnp.max(scores, axis=1))
-        shrink, weights = jnp.exp(state.top - top), jnp.exp(scores - top[:, None])
+        mask = index * block + jnp.arange(block) < batch.seq_lens[:, None]
+        scores, values = (jnp.where(mask[:, :, None, None], *pair) for pair in ((scores, MASK_VALUE), (values, 0.0)))
+        row_max = jnp.maximum(state.row_max, jnp.max(scores, axis=1))
+        shrink, weights = jnp.exp(state.row_max - row_max), jnp.exp(scores - row_max[:, None])
         mixed = jnp.sum(weights[..., None] * values[:, :, :, None], axis=1)  # a sum over T reads the values as they lie
         return OnlineSoftmax(
-            top, state.total * shrink + jnp.sum(weights, axis=1), state.mixed * shrink[..., None] + mixed
+            row_max, state.row_sum * shrink + jnp.sum(weights, axis=1), state.acc * shrink[..., None] + mixed
         )
 
     blocks = (jnp.max(batch.seq_lens) + block - 1) // block
@@ -239,10 +242,10 @@ def _ragged_attention(
             keys, values = gather_pages(pool, first_page + listed, head_dim)
             keys, values = (jnp.swapaxes(x[0], 0, 1).astype(jnp.float32) for x in (keys, values))  # [G, T, C]
             places = index * block + jnp.arange(block)
-            seen = jnp.repeat(places <= at[:, None], share, axis=0)
-            values, spoiled = mask_nonfinite(values, seen)
+            mask = jnp.repeat(places <= at[:, None], share, axis=0)
+            values, has_nonfinite = mask_nonfinite(values, mask)
             scores = jnp.einsum("gqc,gtc->gqt", rows, keys)
-            return state.add(jnp.where(seen, scores, NEVER), values, spoiled)
+            return state.add(jnp.where(mask, scores, MASK_VALUE), values, has_nonfinite)
 
         blocks = (positions[end - 1] + block) // block
         state = lax.fori_loop(0, blocks, add_block, OnlineSoftmax.empty((groups, tile * share), head_dim))
@@ -262,17 +265,17 @@ def causal_attention(
 ) -> Float[Array, "B S H C"]:
     """Whole sequences, each token over itself and what came before it in its segment. Differentiable; for training."""
     (batch, length, heads, head_dim), groups = queries.shape, keys.shape[2]
-    seen = jnp.tril(jnp.ones((length, length), bool))[None]
+    mask = jnp.tril(jnp.ones((length, length), bool))[None]
     if segment_ids is not None:
-        seen = seen & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
     wide = queries.astype(jnp.float32).reshape(batch, length, groups, heads // groups, head_dim)
     scores = jnp.einsum("bsgrc,btgc->bgrst", wide, keys.astype(jnp.float32)) * head_dim**-0.5
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, NEVER), axis=-1)
-    usable, spoiled = mask_nonfinite(
-        jnp.swapaxes(values.astype(jnp.float32), 1, 2), seen[:, None]
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASK_VALUE), axis=-1)
+    usable, has_nonfinite = mask_nonfinite(
+        jnp.swapaxes(values.astype(jnp.float32), 1, 2), mask[:, None]
     )  # [B, G, T, C], [B, G, S]
     mixed = jnp.einsum("bgrst,bgtc->bsgrc", weights, usable)
-    mixed = jnp.where(jnp.swapaxes(spoiled, 1, 2)[..., None, None], jnp.nan, mixed)
+    mixed = jnp.where(jnp.swapaxes(has_nonfinite, 1, 2)[..., None, None], jnp.nan, mixed)
     return mixed.reshape(queries.shape).astype(queries.dtype)
 
 

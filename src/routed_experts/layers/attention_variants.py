@@ -19,7 +19,7 @@ from routed_experts.layers.attention import ATTENTION_BACKENDS as PLAIN_BACKENDS
 from routed_experts.layers.attention import (
     DECODE_BLOCK,
     KEY_BLOCK,
-    NEVER,
+    MASK_VALUE,
     QUERY_TILE,
     AttentionBackend,
     OnlineSoftmax,
@@ -39,27 +39,29 @@ def write_latent(
     return pool.at[first_page + page, batch.positions % page_size].set(rows.astype(pool.dtype))
 
 
-def visibility_mask(at: Int[Array, "..."], places: Int[Array, "..."], traits: AttentionFeatures) -> Bool[Array, "..."]:
+def visibility_mask(
+    at: Int[Array, "..."], places: Int[Array, "..."], features: AttentionFeatures
+) -> Bool[Array, "..."]:
     """Whether a token at position `at` attends to the one at `places`; the two are broadcast."""
-    seen = places <= at
-    if traits.window:
-        seen = seen & (places > at - traits.window)
-    return seen & (places // traits.chunk == at // traits.chunk) if traits.chunk else seen
+    mask = places <= at
+    if features.window:
+        mask = mask & (places > at - features.window)
+    return mask & (places // features.chunk == at // features.chunk) if features.chunk else mask
 
 
-def first_visible(at: Int[Array, "..."], traits: AttentionFeatures) -> Int[Array, "..."]:
+def first_visible(at: Int[Array, "..."], features: AttentionFeatures) -> Int[Array, "..."]:
     """The first position that a token at `at` attends to."""
-    first = jnp.maximum(at - traits.window + 1, 0) if traits.window else jnp.zeros_like(at)
-    return jnp.maximum(first, at // traits.chunk * traits.chunk) if traits.chunk else first
+    first = jnp.maximum(at - features.window + 1, 0) if features.window else jnp.zeros_like(at)
+    return jnp.maximum(first, at // features.chunk * features.chunk) if features.chunk else first
 
 
 def read_pages(
-    pool: Float[Array, "LP page X C"], pages: Int[Array, "B W"], traits: AttentionFeatures, head_dim: int
+    pool: Float[Array, "LP page X C"], pages: Int[Array, "B W"], features: AttentionFeatures, head_dim: int
 ) -> tuple[Float[Array, "B T G C"], Float[Array, "B T G V"]]:
     """Keys and values of the listed pages, page after page, in float32."""
-    if traits.latent:
+    if features.latent:
         keys = jnp.take(pool, pages, axis=0).reshape(pages.shape[0], -1, 1, pool.shape[3]).astype(jnp.float32)
-        return keys, keys[..., : traits.latent]
+        return keys, keys[..., : features.latent]
     keys, values = gather_pages(pool, pages, head_dim)
     return keys.astype(jnp.float32), values.astype(jnp.float32)
 
@@ -69,16 +71,16 @@ def reference_variant(
     pool: Float[Array, "LP page X C"],
     first_page: Int[Array, ""],
     batch: PagedBatch,
-    traits: AttentionFeatures,
+    features: AttentionFeatures,
 ) -> Float[Array, "N H V"]:
     """Gather every page of each token's request, at full width: no row's result depends on another row."""
-    keys, values = read_pages(pool, first_page + batch.page_table[batch.token_rows], traits, queries.shape[2])
-    seen = visibility_mask(batch.positions[:, None], jnp.arange(keys.shape[1]), traits)
-    values = jnp.where(seen[:, :, None, None], values, 0.0)
+    keys, values = read_pages(pool, first_page + batch.page_table[batch.token_rows], features, queries.shape[2])
+    mask = visibility_mask(batch.positions[:, None], jnp.arange(keys.shape[1]), features)
+    values = jnp.where(mask[:, :, None, None], values, 0.0)
     groups = keys.shape[2]
-    wide = _scaled(queries, traits).reshape(queries.shape[0], groups, -1, queries.shape[2])
-    scores = jnp.where(seen[:, None, None], jnp.einsum("ngrc,ntgc->ngrt", wide, keys), NEVER)
-    state = _start(scores.shape[:-1], values.shape[-1], _by_group(traits, groups))
+    wide = _scaled(queries, features).reshape(queries.shape[0], groups, -1, queries.shape[2])
+    scores = jnp.where(mask[:, None, None], jnp.einsum("ngrc,ntgc->ngrt", wide, keys), MASK_VALUE)
+    state = _start(scores.shape[:-1], values.shape[-1], _by_group(features, groups))
     mixed = jnp.einsum("ngrt,ntgv->ngrv", *_weights_and(values, scores, state))
     return mixed.reshape(*queries.shape[:2], -1).astype(queries.dtype)
 
@@ -88,10 +90,10 @@ def paged_variant(
     pool: Float[Array, "LP page X C"],
     first_page: Int[Array, ""],
     batch: PagedBatch,
-    traits: AttentionFeatures,
+    features: AttentionFeatures,
 ) -> Float[Array, "N H V"]:
     """Walk over blocks of pages with an online softmax; blocks before the window are not read."""
-    return (_decode if batch.decode else _ragged)(queries, pool, first_page, batch, traits)
+    return (_decode if batch.decode else _ragged)(queries, pool, first_page, batch, features)
 
 
 def causal_variant(
@@ -99,26 +101,26 @@ def causal_variant(
     keys: Float[Array, "B S G C"],
     values: Float[Array, "B S G V"] | None,
     segment_ids: Int[Array, "B S"] | None,
-    traits: AttentionFeatures,
+    features: AttentionFeatures,
 ) -> Float[Array, "B S H V"]:
     """Whole sequences, each token over what it sees of its segment; `values` None: latent. Differentiable; for
     training."""
     (num_rows, length, heads, width), groups = queries.shape, keys.shape[2]
-    values = keys[..., : traits.latent] if values is None else values
+    values = keys[..., : features.latent] if values is None else values
     places = jnp.arange(length)
-    seen = visibility_mask(places[:, None], places, traits)[None]
+    mask = visibility_mask(places[:, None], places, features)[None]
     if segment_ids is not None:
-        seen = seen & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    wide = _scaled(queries, traits).reshape(num_rows, length, groups, heads // groups, width)
+        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    wide = _scaled(queries, features).reshape(num_rows, length, groups, heads // groups, width)
     scores = jnp.einsum("bsgrc,btgc->bsgrt", wide, keys.astype(jnp.float32))
-    scores = jnp.where(seen[:, :, None, None], scores, NEVER)
-    state = _start(scores.shape[:-1], values.shape[-1], _by_group(traits, groups))
-    usable, spoiled = mask_nonfinite(
-        jnp.swapaxes(values.astype(jnp.float32), 1, 2), seen[:, None]
+    scores = jnp.where(mask[:, :, None, None], scores, MASK_VALUE)
+    state = _start(scores.shape[:-1], values.shape[-1], _by_group(features, groups))
+    usable, has_nonfinite = mask_nonfinite(
+        jnp.swapaxes(values.astype(jnp.float32), 1, 2), mask[:, None]
     )  # [B, G, T, V], [B, G, S]
     weights, usable = _weights_and(usable, scores, state)
     mixed = jnp.einsum("bsgrt,bgtv->bsgrv", weights, usable)
-    mixed = jnp.where(jnp.swapaxes(spoiled, 1, 2)[..., None, None], jnp.nan, mixed)
+    mixed = jnp.where(jnp.swapaxes(has_nonfinite, 1, 2)[..., None, None], jnp.nan, mixed)
     return mixed.reshape(num_rows, length, heads, -1).astype(queries.dtype)
 
 
@@ -127,25 +129,25 @@ def _decode(
     pool: Float[Array, "LP page X C"],
     first_page: Int[Array, ""],
     batch: PagedBatch,
-    traits: AttentionFeatures,
+    features: AttentionFeatures,
 ) -> Float[Array, "B H V"]:
     """All requests side by side, one block of keys after another up to the longest."""
     pages, table = _blocks_of(DECODE_BLOCK, pool, batch)
-    block, groups = pages * pool.shape[1], _groups(pool, traits)
-    wide = _scaled(queries, traits).reshape(queries.shape[0], groups, -1, queries.shape[2])
+    block, groups = pages * pool.shape[1], _groups(pool, features)
+    wide = _scaled(queries, features).reshape(queries.shape[0], groups, -1, queries.shape[2])
 
     def add_block(index: Int[Array, ""], state: OnlineSoftmax) -> OnlineSoftmax:
         listed = first_page + lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
-        keys, values = read_pages(pool, listed, traits, queries.shape[2])
+        keys, values = read_pages(pool, listed, features, queries.shape[2])
         places = index * block + jnp.arange(block)
-        seen = visibility_mask(batch.seq_lens[:, None] - 1, places, traits)
-        scores = jnp.where(seen[:, None, None], jnp.einsum("bgrc,btgc->bgrt", wide, keys), NEVER)
-        values = jnp.where(seen[:, :, None, None], values, 0.0)
+        mask = visibility_mask(batch.seq_lens[:, None] - 1, places, features)
+        scores = jnp.where(mask[:, None, None], jnp.einsum("bgrc,btgc->bgrt", wide, keys), MASK_VALUE)
+        values = jnp.where(mask[:, :, None, None], values, 0.0)
         return state.add(scores, jnp.swapaxes(values, 1, 2))
 
     last = jnp.max(batch.seq_lens)
-    first = jnp.min(jnp.where(batch.seq_lens > 0, first_visible(batch.seq_lens - 1, traits), last))
-    state = _start((*wide.shape[:-1],), traits.latent or queries.shape[2], _by_group(traits, groups))
+    first = jnp.min(jnp.where(batch.seq_lens > 0, first_visible(batch.seq_lens - 1, features), last))
+    state = _start((*wide.shape[:-1],), features.latent or queries.shape[2], _by_group(features, groups))
     state = lax.fori_loop(first // block, (last + block - 1) // block, add_block, state)
     return state.result().reshape(*queries.shape[:2], -1).astype(queries.dtype)
 
@@ -155,19 +157,19 @@ def _ragged(
     pool: Float[Array, "LP page X C"],
     first_page: Int[Array, ""],
     batch: PagedBatch,
-    traits: AttentionFeatures,
+    features: AttentionFeatures,
 ) -> Float[Array, "N H V"]:
     """Tiles of Q query rows, each of one request, in order; a tile's rows past its request are overwritten by the next
     tile."""
-    (num_tokens, heads, width), groups = queries.shape, _groups(pool, traits)
-    tile, share, value_dim = min(QUERY_TILE, num_tokens), heads // groups, traits.latent or width
+    (num_tokens, heads, width), groups = queries.shape, _groups(pool, features)
+    tile, share, value_dim = min(QUERY_TILE, num_tokens), heads // groups, features.latent or width
     pages, table = _blocks_of(KEY_BLOCK, pool, batch)
     block = pages * pool.shape[1]
-    wide = jnp.pad(_scaled(queries, traits), ((0, tile), (0, 0), (0, 0)))
+    wide = jnp.pad(_scaled(queries, features), ((0, tile), (0, 0), (0, 0)))
     positions = jnp.pad(batch.positions, (0, tile))
     lengths = batch.query_starts[1:] - batch.query_starts[:-1]
     tile_ends = jnp.cumsum((lengths + tile - 1) // tile)
-    sinks = _by_group(traits, groups)
+    sinks = _by_group(features, groups)
 
     def run_tile(index: Int[Array, ""], outputs: Float[Array, "NQ H V"]) -> Float[Array, "NQ H V"]:
         row = jnp.searchsorted(tile_ends, index, side="right", method="compare_all").astype(jnp.int32)
@@ -180,16 +182,16 @@ def _ragged(
 
         def add_block(index: Int[Array, ""], state: OnlineSoftmax) -> OnlineSoftmax:
             listed = lax.dynamic_slice(table, (row, index * pages), (1, pages))
-            both = read_pages(pool, first_page + listed, traits, queries.shape[2])
+            both = read_pages(pool, first_page + listed, features, queries.shape[2])
             keys, values = (jnp.swapaxes(part[0], 0, 1) for part in both)  # [G, T, C]
             places = index * block + jnp.arange(block)
-            seen = visibility_mask(at[:, None], places, traits)
-            values, spoiled = mask_nonfinite(values[:, None], seen)  # [G, 1, T, V], [G, 1, Q]
-            scores = jnp.where(seen, jnp.einsum("grqc,gtc->grqt", rows, keys), NEVER)
-            return state.add(scores, values, spoiled)
+            mask = visibility_mask(at[:, None], places, features)
+            values, has_nonfinite = mask_nonfinite(values[:, None], mask)  # [G, 1, T, V], [G, 1, Q]
+            scores = jnp.where(mask, jnp.einsum("grqc,gtc->grqt", rows, keys), MASK_VALUE)
+            return state.add(scores, values, has_nonfinite)
 
         state = _start((groups, share, tile), value_dim, None if sinks is None else sinks[..., None])
-        first, past = first_visible(at[0], traits) // block, (positions[end - 1] + block) // block
+        first, past = first_visible(at[0], features) // block, (positions[end - 1] + block) // block
         state = lax.fori_loop(first, past, add_block, state)
         mixed = jnp.transpose(state.result(), (2, 0, 1, 3)).reshape(tile, heads, value_dim)
         return lax.dynamic_update_slice_in_dim(outputs, mixed, start, axis=0)
@@ -198,8 +200,8 @@ def _ragged(
     return outputs[:num_tokens].astype(queries.dtype)
 
 
-def _groups(pool: Float[Array, "LP page X C"], traits: AttentionFeatures) -> int:
-    return 1 if traits.latent else pool.shape[2] // 2
+def _groups(pool: Float[Array, "LP page X C"], features: AttentionFeatures) -> int:
+    return 1 if features.latent else pool.shape[2] // 2
 
 
 def _blocks_of(size: int, pool: Float[Array, "LP page X C"], batch: PagedBatch) -> tuple[int, Int[Array, "B W"]]:
@@ -209,12 +211,12 @@ def _blocks_of(size: int, pool: Float[Array, "LP page X C"], batch: PagedBatch) 
     return pages, jnp.pad(batch.page_table, ((0, 0), (0, -width % pages)))
 
 
-def _scaled(queries: Float[Array, "... C"], traits: AttentionFeatures) -> Float[Array, "... C"]:
-    return queries.astype(jnp.float32) * (traits.scale or queries.shape[-1] ** -0.5)
+def _scaled(queries: Float[Array, "... C"], features: AttentionFeatures) -> Float[Array, "... C"]:
+    return queries.astype(jnp.float32) * (features.scale or queries.shape[-1] ** -0.5)
 
 
-def _by_group(traits: AttentionFeatures, groups: int) -> Float[Array, "G R"] | None:
-    return None if traits.sinks is None else traits.sinks.astype(jnp.float32).reshape(groups, -1)
+def _by_group(features: AttentionFeatures, groups: int) -> Float[Array, "G R"] | None:
+    return None if features.sinks is None else features.sinks.astype(jnp.float32).reshape(groups, -1)
 
 
 def _start(shape: tuple[int, ...], value_dim: int, sinks: Float[Array, "..."] | None) -> OnlineSoftmax:
@@ -222,20 +224,20 @@ def _start(shape: tuple[int, ...], value_dim: int, sinks: Float[Array, "..."] | 
     empty = OnlineSoftmax.empty(shape, value_dim)
     if sinks is None:
         return empty
-    return dataclasses.replace(empty, top=jnp.broadcast_to(sinks, shape), total=jnp.ones(shape, jnp.float32))
+    return dataclasses.replace(empty, row_max=jnp.broadcast_to(sinks, shape), row_sum=jnp.ones(shape, jnp.float32))
 
 
 def _weights_and(
     values: Float[Array, "..."], scores: Float[Array, "... T"], state: OnlineSoftmax
 ) -> tuple[Float[Array, "... T"], Float[Array, "..."]]:
     """Weights of all keys at once, beside what `state` has seen."""
-    top = lax.stop_gradient(jnp.maximum(state.top, jnp.max(scores, axis=-1)))
-    weights = jnp.exp(scores - top[..., None])
-    total = state.total * jnp.exp(state.top - top) + jnp.sum(weights, axis=-1)
-    return weights / total[..., None], values
+    row_max = lax.stop_gradient(jnp.maximum(state.row_max, jnp.max(scores, axis=-1)))
+    weights = jnp.exp(scores - row_max[..., None])
+    row_sum = state.row_sum * jnp.exp(state.row_max - row_max) + jnp.sum(weights, axis=-1)
+    return weights / row_sum[..., None], values
 
 
-_SPECIAL = MappingProxyType({"reference": reference_variant, "paged": paged_variant})
+_WITH_FEATURES = MappingProxyType({"reference": reference_variant, "paged": paged_variant})
 ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
-    {name: backend.with_special(_SPECIAL.get(name)) for name, backend in PLAIN_BACKENDS.items()}
+    {name: backend.with_features_run(_WITH_FEATURES.get(name)) for name, backend in PLAIN_BACKENDS.items()}
 )

@@ -53,20 +53,20 @@ class DeltaInputs:
 class DeltaState:
     """States of B sequences."""
 
-    recent: Float[Array, "B W1 Q"]
-    memory: Float[Array, "B H K V"]
+    conv: Float[Array, "B W1 Q"]
+    recurrent: Float[Array, "B H K V"]
 
     @staticmethod
     def zeros(count: int, shape: DeltaShape, dtype: jnp.dtype) -> "DeltaState":
         """Nothing seen yet."""
-        recent = jnp.zeros((count, shape.width - 1, shape.channels), dtype)
-        return DeltaState(recent, jnp.zeros((count, shape.value_heads, shape.key_dim, shape.value_dim), jnp.float32))
+        conv = jnp.zeros((count, shape.width - 1, shape.channels), dtype)
+        return DeltaState(conv, jnp.zeros((count, shape.value_heads, shape.key_dim, shape.value_dim), jnp.float32))
 
     def where(self, keep: Bool[Array, " B"], other: "DeltaState") -> "DeltaState":
         """These states where `keep`, the others elsewhere."""
-        pairs = ((self.recent, other.recent), (self.memory, other.memory))
-        recent, memory = (jnp.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs)
-        return DeltaState(recent, memory)
+        pairs = ((self.conv, other.conv), (self.recurrent, other.recurrent))
+        conv, recurrent = (jnp.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs)
+        return DeltaState(conv, recurrent)
 
 
 def delta_step(
@@ -78,21 +78,21 @@ def delta_step(
     shape: DeltaShape,
 ) -> tuple[Float[Array, "B H V"], DeltaState]:
     """One token of each sequence."""
-    window = jnp.concatenate([state.recent, mixed[:, None].astype(state.recent.dtype)], axis=1)  # [B, W, Q]
-    turned = jnp.sum(window.astype(jnp.float32) * kernel.astype(jnp.float32).T, axis=1)
+    window = jnp.concatenate([state.conv, mixed[:, None].astype(state.conv.dtype)], axis=1)  # [B, W, Q]
+    convolved = jnp.sum(window.astype(jnp.float32) * kernel.astype(jnp.float32).T, axis=1)
     split = jnp.split(
-        jax.nn.silu(turned), [shape.key_heads * shape.key_dim, 2 * shape.key_heads * shape.key_dim], axis=-1
+        jax.nn.silu(convolved), [shape.key_heads * shape.key_dim, 2 * shape.key_heads * shape.key_dim], axis=-1
     )
     shares = shape.value_heads // shape.key_heads
     queries, keys = (
         jnp.repeat(_unit(part.reshape(mixed.shape[0], shape.key_heads, -1)), shares, axis=1) for part in split[:2]
     )
     values = split[2].reshape(mixed.shape[0], shape.value_heads, -1)
-    memory = state.memory * jnp.exp(decay)[..., None, None]
-    wrong = (values - jnp.einsum("bhkv,bhk->bhv", memory, keys)) * beta[..., None]
-    memory = memory + keys[..., None] * wrong[:, :, None]
-    read = jnp.einsum("bhkv,bhk->bhv", memory, queries * shape.key_dim**-0.5)
-    return read, DeltaState(window[:, 1:], memory)
+    recurrent = state.recurrent * jnp.exp(decay)[..., None, None]
+    wrong = (values - jnp.einsum("bhkv,bhk->bhv", recurrent, keys)) * beta[..., None]
+    recurrent = recurrent + keys[..., None] * wrong[:, :, None]
+    read = jnp.einsum("bhkv,bhk->bhv", recurrent, queries * shape.key_dim**-0.5)
+    return read, DeltaState(window[:, 1:], recurrent)
 
 
 def delta_ragged(
@@ -118,11 +118,11 @@ def delta_ragged(
         row = jnp.searchsorted(chunk_ends, index, side="right", method="compare_all").astype(jnp.int32)
         first = chunk_ends[row] - (many[row] + chunk - 1) // chunk
         start = starts[row] + (index - first) * chunk
-        there = jnp.arange(chunk) < query_starts[row + 1] - start
+        valid = jnp.arange(chunk) < query_starts[row + 1] - start
         mixed, decay, beta = (lax.dynamic_slice_in_dim(part, start, chunk) for part in padded)
-        rows = ChunkInputs(mixed, decay, beta, jnp.zeros(chunk, jnp.int32), there)
+        rows = ChunkInputs(mixed, decay, beta, jnp.zeros(chunk, jnp.int32), valid)
         read, new = delta_chunk(rows, jax.tree.map(lambda leaf: leaf[row], state), inputs.kernel, shape)
-        kept = jnp.where(there[:, None, None], read, lax.dynamic_slice_in_dim(outputs, start, chunk))
+        kept = jnp.where(valid[:, None, None], read, lax.dynamic_slice_in_dim(outputs, start, chunk))
         outputs = lax.dynamic_update_slice_in_dim(outputs, kept, start, axis=0)
         return outputs, jax.tree.map(lambda leaf, own: leaf.at[row].set(own), state, new)
 
@@ -148,8 +148,8 @@ def delta_sequence(
 
     numbers = (inputs.mixed, inputs.decay, inputs.beta)
     mixed, decay, beta = (by_chunk(part.reshape(num_sequences, length, -1)) for part in numbers)
-    there = by_chunk(jnp.ones((num_sequences, length), bool))
-    rows = ChunkInputs(mixed, decay, beta, jnp.cumsum(by_chunk(starts), axis=2), there)
+    valid = by_chunk(jnp.ones((num_sequences, length), bool))
+    rows = ChunkInputs(mixed, decay, beta, jnp.cumsum(by_chunk(starts), axis=2), valid)
     batched = jax.vmap(lambda rows, state: delta_chunk(rows, state, inputs.kernel, shape))
 
     def add_chunk(state: DeltaState, rows: ChunkInputs) -> tuple[DeltaState, Float[Array, "B C H V"]]:
@@ -171,7 +171,7 @@ class ChunkInputs:
     decay: Float[Array, "C H"]
     beta: Float[Array, "C H"]
     segment: Int[Array, " C"]
-    there: Bool[Array, " C"]
+    valid: Bool[Array, " C"]
 
 
 def delta_chunk(
@@ -186,25 +186,25 @@ def delta_chunk(
     A token that is not finite spoils itself and those after it, as one after another would; none before it, and no
     other sequence. `state` is that of this sequence, without the axis B."""
     usable, spoiled, ends_spoiled = _usable(rows, state)
-    window, queries, keys, values = _convolved(usable, state.recent, kernel, shape)
-    places, segment = jnp.arange(rows.there.shape[0]), rows.segment
+    window, queries, keys, values = _convolved(usable, state.conv, kernel, shape)
+    places, segment = jnp.arange(rows.valid.shape[0]), rows.segment
     sums = jnp.cumsum(usable.decay, axis=0).T  # [H, C]
     earlier = (places[:, None] >= places) & (segment[:, None] == segment)
     ratio = jnp.exp(jnp.where(earlier, sums[:, :, None] - sums[:, None], _NEVER))  # [H, C, C]
     kept = jnp.where(segment == 0, jnp.exp(sums), 0.0)[..., None]
-    memory, beta = jnp.where(jnp.isfinite(state.memory), state.memory, 0.0), usable.beta.T[..., None]
+    recurrent, beta = jnp.where(jnp.isfinite(state.recurrent), state.recurrent, 0.0), usable.beta.T[..., None]
     system = jnp.where(places[:, None] > places, beta * ratio * _dot("htk,hik->hti", keys, keys), 0.0)
-    wanted = beta * (values - kept * _dot("htk,hkv->htv", keys, memory))
+    wanted = beta * (values - kept * _dot("htk,hkv->htv", keys, recurrent))
     added = lax.linalg.triangular_solve(system, wanted, left_side=True, lower=True, unit_diagonal=True)
     read = _dot("hti,hiv->htv", ratio * _dot("htk,hik->hti", queries, keys), added) + kept * _dot(
-        "htk,hkv->htv", queries, memory
+        "htk,hkv->htv", queries, recurrent
     )
     left = jnp.where(segment == segment[-1], jnp.exp(sums[:, -1:] - sums), 0.0)[..., None]
-    memory = kept[:, -1:] * memory + _dot("htk,htv->hkv", left * keys, added)
+    recurrent = kept[:, -1:] * recurrent + _dot("htk,htv->hkv", left * keys, added)
     read = jnp.where(spoiled[:, None, None], jnp.nan, jnp.swapaxes(read, 0, 1))
     window = jnp.where(jnp.pad(segment, (shape.width - 1, 0))[:, None] == segment[-1], window, 0)
-    recent = lax.dynamic_slice_in_dim(window, jnp.sum(rows.there), shape.width - 1)
-    return read, DeltaState(recent, jnp.where(ends_spoiled, jnp.nan, memory))
+    conv = lax.dynamic_slice_in_dim(window, jnp.sum(rows.valid), shape.width - 1)
+    return read, DeltaState(conv, jnp.where(ends_spoiled, jnp.nan, recurrent))
 
 
 def _usable(rows: ChunkInputs, state: DeltaState) -> tuple[ChunkInputs, Bool[Array, " C"], Bool[Array, ""]]:
@@ -213,34 +213,34 @@ def _usable(rows: ChunkInputs, state: DeltaState) -> tuple[ChunkInputs, Bool[Arr
     finite = jnp.stack([jnp.all(jnp.isfinite(part), axis=-1) for part in (rows.mixed, rows.decay, rows.beta)]).all(
         axis=0
     )
-    broken, places = rows.there & ~finite, jnp.arange(rows.there.shape[0])
+    broken, places = rows.valid & ~finite, jnp.arange(rows.valid.shape[0])
     before = (places[:, None] >= places) & (rows.segment[:, None] == rows.segment)
-    began = ~(jnp.all(jnp.isfinite(state.memory)) & jnp.all(jnp.isfinite(state.recent)))
+    began = ~(jnp.all(jnp.isfinite(state.recurrent)) & jnp.all(jnp.isfinite(state.conv)))
     spoiled = jnp.any(before & broken, axis=-1) | (began & (rows.segment == 0))
     mixed, decay, beta = (
-        jnp.where((rows.there & finite)[:, None], part, 0) for part in (rows.mixed, rows.decay, rows.beta)
+        jnp.where((rows.valid & finite)[:, None], part, 0) for part in (rows.mixed, rows.decay, rows.beta)
     )
-    return ChunkInputs(mixed, decay, beta, rows.segment, rows.there), spoiled, spoiled[-1]
+    return ChunkInputs(mixed, decay, beta, rows.segment, rows.valid), spoiled, spoiled[-1]
 
 
 def _convolved(
-    rows: ChunkInputs, recent: Float[Array, "W1 Q"], kernel: Float[Array, "Q W"], shape: DeltaShape
+    rows: ChunkInputs, conv: Float[Array, "W1 Q"], kernel: Float[Array, "Q W"], shape: DeltaShape
 ) -> tuple[Float[Array, "WC Q"], Float[Array, "H C K"], Float[Array, "H C K"], Float[Array, "H C V"]]:
     """The inputs of the convolution with those before them, and queries (scaled), keys and values of each value
     head."""
-    chunk, width = rows.there.shape[0], shape.width
-    recent = jnp.where(jnp.isfinite(recent), recent, 0)
-    window, segment = jnp.concatenate([recent, rows.mixed.astype(recent.dtype)]), jnp.pad(rows.segment, (width - 1, 0))
+    chunk, width = rows.valid.shape[0], shape.width
+    conv = jnp.where(jnp.isfinite(conv), conv, 0)
+    window, segment = jnp.concatenate([conv, rows.mixed.astype(conv.dtype)]), jnp.pad(rows.segment, (width - 1, 0))
     taps = [
         jnp.where(segment[tap : tap + chunk] == rows.segment, 1.0, 0.0)[:, None] * kernel[:, tap].astype(jnp.float32)
         for tap in range(width)
     ]
-    turned = sum(
+    convolved = sum(
         (window[tap : tap + chunk].astype(jnp.float32) * weight for tap, weight in enumerate(taps)),
         jnp.zeros((), jnp.float32),
     )
     split = jnp.split(
-        jax.nn.silu(turned), [shape.key_heads * shape.key_dim, 2 * shape.key_heads * shape.key_dim], axis=-1
+        jax.nn.silu(convolved), [shape.key_heads * shape.key_dim, 2 * shape.key_heads * shape.key_dim], axis=-1
     )
     shares = shape.value_heads // shape.key_heads
     queries, keys = (jnp.repeat(_unit(part.reshape(chunk, shape.key_heads, -1)), shares, axis=1) for part in split[:2])

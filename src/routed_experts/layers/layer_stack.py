@@ -45,7 +45,7 @@ class StackOffsets:
     """Where the run stands: its first layer in the pool, its first column in the block of ids."""
 
     first_layer: int
-    first_column: int
+    first_moe_layer: int
 
 
 @jax.tree_util.register_dataclass

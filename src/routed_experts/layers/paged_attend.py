@@ -25,9 +25,9 @@ class PagedAttend:
         values: Float[Array, "N G C"] | None,
         pool: Float[Array, "LP page 2G C"],
         layer: Int[Array, ""],
-        traits: AttentionFeatures | None = None,
+        features: AttentionFeatures | None = None,
     ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-        """Write the new keys and values (no values: `keys` are latent rows), then attend, by `traits` where there are
+        """Write the new keys and values (no values: `keys` are latent rows), then attend, by `features` where there are
         some."""
         first_page = layer * self.num_pages
         batch = self.batch
@@ -36,10 +36,10 @@ class PagedAttend:
             if values is None
             else write_kv(pool, keys, values, first_page, batch)
         )
-        if traits is None:
+        if features is None:
             return self.backend.run(queries, pool, first_page, batch), pool
-        assert self.backend.special is not None, self.backend.name
-        return self.backend.special(queries, pool, first_page, batch, traits), pool
+        assert self.backend.run_with_features is not None, self.backend.name
+        return self.backend.run_with_features(queries, pool, first_page, batch, features), pool
 
     def from_projected(
         self, projected: FusedQKV, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""]

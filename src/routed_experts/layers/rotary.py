@@ -27,12 +27,12 @@ class RotarySpec:
     magnitude: float = 1.0
     interleaved: bool = False
 
-    def angles(self, positions: Int[Array, " N"]) -> tuple[Float[Array, "N F"], Float[Array, "N F"]]:
+    def cos_sin(self, positions: Int[Array, " N"]) -> tuple[Float[Array, "N F"], Float[Array, "N F"]]:
         """Cosines and sines of every position, float32."""
-        turned = positions.astype(jnp.float32)[:, None] * jnp.asarray(self.inverse, jnp.float32)
-        return jnp.cos(turned) * self.magnitude, jnp.sin(turned) * self.magnitude
+        rotated = positions.astype(jnp.float32)[:, None] * jnp.asarray(self.inverse, jnp.float32)
+        return jnp.cos(rotated) * self.magnitude, jnp.sin(rotated) * self.magnitude
 
-    def turn(
+    def apply(
         self, x: Float[Array, "N H C"], angles: tuple[Float[Array, "N F"], Float[Array, "N F"]]
     ) -> Float[Array, "N H C"]:
         """Rotate every head of every token; computed in float32, returned in x's dtype and with its dims where they
@@ -41,20 +41,20 @@ class RotarySpec:
         wide, rest = x[..., :size].astype(jnp.float32), x[..., size:]
         if self.interleaved:
             low, high = wide[..., 0::2], wide[..., 1::2]
-            turned = jnp.stack([low * cos - high * sin, high * cos + low * sin], axis=-1).reshape(wide.shape)
+            rotated = jnp.stack([low * cos - high * sin, high * cos + low * sin], axis=-1).reshape(wide.shape)
         else:
             low, high = jnp.split(wide, 2, axis=-1)
-            turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-        return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1) if rest.shape[-1] else turned.astype(x.dtype)
+            rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+        return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1) if rest.shape[-1] else rotated.astype(x.dtype)
 
 
-def rotary_angles(
+def rotary_cos_sin(
     positions: Int[Array, " N"], *, head_dim: int, theta: float, scaled: RotarySpec | None = None
 ) -> tuple[Float[Array, "N C"], Float[Array, "N C"]]:
     """Give float32 cosines and sines of every position, for `apply_rotary`; each of the C/2 frequencies stands twice.
     Frequencies are those of `theta`, or of `scaled`."""
     if scaled is not None:
-        cos, sin = (jnp.concatenate([part, part], axis=-1) for part in scaled.angles(positions))
+        cos, sin = (jnp.concatenate([part, part], axis=-1) for part in scaled.cos_sin(positions))
         return cos, sin
     inverse = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = positions.astype(jnp.float32)[:, None] * inverse

@@ -113,7 +113,7 @@ class ModelFolder:
         array of a dotted name is to be; None: the default one. With `shards` each device reads and gets its own part
         instead, and the model's arrays are the global ones: it runs only in parts."""
         if self.checkpoint is None:
-            deal_out = None if shards is None else shards.place_array
+            deal_out = None if shards is None else shards.put_array
             build = functools.partial(self.family.build, self.config, dtype=dtype)
             return dummy_model(lambda: build(rngs=nnx.Rngs(0)), place=place, deal_out=deal_out)
         graphdef, state = self._split(dtype)

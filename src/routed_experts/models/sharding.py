@@ -1,7 +1,7 @@
 """A model's weights dealt out over a mesh of one axis: which part of an array each device holds, and how arrays get
-there. Knows no architecture: the cuts say it all.
+there. Knows no architecture: the partitions say it all.
 
-Parts of one array stand side by side along the axis of its cut, in the order of the devices, as one global array; where
+Parts of one array stand side by side along the axis of its partition, in the order of the devices, as one global array; where
 segments are cut each for itself, its columns are in another order than in the model's own array. Dims: V devices."""
 
 import dataclasses
@@ -25,34 +25,34 @@ AXIS = "tensor"
 
 @dataclasses.dataclass(frozen=True)
 class ModelSharding:
-    """`split.devices` devices and how each array of a model is dealt out to them; arrays without a cut are whole on
+    """`parallel.devices` devices and how each array of a model is dealt out to them; arrays without a cut are whole on
     each."""
 
-    split: ParallelConfig
-    cuts: Mapping[str, AxisPartition]  # by dotted path
+    parallel: ParallelConfig
+    partitions: Mapping[str, AxisPartition]  # by dotted path
     devices: tuple[Any, ...] = ()  # empty: the first ones of this process
     maps: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict[str, np.ndarray])  # of placed experts
 
     @staticmethod
-    def of(
-        cuts: Mapping[str, AxisPartition],
-        split: ParallelConfig,
+    def create(
+        partitions: Mapping[str, AxisPartition],
+        parallel: ParallelConfig,
         *,
         devices: tuple[Any, ...] = (),
         maps: Mapping[str, np.ndarray] | None = None,
     ) -> "ModelSharding | None":
-        """For a model's cuts; None for one device. Raises ConfigError where the model cannot be shared by so many;
+        """For a model's partitions; None for one device. Raises ConfigError where the model cannot be shared by so many;
         whether there are so many is looked at when `mesh` is asked for."""
-        if split.devices == 1:
+        if parallel.devices == 1:
             return None
-        split.check(cuts)
-        return ModelSharding(split, cuts, devices, maps or {})
+        parallel.check(partitions)
+        return ModelSharding(parallel, partitions, devices, maps or {})
 
     @cached_property
     def mesh(self) -> Mesh:
         """The first V devices on one axis. Raises MachineError where there are fewer."""
         devices = self.devices or jax.devices()
-        if len(devices) < self.split.devices:
+        if len(devices) < self.parallel.devices:
             kind = devices[0].platform
             remedy = (
                 ", or set XLA_FLAGS=--xla_force_host_platform_device_count, which makes several of one CPU"
@@ -60,69 +60,69 @@ class ModelSharding:
                 else ""
             )
             raise MachineError(
-                f"tp_size={self.split.devices} is above the {len(devices)} {kind} devices here; lower it{remedy}"
+                f"tp_size={self.parallel.devices} is above the {len(devices)} {kind} devices here; lower it{remedy}"
             )
-        return Mesh(np.array(devices[: self.split.devices]), (AXIS,))
+        return Mesh(np.array(devices[: self.parallel.devices]), (AXIS,))
 
     def spec(self, name: str, ndim: int) -> PartitionSpec:
-        """Along which axis the global array of that name is cut."""
-        cut = self.cuts.get(name)
-        if cut is None:
+        """Along which axis the global array of that name is partition."""
+        partition = self.partitions.get(name)
+        if partition is None:
             return PartitionSpec()
-        axis = cut.axis % ndim
+        axis = partition.axis % ndim
         return PartitionSpec(*[AXIS if index == axis else None for index in range(axis + 1)])
 
     def sharding(self, name: str, ndim: int) -> NamedSharding:
         """The same on the mesh."""
         return NamedSharding(self.mesh, self.spec(name, ndim))
 
-    def part_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def local_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of what one device holds of the model's array."""
-        cut = self.cuts.get(name)
-        return shape if cut is None else cut.part(shape, self.split.devices)
+        partition = self.partitions.get(name)
+        return shape if partition is None else partition.local_shape(shape, self.parallel.devices)
 
     def global_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the parts of all devices side by side."""
-        cut = self.cuts.get(name)
-        if cut is None:
+        partition = self.partitions.get(name)
+        if partition is None:
             return shape
-        part, axis = self.part_shape(name, shape), cut.axis % len(shape)
-        return (*part[:axis], part[axis] * self.split.devices, *part[axis + 1 :])
+        part, axis = self.local_shape(name, shape), partition.axis % len(shape)
+        return (*part[:axis], part[axis] * self.parallel.devices, *part[axis + 1 :])
 
-    def part_of(self, state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+    def local_part(self, state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
         """Shapes of what one device holds of a model's arrays or shapes."""
         flat = [(path, leaf.replace(self._part_struct(_dotted(path), leaf))) for path, leaf in nnx.to_flat_state(state)]
         return nnx.from_flat_state(flat)
 
-    def place(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
+    def device_put(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
         """Copy a model's whole arrays to the devices, to each its part; with `donate` each is deleted once it is
         copied."""
         flat, gifts = list[Any](), DonatedBuffers(jax.tree.leaves(state) if donate else ())
         for path, leaf in nnx.to_flat_state(state):
             given = leaf.get_raw_value()
-            placed = self.place_array(_dotted(path), given)
+            placed = self.put_array(_dotted(path), given)
             gifts.copied(given, placed)
             flat.append((path, leaf.replace(placed)))
         return nnx.from_flat_state(flat)
 
-    def place_array(self, name: str, array: Array | np.ndarray) -> Array:
+    def put_array(self, name: str, array: Array | np.ndarray) -> Array:
         """Copy one whole array to the devices."""
-        cut, sharding = self.cuts.get(name), self.sharding(name, array.ndim)
-        if cut is None:
+        partition, sharding = self.partitions.get(name), self.sharding(name, array.ndim)
+        if partition is None:
             return jax.device_put(np.array(array) if isinstance(array, np.ndarray) else array, sharding)
         parts = [
-            jax.device_put(_take(array, cut, number, self.split.devices), device)
+            jax.device_put(_take(array, partition, number, self.parallel.devices), device)
             for number, device in enumerate(self.mesh.devices.flat)
             if device.process_index == jax.process_index()
         ]
         return jax.make_array_from_single_device_arrays(self.global_shape(name, array.shape), sharding, parts)
 
-    def placed_maps(self) -> dict[str, Array]:
+    def put_maps(self) -> dict[str, Array]:
         """The maps, the same on every device."""
         return {name: jax.device_put(listed, self.sharding(name, listed.ndim)) for name, listed in self.maps.items()}
 
     def _part_struct(self, name: str, leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.part_shape(name, leaf.shape), leaf.dtype)
+        return jax.ShapeDtypeStruct(self.local_shape(name, leaf.shape), leaf.dtype)
 
 
 def buffers_of(array: Array) -> set[int]:
@@ -151,10 +151,10 @@ class DonatedBuffers:
 
 
 def _take(
-    array: Array | np.ndarray, cut: AxisPartition, device: int, devices: int
+    array: Array | np.ndarray, partition: AxisPartition, device: int, devices: int
 ) -> Shaped[Array, "..."] | np.ndarray:
     """A device's part of a whole array, where that array lies."""
-    axis, pieces = cut.axis % array.ndim, cut.pieces(device, devices)
+    axis, pieces = partition.axis % array.ndim, partition.pieces(device, devices)
     places = np.concatenate([np.arange(first, end) for first, end in pieces])
     return np.take(array, places, axis=axis) if isinstance(array, np.ndarray) else jnp.take(array, places, axis=axis)
 

@@ -76,14 +76,14 @@ def forward(
         values: Float[Array, "N G V"] | None,
         cache: None,
         layer: Int[Array, ""],
-        traits: AttentionFeatures | None = None,
+        features: AttentionFeatures | None = None,
     ) -> tuple[Float[Array, "N H V"], None]:
         q, k = (x.reshape(batch, length, *x.shape[1:]) for x in (queries, keys))
         v = None if values is None else values.reshape(batch, length, *values.shape[1:])
-        if traits is None:
-            assert v is not None, "rows without values are latent, and say so in their traits"
+        if features is None:
+            assert v is not None, "rows without values are latent, and say so in their features"
             return causal_attention(q, k, v, segments).reshape(queries.shape), cache
-        return causal_variant(q, k, v, segments, traits).reshape(*queries.shape[:2], -1), cache
+        return causal_variant(q, k, v, segments, features).reshape(*queries.shape[:2], -1), cache
 
     def recur(inputs: DeltaInputs, cache: None, layer: Int[Array, ""]) -> tuple[Float[Array, "N H V"], None]:
         return delta_sequence(inputs, segments, batch), cache

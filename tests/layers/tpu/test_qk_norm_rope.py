@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from routed_experts.layers.attention import FusedQKV, PagedBatch
-from routed_experts.layers.rotary import rotary_angles
+from routed_experts.layers.rotary import rotary_cos_sin
 from routed_experts.layers.tpu.qk_norm_rope import TOKEN_TILE, prepare, prepare_plainly
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
@@ -51,7 +51,7 @@ def make(requests, *, heads, groups, head_dim, padded, dtype=jnp.float32, seed=0
     )
     norms = np.full((2, LAYERS, head_dim), np.nan, np.float32)
     norms[:, 1] = 1 + 0.3 * rng.standard_normal((2, head_dim))
-    cos, sin = rotary_angles(batch.positions, head_dim=head_dim, theta=1e4)
+    cos, sin = rotary_cos_sin(batch.positions, head_dim=head_dim, theta=1e4)
     qkv = jnp.asarray(rng.standard_normal((padded, (heads + 2 * groups) * head_dim)), dtype)
     q_norm, k_norm = (jnp.asarray(norm, dtype) for norm in norms)
     projected = FusedQKV(

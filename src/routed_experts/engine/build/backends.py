@@ -164,7 +164,7 @@ class BackendRegistry:
             return needs.experts - kernels.moe.features
 
         def attention_lacking(attention: AttentionBackend) -> frozenset[str]:
-            return needs.attention if attention.special is None else frozenset()
+            return needs.attention if attention.run_with_features is None else frozenset()
 
         here = (where, args.tp_size)
         kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, here, experts_lacking)

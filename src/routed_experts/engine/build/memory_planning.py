@@ -36,7 +36,7 @@ def plan_engine(
 ) -> EnginePlan:
     """Plan a model whose `arrays` (shapes and dtypes are read) are dealt out as `shards` say. Raises what plan_memory
     raises, and ConfigError for a context_length above the model's."""
-    part, held = (config, arrays) if shards is None else (config.part(shards.split), shards.part_of(arrays))
+    part, held = (config, arrays) if shards is None else (config.shard(shards.parallel), shards.local_part(arrays))
     context_length = context_length_of(args, config.context_length)
     capture = config.capture_spec if args.enable_return_routed_experts else None
     shapes = kv_shapes(args, part, arrays)

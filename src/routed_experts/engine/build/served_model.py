@@ -17,7 +17,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.models.base.interface import Decoder, DecoderConfig
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.decoder.family_config import FamilyConfig
-from routed_experts.models.decoder.replica_maps import capacity_maps, placed_cuts, replica_maps, with_replica_maps
+from routed_experts.models.decoder.replica_maps import capacity_maps, placed_partitions, replica_maps, with_replica_maps
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.sharding import ModelSharding
 
@@ -41,10 +41,10 @@ class ServedModel:
         if shards is None:
             return ServedModel(config=config, arrays=arrays, graphdef=graphdef, part=config, shards=None)
         module: Any = nnx.merge(graphdef, arrays)
-        module.config = config.part(shards.split)
+        module.config = config.shard(shards.parallel)
         for name, listed in shards.maps.items():
             _, run, kind, last = name.split(".")
-            module.runs[int(run)][int(kind)][last] = nnx.Variable(jax.ShapeDtypeStruct(listed.shape, listed.dtype))
+            module.blocks[int(run)][int(kind)][last] = nnx.Variable(jax.ShapeDtypeStruct(listed.shape, listed.dtype))
         return ServedModel(
             config=config, arrays=arrays, graphdef=nnx.split(module)[0], part=module.config, shards=shards
         )
@@ -52,7 +52,7 @@ class ServedModel:
     @property
     def held(self) -> nnx.State[Any, Any]:
         """Shapes of what one device holds of the model's arrays."""
-        return self.arrays if self.shards is None else self.shards.part_of(self.arrays)
+        return self.arrays if self.shards is None else self.shards.local_part(self.arrays)
 
     def placed(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
         """Whole arrays of this model, to each device its part; on one device as they are. `donate`: what was copied is
@@ -60,28 +60,31 @@ class ServedModel:
         return (
             state
             if self.shards is None
-            else with_replica_maps(self.shards.place(state, donate=donate), self.shards.placed_maps())
+            else with_replica_maps(self.shards.device_put(state, donate=donate), self.shards.put_maps())
         )
 
     def under(self, placement: ExpertPlacement | None, factor: tuple[int, int] | None = None) -> "ServedModel":
         """The same with its experts placed otherwise, under this capacity factor; None: as they are."""
         if placement is None or self.shards is None:
             return self
-        cuts, config = _placed(self.config, self.config.cuts(by_expert=True), placement), _family(self.config)
+        partitions, config = (
+            _placed(self.config, self.config.partitions(by_expert=True), placement),
+            _family(self.config),
+        )
         return dataclasses.replace(
-            self, shards=dataclasses.replace(self.shards, cuts=cuts, maps=_maps(config, placement, factor))
+            self, shards=dataclasses.replace(self.shards, partitions=partitions, maps=_maps(config, placement, factor))
         )
 
 
 def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig | None = None) -> ModelSharding | None:
     """How a model is dealt out, None: not at all. Raises ConfigError where it cannot be shared so, PlacementError for a
     placement of another model or of other devices."""
-    split, cuts = (
+    parallel, partitions = (
         ParallelConfig(args.tp_size, expert_parallel=args.ep_size > 1),
-        config.cuts(by_expert=args.ep_size > 1),
+        config.partitions(by_expert=args.ep_size > 1),
     )
     if placing is None:
-        return ModelSharding.of(cuts, split)
+        return ModelSharding.create(partitions, parallel)
     placement = placing.initial
     if args.ep_size != placement.num_devices or args.ep_size == 1:
         text = (
@@ -98,13 +101,15 @@ def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig 
         text = "on_exhausted='drop' leaves slots empty, and a record has an expert in every slot"
         raise CaptureUnsupportedError(f"{text}; choose 'overflow', or enable_return_routed_experts=False")
     factor = parse_fraction(placing.capacity_factor) if placing.capacity_limited else None
-    split = dataclasses.replace(
-        split,
+    parallel = dataclasses.replace(
+        parallel,
         instances=placement.num_instances,
         replicas=placement.logical_to_physical_map.shape[2],
         bounded=placing.capacity_limited,
     )
-    return ModelSharding.of(_placed(config, cuts, placement), split, maps=_maps(_family(config), placement, factor))
+    return ModelSharding.create(
+        _placed(config, partitions, placement), parallel, maps=_maps(_family(config), placement, factor)
+    )
 
 
 def check_single_process() -> None:
@@ -133,7 +138,7 @@ def load_model(
     computed = source.dtype(dtype)
     graphdef, state = nnx.split(source.load(computed, progress=progress, shards=shards))
     arrays = shapes_of(state) if shards is None else source.shapes(computed)
-    state = state if shards is None else with_replica_maps(state, shards.placed_maps())
+    state = state if shards is None else with_replica_maps(state, shards.put_maps())
     return ServedModel.of(config, graphdef, arrays, shards), state
 
 
@@ -148,8 +153,8 @@ def _maps(
     return replica_maps(config, placement) | ({} if factor is None else capacity_maps(config, factor))
 
 
-def _placed(config: DecoderConfig, cuts: Any, placement: ExpertPlacement) -> dict[str, Any]:
-    return placed_cuts(_family(config), cuts, placement)
+def _placed(config: DecoderConfig, partitions: Any, placement: ExpertPlacement) -> dict[str, Any]:
+    return placed_partitions(_family(config), partitions, placement)
 
 
 def _family(config: DecoderConfig) -> FamilyConfig:

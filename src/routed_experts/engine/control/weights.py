@@ -64,7 +64,7 @@ def load_state(
     state = nnx.split(folder.load(dtype, shards=served.shards, place=place))[1]
     gc.collect()  # nnx.merge leaves a cycle that holds every array: these would stay beside those that replace them
     _refuse_broken(dict(_leaves(state)), param="model_path")
-    return state if served.shards is None else with_replica_maps(state, served.shards.placed_maps())
+    return state if served.shards is None else with_replica_maps(state, served.shards.put_maps())
 
 
 def _refuse_broken(leaves: Mapping[str, object], *, param: str) -> None:

@@ -23,10 +23,10 @@ from routed_experts.layers.moe import MoeBackend
 from routed_experts.layers.paged_attend import PagedAttend
 from routed_experts.memory.kv_pool import HybridPool
 from routed_experts.models.base.interface import SequenceOps
-from routed_experts.models.decoder.decoder import embed, finish
+from routed_experts.models.decoder.decoder import embed, final_norm
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.feed_forward import Sparse
-from routed_experts.models.decoder.layer_parts import Step
+from routed_experts.models.decoder.layer_parts import LayerContext
 from routed_experts.models.offload.layers import (
     ExpertInputs,
     LayerGroup,
@@ -166,7 +166,7 @@ def close_step(
     shape: BatchShape,
 ) -> ForwardOut:
     """Add what the last experts gave, norm, and score the vocabulary: the outputs of `programs.forward`."""
-    hidden = finish(spec.config, add_expert_outputs(spec.config, stream.x, given), rim.norm, rim.norm_bias)
+    hidden = final_norm(spec.config, add_expert_outputs(spec.config, stream.x, given), rim.norm, rim.norm_bias)
     batch, capture = unpack(packed, shape), stream.capture
     rows = None if capture is None or spec.capture is None else capture.rows()
     if capture is not None and counts is not None:
@@ -175,11 +175,11 @@ def close_step(
     return ForwardOut(hidden, logits, tokens, packed[: num_sampler_words(shape.num_requests)], rows, counts)
 
 
-def step_of(spec: OffloadSpec, packed: Int32[Array, " words"], shape: BatchShape, *, recurrent: bool) -> Step:
+def step_of(spec: OffloadSpec, packed: Int32[Array, " words"], shape: BatchShape, *, recurrent: bool) -> LayerContext:
     """What the layers of a step share; `recurrent`: some keep states."""
     batch = unpack(packed, shape)
     attend = PagedAttend(backend=spec.attention, batch=batch.paged, num_pages=spec.num_pages)
     ops = hybrid_ops(attend, batch) if recurrent else SequenceOps(attend)
     positions = batch.paged.positions
-    angles = {rotary: rotary.angles(positions) for rotary in spec.config.rotary}
-    return Step(positions, batch.paged.valid, ops.attend, ops.recur, spec.kernels, angles)
+    angles = {rotary: rotary.cos_sin(positions) for rotary in spec.config.rotary}
+    return LayerContext(positions, batch.paged.valid, ops.attend, ops.recur, spec.kernels, angles)

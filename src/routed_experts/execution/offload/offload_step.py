@@ -24,7 +24,7 @@ from routed_experts.layers.native.host_expert_queue import HostExpertQueue
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.memory.kv_pool import HybridPool
 from routed_experts.models.base.interface import TokenRouting
-from routed_experts.models.decoder.layer_parts import Step
+from routed_experts.models.decoder.layer_parts import LayerContext
 from routed_experts.models.offload.layers import (
     LayerGroup,
     LayerIndexArrays,
@@ -52,7 +52,7 @@ class OffloadArrays:
         """A parted model's, with the tables that it has now."""
         kinds = [
             [LayerGroup(run=run, index=index) for index in range(len(one.pattern))]
-            for run, one in enumerate(model.config.runs)
+            for run, one in enumerate(model.config.blocks)
         ]
         return OffloadArrays(
             model.embed_head,
@@ -96,7 +96,7 @@ def whole_step(
     the pool, the outputs of `programs.forward`, and the tally of the step's slots."""
     stream, tokens, packed = open_step(arrays.rim.embed, last_tokens, packed, spec=spec, shape=shape)
     step = step_of(spec, packed, shape, recurrent=isinstance(pool, HybridPool))
-    for number in range(len(spec.config.runs)):
+    for number in range(len(spec.config.blocks)):
         body = _pattern(number, arrays, step, slot_of, spec, host)
         (stream, pool), _ = lax.scan(body, (stream, pool), (_numbers(number, spec), _routed(number, spec, routed)))
     out = close_step(arrays.rim, stream, (), tokens, packed, counts, spec=spec, shape=shape)
@@ -107,7 +107,7 @@ def _numbers(run: int, spec: OffloadSpec) -> tuple[LayerIndexArrays, ...]:
     """Of each place in a run's pattern the numbers of its layers, [repeats]."""
     layers, width = (
         [layer for layer in layers_at(spec.config) if layer.kind.run == run],
-        len(spec.config.runs[run].pattern),
+        len(spec.config.blocks[run].pattern),
     )
 
     def column(name: str, index: int) -> Any:
@@ -121,7 +121,7 @@ def _numbers(run: int, spec: OffloadSpec) -> tuple[LayerIndexArrays, ...]:
 def _routed(run: int, spec: OffloadSpec, routed: TokenRouting | None) -> tuple[LayerRouting | None, ...]:
     """Of each place in a run's pattern what its layers are to replay, [repeats, ...]; None for layers without
     experts."""
-    pattern = spec.config.runs[run].pattern
+    pattern = spec.config.blocks[run].pattern
     if routed is None:
         return (None,) * len(pattern)
     layers = [layer for layer in layers_at(spec.config) if layer.kind.run == run]
@@ -142,7 +142,7 @@ def _routed(run: int, spec: OffloadSpec, routed: TokenRouting | None) -> tuple[L
 def _pattern(
     number: int,
     arrays: OffloadArrays,
-    step: Step,
+    step: LayerContext,
     slot_of: Int32[Array, "M E"],
     spec: OffloadSpec,
     host: HostExperts | None,

@@ -3,7 +3,7 @@ rows. Knows nothing of who wrote the keys.
 
 Query heads that share a kv head are the rows of one tile, so keys and values are read once for all of them. The splits
 of a request are joined in their order by a second kernel: no result depends on the order in which blocks run. What a
-request does not own may be NaN and is never let in: its scores become NEVER and its values 0. Dims: N tokens, B
+request does not own may be NaN and is never let in: its scores become MASK_VALUE and its values 0. Dims: N tokens, B
 requests, H query heads, G kv heads, C head dim, S splits, T keys of a step, Q query tokens of a tile, M rows of a tile
 (a token and a head each)."""
 
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from routed_experts.layers.attention import NEVER, AttentionBackend, FusedQKV, PagedBatch
+from routed_experts.layers.attention import MASK_VALUE, AttentionBackend, FusedQKV, PagedBatch
 from routed_experts.layers.gpu.blocks import power_of_two, steps_of
 from routed_experts.layers.gpu.qk_norm_rope import prepare
 
@@ -33,15 +33,15 @@ State = tuple[Array, Array, Array]  # maximum [M], normaliser [M], weighted valu
 
 def _empty(rows: int, dim: int) -> State:
     zeros = jnp.zeros((rows,), jnp.float32)
-    return zeros + NEVER, zeros, jnp.zeros((rows, dim), jnp.float32)
+    return zeros + MASK_VALUE, zeros, jnp.zeros((rows, dim), jnp.float32)
 
 
-def _add_keys(state: State, rows: Array, keys: Array, values: Array, seen: Array | None, scale: float) -> State:
+def _add_keys(state: State, rows: Array, keys: Array, values: Array, mask: Array | None, scale: float) -> State:
     """One step of the online softmax, in powers of two."""
     top, total, mixed = state
     scores = jnp.dot(rows, keys.T, preferred_element_type=jnp.float32) * (scale * _LOG2E)
-    if seen is not None:
-        scores = jnp.where(seen, scores, NEVER)
+    if mask is not None:
+        scores = jnp.where(mask, scores, MASK_VALUE)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
     shrink, weights = jnp.exp2(top - new_top), jnp.exp2(scores - new_top[:, None])
     mixed = mixed * shrink[:, None] + jnp.dot(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
@@ -110,7 +110,7 @@ def _join(parts: Any, tops: Any, totals: Any, out: Any, *, splits: int) -> None:
     dim = out.shape[2]
     lanes, order = jnp.arange(power_of_two(dim)), jnp.arange(power_of_two(splits))
     there, real = order < splits, lanes < dim
-    top = plgpu.load(tops.at[request, order, head], mask=there, other=NEVER)
+    top = plgpu.load(tops.at[request, order, head], mask=there, other=MASK_VALUE)
     total = plgpu.load(totals.at[request, order, head], mask=there, other=0.0)
     part = plgpu.load(
         parts.at[request, order[:, None], head, lanes[None, :]], mask=there[:, None] & real[None, :], other=0.0

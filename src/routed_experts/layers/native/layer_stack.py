@@ -51,7 +51,7 @@ def native_layer_stack(
         *blocks,
         *given,
         first_layer=np.int64(places.first_layer),
-        first_column=np.int64(places.first_column),
+        first_column=np.int64(places.first_moe_layer),
         layer_pages=np.int64(attend.num_pages),
         top_k=np.int64(spec.top_k),
         eps=np.float32(arrays.eps),

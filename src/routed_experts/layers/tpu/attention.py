@@ -26,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.core.errors import ConfigError
-from routed_experts.layers.attention import NEVER, PagedBatch
+from routed_experts.layers.attention import MASK_VALUE, PagedBatch
 
 KEY_BLOCK = 512
 QUERY_ROWS = 512  # rows of a product in a prefill tile: tokens times heads of a group
@@ -220,7 +220,7 @@ def _walk(refs: _Refs, segment: _Segment, total: Int[Array, ""], form: _Form, ro
     queries = [rows(group) for group in range(groups)]
     size = queries[0].shape[0]
     for group in range(groups):
-        refs.top[group, :size] = jnp.full((size, LANES), NEVER, jnp.float32)
+        refs.top[group, :size] = jnp.full((size, LANES), MASK_VALUE, jnp.float32)
         refs.total[group, :size] = jnp.zeros((size, LANES), jnp.float32)
         refs.mixed[group, :size] = jnp.zeros((size, refs.mixed.shape[2]), jnp.float32)
 
@@ -238,10 +238,10 @@ def _walk(refs: _Refs, segment: _Segment, total: Int[Array, ""], form: _Form, ro
         _fetch(refs, segment, block, slot, form, wait=True)
         first = block * block_keys
         there = first + lax.broadcasted_iota(jnp.int32, (block_keys, 1), 0) <= segment.last
-        seen = first + lax.broadcasted_iota(jnp.int32, (size, block_keys), 1) <= positions
+        mask = first + lax.broadcasted_iota(jnp.int32, (size, block_keys), 1) <= positions
         for group in range(groups):
             keys, values = _head(refs, slot, group)
-            _add(refs, group, (queries[group] * form.scale).astype(keys.dtype), keys, jnp.where(there, values, 0), seen)
+            _add(refs, group, (queries[group] * form.scale).astype(keys.dtype), keys, jnp.where(there, values, 0), mask)
         refs.turn[0] = 1 - slot
 
     lax.fori_loop(0, num_blocks, add_block, None)
@@ -281,12 +281,12 @@ def _add(
     queries: Float[Array, "R C"],
     keys: Float[Array, "T C"],
     values: Float[Array, "T C"],
-    seen: Bool[Array, "R T"],
+    mask: Bool[Array, "R T"],
 ) -> None:
     """Take one block of one kv head into the running softmax (Milakov and Gimelshein 2018)."""
     size, lanes = queries.shape
     scores = lax.dot_general(queries, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    scores = jnp.where(seen, scores, NEVER)
+    scores = jnp.where(mask, scores, MASK_VALUE)
     before = refs.top[group, :size]
     top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
     shrink, weights = jnp.exp(before - top), jnp.exp(scores - top[:, :1])

@@ -86,8 +86,10 @@ class DecoderConfig(Protocol):
     def cache(self) -> CacheLayout: ...
     @property
     def needs(self) -> RequiredFeatures: ...
-    def part(self, split: ParallelConfig) -> "DecoderConfig": ...  # as one of several devices runs it
-    def cuts(self, *, by_expert: bool) -> dict[str, AxisPartition]: ...  # how arrays are dealt out, by dotted path
+    def shard(self, parallel: ParallelConfig) -> "DecoderConfig": ...  # as one of several devices runs it
+    def partitions(
+        self, *, by_expert: bool
+    ) -> dict[str, AxisPartition]: ...  # how arrays are dealt out, by dotted path
 
 
 class Decoder(Protocol):

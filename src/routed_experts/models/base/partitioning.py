@@ -14,7 +14,7 @@ from routed_experts.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`size` places along an axis that hold `units` things which are not cut, called `what` in errors. `repeated`:
+    """`size` places along an axis that hold `units` things which are not partition, called `what` in errors. `repeated`:
     fewer units than devices are held by several devices each."""
 
     size: int
@@ -46,18 +46,18 @@ class AxisPartition:
         pieces = (segment.piece(device, devices) for segment in self.segments)
         return tuple((start + first, start + end) for start, (first, end) in zip(starts, pieces, strict=False))
 
-    def part(self, shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
         """Shape of one device's part of an array of `shape`."""
         axis = self.axis % len(shape)
         return (*shape[:axis], sum(end - first for first, end in self.pieces(0, devices)), *shape[axis + 1 :])
 
 
-def columns(*segments: Segment) -> AxisPartition:
+def column_parallel(*segments: Segment) -> AxisPartition:
     """A cut of the last axis: outputs of a matrix."""
     return AxisPartition(-1, segments)
 
 
-def rows(size: int, units: int, what: str) -> AxisPartition:
+def row_parallel(size: int, units: int, what: str) -> AxisPartition:
     """A cut of the last axis but one: inputs of a matrix."""
     return AxisPartition(-2, (Segment(size, units, what),))
 
@@ -70,7 +70,7 @@ def expert_parallel(experts: int, layers: int) -> AxisPartition:
 def embedding_partition(hidden: int, *, tied: bool) -> dict[str, AxisPartition]:
     """Embeddings and head, cut along the stream: it divides where a vocabulary does not."""
     stream = Segment(hidden, hidden, "columns of the stream")
-    return {"embed": columns(stream)} | ({} if tied else {"head": AxisPartition(-2, (stream,))})
+    return {"embed": column_parallel(stream)} | ({} if tied else {"head": AxisPartition(-2, (stream,))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ class IndexedPartition(AxisPartition):
     """A cut of the first axis in which each device's places are listed, in any order; a place may be on several
     devices."""
 
-    places: tuple[tuple[int, ...], ...] = ()  # by device
+    indices: tuple[tuple[int, ...], ...] = ()  # by device
 
     def pieces(self, device: int, devices: int) -> tuple[tuple[int, int], ...]:
         """One by one."""
-        return tuple((place, place + 1) for place in self.places[device])
+        return tuple((index, index + 1) for index in self.indices[device])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +97,23 @@ class ParallelConfig:
     replicas: int = 0
     bounded: bool = False
 
-    def check(self, cuts: Mapping[str, AxisPartition]) -> None:
+    def check(self, partitions: Mapping[str, AxisPartition]) -> None:
         """Raise ConfigError unless the devices can share every array; the error lists the sizes that can."""
-        segments = _segments(cuts)
+        segments = _segments(partitions)
         wrong = sorted({f"{segment.units} {segment.what}" for segment in segments if not segment.fits(self.devices)})
         if wrong:
-            works = ", ".join(map(str, tensor_parallel_sizes(cuts)))
+            works = ", ".join(map(str, tensor_parallel_sizes(partitions)))
             raise ConfigError(
                 f"tp_size={self.devices} does not divide {', '.join(wrong)}; values that work for this model: {works}"
             )
 
 
-def tensor_parallel_sizes(cuts: Mapping[str, AxisPartition]) -> tuple[int, ...]:
+def tensor_parallel_sizes(partitions: Mapping[str, AxisPartition]) -> tuple[int, ...]:
     """Every number of devices that can share a model with these partitions, however many this machine has."""
-    segments = _segments(cuts)
+    segments = _segments(partitions)
     largest = min((segment.units for segment in segments if not segment.repeated), default=1)
     return tuple(size for size in range(1, largest + 1) if all(segment.fits(size) for segment in segments))
 
 
-def _segments(cuts: Mapping[str, AxisPartition]) -> frozenset[Segment]:
-    return frozenset(itertools.chain.from_iterable(cut.segments for cut in cuts.values()))
+def _segments(partitions: Mapping[str, AxisPartition]) -> frozenset[Segment]:
+    return frozenset(itertools.chain.from_iterable(partition.segments for partition in partitions.values()))

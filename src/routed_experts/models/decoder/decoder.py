@@ -20,10 +20,10 @@ from routed_experts.layers.parallel import SINGLE_DEVICE, AxisGroup
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.base.interface import AttentionFn, SequenceOps, TokenRouting, checkpointed, slice_layers
 from routed_experts.models.decoder.delta_attention import DeltaAttention
-from routed_experts.models.decoder.family_config import FamilyConfig, Run
+from routed_experts.models.decoder.family_config import FamilyConfig, LayerBlock
 from routed_experts.models.decoder.feed_forward import Sparse
-from routed_experts.models.decoder.layer_params import LayerParams, Weight, make_weights, to_scan
-from routed_experts.models.decoder.layer_parts import Replay, Step
+from routed_experts.models.decoder.layer_params import LayerParams, ParamSpec, make_params, scanned_params
+from routed_experts.models.decoder.layer_parts import LayerContext, ReplayInputs
 
 
 class FamilyDecoder(nnx.Module):
@@ -34,18 +34,18 @@ class FamilyDecoder(nnx.Module):
         dim, vocab = config.hidden_size, config.vocab_size
 
         def make(shape: tuple[int, ...], fill: float | None = None) -> nnx.Param[Array]:
-            return Weight(name="", shape=shape[1:], fill=fill).make(rngs, shape[0], dtype)
+            return ParamSpec(name="", shape=shape[1:], fill=fill).make(rngs, shape[0], dtype)
 
         self.embed = make((vocab, dim))
-        self.runs = nnx.List(
+        self.blocks = nnx.List(
             [
                 nnx.List(
                     [
-                        make_weights(layer.weights(config), rngs=rngs, num_layers=run.repeats, dtype=dtype)
+                        make_params(layer.weights(config), rngs=rngs, num_layers=run.repeats, dtype=dtype)
                         for layer in run.pattern
                     ]
                 )
-                for run in config.runs
+                for run in config.blocks
             ]
         )
         self.norm = make((dim,), 1.0 - config.norm_offset)
@@ -78,12 +78,12 @@ class FamilyDecoder(nnx.Module):
         it."""
         config = self.config
         ops = attend if isinstance(attend, SequenceOps) else SequenceOps(attend)
-        step = Step(
-            positions, valid, ops.attend, ops.recur, kernels, {spec: spec.angles(positions) for spec in config.rotary}
+        step = LayerContext(
+            positions, valid, ops.attend, ops.recur, kernels, {spec: spec.cos_sin(positions) for spec in config.rotary}
         )
         x = embed(config, self.embed[...], tokens, kernels.group)
         first_moe = first_attending = first_recurrent = 0
-        for run, arrays in zip(config.runs, self.runs, strict=True):
+        for run, arrays in zip(config.blocks, self.blocks, strict=True):
             num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
             body = self._pattern(
                 run,
@@ -93,7 +93,8 @@ class FamilyDecoder(nnx.Module):
                 None if routed is None else routed.valid,
             )
             slices = [
-                to_scan(layer.weights(config), place, kernels) for layer, place in zip(run.pattern, arrays, strict=True)
+                scanned_params(layer.weights(config), place, kernels)
+                for layer, place in zip(run.pattern, arrays, strict=True)
             ]
             ids = slice_layers(routed, first_moe, run.repeats * num_moe) if num_moe else None
             ids = jax.tree.map(
@@ -107,10 +108,15 @@ class FamilyDecoder(nnx.Module):
             first_attending += run.repeats * run.num_attending
             first_recurrent += run.repeats * (len(run.pattern) - run.num_attending)
         bias = None if self.norm_bias is None else self.norm_bias[...]
-        return finish(config, x, self.norm[...], bias), cache, capture
+        return final_norm(config, x, self.norm[...], bias), cache, capture
 
     def _pattern(
-        self, run: Run, arrays: Any, step: Step, first: tuple[int, int, int], replayed: Bool[Array, " N"] | None
+        self,
+        run: LayerBlock,
+        arrays: Any,
+        step: LayerContext,
+        first: tuple[int, int, int],
+        replayed: Bool[Array, " N"] | None,
     ) -> Callable[[Any, Any], tuple[Any, None]]:
         """The body of a run's scan: the layers of its pattern, one after another."""
         num_moe = sum(isinstance(layer.feed, Sparse) for layer in run.pattern)
@@ -121,20 +127,22 @@ class FamilyDecoder(nnx.Module):
             place, slices, ids = scanned
             moe = 0
             for index, layer in enumerate(run.pattern):
-                view = LayerParams(slices[index], arrays[index], place, step.kernels)
+                params = LayerParams(slices[index], arrays[index], place, step.kernels)
                 kind = int(
                     isinstance(layer.mixer, DeltaAttention)
                 )  # layers that attend and those that keep a state count apart
                 alike = [isinstance(other.mixer, DeltaAttention) == bool(kind) for other in run.pattern]
                 ordinal = first[1 + kind] + place * sum(alike) + sum(alike[:index])
-                mixed, cache = layer.mixer.run(apply_norm(config, x, "input_norm", view), view, step, cache, ordinal)
+                mixed, cache = layer.mixer.run(
+                    apply_norm(config, x, "input_norm", params), params, step, cache, ordinal
+                )
                 x = x + (mixed * residual_scale if residual_scale != 1.0 else mixed)
                 replay = None
                 if isinstance(layer.feed, Sparse):
                     routed = None if ids is None or replayed is None else _layer_routing(ids, moe, replayed)
-                    replay = Replay(first[0] + place * num_moe + moe, routed)
+                    replay = ReplayInputs(first[0] + place * num_moe + moe, routed)
                     moe += 1
-                y, capture = layer.feed.run(apply_norm(config, x, "post_norm", view), view, step, replay, capture)
+                y, capture = layer.feed.run(apply_norm(config, x, "post_norm", params), params, step, replay, capture)
                 x = x + (y * residual_scale if residual_scale != 1.0 else y)
             return (x, cache, capture), None
 
@@ -149,12 +157,12 @@ def embed(
     return x * config.embed_scale if config.embed_scale != 1.0 else x
 
 
-def apply_norm(config: FamilyConfig, x: Float[Array, "N D"], name: str, view: LayerParams) -> Float[Array, "N D"]:
+def apply_norm(config: FamilyConfig, x: Float[Array, "N D"], name: str, params: LayerParams) -> Float[Array, "N D"]:
     """A norm of a layer, by name."""
-    return _normed(config, x, view.plain(name), view.plain(f"{name}_bias") if config.layer_norms else None)
+    return _normed(config, x, params.plain(name), params.plain(f"{name}_bias") if config.layer_norms else None)
 
 
-def finish(
+def final_norm(
     config: FamilyConfig, x: Float[Array, "N D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None
 ) -> Float[Array, "N D"]:
     """What leaves the last layer, as the head takes it."""

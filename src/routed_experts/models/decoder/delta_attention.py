@@ -17,8 +17,8 @@ from routed_experts.layers.delta_rule import DeltaInputs, DeltaShape
 from routed_experts.layers.norm import rms_norm
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.base.weight_source import WeightSource
-from routed_experts.models.decoder.layer_params import Kind, LayerParams, Weight
-from routed_experts.models.decoder.layer_parts import Place, Step
+from routed_experts.models.decoder.layer_params import LayerParams, ParamKind, ParamSpec
+from routed_experts.models.decoder.layer_parts import CheckpointScope, LayerContext
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class DeltaAttention:
         """Plain array code: nothing of a backend."""
         return frozenset()
 
-    def part(self, split: ParallelConfig) -> "DeltaAttention":
+    def shard(self, parallel: ParallelConfig) -> "DeltaAttention":
         """All of it on every device, whose states are alike."""
         return self
 
@@ -44,20 +44,20 @@ class DeltaAttention:
         """All value heads."""
         return self.shape.value_heads * self.shape.value_dim
 
-    def weights(self, hidden: int) -> tuple[Weight, ...]:
+    def weights(self, hidden: int) -> tuple[ParamSpec, ...]:
         """Queries, keys, values and gates; learning rates and decays; the convolution; what decays; the norm; out."""
         shape = self.shape
         return (
-            Weight(name="qkvz", shape=(hidden, shape.channels + self.value_width), kind=Kind.MATRIX),
-            Weight(name="ba", shape=(hidden, 2 * shape.value_heads), kind=Kind.MATRIX),
-            Weight(name="conv", shape=(shape.channels, 1, shape.width)),
-            Weight(name="dt_bias", shape=(shape.value_heads,), wide=True, fill=1.0),
-            Weight(name="a_log", shape=(shape.value_heads,), wide=True, fill=0.0),
-            Weight(name="delta_norm", shape=(shape.value_dim,), fill=1.0),
-            Weight(name="out", shape=(self.value_width, hidden), kind=Kind.MATRIX),
+            ParamSpec(name="qkvz", shape=(hidden, shape.channels + self.value_width), kind=ParamKind.MATRIX),
+            ParamSpec(name="ba", shape=(hidden, 2 * shape.value_heads), kind=ParamKind.MATRIX),
+            ParamSpec(name="conv", shape=(shape.channels, 1, shape.width)),
+            ParamSpec(name="dt_bias", shape=(shape.value_heads,), wide=True, fill=1.0),
+            ParamSpec(name="a_log", shape=(shape.value_heads,), wide=True, fill=0.0),
+            ParamSpec(name="delta_norm", shape=(shape.value_dim,), fill=1.0),
+            ParamSpec(name="out", shape=(self.value_width, hidden), kind=ParamKind.MATRIX),
         )
 
-    def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]:
+    def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]:
         """In either layout."""
         shape, heads = self.shape, self.shape.value_heads
         if self.by_key_head:
@@ -67,26 +67,26 @@ class DeltaAttention:
         for to, tensors in parts.items():
             offset = 0
             for name, rows in tensors:
-                yield place.source(f"linear_attn.in_proj_{name}.weight", (rows, hidden), to, offset=offset)
+                yield scope.source(f"linear_attn.in_proj_{name}.weight", (rows, hidden), to, offset=offset)
                 offset += rows
-        yield place.source("linear_attn.conv1d.weight", (shape.channels, 1, shape.width), "conv")
-        yield place.source("linear_attn.dt_bias", (heads,), "dt_bias")
-        yield place.source("linear_attn.A_log", (heads,), "a_log")
-        yield place.source("linear_attn.norm.weight", (shape.value_dim,), "delta_norm")
-        yield place.source("linear_attn.out_proj.weight", (hidden, self.value_width), "out")
+        yield scope.source("linear_attn.conv1d.weight", (shape.channels, 1, shape.width), "conv")
+        yield scope.source("linear_attn.dt_bias", (heads,), "dt_bias")
+        yield scope.source("linear_attn.A_log", (heads,), "a_log")
+        yield scope.source("linear_attn.norm.weight", (shape.value_dim,), "delta_norm")
+        yield scope.source("linear_attn.out_proj.weight", (hidden, self.value_width), "out")
 
     def run(
-        self, x: Float[Array, "N D"], view: LayerParams, step: Step, cache: Any, layer: Int[Array, ""]
+        self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N D"], Any]:
         """Project, remember and read, norm, project."""
         assert step.recur is not None, "this model keeps a state; give SequenceOps with `recur`"
-        mixed, gates, rates, steps = self._parts(view.project(x, "qkvz"), view.project(x, "ba"))
-        decay = -jnp.exp(view.plain("a_log")) * jax.nn.softplus(steps.astype(jnp.float32) + view.plain("dt_bias"))
+        mixed, gates, rates, steps = self._parts(params.project(x, "qkvz"), params.project(x, "ba"))
+        decay = -jnp.exp(params.plain("a_log")) * jax.nn.softplus(steps.astype(jnp.float32) + params.plain("dt_bias"))
         beta = jax.nn.sigmoid(rates.astype(jnp.float32))
-        read, cache = step.recur(DeltaInputs(mixed, decay, beta, view.plain("conv")[:, 0], self.shape), cache, layer)
-        normed = rms_norm(read.astype(x.dtype), view.plain("delta_norm"), eps=self.eps)
+        read, cache = step.recur(DeltaInputs(mixed, decay, beta, params.plain("conv")[:, 0], self.shape), cache, layer)
+        normed = rms_norm(read.astype(x.dtype), params.plain("delta_norm"), eps=self.eps)
         gated = (normed.astype(jnp.float32) * jax.nn.silu(gates.astype(jnp.float32))).astype(x.dtype)
-        return view.project(gated.reshape(x.shape[0], -1), "out"), cache
+        return params.project(gated.reshape(x.shape[0], -1), "out"), cache
 
     def _parts(
         self, qkvz: Float[Array, "N O"], ba: Float[Array, "N O"]

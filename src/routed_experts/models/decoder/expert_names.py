@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from routed_experts.models.base.weight_source import WeightSource
-from routed_experts.models.decoder.layer_parts import Place
+from routed_experts.models.decoder.layer_parts import CheckpointScope
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,16 +18,16 @@ class Stacked:
     turned: bool = False
     half: str = ""
 
-    def source(self, place: Place, experts: int, hidden: int, width: int) -> WeightSource:
+    def source(self, scope: CheckpointScope, experts: int, hidden: int, width: int) -> WeightSource:
         """Its place behind the experts of the layers before."""
         outputs = hidden if self.to.startswith("down") else width * (1 if self.half else 2)
         inputs = () if self.to.endswith("bias") else (width if self.to == "down" else hidden,)
         shape = (experts, outputs, *inputs) if self.turned else (experts, *inputs, outputs)
         return WeightSource(
-            name=place.at + self.name,
+            name=scope.prefix + self.name,
             shape=shape,
-            target=f"{place.target}.{self.to}",
-            first=place.row * experts,
+            target=f"{scope.target}.{self.to}",
+            first=scope.row * experts,
             transpose=self.turned,
             offset=width if self.half == "up" else 0,
         )
@@ -50,30 +50,30 @@ class ExpertNames:
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate.weight"
 
-    def expert_sources(self, place: Place, experts: int, hidden: int, width: int) -> Iterator[WeightSource]:
+    def expert_sources(self, scope: CheckpointScope, experts: int, hidden: int, width: int) -> Iterator[WeightSource]:
         """All experts of a layer. Fused tensors of the usual names take their place where a checkpoint has those
         (models/loading/fused_experts.py)."""
         if self.stacked:
-            yield from (stack.source(place, experts, hidden, width) for stack in self.stacked)
+            yield from (stack.source(scope, experts, hidden, width) for stack in self.stacked)
             return
         for expert in range(experts):
-            row, at = place.row * experts + expert, self.expert.format(expert)
-            yield place.source(f"{at}.{self.gate}.weight", (width, hidden), "gate_up", row=row)
-            yield place.source(f"{at}.{self.up}.weight", (width, hidden), "gate_up", row=row, offset=width)
-            yield place.source(f"{at}.{self.down}.weight", (hidden, width), "down", row=row)
+            row, at = scope.row * experts + expert, self.expert.format(expert)
+            yield scope.source(f"{at}.{self.gate}.weight", (width, hidden), "gate_up", row=row)
+            yield scope.source(f"{at}.{self.up}.weight", (width, hidden), "gate_up", row=row, offset=width)
+            yield scope.source(f"{at}.{self.down}.weight", (hidden, width), "down", row=row)
 
     def router_sources(
-        self, place: Place, experts: int, hidden: int, *, bias: bool, selection: bool
+        self, scope: CheckpointScope, experts: int, hidden: int, *, bias: bool, selection: bool
     ) -> Iterator[WeightSource]:
         """The router's matrix and biases."""
-        yield place.source(self.router, (experts, hidden), "router")
+        yield scope.source(self.router, (experts, hidden), "router")
         if bias:
-            yield place.source(self.router_bias, (experts,), "router_bias")
+            yield scope.source(self.router_bias, (experts,), "router_bias")
         if selection and self.selection_bias_rows:
-            at, to = place.at + self.selection_bias, f"{place.target}.selection_bias"
-            yield WeightSource(name=at, shape=(1, experts), target=to, first=place.row)
+            at, to = scope.prefix + self.selection_bias, f"{scope.target}.selection_bias"
+            yield WeightSource(name=at, shape=(1, experts), target=to, first=scope.row)
         elif selection:
-            yield place.source(self.selection_bias, (experts,), "selection_bias")
+            yield scope.source(self.selection_bias, (experts,), "selection_bias")
 
 
 USUAL_NAMES = ExpertNames()

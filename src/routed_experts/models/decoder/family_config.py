@@ -18,8 +18,8 @@ from routed_experts.models.decoder.delta_attention import DeltaAttention
 from routed_experts.models.decoder.feed_forward import Dense, Sparse
 from routed_experts.models.decoder.grouped_attention import GroupedAttention
 from routed_experts.models.decoder.latent_attention import LatentAttention
-from routed_experts.models.decoder.layer_params import Weight
-from routed_experts.models.decoder.layer_parts import Place
+from routed_experts.models.decoder.layer_params import ParamSpec
+from routed_experts.models.decoder.layer_parts import CheckpointScope
 
 _LONGEST_PATTERN = 8
 
@@ -34,23 +34,23 @@ class LayerSpec:
     mixer: Mixing
     feed: Feeding
 
-    def part(self, split: ParallelConfig) -> "LayerSpec":
+    def shard(self, parallel: ParallelConfig) -> "LayerSpec":
         """What one device does of it."""
-        return LayerSpec(mixer=self.mixer.part(split), feed=self.feed.part(split))
+        return LayerSpec(mixer=self.mixer.shard(parallel), feed=self.feed.shard(parallel))
 
-    def weights(self, config: "FamilyConfig") -> tuple[Weight, ...]:
+    def weights(self, config: "FamilyConfig") -> tuple[ParamSpec, ...]:
         """All arrays of the layer."""
         hidden = config.hidden_size
         norms = [
-            Weight(name=name, shape=(hidden,), fill=1.0 - config.norm_offset) for name in ("input_norm", "post_norm")
+            ParamSpec(name=name, shape=(hidden,), fill=1.0 - config.norm_offset) for name in ("input_norm", "post_norm")
         ]
         if config.layer_norms:
-            norms += [Weight(name=f"{norm.name}_bias", shape=(hidden,), fill=0.0) for norm in norms]
+            norms += [ParamSpec(name=f"{norm.name}_bias", shape=(hidden,), fill=0.0) for norm in norms]
         return (*norms, *self.mixer.weights(hidden), *self.feed.weights(hidden))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class LayerBlock:
     """Layers first .. first + len(pattern) * repeats - 1."""
 
     first: int
@@ -150,9 +150,9 @@ class FamilyConfig:
         )
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def blocks(self) -> tuple[LayerBlock, ...]:
         """From each layer on the pattern that, repeated, covers most layers; the shortest of those."""
-        runs: list[Run] = []
+        blocks: list[LayerBlock] = []
         first = 0
         while first < self.num_layers:
             left = self.layers[first:]
@@ -161,23 +161,23 @@ class FamilyConfig:
             size = max(
                 (size for size in sizes if covered[size] > size), key=lambda size: (covered[size], -size), default=1
             )
-            runs.append(Run(first=first, pattern=left[:size], repeats=covered[size] // size))
+            blocks.append(LayerBlock(first=first, pattern=left[:size], repeats=covered[size] // size))
             first += covered[size]
-        return tuple(runs)
+        return tuple(blocks)
 
-    def part(self, split: ParallelConfig) -> "FamilyConfig":
+    def shard(self, parallel: ParallelConfig) -> "FamilyConfig":
         """The decoder as one of several devices runs it; the stream between layers is as wide as ever."""
-        return dataclasses.replace(self, layers=tuple(layer.part(split) for layer in self.layers))
+        return dataclasses.replace(self, layers=tuple(layer.shard(parallel) for layer in self.layers))
 
-    def cuts(self, *, by_expert: bool) -> dict[str, AxisPartition]:
+    def partitions(self, *, by_expert: bool) -> dict[str, AxisPartition]:
         """How arrays are dealt out to devices, by dotted path; those that are not named are on all."""
         found = embedding_partition(self.hidden_size, tied=self.tie_embeddings)
-        for number, run in enumerate(self.runs):
+        for number, run in enumerate(self.blocks):
             for kind, layer in enumerate(run.pattern):
                 for weight in layer.weights(self):
-                    cut = weight.cut_in(run.repeats, by_expert=by_expert)
-                    if cut is not None:
-                        found[f"runs.{number}.{kind}.{weight.name}"] = cut
+                    partition = weight.partition_in(run.repeats, by_expert=by_expert)
+                    if partition is not None:
+                        found[f"blocks.{number}.{kind}.{weight.name}"] = partition
         return found
 
     def unused(self, names: Collection[str]) -> tuple[str, ...]:
@@ -199,16 +199,18 @@ def weight_sources(config: FamilyConfig) -> Iterator[WeightSource]:
         yield WeightSource(name=f"{config.head}.weight", shape=(vocab, dim), target="head", transpose=True)
     if config.head_bias:
         yield WeightSource(name=f"{config.head}.bias", shape=(vocab,), target="head_bias")
-    for number, run in enumerate(config.runs):
+    for number, run in enumerate(config.blocks):
         for index in range(run.num_layers):
             row, kind = divmod(index, len(run.pattern))
-            place = Place(target=f"runs.{number}.{kind}", row=row, at=f"{config.stem}layers.{run.first + index}.")
+            scope = CheckpointScope(
+                target=f"blocks.{number}.{kind}", row=row, prefix=f"{config.stem}layers.{run.first + index}."
+            )
             for name, to in zip(config.norm_names, ("input_norm", "post_norm"), strict=True):
-                yield place.source(f"{name}.weight", (dim,), to)
+                yield scope.source(f"{name}.weight", (dim,), to)
                 if config.layer_norms:
-                    yield place.source(f"{name}.bias", (dim,), f"{to}_bias")
-            yield from run.pattern[kind].mixer.sources(dim, place)
-            yield from run.pattern[kind].feed.sources(dim, place)
+                    yield scope.source(f"{name}.bias", (dim,), f"{to}_bias")
+            yield from run.pattern[kind].mixer.sources(dim, scope)
+            yield from run.pattern[kind].feed.sources(dim, scope)
 
 
 def _attending(layers: tuple[LayerSpec, ...]) -> tuple[GroupedAttention | LatentAttention, ...]:

@@ -15,11 +15,17 @@ from routed_experts.capture.device_cache import RoutedExpertsDeviceCache
 from routed_experts.layers.moe import gated
 from routed_experts.layers.parallel import Capacities
 from routed_experts.layers.routing import RouterSpec, Routing
-from routed_experts.models.base.partitioning import AxisPartition, ParallelConfig, Segment, columns, rows
+from routed_experts.models.base.partitioning import (
+    AxisPartition,
+    ParallelConfig,
+    Segment,
+    column_parallel,
+    row_parallel,
+)
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.decoder.expert_names import USUAL_NAMES, ExpertNames
-from routed_experts.models.decoder.layer_params import Kind, LayerParams, Weight
-from routed_experts.models.decoder.layer_parts import Place, Replay, Step
+from routed_experts.models.decoder.layer_params import LayerParams, ParamKind, ParamSpec
+from routed_experts.models.decoder.layer_parts import CheckpointScope, LayerContext, ReplayInputs
 from routed_experts.models.decoder.sparse_block import route, route_with_capacity, run_experts
 
 
@@ -30,28 +36,28 @@ class Dense:
     width: int
     at: str = "mlp"
 
-    def part(self, split: ParallelConfig) -> "Dense":
+    def shard(self, parallel: ParallelConfig) -> "Dense":
         """One device's share of the width."""
-        return dataclasses.replace(self, width=self.width // split.devices)
+        return dataclasses.replace(self, width=self.width // parallel.devices)
 
-    def weights(self, hidden: int) -> tuple[Weight, ...]:
+    def weights(self, hidden: int) -> tuple[ParamSpec, ...]:
         """gate|up side by side, and down."""
         return _gated_weights("dense", hidden, self.width, "columns of a dense layer")
 
-    def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]:
+    def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]:
         """The three matrices."""
-        yield from _gated_sources(place, self.at, hidden, self.width, "dense")
+        yield from _gated_sources(scope, self.at, hidden, self.width, "dense")
 
     def run(
         self,
         x: Float[Array, "N D"],
-        view: LayerParams,
-        step: Step,
-        replay: Replay | None,
+        params: LayerParams,
+        step: LayerContext,
+        replay: ReplayInputs | None,
         capture: RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
         """Nothing is routed."""
-        return view.project(gated(view.project(x, "dense_gate_up")), "dense_down", summed=True), capture
+        return params.project(gated(params.project(x, "dense_gate_up")), "dense_down", summed=True), capture
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,116 +87,118 @@ class Sparse:
         words = {"biased experts": self.biased, f"{self.activation} experts": self.activation != "silu"}
         return frozenset(word for word, needed in words.items() if needed)
 
-    def part(self, split: ParallelConfig) -> "Sparse":
+    def shard(self, parallel: ParallelConfig) -> "Sparse":
         """One device's share of the experts or of their width, and of the shared ones' width."""
-        held = (split.instances or self.router.num_experts) // split.devices
-        share = {"held": held} if split.expert_parallel else {"width": self.width // split.devices}
+        held = (parallel.instances or self.router.num_experts) // parallel.devices
+        share = {"held": held} if parallel.expert_parallel else {"width": self.width // parallel.devices}
         return dataclasses.replace(
             self,
-            shared_width=self.shared_width // split.devices,
-            replicas=split.replicas,
-            bounded=split.bounded,
+            shared_width=self.shared_width // parallel.devices,
+            replicas=parallel.replicas,
+            bounded=parallel.bounded,
             **share,
         )
 
-    def weights(self, hidden: int) -> tuple[Weight, ...]:
+    def weights(self, hidden: int) -> tuple[ParamSpec, ...]:
         """Router, experts, and what a family adds."""
         experts, held, width = self.router.num_experts, self.held or self.router.num_experts, self.width
         by_width = _halves(width, "columns of an expert")
         found = [
-            Weight(name="router", shape=(hidden, experts), wide=self.wide_router),
-            Weight(name="gate_up", shape=(held, hidden, 2 * width), kind=Kind.EXPERTS, cut=by_width),
-            Weight(
+            ParamSpec(name="router", shape=(hidden, experts), wide=self.wide_router),
+            ParamSpec(name="gate_up", shape=(held, hidden, 2 * width), kind=ParamKind.EXPERTS, partition=by_width),
+            ParamSpec(
                 name="down",
                 shape=(held, width, hidden),
-                kind=Kind.EXPERTS,
-                cut=rows(width, width, "columns of an expert"),
+                kind=ParamKind.EXPERTS,
+                partition=row_parallel(width, width, "columns of an expert"),
             ),
         ]
         if self.router_bias:
-            found.append(Weight(name="router_bias", shape=(experts,), fill=0.0))
+            found.append(ParamSpec(name="router_bias", shape=(experts,), fill=0.0))
         if self.router.biased:
-            found.append(Weight(name="selection_bias", shape=(experts,), wide=True, fill=0.0))
+            found.append(ParamSpec(name="selection_bias", shape=(experts,), wide=True, fill=0.0))
         if self.biased:
             found.append(
-                Weight(name="gate_up_bias", shape=(held, 2 * width), kind=Kind.EXPERTS, fill=0.0, cut=by_width)
+                ParamSpec(
+                    name="gate_up_bias", shape=(held, 2 * width), kind=ParamKind.EXPERTS, fill=0.0, partition=by_width
+                )
             )
-            found.append(Weight(name="down_bias", shape=(held, hidden), kind=Kind.EXPERTS, fill=0.0))
+            found.append(ParamSpec(name="down_bias", shape=(held, hidden), kind=ParamKind.EXPERTS, fill=0.0))
         if self.replicas:
-            found.append(Weight(name="replicas", shape=(experts, self.replicas)))
+            found.append(ParamSpec(name="replicas", shape=(experts, self.replicas)))
         if self.bounded:
-            found.append(Weight(name="capacity", shape=(2,)))
+            found.append(ParamSpec(name="capacity", shape=(2,)))
         if self.shared_width:
             found += _gated_weights("shared", hidden, self.shared_width, "columns of the shared experts")
         if self.shared_gated:
-            found.append(Weight(name="shared_gate", shape=(hidden, 1)))
+            found.append(ParamSpec(name="shared_gate", shape=(hidden, 1)))
         return tuple(found)
 
-    def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]:
+    def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]:
         """As the family names them."""
         names, experts = self.names, self.router.num_experts
-        yield from names.router_sources(place, experts, hidden, bias=self.router_bias, selection=self.router.biased)
-        yield from names.expert_sources(place, experts, hidden, self.width)
+        yield from names.router_sources(scope, experts, hidden, bias=self.router_bias, selection=self.router.biased)
+        yield from names.expert_sources(scope, experts, hidden, self.width)
         if self.shared_width:
-            yield from _gated_sources(place, names.shared, hidden, self.shared_width, "shared")
+            yield from _gated_sources(scope, names.shared, hidden, self.shared_width, "shared")
         if self.shared_gated:
-            yield place.source(names.shared_gate, (1, hidden), "shared_gate")
+            yield scope.source(names.shared_gate, (1, hidden), "shared_gate")
 
     def run(
         self,
         x: Float[Array, "N D"],
-        view: LayerParams,
-        step: Step,
-        replay: Replay | None,
+        params: LayerParams,
+        step: LayerContext,
+        replay: ReplayInputs | None,
         capture: RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
         """Route, record, run; experts that are shared come on top."""
-        fed, routing, capture = self.choose(x, view, step, replay, capture)
-        experts = view.experts(self.router.num_experts)
-        replicas = view.plain("replicas") if self.replicas else None
+        fed, routing, capture = self.choose(x, params, step, replay, capture)
+        experts = params.experts(self.router.num_experts)
+        replicas = params.plain("replicas") if self.replicas else None
         how, activation = (fed, routing, step.valid, experts), self.activation
         y = run_experts(*how, spec=self.router, kernels=step.kernels, activation=activation, replicas=replicas)
-        shared = self.run_shared(x, view)
+        shared = self.run_shared(x, params)
         return step.kernels.group.all_reduce(y if shared is None else y + shared), capture
 
     def choose(
         self,
         x: Float[Array, "N D"],
-        view: LayerParams,
-        step: Step,
-        replay: Replay | None,
+        params: LayerParams,
+        step: LayerContext,
+        replay: ReplayInputs | None,
         capture: RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], Routing, RoutedExpertsDeviceCache | None]:
         """Route and record; gives what the experts are fed besides."""
         assert replay is not None, "a sparse layer has a column"
-        bias = view.plain("selection_bias") if self.router.biased else None
-        logits, rerouter = self._logits(x, view), step.kernels.group.rerouter
+        bias = params.plain("selection_bias") if self.router.biased else None
+        logits, rerouter = self._logits(x, params), step.kernels.group.rerouter
         if rerouter is not None and replay.routed is None:
-            capacities = Capacities(view.plain("replicas"), view.plain("capacity"))
+            capacities = Capacities(params.plain("replicas"), params.plain("capacity"))
             routing, capture = route_with_capacity(
-                logits, step.valid, capacities, rerouter, replay.column, capture, spec=self.router, bias=bias
+                logits, step.valid, capacities, rerouter, replay.moe_layer, capture, spec=self.router, bias=bias
             )
         else:
             routing, capture = route(
-                logits, replay.routed, replay.column, capture, spec=self.router, kernels=step.kernels, bias=bias
+                logits, replay.routed, replay.moe_layer, capture, spec=self.router, kernels=step.kernels, bias=bias
             )
         if not self.weigh_inputs:
             return x, routing, capture
         return x * routing.weights.astype(x.dtype), _unweighed(routing), capture
 
-    def run_shared(self, x: Float[Array, "N D"], view: LayerParams) -> Float[Array, "N D"] | None:
+    def run_shared(self, x: Float[Array, "N D"], params: LayerParams) -> Float[Array, "N D"] | None:
         """What the experts give that every token runs; None where there are none."""
         if not self.shared_width:
             return None
-        shared = view.project(gated(view.project(x, "shared_gate_up")), "shared_down")
+        shared = params.project(gated(params.project(x, "shared_gate_up")), "shared_down")
         if self.shared_gated:
-            shared = jax.nn.sigmoid(jnp.dot(x, view.plain("shared_gate"))) * shared
+            shared = jax.nn.sigmoid(jnp.dot(x, params.plain("shared_gate"))) * shared
         return shared
 
-    def _logits(self, x: Float[Array, "N D"], view: LayerParams) -> Float[Array, "N E"]:
-        router = view.plain("router")
+    def _logits(self, x: Float[Array, "N D"], params: LayerParams) -> Float[Array, "N E"]:
+        router = params.plain("router")
         logits = jnp.dot(x.astype(router.dtype), router, preferred_element_type=jnp.float32)
-        return logits + view.plain("router_bias").astype(jnp.float32) if self.router_bias else logits
+        return logits + params.plain("router_bias").astype(jnp.float32) if self.router_bias else logits
 
 
 def _unweighed(routing: Routing) -> Routing:
@@ -201,17 +209,24 @@ def _unweighed(routing: Routing) -> Routing:
 
 def _halves(width: int, what: str) -> AxisPartition:
     """gate|up, each cut by itself."""
-    return columns(*(Segment(width, width, what),) * 2)
+    return column_parallel(*(Segment(width, width, what),) * 2)
 
 
-def _gated_weights(name: str, hidden: int, width: int, what: str) -> tuple[Weight, Weight]:
+def _gated_weights(name: str, hidden: int, width: int, what: str) -> tuple[ParamSpec, ParamSpec]:
     return (
-        Weight(name=f"{name}_gate_up", shape=(hidden, 2 * width), kind=Kind.MATRIX, cut=_halves(width, what)),
-        Weight(name=f"{name}_down", shape=(width, hidden), kind=Kind.MATRIX, cut=rows(width, width, what)),
+        ParamSpec(
+            name=f"{name}_gate_up", shape=(hidden, 2 * width), kind=ParamKind.MATRIX, partition=_halves(width, what)
+        ),
+        ParamSpec(
+            name=f"{name}_down",
+            shape=(width, hidden),
+            kind=ParamKind.MATRIX,
+            partition=row_parallel(width, width, what),
+        ),
     )
 
 
-def _gated_sources(place: Place, at: str, hidden: int, width: int, to: str) -> Iterator[WeightSource]:
-    yield place.source(f"{at}.gate_proj.weight", (width, hidden), f"{to}_gate_up")
-    yield place.source(f"{at}.up_proj.weight", (width, hidden), f"{to}_gate_up", offset=width)
-    yield place.source(f"{at}.down_proj.weight", (hidden, width), f"{to}_down")
+def _gated_sources(scope: CheckpointScope, at: str, hidden: int, width: int, to: str) -> Iterator[WeightSource]:
+    yield scope.source(f"{at}.gate_proj.weight", (width, hidden), f"{to}_gate_up")
+    yield scope.source(f"{at}.up_proj.weight", (width, hidden), f"{to}_gate_up", offset=width)
+    yield scope.source(f"{at}.down_proj.weight", (hidden, width), f"{to}_down")

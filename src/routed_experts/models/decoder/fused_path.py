@@ -55,7 +55,7 @@ def run_fused(
 ) -> tuple[Float[Array, "N D"], Float[Array, "N D"], Any, RoutedExpertsDeviceCache | None]:
     """Run the layers, on the rows of `routed` where they are valid; returns the stream, its norm by `next_norm`, the
     cache and the capture."""
-    rows = slice_layers(routed, places.first_column, run.qkv.shape[0])
+    rows = slice_layers(routed, places.first_moe_layer, run.qkv.shape[0])
     given = None if rows is None or routed is None else RunRouting(rows[0], routed.valid)
     if isinstance(together, FusedSteps):
         return _run_fused_layers(
@@ -98,7 +98,7 @@ def _run_fused_layers(
             if given is None
             else LayerRouting(lax.dynamic_index_in_dim(given.ids, place, keepdims=False), given.valid)
         )
-        routing, capture = route(logits, rows, place + places.first_column, capture, spec=spec, kernels=kernels)
+        routing, capture = route(logits, rows, place + places.first_moe_layer, capture, spec=spec, kernels=kernels)
         call = ExpertCall(
             normed, routing.ids, routing.weights, step.valid, run.gate_up, run.down, place, spec.num_experts
         )

@@ -16,11 +16,10 @@ from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.parallel import SINGLE_DEVICE
 from routed_experts.layers.rotary import RotarySpec
-from routed_experts.models.base.partitioning import ParallelConfig, Segment, columns
-from routed_experts.models.base.partitioning import rows as input_rows
+from routed_experts.models.base.partitioning import ParallelConfig, Segment, column_parallel, row_parallel
 from routed_experts.models.base.weight_source import WeightSource
-from routed_experts.models.decoder.layer_params import Kind, LayerParams, Weight
-from routed_experts.models.decoder.layer_parts import Place, Step
+from routed_experts.models.decoder.layer_params import LayerParams, ParamKind, ParamSpec
+from routed_experts.models.decoder.layer_parts import CheckpointScope, LayerContext
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +89,12 @@ class GroupedAttention:
         """Keys and values by head."""
         return CacheLayout(num_layers=num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
-    def part(self, split: ParallelConfig) -> "GroupedAttention":
+    def shard(self, parallel: ParallelConfig) -> "GroupedAttention":
         """One device's heads; a kv head that several devices need is on each of them."""
         return dataclasses.replace(
-            self, num_heads=self.num_heads // split.devices, num_kv_heads=max(1, self.num_kv_heads // split.devices)
+            self,
+            num_heads=self.num_heads // parallel.devices,
+            num_kv_heads=max(1, self.num_kv_heads // parallel.devices),
         )
 
     def _segments(self) -> tuple[Segment, Segment, Segment]:
@@ -102,63 +103,67 @@ class GroupedAttention:
         query, key = (Segment(self.widths[part], units, what, part == "k") for part, (what, units) in names.items())
         return query, key, key
 
-    def weights(self, hidden: int) -> tuple[Weight, ...]:
+    def weights(self, hidden: int) -> tuple[ParamSpec, ...]:
         """Queries, keys and values stand side by side in one matrix."""
         mixed, total = self.num_heads * self.head_dim, sum(self.widths.values())
         query, key, value = self._segments()
-        heads = input_rows(mixed, self.num_heads, query.what)
+        heads = row_parallel(mixed, self.num_heads, query.what)
         found = [
-            Weight(name="qkv", shape=(hidden, total), kind=Kind.MATRIX, cut=columns(query, key, value)),
-            Weight(name="out", shape=(mixed, hidden), kind=Kind.MATRIX, cut=heads),
+            ParamSpec(
+                name="qkv", shape=(hidden, total), kind=ParamKind.MATRIX, partition=column_parallel(query, key, value)
+            ),
+            ParamSpec(name="out", shape=(mixed, hidden), kind=ParamKind.MATRIX, partition=heads),
         ]
         if self.bias_in:
-            found.append(Weight(name="qkv_bias", shape=(total,), fill=0.0, cut=columns(query, key, value)))
+            found.append(
+                ParamSpec(name="qkv_bias", shape=(total,), fill=0.0, partition=column_parallel(query, key, value))
+            )
         if self.bias_out:
-            found.append(Weight(name="out_bias", shape=(hidden,), fill=0.0))
+            found.append(ParamSpec(name="out_bias", shape=(hidden,), fill=0.0))
         if self.qk_norm:
             sizes = {"head": (self.head_dim, self.head_dim), "whole": (mixed, self.widths["k"])}[self.qk_norm]
-            cuts = (
-                (columns(dataclasses.replace(query, size=mixed)), columns(key))
+            partitions = (
+                (column_parallel(dataclasses.replace(query, size=mixed)), column_parallel(key))
                 if self.qk_norm == "whole"
                 else (None, None)
             )
             found += [
-                Weight(name=name, shape=(size,), fill=1.0 - self.norm_offset, cut=cut)
-                for name, size, cut in zip(("q_norm", "k_norm"), sizes, cuts, strict=True)
+                ParamSpec(name=name, shape=(size,), fill=1.0 - self.norm_offset, partition=partition)
+                for name, size, partition in zip(("q_norm", "k_norm"), sizes, partitions, strict=True)
             ]
         if self.sinks:
-            own = columns(dataclasses.replace(query, size=self.num_heads))
-            found.append(Weight(name="sinks", shape=(self.num_heads,), fill=0.0, cut=own))
+            own = column_parallel(dataclasses.replace(query, size=self.num_heads))
+            found.append(ParamSpec(name="sinks", shape=(self.num_heads,), fill=0.0, partition=own))
         return tuple(found)
 
-    def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]:
+    def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]:
         """As the family names them."""
         names, offset = self.names, 0
         for part, rows in {names.fused: sum(self.widths.values())}.items() if names.fused else self.widths.items():
             name = f"{names.at}.{part}" if names.fused else f"{names.at}.{part}_proj"
-            yield place.source(f"{name}.weight", (rows, hidden), "qkv", offset=offset)
+            yield scope.source(f"{name}.weight", (rows, hidden), "qkv", offset=offset)
             if self.bias_in:
-                yield place.source(f"{name}.bias", (rows,), "qkv_bias", offset=offset)
+                yield scope.source(f"{name}.bias", (rows,), "qkv_bias", offset=offset)
             offset += rows
-        yield place.source(f"{names.at}.{names.out}.weight", (hidden, self.num_heads * self.head_dim), "out")
+        yield scope.source(f"{names.at}.{names.out}.weight", (hidden, self.num_heads * self.head_dim), "out")
         others = {"out_bias": f"{names.out}.bias", "q_norm": names.q_norm, "k_norm": names.k_norm, "sinks": "sinks"}
         for weight in self.weights(hidden):
             if weight.name in others:
-                yield place.source(f"{names.at}.{others[weight.name]}", weight.shape, weight.name)
+                yield scope.source(f"{names.at}.{others[weight.name]}", weight.shape, weight.name)
 
     def run(
-        self, x: Float[Array, "N D"], view: LayerParams, step: Step, cache: Any, layer: Int[Array, ""]
+        self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N D"], Any]:
         """Project, norm, turn, mix, project."""
-        mixed = view.project(x, "qkv")
+        mixed = params.project(x, "qkv")
         if self.clip:
             mixed = jnp.clip(mixed, -self.clip, self.clip) if not self.qk_norm else mixed
         gates, queries, keys, values = self._parts(mixed)
-        queries, keys = self._norm(queries, "q_norm", view), self._norm(keys, "k_norm", view)
+        queries, keys = self._norm(queries, "q_norm", params), self._norm(keys, "k_norm", params)
         if self.clip and self.qk_norm:
             queries, keys, values = (jnp.clip(part, -self.clip, self.clip) for part in (queries, keys, values))
         if self.rotary is not None:
-            queries, keys = (self.rotary.turn(part, step.angles[self.rotary]) for part in (queries, keys))
+            queries, keys = (self.rotary.apply(part, step.cos_sin[self.rotary]) for part in (queries, keys))
         if self.turned_norm:
             queries, keys = (
                 rms_norm(part, jnp.ones(self.head_dim, part.dtype), eps=self.eps) for part in (queries, keys)
@@ -168,14 +173,14 @@ class GroupedAttention:
             grown = jnp.log1p(places) * self.tuning[1] + 1.0
             queries = (queries.astype(jnp.float32) * grown[:, None, None]).astype(queries.dtype)
         if self.needs:
-            sinks = view.plain("sinks") if self.sinks else None
-            traits = AttentionFeatures(sinks=sinks, window=self.window, chunk=self.chunk, scale=self.scale)
-            attended, cache = step.attend(queries, keys, values, cache, layer, traits)
+            sinks = params.plain("sinks") if self.sinks else None
+            features = AttentionFeatures(sinks=sinks, window=self.window, chunk=self.chunk, scale=self.scale)
+            attended, cache = step.attend(queries, keys, values, cache, layer, features)
         else:
             attended, cache = step.attend(queries, keys, values, cache, layer)
         if gates is not None:
             attended = attended * jax.nn.sigmoid(gates)
-        return view.project(attended.reshape(x.shape[0], -1), "out", summed=True), cache
+        return params.project(attended.reshape(x.shape[0], -1), "out", summed=True), cache
 
     def _parts(
         self, mixed: Float[Array, "N O"]
@@ -192,9 +197,9 @@ class GroupedAttention:
             return None, queries, keys, values
         return queries[:, 1::2], queries[:, 0::2], keys, values  # each head's query and gate stand side by side
 
-    def _norm(self, x: Float[Array, "N H C"], name: str, view: LayerParams) -> Float[Array, "N H C"]:
+    def _norm(self, x: Float[Array, "N H C"], name: str, params: LayerParams) -> Float[Array, "N H C"]:
         if not self.qk_norm:
             return x
         flat = x if self.qk_norm == "head" else x.reshape(x.shape[0], -1)
-        group = view.kernels.group if self.qk_norm == "whole" else SINGLE_DEVICE
-        return rms_norm(flat, view.plain(name), eps=self.eps, offset=self.norm_offset, group=group).reshape(x.shape)
+        group = params.kernels.group if self.qk_norm == "whole" else SINGLE_DEVICE
+        return rms_norm(flat, params.plain(name), eps=self.eps, offset=self.norm_offset, group=group).reshape(x.shape)

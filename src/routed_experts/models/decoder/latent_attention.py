@@ -17,10 +17,10 @@ from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.cache_layout import CacheLayout
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import RotarySpec
-from routed_experts.models.base.partitioning import ParallelConfig, Segment, columns, rows
+from routed_experts.models.base.partitioning import ParallelConfig, Segment, column_parallel, row_parallel
 from routed_experts.models.base.weight_source import WeightSource
-from routed_experts.models.decoder.layer_params import Kind, LayerParams, Weight
-from routed_experts.models.decoder.layer_parts import Place, Step
+from routed_experts.models.decoder.layer_params import LayerParams, ParamKind, ParamSpec
+from routed_experts.models.decoder.layer_parts import CheckpointScope, LayerContext
 
 _EPS = 1e-6  # of the norms of compressed rows, whatever rms_norm_eps is: DeepSeek's code does not pass it on
 
@@ -47,34 +47,34 @@ class LatentAttention:
         """One row a token."""
         return CacheLayout(num_layers=num_layers, num_kv_heads=1, head_dim=self.rank + self.rotary_dim, latent=True)
 
-    def part(self, split: ParallelConfig) -> "LatentAttention":
+    def shard(self, parallel: ParallelConfig) -> "LatentAttention":
         """One device's heads; the compressed rows are on all."""
-        return dataclasses.replace(self, num_heads=self.num_heads // split.devices)
+        return dataclasses.replace(self, num_heads=self.num_heads // parallel.devices)
 
-    def weights(self, hidden: int) -> tuple[Weight, ...]:
+    def weights(self, hidden: int) -> tuple[ParamSpec, ...]:
         """Down to rows, up to heads, out."""
         heads, what = self.num_heads, "query heads"
         queries, expanded = heads * (self.key_dim + self.rotary_dim), heads * (self.key_dim + self.value_dim)
-        by_head = columns(Segment(expanded, heads, what))
-        out = rows(heads * self.value_dim, heads, what)
+        by_head = column_parallel(Segment(expanded, heads, what))
+        out = row_parallel(heads * self.value_dim, heads, what)
         found = [
-            Weight(
+            ParamSpec(
                 name="q",
                 shape=(self.query_rank or hidden, queries),
-                kind=Kind.MATRIX,
-                cut=columns(Segment(queries, heads, what)),
+                kind=ParamKind.MATRIX,
+                partition=column_parallel(Segment(queries, heads, what)),
             ),
-            Weight(name="kv_down", shape=(hidden, self.rank + self.rotary_dim), kind=Kind.MATRIX),
-            Weight(name="kv_norm", shape=(self.rank,), fill=1.0),
-            Weight(name="kv_up", shape=(self.rank, expanded), cut=by_head),
-            Weight(name="out", shape=(heads * self.value_dim, hidden), kind=Kind.MATRIX, cut=out),
+            ParamSpec(name="kv_down", shape=(hidden, self.rank + self.rotary_dim), kind=ParamKind.MATRIX),
+            ParamSpec(name="kv_norm", shape=(self.rank,), fill=1.0),
+            ParamSpec(name="kv_up", shape=(self.rank, expanded), partition=by_head),
+            ParamSpec(name="out", shape=(heads * self.value_dim, hidden), kind=ParamKind.MATRIX, partition=out),
         ]
         if self.query_rank:
-            found.append(Weight(name="q_down", shape=(hidden, self.query_rank), kind=Kind.MATRIX))
-            found.append(Weight(name="q_norm", shape=(self.query_rank,), fill=1.0))
+            found.append(ParamSpec(name="q_down", shape=(hidden, self.query_rank), kind=ParamKind.MATRIX))
+            found.append(ParamSpec(name="q_norm", shape=(self.query_rank,), fill=1.0))
         return tuple(found)
 
-    def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]:
+    def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]:
         """DeepSeek's names: a is down, b is up."""
         names = {
             "kv_down": "kv_a_proj_with_mqa",
@@ -86,24 +86,24 @@ class LatentAttention:
             "q_norm": "q_a_layernorm",
         }
         for weight in self.weights(hidden):
-            yield place.source(f"self_attn.{names[weight.name]}.weight", weight.shape[::-1], weight.name)
+            yield scope.source(f"self_attn.{names[weight.name]}.weight", weight.shape[::-1], weight.name)
 
     def run(
-        self, x: Float[Array, "N D"], view: LayerParams, step: Step, cache: Any, layer: Int[Array, ""]
+        self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N D"], Any]:
         """Compress, absorb, mix rows, expand."""
-        angles = step.angles[self.rotary]
-        fed = rms_norm(view.project(x, "q_down"), view.plain("q_norm"), eps=_EPS) if self.query_rank else x
-        queries = view.project(fed, "q").reshape(x.shape[0], self.num_heads, -1)
-        compressed = view.project(x, "kv_down")
-        row = rms_norm(compressed[:, : self.rank], view.plain("kv_norm"), eps=_EPS)
-        turned = self.rotary.turn(compressed[:, None, self.rank :], angles)
-        up = view.plain("kv_up").reshape(self.rank, self.num_heads, -1)
+        angles = step.cos_sin[self.rotary]
+        fed = rms_norm(params.project(x, "q_down"), params.plain("q_norm"), eps=_EPS) if self.query_rank else x
+        queries = params.project(fed, "q").reshape(x.shape[0], self.num_heads, -1)
+        compressed = params.project(x, "kv_down")
+        row = rms_norm(compressed[:, : self.rank], params.plain("kv_norm"), eps=_EPS)
+        turned = self.rotary.apply(compressed[:, None, self.rank :], angles)
+        up = params.plain("kv_up").reshape(self.rank, self.num_heads, -1)
         absorbed = jnp.einsum("nhc,rhc->nhr", queries[..., : self.key_dim], up[..., : self.key_dim])
-        queries = jnp.concatenate([absorbed, self.rotary.turn(queries[..., self.key_dim :], angles)], axis=-1)
+        queries = jnp.concatenate([absorbed, self.rotary.apply(queries[..., self.key_dim :], angles)], axis=-1)
         rows = jnp.concatenate([row[:, None], turned], axis=-1)
         mixed, cache = step.attend(
             queries, rows, None, cache, layer, AttentionFeatures(latent=self.rank, scale=self.scale)
         )
         values = jnp.einsum("nhr,rhv->nhv", mixed, up[..., self.key_dim :])
-        return view.project(values.reshape(x.shape[0], -1), "out", summed=True), cache
+        return params.project(values.reshape(x.shape[0], -1), "out", summed=True), cache

@@ -22,7 +22,7 @@ from routed_experts.models.decoder.sparse_block import ExpertWeights
 _EXPERT_ARRAYS = ("gate_up", "down", "gate_up_bias", "down_bias")
 
 
-class Kind(enum.Enum):
+class ParamKind(enum.Enum):
     """How an array is used: as it is, multiplied by `kernels.linear`, or by `kernels.moe`."""
 
     PLAIN = "plain"
@@ -31,25 +31,29 @@ class Kind(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
+class ParamSpec:
     """One array of a part: its shape in one layer, with the experts first. `wide`: float32 whatever the model's dtype
     is, for numbers that choose experts; its variable says so too (metadata "wide"). `fill`: the initial value, None for
     small random numbers. `cut`: how several devices share it, None: each has all of it."""
 
     name: str
     shape: tuple[int, ...]
-    kind: Kind = Kind.PLAIN
+    kind: ParamKind = ParamKind.PLAIN
     wide: bool = False
     fill: float | None = None
-    cut: AxisPartition | None = None
+    partition: AxisPartition | None = None
 
-    def cut_in(self, num_layers: int, *, by_expert: bool) -> AxisPartition | None:
+    def partition_in(self, num_layers: int, *, by_expert: bool) -> AxisPartition | None:
         """How the array of a run is dealt out; `by_expert`: whole experts."""
-        return expert_parallel(self.shape[0], num_layers) if by_expert and self.kind is Kind.EXPERTS else self.cut
+        return (
+            expert_parallel(self.shape[0], num_layers)
+            if by_expert and self.kind is ParamKind.EXPERTS
+            else self.partition
+        )
 
     def stacked(self, num_layers: int) -> tuple[int, ...]:
         """Shape in a run."""
-        if self.kind is Kind.EXPERTS:
+        if self.kind is ParamKind.EXPERTS:
             return (num_layers * self.shape[0], *self.shape[1:])
         return (num_layers, *self.shape)
 
@@ -63,27 +67,29 @@ class Weight:
         return nnx.Param(value, wide=True) if self.wide else nnx.Param(value)
 
 
-def make_weights(weights: Iterable[Weight], *, rngs: nnx.Rngs, num_layers: int, dtype: jnp.dtype) -> nnx.Dict[Any]:
+def make_params(weights: Iterable[ParamSpec], *, rngs: nnx.Rngs, num_layers: int, dtype: jnp.dtype) -> nnx.Dict[Any]:
     """All arrays of one place in a run, by name."""
     return nnx.Dict({weight.name: weight.make(rngs, num_layers, dtype) for weight in weights})
 
 
-def in_place(weight: Weight, kernels: Kernels) -> bool:
+def takes_stacked(weight: ParamSpec, kernels: Kernels) -> bool:
     """Whether the kernels take the whole run's array."""
     takes_stacked = {
-        Kind.PLAIN: False,
-        Kind.MATRIX: kernels.linear.takes_stacked,
-        Kind.EXPERTS: kernels.moe.takes_stacked,
+        ParamKind.PLAIN: False,
+        ParamKind.MATRIX: kernels.linear.takes_stacked,
+        ParamKind.EXPERTS: kernels.moe.takes_stacked,
     }
     return takes_stacked[weight.kind]
 
 
-def to_scan(weights: Iterable[Weight], arrays: Mapping[str, nnx.Param[Array]], kernels: Kernels) -> dict[str, Array]:
+def scanned_params(
+    weights: Iterable[ParamSpec], arrays: Mapping[str, nnx.Param[Array]], kernels: Kernels
+) -> dict[str, Array]:
     """The arrays that a scan slices, layer axis first."""
-    sliced = [weight for weight in weights if not in_place(weight, kernels)]
+    sliced = [weight for weight in weights if not takes_stacked(weight, kernels)]
     return {
         weight.name: arrays[weight.name][...].reshape(-1, *weight.shape)
-        if weight.kind is Kind.EXPERTS
+        if weight.kind is ParamKind.EXPERTS
         else arrays[weight.name][...]
         for weight in sliced
     }
@@ -94,8 +100,8 @@ class LayerParams:
     """The weights of one layer inside a scan: slices, and for kernels that read in place the run's arrays."""
 
     sliced: Mapping[str, Array]
-    whole: Mapping[str, nnx.Param[Array]] | Mapping[str, Array]
-    place: Int[Array, ""]
+    stacked: Mapping[str, nnx.Param[Array]] | Mapping[str, Array]
+    index: Int[Array, ""]
     kernels: Kernels
 
     def plain(self, name: str) -> Array:
@@ -108,17 +114,17 @@ class LayerParams:
         if name in self.sliced:
             y = self.kernels.linear.run(x, self.sliced[name][None], 0, x.dtype)
         else:
-            y = self.kernels.linear.run(x, self.whole[name][...], self.place, x.dtype)
+            y = self.kernels.linear.run(x, self.stacked[name][...], self.index, x.dtype)
         y = self.kernels.group.all_reduce(y) if summed else y
         return y + self.sliced[f"{name}_bias"] if f"{name}_bias" in self.sliced else y
 
     def experts(self, num_experts: int) -> ExpertWeights:
         """The expert arrays: gate_up, down and, where there are, their biases."""
-        in_place = "gate_up" not in self.sliced
-        first = self.place * num_experts if in_place else jnp.zeros((), jnp.int32)
+        is_stacked = "gate_up" not in self.sliced
+        first = self.index * num_experts if is_stacked else jnp.zeros((), jnp.int32)
         found = {
-            name: self.whole[name][...] if in_place else self.sliced[name]
+            name: self.stacked[name][...] if is_stacked else self.sliced[name]
             for name in _EXPERT_ARRAYS
-            if name in self.whole
+            if name in self.stacked
         }
         return ExpertWeights(found["gate_up"], found["down"], first, found.get("gate_up_bias"), found.get("down_bias"))

@@ -17,11 +17,11 @@ from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.base.interface import AttentionFn, RecurrentFn
 from routed_experts.models.base.partitioning import ParallelConfig
 from routed_experts.models.base.weight_source import WeightSource
-from routed_experts.models.decoder.layer_params import LayerParams, Weight
+from routed_experts.models.decoder.layer_params import LayerParams, ParamSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class LayerContext:
     """What all layers of a step share; made at trace time."""
 
     positions: Int[Array, " N"]
@@ -29,26 +29,26 @@ class Step:
     attend: AttentionFn
     recur: RecurrentFn | None
     kernels: Kernels
-    angles: Mapping[RotarySpec, tuple[Float[Array, "N F"], Float[Array, "N F"]]]
+    cos_sin: Mapping[RotarySpec, tuple[Float[Array, "N F"], Float[Array, "N F"]]]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Replay:
+class ReplayInputs:
     """One MoE layer's column of the record, and the ids to run there."""
 
-    column: Int[Array, ""]
+    moe_layer: Int[Array, ""]
     routed: LayerRouting | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CheckpointScope:
     """Where a layer's tensors go: the arrays at `target`, row `row` of each stack; `at` is the layer's prefix in the
     checkpoint."""
 
     target: str
     row: int
-    at: str
+    prefix: str
 
     def source(
         self,
@@ -65,7 +65,7 @@ class Place:
         turn = len(shape) == 2 if transpose is None else transpose
         index = (self.row if row is None else row,)
         return WeightSource(
-            name=self.at + name,
+            name=self.prefix + name,
             shape=shape,
             target=f"{self.target}.{to}",
             index=index,
@@ -78,31 +78,31 @@ class Place:
 class Mixer(Protocol):
     """Mixes tokens: attention of some kind. `part`: what one of several devices does of it."""
 
-    def part(self, split: ParallelConfig) -> "Mixer": ...
+    def shard(self, parallel: ParallelConfig) -> "Mixer": ...
 
-    def weights(self, hidden: int) -> tuple[Weight, ...]: ...
+    def weights(self, hidden: int) -> tuple[ParamSpec, ...]: ...
 
-    def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]: ...
+    def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]: ...
 
     def run(
-        self, x: Float[Array, "N D"], view: LayerParams, step: Step, cache: Any, layer: Int[Array, ""]
+        self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N D"], Any]: ...
 
 
 class FeedForward(Protocol):
     """Works on each token: one network, or a choice of experts. `part`: what one of several devices does of it."""
 
-    def part(self, split: ParallelConfig) -> "FeedForward": ...
+    def shard(self, parallel: ParallelConfig) -> "FeedForward": ...
 
-    def weights(self, hidden: int) -> tuple[Weight, ...]: ...
+    def weights(self, hidden: int) -> tuple[ParamSpec, ...]: ...
 
-    def sources(self, hidden: int, place: Place) -> Iterator[WeightSource]: ...
+    def sources(self, hidden: int, scope: CheckpointScope) -> Iterator[WeightSource]: ...
 
     def run(
         self,
         x: Float[Array, "N D"],
-        view: LayerParams,
-        step: Step,
-        replay: Replay | None,
+        params: LayerParams,
+        step: LayerContext,
+        replay: ReplayInputs | None,
         capture: RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]: ...

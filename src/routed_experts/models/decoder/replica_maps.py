@@ -13,7 +13,7 @@ from routed_experts.core.placement import ExpertPlacement
 from routed_experts.models.base.partitioning import AxisPartition, IndexedPartition
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.feed_forward import Sparse
-from routed_experts.models.decoder.layer_params import Kind
+from routed_experts.models.decoder.layer_params import ParamKind
 
 REPLICAS, CAPACITY = (
     "replicas",
@@ -25,24 +25,24 @@ def moe_groups(config: FamilyConfig) -> Iterator[tuple[str, tuple[int, ...], tup
     """Of every place in a run with experts: its dotted path, the column of each layer in the record, and its arrays of
     experts."""
     spec = config.capture_spec
-    for number, run in enumerate(config.runs):
+    for number, run in enumerate(config.blocks):
         for kind, layer in enumerate(run.pattern):
             if spec is not None and isinstance(layer.feed, Sparse):
                 layers = (run.first + repeat * len(run.pattern) + kind for repeat in range(run.repeats))
-                names = tuple(weight.name for weight in layer.weights(config) if weight.kind is Kind.EXPERTS)
-                yield f"runs.{number}.{kind}", tuple(spec.layer_ids.index(index) for index in layers), names
+                names = tuple(weight.name for weight in layer.weights(config) if weight.kind is ParamKind.EXPERTS)
+                yield f"blocks.{number}.{kind}", tuple(spec.layer_ids.index(index) for index in layers), names
 
 
-def placed_cuts(
-    config: FamilyConfig, cuts: Mapping[str, AxisPartition], placement: ExpertPlacement
+def placed_partitions(
+    config: FamilyConfig, partitions: Mapping[str, AxisPartition], placement: ExpertPlacement
 ) -> dict[str, AxisPartition]:
-    """The same cuts, with the experts where the placement has them."""
-    found, held, own = dict(cuts), placement.physical_to_logical_map, placement.instances_per_device
+    """The same partitions, with the experts where the placement has them."""
+    found, held, own = dict(partitions), placement.physical_to_logical_map, placement.instances_per_device
     for at, columns, names in moe_groups(config):
         rows = np.arange(len(columns))[:, None] * placement.num_experts + held[list(columns)]  # [R, I]
         by_device = (rows[:, device * own : (device + 1) * own].reshape(-1) for device in range(placement.num_devices))
-        cut = IndexedPartition(0, (), tuple(tuple(places.tolist()) for places in by_device))
-        found |= {f"{at}.{name}": cut for name in names}
+        partition = IndexedPartition(0, (), tuple(tuple(places.tolist()) for places in by_device))
+        found |= {f"{at}.{name}": partition for name in names}
     return found
 
 

@@ -53,7 +53,7 @@ def router_logits(
 def route(
     logits: Float[Array, "N E"],
     routed: LayerRouting | None,
-    column: Int[Array, ""],
+    moe_layer: Int[Array, ""],
     capture: RoutedExpertsDeviceCache | None,
     *,
     spec: RouterSpec,
@@ -64,14 +64,14 @@ def route(
     alone. Weights that are replayed are taken by plain code."""
     if kernels.router is not None and kernels.router.supports(spec) and (routed is None or routed.weights is None):
         block = None if capture is None else capture.ids
-        routing, block = kernels.router.run(logits, routed, block, column, spec)
+        routing, block = kernels.router.run(logits, routed, block, moe_layer, spec)
         if capture is not None and block is not None:
             capture = dataclasses.replace(capture, ids=block)
         return routing, capture
     routing = replay_topk(logits, routed, spec=spec, bias=bias)
     if capture is not None:
         probabilities = functools.partial(router_probabilities, logits, spec=spec)
-        capture = capture.capture_fwd_routed_experts(column, routing.ids, routing.native_ids, probabilities)
+        capture = capture.capture_fwd_routed_experts(moe_layer, routing.ids, routing.native_ids, probabilities)
     return routing, capture
 
 
@@ -80,7 +80,7 @@ def route_with_capacity(
     valid: Bool[Array, " N"],
     capacities: Capacities,
     rerouter: Rerouter,
-    column: Int[Array, ""],
+    moe_layer: Int[Array, ""],
     capture: RoutedExpertsDeviceCache | None,
     *,
     spec: RouterSpec,
@@ -89,7 +89,7 @@ def route_with_capacity(
     """`route` under capacities; what it changes is written down beside the ids."""
     routing, changed = rerouter(logits, valid, capacities, spec, bias)
     if capture is not None:
-        capture = capture.capture_fwd_routed_experts(column, routing.ids, routing.native_ids).add_rerouting(changed)
+        capture = capture.capture_fwd_routed_experts(moe_layer, routing.ids, routing.native_ids).add_rerouting(changed)
     return routing, capture
 
 

@@ -21,7 +21,7 @@ from routed_experts.layers.linear import REFERENCE_LINEAR, LinearBackend
 from routed_experts.layers.moe import gated
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.paged_attend import PagedAttend
-from routed_experts.layers.rotary import rotary_angles
+from routed_experts.layers.rotary import rotary_cos_sin
 from routed_experts.layers.routing import LayerRouting
 from routed_experts.models.base.interface import AttentionFn, TokenRouting, checkpointed, slice_layers
 from routed_experts.models.base.weight_source import WeightSource
@@ -43,7 +43,7 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Par
     return nnx.Param((jax.random.normal(rngs.params(), shape) * 0.02).astype(dtype))
 
 
-class DecoderRun(nnx.Module):
+class DecoderBlock(nnx.Module):
     """R neighbouring layers of one kind, their weights stacked on the first axis."""
 
     def __init__(self, config: Qwen3MoeConfig, first: int, end: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
@@ -99,7 +99,9 @@ class Qwen3Moe(nnx.Module):
     def __init__(self, config: Qwen3MoeConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
         self.config = config
         self.embed = _normal(rngs, (config.vocab_size, config.hidden_size), dtype)
-        self.runs = nnx.List([DecoderRun(config, first, end, rngs=rngs, dtype=dtype) for first, end in config.runs])
+        self.blocks = nnx.List(
+            [DecoderBlock(config, first, end, rngs=rngs, dtype=dtype) for first, end in config.blocks]
+        )
         self.norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
         self.head = None if config.tie_embeddings else _normal(rngs, (config.hidden_size, config.vocab_size), dtype)
         self.head_bias = None
@@ -128,18 +130,18 @@ class Qwen3Moe(nnx.Module):
         """Run all layers; returns normalised hidden states, the updated cache, and the capture with this step's ids in
         it."""
         config = self.config
-        cos, sin = rotary_angles(
+        cos, sin = rotary_cos_sin(
             positions, head_dim=config.head_dim, theta=config.rope_theta, scaled=config.scaled_rotary
         )
         shared = StepInputs(cos=cos, sin=sin, valid=valid)
         x = kernels.group.all_gather(jnp.take(self.embed[...], tokens, axis=0))
         first_moe, normed = 0, None
         together = find_fused_path(kernels, attend, routed, tokens.shape[0], config.router)
-        for run in self.runs:
+        for run in self.blocks:
             if together is not None and isinstance(attend, PagedAttend) and run.router is not None:
                 arrays, places = (
                     run.arrays(self.norm[...], eps=config.norm_eps),
-                    StackOffsets(first_layer=run.first, first_column=first_moe),
+                    StackOffsets(first_layer=run.first, first_moe_layer=first_moe),
                 )
                 x, normed, cache, capture = run_fused(
                     together,
@@ -172,7 +174,7 @@ class Qwen3Moe(nnx.Module):
         return rms_norm(x, self.norm[...], eps=config.norm_eps) if normed is None else normed, cache, capture
 
     def _layer(
-        self, run: DecoderRun, shared: StepInputs, attend: AttentionFn, kernels: Kernels, routed: TokenRouting | None
+        self, run: DecoderBlock, shared: StepInputs, attend: AttentionFn, kernels: Kernels, routed: TokenRouting | None
     ) -> Callable[[Any, Any], tuple[Any, None]]:
         """The body of a run's scan: one decoder layer."""
         config = self.config
@@ -184,7 +186,7 @@ class Qwen3Moe(nnx.Module):
 
         def layer(carry: Any, scanned: Any) -> tuple[Any, None]:
             x, cache, capture = carry
-            index, column, (input_norm, q_norm, k_norm, post_norm), projections, router, experts, ids = scanned
+            index, moe_layer, (input_norm, q_norm, k_norm, post_norm), projections, router, experts, ids = scanned
             place = index - run.first  # in the run's arrays; a slice has its layer at 0
             qkv, out = run.projections() if projections is None else projections
             normed = rms_norm(x, input_norm, eps=config.norm_eps)
@@ -211,7 +213,7 @@ class Qwen3Moe(nnx.Module):
                 return ((x.astype(jnp.float32) + y).astype(x.dtype), cache, capture), None
             logits = router_logits(normed, run.router[...], router, place, kernels)
             replayed = None if routed is None or ids is None else LayerRouting(ids[0], routed.valid, ids[1])
-            routing, capture = route(logits, replayed, column, capture, spec=config.router, kernels=kernels)
+            routing, capture = route(logits, replayed, moe_layer, capture, spec=config.router, kernels=kernels)
             if experts is None:
                 chosen = ExpertWeights(run.gate_up[...], run.down[...], place * config.router.num_experts)
             else:
@@ -233,9 +235,9 @@ class Qwen3Moe(nnx.Module):
             yield WeightSource(
                 name="lm_head.weight", shape=(config.vocab_size, dim), target="head", index=(), transpose=True
             )
-        for run, (first, end) in enumerate(config.runs):
+        for run, (first, end) in enumerate(config.blocks):
             for layer in range(first, end):
-                yield from _layer_sources(config, f"runs.{run}.", layer, layer - first)
+                yield from _layer_sources(config, f"blocks.{run}.", layer, layer - first)
 
 
 def _layer_sources(config: Qwen3MoeConfig, run: str, layer: int, index: int) -> Iterator[WeightSource]:

@@ -12,10 +12,10 @@ from routed_experts.models.base.partitioning import (
     AxisPartition,
     ParallelConfig,
     Segment,
-    columns,
+    column_parallel,
     embedding_partition,
     expert_parallel,
-    rows,
+    row_parallel,
 )
 from routed_experts.models.base.rotary_reader import read_rotary
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
@@ -59,39 +59,39 @@ class Qwen3MoeConfig:
         return CacheLayout(num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     @property
-    def runs(self) -> tuple[tuple[int, int], ...]:
+    def blocks(self) -> tuple[tuple[int, int], ...]:
         """Maximal runs [first, end) of layers that are all dense or all MoE."""
         moe = [layer in self.moe_layers for layer in range(self.num_layers)]
         starts = [layer for layer in range(self.num_layers) if layer == 0 or moe[layer] != moe[layer - 1]]
         return tuple(zip(starts, [*starts[1:], self.num_layers], strict=True))
 
-    def part(self, split: ParallelConfig) -> "Qwen3MoeConfig":
+    def shard(self, parallel: ParallelConfig) -> "Qwen3MoeConfig":
         """One device's heads and widths; the stream, the routers and what they choose are as ever."""
-        n = split.devices
+        n = parallel.devices
         return dataclasses.replace(
             self,
             num_heads=self.num_heads // n,
             num_kv_heads=max(1, self.num_kv_heads // n),  # a head that several devices need is on each of them
             dense_width=self.dense_width // n,
-            expert_width=self.expert_width if split.expert_parallel else self.expert_width // n,
+            expert_width=self.expert_width if parallel.expert_parallel else self.expert_width // n,
         )
 
-    def cuts(self, *, by_expert: bool) -> dict[str, AxisPartition]:
+    def partitions(self, *, by_expert: bool) -> dict[str, AxisPartition]:
         """How arrays are dealt out to devices, by dotted path; those that are not named are on all."""
         found = embedding_partition(self.hidden_size, tied=self.tie_embeddings)
         query = Segment(self.num_heads * self.head_dim, self.num_heads, "query heads")
         key = Segment(self.num_kv_heads * self.head_dim, self.num_kv_heads, "kv heads", repeated=True)
-        for number, (first, end) in enumerate(self.runs):
+        for number, (first, end) in enumerate(self.blocks):
             moe = first in self.moe_layers
             width, what = (
                 (self.expert_width, "columns of an expert") if moe else (self.dense_width, "columns of a dense layer")
             )
             half, experts = Segment(width, width, what), expert_parallel(self.router.num_experts, end - first)
             found |= {
-                f"runs.{number}.qkv": columns(query, key, key),
-                f"runs.{number}.out": rows(query.size, query.units, query.what),
-                f"runs.{number}.gate_up": experts if moe and by_expert else columns(half, half),
-                f"runs.{number}.down": experts if moe and by_expert else rows(width, width, what),
+                f"blocks.{number}.qkv": column_parallel(query, key, key),
+                f"blocks.{number}.out": row_parallel(query.size, query.units, query.what),
+                f"blocks.{number}.gate_up": experts if moe and by_expert else column_parallel(half, half),
+                f"blocks.{number}.down": experts if moe and by_expert else row_parallel(width, width, what),
             }
         return found
 

@@ -74,7 +74,7 @@ _Bounds = tuple[tuple[int, int], ...]  # [first, end) along each axis of a targe
 
 @dataclass(frozen=True, slots=True)
 class ShardBoxes:
-    """Boxes of a target that stand side by side along `axis` in the part that the devices hold; one, if nothing is cut
+    """Boxes of a target that stand side by side along `axis` in the part that the devices hold; one, if nothing is partition
     apart."""
 
     axis: int
@@ -100,16 +100,16 @@ def boxes_of(
 ) -> list[ShardBoxes]:
     """What the devices of this host hold of a target."""
     holders: dict[tuple[_Bounds, ...], list[Any]] = defaultdict(list)
-    cut = None if shards is None else shards.cuts.get(target)
-    if shards is None or cut is None:
+    partition = None if shards is None else shards.partitions.get(target)
+    if shards is None or partition is None:
         for device, index in sharding.addressable_devices_indices_map(struct.shape).items():
             sides = zip(index or (), struct.shape, strict=True)
             holders[(tuple(side.indices(size)[:2] for side, size in sides),)].append(device)
         return [ShardBoxes(0, bounds, tuple(devices)) for bounds, devices in holders.items()]
-    axis, whole = cut.axis % len(struct.shape), [(0, size) for size in struct.shape]
+    axis, whole = partition.axis % len(struct.shape), [(0, size) for size in struct.shape]
     for number, device in enumerate(shards.mesh.devices.flat):
         if device.process_index == jax.process_index():
-            pieces = cut.pieces(number, shards.split.devices)
+            pieces = partition.pieces(number, shards.parallel.devices)
             holders[tuple((*whole[:axis], piece, *whole[axis + 1 :]) for piece in pieces)].append(device)
     return [ShardBoxes(axis, bounds, tuple(devices)) for bounds, devices in holders.items()]
 

@@ -23,8 +23,8 @@ from routed_experts.models.decoder.decoder import apply_norm
 from routed_experts.models.decoder.delta_attention import DeltaAttention
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.decoder.feed_forward import Sparse
-from routed_experts.models.decoder.layer_params import Kind, LayerParams, in_place
-from routed_experts.models.decoder.layer_parts import Replay, Step
+from routed_experts.models.decoder.layer_params import LayerParams, ParamKind, takes_stacked
+from routed_experts.models.decoder.layer_parts import LayerContext, ReplayInputs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class LayerGroup:
 
     def of(self, config: FamilyConfig) -> LayerSpec:
         """What such a layer is made of."""
-        return config.runs[self.run].pattern[self.index]
+        return config.blocks[self.run].pattern[self.index]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def layers_at(config: FamilyConfig) -> tuple[LayerIndex, ...]:
     """All layers, in order."""
     found: list[LayerIndex] = []
     attending = recurrent = columns = 0
-    for number, run in enumerate(config.runs):
+    for number, run in enumerate(config.blocks):
         for place in range(run.repeats):
             for index, layer in enumerate(run.pattern):
                 keeps_state, sparse = isinstance(layer.mixer, DeltaAttention), isinstance(layer.feed, Sparse)
@@ -109,7 +109,7 @@ def attention_and_router(
     numbers: LayerIndexArrays,
     stream: Stream,
     given: Sequence[Float32[Array, "N D"]],
-    step: Step,
+    step: LayerContext,
     cache: Any,
     slot_of: Int32[Array, "M E"],
     *,
@@ -120,15 +120,17 @@ def attention_and_router(
     a layer without experts runs to its end, and sends nothing. Of a token's `deferred` lightest experts those that are
     away may wait, but in the last MoE layer."""
     layer, scale = kind.of(config), config.residual_scale
-    view = _view(config, layer, arrays, numbers.place, step.kernels)
+    params = _view(config, layer, arrays, numbers.place, step.kernels)
     x = add_expert_outputs(config, stream.x, given)
-    mixed, cache = layer.mixer.run(apply_norm(config, x, "input_norm", view), view, step, cache, numbers.ordinal)
+    mixed, cache = layer.mixer.run(apply_norm(config, x, "input_norm", params), params, step, cache, numbers.ordinal)
     x = x + (mixed * scale if scale != 1.0 else mixed)
-    normed = apply_norm(config, x, "post_norm", view)
+    normed = apply_norm(config, x, "post_norm", params)
     if not isinstance(layer.feed, Sparse):
-        y, capture = layer.feed.run(normed, view, step, None, stream.capture)
+        y, capture = layer.feed.run(normed, params, step, None, stream.capture)
         return Stream(x + (y * scale if scale != 1.0 else y), capture, stream.tally), None, cache
-    fed, routing, capture = layer.feed.choose(normed, view, step, Replay(numbers.column, routed), stream.capture)
+    fed, routing, capture = layer.feed.choose(
+        normed, params, step, ReplayInputs(numbers.column, routed), stream.capture
+    )
     slots = lax.dynamic_index_in_dim(slot_of, numbers.column, keepdims=False)[routing.ids]
     valid = step.valid[:, None]
     away, later = jnp.where(valid & (slots < 0), routing.ids.astype(jnp.int32), -1), None
@@ -163,7 +165,7 @@ def device_experts(
     arrays: Mapping[str, Array],
     numbers: LayerIndexArrays,
     errand: ExpertInputs,
-    step: Step,
+    step: LayerContext,
     *,
     size: int,
 ) -> Float32[Array, "N D"]:
@@ -171,8 +173,8 @@ def device_experts(
     layer = kind.of(config)
     assert isinstance(layer.feed, Sparse), kind
     y = run_slots(errand.fed, errand.slots, errand.weights, table, numbers.place, size=size, backend=step.kernels.moe)
-    view = _view(config, layer, arrays, numbers.place, step.kernels)
-    shared = layer.feed.run_shared(errand.fed if errand.normed is None else errand.normed, view)
+    params = _view(config, layer, arrays, numbers.place, step.kernels)
+    shared = layer.feed.run_shared(errand.fed if errand.normed is None else errand.normed, params)
     return y if shared is None else y + shared.astype(jnp.float32)
 
 
@@ -190,10 +192,12 @@ def _view(
     config: FamilyConfig, layer: LayerSpec, arrays: Mapping[str, Array], place: Int32[Array, ""], kernels: Kernels
 ) -> LayerParams:
     """One layer's weights but its experts: slices, and for kernels that read in place the arrays of its kind."""
-    weights = [weight for weight in layer.weights(config) if weight.kind is not Kind.EXPERTS and weight.name in arrays]
+    weights = [
+        weight for weight in layer.weights(config) if weight.kind is not ParamKind.EXPERTS and weight.name in arrays
+    ]
     sliced = {
         w.name: lax.dynamic_index_in_dim(arrays[w.name], place, keepdims=False)
         for w in weights
-        if not in_place(w, kernels)
+        if not takes_stacked(w, kernels)
     }
     return LayerParams(sliced, arrays, place, kernels)

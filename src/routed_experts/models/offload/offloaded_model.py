@@ -161,9 +161,9 @@ def _parted(
     """A parted model, of the decoder's own tree with tables for experts."""
     layers = dict[LayerGroup, dict[str, Array]]()
     for path, leaf in flat:
-        if path[0] == "runs" and not is_expert(str(path[-1])):
+        if path[0] == "blocks" and not is_expert(str(path[-1])):
             layers.setdefault(_kind_of(path), {})[str(path[-1])] = leaf.get_raw_value()
-    ends = [(path, leaf) for path, leaf in flat if path[0] != "runs"]
+    ends = [(path, leaf) for path, leaf in flat if path[0] != "blocks"]
     named = {str(path[0]): leaf.get_raw_value() for path, leaf in ends}
     return OffloadedModel(
         config=config,
@@ -224,5 +224,5 @@ def _fill_table(
 
 
 def _kind_of(path: tuple[Any, ...]) -> LayerGroup:
-    """runs.<run>.<index>.<name>"""
+    """blocks.<run>.<index>.<name>"""
     return LayerGroup(run=int(path[1]), index=int(path[2]))
