@@ -1,6 +1,6 @@
 """Plans from real routing of the demo model, judged on routing that they have not seen; and what making a plan takes.
 
-    python benchmarks/placement.py                              # CPU: tables, results/placement_cpu.json and docs/placement.png
+    python benchmarks/placement.py                              # CPU: tables, results/placement_cpu.json and docs/images/placement.png
 
 Two domains are generated with capture: English (tales, novels, speeches, verse) and Python. Each is cut in half: plans
 learn from one half of a domain, of the other domain or of both, and are judged on the other half. Ratios and counts do
@@ -73,7 +73,7 @@ def main() -> None:
     }
     title = f"Demo model, Python text: planned on one half, judged on {sum(r.num_rows for r in judged['python']):,} tokens of the other"
     draw_plans(
-        DOCS / "placement.png",
+        DOCS / "images" / "placement.png",
         judged["python"],
         stats["python"].load,
         devices=devices,

@@ -1,5 +1,5 @@
-"""Draw docs/performance.png from results/: a decode step against batch (step_h200.json), layers and context
-(curves_h200.json).
+"""Draw the pictures of docs/performance.md from results/: a decode step against batch (step_h200.json), layers and context
+(curves_h200.json), and a CPU beside other engines (peers_cpu.json, peers_cpu_bfloat16.json).
 
 python benchmarks/plots.py"""
 
@@ -10,7 +10,7 @@ from common import RESULTS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-PAGE = Path(__file__).parent.parent / "docs" / "performance.png"
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
 FLOOR = "floor: bytes that must be read / 4.3 TB/s"
 
 
@@ -23,6 +23,33 @@ def curve(axes: Axes, rows: list[dict], along: str, title: str) -> None:
     axes.set(xlabel=along, ylabel="ms", title=title, ylim=(0, None))
     axes.set_xticks(places, [f"{place:,}" for place in places])
     axes.grid(alpha=0.3)
+
+
+def draw_engines() -> Figure:
+    """Our throughput over that of each other engine, by phase and batch."""
+    figure = Figure(figsize=(11.5, 3.4), layout="constrained")
+    for axes, (dtype, name) in zip(
+        figure.subplots(1, 2, sharey=True),
+        {"float32": "peers_cpu", "bfloat16": "peers_cpu_bfloat16"}.items(),
+        strict=True,
+    ):
+        rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+        ratios = {(row["peer"], row["phase"], row["batch"]): row["ratio"] for row in rows}
+        engines = sorted({engine for engine, _, _ in ratios}, reverse=True)
+        groups = sorted({(phase, batch) for _, phase, batch in ratios})
+        width = 0.8 / len(engines)
+        for offset, engine in enumerate(engines):
+            positions = [index + (offset - (len(engines) - 1) / 2) * width for index in range(len(groups))]
+            bars = axes.bar(
+                positions, [ratios[engine, *group] for group in groups], width, label=engine.replace("_", ".")
+            )
+            axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+        axes.axhline(1, color="k", linewidth=0.8)
+        axes.set_xticks(range(len(groups)), [f"{phase}\nbatch {batch}" for phase, batch in groups])
+        axes.set(title=dtype, ylabel="our tokens/s over theirs")
+        axes.legend(fontsize="small")
+    figure.suptitle("Two CPU cores, capture on and asked by all")
+    return figure
 
 
 def main() -> None:
@@ -43,8 +70,9 @@ def main() -> None:
     curve(context, [row for row in points.values() if row["layers"] == deep], "context", "batch 16, 48 layers")
     layers.legend(fontsize="small", loc="lower right")
     figure.suptitle("Decode step, Qwen3-30B-A3B shapes, one H200")
-    figure.savefig(PAGE, dpi=100)
-    print(PAGE)
+    for name, picture in {"performance": figure, "cpu_engines": draw_engines()}.items():
+        picture.savefig(IMAGES / f"{name}.png", dpi=100)
+        print(IMAGES / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,29 @@
+"""Run a notebook from its first cell to its last and store the outputs: python scripts/run_notebook.py FILE.ipynb"""
+
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+LIMIT_S = 60
+
+
+def main(path: Path) -> None:
+    """Execute in a folder's own kernel; the file is written only when every cell has run."""
+    notebook = nbformat.read(path, as_version=4)
+    start = time.monotonic()
+    NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", record_timing=False).execute()
+    for cell in notebook.cells:
+        cell.metadata = {}
+    notebook.metadata = {
+        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+        "language_info": {"name": "python"},
+    }
+    nbformat.write(notebook, path)
+    print(f"{path}: {time.monotonic() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
