@@ -40,13 +40,18 @@ def draw_engines() -> Figure:
         width = 0.8 / len(engines)
         for offset, engine in enumerate(engines):
             positions = [index + (offset - (len(engines) - 1) / 2) * width for index in range(len(groups))]
+            colour = {"vllm": "C0", "llama_cpp": "C1", "transformers": "C2"}[engine]
             bars = axes.bar(
-                positions, [ratios[engine, *group] for group in groups], width, label=engine.replace("_", ".")
+                positions,
+                [ratios[engine, *group] for group in groups],
+                width,
+                label=engine.replace("_", "."),
+                color=colour,
             )
             axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
         axes.axhline(1, color="k", linewidth=0.8)
         axes.set_xticks(range(len(groups)), [f"{phase}\nbatch {batch}" for phase, batch in groups])
-        axes.set(title=dtype, ylabel="our tokens/s over theirs")
+        axes.set(title=dtype, ylabel="our tokens/s over theirs", ylim=(0, 4.8))
         axes.legend(fontsize="small")
     figure.suptitle("Two CPU cores, capture on and asked by all")
     return figure
