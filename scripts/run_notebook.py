@@ -1,6 +1,7 @@
 """Run a notebook from its first cell to its last and store the outputs: python scripts/run_notebook.py FILE.ipynb"""
 
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,10 +12,12 @@ LIMIT_S = 60
 
 
 def main(path: Path) -> None:
-    """Execute in a folder's own kernel; the file is written only when every cell has run."""
+    """Execute in a kernel of its own, in a temporary folder; the file is written only when every cell has run."""
     notebook = nbformat.read(path, as_version=4)
     start = time.monotonic()
-    NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", record_timing=False).execute()
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", record_timing=False)
+        client.execute(cwd=folder)
     for cell in notebook.cells:
         cell.metadata = {}
     notebook.metadata = {
