@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import EngineComponents, build_engine
@@ -133,7 +133,7 @@ class Prompts:
             return_logprob=logprobs,
             logprob_start_len=-1,
             top_logprobs_num=0,
-            routed_experts=RoutedExpertsRequest(asked=ask),
+            routed_experts=RoutingOptions(enabled=ask),
         )
         return Req(source)
 

@@ -135,10 +135,10 @@ def ways(bench: Bench) -> list[Row]:
         taken, told = {name: list[float]() for name in built}, dict[str, float]()
         for turn in range(args.rounds + 1):
             for name, one in built.items():
-                before = 0 if one.core.departures is None else one.core.departures.total.rerouted_slots
+                before = 0 if one.core.rerouting is None else one.core.rerouting.total.rerouted_slots
                 steps, _, tokens = decode(one, bench.domain(0, 100 + turn), batch, args)
                 taken[name] += steps[3:-3] if turn else []  # the first one warms up
-                after = 0 if one.core.departures is None else one.core.departures.total.rerouted_slots
+                after = 0 if one.core.rerouting is None else one.core.rerouting.total.rerouted_slots
                 told[name] = (after - before) / (slots * batch * (args.prompt + len(tokens[0]) - 1))
         for name, one in built.items():
             balance = one.watch.balance().get(100) if one.watch is not None else None

@@ -372,7 +372,7 @@ def test_missing_row_fails_the_request_with_its_position(world):
         raise drive.told["hurt"].end.error
     assert drive.told["hurt"].end.routed_experts is None
     assert len(drive.told["hurt"].tokens) == 10
-    assert drive.core.ledger.finished == {"error": 1, "length": 2}
+    assert drive.core.request_table.finished == {"error": 1, "length": 2}
     for rid in ("quiet", "neighbour"):
         assert drive.told[rid].end.error is None
     drive.run(request("next", random_prompt(rng, 30), 10))
@@ -387,7 +387,7 @@ def test_missing_row_is_raised_at_the_caller_and_the_engine_lives(tokenizer):
             input_ids=list(range(3, 30)), sampling_params=long, stream=True, return_routed_experts=True
         )
         next(stream)
-        engine._loop.call(lambda: core.capturer.host_cache.clear(np.arange(core.runner.config.pool.num_slots)))
+        engine._loop.run_between_steps(lambda: core.capturer.host_cache.clear(np.arange(core.runner.config.pool.num_slots)))
         with pytest.raises(RoutingIncompleteError, match="token 0 is not known"):
             list(stream)
         engine.flush_cache()

@@ -294,13 +294,13 @@ def test_a_retracted_request_tells_what_all_its_passes_changed(rerouting):
     changed = sum(note.changed[:, 0].sum() for note in rerouting.registry.take())
     assert last["meta_info"]["completion_tokens"] == 50
     assert last["meta_info"]["rerouted_slots"] == changed > 0 and last["meta_info"]["exact"] is False
-    assert rerouting._assembly.core.departures._own == {}
+    assert rerouting._assembly.core.rerouting._own == {}
     rerouting.flush_cache()
 
 
 def counts_of(engine):
     """Of the steps since they were taken last."""
-    return engine._loop.drained(engine._assembly.watch.take_window)()
+    return engine._loop.run_drained(engine._assembly.watch.take_window)()
 
 
 def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
@@ -388,7 +388,7 @@ def test_balancedness_is_that_of_the_rows(following):
     """Of all steps, by loops over rows and devices; where experts are placed at all, steps are counted."""
     loop, watch, runner = following._loop, following._assembly.watch, following._assembly.core.runner
     with holding_still(following):
-        loop.drained(watch.restart)
+        loop.run_drained(watch.restart)
         assert following.placement_stats().balance == {}
         answers = [answer for seed in range(3) for answer in ask(following, [[*PROMPTS[seed], seed + 7], PROMPTS[3]])]
         for _ in range(2):  # what is taken is read when something is taken after it

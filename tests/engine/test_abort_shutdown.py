@@ -16,8 +16,8 @@ from jax.experimental import io_callback
 from routed_experts import CheckpointError, Engine, EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.engine.build.backends import BackendRegistry
-from routed_experts.engine.loop.engine_thread import Command
 from routed_experts.engine.requests.sequence_state import SequenceState
+from routed_experts.engine.requests.sglang_output import sglang_output
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.scheduling.schedule_batch import Req
@@ -65,10 +65,10 @@ def assert_row_law(result, whole):
 def play(engine, said, script):
     """Play a scene with the requests of one call on the engine thread: `script(core, rids)` yields whenever a step is
     to be made. Returns the answers, and how many steps after its abort each ended."""
-    requests = engine._door.admit(GenerateReqInput(**said))
+    requests = engine.input_processor.process(GenerateReqInput(**said))
     answers = {
         request.rid: SequenceState(
-            request, engine.tokenizer, logprobs_mode="processed", capture=engine._assembly.capture
+            request, engine.tokenizer, logprobs_mode="processed", capture=engine.components.capture
         )
         for request in requests
     }
@@ -80,7 +80,7 @@ def play(engine, said, script):
         for number in range(1000):
             next(steps, None)
             for out in core.step().outs:
-                answers[out.rid].add(out)
+                answers[out.rid].update(out)
                 if out.finish_reason is not None:
                     assert out.rid not in ends, "a second end"
                     ends[out.rid] = number
@@ -91,7 +91,7 @@ def play(engine, said, script):
 
     on_engine_thread(engine, scene)
     assert_idle(engine)
-    return [answer.to_dict() for answer in answers.values()]
+    return [sglang_output(answer) for answer in answers.values()]
 
 
 LONG_PROMPT = [int(token) for token in np.random.default_rng(5).integers(3, 313, 100)]  # four chunks of 32
@@ -110,7 +110,7 @@ def test_an_abort_at_any_step_keeps_what_was_told_and_its_rows(engine, num_steps
         for _ in range(num_steps):
             yield
         assert core.abort(rids[0]) and not core.abort(rids[0])
-        assert core.ledger.num_live == 0 and not core.scheduler.running, "pages are back at once"
+        assert core.request_table.num_live == 0 and not core.scheduler.running, "pages are back at once"
         assert core.check_integrity() == [], "and what was recorded of them is forgotten"
 
     (result,) = play(engine, said | {"routed_experts_start_len": start}, script)
@@ -151,7 +151,7 @@ def test_an_abort_while_retracted_keeps_tokens_and_rows(engine):
         for _ in range(12):
             yield
         core.drain()
-        second = core.ledger.find(rids[1])
+        second = core.request_table.find(rids[1])
         core.retract(second)
         assert core.abort(rids[1])
 
@@ -278,7 +278,7 @@ def test_shutdown_ends_every_caller_with_what_it_has(folder):
         assert result["meta_info"]["finish_reason"] == SHUT_DOWN
         assert_row_law(result, whole)
     assert [one["meta_info"]["finish_reason"] for one in waiting.result()] == [SHUT_DOWN] * len(waiting.result())
-    assert not engine._loop._thread.is_alive()
+    assert not engine.thread.is_alive
     engine.shutdown()
     assert_dead(engine, "it was shut down")
 
@@ -364,7 +364,7 @@ def test_death_ends_every_waiting_request_once_and_every_later_call(folder, capl
 def test_a_step_that_fails_while_a_command_waits_for_it_ends_the_engine_with_its_cause(folder, monkeypatch):
     """Whoever drains a step is not to blame for it: the requests in it, and all later calls, hear what happened."""
     engine = build(folder, enable_return_routed_experts=True)
-    core = engine._loop._core
+    core = engine.components.core
     drain = core.drain
 
     def broken():
@@ -375,7 +375,7 @@ def test_a_step_that_fails_while_a_command_waits_for_it_ends_the_engine_with_its
     call = Background(engine, "the cat", LONG)  # it decodes: a step is in flight whenever a command is taken
     monkeypatch.setattr(core, "drain", broken)
     with pytest.raises(RuntimeError, match="the device is gone"):
-        engine._loop.drained(lambda: None)
+        engine.thread.run_drained(lambda: None)
     with pytest.raises(EngineDeadError, match="the device is gone"):
         call.result()
     assert_dead(engine, "the device is gone")
@@ -392,14 +392,14 @@ def test_commands_that_come_in_while_it_dies_get_the_cause(folder):
         raise RuntimeError("struck down")
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        engine._loop._send(Command(hold, fail=lambda: None))
+        engine.thread.post(hold)
         held.wait()
         calls = [
             pool.submit(engine.generate, "the cat", LONG),
             pool.submit(engine.check_integrity),
             pool.submit(engine.flush_cache),
         ]
-        while engine._loop._inbox.qsize() < 3:
+        while engine.thread.num_pending_commands < 3:
             pass
         go.set()
         for call in calls:

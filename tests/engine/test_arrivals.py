@@ -8,7 +8,7 @@ import pytest
 from routed_experts import Engine, EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.engine.async_engine import AsyncEngine
-from routed_experts.engine.requests.routing_options import NATIVE
+from routed_experts.engine.requests.routing_options import SGLANG_DEFAULTS
 from support.serving import SMALL, borrow
 from support.tiny import write_tiny_checkpoint
 
@@ -18,18 +18,18 @@ SAMPLING = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
 
 def requests_of(door, prompt, **said):
     given = GenerateReqInput(input_ids=prompt, sampling_params=SAMPLING, **said)
-    return door.admit(given, default_max_tokens=5, routing=NATIVE)
+    return door.process(given, default_max_tokens=5, routing=SGLANG_DEFAULTS)
 
 
 async def answer(door, prompt, **said):
-    call = door.open(requests_of(door, prompt, **said), max_backlog=100)
+    call = door.generate(requests_of(door, prompt, **said), max_backlog=100)
     try:
-        await call.accepted()
-        async for _ in call.news():
+        await call.submit()
+        async for _ in call.outputs():
             continue
     finally:
-        call.close()
-    return list(call.answers[0].token_ids)
+        call.abort()
+    return list(call.sequences[0].token_ids)
 
 
 def test_those_that_come_together_share_their_first_step():
@@ -55,15 +55,15 @@ def test_an_abort_reaches_those_that_wait_for_company():
         async def run():
             door = AsyncEngine(engine)
             long = GenerateReqInput(input_ids=PROMPTS[0], sampling_params=SAMPLING | {"max_new_tokens": 20}, rid="x")
-            call = door.open(door.admit(long, default_max_tokens=5, routing=NATIVE), max_backlog=100)
-            accepted = asyncio.create_task(call.accepted())
+            call = door.generate(door.process(long, default_max_tokens=5, routing=SGLANG_DEFAULTS), max_backlog=100)
+            accepted = asyncio.create_task(call.submit())
             await asyncio.sleep(0)  # it waits for company
-            door.let_in()
+            door.flush_submissions()
             aborted = await asyncio.to_thread(engine.abort, "x")
             await accepted
-            async for _ in call.news():
+            async for _ in call.outputs():
                 continue
-            return aborted, call.answers[0].finish_reason.type
+            return aborted, call.sequences[0].finish_reason.type
 
         assert asyncio.run(run()) == (1, "abort")
 

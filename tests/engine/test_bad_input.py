@@ -566,9 +566,9 @@ def assert_a_full_queue_takes_nothing(engine):
     next(stream)
 
     def crowd(core):
-        before, seen, taken = core.ledger.num_live, [], []
+        before, seen, taken = core.request_table.num_live, [], []
         for count in (4, 3, 1):
-            reqs = [Req(engine._door.admit(GenerateReqInput(text="a"))[0]) for _ in range(count)]
+            reqs = [Req(engine.input_processor.process(GenerateReqInput(text="a"))[0]) for _ in range(count)]
             try:
                 core.add(reqs)
                 taken += reqs
@@ -577,9 +577,9 @@ def assert_a_full_queue_takes_nothing(engine):
                 seen.append(
                     (
                         count,
-                        core.ledger.num_live - before,
+                        core.request_table.num_live - before,
                         len(core.scheduler.waiting),
-                        core.ledger.finished["rejected"],
+                        core.request_table.finished["rejected"],
                     )
                 )
         for req in taken:

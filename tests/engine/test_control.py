@@ -97,7 +97,7 @@ def test_a_pause_holds_and_a_resume_goes_on(engine, mode):
 def test_a_pause_that_waits_returns_when_what_ran_has_ended(engine):
     calls = begun(engine, PROMPT, PROMPT[:20])
     engine.pause(mode="wait")
-    assert on_engine_thread(engine, lambda core: (core.ledger.num_live, len(core.scheduler.running))) == (0, 0)
+    assert on_engine_thread(engine, lambda core: (core.request_table.num_live, len(core.scheduler.running))) == (0, 0)
     assert [one["meta_info"]["finish_reason"]["type"] for one in calls.results()] == ["length"] * 2
 
 

@@ -232,8 +232,8 @@ def test_any_mixture_of_events_keeps_every_row(world, seed):
         event = rng.random()
         if event < 0.12:
             drive.retract_victim()
-        elif event < 0.18 and drive.core.ledger.num_live:
-            drive.core.abort(str(rng.choice(drive.core.ledger.live())))
+        elif event < 0.18 and drive.core.request_table.num_live:
+            drive.core.abort(str(rng.choice(drive.core.request_table.live())))
         elif event < 0.21:
             drive.core.flush_cache()
         elif event < 0.24:
@@ -245,7 +245,7 @@ def test_any_mixture_of_events_keeps_every_row(world, seed):
         arrive()
         drive.run(before_step=meddle)
     assert assert_all_faithful(drive) > 300
-    assert drive.core.ledger.accepted == sum(drive.core.ledger.finished.values())
+    assert drive.core.request_table.accepted == sum(drive.core.request_table.finished.values())
 
 
 def test_rows_that_are_returned_reproduce_the_logprobs_that_are_returned(world):

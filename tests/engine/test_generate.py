@@ -85,7 +85,7 @@ def test_parameters_may_be_an_object_a_dict_or_either_spelling(engine):
 
 def test_max_new_tokens_stands_beside_the_parameters_and_agrees_with_them(engine):
     assert len(engine.generate("a", GREEDY | {"max_tokens": 3}, max_new_tokens=3)["output_ids"]) == 3
-    with pytest.raises(InvalidRequestError, match="max_new_tokens=4, but sampling_params say 3") as told:
+    with pytest.raises(InvalidRequestError, match="max_new_tokens=4, but sampling_params have 3") as told:
         engine.generate("a", GREEDY | {"max_tokens": 3}, max_new_tokens=4)
     assert (told.value.param, told.value.code) == ("max_new_tokens", "conflicting_parameters")
 

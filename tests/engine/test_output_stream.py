@@ -79,10 +79,10 @@ def test_leaving_early_aborts(engine):
             break
         await stream.aclose()
 
-    before = on_engine_thread(engine, lambda core: core.ledger.finished.get("abort", 0))
+    before = on_engine_thread(engine, lambda core: core.request_table.finished.get("abort", 0))
     asyncio.run(leave())
     assert_idle(engine)
-    assert on_engine_thread(engine, lambda core: core.ledger.finished["abort"]) == before + 1
+    assert on_engine_thread(engine, lambda core: core.request_table.finished["abort"]) == before + 1
 
 
 def test_what_is_wrong_is_refused_at_once(engine):

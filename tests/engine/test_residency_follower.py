@@ -98,7 +98,7 @@ def test_nobody_waits_for_counts(engine):
     """A request ends while the thread that counts does nothing."""
     engine.flush_cache()
     go_on = threading.Event()
-    held = engine._loop.call(lambda: engine._assembly.core.capturer.host_cache._counts._worker.submit(go_on.wait, 120))
+    held = engine._loop.run_between_steps(lambda: engine._assembly.core.capturer.host_cache._counts._worker.submit(go_on.wait, 120))
     assert len(engine.generate(input_ids=PROMPT, **SAID)["output_ids"]) == 80
     assert not held.done()
     go_on.set()
@@ -108,7 +108,7 @@ def test_nobody_waits_for_counts(engine):
 def test_a_map_that_somebody_applies_is_where_it_goes_on_from(engine):
     engine.reset_routing_stats()
     worst = ResidencyMap.from_experts(
-        np.argsort(engine._loop.call(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=100
+        np.argsort(engine._loop.run_between_steps(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=100
     )
     engine.apply_residency(worst)
     answer = engine.generate(input_ids=PROMPT, **SAID)
@@ -122,10 +122,10 @@ def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, mo
     """Of an exchange that stops half way the copies before hold, and the others stay who they were."""
     runner, answer = engine._assembly.core.runner, engine.generate(input_ids=PROMPT, **SAID)
     worst = ResidencyMap.from_experts(
-        np.argsort(engine._loop.call(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=50
+        np.argsort(engine._loop.run_between_steps(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=50
     )
     best = ResidencyMap.from_experts(
-        np.argsort(-engine._loop.call(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=51
+        np.argsort(-engine._loop.run_between_steps(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=51
     )
     engine.apply_residency(worst)
     before, swapped, failed = runner.residency, runner.num_swapped, runner.num_failed

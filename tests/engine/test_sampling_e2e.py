@@ -181,8 +181,8 @@ def test_large_and_small_seeds_are_different_seeds(engine):
 
 
 def test_requests_without_a_seed_count_from_the_engines_random_seed(engine):
-    doors = [InputProcessor(engine._door._limits, engine.tokenizer, random_seed=7) for _ in range(2)]
-    seeds = [[door.admit(GenerateReqInput(text="a"))[0].sampling.seed for _ in range(3)] for door in doors]
+    doors = [InputProcessor(engine.input_processor.limits, engine.tokenizer, random_seed=7) for _ in range(2)]
+    seeds = [[door.process(GenerateReqInput(text="a"))[0].sampling.seed for _ in range(3)] for door in doors]
     assert seeds == [[(7 << 32) + (1 << 31) + i for i in range(3)]] * 2
 
 

@@ -23,7 +23,7 @@ def test_it_is_the_last_phase_and_leaves_nothing(engine):
     engine, told = engine
     assert [phase.name for phase in told][-2:] == ["compile", "self-check"] and "15 rows" in told[-1].detail
     assert_idle(engine)
-    assert on_engine_thread(engine, lambda core: core.ledger.accepted) == 0
+    assert on_engine_thread(engine, lambda core: core.request_table.accepted) == 0
     assert engine.routing_stats().num_tokens.sum() == 0, "what it fed counts for nobody"
     assert engine.generate(input_ids=[5, 6, 7] * 4, max_new_tokens=2)["meta_info"]["cached_tokens"] == 0
 

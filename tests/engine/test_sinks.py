@@ -29,11 +29,11 @@ def news(rid):
 
 def test_a_thread_gets_the_news_of_a_step_at_once_and_an_empty_step_wakes_nobody():
     sink = ThreadOutputQueue()
-    assert sink.take(news("a")) and sink.take(news("b"))
-    assert sink.coming.empty(), "nothing is told before the ring"
-    sink.ring()
-    sink.ring()
-    assert [out.rid for out in sink.coming.get()] == ["a", "b"] and sink.coming.empty()
+    assert sink.put(news("a")) and sink.put(news("b"))
+    assert sink.steps.empty(), "nothing is told before the ring"
+    sink.flush()
+    sink.flush()
+    assert [out.rid for out in sink.steps.get()] == ["a", "b"] and sink.steps.empty()
 
 
 def test_calls_of_one_event_loop_share_a_wake_up_and_get_their_own_in_order():
@@ -47,13 +47,13 @@ def test_calls_of_one_event_loop_share_a_wake_up_and_get_their_own_in_order():
         def steps():
             for step in range(3):
                 for name, sink in sinks.items():
-                    assert sink.take(news(f"{name}{step}"))
+                    assert sink.put(news(f"{name}{step}"))
                 for sink in sinks.values():
-                    sink.ring()
+                    sink.flush()
 
         thread = threading.Thread(target=steps)
         thread.start()
-        told = {name: [(await sink.coming.get()).rid for _ in range(3)] for name, sink in sinks.items()}
+        told = {name: [(await sink.queue.get()).rid for _ in range(3)] for name, sink in sinks.items()}
         await asyncio.to_thread(thread.join)
         return told, [call for call in wakes if call[0].__name__ == "_hand_over"]
 
@@ -67,12 +67,12 @@ def test_a_reader_that_is_behind_and_a_closed_event_loop_are_told_of():
         sink = AsyncOutputQueue(LoopNotifier(asyncio.get_running_loop()), max_waiting=2)
         kept = []
         for _ in range(3):
-            kept.append(sink.take(news("a")))
-            sink.ring()
+            kept.append(sink.put(news("a")))
+            sink.flush()
             await asyncio.sleep(0)
         return sink, kept
 
     sink, kept = asyncio.run(behind())
     assert kept == [True, True, False]
-    assert not sink.take(news("a")), "its event loop is closed"
-    sink.ring()
+    assert not sink.put(news("a")), "its event loop is closed"
+    sink.flush()

@@ -96,11 +96,11 @@ def test_many_streams_at_a_time_are_told_less_often(clock, others, stream, waiti
     req.source = dataclasses.replace(req.source, stream_interval_s=2.0)
     running = [request(f"b{number}", [5 + number], 20, stream=stream) for number in range(others)]
     for one in [req, *running, *(request(f"c{number}", [5 + number], 20, stream=True) for number in range(waiting))]:
-        book.enter(one, None)
-    book.begin([req, *running])
-    book.news(req, record=None, error=None, weight_version=0)
+        book.add(one, None)
+    book.mark_scheduled([req, *running])
+    book.make_output(req, record=None, error=None, weight_version=0)
     assert (
-        next(now for now in itertools.count(clock.now) if book.is_due(req, now))
+        next(now for now in itertools.count(clock.now) if book.should_emit(req, now))
         == (clock.now // (2 * times) + 1) * 2 * times
     )
 

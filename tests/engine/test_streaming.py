@@ -32,7 +32,7 @@ def told(result):
 
 
 def num_live(engine):
-    return on_engine_thread(engine, lambda core: core.ledger.num_live)
+    return on_engine_thread(engine, lambda core: core.request_table.num_live)
 
 
 def assert_cumulative(events):
@@ -239,7 +239,7 @@ def test_an_id_may_be_used_again_as_soon_as_its_stream_is_closed(engine):
         held.wait()
         stream.close()
         second = pool.submit(engine.generate, "the cat", GREEDY, max_new_tokens=5, rid="again")
-        while engine._loop._inbox.qsize() < 2:
+        while engine.thread.num_pending_commands < 2:
             pass
         go.set()
         assert second.result(timeout=60)["meta_info"]["finish_reason"] == {"type": "length", "length": 5}

@@ -307,8 +307,8 @@ def test_template_injection_executes_nothing(tmp_path, monkeypatch, source):
 
 def test_megabytes_that_cannot_fit_are_refused_before_they_are_tokenised(tiny, monkeypatch):
     long = "the router " * 100_000
-    assert tiny.encode(long, most_tokens=len(long)) == tiny.encode(long), "what may fit is tokenised"
+    assert tiny.encode(long, max_tokens=len(long)) == tiny.encode(long), "what may fit is tokenised"
     monkeypatch.setattr(tiny, "_backend", None)  # nothing can be tokenised any more
     with pytest.raises(PromptTooLongError) as told:
-        tiny.encode(long, most_tokens=512)
+        tiny.encode(long, max_tokens=512)
     assert told.value.param == "prompt" and str(len(long)) in str(told.value)

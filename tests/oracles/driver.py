@@ -12,7 +12,7 @@ import numpy as np
 
 from oracles.tapped import PLAIN, Tap
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
-from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import BackendEntry
@@ -54,7 +54,7 @@ def request(
             return_logprob=True,
             logprob_start_len=prompt_logprobs_from,
             top_logprobs_num=0,
-            routed_experts=RoutedExpertsRequest(asked=asks, start=start if asks else 0, include_last=include_last),
+            routed_experts=RoutingOptions(enabled=asks, start=start if asks else 0, include_last=include_last),
         )
     )
 

@@ -192,8 +192,8 @@ class _Mixture:
         event, drive, rng = self.rng.random(), self.drive, self.rng
         if event < 0.1:
             drive.retract_victim()
-        elif event < 0.3 and drive.core.ledger.num_live:
-            drive.core.abort(str(rng.choice(drive.core.ledger.live())))
+        elif event < 0.3 and drive.core.request_table.num_live:
+            drive.core.abort(str(rng.choice(drive.core.request_table.live())))
         elif event < 0.34:
             drive.core.flush_cache()
         elif event < 0.39:

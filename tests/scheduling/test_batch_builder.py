@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routed_experts.core.buckets import Buckets
-from routed_experts.core.io_struct import RoutedExpertsRequest
+from routed_experts.core.io_struct import RoutingOptions
 from routed_experts.core.model_worker_batch import FROM_DEVICE, MAX_BIAS, ForwardMode, SamplingMode
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.memory.req_to_token_pool import ReqToTokenPool
@@ -37,7 +37,7 @@ def enter(builder, table, req, pages):
 
 
 def running(builder, table, *, prompt_len=6, generated=0, pages=None, asks=True, **sampling):
-    wish = RoutedExpertsRequest(asked=asks)
+    wish = RoutingOptions(enabled=asks)
     req = Req(dataclasses.replace(source(range(prompt_len), rid="r", max_tokens=8, **sampling), routed_experts=wish))
     req.num_known += generated
     req.tokens[prompt_len : prompt_len + generated] = np.arange(generated) + 50

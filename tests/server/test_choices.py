@@ -3,7 +3,7 @@
 import pytest
 
 from oracles.driver import request
-from routed_experts.core.io_struct import BatchStrOut, FinishReason, Logprobs, TokenIDOut
+from routed_experts.core.io_struct import StrOut, FinishReason, Logprobs, TokenIDOut
 from routed_experts.server.openai.choice_state import Choice
 
 
@@ -25,5 +25,5 @@ def test_an_ending_says_what_is_not_exact(exact):
         exact=exact,
     )
     choice = Choice(0, source, echo=None, prompt_only=False)
-    choice.take(BatchStrOut(out=out, text="x"))
+    choice.take(StrOut(out=out, text="x"))
     assert choice.ending() == {"finish_reason": "length", "stop_reason": None} | ({} if exact else {"exact": False})

@@ -44,7 +44,7 @@ def leave(wire, *, reset):
 
 
 def accepted(engine):
-    return on_engine_thread(engine, lambda core: core.ledger.accepted)
+    return on_engine_thread(engine, lambda core: core.request_table.accepted)
 
 
 def wait_accepted(engine, count):
@@ -108,7 +108,7 @@ def test_a_reader_that_does_not_read_is_aborted_and_the_others_are_served(engine
         slow = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(server.address)
-        before = on_engine_thread(engine, lambda core: core.ledger.finished.get("abort", 0))
+        before = on_engine_thread(engine, lambda core: core.request_table.finished.get("abort", 0))
         body = {
             "input_ids": [5] * 8,
             "sampling_params": {"n": 4, "max_new_tokens": 480, "ignore_eos": True},
@@ -124,7 +124,7 @@ def test_a_reader_that_does_not_read_is_aborted_and_the_others_are_served(engine
             )
         leave(slow, reset=True)
         assert_gone(server, engine)
-        ended = on_engine_thread(engine, lambda core: dict(core.ledger.finished))
+        ended = on_engine_thread(engine, lambda core: dict(core.request_table.finished))
         assert ended.get("abort", 0) > before
 
 

@@ -54,13 +54,13 @@ def server(engine, root):
 @pytest.fixture(autouse=True)
 def whole(server, engine):
     """After each kind: served, idle, nothing leaked, and one outcome for each that was accepted."""
-    before = on_engine_thread(engine, lambda core: core.ledger.accepted)
+    before = on_engine_thread(engine, lambda core: core.request_table.accepted)
     yield before
     server.client.post("/continue_generation")
     assert len(server.post("/generate", SHORT).json()["output_ids"]) == 3
     server.wait_idle()
     assert_idle(engine)
-    accepted, finished = on_engine_thread(engine, lambda core: (core.ledger.accepted, dict(core.ledger.finished)))
+    accepted, finished = on_engine_thread(engine, lambda core: (core.request_table.accepted, dict(core.request_table.finished)))
     assert accepted == sum(finished.values()) and set(finished) <= ENDS and accepted > before
 
 
@@ -70,7 +70,7 @@ def begun(server, engine, bodies):
     pool = concurrent.futures.ThreadPoolExecutor(len(bodies))
     futures = [pool.submit(server.post, "/generate", body) for body in bodies]
     pool.shutdown(wait=False)
-    while on_engine_thread(engine, lambda core: core.ledger.num_live) < len(bodies):  # held: none can end
+    while on_engine_thread(engine, lambda core: core.request_table.num_live) < len(bodies):  # held: none can end
         assert not any(future.done() for future in futures), [
             future.result().text[:300] for future in futures if future.done()
         ]
@@ -110,7 +110,7 @@ def test_10_aborts_of_all_of_32(server, engine):
 
 def test_200_requests_that_are_too_long_touch_no_page(server, engine):
     def pages(core):
-        return core.scheduler.pages.allocator.num_free, core.ledger.accepted
+        return core.scheduler.pages.allocator.num_free, core.request_table.accepted
 
     before = on_engine_thread(engine, pages)
     for trial in range(100):

@@ -100,7 +100,7 @@ def test_what_finds_the_queue_full_ends_as_rejected(engine):
         )
         waiting.start()
         try:
-            while on_engine_thread(engine, lambda core: core.ledger.num_live) < 1024:
+            while on_engine_thread(engine, lambda core: core.request_table.num_live) < 1024:
                 assert waiting.is_alive()
             response = server.post("/v1/completions", {"prompt": ["a", "b"]})
             assert error_of(response, 429)["code"] == "queue_full" and response.headers["retry-after"]
@@ -120,7 +120,7 @@ def test_a_stall_is_counted_once(engine):
     release, stuck, live = threading.Event(), threading.Event(), []
 
     def block(core):
-        live.append(core.ledger.num_live)
+        live.append(core.request_table.num_live)
         stuck.set()
         release.wait(30)
 

@@ -350,7 +350,7 @@ def placement(qwen3, alone):
         held_is(placed, third, qwen3.other)
         alike(alone.generate(**ask), placed.generate(**ask))
         runner = placed._assembly.core.runner
-        placed._loop.drained(lambda: runner.move_layer(*runner.layers()[0], second))  # a change that stops half way
+        placed._loop.run_drained(lambda: runner.move_layer(*runner.layers()[0], second))  # a change that stops half way
         for engine in (alone, placed):
             engine.update_weights_from_disk(qwen3.folder, version=2)
         held_is(placed, third, qwen3.folder)

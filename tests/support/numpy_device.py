@@ -7,7 +7,7 @@ pages. Dims: N padded tokens, B padded requests, V vocabulary."""
 
 import numpy as np
 
-from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import FROM_DEVICE, StepResult
 from routed_experts.core.sampling_params import SamplingParams
 
@@ -55,7 +55,7 @@ def source(
         return_logprob=logprob_start is not None,
         logprob_start_len=-1 if logprob_start is None else logprob_start,
         top_logprobs_num=0,
-        routed_experts=RoutedExpertsRequest(),
+        routed_experts=RoutingOptions(),
     )
 
 

@@ -8,7 +8,6 @@ import tempfile
 import jax
 
 from routed_experts import Engine
-from routed_experts.engine.loop import pausing
 from routed_experts.engine.loop.core import PauseMode
 from routed_experts.execution.model_runner import ModelRunner
 from support import at_first_use
@@ -62,7 +61,7 @@ def assert_idle(engine):
 
     def look(core):
         pages = core.scheduler.pages
-        assert core.ledger.num_live == 0 and not core.scheduler.running and not core.scheduler.waiting
+        assert core.request_table.num_live == 0 and not core.scheduler.running and not core.scheduler.waiting
         assert pages.num_available == pages.allocator.num_total, (pages.num_available, pages.allocator.num_total)
         assert pages.table.num_free == pages.table.num_total
 
@@ -72,7 +71,7 @@ def assert_idle(engine):
 
 def on_engine_thread(engine, script):
     """Run `script(core)` between two steps; what it sees cannot change under it, and it may step the core itself."""
-    return engine._loop.call(lambda: script(engine._assembly.core))
+    return engine.thread.run_between_steps(lambda: script(engine.components.core))
 
 
 class Begun:
@@ -83,14 +82,14 @@ class Begun:
         engine.pause(mode="in_place")
         self._pool = concurrent.futures.ThreadPoolExecutor(len(prompts))
         self._running = [self._pool.submit(engine.generate, input_ids=prompt, **said) for prompt in prompts]
-        while on_engine_thread(engine, lambda core: core.ledger.num_live) < len(prompts):
+        while on_engine_thread(engine, lambda core: core.request_table.num_live) < len(prompts):
             pass
 
         def begin(core):
-            pausing.resume(core)
-            while min(core.ledger.find(rid).num_output for rid in core.ledger.live()) < outputs:
-                engine._loop._deliver(core.step().outs)
-            pausing.pause(core, PauseMode.IN_PLACE)
+            core.resume()
+            while min(core.request_table.find(rid).num_output for rid in core.request_table.live()) < outputs:
+                engine.thread.deliver(core.step().outs)
+            core.pause(PauseMode.IN_PLACE)
 
         on_engine_thread(engine, begin)
 

@@ -1,9 +1,7 @@
-"""What travels between the rooms of an engine: a request on its way in, tokens and text on their way out.
-Knows nothing of HTTP; the flag `return_routed_experts` is carried end to end.
+"""What travels through an engine: a request on its way in, tokens and text on their way out.
 
-GenerateReqInput (as the caller said it) -> TokenizedGenerateReqInput (one sequence, checked) -> BatchTokenIDOut (per
-step)
--> BatchStrOut (per request, with text)."""
+GenerateReqInput (as the caller wrote it) -> TokenizedGenerateReqInput (one sequence, validated) -> BatchTokenIDOut (per
+step) -> StrOut (one request, with its text). The flag `return_routed_experts` is carried from end to end."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,10 +14,10 @@ from routed_experts.core.sampling_params import ResolvedSampling, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedExpertsRequest:
-    """What a request wants of its routing: its request fields, resolved. `start` is in tokens."""
+class RoutingOptions:
+    """The routing options of a request, resolved. `start` is in tokens."""
 
-    asked: bool = False
+    enabled: bool = False
     start: int = 0
     format: str = "int32"
     layers: str = "all"
@@ -29,7 +27,7 @@ class RoutedExpertsRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateReqInput:
-    """One call as the caller said it: one prompt or many, as text or as token ids."""
+    """One call as the caller wrote it: one prompt or many, as text or as token ids. None means unset."""
 
     text: str | Sequence[str] | None = None
     input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
@@ -38,11 +36,12 @@ class GenerateReqInput:
     rid: str | None = None
     extra_key: str | None = None
     stream: bool = False
-    return_logprob: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = 0
+    return_logprob: bool | None = False
+    logprob_start_len: int | None = -1
+    top_logprobs_num: int | None = 0
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
+    routed_experts_prompt_start: int | None = None  # another name of routed_experts_start_len
     routed_experts_format: str | None = None
     routed_experts_layers: str | None = None
     routed_experts_stream: bool | None = None
@@ -51,28 +50,26 @@ class GenerateReqInput:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedGenerateReqInput:
-    """One sequence that has passed every check at the door. `choice` is its index among the n of a prompt."""
+    """One validated sequence. `choice` is its index among the n of a prompt."""
 
     rid: str
-    group: str  # requests of one prompt share it, and wait for the first one's prefill
+    group: str  # shared by the requests of one prompt, which wait for the prefill of the first
     choice: int
     input_ids: Int[np.ndarray, " S"]
-    sampling: ResolvedSampling  # its max_tokens is this request's limit
-    stop_token_ids: frozenset[int]  # those of the request and, unless ignore_eos, those of the model
+    sampling: ResolvedSampling  # max_tokens fits the context and the pool
+    stop_token_ids: frozenset[int]  # of the request and, unless ignore_eos, of the model
     extra_key: str | None
     stream: bool
     return_logprob: bool
     logprob_start_len: int
     top_logprobs_num: int
-    routed_experts: RoutedExpertsRequest
-    stream_interval_s: float = (
-        0.0  # news of a stream is told once an interval of the clock; the first token and the end wait for nothing
-    )
+    routed_experts: RoutingOptions
+    stream_interval_s: float = 0.0  # between two outputs of a stream; the first token and the end do not wait
 
     @property
     def return_routed_experts(self) -> bool:
-        """Does this request want its rows."""
-        return self.routed_experts.asked
+        """Whether this request returns its rows."""
+        return self.routed_experts.enabled
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +83,8 @@ class FinishReason:
 
     def to_dict(self) -> dict[str, object]:
         """The form of `meta_info.finish_reason`."""
-        said = {"type": self.type, "matched": self.matched, "length": self.length, "message": self.message}
-        return {key: value for key, value in said.items() if value is not None}
+        fields = {"type": self.type, "matched": self.matched, "length": self.length, "message": self.message}
+        return {key: value for key, value in fields.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +106,12 @@ class ReroutingCounts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenIDOut:
-    """News of one request after a step; `routed_experts` only with the last. `exact` False: experts were added a layer
-    late, or capacities changed some, so far; `departed`: how many of these, None where there are no capacities."""
+    """What one request has gained since its last output.
+
+    `text`: that of the new tokens, where the engine thread decodes it to find stop strings; None: the caller decodes it.
+    `routed_experts`: in the last output only, unless the request streams its rows. `exact` False: experts were added a
+    layer late, or capacities changed some, so far; `rerouting`: how many of these, None where there are no capacities.
+    `queue_s`: seconds from acceptance to the first step, None for a request that never ran."""
 
     rid: str
     new_token_ids: tuple[int, ...]
@@ -123,23 +124,24 @@ class TokenIDOut:
     finish_reason: FinishReason | None
     return_routed_experts: bool
     routed_experts: RoutedExperts | None
+    text: str | None = None
     error: Exception | None = None
     exact: bool = True
     rerouting: ReroutingCounts | None = None
-    queue_s: float | None = None  # from acceptance to the first step; None for one that never ran
+    queue_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTokenIDOut:
-    """News of every request that a step advanced."""
+    """The outputs of every request that a step advanced."""
 
     step: int
     outs: tuple[TokenIDOut, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BatchStrOut:
-    """News of one request with its text; `text` is the increment since the last."""
+class StrOut:
+    """The output of one request with its text; `text` is the increment since the last."""
 
     out: TokenIDOut
     text: str

@@ -1,4 +1,4 @@
-"""Engine: the door for Python. Text in, text and routed experts out. Knows nothing of HTTP.
+"""Engine: the Python entrance. Text or token ids in, text and routed experts out.
 
 with Engine("path/to/model", enable_return_routed_experts=True) as engine:
     out = engine.generate("Once upon a time", return_routed_experts=True)"""
@@ -9,25 +9,26 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Literal
 
 from routed_experts.core.error_text import short_repr, suggestion
-from routed_experts.core.errors import ConfigError, InvalidRequestError
+from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.integrity import Violation
-from routed_experts.core.io_struct import GenerateReqInput
+from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from routed_experts.core.keywords import refuse_unknown
 from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
-from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
+from routed_experts.engine.build.builder import EngineComponents, Phase, PhaseClock, build_engine
 from routed_experts.engine.control.engine_control import EngineControl
-from routed_experts.engine.requests.async_generation import AsyncGeneration
-from routed_experts.engine.requests.generation import GenerationCall
+from routed_experts.engine.loop.engine_thread import EngineThread
+from routed_experts.engine.requests.generation import AsyncGeneration, GenerationCall
 from routed_experts.engine.requests.input_processor import InputProcessor, RequestLimits, is_nested
-from routed_experts.engine.requests.outputs import RequestOutput
-from routed_experts.engine.requests.streaming import check_kind, stream_outputs
+from routed_experts.engine.requests.outputs import RequestOutput, check_stream, stream_outputs
+from routed_experts.engine.requests.sglang_output import sglang_output
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.execution.compilation_cache import enable_compilation_cache
 from routed_experts.execution.compile_count import CompileCount
@@ -35,22 +36,31 @@ from routed_experts.models.base.config_reader import eos_token_ids_of
 from routed_experts.models.base.interface import Decoder
 from routed_experts.models.loading.model_source import with_local_model
 
+Prompt = str | Sequence[str]
+TokenIds = Sequence[int] | Sequence[Sequence[int]]
+Params = SamplingParams | Mapping[str, object]
 Result = dict[str, object] | list[dict[str, object]]
+
+
+def _unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(f"{name} is no parameter of Engine; {suggestion(name, known)}")
+
+
+def _unknown_field(name: str, known: Sequence[str]) -> InvalidRequestError:
+    nearest = "did you mean prompt?" if name == "text" else suggestion(name, known)
+    return InvalidRequestError(f"{PARAM} is no parameter of generate; {nearest}", param=name, code="unknown_field")
 
 
 class Engine(EngineControl):
     """Serves one model. Every method may be called from any thread; leaving the `with` shuts it down.
 
-    Keywords are the fields of ServerArgs. `model=` serves a module instead of a folder (its tokenizer from
-    tokenizer_path); `load_format="dummy"` gives a folder's config random weights; `experts` keeps some experts on the
-    host (ExpertOffloadConfig), `placement` says on which of `ep_size` devices their instances are (a plan, its file, or a
-    PlacementConfig with how it is served); `self_check` plays captured rows back before the engine is ready; `on_phase`
-    is told of each phase of start-up, `on_load` of (bytes loaded, bytes in all). Raises ConfigError, CheckpointError,
-    PlacementError or CaptureUnsupportedError."""
+    Parts for the other entrances and for tests: `components` (what the engine is built of), `thread` (runs functions
+    between two steps), `input_processor`."""
 
+    @refuse_unknown(_unknown_argument)
     def __init__(
         self,
-        model_path: str | None = None,
+        model_path: str | os.PathLike[str] | None = None,
         *,
         model: Decoder | None = None,
         registry: BackendRegistry = DEFAULT_BACKENDS,
@@ -60,117 +70,264 @@ class Engine(EngineControl):
         experts: ExpertOffloadConfig | None = None,
         placement: ExpertPlacement | PlacementConfig | str | os.PathLike[str] | None = None,
         self_check: bool = False,
-        **server_args: Any,
+        tokenizer_path: str | os.PathLike[str] | None = None,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        random_seed: int = 0,
+        context_length: int | None = None,
+        tp_size: int = 1,
+        ep_size: int = 1,
+        page_size: int = 16,
+        mem_fraction_static: float = 0.8,
+        max_total_tokens: int | None = None,
+        max_running_requests: int | None = None,
+        max_queued_requests: int = 1024,
+        chunked_prefill_size: int | None = None,
+        max_prefill_tokens: int | None = None,
+        precompile_bs_paddings: Sequence[int] | None = None,
+        precompile_token_paddings: Sequence[int] | None = None,
+        disable_radix_cache: bool = False,
+        attention_backend: str = "auto",
+        moe_backend: str = "auto",
+        enable_return_routed_experts: bool = False,
+        logprobs_mode: Literal["processed", "raw"] = "processed",
+        deterministic: bool = False,
+        skip_tokenizer_init: bool = False,
     ) -> None:
-        self.server_args = _args_of(model_path, server_args)
+        """Build the engine: load, plan memory, allocate and compile.
+
+        `model` serves a module instead of the folder `model_path` (its tokenizer from `tokenizer_path`).
+        `load_format="dummy"` gives a folder's config random weights. `experts` keeps some experts on the host.
+        `placement` distributes expert instances over `ep_size` devices: a plan, its file, or a PlacementConfig.
+        `self_check` replays captured rows before the engine is ready. `on_phase` receives each phase of start-up,
+        `on_load` (bytes loaded, bytes in all). The other keywords are the fields of ServerArgs, described there. Raises
+        ConfigError, CheckpointError, PlacementError or CaptureUnsupportedError."""
+        self.server_args = ServerArgs(
+            model_path=_path_text(model_path),
+            tokenizer_path=_path_text(tokenizer_path),
+            dtype=dtype,
+            random_seed=random_seed,
+            context_length=context_length,
+            tp_size=tp_size,
+            ep_size=ep_size,
+            page_size=page_size,
+            mem_fraction_static=mem_fraction_static,
+            max_total_tokens=max_total_tokens,
+            max_running_requests=max_running_requests,
+            max_queued_requests=max_queued_requests,
+            chunked_prefill_size=chunked_prefill_size,
+            max_prefill_tokens=max_prefill_tokens,
+            precompile_bs_paddings=_list_as_tuple(precompile_bs_paddings),
+            precompile_token_paddings=_list_as_tuple(precompile_token_paddings),
+            disable_radix_cache=disable_radix_cache,
+            attention_backend=attention_backend,
+            moe_backend=moe_backend,
+            enable_return_routed_experts=enable_return_routed_experts,
+            logprobs_mode=logprobs_mode,
+            deterministic=deterministic,
+            skip_tokenizer_init=skip_tokenizer_init,
+        )
         args = with_local_model(self.server_args, weights=load_format != "dummy")
         clock = PhaseClock(on_phase)
-        self._tokenizer = _tokenizer_of(args)
+        self._tokenizer = _load_tokenizer(args)
         eos_token_ids = frozenset[int]() if args.model_path is None else eos_token_ids_of(Path(args.model_path))
+        if self._tokenizer is not None:
+            eos_token_ids |= self._tokenizer.eos_token_ids
         enable_compilation_cache()
-        how: dict[str, Any] = {"registry": registry, "clock": clock, "load_format": load_format, "on_load": on_load}
-        how |= {"experts": experts, "placement": PlacementConfig.create(placement), "self_check": self_check}
         self.compiles = CompileCount()
         try:
-            assembly = build_engine(args, model=model, **how)
+            components = build_engine(
+                args,
+                model=model,
+                registry=registry,
+                clock=clock,
+                load_format=load_format,
+                on_load=on_load,
+                experts=experts,
+                placement=PlacementConfig.create(placement),
+                self_check=self_check,
+            )
         except BaseException:
             self.compiles.close()
             raise
-        super().__init__(args, assembly)
+        super().__init__(args, components)
         self.phases = tuple(clock.phases)
         limits = RequestLimits(
-            context_length=self._assembly.context_length,
-            pool_tokens=(self._assembly.plan.pool.num_pages - 1) * args.page_size,
-            vocab_size=self._assembly.vocab_size,
-            capture=self._assembly.capture is not None,
+            context_length=components.context_length,
+            pool_tokens=components.kv_tokens,
+            vocab_size=components.vocab_size,
+            capture=components.capture is not None,
             eos_token_ids=eos_token_ids,
             max_requests=args.max_queued_requests,
         )
-        self._door = InputProcessor(limits, self._tokenizer, random_seed=args.random_seed)
+        self.input_processor = InputProcessor(limits, self._tokenizer, random_seed=args.random_seed)
         self.compiles.start_serving()
 
+    @property
+    def components(self) -> EngineComponents:
+        """What the engine is built of."""
+        return self._assembly
+
+    @property
+    def thread(self) -> EngineThread:
+        """The engine thread."""
+        return self._loop
+
+    @refuse_unknown(_unknown_field)
     def generate(
         self,
-        prompt: str | Sequence[str] | None = None,
-        sampling_params: SamplingParams | Mapping[str, object] | None = None,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        prompt: Prompt | None = None,
+        sampling_params: Params | None = None,
+        input_ids: TokenIds | None = None,
         *,
         stream: bool = False,
-        **said: Any,
+        max_new_tokens: int | None = None,
+        rid: str | None = None,
+        extra_key: str | None = None,
+        return_logprob: bool | None = False,
+        logprob_start_len: int | None = -1,
+        top_logprobs_num: int | None = 0,
+        return_routed_experts: bool | None = None,
+        routed_experts_start_len: int | None = None,
+        routed_experts_prompt_start: int | None = None,
+        routed_experts_format: str | None = None,
+        routed_experts_layers: str | None = None,
+        routed_experts_stream: bool | None = None,
+        routed_experts_include_last: bool | None = None,
     ) -> Result | Iterator[dict[str, object]]:
-        """Generate for one prompt (a dict) or many (a list of dicts, in order; n > 1 gives n a prompt).
+        """Generate for one prompt (returns a dict) or many (a list of dicts, in order; n > 1 gives n a prompt).
 
-        Each dict holds `text`, `output_ids` and `meta_info`. Keywords are the fields of GenerateReqInput:
-        max_new_tokens, rid, extra_key, return_logprob, logprob_start_len, top_logprobs_num, return_routed_experts,
-        routed_experts_start_len (alias routed_experts_prompt_start), routed_experts_format ("int32" or "npy"),
-        routed_experts_layers ("all" or "moe"). With return_routed_experts, meta_info holds `routed_experts` for the S-1
-        tokens that were fed (int32 [S-1, layers, top_k], dense layers -1): read it with
-        `extract_routed_experts_from_meta_info`. With `stream` it gives an iterator of cumulative dicts; closing it
-        aborts. Raises InvalidRequestError, CaptureDisabledError, PromptTooLongError, QueueFullError,
-        RoutingIncompleteError or EngineDeadError."""
-        call = self._call(prompt, sampling_params, input_ids, stream, said)
-        return call.stream(self._loop) if stream else call.run(self._loop)
+        Each dict holds `text`, `output_ids` and `meta_info`. With `stream` it returns an iterator of cumulative dicts;
+        closing it aborts. With `return_routed_experts`, meta_info holds `routed_experts` for the S-1 tokens that were
+        fed (int32 [S-1, layers, top_k], dense layers -1): read it with `extract_routed_experts_from_meta_info`.
+        `routed_experts_start_len` (alias routed_experts_prompt_start) skips rows of the prompt;
+        `routed_experts_format` is "int32" or "npy", `routed_experts_layers` "all" or "moe".
 
+        Raises InvalidRequestError, CaptureDisabledError, PromptTooLongError, QueueFullError, RoutingIncompleteError or
+        EngineDeadError."""
+        request = GenerateReqInput(
+            text=prompt,
+            input_ids=input_ids,
+            sampling_params=sampling_params,
+            max_new_tokens=max_new_tokens,
+            rid=rid,
+            extra_key=extra_key,
+            stream=stream,
+            return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            return_routed_experts=return_routed_experts,
+            routed_experts_start_len=routed_experts_start_len,
+            routed_experts_prompt_start=routed_experts_prompt_start,
+            routed_experts_format=routed_experts_format,
+            routed_experts_layers=routed_experts_layers,
+            routed_experts_stream=routed_experts_stream,
+            routed_experts_include_last=routed_experts_include_last,
+        )
+        call = self.new_call(self.input_processor.process(request))
+        squeeze = _is_single(request, call)
+        if stream:
+            return (_snapshot(call, index, squeeze=squeeze) for index, _ in call.outputs())
+        for _ in call.outputs():
+            continue
+        return _result(call, squeeze=squeeze)
+
+    @refuse_unknown(_unknown_field)
     async def async_generate(
         self,
-        prompt: str | Sequence[str] | None = None,
-        sampling_params: SamplingParams | Mapping[str, object] | None = None,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        prompt: Prompt | None = None,
+        sampling_params: Params | None = None,
+        input_ids: TokenIds | None = None,
         *,
         stream: bool = False,
-        **said: Any,
+        max_new_tokens: int | None = None,
+        rid: str | None = None,
+        extra_key: str | None = None,
+        return_logprob: bool | None = False,
+        logprob_start_len: int | None = -1,
+        top_logprobs_num: int | None = 0,
+        return_routed_experts: bool | None = None,
+        routed_experts_start_len: int | None = None,
+        routed_experts_prompt_start: int | None = None,
+        routed_experts_format: str | None = None,
+        routed_experts_layers: str | None = None,
+        routed_experts_stream: bool | None = None,
+        routed_experts_include_last: bool | None = None,
     ) -> Result | AsyncIterator[dict[str, object]]:
         """`generate` for an event loop; cancelling the task aborts."""
-        call = self._call(prompt, sampling_params, input_ids, stream, said)
-        return call.stream_async(self._loop) if stream else await call.run_async(self._loop)
+        request = GenerateReqInput(
+            text=prompt,
+            input_ids=input_ids,
+            sampling_params=sampling_params,
+            max_new_tokens=max_new_tokens,
+            rid=rid,
+            extra_key=extra_key,
+            stream=stream,
+            return_logprob=return_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            return_routed_experts=return_routed_experts,
+            routed_experts_start_len=routed_experts_start_len,
+            routed_experts_prompt_start=routed_experts_prompt_start,
+            routed_experts_format=routed_experts_format,
+            routed_experts_layers=routed_experts_layers,
+            routed_experts_stream=routed_experts_stream,
+            routed_experts_include_last=routed_experts_include_last,
+        )
+        call = self.new_call(self.input_processor.process(request))
+        squeeze = _is_single(request, call)
+        generation = AsyncGeneration(call, self._loop, max_backlog=sys.maxsize)
+        if stream:
+            return _stream(call, generation, squeeze=squeeze)
+        try:
+            await generation.submit()
+            async for _ in generation.outputs():
+                continue
+        finally:
+            generation.abort()
+        return _result(call, squeeze=squeeze)
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, output_kind: str = "delta"
     ) -> AsyncIterator[RequestOutput]:
-        """Generate for one prompt, text or token ids, as RequestOutputs of the running event loop. `output_kind`:
-        "delta" gives what the choice that has news has added, "cumulative" all that it has told, "final" one output of
-        all choices at the end. Rows, if `params` ask for them, come with the end of their choice. Closing the iterator
-        or cancelling its task aborts. Raises InvalidRequestError and its kin at once, others from the iterator."""
-        check_kind(output_kind)
-        if params is not None and params.routed_experts_format is not None:
-            text = f"routed_experts_format={short_repr(params.routed_experts_format)} is for the wire; here rows are arrays: leave it out"
-            raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
+        """Generate for one prompt, text or token ids, as RequestOutputs of the running event loop.
+
+        `output_kind`: "delta" yields what one choice has gained, "cumulative" all that it has, "final" one output of all
+        choices at the end. Rows, if `params` request them, come with the end of their choice. Closing the iterator or
+        cancelling its task aborts. Raises InvalidRequestError or a subclass at once, other errors from the iterator."""
+        check_stream(params, output_kind)
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
-        said = GenerateReqInput(text=text, input_ids=ids, sampling_params=params, stream=output_kind != "final")
-        requests, mode, capture = self._door.admit(said), self.server_args.logprobs_mode, self._assembly.capture
+        request = GenerateReqInput(text=text, input_ids=ids, sampling_params=params, stream=output_kind != "final")
+        requests = self.input_processor.process(request)
 
-        def open_call() -> AsyncGeneration:
-            call = GenerationCall(requests, self._tokenizer, single=False, logprobs_mode=mode, capture=capture)
-            return AsyncGeneration(call, self._loop, max_backlog=sys.maxsize)
+        def new_generation() -> AsyncGeneration:
+            return AsyncGeneration(self.new_call(requests), self._loop, max_backlog=sys.maxsize)
 
-        return stream_outputs(open_call, text, kind=output_kind)
+        return stream_outputs(new_generation, text, kind=output_kind)
 
     def abort(self, rid: str | None = None, *, abort_all: bool = False) -> int:
-        """End requests with what they have: that of `rid` (with all its choices and prompts), or all. Returns how
-        many."""
+        """End requests with what they have: those of `rid` (all its choices and prompts), or all. Returns how many."""
         if (rid is None) != abort_all:
-            raise InvalidRequestError(
-                f"rid={short_repr(rid)} with abort_all={abort_all}; give one of them", param="rid"
-            )
+            text = f"{PARAM}={short_repr(rid)} with abort_all={abort_all}; give one of them"
+            raise InvalidRequestError(text, param="rid")
         core = self._assembly.core
 
         def end() -> int:
-            live = [req for one in core.ledger.live() if (req := core.ledger.find(one)) is not None]
+            live = [req for live in core.request_table.live() if (req := core.request_table.find(live)) is not None]
             return sum(
                 core.abort(req.rid)
                 for req in live
                 if abort_all or rid in (req.rid, req.source.group.rpartition("-")[0])
             )
 
-        return self._loop.call(end)
+        return self._loop.run_between_steps(end)
 
     def flush_cache(self) -> int:
-        """Forget all cached prefixes; returns the pages freed. Pages of running requests stay theirs."""
-        return self._loop.call(self._assembly.core.flush_cache)
+        """Forget all cached prefixes; returns the pages freed. Running requests keep their pages."""
+        return self._loop.run_between_steps(self._assembly.core.flush_cache)
 
     def check_integrity(self) -> list[Violation]:
         """Check pages, prefix cache, rows and request counts; empty when all hold."""
-        return self._loop.call(self._assembly.core.check_integrity)
+        return self._loop.run_between_steps(self._assembly.core.check_integrity)
 
     def get_server_info(self) -> dict[str, object]:
         """Configuration, memory plan, start-up phases and counters."""
@@ -181,8 +338,8 @@ class Engine(EngineControl):
             "memory_plan": self.memory_plan,
             "prefix_cache": self._assembly.prefix_cache,
             "phases": {phase.name: phase.seconds for phase in self.phases},
-            "requests_accepted": core.ledger.accepted,
-            "requests_finished": dict(core.ledger.finished),
+            "requests_accepted": core.request_table.accepted,
+            "requests_finished": dict(core.request_table.finished),
             "weight_version": str(core.runner.weight_version),
         }
 
@@ -196,15 +353,20 @@ class Engine(EngineControl):
         """The checkpoint's tokenizer; None with skip_tokenizer_init."""
         return self._tokenizer
 
+    def new_call(self, requests: Sequence[TokenizedGenerateReqInput]) -> GenerationCall:
+        """A call of validated requests, not submitted yet."""
+        mode, capture = self.server_args.logprobs_mode, self._assembly.capture
+        return GenerationCall(requests, self._loop, self._tokenizer, logprobs_mode=mode, capture=capture)
+
     def shutdown(self) -> None:
-        """Abort what runs, tell its callers, end the engine thread. Idempotent."""
+        """Abort all requests and end the engine thread. Idempotent."""
         self._loop.stop()
         if self._assembly.rebalancer is not None:
             self._assembly.rebalancer.close()
         self.compiles.close()
 
     def __enter__(self) -> "Engine":
-        """Give the engine itself."""
+        """Return the engine itself."""
         return self
 
     def __exit__(
@@ -213,64 +375,51 @@ class Engine(EngineControl):
         """Shut down."""
         self.shutdown()
 
-    def _call(
-        self,
-        prompt: str | Sequence[str] | None,
-        sampling_params: SamplingParams | Mapping[str, object] | None,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-        stream: bool,
-        said: dict[str, Any],
-    ) -> GenerationCall:
-        if "text" in said:
-            raise InvalidRequestError(
-                "text is no parameter of generate; did you mean prompt?", param="text", code="unknown_field"
-            )
-        request = request_of(text=prompt, sampling_params=sampling_params, input_ids=input_ids, stream=stream, **said)
-        requests = self._door.admit(request)
-        single = len(requests) == 1 and (
-            isinstance(prompt, str) or (input_ids is not None and not is_nested(input_ids))
-        )
-        mode, capture = self.server_args.logprobs_mode, self._assembly.capture
-        return GenerationCall(requests, self._tokenizer, single=single, logprobs_mode=mode, capture=capture)
+
+async def _stream(
+    call: GenerationCall, generation: AsyncGeneration, *, squeeze: bool
+) -> AsyncIterator[dict[str, object]]:
+    """Run a call of the running event loop; yields each sequence as it grows. Leaving early aborts."""
+    try:
+        await generation.submit()
+        async for index, _ in generation.outputs():
+            yield _snapshot(call, index, squeeze=squeeze)
+    finally:
+        generation.abort()
 
 
-def request_of(**said: Any) -> GenerateReqInput:
-    """A GenerateReqInput from keywords; None is absent, and an unknown one is refused with the nearest name."""
-    alias = said.pop("routed_experts_prompt_start", None)
-    if alias is not None:
-        start = said.get("routed_experts_start_len")
-        if start is not None and start != alias:
-            text = f"routed_experts_prompt_start={short_repr(alias)} and routed_experts_start_len={short_repr(start)} differ; give one"
-            raise InvalidRequestError(text, param="routed_experts_start_len", code="conflicting_parameters")
-        said["routed_experts_start_len"] = alias
-    known = [field.name for field in dataclasses.fields(GenerateReqInput)]
-    unknown = [name for name in said if name not in known]
-    if unknown:
-        text = f"{unknown[0]} is no parameter of generate; {suggestion(unknown[0], known)}"
-        raise InvalidRequestError(text, param=unknown[0], code="unknown_field")
-    return GenerateReqInput(**{name: value for name, value in said.items() if value is not None})
+def _is_single(request: GenerateReqInput, call: GenerationCall) -> bool:
+    """Whether the result is one dict and no list: one prompt, not in a list, and n = 1."""
+    is_one_prompt = isinstance(request.text, str) or (
+        request.input_ids is not None and not is_nested(request.input_ids)
+    )
+    return is_one_prompt and len(call.sequences) == 1
 
 
-def _args_of(model_path: str | None, said: dict[str, Any]) -> ServerArgs:
-    known = [field.name for field in dataclasses.fields(ServerArgs)]
-    unknown = [name for name in said if name not in known]
-    if unknown:
-        raise ConfigError(f"{unknown[0]} is no parameter of Engine; {suggestion(unknown[0], known)}")
-    paddings = ("precompile_bs_paddings", "precompile_token_paddings")
-    fields: dict[str, Any] = {"model_path": model_path} | said
-    fields |= {name: tuple(fields[name]) for name in paddings if isinstance(fields.get(name), list)}
-    fields |= {
-        name: str(fields[name])
-        for name in ("model_path", "tokenizer_path")
-        if isinstance(fields.get(name), os.PathLike)
-    }
-    return ServerArgs(**fields)
+def _result(call: GenerationCall, *, squeeze: bool) -> Result:
+    results = [sglang_output(sequence) for sequence in call.sequences]
+    return results[0] if squeeze else results
 
 
-def _tokenizer_of(args: ServerArgs) -> Tokenizer | None:
+def _snapshot(call: GenerationCall, index: int, *, squeeze: bool) -> dict[str, object]:
+    """A sequence as it is now; `index` names it where the call has several."""
+    snapshot = sglang_output(call.sequences[index])
+    return snapshot if squeeze else {**snapshot, "index": index}
+
+
+def _path_text(path: str | os.PathLike[str] | None) -> str | None:
+    return str(path) if isinstance(path, os.PathLike) else path
+
+
+def _list_as_tuple(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Padded sizes as ServerArgs takes them; it refuses what is no list and no tuple."""
+    return tuple(sizes) if isinstance(sizes, list) else sizes  # pyright: ignore[reportReturnType]
+
+
+def _load_tokenizer(args: ServerArgs) -> Tokenizer | None:
     folder = args.tokenizer_path or args.model_path
     if args.skip_tokenizer_init or folder is None:
         return None
     if args.tokenizer_path is None and not os.path.exists(os.path.join(folder, "config.json")):
-        return None  # no checkpoint at all: `build_engine` says so, which helps more than a missing tokenizer.json
+        return None  # no checkpoint at all: `build_engine` names that, which helps more than a missing tokenizer.json
     return Tokenizer.from_directory(folder)

@@ -1,4 +1,4 @@
-"""LLM: the offline engine in vLLM's words. Each prompt's routing comes with its answer. Knows nothing of HTTP.
+"""LLM: the offline engine in vLLM's words. Each prompt's routing comes with its output.
 
 llm = LLM("path/to/model", enable_return_routed_experts=True)
 for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
@@ -6,19 +6,19 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
-from routed_experts.core.error_text import short_repr
+from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import ConfigError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from routed_experts.core.keywords import refuse_unknown
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.engine import Engine
-from routed_experts.engine.requests.generation import GenerationCall
 from routed_experts.engine.requests.input_processor import is_nested
-from routed_experts.engine.requests.outputs import RequestOutput, request_output
+from routed_experts.engine.requests.outputs import RequestOutput, check_arrays, request_output
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.sequence_state import SequenceState
 
@@ -28,18 +28,20 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, object]]
 
 
+def _unknown_argument(name: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(f"{name} is no parameter of LLM; {suggestion(name, known)}")
+
+
 class LLM:
-    """Serves one model in this process. `engine` is what it is made of; leaving the `with`, or `shutdown`, ends it.
+    """Serves one model in this process with `engine`. Leaving the `with`, or `shutdown`, ends it."""
 
-    `max_num_seqs` requests run at once, `max_num_batched_tokens` are fed in a step. Code that a checkpoint brings along
-    is never run: trust_remote_code=True is refused. Raises ConfigError, CheckpointError or CaptureUnsupportedError."""
-
+    @refuse_unknown(_unknown_argument)
     def __init__(
         self,
         model: str,
         *,
         tokenizer: str | None = None,
-        dtype: str = "auto",
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         seed: int = 0,
         tensor_parallel_size: int = 1,
         enable_expert_parallel: bool = False,
@@ -52,8 +54,12 @@ class LLM:
         skip_tokenizer_init: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
+        """Build the engine. `max_num_seqs` requests run at once, `max_num_batched_tokens` are fed in a step. Code of a
+        checkpoint is never run: trust_remote_code=True is refused. Raises ConfigError, CheckpointError or
+        CaptureUnsupportedError."""
         if trust_remote_code:
             raise ConfigError("trust_remote_code=True is refused: code of a checkpoint is never run; leave it out")
+        usual = ServerArgs()
         self.engine = Engine(
             model,
             tokenizer_path=tokenizer,
@@ -66,29 +72,26 @@ class LLM:
             disable_radix_cache=not enable_prefix_caching,
             enable_return_routed_experts=enable_return_routed_experts,
             skip_tokenizer_init=skip_tokenizer_init,
-            **_paddings("max_num_seqs", "precompile_bs_paddings", ServerArgs().batch_paddings, max_num_seqs),
-            **_paddings(
-                "max_num_batched_tokens",
-                "precompile_token_paddings",
-                ServerArgs().token_paddings,
-                max_num_batched_tokens,
-            ),
+            precompile_bs_paddings=_paddings("max_num_seqs", max_num_seqs, usual.batch_paddings),
+            precompile_token_paddings=_paddings("max_num_batched_tokens", max_num_batched_tokens, usual.token_paddings),
         )
-        self._routing = RoutingDefaults(asked=True, format="ref", refs=True)  # the arrays are here: nothing is encoded
+        # Rows of format ref are not encoded: they are returned as arrays of this process.
+        self._routing = RoutingDefaults(enabled=True, format="ref", refs=True)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
-        """Generate for one prompt or many, in order; one SamplingParams for all or one each. 16 tokens unless they say.
+        """Generate for one prompt or many, in order, with one SamplingParams for all or one each; max_tokens is 16 if
+        unset.
 
-        Routing comes with every answer of an engine that records it, unless return_routed_experts is False. Raises
+        An engine that records routing returns it with every output, unless return_routed_experts is False. Raises
         InvalidRequestError, PromptTooLongError, CaptureDisabledError, RoutingIncompleteError or EngineDeadError."""
-        listed = _listed(prompts)
-        wanted = _params_of(sampling_params, len(listed))
-        groups = [self._admit(prompt, params) for prompt, params in zip(listed, wanted, strict=True)]
-        answers = [answer for some in self._bunches(groups) for answer in self._run(some)]
+        prompt_list = _as_list(prompts)
+        params_list = _params_list(sampling_params, len(prompt_list))
+        groups = [self._process(prompt, params) for prompt, params in zip(prompt_list, params_list, strict=True)]
+        sequences = [sequence for batch in self._submissions(groups) for sequence in self._run(batch)]
         outputs: list[RequestOutput] = []
-        for prompt, group in zip(listed, groups, strict=True):
-            mine, answers = answers[: len(group)], answers[len(group) :]
-            outputs.append(request_output(mine, _text_of(prompt)))
+        for prompt, group in zip(prompt_list, groups, strict=True):
+            choices, sequences = sequences[: len(group)], sequences[len(group) :]
+            outputs.append(request_output(choices, _text(prompt)))
         return outputs
 
     def chat(self, messages: Messages | Sequence[Messages], sampling_params: Params = None) -> list[RequestOutput]:
@@ -101,8 +104,9 @@ class LLM:
         conversations: Any = messages
         if not conversations:
             raise InvalidRequestError("messages is empty; give at least one", param="messages")
-        several = not isinstance(conversations[0], Mapping)
-        texts = [tokenizer.apply_chat_template(one) for one in (conversations if several else [conversations])]
+        if isinstance(conversations[0], Mapping):
+            conversations = [conversations]
+        texts = [tokenizer.apply_chat_template(conversation) for conversation in conversations]
         prompts = [
             {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
         ]
@@ -111,8 +115,8 @@ class LLM:
     def score(
         self, token_ids: Sequence[Sequence[int]], *, routed: Sequence[RoutedExperts | None] | None = None
     ) -> list[ScoreOutput]:
-        """Score sequences of token ids, each S - 1 logprobs and, where the engine records, S rows; rows of `routed` are
-        replayed. Raises as `Engine.score` does."""
+        """Score sequences of token ids: S - 1 logprobs each and, where the engine records routing, S rows. Rows of
+        `routed` are replayed. Raises as `Engine.score` does."""
         if not is_nested(token_ids):
             text = f"token_ids={short_repr(token_ids)} must be a list of lists of token ids, one a sequence"
             raise InvalidRequestError(text, param="token_ids")
@@ -123,7 +127,7 @@ class LLM:
         self.engine.shutdown()
 
     def __enter__(self) -> "LLM":
-        """Give itself."""
+        """Return itself."""
         return self
 
     def __exit__(
@@ -132,63 +136,56 @@ class LLM:
         """Shut down."""
         self.shutdown()
 
-    def _admit(self, prompt: Prompt, params: SamplingParams) -> list[TokenizedGenerateReqInput]:
+    def _process(self, prompt: Prompt, params: SamplingParams) -> list[TokenizedGenerateReqInput]:
         """The requests of one prompt, one a choice."""
-        if params.routed_experts_format is not None:
-            text = f"routed_experts_format={short_repr(params.routed_experts_format)} is for the wire; here rows are arrays: leave it out"
-            raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
-        ids = (
-            prompt.get("prompt_token_ids")
-            if isinstance(prompt, Mapping)
-            else None
-            if isinstance(prompt, str)
-            else prompt
+        check_arrays(params)
+        if isinstance(prompt, Mapping):
+            ids = prompt.get("prompt_token_ids")
+        else:
+            ids = None if isinstance(prompt, str) else prompt
+        text = _text(prompt) if ids is None else None
+        request = GenerateReqInput(text=text, input_ids=ids, sampling_params=params)
+        return self.engine.input_processor.process(
+            request, default_max_tokens=DEFAULT_MAX_TOKENS, routing=self._routing
         )
-        said = GenerateReqInput(
-            text=None if ids is not None else _text_of(prompt), input_ids=ids, sampling_params=params
-        )
-        return self.engine._door.admit(said, default_max_tokens=DEFAULT_MAX_TOKENS, routing=self._routing)
 
-    def _bunches(self, groups: list[list[TokenizedGenerateReqInput]]) -> Iterator[list[TokenizedGenerateReqInput]]:
-        """Requests in bunches that the queue can hold."""
-        bunch: list[TokenizedGenerateReqInput] = []
+    def _submissions(self, groups: list[list[TokenizedGenerateReqInput]]) -> Iterator[list[TokenizedGenerateReqInput]]:
+        """The requests in batches that the queue can hold; those of one prompt stay together."""
+        batch: list[TokenizedGenerateReqInput] = []
         for group in groups:
-            if bunch and len(bunch) + len(group) > self.engine.server_args.max_queued_requests:
-                yield bunch
-                bunch = []
-            bunch += group
-        yield bunch
+            if batch and len(batch) + len(group) > self.engine.server_args.max_queued_requests:
+                yield batch
+                batch = []
+            batch += group
+        yield batch
 
     def _run(self, requests: list[TokenizedGenerateReqInput]) -> Sequence[SequenceState]:
-        mode = self.engine.server_args.logprobs_mode
-        call = GenerationCall(
-            requests, self.engine.tokenizer, single=False, logprobs_mode=mode, capture=self.engine._assembly.capture
-        )
-        for _ in call.stream(self.engine._loop):
+        call = self.engine.new_call(requests)
+        for _ in call.outputs():
             continue
-        return call.answers
+        return call.sequences
 
 
-def _paddings(param: str, name: str, usual: tuple[int, ...], largest: int | None) -> dict[str, Any]:
-    """Padded sizes up to `largest`: the usual ones below it, and itself."""
+def _paddings(param: str, largest: int | None, usual: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Padded sizes up to `largest`: the usual ones below it, and itself. None without it."""
     if largest is None:
-        return {}
+        return None
     if isinstance(largest, bool) or not isinstance(largest, int) or largest < 1:
         raise ConfigError(f"{param}={largest!r} must be an integer of at least 1")
-    return {name: (*(size for size in usual if size < largest), largest)}
+    return (*(size for size in usual if size < largest), largest)
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many as a list."""
-    given: Any = prompts
-    one = isinstance(given, str | Mapping) or (len(given) > 0 and all(isinstance(part, int) for part in given))
-    listed: list[Prompt] = [given] if one else list(given)
-    if not listed:
+    value: Any = prompts
+    is_one = isinstance(value, str | Mapping) or (len(value) > 0 and all(isinstance(part, int) for part in value))
+    prompt_list: list[Prompt] = [value] if is_one else list(value)
+    if not prompt_list:
         raise InvalidRequestError("prompts is empty; give at least one", param="prompts")
-    return listed
+    return prompt_list
 
 
-def _params_of(params: Params, count: int) -> Sequence[SamplingParams]:
+def _params_list(params: Params, count: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
@@ -197,5 +194,5 @@ def _params_of(params: Params, count: int) -> Sequence[SamplingParams]:
     return params
 
 
-def _text_of(prompt: Prompt) -> str | None:
+def _text(prompt: Prompt) -> str | None:
     return prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None

@@ -112,6 +112,12 @@ class Req:
         self.end(FinishReason(type="stop", matched=matched))
 
     @property
+    def met_stop_token(self) -> bool:
+        """Whether its last token is a stop token that ended it."""
+        reason = self.finish_reason or self.pending_finish
+        return reason is not None and isinstance(reason.matched, int)
+
+    @property
     def last_row_ready(self) -> bool:
         """Has the last token been fed and read back, for its row."""
         return self.pending_finish is not None and self.num_committed == self.num_known

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from routed_experts.core.io_struct import BatchStrOut, FinishReason, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import StrOut, FinishReason, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.server.admin.metrics import EndedRequest
 from routed_experts.server.limits import MAX_BACKLOG
@@ -34,9 +34,7 @@ class GenerationHandler(ABC):
     def __init__(self, service: ServerState, requests: Sequence[TokenizedGenerateReqInput], name: CallName) -> None:
         check_list(requests, service.door.capture)
         self._service, self._requests, self._name = service, requests, name
-        self._call = service.accepting_engine.open(
-            requests, max_backlog=MAX_BACKLOG, interval_s=service.settings.stream_interval
-        )
+        self._call = service.accepting_engine.generate(requests, max_backlog=MAX_BACKLOG)
         self._began = time.monotonic()
         self._first: dict[int, float] = {}
         self._kept: StoreEntry | None = None
@@ -77,34 +75,34 @@ class GenerationHandler(ABC):
     async def accepted(self) -> None:
         """Wait until the engine has taken the call in; from then on the store expects its rows, if they are to be
         fetched."""
-        await self._call.accepted()
+        await self._call.submit()
         wishes = [request.routed_experts for request in self._requests]
-        choices = [index for index, wish in enumerate(wishes) if wish.asked and wish.format == "ref"]
+        choices = [index for index, wish in enumerate(wishes) if wish.enabled and wish.format == "ref"]
         if choices:  # only now: a call that is refused may bear the id of one that runs
             self._kept = self._service.store.expect(self._name.request_id, owner=self._name.owner, choices=choices)
 
     def expire(self) -> None:
         """Time is up: what has not ended ends as `timeout`."""
-        self._call.close(FinishReason(type="timeout", message="above --request-timeout"))
+        self._call.abort(FinishReason(type="timeout", message="above --request-timeout"))
         self.close()
 
     def close(self) -> None:
         """The call is over, whatever its end; twice is once."""
-        self._call.close()
+        self._call.abort()
         if self._kept is not None:
             self._service.store.forget(self._kept)
 
     def sending(self, index: int, record: RoutedExperts) -> int:
         """Rows are about to leave: count them, and keep those that will be fetched. About how many bytes they will
         be."""
-        wanted, answer = self._requests[index].routed_experts, self._call.answers[index]
+        wanted, answer = self._requests[index].routed_experts, self._call.sequences[index]
         if self._kept is not None:
             self._service.store.put(self._kept, index, to_stored(answer, record, owner=self._name.owner))
         size = payload_bytes(record, wanted)
         self._service.metrics.sent_rows(wanted.format, size)
         return size
 
-    def note(self, index: int, news: BatchStrOut, *, cached_tokens: int, completion_tokens: int) -> None:
+    def note(self, index: int, news: StrOut, *, cached_tokens: int, completion_tokens: int) -> None:
         """Something of a choice has come; count the choice if that was its end."""
         now, request = time.monotonic() - self._began, self._requests[index]
         if news.out.new_token_ids:

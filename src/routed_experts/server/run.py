@@ -170,7 +170,7 @@ class ServerProcess:
             door = self._service.door
             engine = door.engine
             if not self._gate.idle.is_set():
-                door.let_in()
+                door.flush_submissions()
                 await asyncio.to_thread(engine.abort, abort_all=True)
                 await _first(self._gate.idle.wait(), timeout_s=FINAL_FLUSH_S)
             await asyncio.to_thread(engine.shutdown)

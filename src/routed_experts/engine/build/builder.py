@@ -91,6 +91,11 @@ class EngineComponents:
     rebalancer: Rebalancer | None  # None: experts move only when they are told to
     watch: ExpertLoadMonitor | None = None  # None: experts are not placed
 
+    @property
+    def kv_tokens(self) -> int:
+        """KV slots that requests can fill: one page is never handed out."""
+        return self.core.runner.config.pool.num_slots - self.core.runner.config.pool.page_size
+
 
 def build_engine(
     args: ServerArgs,
@@ -261,7 +266,7 @@ def _new_core(
         runner,
         capturer,
         after_step=tell if told else follows,
-        departures=None if runner.spec.kernels.group.rerouter is None else ReroutingStats(pool.num_slots),
+        rerouting=None if runner.spec.kernels.group.rerouter is None else ReroutingStats(pool.num_slots),
     )
 
 

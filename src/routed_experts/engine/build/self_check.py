@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
-from routed_experts.core.io_struct import RoutedExpertsRequest, TokenIDOut, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import RoutingOptions, TokenIDOut, TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.engine.control.score import Scorer
 from routed_experts.engine.loop.core import EngineCore
@@ -88,7 +88,7 @@ def _request(index: int, prompt: np.ndarray, *, capture: bool) -> TokenizedGener
         return_logprob=True,
         logprob_start_len=0,
         top_logprobs_num=0,
-        routed_experts=RoutedExpertsRequest(asked=capture),
+        routed_experts=RoutingOptions(enabled=capture),
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from routed_experts.core.bucket_tuning import StepCosts
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.errors import ConfigError
-from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import EngineComponents
@@ -90,7 +90,7 @@ class _Steps:
             return_logprob=False,
             logprob_start_len=-1,
             top_logprobs_num=0,
-            routed_experts=RoutedExpertsRequest(asked=capture),
+            routed_experts=RoutingOptions(enabled=capture),
         )
         return Req(source)
 

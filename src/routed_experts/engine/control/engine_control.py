@@ -32,7 +32,6 @@ from routed_experts.engine.control.placement_control import PlacementControl
 from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.control.stats import EngineStats, engine_stats
 from routed_experts.engine.control.weights import Weights, load_state, state_of
-from routed_experts.engine.loop import pausing
 from routed_experts.engine.loop.core import EngineCore, PauseMode
 from routed_experts.engine.loop.engine_thread import EngineThread
 from routed_experts.engine.requests.input_processor import is_nested
@@ -89,29 +88,31 @@ class EngineControl(PlacementControl):
             core.update_weights(None, version=version, cache="keep")
 
         with self._placing:  # whoever loads weights has been told that its version will do
-            self._loop.drained(rename)
+            self._loop.run_drained(rename)
 
     def pause(self, *, mode: str) -> None:
         """Hold still until `resume`; requests that come in meanwhile queue. `mode` says what becomes of those there
         are: "wait" lets what has started finish, and returns when it has; "retract" sends it back to the queue with its
         tokens and rows, its pages free; "in_place" freezes it with its pages; "abort" ends every request with what it
         has. Raises InvalidRequestError."""
-        hold = pausing.hold_of(mode)
-        core = self._assembly.core
-        self._loop.drained(lambda: pausing.pause(core, hold))
-        if hold is PauseMode.WAIT:
-            self._loop.settle()
+        known = [pause_mode.value for pause_mode in PauseMode]
+        if mode not in known:
+            text = f"mode={short_repr(mode)} is unknown; choose one of {', '.join(known)}"
+            raise InvalidRequestError(text, param="mode")
+        core, pause_mode = self._assembly.core, PauseMode(mode)
+        self._loop.run_drained(lambda: core.pause(pause_mode))
+        if pause_mode is PauseMode.WAIT:
+            self._loop.wait_until_paused()
 
     def resume(self) -> None:
         """End a pause of any mode; without one nothing happens."""
-        core = self._assembly.core
-        self._loop.call(lambda: pausing.resume(core))
+        self._loop.run_between_steps(self._assembly.core.resume)
 
     @property
     def paused(self) -> str | None:
         """The mode of the pause that holds, or None."""
-        hold = self._assembly.core.hold
-        return None if hold is None else hold.value
+        pause_mode = self._assembly.core.pause_mode
+        return None if pause_mode is None else pause_mode.value
 
     def stats(self) -> EngineStats:
         """How the engine is: requests that run, wait and have ended, steps, pages, rows. Answers at once, also while a
@@ -122,12 +123,12 @@ class EngineControl(PlacementControl):
         """How often each expert was chosen since the engine started or `reset_routing_stats`: of every token that a
         step fed for a request, prompts and generated tokens apart. A token that came from the prefix cache was not fed
         and does not count. Raises CaptureDisabledError where nothing is recorded."""
-        return self._loop.call(self._assembly.core.capturer.routing_stats)
+        return self._loop.run_between_steps(self._assembly.core.capturer.routing_stats)
 
     def reset_routing_stats(self) -> RoutingStats:
         """Begin to count anew; returns what was counted so far. Raises CaptureDisabledError where nothing is
         recorded."""
-        return self._loop.call(lambda: self._assembly.core.capturer.routing_stats(reset=True))
+        return self._loop.run_between_steps(lambda: self._assembly.core.capturer.routing_stats(reset=True))
 
     @overload
     def score(
@@ -170,7 +171,7 @@ class EngineControl(PlacementControl):
             refuse_released(core, "score")
             return core.runner.state, core.runner.weight_version
 
-        outputs = self._scorer.run(sequences, records, lambda: self._loop.call(served))
+        outputs = self._scorer.run(sequences, records, lambda: self._loop.run_between_steps(served))
         return outputs if several else outputs[0]
 
 
@@ -259,7 +260,7 @@ def _exchange(
     core.runner.check_version(version)  # before a donated array is touched
     state = load()
     advise_hugepages(leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))  # here: beside the steps
-    loop.drained(lambda: core.update_weights(state, version=version, cache=cache, donate=donate))
+    loop.run_drained(lambda: core.update_weights(state, version=version, cache=cache, donate=donate))
     if isinstance(core.runner, OffloadRunner):
         # walks through trees of weights leave cycles behind, which hold the old store: the largest thing there is
         gc.collect()

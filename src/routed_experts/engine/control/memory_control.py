@@ -5,7 +5,6 @@ What runs goes back to the queue with its tokens and rows, then the KV pool is f
 nothing that was filed under a page is kept. Compiled programs stay, so taking memory back compiles nothing."""
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ class MemoryControl:
         self._assembly = assembly
         self._loop = EngineThread(assembly.core)
         self._placing = threading.Lock()  # weights are exchanged, moved or released, one after another
-        self._scorer = Scorer(args, assembly.buckets, assembly.core.runner, self._loop.call)
+        self._scorer = Scorer(args, assembly.buckets, assembly.core.runner, self._loop.run_between_steps)
 
     def release_memory_occupation(self, tags: Sequence[str] = TAGS) -> None:
         """Free the KV pool ("kv_cache"), the engine's hold on its weights ("weights"), or both, between two steps.
@@ -48,7 +47,7 @@ class MemoryControl:
                 f"tags={short_repr(tags)} must be a list of some of {', '.join(TAGS)}", param="tags"
             )
         with self._placing, self._scorer.turn:  # a score holds weights and pages of its own until it has ended
-            self._loop.drained(lambda: release(core, chosen))
+            self._loop.run_drained(lambda: core.release_memory(chosen))
 
     def resume_memory_occupation(self, state: Weights | None = None, *, version: int | None = None) -> None:
         """Take back all that was released, with an empty pool, and go on with what waits. Released weights come from
@@ -69,36 +68,17 @@ class MemoryControl:
             if "weights" in core.released:
                 text = "the weights were released; give state= and version=, or call update_weights first"
                 raise InvalidRequestError(text, param="state")
-            resume_memory(core)
+            core.resume_memory()
 
         with self._placing:
             served = served_now(self._assembly)
             arrays = None if state is None else served.placed(state_of(state, served.arrays))
-            self._loop.drained(lambda: resume(arrays))
+            self._loop.run_drained(lambda: resume(arrays))
 
     @property
     def released(self) -> tuple[str, ...]:
         """What has been released and not been taken back: tags of `release_memory_occupation`."""
         return tuple(tag for tag in TAGS if tag in self._assembly.core.released)
-
-
-def release(core: EngineCore, tags: frozenset[str]) -> None:
-    """Give up the pool, the weights or both; what runs goes back to the queue, with its tokens and rows. Drain
-    first."""
-    for req in tuple(reversed(core.scheduler.running)):
-        core.retract(req)
-    core.flush_cache()
-    core.released |= tags
-    core.runner.release(pool="kv_cache" in tags, weights="weights" in tags)
-
-
-def resume_memory(core: EngineCore) -> None:
-    """Make the pool anew, empty; weights come by `update_weights`, before."""
-    assert "weights" not in core.released, "the weights come first"
-    if "kv_cache" in core.released:
-        core.runner.allocate_pool()
-    core.released = frozenset()
-    core.last_progress = time.monotonic()
 
 
 def served_now(assembly: EngineComponents) -> ServedModel:

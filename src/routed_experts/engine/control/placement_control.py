@@ -47,7 +47,7 @@ class PlacementControl(MemoryControl):
             raise InvalidRequestError(text, param="factor")
         with self._placing:
             refuse_released(self._assembly.core, "set_capacity_factor")
-            self._loop.drained(lambda: runner.set_capacity(wanted))
+            self._loop.run_drained(lambda: runner.set_capacity(wanted))
 
     def placement_stats(self) -> PlacementStats:
         """What became of the experts' places since the start. Raises InvalidRequestError on an engine without
@@ -73,7 +73,7 @@ class PlacementControl(MemoryControl):
 
         layers = runner.layers()
         chunks = [layers[first : first + layers_per_step] for first in range(0, len(layers), layers_per_step)]
-        moved = [self._loop.drained(functools.partial(move, chunk)) for chunk in chunks]
+        moved = [self._loop.run_drained(functools.partial(move, chunk)) for chunk in chunks]
         runner.placement = placement
         return sum(moved)
 
@@ -83,14 +83,14 @@ class PlacementControl(MemoryControl):
         map of another model or another number of residents, and InvalidRequestError on an engine without
         experts=ExpertOffloadConfig(...)."""
         runner = _split_runner(self._assembly.core)
-        return self._loop.call(lambda: runner.apply_residency(residency))
+        return self._loop.run_between_steps(lambda: runner.apply_residency(residency))
 
     def residency(self) -> tuple[ResidencyMap, Float64[np.ndarray, " M"]]:
         """Which experts are resident, and of each MoE layer the share of all slots so far that residents ran
         (resident_hit_ratio; NaN before the first step). Raises InvalidRequestError on an engine without
         experts=ExpertOffloadConfig(...)."""
         runner = _split_runner(self._assembly.core)
-        held, counts = self._loop.call(lambda: (runner.residency, runner.slot_counts()))
+        held, counts = self._loop.run_between_steps(lambda: (runner.residency, runner.slot_counts()))
         return held, 1.0 - counts[:, 0] / np.where(counts[:, 1] == 0, np.nan, counts[:, 1])
 
 

@@ -32,7 +32,7 @@ class PlacementStats:
     @staticmethod
     def of(assembly: EngineComponents, runner: ReplicatedExpertRunner) -> "PlacementStats":
         """The counts of now."""
-        follows, departures, watch = assembly.rebalancer, assembly.core.departures, assembly.watch
+        follows, rerouting, watch = assembly.rebalancer, assembly.core.rerouting, assembly.watch
         spec = assembly.served.config.capture_spec
         told = PlacementStats(epoch=runner.placement.epoch, copies=runner.num_copied)
         if follows is not None:
@@ -46,4 +46,4 @@ class PlacementStats:
             )
         if watch is not None and spec is not None:
             told = dataclasses.replace(told, balance=watch.balance(), layer_ids=tuple(spec.layer_ids))
-        return told if departures is None else dataclasses.replace(told, **dataclasses.asdict(departures.total))
+        return told if rerouting is None else dataclasses.replace(told, **dataclasses.asdict(rerouting.total))

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float32, Int32, UInt
 
 from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqInput
 from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
@@ -208,7 +208,7 @@ def _request(index: int, ids: Int32[np.ndarray, " S"]) -> Req:
             return_logprob=True,
             logprob_start_len=0,
             top_logprobs_num=0,
-            routed_experts=RoutedExpertsRequest(),
+            routed_experts=RoutingOptions(),
         )
     )
 

@@ -51,10 +51,10 @@ def engine_stats(assembly: EngineComponents) -> EngineStats:
     return EngineStats(
         running=len(core.scheduler.running),
         waiting=len(core.scheduler.waiting),
-        accepted=core.ledger.accepted,
-        finished=MappingProxyType(dict(core.ledger.finished)),
+        accepted=core.request_table.accepted,
+        finished=MappingProxyType(dict(core.request_table.finished)),
         num_steps=core.num_steps,
-        last_step_age_s=0.0 if core.ledger.num_live == 0 else time.monotonic() - core.last_progress,
+        last_step_age_s=0.0 if core.request_table.num_live == 0 else time.monotonic() - core.last_progress,
         free_pages=allocator.num_free,
         cached_pages=core.scheduler.pages.cache.num_evictable,
         total_pages=allocator.num_total,

@@ -1,33 +1,54 @@
-"""Ledger: the live requests, what each has been told, and how the others ended. Knows nothing of steps.
+"""RequestTable: the live requests, what has been emitted for each, and the outcome counts of those that ended.
 
-Every accepted request has exactly one outcome: accepted == finished + live, at any time between steps."""
+Every accepted request has exactly one outcome: accepted == finished + live, at any time between steps. Outputs of a
+stream are emitted at multiples of its interval on the clock; the first token and the end are emitted at once."""
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Protocol
 
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import Logprobs, ReroutingCounts, TokenIDOut
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 
-STREAMS_PER_INTERVAL, MAX_BACKOFF = (
-    16,
-    4,
-)  # more streams are told less often, in all at most as often as so many, down to a quarter
-StopCheck = Callable[[int], str | None]  # the next token id -> the stop string that it completed
+# Above 16 streams the interval of each grows, so that all together emit at most as often as 16; up to 4 times.
+STREAMS_PER_INTERVAL, MAX_BACKOFF = 16, 4
+
+
+class StopDetokenizer(Protocol):
+    """The detokenizer of a request with stop strings: its text is decoded here, where the strings must be found."""
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that was met."""
+        ...
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens; returns the text that they make final."""
+        ...
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        ...
+
+    def fork(self) -> "StopDetokenizer":
+        """Return an independent copy."""
+        ...
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Entry:
     req: Req
-    stop: StopCheck | None
-    num_emitted: int = 0  # generated tokens that the caller has been told of
+    detokenizer: StopDetokenizer | None  # None: the caller decodes the text
+    text: list[str] = dataclasses.field(default_factory=list[str])  # decoded since the last output
+    num_emitted: int = 0  # generated tokens
     since: float = dataclasses.field(default_factory=time.monotonic)
     queue_s: float | None = None  # until its first step
-    next_news: float = 0.0  # on the clock, not before: of a stream
-    rows_emitted: int | None = None  # token after the last row that the caller has been told; None: none yet
+    next_output: float = 0.0  # of a stream, on the monotonic clock: not before
+    rows_emitted: int | None = None  # token after the last emitted row; None: none yet
 
 
 class RequestTable:
@@ -37,7 +58,7 @@ class RequestTable:
         self.accepted = 0
         self._finished: dict[str, int] = {}
         self._live: dict[str, _Entry] = {}
-        self._num_told = 0  # streams that have begun
+        self._num_streams = 0  # that have begun
 
     @property
     def finished(self) -> Mapping[str, int]:
@@ -50,27 +71,27 @@ class RequestTable:
         """Requests that have not ended."""
         return len(self._live)
 
-    def enter(self, req: Req, stop: StopCheck | None) -> None:
-        """Note a request that has been accepted."""
+    def add(self, req: Req, detokenizer: StopDetokenizer | None) -> None:
+        """Add a request that has been accepted."""
         assert req.rid not in self._live, req.rid
-        self._live[req.rid] = _Entry(req=req, stop=stop)
+        self._live[req.rid] = _Entry(req=req, detokenizer=detokenizer)
         self.accepted += 1
 
     def reject(self, count: int) -> None:
-        """Note requests that found the queue full: taken in and ended at once."""
+        """Count requests that found the queue full: accepted and ended at once."""
         self.accepted += count
-        _count(self._finished, "rejected", count)
+        self._count("rejected", count)
 
-    def begin(self, reqs: Iterable[Req]) -> None:
+    def mark_scheduled(self, reqs: Iterable[Req]) -> None:
         """Note that these are in a step; the first one ends their time in the queue."""
         for entry in (self._live[req.rid] for req in reqs):
             if entry.queue_s is None:
                 entry.queue_s = time.monotonic() - entry.since
-                self._num_told += entry.req.source.stream
+                self._num_streams += entry.req.source.stream
 
-    def is_due(self, req: Req, now: float) -> bool:
-        """Is it time to tell what a stream has. `now` on the monotonic clock."""
-        return now >= self._live[req.rid].next_news
+    def should_emit(self, req: Req, now: float) -> bool:
+        """Whether a stream may emit its output. `now` on the monotonic clock."""
+        return now >= self._live[req.rid].next_output
 
     def find(self, rid: str) -> Req | None:
         """The live request of this id."""
@@ -78,24 +99,33 @@ class RequestTable:
         return None if entry is None else entry.req
 
     def has_group(self, group: str) -> bool:
-        """Is a request of this group live: another choice of its prompt, or a call of the same id."""
+        """Whether a request of this group is live: another choice of its prompt, or a call of the same id."""
         return any(entry.req.source.group == group for entry in self._live.values())
 
     def live(self) -> tuple[str, ...]:
         """Ids of all live requests, in order of arrival."""
         return tuple(self._live)
 
-    def stop_string(self, req: Req) -> str | None:
-        """Show the newest token to the request's stop check; the string that it completed, if any."""
-        check = self._live[req.rid].stop
-        return None if check is None else check(int(req.tokens[req.num_known - 1]))
+    def match_stop_string(self, req: Req) -> str | None:
+        """Decode the newest token of a request; returns the stop string that it completed, if any."""
+        entry = self._live[req.rid]
+        detokenizer = entry.detokenizer
+        if detokenizer is None:
+            return None
+        if req.met_stop_token and not req.source.sampling.include_stop_str_in_output:
+            detokenizer = detokenizer.fork()  # the token is not shown, unless its text completes a stop string
+        text = detokenizer.push([int(req.tokens[req.num_known - 1])])
+        if detokenizer is entry.detokenizer or detokenizer.stopped is not None:
+            entry.detokenizer = detokenizer
+            entry.text.append(text)
+        return detokenizer.stopped
 
     def next_row(self, req: Req) -> int:
-        """The token whose row comes next: where the request's rows start, or after those that it has been told."""
-        told = self._live[req.rid].rows_emitted
-        return req.source.routed_experts.start if told is None else told
+        """The token whose row is emitted next: where the rows of the request start, or after the last one emitted."""
+        emitted = self._live[req.rid].rows_emitted
+        return req.source.routed_experts.start if emitted is None else emitted
 
-    def news(
+    def make_output(
         self,
         req: Req,
         *,
@@ -105,28 +135,31 @@ class RequestTable:
         exact: bool = True,
         rerouting: ReroutingCounts | None = None,
     ) -> TokenIDOut:
-        """What a request has to tell since it was last asked; an ended one leaves the ledger."""
+        """What a request has gained since its last output; a finished one leaves the table."""
         entry = self._live[req.rid]
-        told, entry.num_emitted = entry.num_emitted, req.num_output
-        interval = req.source.stream_interval_s * min(
-            MAX_BACKOFF, 1 + max(self._num_told - 1, 0) // STREAMS_PER_INTERVAL
-        )
-        # At multiples of the interval on the clock, for all streams the same: one wake-up of those who wait for them,
-        # not one for each.
-        entry.next_news = (time.monotonic() // interval + 1) * interval if interval else 0.0
+        start, entry.num_emitted = entry.num_emitted, req.num_output
+        backoff = min(MAX_BACKOFF, 1 + max(self._num_streams - 1, 0) // STREAMS_PER_INTERVAL)
+        interval = req.source.stream_interval_s * backoff
+        # Multiples of the interval on the clock are the same for all streams: their readers share one wake-up.
+        entry.next_output = (time.monotonic() // interval + 1) * interval if interval else 0.0
         if record is not None:
             entry.rows_emitted = record.start + record.num_rows
-        ended = req.state is ReqState.FINISHED
-        if ended:
+        is_finished = req.state is ReqState.FINISHED
+        if is_finished:
             assert req.finish_reason is not None, req.rid
-            _count(self._finished, "error" if error is not None else req.finish_reason.type)
+            self._count("error" if error is not None else req.finish_reason.type)
             del self._live[req.rid]
-            self._num_told -= entry.queue_s is not None and req.source.stream
+            self._num_streams -= entry.queue_s is not None and req.source.stream
+        text: str | None = None
+        if entry.detokenizer is not None:
+            text = "".join(entry.text) + (entry.detokenizer.finish() if is_finished else "")
+            entry.text.clear()
         return TokenIDOut(
             rid=req.rid,
-            new_token_ids=tuple(req.output_ids[told:].tolist()),
-            output_logprobs=Logprobs(values=tuple(req.output_logprobs[told:]), top=tuple(req.output_top[told:])),
-            input_logprobs=_input_logprobs(req) if ended or told == 0 else None,
+            new_token_ids=tuple(req.output_ids[start:].tolist()),
+            text=text,
+            output_logprobs=Logprobs(values=tuple(req.output_logprobs[start:]), top=tuple(req.output_top[start:])),
+            input_logprobs=_input_logprobs(req) if is_finished or start == 0 else None,
             prompt_tokens=req.prompt_len,
             completion_tokens=req.num_output,
             cached_tokens=req.cached_tokens,
@@ -140,24 +173,22 @@ class RequestTable:
             queue_s=entry.queue_s,
         )
 
+    def check_integrity(self) -> list[Violation]:
+        """I1: every accepted request is live or has ended once."""
+        finished = sum(self._finished.values())
+        if self.accepted == finished + self.num_live:
+            return []
+        detail = f"accepted {self.accepted}, ended {finished}, live {self.num_live}; expected accepted == ended + live"
+        return [Violation(name="outcomes", detail=detail)]
 
-def check_outcomes(ledger: RequestTable) -> list[Violation]:
-    """I1: every accepted request is live or has ended once."""
-    ended = sum(ledger.finished.values())
-    if ledger.accepted == ended + ledger.num_live:
-        return []
-    detail = f"accepted {ledger.accepted}, ended {ended}, live {ledger.num_live}; wanted accepted == ended + live"
-    return [Violation(name="outcomes", detail=detail)]
-
-
-def _count(finished: dict[str, int], outcome: str, count: int = 1) -> None:
-    finished[outcome] = finished.get(outcome, 0) + count
+    def _count(self, outcome: str, count: int = 1) -> None:
+        self._finished[outcome] = self._finished.get(outcome, 0) + count
 
 
 def _input_logprobs(req: Req) -> Logprobs | None:
     """Logprobs of the prompt tokens from logprob_start_len on; the first token of a prompt has none."""
     span = range(req.source.logprob_start_len, req.prompt_len)
-    if not req.wants_prompt_logprobs or any(place > 0 and place not in req.input_logprobs for place in span):
-        return None  # not asked for, or ended before the prompt was through
-    told = [(None, None) if place == 0 else req.input_logprobs[place] for place in span]
-    return Logprobs(values=tuple(value for value, _ in told), top=tuple(top for _, top in told))
+    if not req.wants_prompt_logprobs or any(index > 0 and index not in req.input_logprobs for index in span):
+        return None  # not requested, or the request ended before its prompt was prefilled
+    entries = [(None, None) if index == 0 else req.input_logprobs[index] for index in span]
+    return Logprobs(values=tuple(value for value, _ in entries), top=tuple(top for _, top in entries))

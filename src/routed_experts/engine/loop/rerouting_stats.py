@@ -1,9 +1,8 @@
-"""Departures: how far each request was led away from its own K best experts, where instances have capacities. Knows no
-router.
+"""ReroutingStats: expert slots of each request that capacities moved away from its K best experts, or dropped.
 
-A request departs in the tokens that it feeds, and in those of a cached prefix that others fed: so counts are kept by KV
-slot too, which a token's pass overwrites. Engine thread only; the sums may be read from any. Dims: N padded tokens, Z
-KV slots."""
+Tokens that a request feeds count, and so do those of its cached prefix, which other requests fed. So counts are kept by
+KV slot too; the next pass over a slot overwrites them. Engine thread only; the totals may be read from any thread. Dims:
+N padded tokens, R real tokens, S tokens of a prefix."""
 
 from collections.abc import Iterable
 
@@ -25,7 +24,7 @@ class ReroutingStats:
 
     @property
     def total(self) -> ReroutingCounts:
-        """Since the start, of all requests."""
+        """The sum over all requests since the start."""
         return ReroutingCounts(rerouted_slots=int(self._total[0]), dropped_slots=int(self._total[1]))
 
     def file(
@@ -35,12 +34,12 @@ class ReroutingStats:
         live: Bool[np.ndarray, " R"] | None,
         running: Iterable[Req],
     ) -> None:
-        """Take in a step: what was changed in each of its tokens, and which of the R real ones are of live requests
-        (None: all)."""
+        """File a step: the changes in each of its tokens, and which of the R real ones belong to live requests (None:
+        all)."""
         live = np.ones(batch.num_tokens, np.bool_) if live is None else live
         real = np.where(live[:, None], changed[: batch.num_tokens], 0)
         self._total += real.sum(axis=0)
-        self._by_slot[batch.kv_slots[live]] = real[live]  # pages of the others may be somebody else's by now
+        self._by_slot[batch.kv_slots[live]] = real[live]  # the pages of the others may already belong to another request
         by_row = np.zeros((batch.num_requests, 2), np.int64)
         np.add.at(by_row, batch.token_rows[: batch.num_tokens], real)
         rids = {req.slot: req.rid for req in running}
@@ -48,13 +47,13 @@ class ReroutingStats:
             self._add(rids[int(batch.request_slots[row])], by_row[row])
 
     def retract(self, req: Req, prefix: Int[np.ndarray, " S"]) -> None:
-        """Take along what a cached prefix had, before its pages go: what was generated on it stays what it is."""
-        found = self._by_slot[prefix].sum(axis=0)
-        if found.any():
-            self._add(req.rid, found)
+        """Keep the counts of a cached prefix before its pages are freed: the generated tokens still depend on them."""
+        counts = self._by_slot[prefix].sum(axis=0)
+        if counts.any():
+            self._add(req.rid, counts)
 
-    def of(self, req: Req, prefix: Int[np.ndarray, " S"], *, ended: bool) -> ReroutingCounts:
-        """All that a request has departed, in its own passes and in its cached prefix; an ended one is forgotten."""
+    def counts_for(self, req: Req, prefix: Int[np.ndarray, " S"], *, ended: bool) -> ReroutingCounts:
+        """The counts of a request, in its own passes and in its cached prefix; those of an ended one are dropped."""
         own = self._own.get(req.rid, (0, 0))
         if ended:
             self._own.pop(req.rid, None)

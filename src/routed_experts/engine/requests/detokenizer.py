@@ -1,13 +1,15 @@
-"""Text of one request while its tokens arrive: deltas that are never taken back, cut at the first stop string.
+"""Incremental detokenization of one sequence: text deltas that are final, cut at the first stop string.
 
-Knows nothing of requests. Joined deltas equal the one-shot decode of all tokens, cut at the stop string that completes
-first (of those that complete together, the longest). Held back: an unfinished character, and text that may be the
-beginning of a stop string. Work grows linearly with tokens and characters, whatever they are.
+Joined deltas equal the one-shot decode of all tokens, cut at the stop string that completes first (of those that
+complete together, the longest). An unfinished character is held back, and so is text that may begin a stop string. Work
+grows linearly with tokens and characters, whatever they are: an automaton, because searches of the standard library read
+the held text again for every token.
 
     tokens -> text that can no longer change -> text that no stop string can claim -> deltas
               (_ByteLevelText or _WindowText)   (_StopMatcher)"""
 
 import codecs
+import copy
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from routed_experts.engine.requests.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """One for each choice of a request. After a stop string, or `finish`, nothing more comes."""
+    """The detokenizer of one sequence. After a stop string, or `finish`, it returns no more text."""
 
     def __init__(
         self,
@@ -30,13 +32,13 @@ class IncrementalDetokenizer:
     ) -> None:
         if "" in stop:
             raise InvalidRequestError(
-                "stop holds an empty string; wanted one character at least; leave it out", param="stop"
+                "stop holds an empty string; each needs at least one character; leave it out", param="stop"
             )
         source = _ByteLevelText if tokenizer.byte_level else _WindowText
         self._text: _ByteLevelText | _WindowText = source(tokenizer, skip_special_tokens)
         self._matcher = _StopMatcher(stop)
         self._include_stop_str, self._min_tokens = include_stop_str, min_tokens
-        self._held = ""  # settled, but perhaps the beginning of a stop string
+        self._held = ""  # final, but possibly the beginning of a stop string
         self._finished = False
         self.stopped: str | None = None  # the stop string that was met
         self.num_tokens = 0  # consumed, the one that completed the stop string included
@@ -47,8 +49,8 @@ class IncrementalDetokenizer:
         return self._matcher.work + self._text.work
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens, return the text that is now certain; tokens after a stop string are not looked at."""
-        if self._matcher.is_empty and not self._finished:  # nothing can stop it: all at once
+        """Take the next tokens, return the text that is now final; tokens after a stop string are ignored."""
+        if self._matcher.is_empty and not self._finished:  # no stop string: all tokens at once
             self.num_tokens += len(token_ids)
             return self._text.feed(token_ids)
         deltas: list[str] = []
@@ -69,6 +71,12 @@ class IncrementalDetokenizer:
             delta, self._held, self._finished = delta + self._held, "", True
         return delta
 
+    def fork(self) -> "IncrementalDetokenizer":
+        """Return a copy that goes its own way from here."""
+        other = copy.copy(self)
+        other._text, other._matcher = self._text.fork(), copy.copy(self._matcher)
+        return other
+
     def _scan(self, text: str) -> str:
         if not text:
             return ""
@@ -78,9 +86,9 @@ class IncrementalDetokenizer:
             self.stopped, consumed = match
             self._held, self._finished = "", True
             return pending[: len(pending) - len(text) + consumed - (0 if self._include_stop_str else len(self.stopped))]
-        settled = len(pending) - self._matcher.depth
-        self._held = pending[settled:]
-        return pending[:settled]
+        end = len(pending) - self._matcher.depth
+        self._held = pending[end:]
+        return pending[:end]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -92,7 +100,7 @@ class _Node:
 
 
 class _StopMatcher:
-    """Finds the stop string that completes first (Aho and Corasick 1975): one pass, no character looked at again."""
+    """Finds the stop string that completes first (Aho and Corasick 1975): one pass, each character read once."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._root = _Node(0)
@@ -113,22 +121,22 @@ class _StopMatcher:
 
     @property
     def is_empty(self) -> bool:
-        """Is there no stop string at all."""
+        """Whether there is no stop string."""
         return not self._root.following
 
     @property
     def depth(self) -> int:
-        """How many of the last characters may be the beginning of a stop string."""
+        """Number of last characters that may begin a stop string."""
         return self._node.depth
 
     def feed(self, text: str) -> tuple[str, int] | None:
-        """Read on; the stop string that completes, and how many characters of `text` it took."""
+        """Read on; returns the stop string that completes, and how many characters of `text` were read."""
         if self.is_empty:
             return None
-        for place, character in enumerate(text):
+        for index, character in enumerate(text):
             self._node = self._next(self._node, character)
             if self._node.match is not None:
-                return self._node.match, place + 1
+                return self._node.match, index + 1
         return None
 
     def _next(self, node: _Node, character: str) -> _Node:
@@ -140,31 +148,36 @@ class _StopMatcher:
 
 
 class _ByteLevelText:
-    """Byte-level BPE: a token is bytes, and bytes become text as soon as a character is whole."""
+    """Byte-level BPE: a token is bytes, which become text as soon as a character is complete."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = b""  # of an unfinished character
         self.work = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
         self.work += len(token_ids)
         tokenizer, skip = self._tokenizer, self._skip
-        told = [
-            tokenizer.token_bytes(token_id) for token_id in token_ids if not (skip and tokenizer.is_special(token_id))
-        ]
-        return self._decoder.decode(b"".join(told))
+        new = [tokenizer.token_bytes(token) for token in token_ids if not (skip and tokenizer.is_special(token))]
+        data = b"".join((self._rest, *new))
+        text, consumed = codecs.utf_8_decode(data, "replace", False)
+        self._rest = data[consumed:]
+        return text
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        rest, self._rest = self._rest, b""
+        return rest.decode("utf-8", "replace")
+
+    def fork(self) -> "_ByteLevelText":
+        return copy.copy(self)
 
 
 class _WindowText:
     """Decoders whose text depends on the token before (a leading space) or, for raw bytes, on the whole run of them.
 
-    One token of context is kept. Raw bytes wait for the token after their run: one wrong byte makes U+FFFD of all of
-    them."""
+    One token of context is kept. Raw bytes wait for the token after their run: one invalid byte turns all of them into
+    U+FFFD."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -189,6 +202,11 @@ class _WindowText:
         assert both.startswith(before), (self._context, self._waiting, before, both)
         self._context, self._waiting = self._waiting[-1:], []
         return both[len(before) :]
+
+    def fork(self) -> "_WindowText":
+        other = copy.copy(self)
+        other._context, other._waiting = list(self._context), list(self._waiting)
+        return other
 
     def _decode(self, token_ids: list[int]) -> str:
         self.work += len(token_ids)

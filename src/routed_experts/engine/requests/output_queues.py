@@ -1,91 +1,75 @@
-"""Sinks: where the engine thread leaves the news of a call, and how the caller hears that there is some. Knows nothing
-of text.
+"""Output queues: how the outputs of a call leave the engine thread, for a caller in a thread or in an event loop.
 
-A sink keeps what it is given and rings once a step: waking another thread costs more than most news, and lets that
-thread take the interpreter from the step. Engine thread only, but for `coming`, which is the caller's end."""
+A queue keeps what it is given and hands it over once a step: waking another thread costs more than most outputs, and
+lets that thread take the interpreter from the step. `put` and `flush` run on the engine thread, reading does not."""
 
 import asyncio
 import queue
 from collections.abc import Sequence
-from typing import Protocol
 
 from routed_experts.core.io_struct import TokenIDOut
 
-News = tuple[TokenIDOut, ...]
-
-
-class OutputQueue(Protocol):
-    """Takes the news of the requests that were submitted with it."""
-
-    def take(self, out: TokenIDOut) -> bool:
-        """Keep news until the next ring. False when nobody listens any more. Never raises."""
-        ...
-
-    def ring(self) -> None:
-        """The step has no more news: wake whoever waits. Never raises."""
-        ...
-
 
 class ThreadOutputQueue:
-    """For a caller that waits in its own thread: `coming` has the news of a step at a time."""
+    """For a caller that waits in its own thread: `steps` holds the outputs of one step at a time."""
 
     def __init__(self) -> None:
-        self.coming: queue.SimpleQueue[News] = queue.SimpleQueue()
-        self._kept: list[TokenIDOut] = []
+        self.steps: queue.SimpleQueue[tuple[TokenIDOut, ...]] = queue.SimpleQueue()
+        self._step: list[TokenIDOut] = []
 
-    def take(self, out: TokenIDOut) -> bool:
-        """Keep it."""
-        self._kept.append(out)
+    def put(self, out: TokenIDOut) -> bool:
+        """Keep an output until the next flush."""
+        self._step.append(out)
         return True
 
-    def ring(self) -> None:
-        """Hand over what was kept."""
-        if self._kept:
-            self.coming.put(tuple(self._kept))
-            self._kept.clear()
+    def flush(self) -> None:
+        """Hand over the outputs of the step."""
+        if self._step:
+            self.steps.put(tuple(self._step))
+            self._step.clear()
 
 
 class LoopNotifier:
-    """The news for all calls of one event loop: one wake-up a step, however many calls have some."""
+    """The outputs for all calls of one event loop: one wake-up a step, however many calls have some."""
 
-    def __init__(self, events: asyncio.AbstractEventLoop) -> None:
-        self.events = events
-        self._kept: list[tuple[AsyncOutputQueue, TokenIDOut]] = []
+    def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
+        self.event_loop = event_loop
+        self._step: list[tuple[asyncio.Queue[TokenIDOut], TokenIDOut]] = []
 
-    def keep(self, sink: "AsyncOutputQueue", out: TokenIDOut) -> bool:
-        """Keep news of a call; False if the event loop has been closed."""
-        self._kept.append((sink, out))
-        return not self.events.is_closed()
+    def put(self, receiver: "asyncio.Queue[TokenIDOut]", out: TokenIDOut) -> bool:
+        """Keep an output of a call; False if the event loop has been closed."""
+        self._step.append((receiver, out))
+        return not self.event_loop.is_closed()
 
-    def ring(self) -> None:
-        """Hand over what was kept; the first of the calls that ring does it for all."""
-        if not self._kept:
+    def flush(self) -> None:
+        """Hand over the outputs of the step; the first flush does it for all calls."""
+        if not self._step:
             return
-        kept, self._kept = self._kept, []
+        step, self._step = self._step, []
         try:
-            self.events.call_soon_threadsafe(_hand_over, kept)
-        except RuntimeError:  # closed meanwhile: nobody is left to be told
+            self.event_loop.call_soon_threadsafe(_hand_over, step)
+        except RuntimeError:  # the event loop has been closed meanwhile, and its readers with it
             return
 
 
 class AsyncOutputQueue:
-    """For a caller of an event loop: `coming` has its news one by one. `max_waiting`: more than these, and it counts as
-    gone."""
+    """For a caller in an event loop: `queue` holds its outputs one by one. A reader with more than `max_waiting` of
+    them unread counts as gone."""
 
-    def __init__(self, mail: LoopNotifier, *, max_waiting: int) -> None:
-        self.coming: asyncio.Queue[TokenIDOut] = asyncio.Queue()
-        self._mail, self._max_waiting = mail, max_waiting
+    def __init__(self, notifier: LoopNotifier, *, max_waiting: int) -> None:
+        self.queue: asyncio.Queue[TokenIDOut] = asyncio.Queue()
+        self._notifier, self._max_waiting = notifier, max_waiting
 
-    def take(self, out: TokenIDOut) -> bool:
-        """Keep it with the mail of the event loop."""
-        return self._mail.keep(self, out) and self.coming.qsize() < self._max_waiting
+    def put(self, out: TokenIDOut) -> bool:
+        """Keep an output with those of the event loop."""
+        return self._notifier.put(self.queue, out) and self.queue.qsize() < self._max_waiting
 
-    def ring(self) -> None:
-        """Hand over the mail."""
-        self._mail.ring()
+    def flush(self) -> None:
+        """Hand over the outputs of the event loop."""
+        self._notifier.flush()
 
 
-def _hand_over(kept: Sequence[tuple[AsyncOutputQueue, TokenIDOut]]) -> None:
-    """On the event loop: everyone gets their own."""
-    for sink, out in kept:
-        sink.coming.put_nowait(out)
+def _hand_over(step: "Sequence[tuple[asyncio.Queue[TokenIDOut], TokenIDOut]]") -> None:
+    """On the event loop: put each output into the queue of its call."""
+    for receiver, out in step:
+        receiver.put_nowait(out)

@@ -1,29 +1,32 @@
-"""RequestOutput and CompletionOutput: answers as vLLM's users know them, with the record beside the arrays. Knows no
-engine.
+"""RequestOutput: SequenceStates in vLLM's words, at the end of a call or as a stream, with the record beside the arrays.
 
-Dims: P prompt rows, G generated rows, M MoE layers, K experts per token."""
+Dims: R rows, P prompt rows, G generated rows, M MoE layers, K experts per token."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int16
 
-from routed_experts.core.errors import RoutingFormatError
+from routed_experts.core.error_text import short_repr
+from routed_experts.core.errors import PARAM, InvalidRequestError, RoutingFormatError
 from routed_experts.core.io_struct import FinishReason
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.engine.requests.sequence_state import SequenceState
+from routed_experts.core.sampling_params import SamplingParams
+from routed_experts.engine.requests.generation import AsyncGeneration
+from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob, TopLogprobs
 
+OUTPUT_KINDS = ("delta", "cumulative", "final")
 MAX_INT16_EXPERTS = 32_768
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """The logprob of one token at one place. `rank` counts from 1 among the alternatives; None for one that is not
-    among them."""
+    """The logprob of one token at one position. `rank` counts from 1 among the alternatives; None for a token that is
+    not one of them."""
 
     logprob: float
     rank: int | None
@@ -44,9 +47,9 @@ class WeightSpan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionOutput:
-    """One choice. `token_ids` hold a stop token that was met; `logprobs` None unless asked for.
+    """One choice. `token_ids` include the stop token that ended it; `logprobs` is None unless requested.
 
-    `record` is the whole routing of the sequence, prompt rows included; None where none was asked for, or none was
+    `record` is the routing of the whole sequence, prompt rows included; None if it was not requested, or if no token was
     generated."""
 
     index: int
@@ -61,7 +64,7 @@ class CompletionOutput:
 
     @functools.cached_property
     def routed_experts(self) -> Int16[np.ndarray, "G M K"] | None:
-        """Rows of the generated tokens, gen_len - 1: the last token was never fed. Raises RoutingFormatError above
+        """Rows of the generated tokens; the last token was never fed and has none. Raises RoutingFormatError above
         32,768 experts."""
         return None if self.record is None else _as_int16(self.record.generated)
 
@@ -81,8 +84,8 @@ class RequestOutput:
 
     @functools.cached_property
     def prompt_routed_experts(self) -> Int16[np.ndarray, "P M K"] | None:
-        """Rows of the prompt's tokens from the start that was asked for on; one for all choices. Raises as
-        routed_experts does."""
+        """Rows of the prompt's tokens from the requested start on; the same for all choices. Raises as routed_experts
+        does."""
         record = self.outputs[0].record
         return None if record is None else _as_int16(record.prompt)
 
@@ -104,68 +107,116 @@ class RequestOutput:
         ]
 
 
-def request_output(answers: Sequence[SequenceState], prompt: str | None) -> RequestOutput:
-    """Join answers of one prompt's choices: ended ones, or what one that runs has told so far."""
-    first = answers[0]
-    said = [answer.to_dict() for answer in answers]
-    meta = cast("list[dict[str, Any]]", [one["meta_info"] for one in said])
-    told = meta[0].get("input_token_logprobs")
+def request_output(sequences: Sequence[SequenceState], prompt: str | None) -> RequestOutput:
+    """The choices of one prompt, ended or as far as they are."""
+    first = sequences[0]
+    prompt_logprobs = first.input_logprobs
     return RequestOutput(
         request_id=first.request.group.rpartition("-")[0],
         prompt=prompt,
         prompt_token_ids=tuple(first.request.input_ids.tolist()),
-        prompt_logprobs=None if told is None else _logprobs(told, meta[0].get("input_top_logprobs")),
-        outputs=tuple(_completion(answer, one) for answer, one in zip(answers, said, strict=True)),
-        finished=all(answer.finish_reason is not None for answer in answers),
-        num_cached_tokens=first.counts.cached_tokens,
-        metrics={"e2e_latency": max(float(one["e2e_latency"]) for one in meta)},
+        prompt_logprobs=None if prompt_logprobs is None else _logprobs(prompt_logprobs, first.input_top_logprobs),
+        outputs=tuple(_completion(sequence) for sequence in sequences),
+        finished=all(sequence.finish_reason is not None for sequence in sequences),
+        num_cached_tokens=first.last.cached_tokens,
+        metrics={"e2e_latency": max(sequence.latency_s for sequence in sequences)},
     )
 
 
-def _completion(answer: SequenceState, said: dict[str, Any]) -> CompletionOutput:
-    meta, reason = said["meta_info"], answer.finish_reason
-    told: list[list[Any]] | None = meta.get("output_token_logprobs")
-    logprobs = None if told is None else [one or {} for one in _logprobs(told, meta.get("output_top_logprobs"))]
+def check_stream(params: SamplingParams | None, kind: str) -> None:
+    """Raise InvalidRequestError for what a stream of RequestOutputs does not take."""
+    if kind not in OUTPUT_KINDS:
+        text = f"{PARAM}={short_repr(kind)} is unknown; choose one of {', '.join(OUTPUT_KINDS)}"
+        raise InvalidRequestError(text, param="output_kind")
+    check_arrays(params)
+
+
+def check_arrays(params: SamplingParams | None) -> None:
+    """Raise InvalidRequestError for a wire format: the rows of a RequestOutput are arrays."""
+    if params is not None and params.routed_experts_format is not None:
+        text = f"{PARAM}={short_repr(params.routed_experts_format)} is for the wire; here rows are arrays: leave it out"
+        raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
+
+
+async def stream_outputs(
+    open_call: Callable[[], AsyncGeneration], prompt: str | None, *, kind: str
+) -> AsyncIterator[RequestOutput]:
+    """Run the call of one prompt. Leaving early aborts it, and so does an error of one choice."""
+    call = open_call()
+    previous: dict[int, RequestOutput] = {}
+    try:
+        await call.submit()
+        async for index, _ in call.outputs():
+            if kind == "final":
+                continue
+            before, now = previous.get(index), request_output([call.sequences[index]], prompt)
+            previous[index] = now
+            yield now if kind == "cumulative" or before is None else _since(before, now)
+        if kind == "final":
+            yield request_output(call.sequences, prompt)
+    finally:
+        call.abort()
+
+
+def _since(before: RequestOutput, now: RequestOutput) -> RequestOutput:
+    """What one choice has gained."""
+    then, choice = before.outputs[0], now.outputs[0]
+    delta: CompletionOutput = dataclasses.replace(
+        choice,
+        text=choice.text[len(then.text) :],
+        token_ids=choice.token_ids[len(then.token_ids) :],
+        logprobs=None if choice.logprobs is None else choice.logprobs[len(then.logprobs or ()) :],
+    )
+    prompt_logprobs = now.prompt_logprobs if before.prompt_logprobs is None else None
+    return dataclasses.replace(now, outputs=(delta,), prompt_logprobs=prompt_logprobs)
+
+
+def _completion(sequence: SequenceState) -> CompletionOutput:
+    reason, logprobs, cumulative = sequence.finish_reason, None, None
+    if sequence.request.return_logprob:
+        entries = sequence.output_logprobs
+        logprobs = [entry or {} for entry in _logprobs(entries, sequence.output_top_logprobs)]
+        cumulative = sum(_number(entry.logprob) for entry in entries)
     return CompletionOutput(
-        index=answer.request.choice,
-        text=said["text"],
-        token_ids=answer.token_ids,
-        cumulative_logprob=None if told is None else sum(_number(entry[0]) for entry in told),
+        index=sequence.request.choice,
+        text=sequence.text,
+        token_ids=sequence.token_ids,
+        cumulative_logprob=cumulative,
         logprobs=logprobs,
-        record=answer.record,
+        record=sequence.record,
         finish_reason=None if reason is None else reason.type,
         stop_reason=None if reason is None else reason.matched,
-        weight_versions=_weight_versions(answer),
+        weight_versions=_weight_versions(sequence),
     )
 
 
-def _logprobs(told: list[list[Any]], tops: list[list[list[Any]] | None] | None) -> list[TokenLogprobs | None]:
-    """[logprob, id, text] entries and their alternatives, by token id; None for the first token of a prompt."""
-    found: list[TokenLogprobs | None] = []
-    for entry, top in zip(told, tops or [None] * len(told), strict=True):
-        if entry[0] is None and not top:
-            found.append(None)
-            continue
-        ranked = {
-            one[1]: Logprob(logprob=_number(one[0]), rank=rank, decoded_token=one[2])
-            for rank, one in enumerate(top or [], start=1)
-        }
-        ranked.setdefault(entry[1], Logprob(logprob=_number(entry[0]), rank=None, decoded_token=entry[2]))
-        found.append(ranked)
-    return found
+def _logprobs(entries: Sequence[TokenLogprob], tops: Sequence[TopLogprobs]) -> list[TokenLogprobs | None]:
+    """Each token and its alternatives, by token id; None for the first token of a prompt."""
+    return [_by_token_id(entry, top) for entry, top in zip(entries, tops, strict=True)]
+
+
+def _by_token_id(entry: TokenLogprob, top: TopLogprobs) -> TokenLogprobs | None:
+    if entry.logprob is None and not top:
+        return None
+    ranked = {
+        other.token_id: Logprob(logprob=_number(other.logprob), rank=rank, decoded_token=other.text)
+        for rank, other in enumerate(top or [], start=1)
+    }
+    own = Logprob(logprob=_number(entry.logprob), rank=None, decoded_token=entry.text)
+    ranked.setdefault(entry.token_id, own)
+    return ranked
 
 
 def _number(value: float | None) -> float:
-    """A logprob; None stands for minus infinity."""
+    """A logprob; None is minus infinity."""
     return -math.inf if value is None else value
 
 
-def _weight_versions(answer: SequenceState) -> tuple[WeightSpan, ...]:
-    """Which weights sampled which output tokens. Output token j was sampled by the pass that fed the token before
-    it."""
-    count, record = len(answer.token_ids), answer.record
+def _weight_versions(sequence: SequenceState) -> tuple[WeightSpan, ...]:
+    """Which weights sampled which output tokens. The pass over the token before sampled output token j."""
+    count, record = len(sequence.token_ids), sequence.record
     if record is None:
-        return (WeightSpan(version=answer.counts.weight_version, start=0, end=count),) if count else ()
+        return (WeightSpan(version=sequence.last.weight_version, start=0, end=count),) if count else ()
     before = record.num_prompt_tokens - 1
     spans = [(max(low - before, 0), min(high - before, count), version) for low, high, version in record.version_spans]
     return tuple(WeightSpan(version=version, start=low, end=high) for low, high, version in spans if low < high)

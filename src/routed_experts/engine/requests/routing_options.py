@@ -1,107 +1,106 @@
-"""What a request wants of its routing: resolved from the two places where it may say so, or a typed error. Knows no
-payloads."""
+"""Routing options of a request: resolved from the request and its sampling parameters, validated, defaults applied."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError
-from routed_experts.core.io_struct import GenerateReqInput, RoutedExpertsRequest
-from routed_experts.core.sampling_params import (
-    ROUTED_EXPERTS_FORMATS,
-    ROUTED_EXPERTS_LAYERS,
-    SamplingParams,
-    short_repr,
-)
+from routed_experts.core.io_struct import GenerateReqInput, RoutingOptions
+from routed_experts.core.sampling_params import ROUTED_EXPERTS_FORMATS, ROUTED_EXPERTS_LAYERS, SamplingParams
 
-_DEFAULTS: Mapping[str, object] = MappingProxyType(
+# What a request without rows may still name: values that change nothing.
+_UNUSED: Mapping[str, object] = MappingProxyType(
     {"start_len": 0, "format": "int32", "layers": "all", "stream": False, "include_last": False}
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingDefaults:
-    """What a surface returns when the request does not say. `refs`: rows may be kept for fetching."""
+    """What a surface returns when a request leaves an option unset. `refs`: rows may be stored for a later fetch."""
 
-    asked: bool = False
+    enabled: bool = False
     format: str = "int32"
     npy_layers: str = "moe"  # of format npy; int32 has all layers, list and ref the MoE layers
     refs: bool = False
 
 
-NATIVE = RoutingDefaults()
+SGLANG_DEFAULTS = RoutingDefaults()
 
 
 def resolve_routing_options(
-    said: GenerateReqInput,
+    request: GenerateReqInput,
     params: SamplingParams,
     *,
     prompt_len: int,
     capture: bool,
-    defaults: RoutingDefaults = NATIVE,
-) -> RoutedExpertsRequest:
-    """Resolve the routing fields of a request. Raises InvalidRequestError naming the field, or CaptureDisabledError."""
-    asked = _one_of("return_routed_experts", said.return_routed_experts, params.return_routed_experts)
-    start = _one_of("routed_experts_start_len", said.routed_experts_start_len, params.routed_experts_start_len)
-    form = _one_of("routed_experts_format", said.routed_experts_format, params.routed_experts_format)
-    layers = _one_of("routed_experts_layers", said.routed_experts_layers, params.routed_experts_layers)
-    last = _one_of("routed_experts_include_last", said.routed_experts_include_last, params.routed_experts_include_last)
-    stream = said.routed_experts_stream
-    if asked is not None and not isinstance(asked, bool):
-        raise InvalidRequestError(
-            f"return_routed_experts={short_repr(asked)} must be true or false", param="return_routed_experts"
-        )
-    if asked is None:
-        asked = defaults.asked and capture
-    if not asked:
-        _check_nothing_is_said(
-            {"start_len": start, "format": form, "layers": layers, "stream": stream, "include_last": last}
-        )
-        return RoutedExpertsRequest()
+    defaults: RoutingDefaults = SGLANG_DEFAULTS,
+) -> RoutingOptions:
+    """Resolve the routing options of a request. Raises InvalidRequestError naming the field, or CaptureDisabledError."""
+    enabled = _merge_field("return_routed_experts", request.return_routed_experts, params.return_routed_experts)
+    start = _merge_field("routed_experts_start_len", _start_len(request), params.routed_experts_start_len)
+    form = _merge_field("routed_experts_format", request.routed_experts_format, params.routed_experts_format)
+    layers = _merge_field("routed_experts_layers", request.routed_experts_layers, params.routed_experts_layers)
+    last = _merge_field(
+        "routed_experts_include_last", request.routed_experts_include_last, params.routed_experts_include_last
+    )
+    if _checked_bool("return_routed_experts", enabled) is None:
+        enabled = defaults.enabled and capture
+    if not enabled:
+        stream = request.routed_experts_stream
+        _check_unused({"start_len": start, "format": form, "layers": layers, "stream": stream, "include_last": last})
+        return RoutingOptions()
     if not capture:
         raise CaptureDisabledError(
             "return_routed_experts=True, but this engine records none; build it with Engine(..., enable_return_routed_experts=True), "
             "or serve with --enable-return-routed-experts",
             param="return_routed_experts",
         )
+    start = _checked_start(start, prompt_len)
+    form = _checked_format(form, defaults)
+    usual_layers = {"int32": "all", "npy": defaults.npy_layers}.get(form, "moe")
+    return RoutingOptions(
+        enabled=True,
+        start=start,
+        format=form,
+        layers=usual_layers if layers is None else _checked_word("layers", layers, ROUTED_EXPERTS_LAYERS),
+        include_last=_checked_bool("routed_experts_include_last", last) is True,
+        stream=_checked_stream(request, form),
+    )
+
+
+def _start_len(request: GenerateReqInput) -> object:
+    """The start of the rows, under either name."""
+    start, alias = request.routed_experts_start_len, request.routed_experts_prompt_start
+    if start is not None and alias is not None and start != alias:
+        text = f"routed_experts_prompt_start={short_repr(alias)} and routed_experts_start_len={short_repr(start)} differ; give one"
+        raise InvalidRequestError(text, param="routed_experts_start_len", code="conflicting_parameters")
+    return alias if start is None else start
+
+
+def _checked_start(start: object, prompt_len: int) -> int:
     start = 0 if start is None else start
     if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= prompt_len:
         text = (
             f"routed_experts_start_len={short_repr(start)} must be an integer in 0..{prompt_len}, the prompt's length"
         )
         raise InvalidRequestError(text, param="routed_experts_start_len", code="invalid_start")
-    form = (
-        defaults.format
-        if form is None
-        else _word("routed_experts_format", form, ROUTED_EXPERTS_FORMATS, "unknown_format")
-    )
+    return start
+
+
+def _checked_format(form: object, defaults: RoutingDefaults) -> str:
+    form = defaults.format if form is None else _checked_word("format", form, ROUTED_EXPERTS_FORMATS)
     if form == "ref" and not defaults.refs:
         text = "routed_experts_format='ref' is for servers that keep rows: here the array is already in this process; choose int32 or npy"
         raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
-    usual = {"int32": "all", "npy": defaults.npy_layers}.get(form, "moe")
-    layers = (
-        usual if layers is None else _word("routed_experts_layers", layers, ROUTED_EXPERTS_LAYERS, "unknown_layers")
-    )
-    if last is not None and not isinstance(last, bool):
-        raise InvalidRequestError(
-            f"routed_experts_include_last={short_repr(last)} must be true or false", param="routed_experts_include_last"
-        )
-    stream = _checked_stream(said, form)
-    return RoutedExpertsRequest(
-        asked=True, start=start, format=form, layers=layers, stream=stream, include_last=last is True
-    )
+    return form
 
 
-def _checked_stream(said: GenerateReqInput, form: str) -> bool:
-    """Does the request want its rows as they come."""
-    stream = said.routed_experts_stream
-    if stream is None or stream is False:
+def _checked_stream(request: GenerateReqInput, form: str) -> bool:
+    """Whether the rows are streamed."""
+    if _checked_bool("routed_experts_stream", request.routed_experts_stream) is not True:
         return False
-    if stream is not True:
-        raise InvalidRequestError(
-            f"routed_experts_stream={short_repr(stream)} must be true or false", param="routed_experts_stream"
-        )
-    if not said.stream:
+    if not request.stream:
         text = "routed_experts_stream=True without stream=True; set stream, or drop it and read the rows of the answer"
         raise InvalidRequestError(text, param="routed_experts_stream", code="stream_required")
     if form == "ref":
@@ -110,29 +109,36 @@ def _checked_stream(said: GenerateReqInput, form: str) -> bool:
     return True
 
 
-def _check_nothing_is_said(fields: Mapping[str, object]) -> None:
-    """A request that wants no rows may say nothing about them but the defaults."""
+def _check_unused(fields: Mapping[str, object]) -> None:
+    """A request without rows may name no option of them but with its default."""
     for name, value in fields.items():
-        default = _DEFAULTS[name]
+        default = _UNUSED[name]
         if value is not None and (type(value) is not type(default) or value != default):
             param = f"routed_experts_{name}"
             text = (
-                f"{param}={short_repr(value)} without return_routed_experts=True says nothing; set it or drop {param}"
+                f"{param}={short_repr(value)} without return_routed_experts=True has no effect; set it or drop {param}"
             )
             raise InvalidRequestError(text, param=param, code="routing_not_requested")
 
 
-def _one_of(param: str, here: object, there: object) -> object:
-    """A field that may stand beside the sampling parameters or among them."""
-    if here is not None and there is not None and here != there:
-        text = f"{param}={short_repr(here)}, but sampling_params say {short_repr(there)}; say it once"
+def _merge_field(param: str, value: object, in_params: object) -> object:
+    """A field that may be given beside the sampling parameters or in them."""
+    if value is not None and in_params is not None and value != in_params:
+        text = f"{param}={short_repr(value)}, but sampling_params have {short_repr(in_params)}; give it once"
         raise InvalidRequestError(text, param=param, code="conflicting_parameters")
-    return there if here is None else here
+    return in_params if value is None else value
 
 
-def _word(param: str, value: object, known: Sequence[str], code: str) -> str:
+def _checked_bool(param: str, value: object) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise InvalidRequestError(f"{param}={short_repr(value)} must be true or false", param=param)
+
+
+def _checked_word(name: str, value: object, known: Sequence[str]) -> str:
+    param = f"routed_experts_{name}"
     if not isinstance(value, str) or value not in known:
-        raise InvalidRequestError(
-            f"{param}={short_repr(value)} is unknown; choose one of {', '.join(known)}", param=param, code=code
-        )
+        text = f"{param}={short_repr(value)} is unknown; choose one of {', '.join(known)}"
+        code = "unknown_format" if name == "format" else "unknown_layers"
+        raise InvalidRequestError(text, param=param, code=code)
     return value

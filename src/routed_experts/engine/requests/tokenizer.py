@@ -1,9 +1,7 @@
-"""Text to token ids and back, and messages to text, from the tokenizer files of a checkpoint. Knows nothing of
-requests.
+"""Tokenizer: text to token ids and back, and messages to text, from the tokenizer files of a checkpoint.
 
-Only tokenizer.json is read: code that a checkpoint brings along is never imported, and chat templates come from the
-checkpoint alone and run in a sandbox that can call nothing but what is given here. Needs routed-experts[text], imported
-when first used."""
+Only tokenizer.json is read. Code of a checkpoint is never imported. Chat templates come from the checkpoint alone and run
+in a sandbox that can call nothing but the functions given here. Needs routed-experts[text], imported at first use."""
 
 import functools
 import importlib
@@ -16,13 +14,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from routed_experts.core.errors import CheckpointError, ConfigError, InvalidRequestError, PromptTooLongError
+from routed_experts.core.errors import PARAM, CheckpointError, ConfigError, InvalidRequestError, PromptTooLongError
 from routed_experts.core.installation import import_optional
 from routed_experts.models.base.config_reader import eos_token_ids_of, read_json_object
 
 Scalar = str | int | float | bool | None
 
-_LONG_CHARS = 1 << 20  # a text up to it is tokenised before its length is judged
+_LONG_CHARS = 1 << 20  # a text up to this length is tokenised before its tokens are counted
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _TEMPLATE_NAMES = frozenset(
@@ -34,15 +32,15 @@ _STREAMABLE = frozenset({"ByteLevel", "Metaspace", "Replace", "ByteFallback", "F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecialTokens:
-    """What tokenizer_config.json, generation_config.json and config.json say of special tokens."""
+    """Special tokens, from tokenizer_config.json, generation_config.json and config.json."""
 
-    named: Mapping[str, str]  # of bos_token, eos_token, pad_token, unk_token those that there are
+    named: Mapping[str, str]  # those of bos_token, eos_token, pad_token, unk_token that exist
     eos_token_ids: frozenset[int]
     special_ids: frozenset[int]
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint. Immutable but for what it remembers, safe to use from many threads."""
+    """The tokenizer of one checkpoint. Immutable except for its caches, safe to use from many threads."""
 
     def __init__(
         self, backend: Any, special: SpecialTokens, decoders: Sequence[str], template: "ChatTemplate | None" = None
@@ -55,7 +53,8 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.byte_level = tuple(decoders) == ("ByteLevel",)
         self._byte_fallback = "ByteFallback" in decoders
-        self._bytes: dict[int, bytes] = {}  # of tokens that were met: each is asked for whenever it is generated
+        self._bytes: dict[int, bytes] = {}  # caches of single tokens: each is needed whenever it is generated
+        self._texts: dict[int, str] = {}
 
     @staticmethod
     def from_directory(path: Path | str) -> "Tokenizer":
@@ -65,16 +64,16 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         if not file.exists():
             raise CheckpointError(
-                f"{file} does not exist, but text is asked for; add it (slow tokenizers: convert), or pass token ids"
+                f"{file} does not exist, but text needs it; add it (slow tokenizers: convert), or pass token ids"
             )
         decoders = _decoders(read_json_object(file), file)
         try:
             backend = _text_library("tokenizers").Tokenizer.from_file(str(file))
         except (ConfigError, MemoryError):
             raise
-        except Exception as error:  # the library raises plain Exception for all that is wrong with a file
+        except Exception as error:  # the library raises plain Exception for any fault of a file
             raise CheckpointError(f"{file} is no tokenizer ({error}); copy the checkpoint again") from error
-        backend.no_truncation()  # a tokenizer.json may say "cut at 512", and prompts would lose their ends unseen
+        backend.no_truncation()  # a tokenizer.json may set "cut at 512", and prompts would lose their ends silently
         backend.no_padding()
         settings = (
             read_json_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
@@ -87,18 +86,18 @@ class Tokenizer:
         """Source of the chat template."""
         return None if self._template is None else self._template.source
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
-        """Turn text into ids; special tokens that are spelled out in the text become their ids, as everywhere with this
-        format. Raises PromptTooLongError at once for megabytes that `most_tokens` of the longest token, and as much
-        again, cannot hold."""
-        if most_tokens is not None and len(text) > max(_LONG_CHARS, 2 * most_tokens * self._longest_token):
-            told = f"prompt has {len(text)} characters, which cannot be {most_tokens} tokens, the most that are taken; shorten it"
-            raise PromptTooLongError(told, param="prompt")
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Turn text into ids; special tokens that are spelled out in the text become their ids, as usual with this
+        format. Raises PromptTooLongError at once for a text of megabytes that is longer than twice `max_tokens` of the
+        longest token."""
+        if max_tokens is not None and len(text) > max(_LONG_CHARS, 2 * max_tokens * self._longest_token):
+            message = f"{PARAM} has {len(text)} characters, which cannot be {max_tokens} tokens, the limit; shorten it"
+            raise PromptTooLongError(message, param="prompt")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
-                f"text has a lone surrogate at character {error.start}; wanted valid Unicode", param="text"
+                f"text has a lone surrogate at character {error.start}; expected valid Unicode", param="text"
             ) from None
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -112,7 +111,7 @@ class Tokenizer:
         for token_id in token_ids:
             if not 0 <= token_id < 1 << 32:
                 raise InvalidRequestError(
-                    f"token id {token_id} cannot be; wanted 0..{self.vocab_size - 1}", param="token_ids"
+                    f"token id {token_id} cannot be; expected 0..{self.vocab_size - 1}", param="token_ids"
                 )
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
@@ -121,8 +120,15 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def token_string(self, token_id: int) -> str | None:
-        """The token as it stands in the vocabulary; None beyond it."""
+        """The token as the vocabulary writes it; None beyond the vocabulary."""
         return self._backend.id_to_token(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, special tokens included."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def is_byte(self, token_id: int) -> bool:
         """Whether the token is one raw byte of a byte fallback, whose text depends on its neighbours."""
@@ -131,12 +137,12 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token adds to running text; joined, those of a byte-level tokenizer are the text in
         UTF-8."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._bytes_of(self.token_string(token_id) or "")
-        return found
+        cached = self._bytes.get(token_id)
+        if cached is None:
+            cached = self._bytes[token_id] = self._to_bytes(self.token_string(token_id) or "")
+        return cached
 
-    def _bytes_of(self, token: str) -> bytes:
+    def _to_bytes(self, token: str) -> bytes:
         if self.byte_level:
             known = [_BYTE_OF_CHARACTER.get(character) for character in token]
             return token.encode() if None in known else bytes(byte for byte in known if byte is not None)
@@ -165,16 +171,16 @@ class Tokenizer:
                 or name.startswith("_")
                 or not isinstance(value, Scalar)
             ):
-                told = f"{name!r}={value!r}"[:80]
+                variable = f"{name!r}={value!r}"[:80]
                 raise InvalidRequestError(
-                    f"chat template variable {told} is refused; wanted a free name and a scalar", param=name[:64]
+                    f"chat template variable {variable} is refused; expected a free name and a scalar", param=name[:64]
                 )
-        given = {**(scalars or {}), **self.named_tokens, "messages": messages, "tools": tools}
-        return self._template.render({**given, "add_generation_prompt": add_generation_prompt})
+        variables = {**(scalars or {}), **self.named_tokens, "messages": messages, "tools": tools}
+        return self._template.render({**variables, "add_generation_prompt": add_generation_prompt})
 
 
 class ChatTemplate:
-    """One compiled chat template. Whatever goes wrong in it is a RoutedExpertsError."""
+    """One compiled chat template. Every failure in it is a RoutedExpertsError."""
 
     def __init__(self, source: str, origin: Path) -> None:
         self.source = source
@@ -184,7 +190,7 @@ class ChatTemplate:
             self._template = _sandbox(self._jinja).from_string(source)
         except (
             Exception
-        ) as error:  # TemplateSyntaxError mostly; but constants are folded here, and these raise anything
+        ) as error:  # mostly TemplateSyntaxError; constants are folded here and may raise anything
             raise CheckpointError(
                 f"the chat template of {origin} cannot be used ({_brief(error)}); correct or remove it"
             ) from error
@@ -194,11 +200,11 @@ class ChatTemplate:
             return self._template.render(variables)
         except self._jinja.exceptions.SecurityError as error:
             raise CheckpointError(
-                f"the chat template of {self._origin} tried what no template may ({_brief(error)}); remove it"
+                f"the chat template of {self._origin} tried what templates may not do ({_brief(error)}); remove it"
             ) from error
         except Exception as error:  # foreign code: it may raise anything
-            told = f"the chat template refuses these messages ({_brief(error)}); change roles or content"
-            raise InvalidRequestError(told, param="messages") from error
+            message = f"the chat template refuses these messages ({_brief(error)}); change roles or content"
+            raise InvalidRequestError(message, param="messages") from error
 
 
 def _sandbox(jinja: Any) -> Any:
@@ -246,16 +252,17 @@ def _find_template(folder: Path, settings: Mapping[str, object]) -> ChatTemplate
     file = folder / "chat_template.jinja"
     if file.exists():
         return ChatTemplate(file.read_text(encoding="utf-8"), file)
-    found, origin = settings.get("chat_template"), folder / "tokenizer_config.json"
-    if isinstance(found, list):  # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
-        found = next(
-            (item.get("template") for item in found if isinstance(item, dict) and item.get("name") == "default"), None
+    source, origin = settings.get("chat_template"), folder / "tokenizer_config.json"
+    if isinstance(source, list):  # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
+        source = next(
+            (item.get("template") for item in source if isinstance(item, dict) and item.get("name") == "default"), None
         )
-    if found is not None and not isinstance(found, str):
+    if source is not None and not isinstance(source, str):
+        kind = type(source).__name__
         raise CheckpointError(
-            f"{origin}: chat_template is a {type(found).__name__}; wanted a string or a list of named ones; correct it"
+            f"{origin}: chat_template is a {kind}; expected a string or a list of named ones; correct it"
         )
-    return None if found is None else ChatTemplate(found, origin)
+    return None if source is None else ChatTemplate(source, origin)
 
 
 def _special_tokens(backend: Any, folder: Path, settings: Mapping[str, object]) -> SpecialTokens:
@@ -291,8 +298,8 @@ def _decoders(described: Mapping[str, object], file: Path) -> tuple[str, ...]:
         or any(step.get("stop", 0) for step in known)
         or ("ByteLevel" in names and len(names) > 1)
     ):
-        wanted = f"one of {', '.join(sorted(_STREAMABLE))}; use token ids"
-        raise CheckpointError(f"{file} decodes with {', '.join(names)}, which cannot be streamed; wanted {wanted}")
+        expected = f"one of {', '.join(sorted(_STREAMABLE))}; use token ids"
+        raise CheckpointError(f"{file} decodes with {', '.join(names)}, which cannot be streamed; expected {expected}")
     return names
 
 
@@ -301,17 +308,17 @@ def _text_library(name: str) -> Any:
 
 
 def _brief(error: Exception) -> str:
-    told = " ".join(str(error).split()) or type(error).__name__
-    return told if len(told) <= 200 else told[:197] + "..."
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _byte_of_character() -> Mapping[str, int]:
-    """The alphabet of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves, the others follow
-    from U+0100."""
+    """The alphabet of byte-level BPE (Radford et al. 2019): printable bytes are themselves, the others follow from
+    U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return MappingProxyType(
-        {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+        {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
     )
 
 

@@ -43,7 +43,7 @@ async def abort_request(request: Request, service: ServerState) -> Response:
     if (not said.rid) != everything:
         raise InvalidRequestError("send either rid, or abort_all true", param="rid")
     door = service.accepting_engine
-    door.let_in()
+    door.flush_submissions()
     count = await asyncio.to_thread(door.engine.abort, said.rid or None, abort_all=everything)
     return json_reply({"success": True, "aborted": count})
 
@@ -56,7 +56,7 @@ async def pause_generation(request: Request, service: ServerState) -> Response:
     )
     mode = body.value.mode or "abort"
     door = service.accepting_engine
-    door.let_in()
+    door.flush_submissions()
     engine = door.engine
     if mode == "wait":  # for as long as what has started runs
         await service.pause_executor.wait(lambda: engine.pause(mode="wait"))
@@ -98,7 +98,7 @@ async def update_weight_version(request: Request, service: ServerState) -> Respo
     said, door = body.value, service.accepting_engine
     version = _version(said.new_version, served=door.engine.stats().weight_version, param="new_version")
     if said.abort_all_requests is not False:
-        door.let_in()
+        door.flush_submissions()
         await asyncio.to_thread(door.engine.abort, abort_all=True)
     await asyncio.to_thread(door.engine.update_weight_version, version)
     return json_reply(

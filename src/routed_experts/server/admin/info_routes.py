@@ -9,7 +9,7 @@ from types import MappingProxyType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from routed_experts.engine.engine import request_of
+from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.server.errors import ApiError, busy
 from routed_experts.server.limits import MAX_BACKLOG, RETRY_AFTER_S
 from routed_experts.server.reply import json_reply
@@ -113,17 +113,17 @@ async def health_generate(request: Request, service: ServerState) -> Response:
     """Run one token through the engine."""
 
     async def one_token() -> None:
-        said = request_of(input_ids=[0], max_new_tokens=1)
+        said = GenerateReqInput(input_ids=[0], max_new_tokens=1)
         requests = await service.admit(
             said, default_max_tokens=1, routing=native_defaults(service.settings), num_bytes=0
         )
-        call = service.accepting_engine.open(requests, max_backlog=MAX_BACKLOG)
+        call = service.accepting_engine.generate(requests, max_backlog=MAX_BACKLOG)
         try:
-            await call.accepted()
-            async for _ in call.news():
+            await call.submit()
+            async for _ in call.outputs():
                 continue
         finally:
-            call.close()
+            call.abort()
 
     try:
         async with asyncio.timeout(service.settings.stall_timeout):

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.engine.engine import request_of
+from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.server.body import read_struct
 from routed_experts.server.limits import INLINE_BYTES
@@ -73,7 +73,7 @@ async def chat_completions(request: Request, service: ServerState) -> Response:
     length, wants = Length(max_tokens=_max_tokens(said)), said.logprobs is True
     if said.top_logprobs and not wants:
         raise InvalidRequestError("top_logprobs without logprobs; set logprobs to true", param="top_logprobs")
-    asked = request_of(
+    asked = GenerateReqInput(
         input_ids=await _prompt_ids(service, said, body.num_bytes),
         sampling_params=to_sampling_params(said, length),
         rid=options.request_id,
@@ -99,7 +99,7 @@ async def _prompt_ids(service: ServerState, said: ChatRequest, num_bytes: int) -
     def ids() -> list[int]:
         wants_prompt = said.add_generation_prompt is not False
         text = render(tokenizer, said.messages, add_generation_prompt=wants_prompt, scalars=said.chat_template_kwargs)
-        return tokenizer.encode(text, add_special_tokens=False, most_tokens=service.door.context_length)
+        return tokenizer.encode(text, add_special_tokens=False, max_tokens=service.door.context_length)
 
     return ids() if num_bytes <= INLINE_BYTES else await asyncio.to_thread(ids)
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from routed_experts.core.io_struct import BatchStrOut, FinishReason, Logprobs, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import StrOut, FinishReason, Logprobs, TokenizedGenerateReqInput
 from routed_experts.engine.requests.tokenizer import Tokenizer
 
 _LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
@@ -48,7 +48,7 @@ class Choice:
         """Tokens of the prompt."""
         return int(self.request.input_ids.size)
 
-    def take(self, news: BatchStrOut) -> Piece:
+    def take(self, news: StrOut) -> Piece:
         """Take in news; what it adds."""
         out = news.out
         told = (

@@ -9,8 +9,7 @@ from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.io_struct import TokenizedGenerateReqInput
-from routed_experts.engine.engine import request_of
+from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.engine.requests.input_processor import MAX_PROMPTS
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.server.body import read_struct
@@ -82,7 +81,7 @@ async def completions(request: Request, service: ServerState) -> Response:
     options = parse_options(request, service, said, body.ignored, prefix="cmpl-")
     length, wants, top = Length(max_tokens=said.max_tokens), *_logprobs_of(said)
     prompt = await run_in_thread_if_large(body.num_bytes, lambda: _prompt_of(service, said))
-    asked = request_of(
+    asked = GenerateReqInput(
         **prompt,
         sampling_params=to_sampling_params(said, length),
         rid=options.request_id,
@@ -137,7 +136,7 @@ def _prompt_of(service: ServerState, said: CompletionRequest) -> dict[str, objec
         tokenizer = service.tokenizer("prompt")
         if said.add_special_tokens is False:
             most = service.door.context_length
-            return {"input_ids": [tokenizer.encode(text, add_special_tokens=False, most_tokens=most) for text in texts]}
+            return {"input_ids": [tokenizer.encode(text, add_special_tokens=False, max_tokens=most) for text in texts]}
         return {"text": texts}
     if all(isinstance(part, int) for part in listed) or all(isinstance(part, list) for part in listed):
         return {"input_ids": listed}

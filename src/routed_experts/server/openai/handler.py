@@ -11,7 +11,7 @@ from typing import Protocol
 
 from starlette.responses import Response
 
-from routed_experts.core.io_struct import BatchStrOut, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import StrOut, TokenizedGenerateReqInput
 from routed_experts.server.generation_handler import CallName, GenerationHandler
 from routed_experts.server.limits import INLINE_BYTES
 from routed_experts.server.openai.choice_state import Choice, Piece, usage_of
@@ -77,7 +77,7 @@ class OpenAIHandler(GenerationHandler):
 
     async def _whole(self) -> Response:
         await self.accepted()
-        async for index, news in self._call.news():
+        async for index, news in self._call.outputs():
             self._take(index, news)
         bodies: list[dict[str, object]] = []
         beside: dict[str, object] = {}
@@ -93,7 +93,7 @@ class OpenAIHandler(GenerationHandler):
             opening = self._form.opening(choice)
             if opening is not None:
                 yield self._chunk(choice, opening)
-        async for index, news in self._call.news():
+        async for index, news in self._call.outputs():
             for chunk in await self._chunks_of(self._choices[index], self._take(index, news)):
                 yield chunk
         if self._options.include_usage:
@@ -121,7 +121,7 @@ class OpenAIHandler(GenerationHandler):
             chunks.append(self._chunk(choice, closing, beside=last.response))
         return chunks
 
-    def _take(self, index: int, news: BatchStrOut) -> Piece:
+    def _take(self, index: int, news: StrOut) -> Piece:
         choice = self._choices[index]
         piece = choice.take(news)
         self.note(index, news, cached_tokens=choice.cached_tokens, completion_tokens=choice.completion_tokens)
@@ -130,8 +130,8 @@ class OpenAIHandler(GenerationHandler):
     async def _placed(self, choice: Choice, *, beside: bool) -> list[Placed]:
         """The rows that a choice has to tell, in their places: one piece, or several where streamed rows are large.
         Large ones are encoded off the event loop."""
-        wanted, answer = choice.request.routed_experts, self._call.answers[choice.index]
-        if not wanted.asked:
+        wanted, answer = choice.request.routed_experts, self._call.sequences[choice.index]
+        if not wanted.enabled:
             return [Placed({}, {})]
         record = rows_of(answer, prompt_only=choice.prompt_only)
         size = self.sending(choice.index, record)

@@ -14,7 +14,7 @@ import numpy as np
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError
-from routed_experts.core.io_struct import RoutedExpertsRequest, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.requests.routing_options import RoutingDefaults
 from routed_experts.engine.requests.sequence_state import SequenceState
@@ -48,7 +48,7 @@ def openai_defaults(settings: ServerSettings) -> RoutingDefaults:
     """What /v1 returns when a request does not say."""
     asked, usual = _DIALECTS[settings.routed_experts_dialect]
     form = settings.routed_experts_format or usual
-    return RoutingDefaults(asked=asked, format=form, npy_layers="all", refs=settings.routing_store_bytes > 0)
+    return RoutingDefaults(enabled=asked, format=form, npy_layers="all", refs=settings.routing_store_bytes > 0)
 
 
 def native_defaults(settings: ServerSettings) -> RoutingDefaults:
@@ -75,16 +75,16 @@ def routing_keywords(body: RoutingFields, *, asked: bool | None) -> dict[str, ob
 
 def check_list(requests: Sequence[TokenizedGenerateReqInput], capture: CaptureSpec | None) -> None:
     """Refuse format list where it cannot serve: several prompts, or more ids than JSON should carry."""
-    first = next((request for request in requests if request.routed_experts.asked), None)
+    first = next((request for request in requests if request.routed_experts.enabled), None)
     if first is None:
         return
     rows = first.input_ids.size - first.routed_experts.start + len(requests) * first.sampling.max_tokens
     check_listed(first.routed_experts, capture, prompts=sum(request.choice == 0 for request in requests), rows=rows)
 
 
-def check_listed(wanted: RoutedExpertsRequest, capture: CaptureSpec | None, *, prompts: int, rows: int) -> None:
+def check_listed(wanted: RoutingOptions, capture: CaptureSpec | None, *, prompts: int, rows: int) -> None:
     """Refuse format list for several prompts, or for too many ids of `rows` rows."""
-    if not wanted.asked or wanted.format != "list" or capture is None:
+    if not wanted.enabled or wanted.format != "list" or capture is None:
         return
     columns = capture.num_hidden_layers if wanted.layers == "all" else capture.num_moe_layers
     worst = math.prod((rows, columns, capture.top_k))
@@ -106,7 +106,7 @@ def ref_url(request_id: str, choice: int) -> str:
 
 
 def routing_fields(
-    record: RoutedExperts, wanted: RoutedExpertsRequest, *, aborted: bool, url: str, weight_version: int, beside: bool
+    record: RoutedExperts, wanted: RoutingOptions, *, aborted: bool, url: str, weight_version: int, beside: bool
 ) -> Placed:
     """Put rows where clients of their format look. `beside`: may prompt rows of a list stand beside the choices (once
     an answer)."""
@@ -128,7 +128,7 @@ def routing_fields(
     return Placed({"meta_info": {**meta, **version}}, {})
 
 
-def increments(record: RoutedExperts, wanted: RoutedExpertsRequest) -> list[RoutedExperts]:
+def increments(record: RoutedExperts, wanted: RoutingOptions) -> list[RoutedExperts]:
     """A record in pieces whose payloads stay below the limit of one event; one piece unless rows are streamed."""
     if not wanted.stream or record.num_rows == 0:
         return [record]
@@ -144,7 +144,7 @@ def to_stored(answer: SequenceState, record: RoutedExperts, *, owner: str) -> Ke
     return KeptRows(record=record, token_ids=tokens.astype(np.int32), owner=owner)
 
 
-def payload_bytes(record: RoutedExperts, wanted: RoutedExpertsRequest) -> int:
+def payload_bytes(record: RoutedExperts, wanted: RoutingOptions) -> int:
     """About how many bytes the rows will be on the wire."""
     if wanted.format == "int32":
         columns = record.num_hidden_layers if wanted.layers == "all" else len(record.layer_ids)

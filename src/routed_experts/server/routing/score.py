@@ -14,11 +14,10 @@ from routed_experts.core.errors import (
     RoutingAlignmentError,
     RoutingFormatError,
 )
-from routed_experts.core.io_struct import RoutedExpertsRequest
+from routed_experts.core.io_struct import GenerateReqInput, RoutingOptions
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.engine.control.score import ScoreOutput
-from routed_experts.engine.engine import request_of
 from routed_experts.engine.requests.input_processor import MAX_PROMPTS
 from routed_experts.engine.requests.routing_options import resolve_routing_options
 from routed_experts.formats.meta_info import record_from_meta_info
@@ -68,7 +67,7 @@ async def score(request: Request, service: ServerState) -> Response:
         outputs, told = await watched(request, service.scoring_room.wait(work), timeout_s=settings.request_timeout)
     finally:
         nobody_waits.set()
-    if wishes[0].asked:
+    if wishes[0].enabled:
         _keep(service, name, str(request.scope["state"]["owner"]), outputs, wishes[0])
     count = sum(len(ids) for ids in sequences)
     usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
@@ -128,12 +127,12 @@ def _record(given: Mapping[str, Any]) -> RoutedExperts:
     return record
 
 
-def _wish(service: ServerState, said: ScoreRequest, length: int) -> RoutedExpertsRequest:
+def _wish(service: ServerState, said: ScoreRequest, length: int) -> RoutingOptions:
     """What is wanted of a sequence's rows. Every token is fed, so include_last changes nothing."""
     fields = routing_keywords(said, asked=said.return_routed_experts)
     capture, defaults = service.door.capture is not None, native_defaults(service.settings)
     return resolve_routing_options(
-        request_of(**fields), SamplingParams(), prompt_len=length, capture=capture, defaults=defaults
+        GenerateReqInput(**fields), SamplingParams(), prompt_len=length, capture=capture, defaults=defaults
     )
 
 
@@ -161,7 +160,7 @@ def _scored(
         raise CaptureDisabledError(str(error), param="routed_experts") from error
 
 
-def _told(index: int, output: ScoreOutput, wish: RoutedExpertsRequest, url: str) -> dict[str, object]:
+def _told(index: int, output: ScoreOutput, wish: RoutingOptions, url: str) -> dict[str, object]:
     """One scored sequence; its rows stand where `/v1` has those of an answer."""
     meta: dict[str, object] = {
         "prompt_tokens": int(output.token_ids.size),
@@ -169,7 +168,7 @@ def _told(index: int, output: ScoreOutput, wish: RoutedExpertsRequest, url: str)
     }
     said: dict[str, object] = {"index": index, "object": "score", "logprobs": output.logprobs.tolist()}
     record = output.routed_experts
-    if not wish.asked or record is None:
+    if not wish.enabled or record is None:
         return {**said, "meta_info": meta}
     rows = record[wish.start :]
     placed = routing_fields(rows, wish, aborted=False, url=url, weight_version=output.weight_version, beside=True)
@@ -178,7 +177,7 @@ def _told(index: int, output: ScoreOutput, wish: RoutedExpertsRequest, url: str)
 
 
 def _keep(
-    service: ServerState, name: str, owner: str, outputs: Sequence[ScoreOutput], wish: RoutedExpertsRequest
+    service: ServerState, name: str, owner: str, outputs: Sequence[ScoreOutput], wish: RoutingOptions
 ) -> None:
     """Count rows that leave, and keep those that will be fetched."""
     entry = None

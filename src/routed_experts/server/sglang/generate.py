@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.io_struct import BatchStrOut, RoutedExpertsRequest, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import GenerateReqInput, StrOut, RoutingOptions, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.engine.engine import request_of
+from routed_experts.engine.requests.sglang_output import sglang_output
 from routed_experts.formats.wire import encode_ref
 from routed_experts.server.body import read_struct
 from routed_experts.server.fields import ignored_params_header
@@ -55,7 +55,7 @@ async def generate(request: Request, service: ServerState) -> Response:
     prompt_only = prefill_only(said, sampling)
     rid = resolve_request_id(request, said.rid, prefix="", param="rid")
     wanted = said.return_routed_experts
-    asked = request_of(
+    asked = GenerateReqInput(
         text=said.text,
         input_ids=said.input_ids,
         sampling_params=sampling,
@@ -98,13 +98,13 @@ class SGLangHandler(GenerationHandler):
 
     async def _whole(self) -> Response:
         await self.accepted()
-        async for index, news in self._call.news():
+        async for index, news in self._call.outputs():
             self._noted(index, news)
         answers = [said for index in range(len(self._requests)) for said in await self._said(index)]
         return json_reply(answers[0] if self._options.single else answers, headers=self._options.headers)
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
-        async for index, news in self._call.news():
+        async for index, news in self._call.outputs():
             self._noted(index, news)
             *early, last = [
                 event(said if self._options.single else {**said, "index": index}) for said in await self._said(index)
@@ -116,8 +116,8 @@ class SGLangHandler(GenerationHandler):
     async def _said(self, index: int) -> list[dict[str, object]]:
         """What the answer says now; with large streamed rows in several pieces, of which the last has the finish
         reason. Large rows are encoded off the event loop."""
-        answer, wanted = self._call.answers[index], self._requests[index].routed_experts
-        if not wanted.asked or (answer.finish_reason is None and answer.record is None):
+        answer, wanted = self._call.sequences[index], self._requests[index].routed_experts
+        if not wanted.enabled or (answer.finish_reason is None and answer.record is None):
             return [self._dict_of(index, None)]
         record = rows_of(answer, prompt_only=self._options.prompt_only)
         size = self.sending(index, record)
@@ -131,15 +131,15 @@ class SGLangHandler(GenerationHandler):
 
         return await asyncio.to_thread(said) if size > 4 * INLINE_BYTES else said()
 
-    def _noted(self, index: int, news: BatchStrOut) -> None:
-        counts = self._call.answers[index].counts
+    def _noted(self, index: int, news: StrOut) -> None:
+        counts = self._call.sequences[index].last
         completion_tokens = 0 if self._options.prompt_only else counts.completion_tokens
         self.note(index, news, cached_tokens=counts.cached_tokens, completion_tokens=completion_tokens)
 
     def _dict_of(self, index: int, rows: RoutedExperts | None) -> dict[str, object]:
         """The answer so far, with these rows."""
-        answer, options = self._call.answers[index], self._options
-        said = answer.to_dict(prompt_only=options.prompt_only, rows=rows)
+        answer, options = self._call.sequences[index], self._options
+        said = sglang_output(answer, prompt_only=options.prompt_only, rows=rows)
         meta = cast("dict[str, object]", said["meta_info"])
         request = self._requests[index]
         if rows is not None and request.routed_experts.format == "ref":
@@ -208,7 +208,7 @@ def _as_asked(
     """The requests, of which those whose rows were not asked for ask for none. `asked`: one a prompt."""
     if asked is None:
         return requests
-    none = RoutedExpertsRequest()
+    none = RoutingOptions()
     wishes = [
         request.routed_experts if asked[index // request.sampling.n] else none for index, request in enumerate(requests)
     ]

@@ -1,0 +1,75 @@
+"""SGLang's dict: a SequenceState as `Engine.generate` and POST /generate return it, at any time of a stream."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.engine.requests.sequence_state import SequenceState, TopLogprobs
+from routed_experts.formats.wire import START_KEY, drop_checksum, encode_as_lists, encode_meta_info
+
+_NOTHING_GENERATED = {"type": "length", "length": 0}
+
+
+def sglang_output(
+    state: SequenceState, *, prompt_only: bool = False, rows: RoutedExperts | None = None
+) -> dict[str, object]:
+    """`text`, `output_ids` and `meta_info`, cumulative. `prompt_only` leaves out what was generated: 0 new tokens were
+    asked for, and the engine had to make one. `rows`: encode these instead of all."""
+    out = state.last
+    meta: dict[str, object] = {
+        "id": out.rid,
+        "finish_reason": None if out.finish_reason is None else out.finish_reason.to_dict(),
+        "prompt_tokens": out.prompt_tokens,
+        "completion_tokens": out.completion_tokens,
+        "cached_tokens": out.cached_tokens,
+        "e2e_latency": state.latency_s,
+        "weight_version": str(out.weight_version),
+        "logprobs_mode": state.logprobs_mode,
+    }
+    if not out.exact:
+        meta["exact"] = False
+    if out.rerouting is not None:
+        meta |= {"mode": "reroute", "exact": out.exact, **dataclasses.asdict(out.rerouting)}
+    if state.request.return_logprob:
+        meta |= _logprobs(state)
+    if out.return_routed_experts and (out.finish_reason is not None or state.record is not None):
+        if rows is None:
+            rows = state.rows_of_prompt() if prompt_only else state.rows
+        meta |= _encoded_rows(state, rows)
+    if not prompt_only:
+        return {"text": state.text, "output_ids": list(state.token_ids), "meta_info": meta}
+    meta |= {"completion_tokens": 0}
+    meta |= {name: [] for name in ("output_token_logprobs", "output_top_logprobs") if name in meta}
+    if out.finish_reason is not None and out.finish_reason.type in ("stop", "length"):
+        meta["finish_reason"] = dict(_NOTHING_GENERATED)
+    return {"text": "", "output_ids": [], "meta_info": meta}
+
+
+def _logprobs(state: SequenceState) -> dict[str, object]:
+    with_top = state.request.top_logprobs_num > 0
+    fields: dict[str, object] = {"output_token_logprobs": [list(entry) for entry in state.output_logprobs]}
+    if with_top:
+        fields["output_top_logprobs"] = _top_lists(state.output_top_logprobs)
+    if state.input_logprobs is not None:
+        fields["input_token_logprobs"] = [list(entry) for entry in state.input_logprobs]
+        if with_top:
+            fields["input_top_logprobs"] = _top_lists(state.input_top_logprobs)
+    return fields
+
+
+def _top_lists(tops: Sequence[TopLogprobs]) -> list[list[list[object]] | None]:
+    return [None if top is None else [list(entry) for entry in top] for top in tops]
+
+
+def _encoded_rows(state: SequenceState, rows: RoutedExperts) -> dict[str, object]:
+    """The wire form of the rows. Of format ref, whose rows a server keeps, only their start."""
+    options, aborted = state.request.routed_experts, state.record is None
+    layers = "moe" if options.layers == "moe" else "all"
+    if options.format == "ref":
+        return {START_KEY: rows.start}
+    if options.format == "list":
+        fields: dict[str, object] = {START_KEY: rows.start, **encode_as_lists(rows, layers=layers, aborted=aborted)}
+    else:
+        payload_format = "npy" if options.format == "npy" else "int32"
+        fields = encode_meta_info(rows, payload_format=payload_format, layers=layers, aborted=aborted)
+    return drop_checksum(fields) if options.stream else fields
