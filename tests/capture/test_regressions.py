@@ -387,7 +387,9 @@ def test_missing_row_is_raised_at_the_caller_and_the_engine_lives(tokenizer):
             input_ids=list(range(3, 30)), sampling_params=long, stream=True, return_routed_experts=True
         )
         next(stream)
-        engine._loop.run_between_steps(lambda: core.capturer.host_cache.clear(np.arange(core.runner.config.pool.num_slots)))
+        engine._loop.run_between_steps(
+            lambda: core.capturer.host_cache.clear(np.arange(core.runner.config.pool.num_slots))
+        )
         with pytest.raises(RoutingIncompleteError, match="token 0 is not known"):
             list(stream)
         engine.flush_cache()

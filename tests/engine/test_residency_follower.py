@@ -98,7 +98,9 @@ def test_nobody_waits_for_counts(engine):
     """A request ends while the thread that counts does nothing."""
     engine.flush_cache()
     go_on = threading.Event()
-    held = engine._loop.run_between_steps(lambda: engine._assembly.core.capturer.host_cache._counts._worker.submit(go_on.wait, 120))
+    held = engine._loop.run_between_steps(
+        lambda: engine._assembly.core.capturer.host_cache._counts._worker.submit(go_on.wait, 120)
+    )
     assert len(engine.generate(input_ids=PROMPT, **SAID)["output_ids"]) == 80
     assert not held.done()
     go_on.set()

@@ -60,7 +60,9 @@ def whole(server, engine):
     assert len(server.post("/generate", SHORT).json()["output_ids"]) == 3
     server.wait_idle()
     assert_idle(engine)
-    accepted, finished = on_engine_thread(engine, lambda core: (core.request_table.accepted, dict(core.request_table.finished)))
+    accepted, finished = on_engine_thread(
+        engine, lambda core: (core.request_table.accepted, dict(core.request_table.finished))
+    )
     assert accepted == sum(finished.values()) and set(finished) <= ENDS and accepted > before
 
 

@@ -259,7 +259,7 @@ def test_native_rows_in_every_format(server, records):
             400,
             "conflicting_parameters",
         ),
-        ({"return_routed_experts": True, "routed_experts_weights": True}, 400, "weights_disabled"),
+        ({"return_routed_experts": True, "routed_experts_weights": True}, 400, "unknown_field"),
         ({"return_routed_experts": True, "routed_experts_stream": True}, 400, "stream_required"),
         ({"routed_experts_format": "npy"}, 400, "routing_not_requested"),
         ({"routed_experts_start_len": 2}, 400, "routing_not_requested"),
@@ -286,22 +286,23 @@ def test_a_list_of_wishes_is_for_generate_alone(server, path, body, asked):
     assert (error["code"], error["param"]) == ("invalid_request", "return_routed_experts")
 
 
-@pytest.mark.parametrize(
-    ("name", "code"), [("routed_experts_include_last", None), ("routed_experts_weights", "weights_disabled")]
-)
-def test_a_wish_among_sampling_parameters_is_met_or_refused_as_beside_them(server, name, code):
-    body = {"text": "a", "return_routed_experts": True}
+def test_an_option_among_sampling_parameters_means_what_it_means_beside_them(server):
+    body, name = {"text": "a", "return_routed_experts": True}, "routed_experts_include_last"
     for fields in ({name: True}, {"sampling_params": {name: True}}, {name: True, "sampling_params": {name: True}}):
         response = server.post("/generate", {**body, **fields})
-        if code is None:
-            assert response.json()["meta_info"]["routed_experts_info"]["include_last"] is True
-        else:
-            error = error_of(response, 400)
-            assert (error["code"], error["param"]) == (code, name)
+        assert response.json()["meta_info"]["routed_experts_info"]["include_last"] is True
     quiet = {"sampling_params": {name: False, "max_new_tokens": 1}}
     assert server.post("/generate", {**body, **quiet}).status_code == 200
     assert error_of(server.post("/generate", {**body, name: True, **quiet}), 400)["code"] == "conflicting_parameters"
     assert error_of(server.post("/generate", {**body, "sampling_params": {name: 1}}), 400)["param"] == name
+
+
+@pytest.mark.parametrize("where", [{}, {"sampling_params": {}}])
+def test_weights_of_the_routing_are_an_unknown_field_in_either_place(server, where):
+    name = "routed_experts_weights"
+    fields = {"sampling_params": {name: True}} if where else {name: True}
+    error = error_of(server.post("/generate", {"text": "a", "return_routed_experts": True, **fields}), 400)
+    assert (error["code"], error["param"]) == ("unknown_field", name)
 
 
 def test_rows_are_streamed_where_the_sampling_parameters_say_so(server):

@@ -19,7 +19,6 @@ _ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "tokenizer_path": ("--tokenizer",),
         "context_length": ("--max-model-len",),
         "tp_size": ("--tensor-parallel-size",),
-        "dp_size": ("--data-parallel-size",),
         "max_running_requests": ("--max-num-seqs",),
         "max_prefill_tokens": ("--max-num-batched-tokens",),
         "page_size": ("--block-size",),

@@ -35,7 +35,7 @@ class GenerateReqInput:
     max_new_tokens: int | None = None
     rid: str | None = None
     extra_key: str | None = None
-    stream: bool = False
+    stream: bool | None = False
     return_logprob: bool | None = False
     logprob_start_len: int | None = -1
     top_logprobs_num: int | None = 0

@@ -1,27 +1,20 @@
-"""ServerArgs: everything that is decided before an engine is built. Knows nothing of how it is used.
+"""ServerArgs: the configuration of an engine, fixed before it is built.
 
 Each field is a keyword of `Engine` and a flag of the command line. Checked once, here; never patched."""
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
-from routed_experts.core.errors import CaptureUnsupportedError, ConfigError
+from routed_experts.core.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("processed", "raw")
 MAX_RANDOM_SEED = 2**31 - 1  # seeds of requests are counted from random_seed * 2^32, within an int64
-_TEXTS = ("model_path", "revision", "tokenizer_path", "attention_backend", "moe_backend")
 _BATCH_PADDINGS, _TOKEN_PADDINGS = (1, 8, 32), (64, 256, 1024)  # where neither sizes nor limits are given
 _GROWTH = 4  # from one default padding to the next
-_OPTIONAL_TEXTS = ("model_path", "revision", "tokenizer_path")
-_SWITCHES = (
-    "disable_radix_cache",
-    "enable_return_routed_experts",
-    "enable_return_routed_experts_weights",
-    "deterministic",
-    "skip_tokenizer_init",
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +33,6 @@ class ServerArgs:
     context_length: int | None = None  # the model's own
     tp_size: int = 1
     ep_size: int = 1
-    dp_size: int = 1
     page_size: int = 16
     mem_fraction_static: float = 0.8  # of the device's memory, for weights and pools
     max_total_tokens: int | None = None  # KV slots: what fits, at most every request at full context
@@ -54,50 +46,20 @@ class ServerArgs:
     attention_backend: str = "auto"
     moe_backend: str = "auto"
     enable_return_routed_experts: bool = False
-    enable_return_routed_experts_weights: bool = False
     logprobs_mode: Literal["processed", "raw"] = "processed"
     deterministic: bool = False
     skip_tokenizer_init: bool = False
 
     def __post_init__(self) -> None:
-        """Check every field once."""
+        """Check every field once: its type and range, then how fields fit together."""
         values = dataclasses.asdict(self)
-        _at_least("tp_size", self.tp_size, 1)
-        _at_least("ep_size", self.ep_size, 1)
+        for name, check in _CHECKS.items():
+            check(name, values[name])
         if self.ep_size not in (1, self.tp_size):
-            wanted = f"1 (a share of every expert's width on each device) or tp_size={self.tp_size} (whole experts)"
-            raise ConfigError(f"ep_size={self.ep_size} must be {wanted}; choose one of them")
-        if self.dp_size != 1 or isinstance(self.dp_size, bool):
-            raise ConfigError(f"dp_size={self.dp_size!r} is not supported by this release; leave it at 1")
-        for name in _TEXTS:
-            if not isinstance(values[name], str) and not (values[name] is None and name in _OPTIONAL_TEXTS):
-                raise ConfigError(f"{name}={values[name]!r} must be text")
-        for name in _SWITCHES:
-            if not isinstance(values[name], bool):
-                raise ConfigError(f"{name}={values[name]!r} must be True or False")
-        _at_least("random_seed", self.random_seed, 0, most=MAX_RANDOM_SEED)
-        for name in ("page_size", "max_queued_requests"):
-            _at_least(name, values[name], 1)
-        for name in ("max_running_requests", "chunked_prefill_size", "max_prefill_tokens"):
-            if values[name] is not None:
-                _at_least(name, values[name], 1)
-        if self.context_length is not None:
-            _at_least("context_length", self.context_length, 2, why="one token of a prompt and one new one")
+            expected = f"1 (a share of every expert's width on each device) or tp_size={self.tp_size} (whole experts)"
+            raise ConfigError(f"ep_size={self.ep_size} must be {expected}; choose one of them")
         if self.max_total_tokens is not None:
-            _at_least("max_total_tokens", self.max_total_tokens, self.page_size, why="one page (page_size)")
-        for name in ("precompile_bs_paddings", "precompile_token_paddings"):
-            if values[name] is not None:
-                _increasing(name, values[name])
-        for name, allowed in (("dtype", DTYPES), ("logprobs_mode", LOGPROBS_MODES)):
-            if values[name] not in allowed:
-                raise ConfigError(f"{name}={values[name]!r} is unknown; choose one of {', '.join(allowed)}")
-        fraction = self.mem_fraction_static
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
-            raise ConfigError(f"mem_fraction_static={fraction!r} is outside (0, 1]; 0.8 is the default")
-        if self.enable_return_routed_experts_weights:
-            raise CaptureUnsupportedError(
-                "enable_return_routed_experts_weights is not supported by this release; leave it off"
-            )
+            _at_least(self.page_size, why="one page (page_size)")("max_total_tokens", self.max_total_tokens)
         if self.running_limit > self.batch_paddings[-1]:
             raise ConfigError(
                 f"max_running_requests={self.max_running_requests} is above the largest of precompile_bs_paddings="
@@ -146,10 +108,49 @@ def _sizes_up_to(largest: int, usual: tuple[int, ...]) -> tuple[int, ...]:
     return (*(size for size in usual if size < largest), *beyond, largest)
 
 
-def _at_least(name: str, value: object, least: int, *, most: int | None = None, why: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+Check = Callable[[str, object], None]  # name and value of a field; raises ConfigError
+
+
+def _at_least(least: int, *, most: int | None = None, why: str = "") -> Check:
+    def check(name: str, value: object) -> None:
+        if (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and value >= least
+            and (most is None or value <= most)
+        ):
+            return
         limit = f" and at most {most}" if most is not None else f", {why}" if why else ""
         raise ConfigError(f"{name}={value!r} must be an integer of at least {least}{limit}")
+
+    return check
+
+
+def _one_of(allowed: Sequence[str]) -> Check:
+    def check(name: str, value: object) -> None:
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
+
+    return check
+
+
+def _optional(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}={value!r} must be text")
+
+
+def _switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} must be True or False")
+
+
+def _fraction(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
+        raise ConfigError(f"{name}={value!r} is outside (0, 1]; 0.8 is the default")
 
 
 def _increasing(name: str, value: object) -> None:
@@ -159,3 +160,32 @@ def _increasing(name: str, value: object) -> None:
         raise ConfigError(
             f"{name}={value!r} must be a non-empty, strictly increasing tuple of integers, such as (1, 8, 32)"
         )
+
+
+_CHECKS: Mapping[str, Check] = MappingProxyType(
+    {
+        "model_path": _optional(_text),
+        "revision": _optional(_text),
+        "tokenizer_path": _optional(_text),
+        "dtype": _one_of(DTYPES),
+        "random_seed": _at_least(0, most=MAX_RANDOM_SEED),
+        "context_length": _optional(_at_least(2, why="one token of a prompt and one new one")),
+        "tp_size": _at_least(1),
+        "ep_size": _at_least(1),
+        "page_size": _at_least(1),
+        "mem_fraction_static": _fraction,
+        "max_running_requests": _optional(_at_least(1)),
+        "max_queued_requests": _at_least(1),
+        "chunked_prefill_size": _optional(_at_least(1)),
+        "max_prefill_tokens": _optional(_at_least(1)),
+        "precompile_bs_paddings": _optional(_increasing),
+        "precompile_token_paddings": _optional(_increasing),
+        "disable_radix_cache": _switch,
+        "attention_backend": _text,
+        "moe_backend": _text,
+        "enable_return_routed_experts": _switch,
+        "logprobs_mode": _one_of(LOGPROBS_MODES),
+        "deterministic": _switch,
+        "skip_tokenizer_init": _switch,
+    }
+)

@@ -70,6 +70,7 @@ class Engine(EngineControl):
         experts: ExpertOffloadConfig | None = None,
         placement: ExpertPlacement | PlacementConfig | str | os.PathLike[str] | None = None,
         self_check: bool = False,
+        revision: str | None = None,
         tokenizer_path: str | os.PathLike[str] | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         random_seed: int = 0,
@@ -103,6 +104,7 @@ class Engine(EngineControl):
         ConfigError, CheckpointError, PlacementError or CaptureUnsupportedError."""
         self.server_args = ServerArgs(
             model_path=_path_text(model_path),
+            revision=revision,
             tokenizer_path=_path_text(tokenizer_path),
             dtype=dtype,
             random_seed=random_seed,
@@ -179,7 +181,7 @@ class Engine(EngineControl):
         sampling_params: Params | None = None,
         input_ids: TokenIds | None = None,
         *,
-        stream: bool = False,
+        stream: bool | None = False,
         max_new_tokens: int | None = None,
         rid: str | None = None,
         extra_key: str | None = None,
@@ -238,7 +240,7 @@ class Engine(EngineControl):
         sampling_params: Params | None = None,
         input_ids: TokenIds | None = None,
         *,
-        stream: bool = False,
+        stream: bool | None = False,
         max_new_tokens: int | None = None,
         rid: str | None = None,
         extra_key: str | None = None,

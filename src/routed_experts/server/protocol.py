@@ -16,7 +16,6 @@ class RoutingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     routed_experts_layers: str | None = None
     routed_experts_stream: bool | None = None
     routed_experts_include_last: bool | None = None
-    routed_experts_weights: bool | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -125,7 +125,7 @@ class ServerProcess:
             return
         freeze_gc()
         self._tell(events, lambda: self._ready(door))
-        cause = door.wait()
+        cause = door.join()
         self._tell(events, lambda: self._ended(cause))
 
     def _tell(self, events: asyncio.AbstractEventLoop, news: Callable[[], None]) -> None:

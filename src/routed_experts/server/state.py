@@ -154,12 +154,13 @@ class ServerState:
         door = self.accepting_engine
         try:
             return await run_in_thread_if_large(
-                num_bytes, lambda: door.process(
+                num_bytes,
+                lambda: door.process(
                     said,
                     default_max_tokens=default_max_tokens,
                     routing=routing,
                     stream_interval_s=self.settings.stream_interval,
-                )
+                ),
             )
         except InvalidRequestError as error:
             field = names.get(error.param or "")

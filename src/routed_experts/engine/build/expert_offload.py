@@ -73,7 +73,7 @@ class ExpertOffload:
             raise ConfigError(
                 "deterministic=True with experts=: sums of two tables depend on who is resident; leave one of them out"
             )
-        for name, size in (("tp_size", args.tp_size), ("ep_size", args.ep_size), ("dp_size", args.dp_size)):
+        for name, size in (("tp_size", args.tp_size), ("ep_size", args.ep_size)):
             if size != 1:
                 raise ConfigError(
                     f"{name}={size} with experts=: one accelerator shares with its host in this release; leave it at 1"

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from routed_experts.core.errors import PARAM, EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut, TokenizedGenerateReqInput
-from routed_experts.engine.loop.core import ABORTED, NO_DETOKENIZERS, EngineCore
+from routed_experts.engine.loop.core import ABORTED, EngineCore
 from routed_experts.engine.loop.request_table import StopDetokenizer
 from routed_experts.scheduling.schedule_batch import Req
 
@@ -40,7 +40,7 @@ class Submission:
 
     requests: Sequence[TokenizedGenerateReqInput]
     queue: OutputQueue
-    detokenizers: Mapping[str, StopDetokenizer] = NO_DETOKENIZERS
+    detokenizers: Mapping[str, StopDetokenizer]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,9 +88,7 @@ class EngineThread:
         Cancelled in time, they are never accepted."""
         return self._submit_command(lambda: self._admit(submission))
 
-    def submit_all(
-        self, submissions: Sequence[Submission]
-    ) -> "concurrent.futures.Future[list[Exception | None]]":
+    def submit_all(self, submissions: Sequence[Submission]) -> "concurrent.futures.Future[list[Exception | None]]":
         """`submit` several calls before the next step. The future gives what `submit` would have raised for each, or
         raises EngineDeadError."""
 

@@ -39,7 +39,9 @@ class ReroutingStats:
         live = np.ones(batch.num_tokens, np.bool_) if live is None else live
         real = np.where(live[:, None], changed[: batch.num_tokens], 0)
         self._total += real.sum(axis=0)
-        self._by_slot[batch.kv_slots[live]] = real[live]  # the pages of the others may already belong to another request
+        self._by_slot[batch.kv_slots[live]] = real[
+            live
+        ]  # the pages of the others may already belong to another request
         by_row = np.zeros((batch.num_requests, 2), np.int64)
         np.add.at(by_row, batch.token_rows[: batch.num_tokens], real)
         rids = {req.slot: req.rid for req in running}

@@ -86,7 +86,7 @@ class InputProcessor:
                     sampling=sampling,
                     stop_token_ids=stop_token_ids,
                     extra_key=request.extra_key,
-                    stream=request.stream,
+                    stream=request.stream is True,
                     return_logprob=return_logprob,
                     logprob_start_len=start,
                     top_logprobs_num=top,
@@ -203,9 +203,8 @@ def is_nested(input_ids: object) -> bool:
 
 
 def _check_flags(request: GenerateReqInput) -> None:
-    return_logprob = False if request.return_logprob is None else request.return_logprob
-    for param, flag in (("stream", request.stream), ("return_logprob", return_logprob)):
-        if not isinstance(flag, bool):
+    for param, flag in (("stream", request.stream), ("return_logprob", request.return_logprob)):
+        if flag is not None and not isinstance(flag, bool):
             raise InvalidRequestError(f"{PARAM}={short_repr(flag)} must be True or False", param=param)
     key = request.extra_key
     if key is not None and not isinstance(key, str):
@@ -226,7 +225,9 @@ def _sampling_params(request: GenerateReqInput) -> SamplingParams:
     if request.max_new_tokens is None:
         return params
     if params.max_tokens is not None and params.max_tokens != request.max_new_tokens:
-        text = f"{PARAM}={short_repr(request.max_new_tokens)}, but sampling_params have {params.max_tokens}; give it once"
+        text = (
+            f"{PARAM}={short_repr(request.max_new_tokens)}, but sampling_params have {params.max_tokens}; give it once"
+        )
         raise InvalidRequestError(text, param="max_new_tokens", code="conflicting_parameters")
     try:
         return dataclasses.replace(params, max_tokens=request.max_new_tokens)

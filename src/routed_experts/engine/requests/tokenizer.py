@@ -188,9 +188,7 @@ class ChatTemplate:
         self._jinja = _text_library("jinja2")
         try:
             self._template = _sandbox(self._jinja).from_string(source)
-        except (
-            Exception
-        ) as error:  # mostly TemplateSyntaxError; constants are folded here and may raise anything
+        except Exception as error:  # mostly TemplateSyntaxError; constants are folded here and may raise anything
             raise CheckpointError(
                 f"the chat template of {origin} cannot be used ({_brief(error)}); correct or remove it"
             ) from error

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -119,7 +120,7 @@ def _logprobs_of(said: CompletionRequest) -> tuple[bool, int]:
     return True, int(wanted)
 
 
-def _prompt_of(service: ServerState, said: CompletionRequest) -> dict[str, object]:
+def _prompt_of(service: ServerState, said: CompletionRequest) -> dict[str, Any]:
     """The prompt as the engine takes it: `text` or `input_ids`. A list holds one kind of prompt."""
     prompt = said.prompt
     if prompt is None:

@@ -8,12 +8,13 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.errors import CaptureDisabledError, InvalidRequestError
+from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.requests.routing_options import RoutingDefaults
@@ -56,12 +57,9 @@ def native_defaults(settings: ServerSettings) -> RoutingDefaults:
     return RoutingDefaults(refs=settings.routing_store_bytes > 0)
 
 
-def routing_keywords(body: RoutingFields, *, asked: bool | None) -> dict[str, object]:
+def routing_keywords(body: RoutingFields, *, asked: bool | None) -> dict[str, Any]:
     """The routing fields of a body as keywords of the engine; `asked`: are rows wanted. Raises for what this release
     does not do."""
-    if body.routed_experts_weights:
-        text = "routed_experts_weights=True, but this engine records no weights; drop it"
-        raise CaptureDisabledError(text, param="routed_experts_weights", code="weights_disabled")
     return {
         "return_routed_experts": asked,
         "routed_experts_start_len": body.routed_experts_start_len,

@@ -176,9 +176,7 @@ def _told(index: int, output: ScoreOutput, wish: RoutingOptions, url: str) -> di
     return {**said, **placed.choice, **placed.response, "meta_info": {**meta, **placed_meta}}
 
 
-def _keep(
-    service: ServerState, name: str, owner: str, outputs: Sequence[ScoreOutput], wish: RoutingOptions
-) -> None:
+def _keep(service: ServerState, name: str, owner: str, outputs: Sequence[ScoreOutput], wish: RoutingOptions) -> None:
     """Count rows that leave, and keep those that will be fetched."""
     entry = None
     if wish.format == "ref":

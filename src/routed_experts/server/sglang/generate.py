@@ -4,7 +4,7 @@ dialect."""
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 from starlette.requests import Request
@@ -30,7 +30,7 @@ from routed_experts.server.state import ServerState
 DEFAULT_MAX_TOKENS = 128
 # Of SGLang's sampling parameters those that its clients send as a matter of course and that change nothing here.
 _SAMPLING_WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens", "stream_interval", "custom_params"})
-_ROUTING_OF_SAMPLING = ("routed_experts_stream", "routed_experts_weights")
+_ROUTING_OF_SAMPLING = ("routed_experts_stream",)
 _PROMPT_ONLY = ("max_new_tokens", "max_tokens")
 
 
@@ -57,7 +57,7 @@ async def generate(request: Request, service: ServerState) -> Response:
     wanted = said.return_routed_experts
     asked = GenerateReqInput(
         text=said.text,
-        input_ids=said.input_ids,
+        input_ids=cast("Any", said.input_ids),
         sampling_params=sampling,
         max_new_tokens=None if prompt_only else said.max_new_tokens,
         rid=rid,
