@@ -41,6 +41,7 @@ class LLM:
         model: str,
         *,
         tokenizer: str | None = None,
+        revision: str | None = None,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         seed: int = 0,
         tensor_parallel_size: int = 1,
@@ -62,6 +63,7 @@ class LLM:
         usual = ServerArgs()
         self.engine = Engine(
             model,
+            revision=revision,
             tokenizer_path=tokenizer,
             dtype=dtype,
             random_seed=seed,
