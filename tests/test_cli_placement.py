@@ -179,7 +179,7 @@ def test_a_saved_placement_is_what_the_engine_is_told(files, capsys, tmp_path):
     given = ["serve", "model", "--placement", str(tmp_path / "plan.npz")]
     told = placement_args(make_parser().parse_args(given))
     wanted = ExpertPlacement.read(tmp_path / "plan.npz")
-    np.testing.assert_array_equal(told.first.physical_to_logical_map, wanted.physical_to_logical_map)
+    np.testing.assert_array_equal(told.initial.physical_to_logical_map, wanted.physical_to_logical_map)
     assert (told.mode, told.rebalance_every) == ("replicas", 0)
     more = [
         "--placement-mode",
