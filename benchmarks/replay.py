@@ -33,7 +33,8 @@ from flax import nnx
 from oracles.schedules import Stage, run_schedule
 from oracles.worlds import other_weights, tiny_world
 from routed_experts.core.capture_spec import CaptureSpec
-from routed_experts.core.routed_experts import RoutedExperts, to_metadata
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.formats.metadata import to_metadata
 from routed_experts.formats.wire import npy_bytes, record_from_npy
 from routed_experts.models.families.qwen3_moe import Qwen3Moe
 from routed_experts.replay import RoutedBatch, Sample, align, canary, forward

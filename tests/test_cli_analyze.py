@@ -13,6 +13,7 @@ import pytest
 
 from routed_experts.cli import main
 from routed_experts.formats import record_from_meta_info
+from routed_experts.formats.archive import encode_record
 from support.serving import borrow
 from support.tiny import write_tiny_checkpoint
 
@@ -32,7 +33,7 @@ def files(tmp_path_factory):
         answers = engine.generate(list(PROMPTS), {"temperature": 0}, max_new_tokens=6, return_routed_experts=True)
     lines = [{"prompt": prompt, **answer} for prompt, answer in zip(PROMPTS, answers, strict=True)]
     (folder / "out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "one.safetensors").write_bytes(record_from_meta_info(answers[0]).to_bytes())
+    (folder / "one.safetensors").write_bytes(encode_record(record_from_meta_info(answers[0])))
     write_tiny_checkpoint(folder / "model")
     return folder
 
@@ -79,7 +80,7 @@ def test_a_difference_is_where_it_was_made(files, records, capsys, tmp_path):
     free = next(expert for expert in range(16) if expert not in ids[2, 1])
     ids[2, 1, 3] = free  # one of four experts of one token and layer
     ids[4, 2, :2] = ids[4, 2, 1::-1]  # the same experts in another order
-    (tmp_path / "b.safetensors").write_bytes(dataclasses.replace(first, ids=ids).to_bytes())
+    (tmp_path / "b.safetensors").write_bytes(encode_record(dataclasses.replace(first, ids=ids)))
     code, out, _ = run(capsys, "diff", files / "one.safetensors", tmp_path / "b.safetensors", "--json")
     told, rows = json.loads(out), first.num_rows
     assert code == 0 and (told["tokens"], told["tokens that differ"]) == (rows, 1)

@@ -2,15 +2,17 @@
 
 import io
 import json
+from importlib import import_module
 
 import numpy as np
 import pytest
 
+from routed_experts import formats
 from routed_experts.cli import generate, main
 from routed_experts.cli.record_files import read_answers
-from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.demo import demo_model_path
 from routed_experts.formats import record_from_meta_info
+from routed_experts.formats.archive import decode_record
 from support.serving import borrow
 from support.tiny import write_tiny_checkpoint
 
@@ -106,7 +108,7 @@ def test_generate_reads_json_lines(tmp_path, capsys):
             assert engine.score(tokens).routed_experts[: len(tokens) - 1].ids.tolist() == one.record.ids.tolist()
     assert kept[1].answer["tag"] == 1 and kept[1].answer["input_ids"] == [5, 6, 7]
     assert run(capsys, "convert", tmp_path / "out.safetensors", tmp_path / "b.safetensors", "--line", 2)[0] == 0
-    assert RoutedExperts.from_bytes((tmp_path / "b.safetensors").read_bytes()) == kept[1].record
+    assert decode_record((tmp_path / "b.safetensors").read_bytes()) == kept[1].record
     assert run(capsys, "convert", tmp_path / "out.safetensors", tmp_path / "b.safetensors", "--line", 4)[0] == 2
     code, out, _ = run(capsys, "analyze", "tokens", tmp_path / "out.safetensors", "--tokenizer", folder)
     assert code == 0 and "'The'" in out and out.count("# answer") == 3
@@ -157,7 +159,7 @@ def test_lines_end_at_line_feeds_alone(answers, capsys, tmp_path):
     text = "\r\n".join(json.dumps(one, ensure_ascii=False) for one in (first, said)) + "\n"
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8", newline="")
     assert run(capsys, "convert", tmp_path / "a.jsonl", tmp_path / "b.safetensors", "--line", 2)[0] == 0
-    assert RoutedExperts.from_bytes((tmp_path / "b.safetensors").read_bytes()) == record
+    assert decode_record((tmp_path / "b.safetensors").read_bytes()) == record
     (tmp_path / "one.jsonl").write_text(
         json.dumps({**said, "text": first["text"]}, ensure_ascii=False) + "\n", encoding="utf-8"
     )
@@ -189,22 +191,22 @@ def test_convert_goes_through_every_file_and_form(answers, capsys, tmp_path):
     ):
         code, out, err = run(capsys, "convert", folder / source, tmp_path / "r.safetensors", *flags)
         assert code == 0, err
-        assert RoutedExperts.from_bytes((tmp_path / "r.safetensors").read_bytes()) == record
+        assert decode_record((tmp_path / "r.safetensors").read_bytes()) == record
         assert f"{record.num_rows} rows" in out
     for form in ("int32", "npy", "list"):
         for layers in ("all", "moe"):
             flags = ("--format", form, "--layers", layers)
             assert run(capsys, "convert", tmp_path / "r.safetensors", tmp_path / "b.json", *flags)[0] == 0
             assert record_from_meta_info(json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))) == record
-    for name in ("sglang", "vllm", "verl", "tunix", "maxtext"):
+    for name in ("sglang", "vllm", "verl", "slime", "nemo_rl", "tunix", "maxtext"):
         assert run(capsys, "convert", tmp_path / "r.safetensors", tmp_path / "b.npy", "--to", name)[0] == 0
         written = np.load(tmp_path / "b.npy", allow_pickle=False)
-        assert written.dtype == record.to(name).dtype and np.array_equal(written, record.to(name))
+        expected = import_module(f"routed_experts.formats.{name}").encode(record)
+        assert written.dtype == expected.dtype and np.array_equal(written, expected)
     assert run(capsys, "convert", tmp_path / "r.safetensors", tmp_path / "b.npz", "--to", "megatron")[0] == 0
     with np.load(tmp_path / "b.npz", allow_pickle=False) as parts:
-        assert np.array_equal(parts["mask"], record.to("megatron")[1]) and np.array_equal(
-            parts["layer_2"], record.to("megatron")[0][2]
-        )
+        layers, mask = formats.megatron.encode(record)
+        assert np.array_equal(parts["mask"], mask) and np.array_equal(parts["layer_2"], layers[2])
 
 
 def test_convert_says_what_is_wrong(answers, capsys, tmp_path):

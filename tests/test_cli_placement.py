@@ -15,6 +15,7 @@ from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.formats import encode_meta_info
+from routed_experts.formats.archive import encode_record
 
 LOGITS = np.random.default_rng(1).normal(0, 1.2, (3, 16))
 
@@ -38,8 +39,8 @@ def files(tmp_path_factory):
     (folder / "one.json").write_text(
         json.dumps({"choices": [answer["meta_info"] | {"index": i} for i, answer in enumerate(answers)]})
     )
-    (folder / "a.safetensors").write_bytes(records[0].to_bytes())
-    (folder / "b.safetensors").write_bytes(records[1].to_bytes())
+    (folder / "a.safetensors").write_bytes(encode_record(records[0]))
+    (folder / "b.safetensors").write_bytes(encode_record(records[1]))
     RoutingStats.from_records(records_of(3)).save(folder / "stats.npz")
     return folder
 
@@ -120,7 +121,7 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "bytes.safetensors").write_bytes(b"no tensors")
     other = skewed_record(np.random.default_rng(0), LOGITS[:, :8], 50)
-    (tmp_path / "other.safetensors").write_bytes(other.to_bytes())
+    (tmp_path / "other.safetensors").write_bytes(encode_record(other))
     for argv, words in (
         ([out], "there is nothing to plan; give --instances"),
         ([out, "--instances", 20], "--instances and --devices belong together"),
@@ -141,7 +142,7 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
             [out, "--plan-from", tmp_path / "other.safetensors", "--residents", 1],
             "with 8 experts came for a model with (0, 1, 2) and 16",
         ),
-        ([out, tmp_path / "other.safetensors", "--residents", 1], "wanted records of one model"),
+        ([out, tmp_path / "other.safetensors", "--residents", 1], "expected records of one model"),
     ):
         code, _, err = run(capsys, *argv)
         assert code == 2 and words in err and len(err.splitlines()) <= 3, (argv, err)

@@ -54,8 +54,8 @@ class Page(HTMLParser):
         if self.open:
             self.found[self.open[-1][1]][2] += data
 
-    def all(self, tag, **wanted):
-        return [(attrs, text) for name, attrs, text in self.found if name == tag and wanted.items() <= attrs.items()]
+    def all(self, tag, **expected):
+        return [(attrs, text) for name, attrs, text in self.found if name == tag and expected.items() <= attrs.items()]
 
     def tokens(self):
         return [(attrs, text) for attrs, text in self.all("span") if "data-kind" in attrs]
@@ -90,8 +90,8 @@ def test_text_of_a_model_is_text_never_markup(source, texts):
     assert [text for _, text in page.all("b")] == ["bold"]  # the legend's own
     assert not any(name.startswith("on") for _, attrs, _ in page.found for name in attrs)
     shown = [text for _, text in page.tokens()]
-    wanted = [*EVIL[:7], "␛[2J␀", "↵\n", "·", "漢", "end", *texts[1].pieces]
-    assert shown == wanted
+    expected = [*EVIL[:7], "␛[2J␀", "↵\n", "·", "漢", "end", *texts[1].pieces]
+    assert shown == expected
     assert page.all("h2")[0][1] == "<b>evil</b>"
     assert page.all("title")[0][1] == page.all("h1")[0][1] == "A <i>title</i>"
 

@@ -139,9 +139,9 @@ def test_ids_of_another_shape_or_layer_are_refused():
     cache = _RoutedExpertsDeviceCache.create(NUM_TOKENS, spec_of())
     with pytest.raises(AssertionError, match="shared experts"):
         cache.capture_fwd_routed_experts(0, jnp.zeros((NUM_TOKENS, 4), jnp.int32))
-    with pytest.raises(AssertionError, match="wanted 0 to 4"):
+    with pytest.raises(AssertionError, match="expected 0 to 4"):
         cache.capture_fwd_routed_experts(5, jnp.zeros((NUM_TOKENS, 3), jnp.int32))
-    with pytest.raises(AssertionError, match="wanted 0 to 4"):
+    with pytest.raises(AssertionError, match="expected 0 to 4"):
         cache.capture_run(3, jnp.zeros((3, NUM_TOKENS, 3), jnp.int32))
 
 
@@ -163,10 +163,10 @@ def test_counts_grow_by_the_bincount_of_what_ran(how):
     rng, shape = np.random.default_rng(0), (2, 3, 5)
     keys = rng.integers(-1, 10, (3, 4, 17)).astype(np.int32)
     before = rng.integers(0, 9, shape).astype(np.int32)
-    wanted = before.copy()
+    expected = before.copy()
     for layer in range(3):
-        wanted[:, layer] += np.bincount(keys[layer][keys[layer] >= 0], minlength=10).reshape(2, 5)
-    np.testing.assert_array_equal(jax.jit(how)(before, keys), wanted)
+        expected[:, layer] += np.bincount(keys[layer][keys[layer] >= 0], minlength=10).reshape(2, 5)
+    np.testing.assert_array_equal(jax.jit(how)(before, keys), expected)
 
 
 def test_a_step_counts_its_valid_slots():
@@ -175,7 +175,7 @@ def test_a_step_counts_its_valid_slots():
     cache = _RoutedExpertsDeviceCache(ids=jnp.asarray(ids), spec=spec)
     valid, generated = jnp.array([True, True, False]), jnp.array([False, True, True])
     counts = np.asarray(cache.count_experts(jnp.zeros((2, 2, 5), jnp.int32), valid, generated))
-    wanted = np.zeros((2, 2, 5), int)
+    expected = np.zeros((2, 2, 5), int)
     for phase, layer, expert in (
         (0, 0, 0),
         (0, 0, 1),
@@ -186,5 +186,5 @@ def test_a_step_counts_its_valid_slots():
         (1, 1, 4),
         (1, 1, 0),
     ):
-        wanted[phase, layer, expert] += 1
-    np.testing.assert_array_equal(counts, wanted)
+        expected[phase, layer, expert] += 1
+    np.testing.assert_array_equal(counts, expected)

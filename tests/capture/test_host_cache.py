@@ -137,15 +137,15 @@ def test_rows_of_another_shape_or_dtype_are_refused(rows):
 def test_rows_may_come_as_ids_and_packed_behind_other_columns_in_turn(num_experts, top_k):
     spec = CaptureSpec(num_hidden_layers=3, layer_ids=(0, 1, 2), num_experts=num_experts, top_k=top_k)
     cache, noise = _RoutedExpertsHostCache(NUM_SLOTS, spec), np.random.default_rng(0)
-    wanted = noise.integers(0, num_experts, (10, 3 * top_k))
+    expected = noise.integers(0, num_experts, (10, 3 * top_k))
     for step, columns in enumerate((None, 2, 2, 0, 7)):  # what pads a step may be anything
-        rows = np.pad(wanted[2 * step : 2 * step + 2], ((0, step), (0, 0)), constant_values=7).astype(spec.dtype)
+        rows = np.pad(expected[2 * step : 2 * step + 2], ((0, step), (0, 0)), constant_values=7).astype(spec.dtype)
         if columns is not None:
             rows = np.hstack([noise.integers(-9, 9, (len(rows), columns)).astype(np.int32), packed(rows, num_experts)])
             assert rows.shape[1] == columns + spec.row_words
         cache.append(np.arange(2 * step, 2 * step + 2), rows, step)
     ids, valid, versions = cache.gather(np.arange(10))
-    assert np.array_equal(ids.reshape(10, -1), wanted) and ids.dtype == spec.dtype
+    assert np.array_equal(ids.reshape(10, -1), expected) and ids.dtype == spec.dtype
     assert valid.all() and versions.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 

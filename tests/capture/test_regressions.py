@@ -24,9 +24,10 @@ from routed_experts.core.errors import (
     PromptTooLongError,
     RoutingIncompleteError,
 )
-from routed_experts.core.routed_experts import RoutedExperts, to_metadata
 from routed_experts.engine.build.backends import KERNELS, BackendRegistry
 from routed_experts.formats import encode_routed_experts, record_from_meta_info, record_from_npy
+from routed_experts.formats.archive import decode_record, encode_record
+from routed_experts.formats.metadata import to_metadata
 from routed_experts.formats.wire import npy_bytes
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.replay.forward import RoutedBatch, forward
@@ -293,7 +294,7 @@ def test_expert_256_survives(tokenizer):
             assert 0.05 < (record.ids == 256).any(-1).mean() < 0.95
             assert_margin_rule(oracle, [([*prompt, *result["output_ids"]], record.ids)])
             assert (extract_routed_experts_from_meta_info(result) == 256).sum() == (record.ids == 256).sum()
-    assert RoutedExperts.from_bytes(record.to_bytes()) == record
+    assert decode_record(encode_record(record)) == record
     for form, layers in (("npy", "moe"), ("npy", "all"), ("int32", "all"), ("int32", "moe")):
         assert record_from_meta_info(encode_routed_experts(record, payload_format=form, layers=layers)) == record
     assert record_from_npy(npy_bytes(record.ids), to_metadata(record, payload_format="ref").to_json()) == record

@@ -66,7 +66,7 @@ WRONG_PLACEMENTS = {
     ),
     "id that is no expert": (
         lambda: ExpertPlacement.of(np.array([[0, 2]]), num_experts=2, num_devices=1),
-        "holds expert 2; wanted 0 to 1",
+        "holds expert 2; expected 0 to 1",
     ),
     "hole in the instances": (
         lambda: ExpertPlacement.of(np.array([[0, -1]]), num_experts=1, num_devices=1),
@@ -87,10 +87,10 @@ WRONG_PLACEMENTS = {
     ),
     "one dimension": (
         lambda: ExpertPlacement.of(np.array([0, 1]), num_experts=2, num_devices=1),
-        "shape [2]; wanted [M, I]",
+        "shape [2]; expected [M, I]",
     ),
     "gap in a list": (changed("logical_to_physical_map", 0, 1, 0, value=-1), "list [-1, 3]"),
-    "instance out of range": (changed("logical_to_physical_map", 0, 1, 1, value=4), "wanted that many of 0 to 3"),
+    "instance out of range": (changed("logical_to_physical_map", 0, 1, 1, value=4), "expected that many of 0 to 3"),
     "list that ends too late": (changed("logical_to_physical_map", 0, 0, 1, value=0), "list [0, 0]"),
     "count that is too small": (
         changed("logical_replica_count", 0, 1, value=1),
@@ -165,27 +165,30 @@ def slots(*rows, num_resident=2, epoch=0):
 
 
 WRONG_MAPS = {
-    "slot used twice": (slots([0, 1, -1], [1, 1, -1]), "MoE layer 1 uses the slots [1, 1]; wanted each of 0 to 1 once"),
+    "slot used twice": (
+        slots([0, 1, -1], [1, 1, -1]),
+        "MoE layer 1 uses the slots [1, 1]; expected each of 0 to 1 once",
+    ),
     "slot left empty": (slots([0, -1, -1]), "uses the slots [0]"),
     "slot past the last": (slots([0, 2, -1]), "uses the slots [0, 2]"),
     "three in two slots": (slots([0, 1, 1]), "uses the slots [0, 1, 1]"),
     "negative slot": (slots([0, 1, -2]), "uses the slots [-2, 0, 1]"),
     "one resident too many": (slots([0, 1, 2]), "uses the slots [0, 1, 2]"),
-    "more than there are": (slots([0, 1], num_resident=3), "num_resident=3 experts of a layer; wanted 0 to 2"),
+    "more than there are": (slots([0, 1], num_resident=3), "num_resident=3 experts of a layer; expected 0 to 2"),
     "fewer than none": (lambda: ResidencyMap.first_n(1, 4, -1), "num_resident=-1"),
     "first, more than there are": (
         lambda: ResidencyMap.first_n(1, 4, 5),
-        "num_resident=5 experts of a layer; wanted 0 to 4",
+        "num_resident=5 experts of a layer; expected 0 to 4",
     ),
     "expert out of range": (
         lambda: ResidencyMap.from_experts(np.array([[4]]), num_experts=4),
-        "experts holds 4; wanted ids of 0 to 3",
+        "experts holds 4; expected ids of 0 to 3",
     ),
     "expert named twice": (lambda: ResidencyMap.from_experts(np.array([[1, 1]]), num_experts=4), "uses the slots [1]"),
-    "shape": (lambda: ResidencyMap.from_experts(np.array([1, 2]), num_experts=4), "shape [2]; wanted [M, N]"),
+    "shape": (lambda: ResidencyMap.from_experts(np.array([1, 2]), num_experts=4), "shape [2]; expected [M, N]"),
     "dtype": (
         lambda: ResidencyMap(slot_of=np.array([[0, -1]]), num_resident=1),
-        "slot_of is int64[1, 2]; wanted int32[M, E]",
+        "slot_of is int64[1, 2]; expected int32[M, E]",
     ),
     "epoch": (slots([0, 1], epoch=-1), "epoch=-1"),
     "another model": (
@@ -224,7 +227,7 @@ def test_a_file_without_a_plan_is_refused(tmp_path):
     with pytest.raises(RoutingFormatError, match=r"plan\.npz holds no residency map"):
         ResidencyMap.read(file)
     np.savez(file, slot_of=np.zeros((1, 3), np.int64), num_resident=2, epoch=0)
-    with pytest.raises(RoutingFormatError, match="slot_of is int64 of 2 dims; wanted int32 of 2"):
+    with pytest.raises(RoutingFormatError, match="slot_of is int64 of 2 dims; expected int32 of 2"):
         ResidencyMap.read(file)
     np.savez(file, slot_of=np.zeros((1, 3), np.int32), num_resident=2, epoch=0)
     with pytest.raises(PlacementError, match="uses the slots"):

@@ -13,8 +13,9 @@ from safetensors.numpy import load
 
 from routed_experts.core.capture_spec import CaptureSpec, expert_id_dtype
 from routed_experts.core.errors import CaptureUnsupportedError, RoutingFormatError
-from routed_experts.core.record_validation import version_spans_of
-from routed_experts.core.routed_experts import RoutedExperts, read_record_bytes
+from routed_experts.core.record_validation import to_version_spans
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.formats.archive import decode_record, decode_record_and_tokens, encode_record
 
 EXAMPLE_IDS = [[[1, 0], [7, 3]], [[4, 2], [5, 1]]]  # the worked example: tokens 2 and 3 of 5, prompt of 3
 
@@ -52,7 +53,7 @@ def random_record(rng):
         layer_ids=layer_ids,
         num_hidden_layers=num_layers,
         num_experts=num_experts,
-        version_spans=version_spans_of(start, rng.integers(0, 2, num_rows)),
+        version_spans=to_version_spans(start, rng.integers(0, 2, num_rows)),
         valid=valid,
         weights=rng.random(ids.shape, np.float32) if rng.random() < 0.5 else None,
         router=rng.choice([None, "9f3a"]),
@@ -122,7 +123,7 @@ def test_a_record_is_not_iterated_by_accident():
         ({"ids": np.array(EXAMPLE_IDS, np.uint16)}, "uint16"),
         ({"ids": np.array(EXAMPLE_IDS, np.int32)}, "int32"),
         ({"ids": np.asfortranarray(np.array(EXAMPLE_IDS, np.uint8))}, "C-order False"),
-        ({"num_experts": 257}, r"wanted C-order uint16"),
+        ({"num_experts": 257}, r"expected C-order uint16"),
         ({"layer_ids": (2, 1)}, "ascending"),
         ({"layer_ids": (1, 3)}, r"0\.\.2"),
         ({"layer_ids": (1,)}, "2 columns"),
@@ -142,7 +143,7 @@ def test_a_record_that_breaks_its_own_laws_is_not_made(changes, text):
 
 def test_validate_names_the_first_bad_token_layer_and_slot():
     example().validate()
-    with pytest.raises(RoutingFormatError, match="token 3, layer 2, slot 0: id 8; wanted 0 to 7"):
+    with pytest.raises(RoutingFormatError, match="token 3, layer 2, slot 0: id 8; expected 0 to 7"):
         example(ids=np.array([[[1, 0], [7, 3]], [[4, 2], [8, 1]]], np.uint8)).validate()
     with pytest.raises(RoutingFormatError, match="token 2, layer 1, slot 1: expert 0"):
         example(ids=np.array([[[0, 0], [7, 3]], [[4, 2], [5, 5]]], np.uint8)).validate()
@@ -178,7 +179,7 @@ def test_equality_compares_ids_and_metadata_but_not_unknown_rows():
 @given(st.integers(0, 2**32 - 1))
 def test_bytes_hold_the_whole_record(seed):
     record = random_record(np.random.default_rng(seed))
-    decoded = RoutedExperts.from_bytes(record.to_bytes())
+    decoded = decode_record(encode_record(record))
     assert decoded == record
     assert np.array_equal(decoded.ids, record.ids)
     assert decoded.ids.dtype == record.ids.dtype
@@ -186,7 +187,7 @@ def test_bytes_hold_the_whole_record(seed):
 
 
 def test_bytes_are_the_tensors_and_the_metadata_of_the_description():
-    encoded = example().to_bytes(np.array([5, 7, 9, 4, 6]))
+    encoded = encode_record(example(), np.array([5, 7, 9, 4, 6]))
     tensors = load(encoded)
     shapes = {name: (str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
     assert shapes == {"routed_experts": ("uint8", (2, 2, 2)), "token_ids": ("int32", (5,))}
@@ -194,18 +195,18 @@ def test_bytes_are_the_tensors_and_the_metadata_of_the_description():
     info = json.loads(metadata["routed_experts_info"])
     assert (info["format"], info["layers"], info["dtype"], info["shape"]) == ("ref", "moe", "uint8", [2, 2, 2])
     assert info["sha256"].startswith("68a6f491")
-    record, token_ids = read_record_bytes(encoded)
+    record, token_ids = decode_record_and_tokens(encoded)
     assert record == example()
     assert token_ids.tolist() == [5, 7, 9, 4, 6]
 
 
 def test_bytes_that_were_changed_are_refused():
-    encoded = example().to_bytes()
+    encoded = encode_record(example())
     for broken in (b"", b"\0" * 40, encoded[:-1], encoded + b"\0", encoded[:-8] + bytes([1, 0, 7, 3, 4, 2, 5, 2])):
         with pytest.raises(RoutingFormatError):
-            RoutedExperts.from_bytes(broken)
-    with pytest.raises(RoutingFormatError, match=r"\(4,\); wanted \(5,\)"):
-        example().to_bytes(np.arange(4))
+            decode_record(broken)
+    with pytest.raises(RoutingFormatError, match=r"\(4,\); expected \(5,\)"):
+        encode_record(example(), np.arange(4))
 
 
 def test_the_smallest_dtype_holds_every_expert():

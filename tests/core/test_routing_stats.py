@@ -75,8 +75,8 @@ def test_what_is_counted_step_by_step_is_what_the_records_hold(monkeypatch):
             padded = np.concatenate([rows, np.full((2, 12), 15, np.uint8)])  # what pads a step is nobody's
             capturer.on_forward_end(np.arange(low, low + len(rows)), padded, 0, live, origins)
         capturer.host_cache.flush()
-    stats, wanted = capturer.routing_stats(reset=True), RoutingStats.from_records(records)
-    assert (stats.counts == wanted.counts).all() and (stats.num_tokens == wanted.num_tokens).all()
+    stats, expected = capturer.routing_stats(reset=True), RoutingStats.from_records(records)
+    assert (stats.counts == expected.counts).all() and (stats.num_tokens == expected.num_tokens).all()
     assert (stats.windows.sum(axis=0) == stats.counts).all() and len(stats.windows) > 2
     assert (stats.windows[:-1, :, 0].sum(axis=(1, 2)) == 16 * 4).all()
     assert (stats.layer_ids, stats.top_k, stats.num_experts) == ((1, 2, 3), 4, 16)
@@ -127,11 +127,11 @@ def test_a_file_of_another_kind_is_refused(tmp_path, content):
 def test_a_file_with_objects_or_other_arrays_is_refused(tmp_path):
     with pytest.raises(RoutingFormatError, match="holds no routing statistics"):
         RoutingStats.read(written(tmp_path, counts=np.array([{}], object)))
-    with pytest.raises(RoutingFormatError, match="counts is float64 of 3 dims; wanted int64 of 3"):
+    with pytest.raises(RoutingFormatError, match="counts is float64 of 3 dims; expected int64 of 3"):
         RoutingStats.read(written(tmp_path, counts=np.zeros((2, 3, 16))))
     with pytest.raises(PlacementError, match=re.escape("counts add up to")):
         RoutingStats.read(written(tmp_path, num_tokens=np.array([1, 1])))
-    with pytest.raises(PlacementError, match=re.escape("wanted [2, 2, E]")):
+    with pytest.raises(PlacementError, match=re.escape("expected [2, 2, E]")):
         RoutingStats.read(written(tmp_path, layer_ids=np.arange(2)))
 
 
@@ -166,14 +166,14 @@ def test_wide_ids_are_counted_too():
 def test_a_worker_counts_what_is_handed_over_and_an_id_too_large_is_found(monkeypatch):
     monkeypatch.setattr(expert_counts, "_CHUNK_IDS", 40)
     rng, counts = np.random.default_rng(0), ExpertCounts(SPEC)
-    wanted = np.zeros((2, 3, 16), np.int64)
+    expected = np.zeros((2, 3, 16), np.int64)
     for _ in range(50):
         rows, generated = rng.integers(0, 16, (5, 12)).astype(np.uint8), rng.random(5) < 0.5
         counts.enqueue(rows, generated)
         for row, phase in zip(rows.reshape(5, 3, 4), generated.astype(int), strict=True):
             for layer in range(3):
-                np.add.at(wanted[phase, layer], row[layer], 1)
-    assert counts._handed and (counts.stats().counts == wanted).all() and not counts._handed
+                np.add.at(expected[phase, layer], row[layer], 1)
+    assert counts._handed and (counts.stats().counts == expected).all() and not counts._handed
     counts.enqueue(np.full((4, 12), 16, np.uint8), np.zeros(4, np.bool_))
     with pytest.raises(AssertionError, match="expert 16 of 16"):
         counts.stats()

@@ -56,7 +56,7 @@ def test_wrong_calls_assert_with_numbers() -> None:
     pool = pool_of_two()
     with pytest.raises(AssertionError, match=r"slot 3 is free; 2 of 4"):
         pool.free(3)
-    with pytest.raises(AssertionError, match=r"slot 0: wanted 1..4"):
+    with pytest.raises(AssertionError, match=r"slot 0: expected 1..4"):
         pool.set_pages(0, 0, ids(1))
     with pytest.raises(AssertionError, match=r"slot 1: columns 3..5 of a row of 4"):
         pool.set_pages(1, 3, ids(1, 2))

@@ -116,7 +116,7 @@ def test_a_layer_without_load_is_placed_as_if_all_experts_had_the_same():
 
 
 WRONG = {
-    "shape": (np.ones(4), {}, "load has shape [4]; wanted [M, E]"),
+    "shape": (np.ones(4), {}, "load has shape [4]; expected [M, E]"),
     "negative": (np.array([[1, -1, 0, 0]]), {}, "load of MoE layer 0, expert 1 is -1.0"),
     "no number": (np.array([[1, 0, np.nan, 0]]), {}, "load of MoE layer 0, expert 2 is nan"),
     "too few instances": (np.ones((1, 4)), {"num_instances": 3}, "num_instances=3 for 4 experts"),
@@ -128,7 +128,7 @@ WRONG = {
     "devices": (np.ones((1, 4)), {"num_devices": 4}, "num_devices=4 does not divide num_instances=6"),
     "nodes": (np.ones((1, 4)), {"num_nodes": 3}, "num_nodes=3 does not divide num_devices=2"),
     "groups": (np.ones((1, 4)), {"num_groups": 3}, "num_groups=3 does not divide the number of experts=4"),
-    "none": (np.ones((1, 4)), {"num_nodes": 0}, "num_nodes=0; wanted at least 1"),
+    "none": (np.ones((1, 4)), {"num_nodes": 0}, "num_nodes=0; expected at least 1"),
 }
 
 

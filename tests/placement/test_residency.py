@@ -42,11 +42,11 @@ def test_the_most_used_are_resident_and_those_that_stay_keep_their_slots(load, p
     )
     assert (anew.epoch, follows.epoch) == (0, 5)
     for layer, row in enumerate(load):
-        wanted = sorted(sorted(range(6), key=lambda e: (-row[e], e))[:per_layer])
-        assert anew.experts[layer].tolist() == wanted == sorted(follows.experts[layer].tolist())
+        expected = sorted(sorted(range(6), key=lambda e: (-row[e], e))[:per_layer])
+        assert anew.experts[layer].tolist() == expected == sorted(follows.experts[layer].tolist())
         for slot, expert in enumerate(before.experts[layer].tolist()):
-            assert expert not in wanted or follows.experts[layer, slot] == expert
-        assert num_promoted(before, follows)[layer] == len({*wanted} - {*before.experts[layer].tolist()})
+            assert expert not in expected or follows.experts[layer, slot] == expert
+        assert num_promoted(before, follows)[layer] == len({*expected} - {*before.experts[layer].tolist()})
 
 
 def test_an_adaptive_map_follows_the_load_within_its_limits():
@@ -125,7 +125,7 @@ def test_concentration_is_one_where_load_is_even_and_e_where_one_expert_has_all(
 
 
 WRONG = {
-    "too many": (lambda: resident(np.ones((1, 4)), per_layer=5), "per_layer=5 resident experts; wanted 0 to 4"),
+    "too many": (lambda: resident(np.ones((1, 4)), per_layer=5), "per_layer=5 resident experts; expected 0 to 4"),
     "other slots": (
         lambda: resident(np.ones((1, 4)), per_layer=2, previous=ResidencyMap.first_n(1, 4, 3)),
         "per_layer=2, but previous has 3 slots a layer",
@@ -134,7 +134,7 @@ WRONG = {
         lambda: resident(np.ones((1, 4)), per_layer=2, previous=ResidencyMap.first_n(2, 4, 2)),
         "came for a model of 1 x 4",
     ),
-    "costs": (lambda: ExpertCosts(copy_s=-1.0), "copy_s=-1.0; wanted a finite number of seconds"),
+    "costs": (lambda: ExpertCosts(copy_s=-1.0), "copy_s=-1.0; expected a finite number of seconds"),
     "counts": (
         lambda: AdaptiveResidency.start(ResidencyMap.first_n(1, 4, 2)).observe(np.ones((1, 5), int), 1),
         "a model of 1 x 5",

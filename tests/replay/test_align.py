@@ -7,10 +7,10 @@ import pytest
 
 from replay.records import SPEC, random_record
 from routed_experts import RoutingAlignmentError
-from routed_experts.core.routed_experts import to_metadata
+from routed_experts.core.record_validation import repeated_rows
+from routed_experts.formats.metadata import to_metadata
 from routed_experts.formats.wire import npy_bytes, record_from_npy
 from routed_experts.replay import Sample, align, zigzag_order
-from routed_experts.replay.check import repeated_rows
 
 LENGTH = 24
 
@@ -94,14 +94,14 @@ def test_zigzag_gives_rank_r_its_chunk_and_the_opposite_one(parts):
     straight = align(samples, layout="pad_right", seq_len=32, spec=SPEC)
     turned = align(samples, layout="pad_right", seq_len=32, spec=SPEC, zigzag=parts)
     for rank in range(parts):
-        wanted = [
+        expected = [
             *range(rank * size, (rank + 1) * size),
             *range((2 * parts - 1 - rank) * size, (2 * parts - rank) * size),
         ]
         here = slice(rank * 2 * size, (rank + 1) * 2 * size)
-        assert zigzag_order(32, parts)[here].tolist() == wanted
+        assert zigzag_order(32, parts)[here].tolist() == expected
         for name in ("ids", "valid", "pad"):
-            np.testing.assert_array_equal(getattr(turned, name)[:, here], getattr(straight, name)[:, wanted])
+            np.testing.assert_array_equal(getattr(turned, name)[:, here], getattr(straight, name)[:, expected])
 
 
 def test_weights_travel_with_their_ids():
@@ -138,7 +138,7 @@ def of(**other):
 FAULTS = {
     "one row too few": (
         changed()[:8],
-        r"sample 1: 8 rows of tokens \[0, 8\) of a sequence of 10; the sample has 10 tokens, so wanted 9",
+        r"sample 1: 8 rows of tokens \[0, 8\) of a sequence of 10; the sample has 10 tokens, so expected 9",
     ),
     "another sample": (random_record(np.random.default_rng(2), 11), "sample 1: 10 rows .* the sample has 10 tokens"),
     "layers": (
@@ -148,7 +148,7 @@ FAULTS = {
     "top_k": (of(top_k=3), "sample 1: the record has top_k=3, the model 4"),
     "experts": (of(num_experts=32), "sample 1: the record has num_experts=32, the model 16"),
     "depth": (of(num_hidden_layers=5), "sample 1: the record has num_hidden_layers=5"),
-    "no such expert": (changed((4, 2, 1), 16), "sample 1, row 4, layer 3: id 16 in slot 1; wanted 0 to 15"),
+    "no such expert": (changed((4, 2, 1), 16), "sample 1, row 4, layer 3: id 16 in slot 1; expected 0 to 15"),
     "twice": (changed((5, 1), [7, 2, 9, 7]), r"sample 1, row 5, layer 2: ids \[7, 2, 9, 7\] repeat an expert"),
     "zeros": (changed(6, 0), r"sample 1, row 6, layer 1: ids \[0, 0, 0, 0\] repeat an expert"),
     "no record": ("rows", "sample 1: record is a str"),
@@ -226,9 +226,9 @@ def test_words_that_say_nothing_are_refused(kind):
 def test_repeats_are_those_that_a_set_finds(top_k, dtype):
     rng = np.random.default_rng(top_k)
     ids = rng.integers(0, 3 * top_k, (1200, 33, top_k)).astype(dtype)  # more than one block
-    wanted = np.array([[len(set(row.tolist())) < top_k for row in token] for token in ids])
-    assert wanted.any() == (top_k > 1) and not wanted.all()
-    np.testing.assert_array_equal(repeated_rows(ids), wanted)
+    expected = np.array([[len(set(row.tolist())) < top_k for row in token] for token in ids])
+    assert expected.any() == (top_k > 1) and not expected.all()
+    np.testing.assert_array_equal(repeated_rows(ids), expected)
 
 
 def test_a_prompt_that_is_not_the_records_is_refused():

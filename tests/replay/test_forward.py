@@ -145,8 +145,8 @@ def value_and_grad(parts):
 
 def assert_close(one, other, atol):
     leaves = jax.tree_util.tree_leaves_with_path(one)
-    for (path, leaf), wanted in zip(leaves, jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(leaf, wanted, atol=atol, err_msg=jax.tree_util.keystr(path))
+    for (path, leaf), expected in zip(leaves, jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(leaf, expected, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.mark.parametrize("replay", [True, False])

@@ -140,8 +140,10 @@ def test_misses_are_what_sets_say(world):
     _, executed, missed = run(params, x, routed)
     first = run(params, x, None)[1][:, 0]  # nothing is forced before the first layer: its live choice is known
     for token in range(TOKENS):
-        wanted = spec.top_k - len(set(np.asarray(executed)[token, 0].tolist()) & set(np.asarray(first)[token].tolist()))
-        assert int(missed[0, token]) == wanted
+        expected = spec.top_k - len(
+            set(np.asarray(executed)[token, 0].tolist()) & set(np.asarray(first)[token].tolist())
+        )
+        assert int(missed[0, token]) == expected
     assert not np.any(np.asarray(missed)[:, ~np.asarray(routed.valid)]) and np.any(missed)
 
 

@@ -26,7 +26,7 @@ def test_the_report_says_what_a_loop_says():
     report = mismatch_report(rollout, train, mask)
     d = [train[at] - rollout[at] for at in np.ndindex(SHAPE) if mask[at]]
     mean = lambda values: math.fsum(values) / len(d)  # noqa: E731
-    wanted = dict(
+    expected = dict(
         num_tokens=len(d),
         k1=mean([-x for x in d]),
         k3=mean([math.exp(x) - 1 - x for x in d]),
@@ -37,7 +37,7 @@ def test_the_report_says_what_a_loop_says():
         f_2=mean([max(math.exp(x), math.exp(-x)) > 2 for x in d]),
         mult_prob_error=mean([math.exp(abs(x)) for x in d]),
     )
-    for name, value in wanted.items():
+    for name, value in expected.items():
         assert getattr(report, name) == pytest.approx(value, rel=1e-12), name
     assert 0 < report.f_1_1 < 1 and report.k3_low < report.k3 < report.k3_high
     p, q = np.exp(rollout[mask]), np.exp(train[mask])

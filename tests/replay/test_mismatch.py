@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
 
 PROMPT_LEN, NEW_TOKENS, NUM_SAMPLES = 32, 96, 24
 LENGTH = PROMPT_LEN + NEW_TOKENS
-CHOICES = 10  # answers to a prompt, where many are wanted
+CHOICES = 10  # answers to a prompt, where many are expected
 TEXT = "Once upon a time there was a sea captain who counted the stars. What is the capital of France? def add(a, b): return a + b "
 
 
@@ -224,5 +224,5 @@ def test_a_batch_of_other_shapes_is_refused_when_it_is_traced(demo, wrong):
         "dtype": lambda: RoutedBatch(ids.astype(np.float32), valid, good.pad),
         "flags": lambda: RoutedBatch(ids, valid.astype(np.int32), good.pad),
     }[wrong]()
-    with pytest.raises(RoutingAlignmentError, match=r"routed\.(ids|valid) is .*; wanted"):
+    with pytest.raises(RoutingAlignmentError, match=r"routed\.(ids|valid) is .*; expected"):
         demo.judge_batch(batch)

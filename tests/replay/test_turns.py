@@ -87,7 +87,7 @@ def test_turns_that_do_not_fit_are_named():
         ([(tokens, record), (tokens, other)], tokens, "turn 1: num_hidden_layers=9, but turn 0 has 4"),
         ([(tokens, record), (tokens, None)], tokens, "turn 1: the record is a NoneType"),
         ([(tokens, record)], [], "tokens are float64"),
-        ([(tokens, record)], [[1]], "wanted a row of at least one integer"),
+        ([(tokens, record)], [[1]], "expected a row of at least one integer"),
         ([(tokens / 2, record)], tokens, "turn 0: tokens are float64"),
     ):
         with pytest.raises(RoutingAlignmentError, match=said):

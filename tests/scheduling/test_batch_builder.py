@@ -66,7 +66,7 @@ def test_arrays_equal_a_loop_over_tokens(planned):
     plans, seed = planned
     builder, table = make_builder()
     pages = np.random.default_rng(seed).permutation(np.arange(1, 8 * LIMIT + 1)).reshape(LIMIT, 8)
-    rows, wanted = [], []
+    rows, expected = [], []
     for index, (prompt_len, generated, start, count, pending) in enumerate(plans):
         req = Req(source(range(index, index + prompt_len), rid=str(index), max_tokens=8))
         req.num_known += generated
@@ -76,13 +76,13 @@ def test_arrays_equal_a_loop_over_tokens(planned):
         rows.append(ScheduledChunk(req, start, count, samples=start + count >= req.num_known))
         for position in range(start, start + count):
             token = FROM_DEVICE if position >= req.num_known else int(req.tokens[position])
-            wanted.append((index, position, token, int(pages[index][position // PAGE]) * PAGE + position % PAGE))
+            expected.append((index, position, token, int(pages[index][position // PAGE]) * PAGE + position % PAGE))
     batch = builder.build(rows, step=3)
-    total, all_single = len(wanted), all(row.count == 1 for row in rows)
+    total, all_single = len(expected), all(row.count == 1 for row in rows)
     assert (batch.step, batch.num_tokens, batch.num_requests) == (3, total, len(rows))
     assert batch.mode is (ForwardMode.DECODE if all_single else ForwardMode.EXTEND)
     got = zip(batch.token_rows[:total], batch.positions[:total], batch.token_ids[:total], batch.kv_slots, strict=True)
-    assert [tuple(map(int, one)) for one in got] == wanted
+    assert [tuple(map(int, one)) for one in got] == expected
     for padded in (batch.token_rows, batch.positions, batch.token_ids):
         assert not padded[total:].any()
     ends = np.cumsum([row.count for row in rows])

@@ -236,8 +236,8 @@ def test_prompt_logprobs_are_whole_although_the_prefix_is_cached():
     for start in (0, 1, 4, 5, 8, 13):
         req = bench.add(source(tokens, rid="b", logprob_start=start))
         bench.finish(req)
-        wanted = {place: logprob_of(tokens[:place], tokens[place]) for place in range(max(start, 1), 14)}
-        assert {place: value for place, (value, _) in req.input_logprobs.items() if place >= start} == wanted
+        expected = {place: logprob_of(tokens[:place], tokens[place]) for place in range(max(start, 1), 14)}
+        assert {place: value for place, (value, _) in req.input_logprobs.items() if place >= start} == expected
         assert req.cached_tokens <= max(start - 1, 0)
         assert req.output_logprobs == [logprob_of(tokens + says(tokens, 4)[:i], says(tokens, 4)[i]) for i in range(4)]
 
@@ -247,9 +247,9 @@ def test_the_last_admitted_goes_back_first_and_to_the_head_of_the_queue():
     reqs = bench.add(*(source(prompt(4, i), rid=str(i), max_tokens=8) for i in range(3)))
     bench.step()
     waiting = bench.add(source(prompt(4, 9), rid="late"))
-    for wanted in (reqs[2], reqs[1]):
+    for expected in (reqs[2], reqs[1]):
         victim = bench.scheduler.preemption_victim()
-        assert victim is wanted
+        assert victim is expected
         bench.scheduler.retract(victim, None)
     assert bench.scheduler.preemption_victim() is None  # never the only one
     assert list(bench.scheduler.waiting) == [reqs[1], reqs[2], waiting]

@@ -201,13 +201,13 @@ def sources_of(index, arrival):
 @given(life=lives())
 def test_every_request_ends_with_exactly_its_tokens(life):
     machine = Machine(life)
-    wanted: dict[str, list[int]] = {}
+    expected: dict[str, list[int]] = {}
     tick, limit = 0, 60 + 40 * sum((arrival[1] + arrival[2] + arrival[3]) * arrival[4] for arrival in life.arrivals)
     while tick <= 45 or machine.live or machine.pending is not None:
         for index, arrival in enumerate(life.arrivals):
             if arrival[0] == tick:
                 made, said = sources_of(index, arrival)
-                wanted |= dict.fromkeys((one.rid for one in made), said)
+                expected |= dict.fromkeys((one.rid for one in made), said)
                 machine.scheduler.add([Req(one) for one in made])
         for at, kind, pick in life.events:
             if at == tick:
@@ -215,13 +215,13 @@ def test_every_request_ends_with_exactly_its_tokens(life):
         machine.step()
         tick += 1
         assert tick < limit, f"{len(machine.live)} requests starve"
-    assert Counter(req.rid for req in machine.ended) == Counter(list(wanted)), "each request has exactly one end"
+    assert Counter(req.rid for req in machine.ended) == Counter(list(expected)), "each request has exactly one end"
     for req in machine.ended:
         said = req.output_ids.tolist()
         assert req.finish_reason is not None
-        assert said == wanted[req.rid][: len(said)]
+        assert said == expected[req.rid][: len(said)]
         if req.finish_reason.type != "abort":
-            assert said == wanted[req.rid]
+            assert said == expected[req.rid]
     pages = machine.scheduler.pages
     assert pages.num_available == pages.allocator.num_total
     assert pages.table.num_free == pages.table.num_total

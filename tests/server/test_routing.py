@@ -9,8 +9,8 @@ import json
 import numpy as np
 import pytest
 
-from routed_experts.core.routed_experts import read_record_bytes
 from routed_experts.formats import record_from_meta_info, record_from_npy, record_from_response
+from routed_experts.formats.archive import decode_record_and_tokens
 from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
 from support.http_server import error_of, running, stream
 from support.serving import borrow
@@ -147,7 +147,7 @@ def test_a_ref_is_fetched_from_its_url(server, records):
         head = server.client.head(meta["routed_experts_ref"])
         assert head.content == b"" and head.headers["etag"] == answer.headers["etag"]
         packed = server.client.get(meta["routed_experts_ref"] + "&format=safetensors").content
-        found, tokens = read_record_bytes(packed)
+        found, tokens = decode_record_and_tokens(packed)
         assert found == record and tokens.size == record.num_tokens
         assert (
             server.client.get(meta["routed_experts_ref"], headers={"if-none-match": answer.headers["etag"]}).status_code

@@ -91,7 +91,7 @@ def routing_difference(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
     _check_alike(a, b)
     low, high = max(a.start, b.start), min(a.start + a.num_rows, b.start + b.num_rows)
     if low >= high:
-        raise RoutingAlignmentError(f"records hold tokens {_span(a)} and {_span(b)}; wanted tokens that are in both")
+        raise RoutingAlignmentError(f"records hold tokens {_span(a)} and {_span(b)}; expected tokens that are in both")
     left, right = a[low:high], b[low:high]
     known = _known(left) & _known(right)
     ours, theirs = left.ids[known], right.ids[known]
@@ -112,7 +112,7 @@ def known_rows(*records: RoutedExperts) -> UInt[np.ndarray, "T M K"]:
     """Join the known rows of records of one model. Raises RoutingAlignmentError when their shapes differ, or without a
     record."""
     if not records:
-        raise RoutingAlignmentError("no record came; wanted at least one")
+        raise RoutingAlignmentError("no record came; expected at least one")
     for other in records[1:]:
         _check_alike(records[0], other)
     return np.concatenate([record.ids[_known(record)] for record in records])
@@ -126,7 +126,7 @@ def _check_alike(a: RoutedExperts, b: RoutedExperts) -> None:
     shapes = [f"layers {record.layer_ids}, {record.num_experts} experts, top-{record.top_k}" for record in (a, b)]
     if shapes[0] != shapes[1]:
         raise RoutingAlignmentError(
-            f"records of {shapes[0]} and of {shapes[1]} came together; wanted records of one model"
+            f"records of {shapes[0]} and of {shapes[1]} came together; expected records of one model"
         )
 
 

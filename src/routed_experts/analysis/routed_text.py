@@ -25,7 +25,7 @@ class RoutedText:
     def __post_init__(self) -> None:
         if len(self.pieces) != self.record.num_tokens:
             raise RoutingAlignmentError(
-                f"{self.title!r} has {len(self.pieces)} pieces of text and a record of {self.record.num_tokens} tokens; wanted one a token"
+                f"{self.title!r} has {len(self.pieces)} pieces of text and a record of {self.record.num_tokens} tokens; expected one a token"
             )
 
     def experts(self, token: int, column: int) -> tuple[int, ...]:

@@ -55,9 +55,9 @@ class _RoutedExpertsDeviceCache:
         """Write the executed ids of one layer. `moe_layer` is its ordinal among MoE layers, traced or not; fused shared
         experts are out. `native_ids`, what the live router chose, and its `probabilities` are for those who compare
         (replay/recorder.py); here they are not kept."""
-        wanted = (self.num_tokens, self.spec.top_k)
-        assert topk_ids.shape == wanted, (
-            f"ids of a layer have the shape {topk_ids.shape}; wanted {wanted}, without shared experts"
+        expected = (self.num_tokens, self.spec.top_k)
+        assert topk_ids.shape == expected, (
+            f"ids of a layer have the shape {topk_ids.shape}; expected {expected}, without shared experts"
         )
         return self._write(moe_layer, topk_ids[None])
 
@@ -65,9 +65,9 @@ class _RoutedExpertsDeviceCache:
         self, first_moe_layer: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]
     ) -> "_RoutedExpertsDeviceCache":
         """Write the executed ids of a run of layers at once, as a scan stacks them."""
-        wanted = (self.num_tokens, self.spec.top_k)
-        assert topk_ids.shape[1:] == wanted, (
-            f"ids of a run have the shape {topk_ids.shape}; wanted [run, {wanted[0]}, {wanted[1]}]"
+        expected = (self.num_tokens, self.spec.top_k)
+        assert topk_ids.shape[1:] == expected, (
+            f"ids of a run have the shape {topk_ids.shape}; expected [run, {expected[0]}, {expected[1]}]"
         )
         return self._write(first_moe_layer, topk_ids)
 
@@ -102,7 +102,7 @@ class _RoutedExpertsDeviceCache:
         if isinstance(first, int):  # a traced index cannot be checked here: dynamic_update_slice would clamp it
             last = first + topk_ids.shape[0] - 1
             assert 0 <= first <= last < self.spec.num_moe_layers, (
-                f"layers {first} to {last}; wanted 0 to {self.spec.num_moe_layers - 1}"
+                f"layers {first} to {last}; expected 0 to {self.spec.num_moe_layers - 1}"
             )
         block = jnp.swapaxes(topk_ids.astype(jnp.int32), 1, 2).reshape(-1, self.num_tokens)  # [run, N, K] -> [run*K, N]
         row = jnp.asarray(first, jnp.int32) * self.spec.top_k

@@ -123,7 +123,7 @@ class _RoutedExpertsHostCache:
     def _write(self, steps: Sequence[_Step]) -> None:
         counts = [step[0].size for step in steps]
         slots = np.concatenate([step[0] for step in steps])
-        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
+        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: expected 0 to {self._versions.size - 1}"
         ids = _ids_of(steps, counts, self._spec)
         assert len(ids) == slots.size, f"{len(ids)} rows for {slots.size} tokens"
         assert ids.max(initial=0) < self._spec.num_experts, (
@@ -159,7 +159,7 @@ class _RoutedExpertsHostCache:
         self, slots: Int[np.ndarray, " R"]
     ) -> tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np.ndarray, " R"]]:
         """Copy out ids, valid bits and versions; ids of a row that is not valid mean nothing."""
-        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: wanted 0 to {self._versions.size - 1}"
+        assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: expected 0 to {self._versions.size - 1}"
         self.flush()
         ids = self._store.take(slots, axis=0).reshape(slots.size, self._spec.num_moe_layers, self._spec.top_k)
         versions = self._versions[slots]

@@ -22,7 +22,7 @@ from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import CaptureDisabledError, CaptureUnsupportedError, RoutingIncompleteError
 from routed_experts.core.integrity import Violation
 from routed_experts.core.model_worker_batch import TokenOrigins
-from routed_experts.core.record_validation import version_spans_of
+from routed_experts.core.record_validation import to_version_spans
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
 
@@ -166,7 +166,7 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
             missing = np.flatnonzero(~valid)
             raise RoutingIncompleteError(
                 f"the routing of token {start + int(missing[0])} is not known, nor that of {missing.size - 1} more of the {num_rows} rows "
-                f"from token {start} on; wanted all of them, so the request fails: report this with the request"
+                f"from token {start} on; expected all of them, so the request fails: report this with the request"
             )
         return RoutedExperts(
             ids=ids,
@@ -176,7 +176,7 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
             layer_ids=self.spec.layer_ids,
             num_hidden_layers=self.spec.num_hidden_layers,
             num_experts=self.spec.num_experts,
-            version_spans=version_spans_of(start, versions),
+            version_spans=to_version_spans(start, versions),
             router=self.spec.router,
         )
 

@@ -1,22 +1,22 @@
-"""`routed-experts convert A B`: routed experts from one file or wire form into another. Reads no model and starts no
-device."""
+"""`routed-experts convert A B`: convert routed experts from one file or wire form to another, without model or device."""
 
 import argparse
 import io
 import json
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from routed_experts.cli.record_files import lines_of
+from routed_experts.cli.record_files import split_lines
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError, RoutingFormatError
 from routed_experts.core.npz_io import write_arrays
-from routed_experts.core.record_forms import FORMS
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.formats.answer_archive import decode_answers, holds_answers
+from routed_experts.formats import FRAMEWORKS, WITH_MARK
+from routed_experts.formats.archive import decode_answers, decode_record, encode_record, holds_answers
 from routed_experts.formats.meta_info import record_from_response
 from routed_experts.formats.wire import encode_as_lists, encode_meta_info
 
@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--layers", choices=("all", "moe"), default=None, help="of a .json target; default: all for int32, else moe"
     )
     parser.add_argument(
-        "--to", choices=FORMS, default="sglang", help="whose array a .npy target holds; default: sglang"
+        "--to", choices=FRAMEWORKS, default="sglang", help="whose array a .npy target holds; default: sglang"
     )
     parser.add_argument(
         "--missing", choices=("error", "gate"), default="error", help="rows that are not known; default: error"
@@ -55,10 +55,10 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     target: Path = options.target
     if target.suffix == ".safetensors":
         with atomic_write(target) as part:
-            part.write_bytes(record.to_bytes())
+            part.write_bytes(encode_record(record))
     elif target.suffix == ".json":
         with atomic_write(target) as part:
-            part.write_text(json.dumps({"meta_info": _wire(record, options)}) + "\n", encoding="utf-8")
+            part.write_text(json.dumps({"meta_info": _wire_fields(record, options)}) + "\n", encoding="utf-8")
     elif target.suffix in (".npy", ".npz"):
         _write_arrays(record, target, options)
     else:
@@ -75,36 +75,36 @@ def _read(source: Path, *, choice: int, line: int) -> RoutedExperts:
     if source.suffix == ".safetensors":
         encoded = source.read_bytes()
         if not holds_answers(encoded):
-            return RoutedExperts.from_bytes(encoded)
-        return _known(_chosen(decode_answers(encoded), source, line).record, source)
+            return decode_record(encoded)
+        return _require_record(_entry(decode_answers(encoded), source, line).record, source)
     text = source.read_text(encoding="utf-8")
     if source.suffix == ".jsonl":
-        text = _chosen([one for one in lines_of(text) if one.strip()], source, line)
+        text = _entry([entry for entry in split_lines(text) if entry.strip()], source, line)
     try:
-        said = json.loads(text)
+        response = json.loads(text)
     except ValueError as error:
         raise RoutingFormatError(f"{source} is no JSON ({error}); give an answer of a server") from error
-    if isinstance(said, list):  # several prompts or choices of /generate
-        answers = cast("list[Any]", said)
+    if isinstance(response, list):  # several prompts or choices of /generate
+        answers = cast("list[Any]", response)
         if not 0 <= choice < len(answers):
             raise ConfigError(f"--choice {choice}, but {source} has {len(answers)} answers")
-        said, choice = answers[choice], 0
-    return _known(record_from_response(said, choice), source)
+        response, choice = answers[choice], 0
+    return _require_record(record_from_response(response, choice), source)
 
 
-def _chosen(answers: Sequence[_T], source: Path, line: int) -> _T:
+def _entry(answers: Sequence[_T], source: Path, line: int) -> _T:
     if not 1 <= line <= len(answers):
         raise ConfigError(f"--line {line}, but {source} has {len(answers)}; choose 1 to {len(answers)}")
     return answers[line - 1]
 
 
-def _known(record: RoutedExperts | None, source: Path) -> RoutedExperts:
+def _require_record(record: RoutedExperts | None, source: Path) -> RoutedExperts:
     if record is None:
         raise RoutingFormatError(f"{source} holds no routed experts; ask the server with return_routed_experts true")
     return record
 
 
-def _wire(record: RoutedExperts, options: argparse.Namespace) -> dict[str, object]:
+def _wire_fields(record: RoutedExperts, options: argparse.Namespace) -> dict[str, object]:
     layers = options.layers or ("all" if options.format == "int32" else "moe")
     if options.format == "list":
         return encode_as_lists(record, layers=layers)
@@ -112,17 +112,18 @@ def _wire(record: RoutedExperts, options: argparse.Namespace) -> dict[str, objec
 
 
 def _write_arrays(record: RoutedExperts, target: Path, options: argparse.Namespace) -> None:
-    """One array as .npy; the parts of a form that has several as .npz."""
-    arrays = record.to(options.to, missing=options.missing)
+    """Write one array as .npy; the parts of a layout that has several as .npz."""
+    framework = import_module(f"routed_experts.formats.{options.to}")
+    arrays = framework.encode(record, **({"missing": options.missing} if options.to in WITH_MARK else {}))
     if (options.to in _PAIRS) != (target.suffix == ".npz"):
-        wanted = ".npz" if options.to in _PAIRS else ".npy"
-        raise ConfigError(f"--to {options.to} is written as {wanted}; {target} ends in {target.suffix}")
+        suffix = ".npz" if options.to in _PAIRS else ".npy"
+        raise ConfigError(f"--to {options.to} is written as {suffix}; {target} ends in {target.suffix}")
     if options.to == "vllm021":
         write_arrays(target, {"prompt": arrays[0], "generated": arrays[1]})
     elif options.to == "megatron":
         write_arrays(target, {"mask": arrays[1], **{f"layer_{index}": layer for index, layer in enumerate(arrays[0])}})
     else:
-        encoded = io.BytesIO()  # not the file itself: NumPy does not look whether the last bytes reach it
+        encoded = io.BytesIO()  # NumPy does not check that the last bytes reach a file
         np.save(encoded, arrays, allow_pickle=False)
         with atomic_write(target) as part:
             part.write_bytes(encoded.getbuffer())

@@ -27,7 +27,7 @@ from routed_experts.cli.flags import (
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.formats.answer_archive import ArchivedAnswer, encode_answers
+from routed_experts.formats.archive import ArchivedAnswer, encode_answers
 from routed_experts.formats.meta_info import record_from_meta_info
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Records out of the files that commands and servers write, all that a file holds. Knows no plan and no model."""
+"""Read the records in files that commands and servers write."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from typing import cast
 
 from routed_experts.core.errors import ConfigError, RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.formats.answer_archive import decode_answers, holds_answers
+from routed_experts.formats.archive import decode_answers, decode_record, holds_answers
 from routed_experts.formats.meta_info import record_from_response
 
 SUFFIXES = (".jsonl", ".json", ".safetensors")
@@ -16,8 +16,7 @@ SUFFIXES = (".jsonl", ".json", ".safetensors")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFile:
-    """One record, and the answer that it came in: its fields beside the rows, none for a file that is a record
-    alone."""
+    """One record and the other fields of its answer; none for a file of one record."""
 
     record: RoutedExperts
     answer: Mapping[str, object]
@@ -25,7 +24,7 @@ class RecordFile:
 
 def read_records(files: Iterable[Path]) -> list[RoutedExperts]:
     """The records of `read_answers`."""
-    return [one.record for one in read_answers(files)]
+    return [entry.record for entry in read_answers(files)]
 
 
 def read_answers(files: Iterable[Path]) -> list[RecordFile]:
@@ -33,18 +32,17 @@ def read_answers(files: Iterable[Path]) -> list[RecordFile]:
     files (a record, or what `generate --output` wrote), in order.
 
     Raises ConfigError for another suffix, RoutingFormatError naming the file and what in it holds no routed experts."""
-    return [one for file in files for one in _all_of(file)]
+    return [entry for file in files for entry in _read_all(file)]
 
 
-def lines_of(text: str) -> list[str]:
-    """The lines of a .jsonl file. They end at line feeds alone: JSON may hold the other characters that
-    `str.splitlines` cuts at."""
+def split_lines(text: str) -> list[str]:
+    """Split a .jsonl file at line feeds alone: JSON may hold the other characters that `str.splitlines` splits at."""
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
-def _all_of(file: Path) -> list[RecordFile]:
+def _read_all(file: Path) -> list[RecordFile]:
     try:
-        records = list(_records_of(file))
+        records = list(_read_file(file))
     except (RoutingFormatError, UnicodeDecodeError, RecursionError) as error:
         raise RoutingFormatError(f"{file}: {error}; give what generate --output or a server wrote") from error
     if not records:
@@ -52,36 +50,36 @@ def _all_of(file: Path) -> list[RecordFile]:
     return records
 
 
-def _records_of(file: Path) -> Iterator[RecordFile]:
+def _read_file(file: Path) -> Iterator[RecordFile]:
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"{file} ends in {file.suffix!r}; name files that end in {', '.join(SUFFIXES)}")
     if file.suffix == ".safetensors":
-        yield from _in_tensors(file.read_bytes())
+        yield from _read_safetensors(file.read_bytes())
         return
     text = file.read_text(encoding="utf-8")
-    for number, said in enumerate(lines_of(text) if file.suffix == ".jsonl" else [text], start=1):
-        if said.strip():
+    for number, line in enumerate(split_lines(text) if file.suffix == ".jsonl" else [text], start=1):
+        if line.strip():
             where = f"line {number}" if file.suffix == ".jsonl" else "the file"
-            for answer in _answers(said, where):
+            for answer in _answers(line, where):
                 yield from _choices(answer, where)
 
 
-def _in_tensors(encoded: bytes) -> Iterator[RecordFile]:
+def _read_safetensors(encoded: bytes) -> Iterator[RecordFile]:
     """One record, or those of a file of answers."""
     if not holds_answers(encoded):
-        yield RecordFile(record=RoutedExperts.from_bytes(encoded), answer={})
+        yield RecordFile(record=decode_record(encoded), answer={})
         return
-    for number, filed in enumerate(decode_answers(encoded), start=1):
-        if filed.record is None:
+    for number, archived in enumerate(decode_answers(encoded), start=1):
+        if archived.record is None:
             raise RoutingFormatError(
                 f"answer {number} holds no routed experts; generate with --enable-return-routed-experts"
             )
-        yield RecordFile(record=filed.record, answer=filed.answer)
+        yield RecordFile(record=archived.record, answer=archived.answer)
 
 
-def _answers(said: str, where: str) -> list[object]:
+def _answers(text: str, where: str) -> list[object]:
     try:
-        read: object = json.loads(said)
+        read: object = json.loads(text)
     except ValueError as error:
         raise RoutingFormatError(f"{where} is no JSON ({error})") from error
     return cast("list[object]", read) if isinstance(read, list) else [read]
@@ -91,12 +89,12 @@ def _choices(answer: object, where: str) -> Iterator[RecordFile]:
     """The records of all choices of an answer."""
     if not isinstance(answer, Mapping):
         raise RoutingFormatError(
-            f"{where} holds no answer but a {type(answer).__name__}; wanted the answer of a server as an object"
+            f"{where} holds no answer but a {type(answer).__name__}; expected the answer of a server as an object"
         )
-    said = cast("Mapping[str, object]", answer)
-    choices = said.get("choices")
+    response = cast("Mapping[str, object]", answer)
+    choices = response.get("choices")
     for choice in range(len(cast("list[object]", choices)) if isinstance(choices, list) else 1):
-        record = record_from_response(said, choice)
+        record = record_from_response(response, choice)
         if record is None:
             raise RoutingFormatError(f"{where} holds no routed experts; generate with --enable-return-routed-experts")
-        yield RecordFile(record=record, answer=said)
+        yield RecordFile(record=record, answer=response)

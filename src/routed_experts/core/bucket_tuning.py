@@ -30,10 +30,10 @@ class StepCosts:
         for bucket, measured in self.seconds.items():
             if bucket < 1 or bucket not in measured or any(not 1 <= size <= bucket for size in measured):
                 raise ConfigError(
-                    f"bucket {bucket} was measured at {sorted(measured)}; wanted sizes in 1..{bucket}, the last among them"
+                    f"bucket {bucket} was measured at {sorted(measured)}; expected sizes in 1..{bucket}, the last among them"
                 )
             if not all(math.isfinite(cost) and cost > 0 for cost in measured.values()):
-                raise ConfigError(f"bucket {bucket} costs {dict(measured)}; wanted positive seconds")
+                raise ConfigError(f"bucket {bucket} costs {dict(measured)}; expected positive seconds")
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ def choose_buckets(costs: StepCosts, load: Mapping[int, float], *, most: int) ->
     one above the largest bucket."""
     buckets = costs.buckets
     if most < 1:
-        raise ConfigError(f"at most {most} buckets are allowed; wanted at least 1")
+        raise ConfigError(f"at most {most} buckets are allowed; expected at least 1")
     if (
         not load
         or min(load) < 1
@@ -89,7 +89,7 @@ def choose_buckets(costs: StepCosts, load: Mapping[int, float], *, most: int) ->
     ):
         told = f"sizes {min(load)}..{max(load)}" if load else "no size"
         raise ConfigError(
-            f"the load has {told}; wanted shares of sizes in 1..{buckets[-1]}, the largest bucket that was measured"
+            f"the load has {told}; expected shares of sizes in 1..{buckets[-1]}, the largest bucket that was measured"
         )
     between = [[_cost_between(low, high, costs, load) for high in buckets] for low in (0, *buckets)]  # [from, to]
     best: list[tuple[float, tuple[int, ...]]] = [(between[0][place], (bucket,)) for place, bucket in enumerate(buckets)]

@@ -20,7 +20,7 @@ def expert_id_dtype(num_experts: int) -> ExpertIdDType:
     """Return the smallest unsigned dtype for logical ids: uint8 up to 256 experts, else uint16."""
     if not 1 <= num_experts <= MAX_NUM_EXPERTS:
         raise CaptureUnsupportedError(
-            f"{num_experts} experts cannot be captured; wanted 1 to {MAX_NUM_EXPERTS}, so that an id fits two bytes; build without capture"
+            f"{num_experts} experts cannot be captured; expected 1 to {MAX_NUM_EXPERTS}, so that an id fits two bytes; build without capture"
         )
     return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.uint16)
 
@@ -39,15 +39,15 @@ class CaptureSpec:
         expert_id_dtype(self.num_experts)
         if not self.layer_ids:
             raise CaptureUnsupportedError(
-                "a model without MoE layers routes nothing; wanted at least one layer id; build without capture"
+                "a model without MoE layers routes nothing; expected at least one layer id; build without capture"
             )
         if not all(a < b for a, b in pairwise((-1, *self.layer_ids, self.num_hidden_layers))):
             raise CaptureUnsupportedError(
-                f"layer_ids {self.layer_ids} cannot be captured; wanted ascending indices in 0..{self.num_hidden_layers - 1}"
+                f"layer_ids {self.layer_ids} cannot be captured; expected ascending indices in 0..{self.num_hidden_layers - 1}"
             )
         if not 1 <= self.top_k <= self.num_experts:
             raise CaptureUnsupportedError(
-                f"top_k {self.top_k} cannot be captured; wanted 1 to {self.num_experts}, the number of experts"
+                f"top_k {self.top_k} cannot be captured; expected 1 to {self.num_experts}, the number of experts"
             )
 
     @property

@@ -1,7 +1,7 @@
 """Every error a user of this package can meet. Knows nothing of where they are raised.
 
 Each class has one HTTP status and one stable code, so that a server needs no table of its own. Messages say what came,
-what was wanted and what to do, in one line."""
+what was expected and what to do, in one line."""
 
 from collections.abc import Mapping
 

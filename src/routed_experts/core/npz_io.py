@@ -34,6 +34,6 @@ def read_arrays(path: str | os.PathLike[str], forms: ArraySpecs, *, what: str) -
         if arrays[name].dtype != dtype or arrays[name].ndim != ndim:
             came = f"{arrays[name].dtype} of {arrays[name].ndim} dims"
             raise RoutingFormatError(
-                f"{path}: {name} is {came}; wanted {np.dtype(dtype)} of {ndim}, as save() writes it"
+                f"{path}: {name} is {came}; expected {np.dtype(dtype)} of {ndim}, as save() writes it"
             )
     return arrays

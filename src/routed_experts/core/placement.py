@@ -62,12 +62,12 @@ class ExpertPlacement:
         held = np.array(physical_to_logical_map, np.int32)
         if held.ndim != 2 or held.size == 0:
             raise PlacementError(
-                f"physical_to_logical_map has shape {list(held.shape)}; wanted [M, I], a row of instances a MoE layer"
+                f"physical_to_logical_map has shape {list(held.shape)}; expected [M, I], a row of instances a MoE layer"
             )
         if held.min() < 0 or held.max() >= num_experts:
             wrong = held[(held < 0) | (held >= num_experts)][0]
             raise PlacementError(
-                f"physical_to_logical_map holds expert {wrong}; wanted 0 to {num_experts - 1} in every instance"
+                f"physical_to_logical_map holds expert {wrong}; expected 0 to {num_experts - 1} in every instance"
             )
         num_layers, num_instances = held.shape
         layers = np.arange(num_layers)[:, None]
@@ -154,20 +154,20 @@ class ResidencyMap:
         slot_of = self.slot_of
         if slot_of.ndim != 2 or slot_of.size == 0 or slot_of.dtype != np.int32:
             raise PlacementError(
-                f"slot_of is {slot_of.dtype}{list(slot_of.shape)}; wanted int32[M, E], a row of experts a MoE layer"
+                f"slot_of is {slot_of.dtype}{list(slot_of.shape)}; expected int32[M, E], a row of experts a MoE layer"
             )
         _check_resident(self.num_resident, slot_of.shape[1])
         _check_epoch(self.epoch)
         ordered = np.sort(slot_of, axis=1)[:, ::-1][
             :, : self.num_resident + 1
         ]  # the used slots, downwards, and one more
-        wanted = np.arange(self.num_resident - 1, -2, -1)[: ordered.shape[1]]
-        wrong = np.flatnonzero((ordered != wanted).any(axis=1))
+        expected = np.arange(self.num_resident - 1, -2, -1)[: ordered.shape[1]]
+        wrong = np.flatnonzero((ordered != expected).any(axis=1))
         if wrong.size:
             layer = int(wrong[0])
             used = np.sort(slot_of[layer][slot_of[layer] != -1]).tolist()
             raise PlacementError(
-                f"slot_of of MoE layer {layer} uses the slots {used}; wanted each of 0 to {self.num_resident - 1} once and -1 elsewhere"
+                f"slot_of of MoE layer {layer} uses the slots {used}; expected each of 0 to {self.num_resident - 1} once and -1 elsewhere"
             )
         slot_of.setflags(write=False)
 
@@ -177,13 +177,13 @@ class ResidencyMap:
         experts = np.asarray(experts)
         if experts.ndim != 2 or experts.shape[0] == 0:
             raise PlacementError(
-                f"experts has shape {list(experts.shape)}; wanted [M, N], the resident experts of each MoE layer"
+                f"experts has shape {list(experts.shape)}; expected [M, N], the resident experts of each MoE layer"
             )
         num_resident = experts.shape[1]
         _check_resident(num_resident, num_experts)
         if experts.size and (experts.min() < 0 or experts.max() >= num_experts):
             wrong = experts[(experts < 0) | (experts >= num_experts)][0]
-            raise PlacementError(f"experts holds {wrong}; wanted ids of 0 to {num_experts - 1}")
+            raise PlacementError(f"experts holds {wrong}; expected ids of 0 to {num_experts - 1}")
         slot_of = np.full((experts.shape[0], num_experts), -1, np.int32)
         np.put_along_axis(slot_of, experts.astype(np.intp), np.arange(num_resident, dtype=np.int32)[None], axis=1)
         return ResidencyMap(slot_of=slot_of, num_resident=num_resident, epoch=epoch)
@@ -214,12 +214,12 @@ class ResidencyMap:
     def aligned_to(self, previous: "ResidencyMap") -> "ResidencyMap":
         """The same residents, of which those of `previous`, a map of the same sizes, stay in their slots: the fewest
         copies. One that comes takes the slot that it has here if somebody leaves it, else any that is left."""
-        held, wanted = previous.experts, self.experts
+        held, expected = previous.experts, self.experts
         leaves = np.take_along_axis(self.slot_of, held.astype(np.intp), axis=1) < 0  # [M, N]
-        comes = np.take_along_axis(previous.slot_of, wanted.astype(np.intp), axis=1) < 0
-        held = np.where(leaves & comes, wanted, held)
+        comes = np.take_along_axis(previous.slot_of, expected.astype(np.intp), axis=1) < 0
+        held = np.where(leaves & comes, expected, held)
         for layer in range(self.num_layers):  # as many are left as have no slot
-            held[layer, leaves[layer] & ~comes[layer]] = wanted[layer, comes[layer] & ~leaves[layer]]
+            held[layer, leaves[layer] & ~comes[layer]] = expected[layer, comes[layer] & ~leaves[layer]]
         return ResidencyMap.from_experts(held, num_experts=self.num_experts, epoch=self.epoch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -262,12 +262,12 @@ def _check_shapes(placement: ExpertPlacement) -> None:
     )
     if not fits or min(held.size, listed.size) == 0 or any(array.dtype != np.int32 for array in (held, listed, counts)):
         raise PlacementError(
-            f"{told}; wanted int32 physical_to_logical_map [M, I], logical_to_physical_map [M, E, J], count [M, E]"
+            f"{told}; expected int32 physical_to_logical_map [M, I], logical_to_physical_map [M, E, J], count [M, E]"
         )
     num_instances, num_experts = held.shape[1], counts.shape[1]
     if num_instances < num_experts:
         raise PlacementError(
-            f"{num_instances} instances for {num_experts} experts; wanted at least one each, {num_experts} or more"
+            f"{num_instances} instances for {num_experts} experts; expected at least one each, {num_experts} or more"
         )
     if placement.num_devices < 1 or num_instances % placement.num_devices:
         raise PlacementError(
@@ -288,7 +288,7 @@ def _check_replicas(placement: ExpertPlacement) -> None:
     if wrong.size:
         layer, expert = wrong[0]
         raise PlacementError(
-            f"MoE layer {layer}: expert {expert} has {counts[layer, expert]} instances; wanted 1 to {listed.shape[2]}, the listed positions"
+            f"MoE layer {layer}: expert {expert} has {counts[layer, expert]} instances; expected 1 to {listed.shape[2]}, the listed positions"
         )
     real = np.arange(listed.shape[2]) < counts[:, :, None]  # [M, E, J]
     wrong = np.argwhere(np.where(real, (listed < 0) | (listed >= num_instances), listed != -1))
@@ -296,7 +296,7 @@ def _check_replicas(placement: ExpertPlacement) -> None:
         layer, expert, _ = wrong[0]
         raise PlacementError(
             f"MoE layer {layer}: expert {expert} has {counts[layer, expert]} instances and the list {listed[layer, expert].tolist()}; "
-            f"wanted that many of 0 to {num_instances - 1} without a gap, and -1 after them"
+            f"expected that many of 0 to {num_instances - 1} without a gap, and -1 after them"
         )
     layers, experts, positions = np.nonzero(real)
     instances = listed[layers, experts, positions]
@@ -305,7 +305,7 @@ def _check_replicas(placement: ExpertPlacement) -> None:
         layer, expert, instance = layers[wrong[0]], experts[wrong[0]], instances[wrong[0]]
         raise PlacementError(
             f"MoE layer {layer}: instance {instance} is listed for expert {expert}, but holds {held[layer, instance]}; "
-            "wanted maps that are inverses of each other"
+            "expected maps that are inverses of each other"
         )
     named = np.bincount(layers * num_instances + instances, minlength=num_layers * num_instances).reshape(
         num_layers, num_instances
@@ -314,20 +314,20 @@ def _check_replicas(placement: ExpertPlacement) -> None:
     if wrong.size:
         layer, instance = wrong[0]
         raise PlacementError(
-            f"MoE layer {layer}: instance {instance} is listed {named[layer, instance]} times; wanted once"
+            f"MoE layer {layer}: instance {instance} is listed {named[layer, instance]} times; expected once"
         )
 
 
 def _check_resident(num_resident: int, num_experts: int) -> None:
     if not 0 <= num_resident <= num_experts:
         raise PlacementError(
-            f"num_resident={num_resident} experts of a layer; wanted 0 to {num_experts}, all there are"
+            f"num_resident={num_resident} experts of a layer; expected 0 to {num_experts}, all there are"
         )
 
 
 def _check_epoch(epoch: int) -> None:
     if epoch < 0:
-        raise PlacementError(f"epoch={epoch}; wanted 0 or more, rising with every change")
+        raise PlacementError(f"epoch={epoch}; expected 0 or more, rising with every change")
 
 
 def _check_model(name: str, ours: tuple[int, int], model: tuple[int, int]) -> None:

@@ -1,20 +1,23 @@
-"""Laws of raw rows: which ids are experts, which rows are known, which weights made them. Knows nothing of records or
-payloads.
+"""Validity of raw rows: which ids are experts, which rows repeat one, which tokens the weight versions cover.
 
 Dims: R rows, M MoE layers, K experts per token."""
 
-import base64
 from itertools import pairwise
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, UInt
 
 from routed_experts.core.errors import RoutingFormatError
-from routed_experts.core.routed_experts_metadata import RoutedExpertsMetadata, VersionSpans
+
+VersionSpans = tuple[tuple[int, int, int], ...]  # (lo, hi, weight version) of tokens [lo, hi), absolute
+
+# Ids compared at a time: they fit a core's own cache, with the room that the comparison needs.
+_BLOCK_IDS = 1 << 17
+_LANES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}  # K booleans of a row as one number
 
 
-def version_spans_of(start: int, versions: Int[np.ndarray, " R"]) -> VersionSpans:
-    """Join neighbouring rows of one weight version into (lo, hi, version), absolute token indices."""
+def to_version_spans(start: int, versions: Int[np.ndarray, " R"]) -> VersionSpans:
+    """Join neighbouring rows of one weight version; row i is token start + i."""
     if versions.size == 0:
         return ()
     cuts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist(), versions.size]
@@ -27,29 +30,11 @@ def check_version_spans(spans: VersionSpans, start: int, end: int) -> None:
     for low, high, version in spans:
         if low != covered or high <= low:
             raise RoutingFormatError(
-                f"version span {(low, high, version)} begins at {low}; wanted a run of tokens from {covered} on"
+                f"version span {(low, high, version)} begins at {low}; expected a run of tokens from {covered} on"
             )
         covered = high
     if covered != end:
-        raise RoutingFormatError(f"version spans {spans} end at {covered}; wanted them to end at {end}, with the rows")
-
-
-def valid_rows_of(sidecar: RoutedExpertsMetadata) -> Bool[np.ndarray, " R"] | None:
-    """Unpack the bits of `valid`; None when every row is known."""
-    if sidecar.valid is None:
-        return None
-    num_rows = sidecar.shape[0]
-    try:
-        bits = base64.b64decode(sidecar.valid, validate=True)
-    except ValueError as cause:
-        raise RoutingFormatError(
-            f"routed_experts_info.valid is {sidecar.valid!r}: {cause}; wanted base64 of {num_rows} bits"
-        ) from cause
-    if len(bits) != (num_rows + 7) // 8:
-        raise RoutingFormatError(
-            f"routed_experts_info.valid holds {len(bits)} bytes; wanted {(num_rows + 7) // 8} for {num_rows} rows"
-        )
-    return np.unpackbits(np.frombuffer(bits, np.uint8), count=num_rows, bitorder="little").astype(np.bool_)
+        raise RoutingFormatError(f"version spans {spans} end at {covered}; expected {end}, where the rows end")
 
 
 def check_id_range(
@@ -67,5 +52,35 @@ def check_id_range(
     if outside.any():
         row, column, slot = np.argwhere(outside)[0]
         raise RoutingFormatError(
-            f"token {start + row}, layer {layer_ids[column]}, slot {slot}: id {ids[row, column, slot]}; wanted 0 to {num_experts - 1}"
+            f"token {start + row}, layer {layer_ids[column]}, slot {slot}: id {ids[row, column, slot]}; "
+            f"expected 0 to {num_experts - 1}"
         )
+
+
+def repeated_rows(ids: UInt[np.ndarray, "R M K"]) -> Bool[np.ndarray, "R M"]:
+    """Return which rows of which layers name an expert twice."""
+    rows, layers, top_k = ids.shape
+    repeated = np.zeros(rows * layers, np.bool_)
+    flat = np.ascontiguousarray(ids).reshape(-1, top_k)
+    if top_k not in _LANES:
+        for first in range(top_k):
+            for second in range(first + 1, top_k):
+                repeated |= flat[:, first] == flat[:, second]
+        return repeated.reshape(rows, layers)
+    step = _BLOCK_IDS // top_k
+    for low in range(0, flat.shape[0], step):
+        block = flat[low : low + step]
+        repeated[low : low + step] = _repeated_in_lanes(block.reshape(-1), top_k)
+    return repeated.reshape(rows, layers)
+
+
+def _repeated_in_lanes(ids: UInt[np.ndarray, " RK"], top_k: int) -> Bool[np.ndarray, " R"]:
+    """Compare all ids with those d positions on and mask what crosses a row: K - 1 passes over neighbours, no gather."""
+    lane, equal = _LANES[top_k], np.zeros(ids.size, np.bool_)
+    repeated = np.zeros(ids.size // top_k, lane)
+    inside = np.zeros(top_k, np.bool_)
+    for distance in range(1, top_k):
+        np.equal(ids[distance:], ids[:-distance], out=equal[:-distance])
+        inside[:] = np.arange(top_k) < top_k - distance
+        repeated |= equal.view(lane) & inside.view(lane)[0]
+    return repeated != 0

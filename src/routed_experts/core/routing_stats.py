@@ -47,12 +47,12 @@ class RoutingStats:
         if not fits or self.num_tokens.shape != shape[:1] or self.top_k < 1:
             raise PlacementError(
                 f"counts {list(self.counts.shape)}, num_tokens {list(self.num_tokens.shape)}, windows {list(self.windows.shape)}, top_k "
-                f"{self.top_k}; wanted [2, {shape[1]}, E], [2] and [W, 2, {shape[1]}, E] for the {shape[1]} layer_ids"
+                f"{self.top_k}; expected [2, {shape[1]}, E], [2] and [W, 2, {shape[1]}, E] for the {shape[1]} layer_ids"
             )
         slots = self.counts.sum(axis=2)
         if (slots != self.num_tokens[:, None] * self.top_k).any() or self.counts.min(initial=0) < 0:
             told = f"of {self.num_tokens.tolist()} prompt and generated tokens"
-            raise PlacementError(f"counts add up to {slots.tolist()}; wanted {self.top_k} a token and layer, {told}")
+            raise PlacementError(f"counts add up to {slots.tolist()}; expected {self.top_k} a token and layer, {told}")
         for array in (self.counts, self.num_tokens, self.windows):
             array.setflags(write=False)
 
@@ -62,7 +62,9 @@ class RoutingStats:
         differ in shape, or when there is none."""
         records = list(records)
         if not records or window_tokens < 1:
-            raise PlacementError(f"{len(records)} records, window_tokens={window_tokens}; wanted at least one of each")
+            raise PlacementError(
+                f"{len(records)} records, window_tokens={window_tokens}; expected at least one of each"
+            )
         first = records[0]
         shape = (len(PHASES), len(first.layer_ids), first.num_experts)
         windows: list[np.ndarray] = []
@@ -153,7 +155,7 @@ def _keys(record: RoutedExperts, first: RoutedExperts) -> Int[np.ndarray, "T M*K
     ours, theirs = ((one.layer_ids, one.num_experts, one.top_k) for one in (record, first))
     if ours != theirs:
         told = [f"MoE layers {layers}, {experts} experts, top-{top_k}" for layers, experts, top_k in (ours, theirs)]
-        raise PlacementError(f"a record of {told[0]} came with one of {told[1]}; wanted records of one model")
+        raise PlacementError(f"a record of {told[0]} came with one of {told[1]}; expected records of one model")
     known = np.ones(record.num_rows, np.bool_) if record.valid is None else record.valid
     generated = np.arange(record.start, record.start + record.num_rows) >= record.num_prompt_tokens
     num_layers, num_experts = len(record.layer_ids), record.num_experts

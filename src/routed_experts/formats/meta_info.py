@@ -1,8 +1,7 @@
-"""What users read from an answer: flat int32 for trainers, or the record. Knows nothing of JAX or of how the answer
-travelled.
+"""Read the routing of an answer: flat int32 for trainers, or the record.
 
-Invariant: one array for every format; the sidecar drives the reading. Without a sidecar, as peers send, a payload is
-raw int32. Dims: R rows, L hidden layers, K experts per token."""
+Invariant: one array for every wire format; the metadata drives the reading. Without metadata, as other servers send it,
+a payload is raw int32. Dims: R rows, L hidden layers, K experts per token."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -12,6 +11,7 @@ from jaxtyping import Int32
 
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.formats.layout import scatter_to_all_layers
 from routed_experts.formats.wire import (
     INFO_KEY,
     PAYLOAD_KEY,
@@ -20,7 +20,6 @@ from routed_experts.formats.wire import (
     WEIGHTS_KEY,
     decode_base64,
     decode_routed_experts,
-    scatter_to_all_layers,
 )
 
 _NPY_MAGIC = b"\x93NUMPY"
@@ -30,14 +29,14 @@ def extract_routed_experts_from_meta_info(data: Mapping[str, object]) -> Int32[n
     """Return flat, writable int32 of [R, L, K], dense layers -1, from a /generate result or one OpenAI choice.
 
     None when the rows are absent or null. Rows marked missing are -1 throughout. Raises RoutingFormatError on anything
-    that does not decode to what its sidecar says, and on a ref, which is fetched from its URL instead."""
+    that does not decode to what its metadata says, and on a ref, which is fetched from its URL instead."""
     holder = _holder(data)
     if holder.get(PAYLOAD_KEY) is not None and holder.get(INFO_KEY) is None:
         return _bare_int32(holder[PAYLOAD_KEY])
     record = _record(holder, data)
     if record is None:
         return None
-    ids = scatter_to_all_layers(record, layers="all", fill=-1, dtype=np.dtype(np.int32))
+    ids = scatter_to_all_layers(record, np.int32, fill=-1)
     if record.valid is not None:
         ids[~record.valid] = -1
     return ids.reshape(-1)
@@ -55,18 +54,18 @@ def record_from_response(response: Mapping[str, object], choice: int = 0) -> Rou
     if choices is None and choice == 0:
         return record_from_meta_info(response)
     listed = cast("list[Mapping[str, object]]", choices) if isinstance(choices, list) else []
-    for one in listed:
-        _require_mapping(one)
-    chosen = [one for place, one in enumerate(listed) if one.get("index", place) == choice]
+    for entry in listed:
+        _require_mapping(entry)
+    chosen = [entry for position, entry in enumerate(listed) if entry.get("index", position) == choice]
     if len(chosen) != 1:
         raise RoutingFormatError(
-            f"response has {len(listed)} choices, {len(chosen)} of index {choice}; wanted exactly one"
+            f"response has {len(listed)} choices, {len(chosen)} of index {choice}; expected exactly one"
         )
     return record_from_meta_info({PROMPT_KEY: response.get(PROMPT_KEY), **chosen[0]})
 
 
 def _holder(data: Mapping[str, object]) -> Mapping[str, object]:
-    """Return meta_info when the rows stand there, else the choice itself."""
+    """Return meta_info when it holds the rows, else the choice itself."""
     _require_mapping(data)
     meta_info = data.get("meta_info")
     if isinstance(meta_info, Mapping) and (PAYLOAD_KEY in meta_info or REF_KEY in meta_info):
@@ -77,7 +76,7 @@ def _holder(data: Mapping[str, object]) -> Mapping[str, object]:
 def _require_mapping(data: object) -> None:
     if not isinstance(data, Mapping):
         raise RoutingFormatError(
-            f"got a {type(data).__name__}; wanted a /generate result or a choice as a dict (choice.model_dump())"
+            f"received a {type(data).__name__}; expected a /generate result or a choice as a dict (choice.model_dump())"
         )
 
 
@@ -91,7 +90,7 @@ def _record(holder: Mapping[str, object], data: Mapping[str, object]) -> RoutedE
         return None
     if holder.get(INFO_KEY) is None:
         raise RoutingFormatError(
-            f"{PAYLOAD_KEY} came without {INFO_KEY}; wanted both, for a bare int32 payload does not say its shape"
+            f"{PAYLOAD_KEY} came without {INFO_KEY}; expected both, for a bare int32 payload does not say its shape"
         )
     prompt_payload = holder.get(PROMPT_KEY, data.get(PROMPT_KEY))
     return decode_routed_experts(
@@ -102,7 +101,7 @@ def _record(holder: Mapping[str, object], data: Mapping[str, object]) -> RoutedE
 def _bare_int32(payload: object) -> Int32[np.ndarray, " R*L*K"]:
     encoded = decode_base64(payload)
     if encoded.startswith(_NPY_MAGIC):
-        raise RoutingFormatError(f"{PAYLOAD_KEY} is a .npy without {INFO_KEY}; wanted raw int32, or that sidecar")
+        raise RoutingFormatError(f"{PAYLOAD_KEY} is a .npy without {INFO_KEY}; expected raw int32, or that metadata")
     if len(encoded) % 4:
-        raise RoutingFormatError(f"int32 payload holds {len(encoded)} bytes; wanted a multiple of 4")
+        raise RoutingFormatError(f"int32 payload holds {len(encoded)} bytes; expected a multiple of 4")
     return np.frombuffer(encoded, np.dtype("<i4")).astype(np.int32)

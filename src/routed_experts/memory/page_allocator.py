@@ -19,8 +19,8 @@ class PageAllocator:
     """A stack of free page ids and one used bit a page."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        assert num_pages >= 2, f"num_pages={num_pages}: wanted at least 2, the padding page and one to hand out"
-        assert page_size >= 1, f"page_size={page_size}: wanted at least 1 token"
+        assert num_pages >= 2, f"num_pages={num_pages}: expected at least 2, the padding page and one to hand out"
+        assert page_size >= 1, f"page_size={page_size}: expected at least 1 token"
         self.num_pages = num_pages
         self.page_size = page_size
         self._stack = np.arange(num_pages - 1, PADDING_PAGE, -1, dtype=np.int32)  # top of the stack at [_num_free - 1]
@@ -39,7 +39,7 @@ class PageAllocator:
 
     def allocate(self, count: int) -> Int32[np.ndarray, " P"] | None:
         """Take `count` pages, which the caller then owns; None, and nothing taken, when fewer are free."""
-        assert count >= 0, f"allocate({count}): wanted 0 or more pages"
+        assert count >= 0, f"allocate({count}): expected 0 or more pages"
         if count > self._num_free:
             return None
         bottom = self._num_free - count
@@ -53,7 +53,7 @@ class PageAllocator:
         if pages.size == 0:
             return
         outside = self._outside(pages)
-        assert outside.size == 0, f"free of pages {_shown(outside)}: wanted ids in 1..{self.num_total}"
+        assert outside.size == 0, f"free of pages {_shown(outside)}: expected ids in 1..{self.num_total}"
         idle = pages[~self._used[pages]]
         assert idle.size == 0, (
             f"free of pages {_shown(idle)}, which are free already; {self._num_free} of {self.num_total} are free"

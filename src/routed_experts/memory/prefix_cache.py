@@ -51,7 +51,7 @@ class PrefixCache:
     """One tree to match, any number of flushed ones that wait for their holders."""
 
     def __init__(self, page_size: int, *, hash_page: Callable[[bytes], int] = hash) -> None:
-        assert page_size >= 1, f"page_size={page_size}: wanted at least 1 token"
+        assert page_size >= 1, f"page_size={page_size}: expected at least 1 token"
         self.page_size = page_size
         self.num_cached = 0  # pages of the tree, locked or not; the three counts are for reading only
         self.num_evictable = 0  # pages of the tree that no lock covers
@@ -115,7 +115,7 @@ class PrefixCache:
             f"insert of {token_ids.size} tokens in {pages.size} pages of {size}: not page-aligned"
         )
         assert pages.size == 0 or pages.min() > 0, (
-            f"insert of page {pages.min()}: wanted pages above 0, the padding page"
+            f"insert of page {pages.min()}: expected pages above 0, the padding page"
         )
         if self._detached:
             flushed = np.intersect1d(pages, pages_of(nodes_below(self._detached)))
@@ -134,20 +134,20 @@ class PrefixCache:
     def evict(self, num_pages: int) -> Int32[np.ndarray, " P"]:
         """Drop the `num_pages` least recently used unlocked pages, leaves first and each from its tail; fewer if there
         are fewer. Returns them in that order, now the caller's to free."""
-        assert num_pages >= 0, f"evict({num_pages}): wanted 0 or more pages"
-        freed, wanted = [NO_PAGES], num_pages
-        while wanted > 0 and self._queue:
+        assert num_pages >= 0, f"evict({num_pages}): expected 0 or more pages"
+        freed, expected = [NO_PAGES], num_pages
+        while expected > 0 and self._queue:
             queued_at, _, leaf = heappop(self._queue)
             leaf.queued = False
             if queued_at != leaf.last_access:  # used since it was queued: back in line
                 self._enqueue(leaf)
             elif leaf.is_evictable:
-                keep = max(leaf.pages.size - wanted, 0)
+                keep = max(leaf.pages.size - expected, 0)
                 freed.append(leaf.pages[keep:][::-1])
-                wanted -= leaf.pages.size - keep
+                expected -= leaf.pages.size - keep
                 self._trim(leaf, keep)
-        self.num_cached -= num_pages - wanted
-        self.num_evictable -= num_pages - wanted
+        self.num_cached -= num_pages - expected
+        self.num_evictable -= num_pages - expected
         return np.concatenate(freed)
 
     def flush(self) -> Int32[np.ndarray, " P"]:

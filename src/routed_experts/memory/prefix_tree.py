@@ -58,7 +58,7 @@ class PrefixTree:
     ) -> tuple[PrefixNode, Int32[np.ndarray, " P"]]:
         """Follow the tokens as far as whole pages go and mark the path as just used. A node they end inside is split,
         so the node answered ends where the pages answered do."""
-        assert token_ids.dtype == np.int32, f"token ids are {token_ids.dtype}: wanted int32"
+        assert token_ids.dtype == np.int32, f"token ids are {token_ids.dtype}: expected int32"
         now = next(self._clock)
         node, pages = self.root, [NO_PAGES]
         node.last_access = now
@@ -198,25 +198,25 @@ def check_pages(nodes: list[PrefixNode]) -> list[Violation]:
             Violation(name="prefix_page_twice", detail=f"{len(twice)} pages are reached more than once: {twice[:8]}")
         )
     if pages.size and pages[0] <= 0:
-        found.append(Violation(name="prefix_padding_page", detail=f"page {pages[0]} is cached: wanted pages above 0"))
+        found.append(Violation(name="prefix_padding_page", detail=f"page {pages[0]} is cached: expected pages above 0"))
     return found
 
 
 def check_refs(nodes: list[PrefixNode], held: Mapping[PrefixNode, int]) -> list[Violation]:
     """The refs of every node are the locks held on it and below it."""
-    wanted: Counter[PrefixNode] = Counter()
+    expected: Counter[PrefixNode] = Counter()
     for handle, count in held.items():
         node: PrefixNode | None = handle
         while node is not None:
-            wanted[node] += count
+            expected[node] += count
             node = node.parent
     listed = set(nodes)
     found = [
-        Violation(name="prefix_expected_refs", detail=f"{node}: its holders have {wanted[node]} locks")
+        Violation(name="prefix_expected_refs", detail=f"{node}: its holders have {expected[node]} locks")
         for node in listed
-        if node.refs != wanted[node]
+        if node.refs != expected[node]
     ]
-    gone = [str(node) for node, count in wanted.items() if count and node not in listed]
+    gone = [str(node) for node, count in expected.items() if count and node not in listed]
     if gone:
         found.append(Violation(name="prefix_lost_lock", detail=f"{len(gone)} locked nodes are in no tree: {gone[:8]}"))
     return found

@@ -19,8 +19,8 @@ class ReqToTokenPool:
 
     def __init__(self, num_slots: int, max_pages: int) -> None:
         """Make `num_slots` rows, the padding row among them, so `num_slots - 1` requests can run."""
-        assert num_slots >= 2, f"num_slots={num_slots}: wanted at least 2, the padding row and one to hand out"
-        assert max_pages >= 1, f"max_pages={max_pages}: wanted at least 1"
+        assert num_slots >= 2, f"num_slots={num_slots}: expected at least 2, the padding row and one to hand out"
+        assert max_pages >= 1, f"max_pages={max_pages}: expected at least 1"
         self.pages: Int32[np.ndarray, "R W"] = np.zeros((num_slots, max_pages), dtype=np.int32)
         self._free_slots = list(range(num_slots - 1, PADDING_SLOT, -1))
         self._used = np.zeros(num_slots, dtype=np.bool_)
@@ -93,7 +93,7 @@ class ReqToTokenPool:
         return found
 
     def _assert_used(self, slot: int) -> None:
-        assert PADDING_SLOT < slot <= self.num_total, f"slot {slot}: wanted 1..{self.num_total}"
+        assert PADDING_SLOT < slot <= self.num_total, f"slot {slot}: expected 1..{self.num_total}"
         assert self._used[slot], f"slot {slot} is free; {self.num_free} of {self.num_total} are free"
 
 

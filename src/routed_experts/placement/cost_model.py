@@ -48,7 +48,7 @@ def judge(
         "link_bytes_per_s": link_bytes_per_s,
     }.items():
         if not (np.isfinite(value) and value >= 0) or (name == "link_bytes_per_s" and value == 0):
-            raise PlacementError(f"{name}={value}; wanted a finite number above 0")
+            raise PlacementError(f"{name}={value}; expected a finite number above 0")
     b_now, b_new = (eplb_balancedness_weighted(device_load(load, placement)) for placement in (now, new))
     copies = int(num_copies(now, new).sum())
     return Verdict(

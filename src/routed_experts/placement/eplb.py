@@ -56,13 +56,13 @@ def checked_load(load: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, "M E"]:
     read = np.asarray(load, np.float64)
     if read.ndim != 2 or read.size == 0:
         raise PlacementError(
-            f"load has shape {list(read.shape)}; wanted [M, E], the load of each expert of each MoE layer"
+            f"load has shape {list(read.shape)}; expected [M, E], the load of each expert of each MoE layer"
         )
     wrong = np.argwhere(~np.isfinite(read) | (read < 0))
     if wrong.size:
         layer, expert = wrong[0]
         raise PlacementError(
-            f"load of MoE layer {layer}, expert {expert} is {read[layer, expert]}; wanted a finite number of at least 0"
+            f"load of MoE layer {layer}, expert {expert} is {read[layer, expert]}; expected a finite number of at least 0"
         )
     return read
 
@@ -89,10 +89,10 @@ def _check_sizes(
     }
     for name, value in sizes.items():
         if value < 1:
-            raise PlacementError(f"{name}={value}; wanted at least 1")
+            raise PlacementError(f"{name}={value}; expected at least 1")
     if num_instances < num_experts:
         raise PlacementError(
-            f"num_instances={num_instances} for {num_experts} experts; wanted at least one each, {num_experts} or more"
+            f"num_instances={num_instances} for {num_experts} experts; expected at least one each, {num_experts} or more"
         )
     if num_instances > num_experts * max_replicas:
         raise PlacementError(

@@ -35,7 +35,7 @@ class ExpertCosts:
     def __post_init__(self) -> None:
         for name, seconds in dataclasses.asdict(self).items():
             if not (np.isfinite(seconds) and seconds >= 0):
-                raise PlacementError(f"{name}={seconds}; wanted a finite number of seconds, 0 or more")
+                raise PlacementError(f"{name}={seconds}; expected a finite number of seconds, 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,7 +103,7 @@ def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: Residenc
     in `previous` keeps its slot, and the epoch is the next. Raises PlacementError."""
     load = checked_load(load)
     if not 0 <= per_layer <= load.shape[1]:
-        raise PlacementError(f"per_layer={per_layer} resident experts; wanted 0 to {load.shape[1]}, all there are")
+        raise PlacementError(f"per_layer={per_layer} resident experts; expected 0 to {load.shape[1]}, all there are")
     chosen = np.sort(np.argsort(-load, axis=1, kind="stable")[:, :per_layer], axis=1)
     if previous is None:
         return ResidencyMap.from_experts(chosen, num_experts=load.shape[1])
@@ -112,10 +112,10 @@ def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: Residenc
         raise PlacementError(
             f"per_layer={per_layer}, but previous has {previous.num_resident} slots a layer; plan with as many"
         )
-    wanted = np.zeros(load.shape, np.bool_)
-    np.put_along_axis(wanted, chosen, values=True, axis=1)
+    expected = np.zeros(load.shape, np.bool_)
+    np.put_along_axis(expected, chosen, values=True, axis=1)
     experts = previous.experts
-    stays = np.take_along_axis(wanted, experts.astype(np.intp), axis=1)
+    stays = np.take_along_axis(expected, experts.astype(np.intp), axis=1)
     for layer in range(len(load)):
         comers = np.setdiff1d(chosen[layer], experts[layer], assume_unique=True)
         experts[layer, ~stays[layer]] = comers

@@ -150,6 +150,6 @@ def _steps(rows: UInt[np.ndarray, "T M K"], step_tokens: int) -> Iterator[UInt[n
 def _rows_of(records: Iterable[RoutedExperts], step_tokens: int) -> tuple[UInt[np.ndarray, "T M K"], int]:
     listed = list(records)
     if step_tokens < 1:
-        raise PlacementError(f"step_tokens={step_tokens}; wanted at least 1, the tokens that devices share at a time")
+        raise PlacementError(f"step_tokens={step_tokens}; expected at least 1, the tokens that devices share at a time")
     rows = known_rows(*listed)
     return rows, listed[0].num_experts

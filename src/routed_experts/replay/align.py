@@ -27,7 +27,7 @@ LAYOUTS = ("pad_right", "pad_left", "pad_both", "packed")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence of a batch; a `record` of None has no valid row. `prompt_len` is wanted by pad_both alone, and is
+    """One sequence of a batch; a `record` of None has no valid row. `prompt_len` is expected by pad_both alone, and is
     the record's there: of merged turns the first one's."""
 
     record: RoutedExperts | None

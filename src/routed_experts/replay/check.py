@@ -1,21 +1,17 @@
-"""Strict checks of a record against the sample and the model that it is to be replayed on. Host NumPy; knows no layout.
+"""Check a record strictly against the sample and the model that it is replayed on. Host NumPy.
 
-Nothing is repaired: what does not fit is a RoutingAlignmentError that names the sample, the token and the hidden layer.
+Nothing is repaired: a mismatch is a RoutingAlignmentError that names the sample, the token and the hidden layer.
 Dims: R rows, M MoE layers, K experts per token, E experts."""
 
 from collections.abc import Collection
 
 import numpy as np
-from jaxtyping import Bool, UInt
+from jaxtyping import Bool
 
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import RoutingAlignmentError
+from routed_experts.core.record_validation import repeated_rows
 from routed_experts.core.routed_experts import RoutedExperts
-
-_BLOCK = (
-    1 << 17
-)  # ids that are compared at a time: what a core's own cache holds, with the room that the comparison needs
-_LANES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}  # K booleans of a row as one number
 
 
 def check_record(
@@ -40,48 +36,17 @@ def check_record(
     if record.num_tokens != num_tokens or end not in (num_tokens - 1, num_tokens):
         raise RoutingAlignmentError(
             f"sample {sample}: {rows} rows of tokens [{record.start}, {end}) of a sequence of {record.num_tokens}; the sample has "
-            f"{num_tokens} tokens, so wanted {num_tokens - 1 - record.start} rows (generate) or {num_tokens - record.start} (score); "
+            f"{num_tokens} tokens, so expected {num_tokens - 1 - record.start} rows (generate) or {num_tokens - record.start} (score); "
             "cut both alike"
         )
-    foreign = [] if versions is None else [span for span in record.version_spans if span[2] not in versions]
-    if foreign:
-        low, high, version = foreign[0]
+    others = [] if versions is None else [span for span in record.version_spans if span[2] not in versions]
+    if others:
+        low, high, version = others[0]
         raise RoutingAlignmentError(
             f"sample {sample}, row {low}: rows {low} to {high - 1} were routed by weight version {version}; this batch allows "
             f"{sorted(versions or ())}; drop the sample, or allow the version"
         )
-    known = np.ones(rows, np.bool_) if record.valid is None else record.valid
-    _check_ids(record, spec, known, sample, repeats_in_layers)
-
-
-def repeated_rows(ids: UInt[np.ndarray, "R M K"]) -> Bool[np.ndarray, "R M"]:
-    """Which rows of which layers name an expert twice."""
-    rows, layers, top_k = ids.shape
-    found = np.zeros(rows * layers, np.bool_)
-    flat = np.ascontiguousarray(ids).reshape(-1, top_k)
-    if top_k not in _LANES:
-        for first in range(top_k):
-            for second in range(first + 1, top_k):
-                found |= flat[:, first] == flat[:, second]
-        return found.reshape(rows, layers)
-    step = _BLOCK // top_k
-    for at in range(0, flat.shape[0], step):
-        block = flat[at : at + step]
-        found[at : at + step] = _repeats_of_lanes(block.reshape(-1), top_k)
-    return found.reshape(rows, layers)
-
-
-def _repeats_of_lanes(ids: UInt[np.ndarray, " RK"], top_k: int) -> Bool[np.ndarray, " R"]:
-    """Compare all ids with those d places on, and keep what stayed within a row: K - 1 passes over neighbours, no
-    gather."""
-    lane, equal = _LANES[top_k], np.zeros(ids.size, np.bool_)
-    found = np.zeros(ids.size // top_k, lane)
-    inside = np.zeros(top_k, np.bool_)
-    for distance in range(1, top_k):
-        np.equal(ids[distance:], ids[:-distance], out=equal[:-distance])
-        inside[:] = np.arange(top_k) < top_k - distance
-        found |= equal.view(lane) & inside.view(lane)[0]
-    return found != 0
+    _check_ids(record, spec, record.known, sample, repeats_in_layers)
 
 
 def _check_model(record: RoutedExperts, spec: CaptureSpec, sample: int) -> None:
@@ -93,13 +58,13 @@ def _check_model(record: RoutedExperts, spec: CaptureSpec, sample: int) -> None:
     }
     if record.router is not None and spec.router is not None:
         pairs["router"] = (record.router, spec.router)
-    for name, (came, wanted) in pairs.items():
-        if came != wanted:
+    for name, (received, expected) in pairs.items():
+        if received != expected:
             layers = ""
             if name == "layer_ids":
                 layers = f" (layers {sorted(set(record.layer_ids) ^ set(spec.layer_ids)) or 'in another order'} differ)"
             raise RoutingAlignmentError(
-                f"sample {sample}: the record has {name}={came}, the model {wanted}{layers}; replay rows on the model that they came from"
+                f"sample {sample}: the record has {name}={received}, the model {expected}{layers}; replay rows on the model that they came from"
             )
 
 
@@ -113,7 +78,7 @@ def _check_ids(
     ids = record.ids
     if ids.dtype != spec.dtype:
         raise RoutingAlignmentError(
-            f"sample {sample}: ids are {ids.dtype}; wanted {spec.dtype} for {spec.num_experts} experts"
+            f"sample {sample}: ids are {ids.dtype}; expected {spec.dtype} for {spec.num_experts} experts"
         )
     if ids.size == 0:
         return
@@ -123,7 +88,7 @@ def _check_ids(
             row, column, slot = np.argwhere(outside)[0]
             raise RoutingAlignmentError(
                 f"sample {sample}, row {record.start + row}, layer {record.layer_ids[column]}: id {ids[row, column, slot]} in slot {slot}; "
-                f"wanted 0 to {spec.num_experts - 1}; give logical ids of this model"
+                f"expected 0 to {spec.num_experts - 1}; give logical ids of this model"
             )
     repeats = repeated_rows(ids)
     if not repeats.any():
@@ -133,5 +98,5 @@ def _check_ids(
         row, column = np.argwhere(repeats)[0]
         raise RoutingAlignmentError(
             f"sample {sample}, row {record.start + row}, layer {record.layer_ids[column]}: ids {ids[row, column].tolist()} repeat an "
-            f"expert; wanted {spec.top_k} distinct ones; mark a row that is not known as not valid, and never fill it"
+            f"expert; expected {spec.top_k} distinct ones; mark a row that is not known as not valid, and never fill it"
         )

@@ -122,17 +122,17 @@ def _token_routing(routed: RoutedBatch, shape: tuple[int, ...], spec: CaptureSpe
     if spec is None:
         raise RoutingAlignmentError("routed is given, but this model has no MoE layer; leave it out")
     rows = (*shape, spec.num_moe_layers, spec.top_k)
-    for name, array, wanted, kinds in (
+    for name, array, expected, kinds in (
         ("ids", routed.ids, rows, "iu"),
         ("valid", routed.valid, shape, "b"),
         ("pad", routed.pad, shape, "b"),
         ("weights", routed.weights, rows, "f"),
     ):
-        if array is not None and (array.shape != wanted or np.dtype(array.dtype).kind not in kinds):
+        if array is not None and (array.shape != expected or np.dtype(array.dtype).kind not in kinds):
             word = {"iu": "integers", "b": "booleans", "f": "floats"}[kinds]
             came = f"{array.dtype}{list(array.shape)}"
             raise RoutingAlignmentError(
-                f"routed.{name} is {came}; wanted {word} {list(wanted)}: [B, S] of tokens and [M, K] of this model"
+                f"routed.{name} is {came}; expected {word} {list(expected)}: [B, S] of tokens and [M, K] of this model"
             )
     weights = None if routed.weights is None else routed.weights.reshape(-1, *rows[2:])
     return TokenRouting(routed.ids.reshape(-1, *rows[2:]), routed.valid.reshape(-1), weights)

@@ -86,7 +86,7 @@ def mismatch_report(
     if versions is not None:
         lags = np.asarray(versions)
         if lags.shape != chosen.shape or lags.dtype.kind not in "iu":
-            text = f"versions is {lags.dtype}{list(lags.shape)}; wanted integers {list(chosen.shape)}: the lag of each token"
+            text = f"versions is {lags.dtype}{list(lags.shape)}; expected integers {list(chosen.shape)}: the lag of each token"
             raise InvalidRequestError(text, param="versions")
         found = {
             int(lag): _report(rollout[chosen & (lags == lag)], train[chosen & (lags == lag)])
@@ -143,21 +143,19 @@ def _checked(
 ) -> tuple[Float[np.ndarray, "..."], Float[np.ndarray, "..."], Bool[np.ndarray, "..."]]:
     chosen = np.asarray(mask)
     if chosen.dtype != np.bool_:
-        raise InvalidRequestError(f"mask is {chosen.dtype}{list(chosen.shape)}; wanted booleans", param="mask")
+        raise InvalidRequestError(f"mask is {chosen.dtype}{list(chosen.shape)}; expected booleans", param="mask")
     arrays: dict[str, Float[np.ndarray, ...]] = {}
     for name, given in (("rollout_logprobs", rollout), ("train_logprobs", train)):
         array = np.asarray(given)
         if array.shape != chosen.shape:
             raise InvalidRequestError(
-                f"{name} is {list(array.shape)}, mask {list(chosen.shape)}; wanted one shape", param=name
+                f"{name} is {list(array.shape)}, mask {list(chosen.shape)}; expected one shape", param=name
             )
         wide = array.astype(np.float64)
         bad = chosen & ~(np.isfinite(wide) & (wide <= 1e-6))
         if bad.any():
             place = np.argwhere(bad)[0].tolist()
-            text = (
-                f"{name}{place} is {wide[tuple(place)]}; wanted finite logprobs of at most 0 wherever the mask is true"
-            )
+            text = f"{name}{place} is {wide[tuple(place)]}; expected finite logprobs of at most 0 wherever the mask is true"
             raise InvalidRequestError(text, param=name)
         arrays[name] = wide
     if not chosen.any():

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from routed_experts.core.errors import RoutingAlignmentError
-from routed_experts.core.record_validation import version_spans_of
+from routed_experts.core.record_validation import to_version_spans
 from routed_experts.core.routed_experts import RoutedExperts
 
 
@@ -52,7 +52,7 @@ def merge_turns(
         layer_ids=first.layer_ids,
         num_hidden_layers=first.num_hidden_layers,
         num_experts=first.num_experts,
-        version_spans=version_spans_of(start, _filled(versions, valid)),
+        version_spans=to_version_spans(start, _filled(versions, valid)),
         valid=None if valid.all() else valid,
         weights=weights,
         router=first.router,
@@ -63,7 +63,7 @@ def _row_of_ids(tokens: object, name: str) -> Int[np.ndarray, " S"]:
     array = np.asarray(tokens)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise RoutingAlignmentError(
-            f"{name} are {array.dtype}{list(array.shape)}; wanted a row of at least one integer token id"
+            f"{name} are {array.dtype}{list(array.shape)}; expected a row of at least one integer token id"
         )
     return array
 
@@ -75,16 +75,16 @@ def _check_turn(index: int, own: Int[np.ndarray, " S_i"], record: RoutedExperts,
         raise RoutingAlignmentError(
             f"turn {index}: the record is of {record.num_tokens} tokens, and {own.size} came with it; give all that the turn ran on"
         )
-    for name, came, wanted in (
+    for name, came, expected in (
         ("layer_ids", record.layer_ids, first.layer_ids),
         ("num_hidden_layers", record.num_hidden_layers, first.num_hidden_layers),
         ("num_experts", record.num_experts, first.num_experts),
         ("top_k", record.top_k, first.top_k),
         ("router", record.router, first.router),
     ):
-        if came != wanted:
+        if came != expected:
             raise RoutingAlignmentError(
-                f"turn {index}: {name}={came}, but turn 0 has {wanted}; merge records of one model"
+                f"turn {index}: {name}={came}, but turn 0 has {expected}; merge records of one model"
             )
 
 

@@ -40,8 +40,8 @@ class RequestPages:
         limit = _matchable_tokens(req) if self.use_prefix_cache else 0
         match = self.cache.match(req.tokens[:limit], namespace)
         self.cache.lock(match.node)
-        wanted = pages_for(req.num_known, self.page_size) - match.pages.size
-        if wanted + spare > self.num_available:
+        expected = pages_for(req.num_known, self.page_size) - match.pages.size
+        if expected + spare > self.num_available:
             self._free(self.cache.unlock(match.node))
             return False
         slot = self.table.allocate()
@@ -51,22 +51,22 @@ class RequestPages:
         req.num_dispatched = req.num_committed = req.num_shared * self.page_size
         self.table.set_pages(slot, 0, match.pages)
         grown = self.grow(req, req.num_known)
-        assert grown, (req.rid, wanted, self.num_available)
+        assert grown, (req.rid, expected, self.num_available)
         return True
 
     def grow(self, req: Req, num_tokens: int) -> bool:
         """Make sure that a running request has pages for its first `num_tokens` tokens; False if there are none."""
         if num_tokens <= req.num_pages * self.page_size:
             return True
-        wanted = pages_for(num_tokens, self.page_size) - req.num_pages
-        if wanted > self.num_available:
+        expected = pages_for(num_tokens, self.page_size) - req.num_pages
+        if expected > self.num_available:
             return False
-        if wanted > self.allocator.num_free:
-            self._free(self.cache.evict(wanted - self.allocator.num_free))
-        pages = self.allocator.allocate(wanted)
-        assert pages is not None, (wanted, self.allocator.num_free)
+        if expected > self.allocator.num_free:
+            self._free(self.cache.evict(expected - self.allocator.num_free))
+        pages = self.allocator.allocate(expected)
+        assert pages is not None, (expected, self.allocator.num_free)
         self.table.set_pages(req.slot, req.num_pages, pages)
-        req.num_pages += wanted
+        req.num_pages += expected
         self._changed.append(pages)
         return True
 

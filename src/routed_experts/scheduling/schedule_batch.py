@@ -42,7 +42,7 @@ class Req:
         self.state = ReqState.WAITING
         self.finish_reason: FinishReason | None = None
         self.pending_finish: FinishReason | None = (
-            None  # why it ends once its last token has been fed, which is wanted for its row
+            None  # why it ends once its last token has been fed, which is expected for its row
         )
         self.num_known, self.num_pending, self.num_dispatched, self.num_committed = self.prompt_len, 0, 0, 0
         self.slot, self.num_pages, self.num_shared = 0, 0, 0

@@ -229,8 +229,8 @@ def _append(req: Req, token: int, logprob: float, index: int, result: StepResult
 def _add_prompt_logprobs(req: Req, row: ScheduledChunk, first: int, result: StepResult) -> None:
     """Keep the logprobs of the prompt tokens that follow this row's tokens; the first pass that computes one wins."""
     assert result.prompt_logprobs is not None, req.rid
-    wanted = max(req.source.logprob_start_len, 1)
-    for place in range(max(row.start, wanted - 1), min(row.start + row.count, req.prompt_len - 1)):
+    expected = max(req.source.logprob_start_len, 1)
+    for place in range(max(row.start, expected - 1), min(row.start + row.count, req.prompt_len - 1)):
         at = first + place - row.start
         top = _top(result.prompt_top_logprobs, result.prompt_top_ids, at, req.source.top_logprobs_num)
         req.input_logprobs.setdefault(place + 1, (float(result.prompt_logprobs[at]), top))

@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.routed_experts import to_metadata
+from routed_experts.formats.archive import encode_record
+from routed_experts.formats.metadata import to_metadata
 from routed_experts.formats.wire import npy_bytes
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.reply import json_reply
@@ -65,7 +66,7 @@ async def delete(request: Request, service: ServerState) -> Response:
 
 
 def _body(kept: KeptRows, form: str) -> bytes:
-    return npy_bytes(kept.record.ids) if form == "npy" else kept.record.to_bytes(kept.token_ids)
+    return npy_bytes(kept.record.ids) if form == "npy" else encode_record(kept.record, kept.token_ids)
 
 
 def _encoded(kept: KeptRows, form: str) -> tuple[bytes, Told]:

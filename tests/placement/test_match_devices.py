@@ -123,5 +123,5 @@ def test_a_placement_is_applied_when_its_gain_pays_for_its_copies():
     level = np.array([[1.06, 1, 1, 1, 1, 1, 1, 1]])  # nothing to gain worth a change, were it free
     best = rebalance(level, num_instances=8, num_devices=4)
     assert not judge(level, now, best, expert_time_s=1e9, expert_bytes=0, link_bytes_per_s=1).worth
-    with pytest.raises(PlacementError, match="link_bytes_per_s=0; wanted a finite number above 0"):
+    with pytest.raises(PlacementError, match="link_bytes_per_s=0; expected a finite number above 0"):
         judge(skewed, now, new, expert_time_s=1, expert_bytes=1, link_bytes_per_s=0)

@@ -8,7 +8,7 @@ from safetensors.numpy import load, save
 
 from placement.cases import skewed_record
 from routed_experts.core.errors import RoutingFormatError
-from routed_experts.formats.answer_archive import ArchivedAnswer, decode_answers, encode_answers, holds_answers
+from routed_experts.formats.archive import ArchivedAnswer, decode_answers, encode_answers, encode_record, holds_answers
 
 LOGITS = np.random.default_rng(1).normal(0, 1.2, (3, 16))
 
@@ -39,7 +39,7 @@ def test_what_was_filed_comes_back():
                 **one.answer,
                 "meta_info": {"id": meta["id"], "prompt_tokens": 5},
             }
-    assert not holds_answers(given[0].record.to_bytes())
+    assert not holds_answers(encode_record(given[0].record))
 
 
 def test_the_tensors_are_readable_by_safetensors_alone():

@@ -50,8 +50,8 @@ def test_counts_and_utilization_are_those_of_a_loop(records, shape):
     assert counts.shape == load.shape == shape
     for layer, expert in np.ndindex(shape):
         assert counts[layer, expert] == count(records, layer, expert)
-        wanted = count(records, layer, expert) * shape[1] / (len(rows_of(records)) * records[0].top_k)
-        assert load[layer, expert] == pytest.approx(wanted, rel=1e-12)
+        expected = count(records, layer, expert) * shape[1] / (len(rows_of(records)) * records[0].top_k)
+        assert load[layer, expert] == pytest.approx(expected, rel=1e-12)
     np.testing.assert_allclose(load.mean(axis=1), 1.0, rtol=1e-12)
 
 
@@ -77,8 +77,8 @@ def test_coactivation_is_that_of_a_loop(records, shape):
     assert lift.shape == (layers, experts, experts)
     for layer, i, j in np.ndindex(lift.shape):
         below = count(records, layer, i) * count(records, layer, j)
-        wanted = len(rows_of(records)) * count(records, layer, i, j) / below if below else math.nan
-        assert lift[layer, i, j] == pytest.approx(wanted, nan_ok=True)
+        expected = len(rows_of(records)) * count(records, layer, i, j) / below if below else math.nan
+        assert lift[layer, i, j] == pytest.approx(expected, nan_ok=True)
 
 
 def test_flow_between_layers_is_that_of_a_loop(records, shape):

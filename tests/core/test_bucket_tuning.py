@@ -70,17 +70,17 @@ def test_loads_are_shares_and_the_harmonic_one_gives_every_doubling_as_much(larg
     ("wrong", "told"),
     [
         (lambda: StepCosts({}), "no bucket"),
-        (lambda: StepCosts({4: {1: 1.0}}), r"bucket 4 was measured at \[1\]; wanted sizes in 1\.\.4, the last"),
+        (lambda: StepCosts({4: {1: 1.0}}), r"bucket 4 was measured at \[1\]; expected sizes in 1\.\.4, the last"),
         (lambda: StepCosts({4: {4: 1.0, 5: 1.0}}), r"measured at \[4, 5\]"),
         (lambda: StepCosts({4: {4: 0.0}}), "positive seconds"),
         (lambda: StepCosts({4: {4: float("nan")}}), "positive seconds"),
         (lambda: choose_buckets(StepCosts({4: {4: 1.0}}), {1: 1.0}, most=0), "at most 0 buckets"),
         (
             lambda: choose_buckets(StepCosts({4: {4: 1.0}}), {5: 1.0}, most=1),
-            r"sizes 5\.\.5; wanted shares of sizes in 1\.\.4",
+            r"sizes 5\.\.5; expected shares of sizes in 1\.\.4",
         ),
         (lambda: choose_buckets(StepCosts({4: {4: 1.0}}), {}, most=1), "no size"),
-        (lambda: choose_buckets(StepCosts({4: {4: 1.0}}), {4: 0.0}, most=1), "wanted shares"),
+        (lambda: choose_buckets(StepCosts({4: {4: 1.0}}), {4: 0.0}, most=1), "expected shares"),
         (lambda: parse_load("gaussian", 4), "load 'gaussian' is unknown; choose one of uniform, harmonic"),
     ],
 )

@@ -10,10 +10,12 @@ import pytest
 
 from routed_experts.core.capture_spec import expert_id_dtype
 from routed_experts.core.errors import RoutingFormatError
-from routed_experts.core.record_validation import version_spans_of
-from routed_experts.core.routed_experts import RoutedExperts, to_metadata
+from routed_experts.core.record_validation import to_version_spans
+from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats import record_from_meta_info, record_from_npy, record_from_response
+from routed_experts.formats.archive import decode_record, encode_record
 from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
+from routed_experts.formats.metadata import to_metadata
 from routed_experts.formats.wire import encode_meta_info, encode_routed_experts, npy_bytes
 
 # Typed from the description of the wire (section 5), not from this code.
@@ -135,7 +137,7 @@ def random_record(rng):
         layer_ids=layer_ids,
         num_hidden_layers=num_layers,
         num_experts=num_experts,
-        version_spans=version_spans_of(start, rng.integers(0, 2, num_rows)),
+        version_spans=to_version_spans(start, rng.integers(0, 2, num_rows)),
         valid=rng.random(num_rows) < 0.7 if rng.random() < 0.2 else None,
         weights=rng.random(ids.shape, np.float32) if rng.random() < 0.3 else None,
     )
@@ -145,10 +147,10 @@ def test_every_form_of_a_thousand_records_comes_back_and_reads_as_one_array():
     rng = np.random.default_rng(0)
     for _ in range(1_000):
         record = random_record(rng)
-        wanted = np.full((record.num_rows, record.num_hidden_layers, record.top_k), -1, np.int32)
+        expected = np.full((record.num_rows, record.num_hidden_layers, record.top_k), -1, np.int32)
         for row, column in np.ndindex(record.num_rows, len(record.layer_ids)):
             if record.valid is None or record.valid[row]:
-                wanted[row, record.layer_ids[column]] = record.ids[row, column]
+                expected[row, record.layer_ids[column]] = record.ids[row, column]
         for payload_format in ("int32", "npy"):
             for layers in ("all", "moe"):
                 fields = json.loads(
@@ -158,7 +160,7 @@ def test_every_form_of_a_thousand_records_comes_back_and_reads_as_one_array():
                     assert record_from_meta_info(answer) == record
                     flat = extract_routed_experts_from_meta_info(answer)
                     assert flat.dtype == np.int32
-                    assert np.array_equal(flat, wanted.reshape(-1))
+                    assert np.array_equal(flat, expected.reshape(-1))
         response = listed(record, layers=str(rng.choice(["all", "moe"])))
         if record.weights is None:
             assert record_from_response(response) == record
@@ -169,12 +171,12 @@ def test_every_form_of_a_thousand_records_comes_back_and_reads_as_one_array():
 
 def test_expert_256_survives_every_form():
     record = example(ids=np.array([[[256, 0], [7, 256]], [[4, 2], [256, 1]]], np.uint16), num_experts=257)
-    wanted = [-1, -1, 256, 0, 7, 256, -1, -1, 4, 2, 256, 1]
+    expected = [-1, -1, 256, 0, 7, 256, -1, -1, 4, 2, 256, 1]
     for payload_format in ("int32", "npy"):
         fields = encode_routed_experts(record, payload_format=payload_format, layers="all")
-        assert extract_routed_experts_from_meta_info({"meta_info": fields}).tolist() == wanted
+        assert extract_routed_experts_from_meta_info({"meta_info": fields}).tolist() == expected
     assert record_from_response(listed(record)) == record
-    assert RoutedExperts.from_bytes(record.to_bytes()) == record
+    assert decode_record(encode_record(record)) == record
 
 
 def test_the_extracted_array_can_be_written_to():
@@ -239,32 +241,32 @@ def test_an_answer_that_does_not_fit_its_sidecar_is_refused_with_both_numbers():
     cut = int32 | {"routed_experts": INT32_TEXT[:-4]}
     cut_npy = npy | {"routed_experts": base64.b64encode(base64.b64decode(npy["routed_experts"])[:-1]).decode()}
     for answer, text in (
-        ({"meta_info": cut}, "45 bytes; wanted 48"),
+        ({"meta_info": cut}, "45 bytes; expected 48"),
         ({"meta_info": int32 | {"routed_experts": INT32_TEXT[:-1]}}, "base64"),
         ({"meta_info": int32 | {"routed_experts": INT32_TEXT[:32] + "\n" + INT32_TEXT[32:]}}, "base64"),
-        ({"meta_info": int32 | {"routed_experts": 3}}, "int; wanted base64"),
-        (changed(int32, shape=[3, 3, 2]), "prompt_rows|48 bytes; wanted 72"),
-        (changed(int32, shape=[2, 2, 2]), r"\[2, 2, 2\]; wanted \[R, 3, 2\]"),
-        (changed(int32, num_experts=7), "id 7; wanted 0 to 6"),
+        ({"meta_info": int32 | {"routed_experts": 3}}, "int; expected base64"),
+        (changed(int32, shape=[3, 3, 2]), "prompt_rows|48 bytes; expected 72"),
+        (changed(int32, shape=[2, 2, 2]), r"\[2, 2, 2\]; expected \[R, 3, 2\]"),
+        (changed(int32, num_experts=7), "id 7; expected 0 to 6"),
         (changed(int32, moe_layer_ids=[0, 2]), "dense layer"),
         (changed(int32, moe_layer_ids=[1, 3]), "num_hidden_layers 3"),
         (changed(int32, moe_layer_ids=[1, 1]), "dense layer|ascending"),
         (changed(int32, dense_fill=0), "dense layer"),
-        (changed(int32, schema="routed_experts/2"), r"routed_experts/2'; wanted 'routed_experts/1"),
+        (changed(int32, schema="routed_experts/2"), r"routed_experts/2'; expected 'routed_experts/1"),
         (changed(int32, num_tokens=True), "num_tokens is True"),
         (changed(int32, start=-1), "start is -1"),
-        (changed(int32, version_spans=[[2, 3, 0]]), "end at 3; wanted them to end at 4"),
+        (changed(int32, version_spans=[[2, 3, 0]]), "end at 3; expected them to end at 4"),
         (changed(int32, num_tokens=3), "sequence of 3"),
         (changed(int32, sha256="00"), "sha256"),
-        (changed(int32, weights="float32"), "NoneType; wanted base64"),
+        (changed(int32, weights="float32"), "NoneType; expected base64"),
         (changed(int32, missing_rows=1), "missing_rows is 1"),
-        (changed(int32, missing_rows=1, valid="Aw=="), "0 of 2 rows are marked missing; wanted 1"),
-        (changed(int32, missing_rows=1, valid="AwA="), "2 bytes; wanted 1"),
-        (changed(npy, dtype="uint16"), "uint8.*wanted C-order uint16"),
-        ({"meta_info": cut_npy}, "7 bytes .*wanted 8"),
+        (changed(int32, missing_rows=1, valid="Aw=="), "0 of 2 rows are marked missing; expected 1"),
+        (changed(int32, missing_rows=1, valid="AwA="), "2 bytes; expected 1"),
+        (changed(npy, dtype="uint16"), "uint8.*expected C-order uint16"),
+        ({"meta_info": cut_npy}, "7 bytes .*expected 8"),
         ({"meta_info": npy | {"routed_experts": INT32_TEXT}}, r"no \.npy"),
         (changed(npy, format="ref"), "fetched from its URL"),
-        ({"meta_info": npy | {"routed_experts_info": []}}, "list; wanted a JSON object"),
+        ({"meta_info": npy | {"routed_experts_info": []}}, "list; expected a JSON object"),
     ):
         with pytest.raises(RoutingFormatError, match=text):
             extract_routed_experts_from_meta_info(answer)
@@ -280,7 +282,7 @@ def test_a_payload_without_sidecar_is_raw_int32_and_nothing_else():
     ragged = INT32_TEXT[:-4] + "AA=="
     for payload, text in (
         (npy, "without routed_experts_info"),
-        (ragged, "46 bytes; wanted a multiple of 4"),
+        (ragged, "46 bytes; expected a multiple of 4"),
         ([[[1]]], "list"),
     ):
         with pytest.raises(RoutingFormatError, match=text):
@@ -302,7 +304,7 @@ def test_a_list_needs_the_prompt_rows_that_stand_beside_the_choices():
     response = listed(example())
     assert response["prompt_routed_experts"] == [[[1, 0], [7, 3]]]
     assert record_from_response(response) == example()
-    with pytest.raises(RoutingFormatError, match=r"\[0\]; wanted \[1, 2, 2\].*record_from_response"):
+    with pytest.raises(RoutingFormatError, match=r"\[0\]; expected \[1, 2, 2\].*record_from_response"):
         extract_routed_experts_from_meta_info(response["choices"][0])
     for broken in ([[[1, 0], [7]]], [[[1, 0.5], [7, 3]]], [[[1, 0]]], "x", [[[True, False], [False, True]]]):
         with pytest.raises(RoutingFormatError, match="prompt_routed_experts"):

@@ -127,7 +127,7 @@ def test_a_trace_of_another_model_is_refused(records):
         with pytest.raises(PlacementError, match=re.escape("came for a model of 3 x 16")):
             placement.replay(records, plan)
     other = skewed_record(np.random.default_rng(0), LOGITS[:, :8], 9)
-    with pytest.raises(RoutingAlignmentError, match="wanted records of one model"):
+    with pytest.raises(RoutingAlignmentError, match="expected records of one model"):
         placement.replay([*records, other], ExpertPlacement.identity(3, 16, 4))
     with pytest.raises(RoutingAlignmentError, match="no record came"):
         placement.replay([], ExpertPlacement.identity(3, 16, 4))
@@ -137,7 +137,7 @@ def test_wrong_words_are_refused(records):
     plan = ExpertPlacement.identity(3, 16, 4)
     with pytest.raises(PlacementError, match="dispatch='odd'; choose one of even, waterfill, reroute"):
         placement.replay(records, plan, dispatch="odd")
-    with pytest.raises(PlacementError, match="step_tokens=0; wanted at least 1"):
+    with pytest.raises(PlacementError, match="step_tokens=0; expected at least 1"):
         placement.replay(records, plan, step_tokens=0)
     with pytest.raises(PlacementError, match="previous is a ResidencyMap"):
         placement.replay(records, plan, previous=ResidencyMap.first_n(3, 16, 4))

@@ -1,0 +1,178 @@
+"""Files in safetensors: one record, with the token ids that it belongs to, or the answers of a run.
+
+A record: routed_experts U8 or U16 [R, M, K]; where present token_ids I32 [S], routed_experts_weights F32 [R, M, K] and
+valid BOOL [R]; its metadata as JSON text in the header, under routed_experts_info. Answers:
+
+    token_ids       I32 [sum of S]         prompt and generated tokens of each answer, one answer after another
+    token_offsets   I64 [n + 1]            answer i has token_ids[token_offsets[i] : token_offsets[i + 1]]
+    answers         U8  [bytes]            UTF-8 JSON lines: each answer without token ids and payload, with its metadata
+    routed_experts  U8 or U16 [sum of R, M, K], row_offsets I64 [n + 1], and routed_experts_weights F32 where present
+
+Dims: S tokens of a sequence, R rows, M MoE layers, K experts a token, n answers. An answer without a record has no
+rows."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from jaxtyping import Int, Int32, Int64
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from routed_experts.core.errors import RoutingFormatError
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.formats.metadata import RoutedExpertsMetadata, to_metadata, to_record
+from routed_experts.formats.wire import INFO_KEY, PAYLOAD_KEY, WEIGHTS_KEY
+
+_MARK = b'"token_offsets"'
+_IDS = ("input_ids", "output_ids")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ArchivedAnswer:
+    """One result of `Engine.generate` beside the fields of its prompt; `input_ids` and `output_ids` together are the
+    sequence."""
+
+    answer: Mapping[str, object]
+    token_ids: Int32[np.ndarray, " S"]
+    record: RoutedExperts | None
+
+
+def encode_record(record: RoutedExperts, token_ids: Int[np.ndarray, " S"] | None = None) -> bytes:
+    """Encode one record; `token_ids` are all tokens of its sequence."""
+    tensors: dict[str, np.ndarray] = {PAYLOAD_KEY: record.ids}
+    if token_ids is not None:
+        if token_ids.shape != (record.num_tokens,):
+            raise RoutingFormatError(
+                f"token_ids has shape {token_ids.shape}; expected ({record.num_tokens},), the tokens of the sequence"
+            )
+        tensors["token_ids"] = np.ascontiguousarray(token_ids, dtype=np.int32)
+    if record.weights is not None:
+        tensors[WEIGHTS_KEY] = record.weights
+    if record.valid is not None:
+        tensors["valid"] = record.valid
+    return save(tensors, metadata={INFO_KEY: json.dumps(to_metadata(record, payload_format="ref").to_json())})
+
+
+def decode_record(encoded: bytes) -> RoutedExperts:
+    """Decode what encode_record made; raises RoutingFormatError on anything else."""
+    return decode_record_and_tokens(encoded)[0]
+
+
+def decode_record_and_tokens(encoded: bytes) -> tuple[RoutedExperts, Int32[np.ndarray, " S"] | None]:
+    """Decode the record and the token ids that travel with it, or None."""
+    try:
+        tensors = load(encoded)
+        header = json.loads(encoded[8 : 8 + int.from_bytes(encoded[:8], "little")])
+        info = json.loads(header["__metadata__"][INFO_KEY])
+        ids = tensors[PAYLOAD_KEY]
+    except (SafetensorError, KeyError, TypeError, ValueError) as cause:
+        raise RoutingFormatError(
+            f"{len(encoded)} bytes are no record in safetensors form: {cause!r}; give what encode_record made"
+        ) from cause
+    metadata = RoutedExpertsMetadata.from_json(info)
+    record = to_record(ids, metadata, weights=tensors.get(WEIGHTS_KEY), valid=tensors.get("valid"))
+    token_ids = tensors.get("token_ids")
+    if token_ids is not None and (token_ids.shape != (record.num_tokens,) or token_ids.dtype != np.int32):
+        raise RoutingFormatError(
+            f"token_ids is {token_ids.dtype}{list(token_ids.shape)}; expected int32[{record.num_tokens}]"
+        )
+    return record, token_ids
+
+
+def encode_answers(answers: Sequence[ArchivedAnswer]) -> bytes:
+    """Encode the answers of a run. Raises RoutingFormatError for records of several models."""
+    lines = b"".join(json.dumps(_line(answer), ensure_ascii=False).encode() + b"\n" for answer in answers)
+    tensors: dict[str, np.ndarray] = {
+        "token_ids": np.concatenate([np.zeros(0, np.int32), *(answer.token_ids for answer in answers)]).astype(
+            np.int32
+        ),
+        "token_offsets": _offsets([answer.token_ids.size for answer in answers]),
+        "answers": np.frombuffer(lines, np.uint8),
+    }
+    records = [answer.record for answer in answers if answer.record is not None]
+    if records:
+        _check_one_model(records)
+        tensors[PAYLOAD_KEY] = np.concatenate([record.ids for record in records])
+        tensors["row_offsets"] = _offsets(
+            [0 if answer.record is None else answer.record.num_rows for answer in answers]
+        )
+        weights = [record.weights for record in records if record.weights is not None]
+        if weights:
+            tensors[WEIGHTS_KEY] = np.concatenate(weights)
+    return save(tensors)
+
+
+def decode_answers(encoded: bytes) -> list[ArchivedAnswer]:
+    """Decode what encode_answers made; raises RoutingFormatError on anything else."""
+    try:
+        tensors = load(encoded)
+        lines = [cast("dict[str, Any]", json.loads(line)) for line in tensors["answers"].tobytes().splitlines()]
+        tokens = _split(tensors["token_ids"], tensors["token_offsets"], len(lines))
+        rows = (
+            _split(tensors[PAYLOAD_KEY], tensors["row_offsets"], len(lines))
+            if PAYLOAD_KEY in tensors
+            else [None] * len(lines)
+        )
+        weights = (
+            _split(tensors[WEIGHTS_KEY], tensors["row_offsets"], len(lines))
+            if WEIGHTS_KEY in tensors
+            else [None] * len(lines)
+        )
+        return [_to_answer(*parts) for parts in zip(lines, tokens, rows, weights, strict=True)]
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as cause:
+        raise RoutingFormatError(
+            f"{len(encoded)} bytes are no file of answers: {cause}; give what generate --output wrote"
+        ) from cause
+
+
+def holds_answers(encoded: bytes) -> bool:
+    """Whether this safetensors file holds answers, and not one record."""
+    return _MARK in encoded[8 : 8 + int.from_bytes(encoded[:8], "little")]
+
+
+def _line(archived: ArchivedAnswer) -> dict[str, object]:
+    answer = {name: value for name, value in archived.answer.items() if name not in _IDS}
+    meta_info = dict(cast("Mapping[str, object]", answer.get("meta_info", {})))
+    for name in (PAYLOAD_KEY, WEIGHTS_KEY, INFO_KEY):
+        meta_info.pop(name, None)
+    if archived.record is not None:
+        meta_info[INFO_KEY] = to_metadata(archived.record, payload_format="ref").to_json()
+    return {**answer, "meta_info": meta_info}
+
+
+def _to_answer(
+    line: dict[str, Any], tokens: np.ndarray, rows: np.ndarray | None, weights: np.ndarray | None
+) -> ArchivedAnswer:
+    meta_info = line["meta_info"]
+    info, num_prompt_tokens = meta_info.get(INFO_KEY), int(meta_info["prompt_tokens"])
+    record = None
+    if info is not None and rows is not None:
+        metadata = RoutedExpertsMetadata.from_json(info)
+        record = to_record(rows, metadata, weights=weights if metadata.weights is not None else None)
+    ids = {"input_ids": tokens[:num_prompt_tokens].tolist(), "output_ids": tokens[num_prompt_tokens:].tolist()}
+    return ArchivedAnswer(answer={**line, **ids}, token_ids=tokens, record=record)
+
+
+def _offsets(sizes: Sequence[int]) -> Int64[np.ndarray, " n+1"]:
+    return np.cumsum([0, *sizes], dtype=np.int64)
+
+
+def _split(array: np.ndarray, offsets: Int64[np.ndarray, " n+1"], count: int) -> list[np.ndarray]:
+    """Split at offsets; raises RoutingFormatError unless they give `count` parts of the whole array."""
+    fits = offsets.dtype == np.int64 and offsets.shape == (count + 1,) and offsets[0] == 0 and offsets[-1] == len(array)
+    if not fits or (np.diff(offsets) < 0).any():
+        raise RoutingFormatError(f"offsets {offsets.dtype}{list(offsets.shape)} do not split {len(array)} into {count}")
+    return [array[begin:end] for begin, end in itertools.pairwise(offsets.tolist())]
+
+
+def _check_one_model(records: Sequence[RoutedExperts]) -> None:
+    kinds = {
+        (record.layer_ids, record.num_hidden_layers, record.num_experts, record.top_k, record.weights is None)
+        for record in records
+    }
+    if len(kinds) > 1:
+        raise RoutingFormatError(f"records of {len(kinds)} models, or with weights and without; write a file for each")

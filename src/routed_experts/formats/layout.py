@@ -1,0 +1,178 @@
+"""Shared parts of the framework layouts: a record as a plain integer array, and a plain array as a record.
+
+Encoding invents nothing: a row that is not known raises, unless the layout has a mark for it and the caller allows it.
+Decoding marks a row that no router can have chosen (an id outside 0..E-1, or an expert twice) as not known: zeros never
+pass for expert 0 (with K = 1 zeros cannot be told apart). A last token whose row is not known is left out, as a rollout
+has it. Dims: S tokens of a sequence, R rows, L hidden layers, M MoE layers, K experts per token, E experts."""
+
+import dataclasses
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from routed_experts.core.capture_spec import CaptureSpec
+from routed_experts.core.errors import RoutingFormatError
+from routed_experts.core.record_validation import VersionSpans, repeated_rows
+from routed_experts.core.routed_experts import RoutedExperts
+
+Missing = Literal["error", "gate"]
+Columns = Literal["all", "moe", "either"]  # hidden layers, MoE layers
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceInfo:
+    """What an array of ids does not say of itself: its model's routing (`config.capture_spec`), the length of the
+    sequence and of its prompt, the token of row 0, and the weight version of all rows, or the versions' spans."""
+
+    spec: CaptureSpec
+    num_tokens: int
+    num_prompt_tokens: int
+    start: int = 0
+    version: int | VersionSpans = 0
+
+    @staticmethod
+    def from_record(record: RoutedExperts) -> "SequenceInfo":
+        """The info that decodes what this record is encoded to."""
+        spec = CaptureSpec(
+            num_hidden_layers=record.num_hidden_layers,
+            layer_ids=record.layer_ids,
+            num_experts=record.num_experts,
+            top_k=record.top_k,
+            router=record.router,
+        )
+        return SequenceInfo(
+            spec=spec,
+            num_tokens=record.num_tokens,
+            num_prompt_tokens=record.num_prompt_tokens,
+            start=record.start,
+            version=record.version_spans,
+        )
+
+
+def refuse(layout: str, received: str, expected: str) -> NoReturn:
+    """Raise RoutingFormatError naming the layout, what came and what fits."""
+    raise RoutingFormatError(f"{layout}: {received}; expected {expected}")
+
+
+# --- record to array
+
+
+def check_missing(record: RoutedExperts, layout: str, missing: Missing) -> None:
+    """Raise for rows that are not known, unless `missing` is "gate": the layout's mark then leaves them to the live
+    router."""
+    if missing not in ("error", "gate"):
+        raise RoutingFormatError(f"missing={missing!r} is unknown; choose error or gate")
+    if missing == "error":
+        require_complete(record, layout, fix='pass missing="gate" to leave it to the live router')
+
+
+def require_complete(record: RoutedExperts, layout: str, *, fix: str | None = None) -> None:
+    """Raise where a row is not known."""
+    if record.valid is not None and not record.valid.all():
+        token = record.start + int(np.flatnonzero(~record.valid)[0])
+        fix = fix or f"{layout} has no mark for that; replay such samples with forward(..., routed=), or drop them"
+        raise RoutingFormatError(f"{layout}: the row of token {token} is not known; {fix}")
+
+
+def require_whole(record: RoutedExperts, layout: str) -> None:
+    """Raise unless the rows begin with the first token."""
+    if record.start != 0:
+        raise RoutingFormatError(
+            f"{layout}: rows begin at token {record.start}; expected 0: merge the turns first (merge_turns)"
+        )
+
+
+def check_fits(num_experts: int, dtype: type[np.signedinteger] | np.dtype) -> np.dtype:
+    """Return the dtype; raise unless it holds all ids."""
+    largest = int(np.iinfo(dtype).max)
+    if num_experts - 1 > largest:
+        raise RoutingFormatError(
+            f"{num_experts} experts do not fit {np.dtype(dtype)}, whose largest id is {largest}; use the record"
+        )
+    return np.dtype(dtype)
+
+
+def scatter_to_all_layers(
+    record: RoutedExperts, dtype: type[np.signedinteger] | np.dtype, *, fill: int
+) -> Int[np.ndarray, "R L K"]:
+    """A new array with a column for every hidden layer, `fill` in the dense ones."""
+    shape = (record.num_rows, record.num_hidden_layers, record.top_k)
+    rows = np.full(shape, fill, check_fits(record.num_experts, dtype))
+    rows[:, record.layer_ids] = record.ids
+    return rows
+
+
+def pad_to_tokens(record: RoutedExperts, dtype: type[np.signedinteger]) -> Int[np.ndarray, "S M K"]:
+    """A new array with a row for every token, -1 where there is no known row."""
+    rows = np.full((record.num_tokens, *record.ids.shape[1:]), -1, check_fits(record.num_experts, dtype))
+    known = record.known
+    rows[record.start : record.start + record.num_rows][known] = record.ids[known]
+    return rows
+
+
+# --- array to record
+
+
+def to_int_array(payload: Any, layout: str) -> Int[np.ndarray, "..."]:
+    """An array of integers from an array or nested lists."""
+    try:
+        array = np.asarray(payload)
+    except ValueError as cause:
+        raise RoutingFormatError(f"{layout}: the payload is no array ({cause})") from cause
+    if array.size and array.dtype.kind not in "iu":
+        refuse(layout, f"rows are {array.dtype}{list(array.shape)}", "integers")
+    return array
+
+
+def to_record(
+    payload: Any, info: SequenceInfo, *, layout: str, columns: Columns, strict: bool = False
+) -> RoutedExperts:
+    """A record of S - 1 - start or S - start rows. `columns`: the layers that the array has; dense ones are dropped,
+    whatever they hold. With `strict`, a row that is no choice of K experts raises."""
+    rows, spec = to_int_array(payload, layout), info.spec
+    widths = {"all": (spec.num_hidden_layers,), "moe": (spec.num_moe_layers,)}.get(
+        columns, (spec.num_hidden_layers, spec.num_moe_layers)
+    )
+    if rows.ndim != 3 or rows.shape[1] not in widths or rows.shape[2] != spec.top_k:
+        layers = " or ".join(map(str, dict.fromkeys(widths)))
+        refuse(layout, f"rows are {rows.dtype}{list(rows.shape)}", f"integers [rows, {layers} layers, {spec.top_k}]")
+    max_rows = info.num_tokens - info.start
+    if rows.shape[0] not in (max_rows - 1, max_rows):
+        text = f"{rows.shape[0]} rows from token {info.start} on of a sequence of {info.num_tokens}"
+        refuse(layout, text, f"{max_rows - 1} or {max_rows}")
+    moe = rows[:, spec.layer_ids] if rows.shape[1] == spec.num_hidden_layers else rows
+    known = known_rows(moe, spec)
+    if moe.shape[0] == max_rows > 0 and not known[-1]:
+        moe, known = moe[:-1], known[:-1]
+    if strict and not known.all():
+        row = int(np.flatnonzero(~known)[0])
+        refuse(
+            layout,
+            f"the ids {moe[row].tolist()} of token {info.start + row} are no choice of {spec.top_k} experts",
+            "rows that were recorded",
+        )
+    ids = np.where(known[:, None, None], moe, 0).astype(spec.dtype)
+    spans = info.version
+    if isinstance(spans, int):
+        spans = ((info.start, info.start + ids.shape[0], spans),) if ids.shape[0] else ()
+    return RoutedExperts(
+        ids=np.ascontiguousarray(ids),
+        start=info.start,
+        num_tokens=info.num_tokens,
+        num_prompt_tokens=info.num_prompt_tokens,
+        layer_ids=spec.layer_ids,
+        num_hidden_layers=spec.num_hidden_layers,
+        num_experts=spec.num_experts,
+        version_spans=spans,
+        valid=None if known.all() else known,
+        router=spec.router,
+    )
+
+
+def known_rows(moe: Int[np.ndarray, "... M K"], spec: CaptureSpec) -> Bool[np.ndarray, "..."]:
+    """Which rows a router can have chosen, in all layers."""
+    flat = moe.reshape(-1, *moe.shape[-2:])
+    inside = np.all((flat >= 0) & (flat < spec.num_experts), axis=(1, 2))
+    ids = np.where(inside[:, None, None], flat, 0).astype(spec.dtype)
+    return (inside & ~repeated_rows(ids).any(axis=1)).reshape(moe.shape[:-2])

@@ -1,0 +1,317 @@
+"""`routed_experts_info`: the metadata that says what a payload of routed experts means, and its record.
+
+Invariants: to_json has exactly the keys of schema routed_experts/1 (plus `valid` when rows are missing);
+from_json(to_json(m)) == m; what from_json accepts is consistent in itself (shape, layers, rows of the prompt).
+Dims: R rows, L hidden layers, M MoE layers, K experts per token, E experts."""
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+import numpy as np
+from jaxtyping import Bool, Float32, UInt
+
+from routed_experts.core.capture_spec import MAX_NUM_EXPERTS
+from routed_experts.core.errors import RoutingFormatError
+from routed_experts.core.record_validation import VersionSpans, check_id_range
+from routed_experts.core.routed_experts import RoutedExperts
+
+SCHEMA = "routed_experts/1"
+ORDER = "score_desc"
+ID_SPACE = "logical"
+
+PayloadFormat = Literal["int32", "npy", "list", "ref"]
+PayloadLayers = Literal["all", "moe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExpertsMetadata:
+    """The metadata of one payload; fields are the keys of the JSON object. `valid` is base64 of packed bits (little-endian), present when missing_rows >
+    0."""
+
+    format: PayloadFormat
+    layers: PayloadLayers
+    dtype: str
+    shape: tuple[int, int, int]
+    start: int
+    num_tokens: int
+    num_prompt_tokens: int
+    prompt_rows: int
+    include_last: bool
+    num_hidden_layers: int
+    moe_layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    dense_fill: int | None
+    exact: bool
+    placement: dict[str, object] | None
+    version_spans: VersionSpans
+    missing_rows: int
+    weights: Literal["float32"] | None
+    router: str | None
+    sha256: str | None
+    valid: str | None = None
+
+    def __post_init__(self) -> None:
+        num_rows, num_columns, num_slots = self.shape
+        expected_columns = self.num_hidden_layers if self.layers == "all" else len(self.moe_layer_ids)
+        if (num_columns, num_slots) != (expected_columns, self.top_k):
+            raise RoutingFormatError(
+                f"shape is {list(self.shape)}; expected [R, {expected_columns}, {self.top_k}] for layers {self.layers!r}"
+            )
+        if not 1 <= self.num_experts <= MAX_NUM_EXPERTS:
+            raise RoutingFormatError(f"num_experts is {self.num_experts}; expected 1 to {MAX_NUM_EXPERTS}")
+        expected_prompt_rows = prompt_rows(self.start, num_rows, self.num_prompt_tokens)
+        if self.prompt_rows != expected_prompt_rows:
+            raise RoutingFormatError(
+                f"prompt_rows is {self.prompt_rows}; expected {expected_prompt_rows} by start and num_prompt_tokens"
+            )
+        if (self.valid is None) != (self.missing_rows == 0):
+            raise RoutingFormatError(
+                f"missing_rows is {self.missing_rows}, valid {self.valid!r}; expected valid when rows are missing only"
+            )
+
+    def to_json(self) -> dict[str, object]:
+        """Return the JSON object, in the order of the wire description."""
+        sidecar: dict[str, object] = {
+            "schema": SCHEMA,
+            "format": self.format,
+            "layers": self.layers,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "start": self.start,
+            "num_tokens": self.num_tokens,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "prompt_rows": self.prompt_rows,
+            "include_last": self.include_last,
+            "num_hidden_layers": self.num_hidden_layers,
+            "moe_layer_ids": list(self.moe_layer_ids),
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "dense_fill": self.dense_fill,
+            "order": ORDER,
+            "ids": ID_SPACE,
+            "exact": self.exact,
+            "placement": self.placement,
+            "version_spans": [list(span) for span in self.version_spans],
+            "missing_rows": self.missing_rows,
+            "weights": self.weights,
+            "router": self.router,
+            "sha256": self.sha256,
+        }
+        if self.valid is not None:
+            sidecar["valid"] = self.valid
+        return sidecar
+
+    def unpack_valid(self) -> Bool[np.ndarray, " R"] | None:
+        """Unpack the bits of `valid`; None when every row is known."""
+        if self.valid is None:
+            return None
+        num_rows = self.shape[0]
+        try:
+            bits = base64.b64decode(self.valid, validate=True)
+        except ValueError as cause:
+            raise RoutingFormatError(
+                f"routed_experts_info.valid is {self.valid!r}: {cause}; expected base64 of {num_rows} bits"
+            ) from cause
+        if len(bits) != (num_rows + 7) // 8:
+            raise RoutingFormatError(
+                f"routed_experts_info.valid holds {len(bits)} bytes; expected {(num_rows + 7) // 8} for {num_rows} rows"
+            )
+        return np.unpackbits(np.frombuffer(bits, np.uint8), count=num_rows, bitorder="little").astype(np.bool_)
+
+    @staticmethod
+    def from_json(sidecar: object) -> "RoutedExpertsMetadata":
+        """Read a JSON object; raises RoutingFormatError naming the first key that is missing, mistyped or
+        inconsistent."""
+        if not isinstance(sidecar, Mapping):
+            raise RoutingFormatError(f"routed_experts_info is a {type(sidecar).__name__}; expected a JSON object")
+        read = cast("Mapping[str, object]", sidecar)
+        for key, constant in (("schema", SCHEMA), ("order", ORDER), ("ids", ID_SPACE)):
+            if read.get(key) != constant:
+                raise RoutingFormatError(f"routed_experts_info.{key} is {read.get(key)!r}; expected {constant!r}")
+        payload_format = _text(read, "format", get_args(PayloadFormat))
+        payload_layers = _text(read, "layers", get_args(PayloadLayers))
+        shape = _ints(read, "shape", read.get("shape"))
+        if len(shape) != 3:
+            raise RoutingFormatError(
+                f"routed_experts_info.shape has {len(shape)} dims; expected 3: rows, layers, top_k"
+            )
+        placement = _value(read, "placement")
+        if placement is not None and not isinstance(placement, dict):
+            raise RoutingFormatError(f"routed_experts_info.placement is {placement!r}; expected an object or null")
+        return RoutedExpertsMetadata(
+            format=cast("PayloadFormat", payload_format),
+            layers=cast("PayloadLayers", payload_layers),
+            dtype=_text(read, "dtype", ("int32", "int16", "uint8", "uint16")),
+            shape=(shape[0], shape[1], shape[2]),
+            start=_int(read, "start"),
+            num_tokens=_int(read, "num_tokens"),
+            num_prompt_tokens=_int(read, "num_prompt_tokens"),
+            prompt_rows=_int(read, "prompt_rows"),
+            include_last=_bool(read, "include_last"),
+            num_hidden_layers=_int(read, "num_hidden_layers"),
+            moe_layer_ids=_ints(read, "moe_layer_ids", read.get("moe_layer_ids")),
+            num_experts=_int(read, "num_experts"),
+            top_k=_int(read, "top_k"),
+            dense_fill=None if _value(read, "dense_fill") is None else _int(read, "dense_fill", low=-1),
+            exact=_bool(read, "exact"),
+            placement=cast("dict[str, object] | None", placement),
+            version_spans=_spans(read),
+            missing_rows=_int(read, "missing_rows"),
+            weights="float32" if _optional_text(read, "weights", ("float32",)) else None,
+            router=_optional_text(read, "router"),
+            sha256=_optional_text(read, "sha256"),
+            valid=_optional_text(read, "valid") if "valid" in read else None,
+        )
+
+
+def to_record(
+    ids: UInt[np.ndarray, "R M K"],
+    metadata: RoutedExpertsMetadata,
+    *,
+    weights: Float32[np.ndarray, "R M K"] | None = None,
+    valid: Bool[np.ndarray, " R"] | None = None,
+) -> RoutedExperts:
+    """Join canonical ids with their metadata; raises RoutingFormatError where the two disagree.
+
+    `valid` None takes the bits of the metadata."""
+    valid = metadata.unpack_valid() if valid is None else valid
+    num_missing = 0 if valid is None else int(valid.size - np.count_nonzero(valid))
+    if num_missing != metadata.missing_rows or (valid is not None and valid.shape != ids.shape[:1]):
+        raise RoutingFormatError(
+            f"{num_missing} of {ids.shape[0]} rows are marked missing; expected {metadata.missing_rows}, as routed_experts_info says"
+        )
+    if (weights is None) != (metadata.weights is None):
+        received = "no weights" if weights is None else "weights"
+        raise RoutingFormatError(
+            f"the payload has {received}; expected {metadata.weights!r}, as routed_experts_info says"
+        )
+    record = RoutedExperts(
+        ids=ids,
+        start=metadata.start,
+        num_tokens=metadata.num_tokens,
+        num_prompt_tokens=metadata.num_prompt_tokens,
+        layer_ids=metadata.moe_layer_ids,
+        num_hidden_layers=metadata.num_hidden_layers,
+        num_experts=metadata.num_experts,
+        version_spans=metadata.version_spans,
+        valid=valid,
+        weights=weights,
+        router=metadata.router,
+    )
+    check_id_range(
+        ids, start=record.start, layer_ids=record.layer_ids, num_experts=record.num_experts, known=record.known
+    )
+    if metadata.sha256 is not None and metadata.sha256 != ids_sha256(record):
+        raise RoutingFormatError(
+            f"ids have sha256 {ids_sha256(record)}; expected {metadata.sha256}: the payload was changed on its way"
+        )
+    return record
+
+
+def to_metadata(
+    record: RoutedExperts, *, payload_format: PayloadFormat, layers: PayloadLayers = "moe"
+) -> RoutedExpertsMetadata:
+    """Describe a payload of this record; the last token counts as included when it has a row."""
+    dtype = {"int32": "int32", "list": "int16"}.get(payload_format, record.ids.dtype.name)
+    num_columns = record.num_hidden_layers if layers == "all" else len(record.layer_ids)
+    num_missing = 0 if record.valid is None else record.num_rows - int(np.count_nonzero(record.valid))
+    packed = None if record.valid is None else np.packbits(record.valid, bitorder="little").tobytes()
+    return RoutedExpertsMetadata(
+        format=payload_format,
+        layers=layers,
+        dtype=dtype,
+        shape=(record.num_rows, num_columns, record.top_k),
+        start=record.start,
+        num_tokens=record.num_tokens,
+        num_prompt_tokens=record.num_prompt_tokens,
+        prompt_rows=prompt_rows(record.start, record.num_rows, record.num_prompt_tokens),
+        include_last=record.num_rows > 0 and record.start + record.num_rows == record.num_tokens,
+        num_hidden_layers=record.num_hidden_layers,
+        moe_layer_ids=record.layer_ids,
+        num_experts=record.num_experts,
+        top_k=record.top_k,
+        dense_fill=None if layers == "moe" else 0 if payload_format == "npy" else -1,
+        exact=True,
+        placement=None,
+        version_spans=record.version_spans,
+        missing_rows=num_missing,
+        weights=None if record.weights is None else "float32",
+        router=record.router,
+        sha256=ids_sha256(record),
+        valid=base64.b64encode(packed).decode() if packed is not None and num_missing else None,
+    )
+
+
+def ids_sha256(record: RoutedExperts) -> str:
+    """Hash the canonical ids, little-endian: equal for every wire form of one record."""
+    return hashlib.sha256(record.ids.astype(record.ids.dtype.newbyteorder("<"), copy=False).data).hexdigest()
+
+
+def prompt_rows(start: int, num_rows: int, num_prompt_tokens: int) -> int:
+    """Count the rows of [start, start + num_rows) that belong to the prompt."""
+    return min(max(num_prompt_tokens - start, 0), num_rows)
+
+
+def _value(sidecar: Mapping[str, object], key: str) -> object:
+    if key not in sidecar:
+        raise RoutingFormatError(f"routed_experts_info has no key {key!r}; expected every key of schema {SCHEMA}")
+    return sidecar[key]
+
+
+def _int(sidecar: Mapping[str, object], key: str, low: int = 0) -> int:
+    value = _value(sidecar, key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise RoutingFormatError(f"routed_experts_info.{key} is {value!r}; expected an integer of at least {low}")
+    return value
+
+
+def _bool(sidecar: Mapping[str, object], key: str) -> bool:
+    value = _value(sidecar, key)
+    if not isinstance(value, bool):
+        raise RoutingFormatError(f"routed_experts_info.{key} is {value!r}; expected true or false")
+    return value
+
+
+def _text(sidecar: Mapping[str, object], key: str, allowed: tuple[str, ...]) -> str:
+    value = _value(sidecar, key)
+    if not isinstance(value, str) or value not in allowed:
+        raise RoutingFormatError(f"routed_experts_info.{key} is {value!r}; expected one of {', '.join(allowed)}")
+    return value
+
+
+def _optional_text(sidecar: Mapping[str, object], key: str, allowed: tuple[str, ...] = ()) -> str | None:
+    value = _value(sidecar, key)
+    if value is not None and (not isinstance(value, str) or (allowed and value not in allowed)):
+        raise RoutingFormatError(
+            f"routed_experts_info.{key} is {value!r}; expected {' or '.join(allowed) or 'text'} or null"
+        )
+    return value
+
+
+def _ints(sidecar: Mapping[str, object], key: str, value: object) -> tuple[int, ...]:
+    _value(sidecar, key)
+    if not isinstance(value, list | tuple):
+        raise RoutingFormatError(f"routed_experts_info.{key} is {value!r}; expected a list of integers")
+    items = cast("list[object]", value)
+    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+        raise RoutingFormatError(f"routed_experts_info.{key} is {value!r}; expected integers of at least 0")
+    return tuple(cast("list[int]", items))
+
+
+def _spans(sidecar: Mapping[str, object]) -> VersionSpans:
+    spans = _value(sidecar, "version_spans")
+    if not isinstance(spans, list | tuple):
+        raise RoutingFormatError(
+            f"routed_experts_info.version_spans is {spans!r}; expected a list of [lo, hi, version]"
+        )
+    triples = [_ints(sidecar, "version_spans", span) for span in cast("list[object]", spans)]
+    for triple in triples:
+        if len(triple) != 3:
+            raise RoutingFormatError(
+                f"routed_experts_info.version_spans holds {list(triple)}; expected [lo, hi, version]"
+            )
+    return tuple((triple[0], triple[1], triple[2]) for triple in triples)

@@ -1,0 +1,43 @@
+"""NeMo-RL: int32 [S-1, L, K], a column for each hidden layer, dense layers 0; a whole row of -1 is left to the router.
+
+Dims: S tokens of a sequence, L hidden layers, K experts per token."""
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.formats.layout import (
+    Missing,
+    SequenceInfo,
+    check_missing,
+    refuse,
+    require_whole,
+    scatter_to_all_layers,
+    to_int_array,
+    to_record,
+)
+
+
+def encode(record: RoutedExperts, *, missing: Missing = "error") -> Int32[np.ndarray, "S-1 L K"]:
+    """Encode the S - 1 rows of a rollout. Rows that are not known raise RoutingFormatError, or are -1 throughout with
+    missing="gate"."""
+    check_missing(record, "nemo_rl", missing)
+    require_whole(record, "nemo_rl")
+    record = record[: record.num_tokens - 1]
+    rows = scatter_to_all_layers(record, np.int32, fill=0)
+    rows[~record.known] = -1
+    return rows
+
+
+def decode(array: Int[np.ndarray, "S-1 L K"], info: SequenceInfo) -> RoutedExperts:
+    """Decode rows of which some may be -1 throughout; a row that is -1 in part raises RoutingFormatError."""
+    rows, spec = to_int_array(array, "nemo_rl"), info.spec
+    if rows.ndim == 3 and rows.shape[1] == spec.num_hidden_layers:
+        absent = (rows[:, spec.layer_ids] == -1).reshape(rows.shape[0], -1)
+        partial = np.flatnonzero(absent.any(axis=1) & ~absent.all(axis=1))
+        if partial.size:
+            ids = rows[partial[0], spec.layer_ids].tolist()
+            refuse(
+                "nemo_rl", f"the ids {ids} of token {info.start + partial[0]} are -1 in part", "all or none of a row"
+            )
+    return to_record(rows, info, layout="nemo_rl", columns="all")

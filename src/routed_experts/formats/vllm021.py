@@ -1,0 +1,33 @@
+"""vLLM 0.21: a pair of int16 arrays [P, M, K] and [G, M, K], the rows of the prompt and those of generated tokens.
+
+Dims: P prompt rows, G generated rows, M MoE layers, K experts per token."""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Int16
+
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.formats.layout import SequenceInfo, check_fits, refuse, require_complete, to_int_array, to_record
+
+
+def encode(record: RoutedExperts) -> tuple[Int16[np.ndarray, "P M K"], Int16[np.ndarray, "G M K"]]:
+    """Encode as two arrays. Raises RoutingFormatError for rows that are not known."""
+    require_complete(record, "vllm021")
+    dtype = check_fits(record.num_experts, np.int16)
+    return record.prompt.ids.astype(dtype), record.generated.ids.astype(dtype)
+
+
+def decode(payload: tuple[Int[Any, "P M K"], Int[Any, "G M K"]], info: SequenceInfo) -> RoutedExperts:
+    """Decode the pair: a row for each prompt token from `start` on, and one for each generated token or one less. A
+    row of -1 is not known."""
+    if len(payload) != 2:
+        refuse("vllm021", f"{len(payload)} arrays", "the pair (prompt, generated)")
+    prompt, generated = (to_int_array(rows, "vllm021") for rows in payload)
+    expected = max(info.num_prompt_tokens - info.start, 0)
+    if prompt.shape[:1] != (expected,) or prompt.shape[1:] != generated.shape[1:]:
+        received = f"arrays are {list(prompt.shape)} and {list(generated.shape)}"
+        refuse(
+            "vllm021", received, f"{expected} rows of the prompt, one a token from {info.start} on, and alike others"
+        )
+    return to_record(np.concatenate([prompt, generated]), info, layout="vllm021", columns="moe")
