@@ -255,7 +255,7 @@ def test_an_answer_that_does_not_fit_its_sidecar_is_refused_with_both_numbers():
         (changed(int32, schema="routed_experts/2"), r"routed_experts/2'; expected 'routed_experts/1"),
         (changed(int32, num_tokens=True), "num_tokens is True"),
         (changed(int32, start=-1), "start is -1"),
-        (changed(int32, version_spans=[[2, 3, 0]]), "end at 3; expected them to end at 4"),
+        (changed(int32, version_spans=[[2, 3, 0]]), "end at 3; expected 4"),
         (changed(int32, num_tokens=3), "sequence of 3"),
         (changed(int32, sha256="00"), "sha256"),
         (changed(int32, weights="float32"), "NoneType; expected base64"),
