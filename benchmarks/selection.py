@@ -24,25 +24,29 @@ from common import print_table, write_result
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from oracles.placing import best_max_load, device_loads
 from oracles.selection import popular
+from routed_experts.layers.balanced_selection.admission import SelectionInputs, choose_by_rounds
 from routed_experts.layers.balanced_selection.checks import check_replica_order, expert_capacity
 from routed_experts.layers.balanced_selection.reference import sequential_selection
-from routed_experts.layers.balanced_selection.rounds import choose_by_rounds
-from routed_experts.layers.balanced_selection.selection import balanced_expert_selection
-from routed_experts.layers.balanced_selection.steps import SelectionInputs
+from routed_experts.layers.balanced_selection.selection import balanced_expert_selection, native_selection
 from routed_experts.layers.balanced_selection.waterfill import waterfill_replicas
-from routed_experts.layers.native.selection import native_selection
 from routed_experts.layers.native.toolchain import unavailable_reason
 
 TOKENS, TOP_K, INSTANCES, DEVICES = 512, 8, 384, 32
 REGIMES = [(0.5, 4), (0.5, 2), (0.5, 1.25), (1, 2), (1, 1.25), (2, 2), (2, 1.25)]  # spread, capacity factor
 PLACES = [(288, 32), (384, 128)]
 
-top_k = jax.jit(lambda slate: jax.lax.top_k(slate.scores, TOP_K))
-choice = jax.jit(lambda slate, room: choose_by_rounds(slate.scores, room, slate.valid, TOP_K))
-native = jax.jit(lambda slate: native_selection(slate, TOP_K, overflows=True))
+top_k = jax.jit(lambda inputs: jax.lax.top_k(inputs.scores, TOP_K))
+targets = jax.jit(lambda inputs, room: choose_by_rounds(inputs.scores, room, inputs.valid, TOP_K))
+native = jax.jit(lambda inputs: native_selection(inputs, TOP_K, overflows=True))
 whole = jax.jit(
-    lambda slate: balanced_expert_selection(
-        slate.scores, slate.scores, slate.replica_order[0], slate.capacity, k=TOP_K, valid=slate.valid, mode="reroute"
+    lambda inputs: balanced_expert_selection(
+        inputs.scores,
+        inputs.scores,
+        inputs.replica_order[0],
+        inputs.capacity,
+        k=TOP_K,
+        valid=inputs.valid,
+        mode="reroute",
     )
 )
 replicas = jax.jit(waterfill_replicas, static_argnames=("num_devices", "num_instances"))
@@ -64,30 +68,30 @@ def selection_row(spread: float, factor: float, repeats: int) -> dict[str, objec
     """One regime: how many slots are rerouted, in how many rounds, and what it costs."""
     scores, table = popular(0, spread, INSTANCES, DEVICES)
     order, capacity = check_replica_order(table, INSTANCES), expert_capacity(TOKENS, TOP_K, INSTANCES, factor)
-    slate = jax.device_put(
+    inputs = jax.device_put(
         SelectionInputs(scores, order[None], capacity, np.zeros(TOKENS, np.int32), np.ones(TOKENS, bool))
     )
     room = jnp.asarray(np.where(order >= 0, capacity[order], 0).sum(axis=1), jnp.int32)
     calls = {
-        "top_k": functools.partial(top_k, slate),
-        "choice": functools.partial(choice, slate, room),
-        "whole": functools.partial(whole, slate),
+        "top_k": functools.partial(top_k, inputs),
+        "choice": functools.partial(targets, inputs, room),
+        "whole": functools.partial(whole, inputs),
     }
     if jax.default_backend() == "cpu" and unavailable_reason() is None:
-        calls["native"] = functools.partial(native, slate)
+        calls["native"] = functools.partial(native, inputs)
     ms = medians(calls, repeats)
     loop_ms = []
     for _ in range(3):
         start = time.perf_counter()
         law = sequential_selection(scores, scores, order, capacity, k=TOP_K)
         loop_ms.append((time.perf_counter() - start) * 1e3)
-    assert np.array_equal(whole(slate).instance_ids, law.instance_ids), "a benchmark of another result"
+    assert np.array_equal(whole(inputs).instance_ids, law.instance_ids), "a benchmark of another result"
     return {
         "spread": spread,
         "factor": factor,
         "rerouted": law.num_rerouted / (TOKENS * TOP_K),
         "overflowed": law.num_overflowed,
-        "rounds": int(choice(slate, room).rounds),
+        "rounds": int(targets(inputs, room).rounds),
         **{f"{name} ms": value for name, value in ms.items()},
         "choice/top_k": ms["choice"] / ms["top_k"],
         **({"native/top_k": ms["native"] / ms["top_k"]} if "native" in ms else {}),

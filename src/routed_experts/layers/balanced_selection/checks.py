@@ -1,6 +1,5 @@
-"""What a replica table and capacities must hold before they enter a program: values, checked on the host, once a
-placement. Knows nothing of devices: NumPy in, NumPy out. Dims: E experts, J replica positions, I instances, V
-sources."""
+"""Host-side checks of replica tables and capacities, in NumPy, once a placement: values that a program cannot check.
+Dims: E experts, J replica positions, I instances, V sources."""
 
 from fractions import Fraction
 from typing import Any
@@ -15,8 +14,8 @@ INT32_MAX = np.iinfo(np.int32).max
 
 
 def check_replica_order(replica_order: Any, num_instances: int) -> Int[ndarray, "*V E J"]:
-    """Give the table as int32 if it is sound, [E, J] or [V, E, J]: each expert's instances first, -1 behind them; every
-    instance 0 .. I-1 in exactly one place of a source's table; the same instances per expert for every source. A layer
+    """Return the table as int32 if it is valid, [E, J] or [V, E, J]: each expert's instances first, -1 behind them; every
+    instance 0 .. I-1 in exactly one position of a source's table; the same instances per expert for every source. A layer
     of `ExpertPlacement.logical_to_physical_map` is such a table. Raises PlacementError."""
     table = np.asarray(replica_order)
     if table.ndim not in (2, 3) or 0 in table.shape or not np.issubdtype(table.dtype, np.integer):
@@ -68,7 +67,7 @@ def _listed(row: Int[ndarray, " J"]) -> list[int]:
 
 
 def check_capacity(capacity: Any, num_instances: int) -> Int[ndarray, " I"]:
-    """Give the capacities, in slots per instance, as int32 [I] if one is above 0 and none below. Raises ConfigError."""
+    """Return the capacities, in slots per instance, as int32 [I]: none below 0, at least one above. Raises ConfigError."""
     slots = np.asarray(capacity)
     if slots.shape != (num_instances,) or not np.issubdtype(slots.dtype, np.integer):
         raise ConfigError(
@@ -90,16 +89,14 @@ def check_capacity(capacity: Any, num_instances: int) -> Int[ndarray, " I"]:
 def expert_capacity(
     num_valid: int, k: int, num_instances: int, factor: Fraction | float | str, rounding: str = "ceil"
 ) -> Int[ndarray, " I"]:
-    """Give each instance max(1, ceil(factor * num_valid * k / num_instances)) slots, int32 [I], in exact rational
+    """Give every instance max(1, ceil(factor * num_valid * k / num_instances)) slots, int32 [I], in exact rational
     arithmetic.
 
     `num_valid` counts the tokens of the whole expert-parallel group. A float factor is read as its decimal digits (1.1
     is 11/10). `rounding="floor"` is the published formula without the lower bound, for comparison: it is 0 for small
     batches. Raises ConfigError."""
     if num_valid < 0 or k < 1 or num_instances < 1:
-        raise ConfigError(
-            f"num_valid={num_valid}, k={k}, num_instances={num_instances}; wanted are at least 0, 1 and 1"
-        )
+        raise ConfigError(f"num_valid={num_valid}, k={k}, num_instances={num_instances}; expected at least 0, 1 and 1")
     if rounding not in ("ceil", "floor"):
         raise ConfigError(f"rounding={rounding!r}; it is 'ceil' or 'floor'")
     try:

@@ -1,6 +1,5 @@
-"""Balanced expert selection as it is defined: one slot after another, in NumPy, on the host. Slow, and the law for
-every fast form. Knows nothing of devices. Dims: N tokens, E experts, K experts per token, J replica positions, I
-instances, V sources."""
+"""Balanced expert selection by its definition: one slot after another, in NumPy, on the host. The oracle of every fast
+form. Dims: N tokens, E experts, K experts per token, J replica positions, I instances, V sources."""
 
 import dataclasses
 
@@ -100,12 +99,12 @@ def _take_with_room(
 ) -> int:
     """Fill the slot where any expert has room; 1 if that expert is none of the token's K best, else 0."""
     while slots.passed[token] < len(ranked):
-        place = int(slots.passed[token])
+        index = int(slots.passed[token])
         slots.passed[token] += 1  # a full expert stays full: passing it is final
-        for instance in table[ranked[place]]:
+        for instance in table[ranked[index]]:
             if instance >= 0 and slots.used[instance] < capacity[instance]:
-                slots.take(token, rank, ranked[place], int(instance))
-                return int(place >= top_k)
+                slots.take(token, rank, ranked[index], int(instance))
+                return int(index >= top_k)
     return 0
 
 

@@ -1,11 +1,10 @@
-"""Balanced expert selection: which experts a token uses and on which instance of each, under replicas and capacities.
-The public door. Knows nothing of placements: tables are arguments, so a new table, order or capacity compiles nothing.
+"""Balanced expert selection, the public function: which experts a token uses and on which instance of each, under
+replicas and capacities. Tables are arguments, so a new table, order or capacity compiles nothing.
 
-"replicas" is lossless: ids are those of `lax.top_k`, and only instances are balanced (layers.waterfill). "reroute"
-gives each instance a capacity and moves what does not fit to the next replica, then to the token's next best expert: it
-changes the model, and a token's experts depend on the other tokens of the batch; the ids that it gives are those used.
-Its law is layers.selection_reference. Dims: N tokens, E experts, K experts per token, J replica positions, I instances,
-V sources."""
+"replicas" is lossless: ids are those of `lax.top_k`, and only instances are balanced (waterfill.py). "reroute" gives each
+instance a capacity and moves what does not fit to the next replica, then to the token's next best expert. It changes the
+model: a token's experts depend on the other tokens of the batch, and the ids returned are those used. reference.py
+defines it. Dims: N tokens, E experts, K experts per token, J replica positions, I instances, V sources."""
 
 import dataclasses
 import functools
@@ -17,13 +16,17 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from routed_experts.core.errors import ConfigError
-from routed_experts.layers.balanced_selection.admission import count_takers
-from routed_experts.layers.balanced_selection.rounds import choose_by_rounds
-from routed_experts.layers.balanced_selection.steps import Assignment, SelectionInputs, assign
+from routed_experts.layers.balanced_selection.admission import (
+    Assignment,
+    SelectionInputs,
+    assign,
+    choose_by_rounds,
+    count_requests,
+)
+from routed_experts.layers.balanced_selection.tpu_kernel import LANES, MAX_CELLS, choose_by_tpu_kernel, fits
 from routed_experts.layers.balanced_selection.waterfill import waterfill_replicas
-from routed_experts.layers.native.selection import native_selection
+from routed_experts.layers.native.ffi_targets import register_ffi_targets
 from routed_experts.layers.native.toolchain import unavailable_reason
-from routed_experts.layers.tpu.selection import LANES, MAX_CELLS, choose_by_kernel, fits
 
 MODES, ON_EXHAUSTED, IMPLS = ("replicas", "reroute"), ("overflow", "drop"), ("auto", "rounds", "native", "pallas")
 
@@ -71,7 +74,7 @@ def balanced_expert_selection(
     `select_scores` decide (bias added, masked groups at -inf); ties go to the lower id. In "reroute" NaN and -inf are
     never selected; in "replicas" ids are `lax.top_k`'s whatever the scores hold. `weight_scores` are the unbiased
     scores: the float32 weights are their values at the selected ids, times 1 / (their sum + 1e-20) if `renormalize`;
-    other laws take the ids to `replay_topk`. `replica_order` is int32, as `check_replica_order` passes it; [V, E, J]
+    other scoring functions pass the ids to `replay_topk`. `replica_order` is int32, as `check_replica_order` passes it; [V, E, J]
     with `source`, int32 in 0 .. V-1, is an order per source. `capacity` is int32, slots per instance, as
     `check_capacity` passes it; below 0 counts as 0. `valid`: False is padding.
 
@@ -97,11 +100,11 @@ def balanced_expert_selection(
         done = Assignment(ids, instances, *[jnp.int32(0)] * 4)
     else:
         _refuse_sizes(num_devices, num_instances)
-        slate = _slate(select_scores, replica_order, capacity, source, valid, k, axis_name)
-        num_instances = slate.capacity.shape[0]
-        done = _own_rows(_assign(impl, slate, k, overflows=on_exhausted == "overflow"), valid.shape[0], axis_name)
+        inputs = _selection_inputs(select_scores, replica_order, capacity, source, valid, k, axis_name)
+        num_instances = inputs.capacity.shape[0]
+        done = _own_rows(_assign(impl, inputs, k, overflows=on_exhausted == "overflow"), valid.shape[0], axis_name)
     weights = weights_at(weight_scores, done.ids, renormalize=renormalize)
-    counts = count_takers(jnp.where(done.instances < 0, num_instances, done.instances).reshape(-1), num_instances)
+    counts = count_requests(jnp.where(done.instances < 0, num_instances, done.instances).reshape(-1), num_instances)
     dropped = jnp.sum(valid[:, None] & (done.ids < 0), dtype=jnp.int32)
     if axis_name is not None:
         counts, dropped = lax.psum((counts, dropped), axis_name)
@@ -129,36 +132,47 @@ def weights_at(weight_scores: Float[Array, "N E"], ids: Int[Array, "N K"], *, re
     return weights
 
 
-def _assign(impl: str, slate: SelectionInputs, top_k: int, *, overflows: bool) -> Assignment:
-    """Run the form that fits the platform, or the one that was asked for."""
+def _assign(impl: str, inputs: SelectionInputs, top_k: int, *, overflows: bool) -> Assignment:
+    """Run the implementation that fits the platform, or the requested one."""
 
-    def rounds(slate: SelectionInputs) -> Assignment:
-        return assign(slate, choose_by_rounds, top_k, overflows=overflows)
+    def rounds(inputs: SelectionInputs) -> Assignment:
+        return assign(inputs, choose_by_rounds, top_k, overflows=overflows)
 
-    def native(slate: SelectionInputs) -> Assignment:
-        return native_selection(slate, top_k, overflows=overflows)
+    def native(inputs: SelectionInputs) -> Assignment:
+        return native_selection(inputs, top_k, overflows=overflows)
 
-    def pallas(slate: SelectionInputs) -> Assignment:
-        return assign(slate, choose_by_kernel, top_k, overflows=overflows)
+    def pallas(inputs: SelectionInputs) -> Assignment:
+        return assign(inputs, choose_by_tpu_kernel, top_k, overflows=overflows)
 
-    num_tokens, num_experts = slate.scores.shape
+    num_tokens, num_experts = inputs.scores.shape
     in_vmem = fits(num_tokens, num_experts, top_k)
     if impl == "pallas" and not in_vmem:
         raise ConfigError(
-            f"impl='pallas' holds {MAX_CELLS} scores and k up to {LANES}, not {list(slate.scores.shape)} with k={top_k}: use impl='auto'"
+            f"impl='pallas' holds {MAX_CELLS} scores and k up to {LANES}, not {list(inputs.scores.shape)} with k={top_k}: use impl='auto'"
         )
     if impl == "native" and (reason := unavailable_reason()) is not None:
         raise ConfigError(f"impl='native' cannot run: {reason}; or use impl='auto'")
     if impl != "auto":
-        return {"rounds": rounds, "native": native, "pallas": pallas}[impl](slate)
+        return {"rounds": rounds, "native": native, "pallas": pallas}[impl](inputs)
     has_native = (
         jax.default_backend() == "cpu" and unavailable_reason() is None
     )  # no compiler is asked for where another device is meant
     tpu = pallas if in_vmem else rounds
-    return lax.platform_dependent(slate, cpu=native if has_native else rounds, tpu=tpu, default=rounds)
+    return lax.platform_dependent(inputs, cpu=native if has_native else rounds, tpu=tpu, default=rounds)
 
 
-def _slate(
+def native_selection(inputs: SelectionInputs, top_k: int, *, overflows: bool) -> Assignment:
+    """Select one slot after another in C++, without rounds. The kernel refuses a table or a source out of range."""
+    assert register_ffi_targets()
+    slots, count = jax.ShapeDtypeStruct((inputs.scores.shape[0], top_k), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    run = jax.ffi.ffi_call("RexSelect", [slots, slots, count, count])
+    parts = (inputs.scores, inputs.replica_order, inputs.capacity, inputs.source, inputs.valid)
+    ids, instances, rerouted, overflowed = run(*parts, overflows=overflows)
+    zero = jnp.int32(0)
+    return Assignment(ids, instances, rerouted, overflowed, zero, zero)
+
+
+def _selection_inputs(
     scores: Float[Array, "N E"],
     replica_order: Int[Array, "*V E J"],
     capacity: Int[Array, " I"] | None,
@@ -203,7 +217,7 @@ def _slate(
 
 
 def _own_rows(done: Assignment, num_tokens: int, axis_name: str | None) -> Assignment:
-    """Cut a group's result down to this device's tokens."""
+    """This device's tokens of a group's result."""
     if axis_name is None:
         return done
     first = lax.axis_index(axis_name) * num_tokens

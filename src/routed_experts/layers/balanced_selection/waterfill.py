@@ -1,10 +1,10 @@
-"""Spread the occurrences of each expert over its replicas so that the fullest device has the least to do; no token's
-experts change. Knows nothing of scores or capacities.
+"""Spread the slots of each expert over its replicas so that the fullest device has the least load; no token's experts
+change.
 
 Water-filling: a replica's share p of its expert becomes p * (mean / load of its device) ^ 1.5, renormalised, a few
-times, and the shares of the lowest maximum are kept. The power 1.5 goes further in a step than 1, and where 2 would
-swing for ever it halves the error. An occurrence is placed by its ordinal, so the result is a function of the ids
-alone. Instance i lives on device i // (I / devices). Dims: N tokens, K experts per token, E experts, J replica
+times, and the shares of the lowest maximum are retained. The power 1.5 goes further in a step than 1, and where 2 would
+swing for ever it halves the error. A slot is assigned by its rank among its expert's slots, so the result is a function
+of the ids alone. Instance i lives on device i // (I / devices). Dims: N tokens, K experts per token, E experts, J replica
 positions, I instances."""
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from routed_experts.core.errors import ConfigError
-from routed_experts.layers.balanced_selection.admission import count_takers, rank_in_expert
+from routed_experts.layers.balanced_selection.admission import count_requests, rank_in_expert
 
 ITERATIONS = 16
 LEAST_LOAD = 1e-3  # of the mean: what an idle device counts as, so that its pull stays finite
@@ -43,40 +43,40 @@ def waterfill_replicas(
     """Choose the instance, int32, of every slot; -1 stays -1.
 
     `ids` int32, -1 for padding; `replica_order` int32, -1 at the tail, as `check_replica_order` passes it. Inside
-    `shard_map` with the tokens cut along the mesh axis `axis_name`, loads and ordinals are those of the whole group
+    `shard_map` with the tokens cut along the mesh axis `axis_name`, loads and ranks are those of the whole group
     (one all-gather of E counts), and the result is the one that the uncut batch has. Raises ConfigError for shapes that
     do not fit."""
     _check(ids, replica_order, num_devices, num_instances, iterations)
     num_experts, width = replica_order.shape
     flat = jnp.where(ids < 0, num_experts, ids).reshape(-1)
-    number, counts = rank_in_expert(flat, num_experts), count_takers(flat, num_experts)
+    rank, counts = rank_in_expert(flat, num_experts), count_requests(flat, num_experts)
     if axis_name is not None:
         every = lax.all_gather(counts, axis_name)  # [devices, E]
         earlier = jnp.arange(every.shape[0]) < lax.axis_index(axis_name)
         before = jnp.sum(jnp.where(earlier[:, None], every, 0), axis=0, dtype=jnp.int32)
-        number, counts = number + jnp.append(before, 0)[flat], jnp.sum(every, axis=0, dtype=jnp.int32)
+        rank, counts = rank + jnp.append(before, 0)[flat], jnp.sum(every, axis=0, dtype=jnp.int32)
     shares = _level(counts, replica_order, num_devices, num_instances, iterations)
     ends = jnp.cumsum(jnp.where(replica_order >= 0, shares[replica_order], 0), axis=1)
     cuts = jnp.floor(counts[:, None].astype(jnp.float32) * ends + 0.5).astype(jnp.int32)
     is_last = jnp.arange(width) >= jnp.sum(replica_order >= 0, axis=1, keepdims=True) - 1
     cuts = jnp.where(is_last, jnp.iinfo(jnp.int32).max, cuts)
-    position = jnp.sum((cuts[flat] <= number[:, None]).astype(jnp.int32), axis=1)
+    position = jnp.sum((cuts[flat] <= rank[:, None]).astype(jnp.int32), axis=1)
     return jnp.where(ids < 0, -1, replica_order[flat, position].reshape(ids.shape))
 
 
 def _level(
     counts: Int[Array, " E"], replica_order: Int[Array, "E J"], num_devices: int, num_instances: int, iterations: int
 ) -> Float[Array, " I"]:
-    """Find the shares. Sums go over fixed places in a fixed order: every device of a group finds the same."""
+    """Find the shares. Sums run over fixed positions in a fixed order: every device of a group computes the same."""
     here = replica_order >= 0
     experts = jnp.broadcast_to(jnp.arange(replica_order.shape[0], dtype=jnp.int32)[:, None], replica_order.shape)
     owner = (
         jnp.zeros(num_instances, jnp.int32).at[jnp.where(here, replica_order, num_instances)].set(experts, mode="drop")
     )
-    wanted = counts.astype(jnp.float32)[owner]
+    counts_by_instance = counts.astype(jnp.float32)[owner]
 
     def loads(shares: Float[Array, " I"]) -> Float[Array, " V"]:
-        return jnp.sum((wanted * shares).reshape(num_devices, -1), axis=1)
+        return jnp.sum((counts_by_instance * shares).reshape(num_devices, -1), axis=1)
 
     def step(_: Int[Array, ""], state: _Shares) -> _Shares:
         load = loads(state.shares)
@@ -95,7 +95,7 @@ def _level(
 def _check(
     ids: Int[Array, "N K"], replica_order: Int[Array, "E J"], num_devices: int, num_instances: int, iterations: int
 ) -> None:
-    """Refuse what cannot be: shapes and dtypes only, values are the host's (layers.selection_checks)."""
+    """Refuse wrong shapes and dtypes; values are checked on the host (checks.py)."""
     for name, array in (("ids", ids), ("replica_order", replica_order)):
         if array.ndim != 2 or array.dtype != jnp.int32:
             raise ConfigError(

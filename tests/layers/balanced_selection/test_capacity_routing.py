@@ -12,7 +12,7 @@ from oracles.selection import Case, plain_selection, replica_table
 from routed_experts.capture.device_cache import _RoutedExpertsDeviceCache
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import ConfigError
-from routed_experts.layers.balanced_selection.capacity_routing import reroute_topk, slots_of
+from routed_experts.layers.balanced_selection.capacity_routing import instance_capacity, reroute_topk
 from routed_experts.layers.balanced_selection.checks import expert_capacity
 from routed_experts.layers.parallel import Capacities
 from routed_experts.layers.routing import RouterSpec, replay_topk, selection_scores
@@ -132,10 +132,10 @@ def test_numbers_that_are_none_run_somewhere():
 def test_room_on_the_device_is_that_of_the_host():
     for valid, factor in ((0, (1, 1)), (1, (1, 7)), (17, (5, 4)), (24, (4096, 4095))):
         mask = jnp.arange(TOKENS) < valid
-        room = slots_of(jnp.asarray(factor, jnp.int32), mask, top_k=4, num_instances=INSTANCES)
+        room = instance_capacity(jnp.asarray(factor, jnp.int32), mask, top_k=4, num_instances=INSTANCES)
         np.testing.assert_array_equal(room, expert_capacity(valid, 4, INSTANCES, f"{factor[0]}/{factor[1]}"))
     with pytest.raises(ConfigError, match="counted in int32; lower precompile_token_paddings"):
-        slots_of(jnp.array([1, 1], jnp.int32), jnp.ones(1 << 19, bool), top_k=8, num_instances=INSTANCES)
+        instance_capacity(jnp.array([1, 1], jnp.int32), jnp.ones(1 << 19, bool), top_k=8, num_instances=INSTANCES)
 
 
 @pytest.mark.tpu_aot

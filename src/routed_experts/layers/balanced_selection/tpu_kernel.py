@@ -1,12 +1,11 @@
-"""Sequential expert selection under capacity as one TPU kernel: all experts by all tokens in VMEM, no sort, gather or
-scatter. Knows nothing of instances; decides as layers.selection_rounds does.
+"""Expert selection under capacity as one TPU kernel: all experts by all tokens in VMEM, no sort, gather or scatter.
+Decides as `admission.choose_by_rounds` does.
 
 The cutoff iteration over all ranks at once. In a round every token walks its experts with the experts' cutoffs: K
-masked minima. Each expert with more takers than room then lowers its cutoff to behind its last admitted taker, found by
-a prefix count, which is a product with a triangle of ones. The round that changes nothing is the sequential result: at
+masked minima. Each expert with more requests than room then lowers its cutoff to behind its last admitted request, found
+by a prefix count, which is a product with a triangle of ones. The round that changes nothing is the sequential result: at
 most f + 1 rounds, f = experts that fill, and one more where experts have no room at all. Tokens are lanes. A cost is a
-score turned upside down in the total order of floats, so lower is better. Dims: N tokens, E experts, K experts per
-token."""
+score reversed in the total order of floats, so lower is better. Dims: N tokens, E experts, K experts per token."""
 
 import dataclasses
 from typing import Any
@@ -18,23 +17,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from routed_experts.layers.balanced_selection.rounds import Chosen, order_keys
+from routed_experts.layers.balanced_selection.admission import ExpertChoice, order_keys
 
 LANES, SUBLANES = 128, 8
 MAX_CELLS = 1 << 17  # E * N, as [256, 512]
 VMEM_BYTES = 4 << 20
 NEVER = jnp.iinfo(jnp.int32).max  # the cost of what cannot be chosen
-CUT, TAKERS, FULL_RANK, NEED = (slice(column, column + 1) for column in range(4))
+CUT, NUM_REQUESTS, FULL_RANK, NEED = (slice(column, column + 1) for column in range(4))
 
 
 def fits(num_tokens: int, num_experts: int, top_k: int) -> bool:
-    """Say whether a batch of that size can lie in VMEM whole."""
+    """Whether a batch of that size fits in VMEM."""
     return _padded(num_experts, SUBLANES) * _padded(num_tokens, LANES) <= MAX_CELLS and top_k <= LANES
 
 
-def choose_by_kernel(
+def choose_by_tpu_kernel(
     scores: Float[Array, "N E"], room: Int[Array, " E"], valid: Bool[Array, " N"], top_k: int, *, interpret: Any = False
-) -> Chosen:
+) -> ExpertChoice:
     """Choose as the sequential algorithm does. `scores` is float32 without NaN; -inf is never chosen."""
     num_tokens, num_experts = scores.shape
     rows, lanes = _padded(num_experts, SUBLANES), _padded(num_tokens, LANES)
@@ -57,7 +56,7 @@ def choose_by_kernel(
         interpret=interpret,
         name="choose_experts",
     )(costs, jnp.pad(jnp.minimum(room, top_k * lanes), (0, rows - num_experts)).astype(jnp.float32)[:, None])
-    return Chosen(ids.T[:num_tokens], jnp.sum(beyond, dtype=jnp.int32), rounds[0, 0])
+    return ExpertChoice(ids.T[:num_tokens], jnp.sum(beyond, dtype=jnp.int32), rounds[0, 0])
 
 
 def _padded(size: int, tile: int) -> int:
@@ -66,25 +65,25 @@ def _padded(size: int, tile: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Refs:
-    """What lies in VMEM. `last`: cost and id of the last that each token took; `worst`: the same of its K best, by any
-    room."""
+    """Buffers in VMEM. `last`: cost and id of the expert that each token took last; `worst`: the same of the last of its K
+    best, whatever their room."""
 
     costs: Any  # [E, N]
-    room: Any  # [E, 1], float32 as all numbers of places, whole and below 2^22: exact
+    room: Any  # [E, 1], float32 as all counts, whole and below 2^22: exact
     ids: Any  # [K, N], out
     beyond: Any  # [1, N], out: how many a token took outside its K best
     rounds: Any  # [1, 1], out
     rank: Any  # [E, N]: the rank at which a token took an expert, K where it did not
-    # [E, 4]: cutoff, takers, the rank of the taker that fills the expert, how many takers of that rank are admitted
+    # [E, 4]: cutoff, requests, the rank whose requests fill the expert, how many requests of that rank are admitted
     facts: Any
-    upto: Any  # [E, LANES]: lane k holds the takers of ranks 0 .. k
+    upto: Any  # [E, LANES]: lane k counts the requests of ranks 0 .. k
     last: Any  # [2, N]
     worst: Any  # [2, N]
 
 
 def _kernel(*parts: Any) -> None:
-    """Repeat rounds until no expert has more takers than room. The first is without cutoffs: it tells each token's K
-    best."""
+    """Repeat rounds until no expert has more requests than room. The first round is without cutoffs: it finds each
+    token's K best."""
     refs = _Refs(*parts)
     top_k, lanes = refs.ids.shape
     refs.facts[...] = jnp.full(refs.facts.shape, top_k * lanes, jnp.float32)
@@ -103,8 +102,8 @@ def _kernel(*parts: Any) -> None:
 
 
 def _has_overflow(refs: _Refs) -> Int[Array, ""]:
-    """Give 1 if any expert has more takers than room."""
-    return jnp.max((refs.facts[:, TAKERS] > refs.room[...]).astype(jnp.int32))
+    """Give 1 if any expert has more requests than room."""
+    return jnp.max((refs.facts[:, NUM_REQUESTS] > refs.room[...]).astype(jnp.int32))
 
 
 def _walk(refs: _Refs) -> None:
@@ -143,11 +142,11 @@ def _walk_block(refs: _Refs, first: Array) -> None:
 
 
 def _count(refs: _Refs) -> None:
-    """Count each expert's takers, and find the rank that fills it: lane k of `upto` holds the takers of ranks 0 ..
+    """Count each expert's requests, and find the rank that fills it: lane k of `upto` counts the requests of ranks 0 ..
     k."""
     upto, room = refs.upto[...], refs.room[...]
     before = jnp.max(jnp.where(upto < room, upto, 0.0), axis=1, keepdims=True)
-    refs.facts[:, TAKERS] = jnp.max(upto, axis=1, keepdims=True)
+    refs.facts[:, NUM_REQUESTS] = jnp.max(upto, axis=1, keepdims=True)
     refs.facts[:, FULL_RANK] = jnp.sum(jnp.where(upto < room, 1.0, 0.0), axis=1, keepdims=True)
     refs.facts[:, NEED] = room - before
 
@@ -158,14 +157,14 @@ def _product(counts: Float[Array, "E T"], ones: Bool[Array, "T T"]) -> Float[Arr
 
 
 def _lower_cutoffs(refs: _Refs) -> None:
-    """Where an expert has more takers than room, put its cutoff behind the last that fits; without room it is 0."""
+    """Where an expert has more requests than room, put its cutoff behind the last that fits; without room it is 0."""
     lanes, room, rank = float(refs.ids.shape[1]), refs.room[...], refs.facts[:, FULL_RANK]
-    lowered = rank * lanes + _place_of(refs, rank, refs.facts[:, NEED]) + 1
-    is_over = refs.facts[:, TAKERS] > room
+    lowered = rank * lanes + _index_of(refs, rank, refs.facts[:, NEED]) + 1
+    is_over = refs.facts[:, NUM_REQUESTS] > room
     refs.facts[:, CUT] = jnp.where(room == 0, 0.0, jnp.where(is_over, lowered, refs.facts[:, CUT]))
 
 
-def _place_of(refs: _Refs, rank: Float[Array, "E 1"], need: Float[Array, "E 1"]) -> Float[Array, "E 1"]:
+def _index_of(refs: _Refs, rank: Float[Array, "E 1"], need: Float[Array, "E 1"]) -> Float[Array, "E 1"]:
     """Find each expert's `need`-th token, from 1 on, among those that took it at `rank`."""
     upto = lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0) <= lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1)
     here, before = jnp.zeros((rank.shape[0], LANES), jnp.float32), jnp.zeros(rank.shape, jnp.float32)

@@ -10,19 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layers.test_selection import FULL, VARIANTS, counts_of, full_case, random_case, same_bits, sequential
+from layers.balanced_selection.test_selection import (
+    FULL,
+    VARIANTS,
+    counts_of,
+    full_case,
+    random_case,
+    same_bits,
+    sequential,
+)
 from oracles.selection import num_filled
+from routed_experts.layers.balanced_selection.admission import SelectionInputs, assign
 from routed_experts.layers.balanced_selection.selection import balanced_expert_selection
-from routed_experts.layers.balanced_selection.steps import SelectionInputs, assign
-from routed_experts.layers.tpu.selection import VMEM_BYTES, choose_by_kernel, fits
+from routed_experts.layers.balanced_selection.tpu_kernel import VMEM_BYTES, choose_by_tpu_kernel, fits
 from support.tpu_aot import compile_tpu, tpu_mesh
 
 pytestmark = pytest.mark.usefixtures("compiled_cheaply")
 
 
 @functools.partial(jax.jit, static_argnames=("k", "overflows"))
-def interpreted(slate, k, overflows):
-    return assign(slate, functools.partial(choose_by_kernel, interpret=True), k, overflows=overflows)
+def interpreted(inputs, k, overflows):
+    return assign(inputs, functools.partial(choose_by_tpu_kernel, interpret=True), k, overflows=overflows)
 
 
 def assigned(case, k, *, overflows=True):
@@ -90,7 +98,7 @@ def test_the_kernel_compiles_for_the_chip_within_4_mib_of_vmem(chip):
         abstract(num_experts),
         abstract(num_tokens, dtype=bool),
     )
-    compile_tpu(functools.partial(choose_by_kernel, top_k=k), *arguments, mesh=tpu_mesh(chip))
+    compile_tpu(functools.partial(choose_by_tpu_kernel, top_k=k), *arguments, mesh=tpu_mesh(chip))
 
 
 @pytest.mark.tpu_aot

@@ -85,7 +85,7 @@ def test_arguments_that_do_not_fit_are_refused(changes, match):
 SHARDED = """
 import functools, jax, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
-from layers.test_selection import VARIANTS, random_case, same_bits
+from layers.balanced_selection.test_selection import VARIANTS, random_case, same_bits
 from routed_experts.layers.balanced_selection.selection import Selection, balanced_expert_selection
 assert len(jax.devices()) == 4
 mesh = Mesh(np.array(jax.devices()), ("expert",))
