@@ -71,12 +71,12 @@ def test_chat_answers_lines_until_they_end(tmp_path, capsys, monkeypatch):
     code, out, err = run(capsys, "chat", folder, "--temperature", "0", "--max-new-tokens", "8", *SIZES)
     half = len(out) // 2
     assert code == 0 and half > 1 and out[:half] == out[half:], "forgotten, the same question gets the same answer"
-    assert "/new begins afresh" in err
+    assert "/new starts a new conversation" in err
 
 
 def test_generate_reads_json_lines(tmp_path, capsys):
     folder = write_tiny_checkpoint(tmp_path / "model")
-    lines = [{"prompt": "The cat"}, {"input_ids": [5, 6, 7], "tag": 1}, {"prompt": "One two"}]
+    lines = [{"prompt": "The cat"}, {"input_ids": [5, 6, 7], "tag": 1}, {"text": "One two"}]
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
     flags = [
         "--input",
@@ -94,7 +94,8 @@ def test_generate_reads_json_lines(tmp_path, capsys):
     assert [line.get("prompt") for line in said] == ["The cat", None, "One two"] and said[1]["tag"] == 1
     with borrow() as engine:
         for line, answer in zip(lines, said, strict=True):
-            wanted = engine.generate(line.get("prompt"), {"temperature": 0, "max_new_tokens": 4}, line.get("input_ids"))
+            prompt = line.get("prompt", line.get("text"))
+            wanted = engine.generate(prompt, {"temperature": 0, "max_new_tokens": 4}, line.get("input_ids"))
             assert answer["output_ids"] == wanted["output_ids"]
     rows = ["--return-routed-experts", "--output", tmp_path / "out.safetensors"]
     assert run(capsys, "generate", folder, *flags, *SIZES, *rows)[0] == 0
@@ -112,9 +113,10 @@ def test_generate_reads_json_lines(tmp_path, capsys):
     assert run(capsys, "convert", tmp_path / "out.safetensors", tmp_path / "b.safetensors", "--line", 4)[0] == 2
     code, out, _ = run(capsys, "analyze", "tokens", tmp_path / "out.safetensors", "--tokenizer", folder)
     assert code == 0 and "'The'" in out and out.count("# answer") == 3
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n', encoding="utf-8")
-    code, _, err = run(capsys, "generate", folder, "--input", tmp_path / "bad.jsonl", *SIZES)
-    assert code == 2 and "line 2" in err
+    for bad in ({"texts": "b"}, {"prompt": "a", "text": "b"}, {"text": "a", "input_ids": [1]}, {}):
+        (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(bad), encoding="utf-8")
+        code, _, err = run(capsys, "generate", folder, "--input", tmp_path / "bad.jsonl", *SIZES)
+        assert code == 2 and "line 2 must be an object with prompt (or text) or input_ids" in err
     half = '{"prompt": "a", "tag": "\\ud800"}'
     for bad, told in ((half, "half a character"), ('{"prompt": 5}', "as text"), ('{"input_ids": ["a"]}', "token ids")):
         (tmp_path / "bad.jsonl").write_text(bad + "\n", encoding="utf-8")
@@ -126,7 +128,7 @@ def test_generate_reads_json_lines(tmp_path, capsys):
 
 def test_answers_outlive_a_refusal_and_an_interrupt(tmp_path, capsys, monkeypatch):
     folder = write_tiny_checkpoint(tmp_path / "model")
-    monkeypatch.setattr(generate, "BATCH", 1)
+    monkeypatch.setattr(generate, "BATCH_SIZE", 1)
     lines = [{"prompt": "The cat"}, {"input_ids": [5, 6]}, {"input_ids": [10**6]}]  # the last is no token of the model
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     flags = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--max-new-tokens", 2]
@@ -223,3 +225,20 @@ def test_convert_says_what_is_wrong(answers, capsys, tmp_path):
     ):
         came, _, err = run(capsys, "convert", source, tmp_path / target, *flags)
         assert came == code and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (("generate",), ('{"prompt": "text"}', '"text"', '"input_ids"', "the answers: JSON lines, or an archive")),
+        (("analyze", "report"), ("--output FILE.html", "the page to write")),
+        (("analyze", "plot"), ("--output PICTURE", "the picture to write: .png, .svg, .pdf")),
+        (("convert",), ("SOURCE TARGET", "SOURCE  an answer (.json)", "TARGET  .safetensors (the record)")),
+        (("serve",), ("checkpoint folder, Hugging Face id (org/name), or demo", "--revision NAME")),
+    ],
+)
+def test_help_names_files_and_their_forms(capsys, command, told):
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(" ".join(text.split()) in shown for text in told), shown

@@ -11,7 +11,7 @@ from flax import nnx
 
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.demo.check import check_replay
-from routed_experts.demo.outputs import Spoken
+from routed_experts.demo.outputs import DemoOutput
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 from support.tiny import write_tiny_checkpoint
@@ -53,7 +53,7 @@ def answer_of(model, tokens, length, prompt, *, ids=None):
         version_spans=((0, length - 1, 0),),
     )
     heard = np.asarray(logprobs)[np.arange(prompt - 1, length - 1), tokens[prompt:length]]
-    return Spoken(
+    return DemoOutput(
         title="",
         token_ids=tuple(tokens[:length].tolist()),
         logprobs=tuple(heard.tolist()),

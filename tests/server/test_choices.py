@@ -3,7 +3,7 @@
 import pytest
 
 from oracles.driver import request
-from routed_experts.core.io_struct import StrOut, FinishReason, Logprobs, TokenIDOut
+from routed_experts.core.io_struct import FinishReason, Logprobs, StrOut, TokenIDOut
 from routed_experts.server.openai.choice_state import Choice
 
 

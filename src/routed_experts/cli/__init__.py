@@ -1,5 +1,4 @@
-"""The command line: `routed-experts COMMAND`. Knows the rooms below by their doors; the only room that reads the
-environment."""
+"""The command line: `routed-experts COMMAND`. The only room that reads the environment."""
 
 from routed_experts.cli.bootstrap import load_bar
 from routed_experts.cli.flags import (

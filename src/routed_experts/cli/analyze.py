@@ -47,9 +47,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--json", action="store_true", help="one JSON object")
         kind.add_argument("--csv", action="store_true", help="comma-separated values")
     plot = add("plot", "texts tinted by expert over the load of layers and experts, as a picture", run_plot, "+")
-    plot.add_argument("--output", type=Path, required=True, metavar="PICTURE", help=f"{', '.join(_PICTURES)}")
+    plot.add_argument(
+        "--output", type=Path, required=True, metavar="PICTURE", help=f"the picture to write: {', '.join(_PICTURES)}"
+    )
     report = add("report", "the same as a page to point at, in one HTML file", run_report, "+")
-    report.add_argument("--output", type=Path, required=True, metavar="FILE.html")
+    report.add_argument("--output", type=Path, required=True, metavar="FILE.html", help="the page to write")
     tokens = add("tokens", "the experts of each token, a line each", run_tokens, "+")
     for kind in (plot, report, tokens):
         kind.add_argument(

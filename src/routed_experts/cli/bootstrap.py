@@ -1,5 +1,4 @@
-"""What commands share: starting JAX, the bar of loading, the version. With main, the only files that read the
-environment.
+"""What commands share: starting JAX, the progress bar of loading, the version.
 
 JAX is imported by the commands that compute, not by --help."""
 
@@ -14,8 +13,7 @@ PROGRAM = "routed-experts"
 
 
 def load_bar(done: int, total: int) -> None:
-    """Draw on standard error how far the loading of `total` bytes is, over the last drawing; the last one ends the
-    line."""
+    """Draw a progress bar of loading `total` bytes on standard error, over the previous one."""
     width = 30
     filled = width * done // max(total, 1)
     end = "\n" if done >= total else ""
@@ -24,7 +22,7 @@ def load_bar(done: int, total: int) -> None:
 
 
 def start_jax(*, default_platform: str | None) -> Path | None:
-    """Import JAX, let it keep compiled programs, and find its devices; returns where programs are kept, or None."""
+    """Import JAX, enable its compilation cache, and find its devices; returns the cache folder, or None."""
     cache = _cache_folder()
     import jax
 
@@ -44,26 +42,27 @@ def start_jax(*, default_platform: str | None) -> Path | None:
         jax.devices()
     except RuntimeError as error:
         raise MachineError(
-            f"JAX finds no device ({error}); set JAX_PLATFORMS to one of those that are there, such as cpu"
+            f"JAX finds no device ({error}); set JAX_PLATFORMS to a platform of this machine, such as cpu"
         ) from error
     return cache
 
 
 def _cache_folder() -> Path | None:
-    """JAX_COMPILATION_CACHE_DIR, else routed-experts/jax in the user's cache folder (XDG_CACHE_HOME, ~/.cache); made if
-    need be."""
-    said, xdg = os.environ.get("JAX_COMPILATION_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
+    """JAX_COMPILATION_CACHE_DIR, else routed-experts/jax in the user's cache folder (XDG_CACHE_HOME, ~/.cache), created
+    if it does not exist."""
+    chosen, xdg = os.environ.get("JAX_COMPILATION_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
     base = Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~")) / ".cache"
-    folder = Path(said) if said else base / "routed-experts" / "jax"
+    folder = Path(chosen) if chosen else base / "routed-experts" / "jax"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"compiled programs are not kept: {error}", file=sys.stderr)
+        print(f"compiled programs are not cached: {error}", file=sys.stderr)
         return None
     return folder if os.access(folder, os.W_OK) else None
 
 
 def version() -> str:
+    """The version of the installed distribution."""
     try:
         return importlib.metadata.version(PROGRAM)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""`routed-experts chat MODEL`: a conversation in the terminal. /new forgets it, /quit or the end of input leaves."""
+"""`routed-experts chat MODEL`: a conversation in the terminal. /new starts another; /quit or the end of input ends."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, start_time: float) -> int:
-    """Read a line, answer it, and so on."""
+    """Answer each line of standard input."""
     args = ServerArgs(**engine_args(options))
     start_jax(default_platform=None)
     from routed_experts.engine.engine import Engine
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         if tokenizer is None or tokenizer.chat_template is None:
             raise ConfigError(f"{args.model_path} has no chat template; use routed-experts generate")
         messages = list(first)
-        while (line := _ask()) is not None and line.strip() != "/quit":
+        while (line := _read_line()) is not None and line.strip() != "/quit":
             if line.strip() == "/new":
                 messages = list(first)
                 continue
@@ -41,16 +41,16 @@ def run(options: argparse.Namespace, start_time: float) -> int:
             messages.append({"role": "user", "content": line})
             text = tokenizer.apply_chat_template(messages)
             try:
-                said = _answer(engine, tokenizer.encode(text, add_special_tokens=False), options)
+                answer = _answer(engine, tokenizer.encode(text, add_special_tokens=False), options)
             except InvalidRequestError as error:  # mostly a conversation that has grown beyond the context
-                print(f"({error}; /new begins afresh)", file=sys.stderr)
+                print(f"({error}; /new starts a new conversation)", file=sys.stderr)
                 messages.pop()
                 continue
-            messages.append({"role": "assistant", "content": said})
+            messages.append({"role": "assistant", "content": answer})
     return 0
 
 
-def _ask() -> str | None:
+def _read_line() -> str | None:
     """The next line; None at the end of input."""
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
@@ -58,16 +58,16 @@ def _ask() -> str | None:
 
 
 def _answer(engine: Any, ids: list[int], options: argparse.Namespace) -> str:
-    """Print an answer as it comes, and return it. An interrupt ends it where it is."""
+    """Print an answer as it is generated, and return it. An interrupt ends it early."""
     shown = ""
-    room = engine.get_server_info()["context_length"] - len(ids)
-    length = max(1, min(options.max_new_tokens, room))
+    num_free = engine.get_server_info()["context_length"] - len(ids)
+    length = max(1, min(options.max_new_tokens, num_free))
     stream = engine.generate(
         input_ids=ids, sampling_params={"temperature": options.temperature}, max_new_tokens=length, stream=True
     )
     try:
-        for said in stream:
-            text = cast("str", said["text"])
+        for output in stream:
+            text = cast("str", output["text"])
             print(text[len(shown) :], end="", flush=True)
             shown = text
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`routed-experts convert A B`: convert routed experts from one file or wire form to another, without model or device."""
+"""`routed-experts convert SOURCE TARGET`: converts routed experts between files and wire forms, without a model."""
 
 import argparse
 import io
@@ -28,10 +28,16 @@ _PAIRS = ("vllm021", "megatron")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `convert`."""
     parser.add_argument(
-        "source", type=Path, metavar="A", help="an answer (.json), a line of many (.jsonl), or a record (.safetensors)"
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="an answer (.json), a line of many (.jsonl), or a record (.safetensors)",
     )
     parser.add_argument(
-        "target", type=Path, metavar="B", help=".safetensors (the record), .json (a wire format), .npy or .npz (--to)"
+        "target",
+        type=Path,
+        metavar="TARGET",
+        help=".safetensors (the record), .json (a wire format), .npy or .npz (--to)",
     )
     parser.add_argument("--choice", type=int, default=0, metavar="I", help="of an answer with several; default: 0")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Flags: those of an engine are made from the fields of ServerArgs, so they cannot drift. Knows no command."""
+"""Flags of the engine, made from the fields of ServerArgs and of its nested configs."""
 
 import argparse
 import dataclasses
@@ -13,7 +13,7 @@ from routed_experts.core.placement import ResidencyMap
 from routed_experts.core.placement_config import ON_EXHAUSTED, PLACEMENT_MODES, PlacementConfig
 from routed_experts.core.server_args import ServerArgs
 
-# Other spellings that users of vLLM and SGLang know.
+# Spellings of vLLM and SGLang.
 _ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "tokenizer_path": ("--tokenizer",),
@@ -30,6 +30,15 @@ _ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 MODEL_HELP = "checkpoint folder, Hugging Face id (org/name), or demo: the small model of this package"
+_DEFAULTS: Mapping[str, str] = MappingProxyType(  # of fields whose default is None
+    {
+        "revision": "the main branch; of a Hugging Face id",
+        "tokenizer_path": "the model's own",
+        "precompile_bs_paddings": "1 8 32 up to --max-running-requests",
+        "precompile_token_paddings": "64 256 1024 up to --max-prefill-tokens",
+    }
+)
+_RESIDENCY_METAVAR = "|".join((*RESIDENCIES, "FILE.npz"))
 _PLACEMENT_FLAGS: Mapping[str, str] = MappingProxyType(
     {"plan": "placement", "mode": "placement_mode"}
 )  # other names than the field's
@@ -39,14 +48,14 @@ _PLACEMENT_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in two lines, not in a page of usage."""
+    """An argument parser whose errors are two lines instead of a page of usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
 
 
 class Refused(argparse.Action):
-    """A flag that is known elsewhere and refused here; `const` says why."""
+    """A flag of other servers that is refused here; `const` is the reason."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
@@ -55,27 +64,27 @@ class Refused(argparse.Action):
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Sequence[str] = ()) -> None:
-    """Add one flag a field of ServerArgs; those that are not given leave the field to its default."""
+    """Add one flag a field of ServerArgs; a flag that is not given leaves the field at its default."""
     group = parser.add_argument_group("engine")
     for field in dataclasses.fields(ServerArgs):
         if field.name not in leave_out:
-            flags = (f"--{field.name.replace('_', '-')}", *_ALIASES.get(field.name, ()))
-            told = "chosen by the engine" if field.default is None else field.default
+            flags = (_flag(field.name), *_ALIASES.get(field.name, ()))
+            default = _DEFAULTS.get(field.name, "chosen by the engine" if field.default is None else field.default)
+            keywords = _argument_keywords(field.type)
             group.add_argument(
-                *flags, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taking(field.type)
+                *flags, dest=field.name, default=argparse.SUPPRESS, help=f"default: {default}", **keywords
             )
     group.add_argument(
         "--enable-expert-parallel", action="store_true", default=argparse.SUPPRESS, help="ep_size = tp_size"
     )
-    why = "code that a checkpoint brings along is never run; use a model of a supported architecture without it"
-    group.add_argument("--trust-remote-code", action=Refused, nargs=0, const=why, help=argparse.SUPPRESS)
+    reason = "code of a checkpoint is never run; use a model of a supported architecture without it"
+    group.add_argument("--trust-remote-code", action=Refused, nargs=0, const=reason, help=argparse.SUPPRESS)
 
 
 def engine_args(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of ServerArgs that were given on the command line."""
-    given = vars(options)
-    fields = {field.name: given[field.name] for field in dataclasses.fields(ServerArgs) if field.name in given}
-    if "enable_expert_parallel" in given:
+    fields = _given_fields(options, ServerArgs)
+    if "enable_expert_parallel" in options:
         fields.setdefault("ep_size", fields.get("tp_size", 1))
     return {
         name: tuple(cast("list[int]", value)) if isinstance(value, list) else value for name, value in fields.items()
@@ -86,18 +95,17 @@ def add_expert_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag a field of ExpertOffloadConfig; `residency` takes a name or the file of a plan."""
     group = parser.add_argument_group("experts on the host")
     for field in dataclasses.fields(ExpertOffloadConfig):
-        told = "none" if field.default is None else field.default
-        of_plan = {"metavar": "|".join((*RESIDENCIES, "FILE.npz"))}
-        taken: dict[str, Any] = of_plan if field.name == "residency" else taking(field.type)
-        flag = f"--{field.name.replace('_', '-')}"
-        group.add_argument(flag, dest=field.name, default=argparse.SUPPRESS, help=f"default: {told}", **taken)
+        default = "none" if field.default is None else field.default
+        plan: dict[str, Any] = {"metavar": _RESIDENCY_METAVAR}
+        keywords = plan if field.name == "residency" else _argument_keywords(field.type)
+        group.add_argument(
+            _flag(field.name), dest=field.name, default=argparse.SUPPRESS, help=f"default: {default}", **keywords
+        )
 
 
 def expert_args(options: argparse.Namespace) -> ExpertOffloadConfig:
-    """How experts are to be shared out; without any of those flags, not at all. Raises ConfigError, and what reading a
-    plan raises."""
-    given = vars(options)
-    fields = {field.name: given[field.name] for field in dataclasses.fields(ExpertOffloadConfig) if field.name in given}
+    """The offload of experts to the host; without any of its flags none. Reads a plan; raises ConfigError."""
+    fields = _given_fields(options, ExpertOffloadConfig)
     if str(fields.get("residency", "")).endswith(".npz"):
         fields["residency"] = ResidencyMap.read(fields["residency"])
     return ExpertOffloadConfig(**fields)
@@ -107,35 +115,41 @@ def add_placement_flags(parser: argparse.ArgumentParser) -> None:
     """Add --placement, and one flag a further field of PlacementConfig."""
     group = parser.add_argument_group("experts on several devices")
     for field in dataclasses.fields(PlacementConfig):
-        flag = f"--{_PLACEMENT_FLAGS.get(field.name, field.name).replace('_', '-')}"
-        told: dict[str, Any] = {"help": f"default: {'none' if field.default is None else field.default}"}
+        keywords: dict[str, Any] = {"help": f"default: {'none' if field.default is None else field.default}"}
         if field.name == "plan":
-            told = {"metavar": "FILE.npz", "help": "a plan that `placement --save` wrote; it needs --ep-size"}
+            keywords = {"metavar": "FILE.npz", "help": "a plan written by `placement --save`; it needs --ep-size"}
         elif field.name in _PLACEMENT_CHOICES:
-            told["choices"] = _PLACEMENT_CHOICES[field.name]
+            keywords["choices"] = _PLACEMENT_CHOICES[field.name]
         else:
-            told |= {"metavar": "X"} if field.name == "capacity_factor" else taking(field.type)
-        group.add_argument(flag, dest=f"placement_{field.name}", default=argparse.SUPPRESS, **told)
+            keywords |= {"metavar": "X"} if field.name == "capacity_factor" else _argument_keywords(field.type)
+        flag = _flag(_PLACEMENT_FLAGS.get(field.name, field.name))
+        group.add_argument(flag, dest=f"placement_{field.name}", default=argparse.SUPPRESS, **keywords)
 
 
 def placement_args(options: argparse.Namespace) -> PlacementConfig | None:
-    """Where experts are to be, the plan read; None without any of those flags. Raises ConfigError, and what reading a
-    plan raises."""
-    given = vars(options)
-    names = [field.name for field in dataclasses.fields(PlacementConfig)]
-    fields = {name: given[f"placement_{name}"] for name in names if f"placement_{name}" in given}
+    """The placement of experts on devices; None without any of its flags. Reads the plan; raises ConfigError."""
+    fields = _given_fields(options, PlacementConfig, prefix="placement_")
     if fields and "plan" not in fields:
-        told = ", ".join(f"--{_PLACEMENT_FLAGS.get(name, name).replace('_', '-')}" for name in fields)
-        raise ConfigError(
-            f"{told} without --placement FILE.npz, the plan that it is about; make one with routed-experts placement --save"
-        )
+        flags = ", ".join(_flag(_PLACEMENT_FLAGS.get(name, name)) for name in fields)
+        text = f"{flags} without --placement FILE.npz, the plan that is meant"
+        raise ConfigError(f"{text}; make one with routed-experts placement --save")
     return PlacementConfig.create(PlacementConfig(**fields)) if fields else None
 
 
-def taking(kind: object) -> dict[str, Any]:
-    """What argparse is told of a field's type."""
+def _given_fields(options: argparse.Namespace, config: type, *, prefix: str = "") -> dict[str, Any]:
+    """The fields of a config class whose flags were given."""
+    given, names = vars(options), [field.name for field in dataclasses.fields(config)]
+    return {name: given[prefix + name] for name in names if prefix + name in given}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _argument_keywords(kind: object) -> dict[str, Any]:
+    """Keywords of `add_argument` for a field of this type."""
     if isinstance(kind, types.UnionType):
-        (kind,) = (one for one in get_args(kind) if one is not types.NoneType)
+        (kind,) = (member for member in get_args(kind) if member is not types.NoneType)
     if kind is bool:
         return {"action": "store_true"}
     if get_origin(kind) is Literal:

@@ -1,4 +1,10 @@
-"""`routed-experts generate`: prompts in, text or JSON lines out. Knows the engine by its public door."""
+"""`routed-experts generate MODEL`: prompts in, text or JSON lines out.
+
+A line of --input is a JSON object with `prompt` (or `text`, as in /generate) or `input_ids`. Its other fields are
+copied to its line of --output, before those of the answer:
+
+    {"prompt": "Once upon a time", "id": 7}
+    {"input_ids": [12, 7, 256]}"""
 
 import argparse
 import contextlib
@@ -33,7 +39,9 @@ from routed_experts.formats.meta_info import record_from_meta_info
 if TYPE_CHECKING:
     from routed_experts.engine.engine import Engine
 
-BATCH = 256  # prompts of one call
+BATCH_SIZE = 256  # prompts of one call
+_INPUT_HELP = """a JSON object a line, - for standard input: {"prompt": "text"} (or "text", as in /generate) or
+{"input_ids": [1, 2, 3]}; other fields are copied to the line of the answer"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -41,13 +49,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_path", metavar="MODEL", help=MODEL_HELP)
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
-    prompts.add_argument(
-        "--input", type=Path, metavar="FILE", help='JSON lines: {"prompt": TEXT} or {"input_ids": [...]}, - for stdin'
-    )
+    prompts.add_argument("--input", type=Path, metavar="FILE", help=_INPUT_HELP)
     parser.add_argument("--max-new-tokens", type=int, default=None, metavar="N", help="default: 128")
     parser.add_argument("--temperature", type=float, default=None, metavar="T", help="default: 1; 0 is greedy")
     parser.add_argument(
-        "--output", type=Path, default=None, metavar="FILE", help="JSON lines with the rows, or .safetensors"
+        "--output",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="the answers: JSON lines, or an archive .safetensors; default: text on standard output",
     )
     add_engine_flags(parser, leave_out=("model_path", "skip_tokenizer_init"))
     add_expert_flags(parser)
@@ -62,10 +72,12 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         if options.prompt
         else list(_read(options.input))
     )
-    filed = options.output is not None and options.output.suffix == ".safetensors"
+    output: Path | None = options.output
+    as_archive = output is not None and output.suffix == ".safetensors"
     with ExitStack() as stack:
-        lent = None if options.output is None else atomic_write(options.output) if filed else _new_lines(options.output)
-        part = None if lent is None else stack.enter_context(lent)
+        part: Path | None = None
+        if output is not None:
+            part = stack.enter_context(atomic_write(output) if as_archive else _new_lines(output))
         start_jax(default_platform=None)
         from routed_experts.engine.engine import Engine
 
@@ -78,8 +90,8 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         if part is None:
             for answer in answers:
                 print(answer["text"])
-        elif filed:
-            part.write_bytes(encode_answers([_filed(engine, answer) for answer in answers]))
+        elif as_archive:
+            part.write_bytes(encode_answers([_archived(engine, answer) for answer in answers]))
         else:
             with part.open("w", encoding="utf-8") as lines:
                 lines.writelines(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
@@ -88,7 +100,7 @@ def run(options: argparse.Namespace, start_time: float) -> int:
 
 @contextlib.contextmanager
 def _new_lines(path: Path) -> Generator[Path, None, None]:
-    """A new file of which an error or Ctrl-C leaves the whole lines; where they are is told on standard error."""
+    """A new file. After an error or Ctrl-C its complete lines are kept, in the file that standard error names."""
     part: Path | None = None
     try:
         with atomic_write(path, keep=True) as part:
@@ -100,19 +112,19 @@ def _new_lines(path: Path) -> Generator[Path, None, None]:
 
 
 def _keep_lines(part: Path) -> None:
-    """Cut a last line that is not whole, which takes no room on a disk that is full."""
-    whole = num_lines = 0
+    """Cut an incomplete last line, which needs no space on a full disk."""
+    num_bytes = num_lines = 0
     with part.open("rb+") as stream:
         for line in stream:
             if line.endswith(b"\n"):
-                whole, num_lines = whole + len(line), num_lines + 1
+                num_bytes, num_lines = num_bytes + len(line), num_lines + 1
         if num_lines:
-            stream.truncate(whole)
+            stream.truncate(num_bytes)
             print(f"{num_lines} answers so far are kept, a line each, in {part}", file=sys.stderr)
 
 
-def _filed(engine: "Engine", answer: dict[str, Any]) -> ArchivedAnswer:
-    """An answer with the ids of its whole sequence."""
+def _archived(engine: "Engine", answer: dict[str, Any]) -> ArchivedAnswer:
+    """An answer with the token ids of its prompt and output."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None, "generate has no --skip-tokenizer-init"
     prompt = answer["input_ids"] if "input_ids" in answer else tokenizer.encode(answer["prompt"])
@@ -123,31 +135,31 @@ def _filed(engine: "Engine", answer: dict[str, Any]) -> ArchivedAnswer:
 def _answers(
     engine: "Engine", prompts: list[dict[str, Any]], options: argparse.Namespace, *, wants_rows: bool
 ) -> Iterator[dict[str, Any]]:
-    """Each prompt's fields with those of its answer. Prompts of one kind that follow each other share a call."""
-    place = 0
-    while place < len(prompts):
-        kind = "prompt" if "prompt" in prompts[place] else "input_ids"
-        some = [prompts[place]]
-        for prompt in prompts[place + 1 : place + BATCH]:
+    """Each prompt's fields with those of its answer. Consecutive prompts of one kind share a call."""
+    first = 0
+    while first < len(prompts):
+        kind = "prompt" if "prompt" in prompts[first] else "input_ids"
+        batch = [prompts[first]]
+        for prompt in prompts[first + 1 : first + BATCH_SIZE]:
             if kind not in prompt:
                 break
-            some.append(prompt)
-        said = [prompt[kind] for prompt in some]
+            batch.append(prompt)
+        values = [prompt[kind] for prompt in batch]
         answers = engine.generate(
-            said if kind == "prompt" else None,
+            values if kind == "prompt" else None,
             None if options.temperature is None else {"temperature": options.temperature},
-            said if kind == "input_ids" else None,
+            values if kind == "input_ids" else None,
             max_new_tokens=options.max_new_tokens,
             return_routed_experts=wants_rows,
         )
-        for prompt, answer in zip(some, cast("list[dict[str, Any]]", answers), strict=True):
+        for prompt, answer in zip(batch, cast("list[dict[str, Any]]", answers), strict=True):
             if wants_rows:
                 info = answer["meta_info"]["routed_experts_info"]
                 print(f"routed_experts {tuple(info['shape'])} {info['dtype']}", file=sys.stderr)
             yield {**prompt, **answer}
-        place += len(some)
-        if len(prompts) > BATCH:
-            print(f"{place} of {len(prompts)} prompts", file=sys.stderr)
+        first += len(batch)
+        if len(prompts) > BATCH_SIZE:
+            print(f"{first} of {len(prompts)} prompts", file=sys.stderr)
 
 
 def _read(file: Path) -> Iterator[dict[str, Any]]:
@@ -159,29 +171,31 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
                 yield _prompt(line, f"{file}, line {number}")
 
 
-def _prompt(line: str, where: str) -> dict[str, Any]:
+def _prompt(line: str, location: str) -> dict[str, Any]:
     try:
-        said = json.loads(line)
+        fields: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f'{where} is no JSON ({error}); write one object a line: {{"prompt": "text"}}') from error
-    if not isinstance(said, dict) or ("prompt" in said) == ("input_ids" in said):
-        raise ConfigError(f"{where} must be an object with prompt or input_ids; correct the line")
-    return _checked(cast("dict[str, Any]", said), where)
+        raise ConfigError(f'{location} is no JSON ({error}); write one object a line: {{"prompt": "text"}}') from error
+    if not isinstance(fields, dict) or sum(name in fields for name in ("prompt", "text", "input_ids")) != 1:
+        raise ConfigError(f"{location} must be an object with prompt (or text) or input_ids; correct the line")
+    prompt = cast("dict[str, Any]", fields)
+    if "text" in prompt:  # the answer has a field of that name
+        prompt = {"prompt" if name == "text" else name: value for name, value in prompt.items()}
+    return _checked(prompt, location)
 
 
-def _checked(said: dict[str, Any], where: str) -> dict[str, Any]:
-    """A prompt, if the engine can take it and its fields can be written beside its answer."""
-    ids: object = said.get("input_ids")
-    if not isinstance(said.get("prompt", ""), str) or not ("prompt" in said or _are_ids(ids)):
-        raise ConfigError(f"{where} must hold prompt as text or input_ids as a list of token ids; correct the line")
+def _checked(prompt: dict[str, Any], location: str) -> dict[str, Any]:
+    """A prompt that the engine can take, whose fields can be written beside its answer."""
+    ids: object = prompt.get("input_ids")
+    if not isinstance(prompt.get("prompt", ""), str) or not ("prompt" in prompt or _are_ids(ids)):
+        raise ConfigError(f"{location} must hold prompt as text or input_ids as a list of token ids; correct the line")
     try:
-        json.dumps(said, ensure_ascii=False).encode()
+        json.dumps(prompt, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"{where} holds {error.object[error.start]!a}, half a character, which no file can hold; take it out"
-        ) from error
-    return said
+        text = f"{location} holds {error.object[error.start]!a}, half a character, which no file can hold"
+        raise ConfigError(f"{text}; remove it") from error
+    return prompt
 
 
 def _are_ids(ids: object) -> bool:
-    return isinstance(ids, list) and all(type(one) is int and one >= 0 for one in cast("list[object]", ids))
+    return isinstance(ids, list) and all(type(token) is int and token >= 0 for token in cast("list[object]", ids))

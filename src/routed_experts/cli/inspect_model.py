@@ -13,37 +13,37 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `inspect`."""
     parser.add_argument("model_path", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
-        "--config-only", action="store_true", help="config.json alone is there: plan with bfloat16, look at no tensors"
+        "--config-only", action="store_true", help="read config.json alone: plan with bfloat16, open no weights"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     add_engine_flags(parser, leave_out=("model_path",))
 
 
 def run(options: argparse.Namespace, start_time: float) -> int:
-    """Print what serving the model with these flags would take."""
+    """Print the shapes and the memory plan of the model with these flags."""
     args = ServerArgs(**engine_args(options))
     start_jax(default_platform="cpu")
     from routed_experts.engine.build.inspection import inspect_model
 
-    found = inspect_model(args, load_format="dummy" if options.config_only else "auto")
+    model = inspect_model(args, load_format="dummy" if options.config_only else "auto")
     if options.json:
-        print(json.dumps(dataclasses.asdict(found)))
+        print(json.dumps(dataclasses.asdict(model)))
         return 0
-    moe = f"{len(found.moe_layer_ids)} MoE ({_ranges(found.moe_layer_ids)}) × {found.num_experts} experts top-{found.top_k}"
-    print(f"{found.architecture}  {found.num_parameters / 1e9:.3f} billion parameters, {found.dtype}")
-    print(f"layers          {found.num_layers}, {moe if found.moe_layer_ids else 'none with experts'}")
-    print(
-        f"vocabulary      {found.vocab_size:,}   context {found.context_length:,} tokens   KV {found.kv_tokens:,} tokens"
-    )
-    if found.moe_layer_ids:
-        print(f"routed experts  {found.row_bytes:,} bytes a token")
-    for line in found.memory_plan:
+    layers = f"{len(model.moe_layer_ids)} MoE ({_ranges(model.moe_layer_ids)})"
+    moe = f"{layers} × {model.num_experts} experts top-{model.top_k}"
+    print(f"{model.architecture}  {model.num_parameters / 1e9:.3f} billion parameters, {model.dtype}")
+    print(f"layers          {model.num_layers}, {moe if model.moe_layer_ids else 'none with experts'}")
+    context = f"context {model.context_length:,} tokens"
+    print(f"vocabulary      {model.vocab_size:,}   {context}   KV {model.kv_tokens:,} tokens")
+    if model.moe_layer_ids:
+        print(f"routed experts  {model.row_bytes:,} bytes a token")
+    for line in model.memory_plan:
         print(line)
     return 0
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """3-5,7 for (3, 4, 5, 7)."""
+    """Ranges of numbers: 3-5,7 for (3, 4, 5, 7)."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

@@ -1,6 +1,7 @@
-"""The table of commands, and `main`, which runs one. A wrong use, or a model that cannot be served, ends with exit code
-2 and at most three lines; one that this machine has no room for, with 1. What a command needs is imported when it
-runs."""
+"""The table of commands, and `main`, which runs one.
+
+A wrong use, or a model that cannot be served, exits with 2 and at most three lines; a model that does not fit this
+machine with 1. Libraries are imported by the command that needs them."""
 
 import argparse
 import io
@@ -14,7 +15,7 @@ from routed_experts.cli import analyze, bench, chat, convert, doctor, generate, 
 from routed_experts.cli.bootstrap import PROGRAM, start_jax, version
 from routed_experts.cli.flags import Parser
 from routed_experts.core.errors import MachineError, RoutedExpertsError
-from routed_experts.demo import demo_model_path
+from routed_experts.models.loading.model_source import DEMO, find_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,11 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_time = time.perf_counter()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that has no Δ shows ?, and the command goes on
+            stream.reconfigure(errors="replace")  # a terminal without Δ shows ? instead
     options = make_parser().parse_args(argv)
     try:
         code = options.run(options, start_time)
-        sys.stdout.flush()  # a full disk behind it is told now
+        sys.stdout.flush()  # reports a full disk behind it now
         return code
     except RoutedExpertsError as error:
         return _report_error(options.command, error, code=1 if isinstance(error, MachineError) else 2)
@@ -48,14 +49,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
 
-    def add(name: str, told: str, run: Callable[[argparse.Namespace, float], int]) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=told, description=told, allow_abbrev=False)
+    def add(name: str, purpose: str, run: Callable[[argparse.Namespace, float], int]) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         command.set_defaults(run=run)
         return command
 
     demo = add("demo", "generate with capture, replay it, draw it; no network, no accelerator", _demo)
     demo.add_argument(
-        "--model", type=Path, default=None, metavar="DIR", help="checkpoint to show (default: the one in the package)"
+        "--model",
+        default=DEMO,
+        metavar="MODEL",
+        help="checkpoint folder or Hugging Face id to show; default: demo, the model of the package",
     )
     demo.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="default: demo-output")
     serve.add_flags(add("serve", "answer HTTP in the dialects of OpenAI, SGLang and vLLM", serve.run))
@@ -79,20 +83,19 @@ def _demo(options: argparse.Namespace, start_time: float) -> int:
     cache = start_jax(default_platform="cpu")
     from routed_experts.demo.run import DemoOptions, run_demo
 
-    model = demo_model_path() if options.model is None else options.model
-    told = DemoOptions(
-        model=model,
+    demo = DemoOptions(
+        model=find_model(options.model),
         output=options.output,
         start_time=start_time,
         imported=time.perf_counter(),
         cache=cache,
         version=version(),
     )
-    return run_demo(told, sys.stdout)
+    return run_demo(demo, sys.stdout)
 
 
 def _close_stdout() -> None:
-    """If standard output takes no more, what is left for it goes nowhere, not even at exit."""
+    """Discard what standard output no longer takes, also at exit."""
     try:
         sys.stdout.flush()
     except OSError:

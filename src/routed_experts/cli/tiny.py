@@ -1,5 +1,4 @@
-"""`routed-experts tiny DIR`: a small checkpoint with tokenizer and chat template, for trying clients and servers
-out."""
+"""`routed-experts tiny DIR`: writes a small checkpoint with tokenizer and chat template, to try clients and servers."""
 
 import argparse
 import shutil
@@ -17,12 +16,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, start_time: float) -> int:
-    """Copy the checkpoint that the package brings."""
+    """Copy the checkpoint of the package."""
     folder: Path = options.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there and not an empty folder; name another")
+        raise ConfigError(f"{folder} exists and is not an empty folder; name another")
     folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:  # none has its name before all are written
+    with ExitStack() as stack:  # no file has its name before all are written
         for file in demo_model_path().iterdir():
             shutil.copyfile(file, stack.enter_context(atomic_write(folder / file.name)))
     size = sum(file.stat().st_size for file in folder.iterdir())

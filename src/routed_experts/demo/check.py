@@ -1,9 +1,8 @@
-"""Does a replay of the captured ids give back what the engine said? Knows nothing of engines: it is given answers and a
-model.
+"""Checks that a replay of the captured ids reproduces the engine's logprobs.
 
-One jitted program scores all answers thrice, through the forward pass of training (dense attention, other kernels than
-the engine's): live, with the captured ids, and with ids that belong to the token before, which must not pass.
-Dims: B answers, S tokens, M MoE layers, K experts per token, V vocabulary."""
+One jitted program scores all outputs three times through the training forward pass (dense attention, other kernels
+than the engine's): live, with the captured ids, and with the ids of the previous token, which must not pass.
+Dims: B outputs, S tokens, M MoE layers, K experts per token, V vocabulary."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from routed_experts.demo.outputs import Spoken
+from routed_experts.demo.outputs import DemoOutput
 from routed_experts.models.base.interface import Decoder
 from routed_experts.replay.forward import RoutedBatch, forward
 
@@ -36,45 +35,45 @@ class ReplayCheck:
 
     @property
     def replay_passed(self) -> bool:
-        """Does the replay say what the engine said."""
+        """Whether the replay reproduces the engine's logprobs."""
         return self.replay_logprob <= LOGPROB_TOLERANCE
 
     @property
     def live_passed(self) -> bool:
-        """Are live and replayed logits one where the experts are."""
+        """Whether live and replayed logits agree where their experts do."""
         return self.live_logit <= LOGPROB_TOLERANCE
 
     @property
     def shift_noticed(self) -> bool:
-        """Does the check fail when it should."""
+        """Whether the check fails when it should."""
         return self.shifted_logprob > 10 * LOGPROB_TOLERANCE
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What went wrong; empty when all is well. NaN passes nothing."""
-        told = {
+        """The checks that failed. NaN passes none."""
+        checks = {
             "the replay differs from the engine": self.replay_passed,
-            "the replay ran other experts than it was given": self.executed == 1.0,
+            "the replay executed other experts than the captured ones": self.executed == 1.0,
             "no live logits are known to be the replayed ones": self.live_passed,
             "rows of the wrong tokens passed the check": self.shift_noticed,
         }
-        return tuple(text for text, passed in told.items() if not passed)
+        return tuple(text for text, passed in checks.items() if not passed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
     tokens: Int[np.ndarray, "B S"]
     targets: Int[np.ndarray, "B S"]
-    spoken: Bool[np.ndarray, "B S"]  # places whose target was generated
-    logprobs: Float[np.ndarray, "B S"]  # the engine's, at these places
+    generated: Bool[np.ndarray, "B S"]  # positions whose target was generated
+    logprobs: Float[np.ndarray, "B S"]  # the engine's, at these positions
     ids: UInt[np.ndarray, "B S M K"]
     shifted: UInt[np.ndarray, "B S M K"]
     fed: Bool[np.ndarray, "B S"]
 
 
-def check_replay(model: Decoder, answers: Sequence[Spoken]) -> ReplayCheck:
-    """Score the answers live, replayed and wrongly replayed, and compare."""
-    batch = _batch_of(answers)
+def check_replay(model: Decoder, outputs: Sequence[DemoOutput]) -> ReplayCheck:
+    """Score the outputs live, replayed and wrongly replayed, and compare."""
+    batch = _pad(outputs)
     live, replay, shifted = (
         _score(model, batch, ids, valid)
         for ids, valid in ((batch.ids, np.zeros_like(batch.fed)), (batch.ids, batch.fed), (batch.shifted, batch.fed))
@@ -83,17 +82,17 @@ def check_replay(model: Decoder, answers: Sequence[Spoken]) -> ReplayCheck:
     alike = np.logical_and.accumulate(same.all(axis=2) | ~batch.fed, axis=1) & batch.fed
     return ReplayCheck(
         num_rows=int(batch.fed.sum()),
-        num_logprobs=int(batch.spoken.sum()),
-        replay_logprob=_gap(replay[1], batch.logprobs, batch.spoken),
+        num_logprobs=int(batch.generated.sum()),
+        replay_logprob=_max_difference(replay[1], batch.logprobs, batch.generated),
         executed=float((replay[2] == batch.ids).all(axis=3)[batch.fed].mean()),
         live_agreement=float(same[batch.fed].mean()),
-        live_logit=_gap(live[0], replay[0], alike),
-        shifted_logprob=_gap(shifted[1], batch.logprobs, batch.spoken),
+        live_logit=_max_difference(live[0], replay[0], alike),
+        shifted_logprob=_max_difference(shifted[1], batch.logprobs, batch.generated),
     )
 
 
 @nnx.jit
-def _scored(
+def _score_batch(
     model: Decoder, tokens: Int[Array, "B S"], targets: Int[Array, "B S"], routed: RoutedBatch
 ) -> tuple[Float[Array, "B S V"], Float[Array, "B S"], UInt[Array, "B S M K"]]:
     out = forward(model, tokens, routed=routed, return_routed=True)
@@ -106,28 +105,30 @@ def _score(
     model: Decoder, batch: _Batch, ids: UInt[np.ndarray, "B S M K"], valid: Bool[np.ndarray, "B S"]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     routed = RoutedBatch(jnp.asarray(ids), jnp.asarray(valid), jnp.asarray(~batch.fed))
-    logits, logprobs, executed = _scored(model, jnp.asarray(batch.tokens), jnp.asarray(batch.targets), routed)
+    logits, logprobs, executed = _score_batch(model, jnp.asarray(batch.tokens), jnp.asarray(batch.targets), routed)
     return np.asarray(logits), np.asarray(logprobs), np.asarray(executed)
 
 
-def _batch_of(answers: Sequence[Spoken]) -> _Batch:
-    """Pad the fed tokens (all but the last) of every answer to one length."""
-    longest = max(len(answer.token_ids) - 1 for answer in answers)
-    shape = (len(answers), -(-longest // _LENGTH_STEP) * _LENGTH_STEP)
-    first = answers[0].record
+def _pad(outputs: Sequence[DemoOutput]) -> _Batch:
+    """Pad the fed tokens (all but the last) of every output to one length."""
+    longest = max(len(answer.token_ids) - 1 for answer in outputs)
+    shape = (len(outputs), -(-longest // _LENGTH_STEP) * _LENGTH_STEP)
+    first = outputs[0].record
     ids = np.zeros((*shape, *first.ids.shape[1:]), first.ids.dtype)
     shifted = np.zeros_like(ids)
     tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    fed, spoken, logprobs = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
-    for place, answer in enumerate(answers):
+    fed, generated, logprobs = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
+    for index, answer in enumerate(outputs):
         rows, prompt = len(answer.token_ids) - 1, answer.record.num_prompt_tokens
         assert answer.record.ids.shape[0] == rows and answer.record.valid is None, "the demo asks for all rows"
-        tokens[place, :rows], targets[place, :rows] = answer.token_ids[:-1], answer.token_ids[1:]
-        ids[place, :rows], shifted[place, :rows] = answer.record.ids, np.roll(answer.record.ids, 1, axis=0)
-        fed[place, :rows], spoken[place, prompt - 1 : rows] = True, True
-        logprobs[place, prompt - 1 : rows] = answer.logprobs
-    return _Batch(tokens=tokens, targets=targets, spoken=spoken, logprobs=logprobs, ids=ids, shifted=shifted, fed=fed)
+        tokens[index, :rows], targets[index, :rows] = answer.token_ids[:-1], answer.token_ids[1:]
+        ids[index, :rows], shifted[index, :rows] = answer.record.ids, np.roll(answer.record.ids, 1, axis=0)
+        fed[index, :rows], generated[index, prompt - 1 : rows] = True, True
+        logprobs[index, prompt - 1 : rows] = answer.logprobs
+    return _Batch(
+        tokens=tokens, targets=targets, generated=generated, logprobs=logprobs, ids=ids, shifted=shifted, fed=fed
+    )
 
 
-def _gap(a: np.ndarray, b: np.ndarray, where: Bool[np.ndarray, "B S"]) -> float:
+def _max_difference(a: np.ndarray, b: np.ndarray, where: Bool[np.ndarray, "B S"]) -> float:
     return float(np.abs(a[where] - b[where]).max()) if where.any() else float("nan")  # NaN passes no check

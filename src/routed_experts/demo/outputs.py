@@ -1,7 +1,6 @@
-"""What the demo says and what it hears back: three prompts, and each answer as tokens, logprobs and rows. Knows no
-screen.
+"""The prompts of the demo, and their outputs as tokens, logprobs and rows.
 
-The second prompt begins like the first and comes after it, so that its beginning is found in the prefix cache."""
+The second prompt begins like the first and follows it, so that its beginning is found in the prefix cache."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,10 @@ from routed_experts.engine.engine import Engine
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info, record_from_meta_info
 
-STORY = "Once upon a time there was a small fox who lived in a forest. The sun was shining. The fox wanted to find a golden key."
+STORY = (
+    "Once upon a time there was a small fox who lived in a forest. The sun was shining. "
+    "The fox wanted to find a golden key."
+)
 PROMPTS = (
     ("a story", STORY),
     ("the same story, continued", STORY + ' "Who can help me?" asked the fox.'),
@@ -24,29 +26,29 @@ SAMPLING: Mapping[str, object] = {"temperature": 0.6, "top_k": 40, "seed": 7}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spoken:
-    """One answer. `logprobs` are the engine's, of the generated tokens, before temperature and filters."""
+class DemoOutput:
+    """One output. `logprobs` are the engine's, of the generated tokens, before temperature and filters."""
 
     title: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     record: RoutedExperts
-    wire_shape: tuple[int, ...]  # of what extract_routed_experts_from_meta_info gives: every layer, the dense ones too
+    wire_shape: tuple[int, ...]  # of extract_routed_experts_from_meta_info: all layers, dense ones too
     cached_tokens: int
     seconds: float
     pieces: tuple[str, ...]
 
     def routed_text(self) -> RoutedText:
-        """The answer as the pictures take it."""
+        """The output as figures take it."""
         return RoutedText(title=self.title, pieces=self.pieces, record=self.record, cached_tokens=self.cached_tokens)
 
 
-def speak(engine: Engine) -> Iterator[Spoken]:
-    """Ask the engine one prompt after another."""
+def generate(engine: Engine) -> Iterator[DemoOutput]:
+    """Generate for one prompt after another."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None, "the demo builds its engine with a tokenizer"
-    for place, (title, prompt) in enumerate(PROMPTS):
-        ids = _encode(tokenizer, prompt, chat=place == len(PROMPTS) - 1)
+    for index, (title, prompt) in enumerate(PROMPTS):
+        ids = _encode(tokenizer, prompt, chat=index == len(PROMPTS) - 1)
         answer = engine.generate(
             input_ids=ids,
             sampling_params=SAMPLING,
@@ -54,7 +56,7 @@ def speak(engine: Engine) -> Iterator[Spoken]:
             return_logprob=True,
             return_routed_experts=True,
         )
-        yield _heard(title, ids, cast("Mapping[str, Any]", answer), tokenizer)
+        yield _to_output(title, ids, cast("Mapping[str, Any]", answer), tokenizer)
 
 
 def _encode(tokenizer: Tokenizer, prompt: str, *, chat: bool) -> list[int]:
@@ -64,11 +66,11 @@ def _encode(tokenizer: Tokenizer, prompt: str, *, chat: bool) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _heard(title: str, prompt_ids: list[int], answer: Mapping[str, Any], tokenizer: Tokenizer) -> Spoken:
+def _to_output(title: str, prompt_ids: list[int], answer: Mapping[str, Any], tokenizer: Tokenizer) -> DemoOutput:
     meta, token_ids = answer["meta_info"], (*prompt_ids, *answer["output_ids"])
     flat, record = extract_routed_experts_from_meta_info(answer), record_from_meta_info(answer)
     assert flat is not None and record is not None, "rows were asked for"
-    return Spoken(
+    return DemoOutput(
         title=title,
         token_ids=token_ids,
         logprobs=tuple(entry[0] for entry in meta["output_token_logprobs"]),

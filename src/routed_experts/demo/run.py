@@ -1,5 +1,4 @@
-"""The demo from beginning to end: start an engine, let it speak, look at the routing, replay it, paint it.
-Reads no environment; what is printed goes to the stream it is given, what is painted into the folder."""
+"""The demo: starts an engine, generates, shows the routing, replays it, and draws it."""
 
 import importlib.util
 import time
@@ -15,7 +14,7 @@ from routed_experts.analysis import draw_routing, routing_page
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.installation import install_command
 from routed_experts.demo.check import ReplayCheck, check_replay
-from routed_experts.demo.outputs import Spoken, speak
+from routed_experts.demo.outputs import DemoOutput, generate
 from routed_experts.demo.startup import CompileClock
 from routed_experts.demo.terminal import Screen
 from routed_experts.engine.build.builder import Phase
@@ -28,7 +27,7 @@ TITLE = "Which experts wrote this text?"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What the demo is told. `began` and `imported` are perf_counter times: of the command's start, and after its
+    """Inputs of the demo. `start_time` and `imported` are perf_counter times: of the command's start, and after its
     imports."""
 
     model: Path
@@ -50,7 +49,7 @@ def run_demo(options: DemoOptions, stream: IO[str]) -> int:
     with _start(options, screen) as engine:
         answers = _generate(engine, screen)
     column = len(answers[0].record.layer_ids) // 2
-    _look(answers, screen)
+    _show(answers, screen)
     faults = _replay(options, answers, screen)
     if answers[1].cached_tokens == 0:
         faults = (*faults, "the second prompt found nothing in the prefix cache")
@@ -69,9 +68,9 @@ def _start(options: DemoOptions, screen: Screen) -> Engine:
         def report(phase: Phase) -> None:
             detail = phase.detail if phase.name != "compile" else f"{phase.detail}; {clock.line()}"
             screen.line(_row(phase.name, phase.seconds, detail))
-            if phase.name == "allocate":  # the next phase is the long one
-                kept = "not kept" if options.cache is None else f"kept in {options.cache} for the next start"
-                screen.line(f"{'':<23}compiling; programs are {kept}")
+            if phase.name == "allocate":  # the next phase takes longest
+                cached = "not cached" if options.cache is None else f"cached in {options.cache} for the next start"
+                screen.line(f"{'':<23}compiling; programs are {cached}")
 
         engine = Engine(
             str(options.model),
@@ -89,10 +88,10 @@ def _start(options: DemoOptions, screen: Screen) -> Engine:
     return engine
 
 
-def _generate(engine: Engine, screen: Screen) -> list[Spoken]:
-    """Generate for the prompts and print what came."""
-    answers: list[Spoken] = []
-    for answer in speak(engine):
+def _generate(engine: Engine, screen: Screen) -> list[DemoOutput]:
+    """Generate for the prompts and print the outputs."""
+    answers: list[DemoOutput] = []
+    for answer in generate(engine):
         record, text = answer.record, answer.routed_text()
         screen.heading(f"{len(answers) + 1} {answer.title}")
         screen.answer(text, len(record.layer_ids) // 2)
@@ -100,9 +99,8 @@ def _generate(engine: Engine, screen: Screen) -> list[Spoken]:
             f"  {record.num_prompt_tokens} tokens of prompt, {answer.cached_tokens} of them from the prefix cache; "
             f"{len(answer.logprobs)} generated in {answer.seconds:.2f} s"
         )
-        screen.line(
-            f"  routed_experts {answer.wire_shape} int32, dense layers -1; record.ids {record.ids.shape} {record.ids.dtype}"
-        )
+        ids = f"record.ids {record.ids.shape} {record.ids.dtype}"
+        screen.line(f"  routed_experts {answer.wire_shape} int32, dense layers -1; {ids}")
         answers.append(answer)
     hit = answers[1].cached_tokens
     screen.line("")
@@ -110,7 +108,7 @@ def _generate(engine: Engine, screen: Screen) -> list[Spoken]:
     return answers
 
 
-def _look(answers: Sequence[Spoken], screen: Screen) -> None:
+def _show(answers: Sequence[DemoOutput], screen: Screen) -> None:
     """Print the experts of a few tokens, and the load of every layer."""
     text = answers[-1].routed_text()
     edge, end = text.record.num_prompt_tokens, text.record.num_tokens
@@ -120,31 +118,28 @@ def _look(answers: Sequence[Spoken], screen: Screen) -> None:
     screen.loads([answer.record for answer in answers])
 
 
-def _replay(options: DemoOptions, answers: Sequence[Spoken], screen: Screen) -> tuple[str, ...]:
-    """Send the captured ids through the model once more and print how well that gives back what the engine said."""
+def _replay(options: DemoOptions, answers: Sequence[DemoOutput], screen: Screen) -> tuple[str, ...]:
+    """Replay the captured ids through the training forward pass and compare it with the engine."""
     screen.heading("replay of the captured ids through the training forward")
     since = time.perf_counter()
     check = check_replay(ModelFolder.open(options.model).load(jnp.dtype(DTYPE)), answers)
-    _tell(check, screen)
+    _report(check, screen)
     screen.line(f"  ({time.perf_counter() - since:.1f} s, with the loading of a second copy and one compilation)")
     return check.faults
 
 
-def _tell(check: ReplayCheck, screen: Screen) -> None:
-    text = f"replay max |Δ logprob| = {check.replay_logprob:.1e}   over {check.num_logprobs} generated tokens, against the engine's"
-    screen.check(text, passed=check.replay_passed)
-    screen.check(
-        f"executed == captured: {_percent(check.executed)}   of {check.num_rows} rows", passed=check.executed == 1.0
-    )
-    text = (
-        f"live against replay max |Δ logit| = {check.live_logit:.1f}   the live router chose the captured experts in "
-    )
-    screen.check(f"{text}{_percent(check.live_agreement)} of rows and layers", passed=check.live_passed)
-    text = f"rows shifted by one token: max |Δ logprob| = {check.shifted_logprob:.2g}   this must be large: the check can fail"
-    screen.check(text, passed=check.shift_noticed)
+def _report(check: ReplayCheck, screen: Screen) -> None:
+    text = f"replay max |Δ logprob| = {check.replay_logprob:.1e}   over {check.num_logprobs} generated tokens"
+    screen.check(f"{text}, against the engine's", passed=check.replay_passed)
+    text = f"executed == captured: {_percent(check.executed)}   of {check.num_rows} rows"
+    screen.check(text, passed=check.executed == 1.0)
+    text = f"live against replay max |Δ logit| = {check.live_logit:.1f}   the live router chose the captured experts in"
+    screen.check(f"{text} {_percent(check.live_agreement)} of rows and layers", passed=check.live_passed)
+    text = f"rows shifted by one token: max |Δ logprob| = {check.shifted_logprob:.2g}"
+    screen.check(f"{text}   this must be large: the check can fail", passed=check.shift_noticed)
 
 
-def _plot(options: DemoOptions, answers: Sequence[Spoken], column: int, screen: Screen) -> None:
+def _plot(options: DemoOptions, answers: Sequence[DemoOutput], column: int, screen: Screen) -> None:
     """Write routing.html, and routing.png where matplotlib is installed."""
     screen.heading("pictures")
     options.output.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
-"""Where the seconds of start-up go: tracing, lowering, compiling, reading the compilation cache. Knows no engine.
+"""Where the seconds of start-up go: tracing, lowering, compiling, and reading the compilation cache.
 
-Programs are built in several threads, so these are seconds of threads and may add up to more than the clock on the
-wall."""
+Programs are built in several threads, so these are thread seconds and may exceed the wall time."""
 
 import threading
 from collections import Counter
@@ -12,17 +11,17 @@ from jax import monitoring
 _SECONDS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
-    "/jax/core/compile/backend_compile_duration": "compile",  # holds the reading of the cache as well
+    "/jax/core/compile/backend_compile_duration": "compile",  # includes reading the cache
     "/jax/compilation_cache/cache_retrieval_time_sec": "read",
 }
 _COUNTS = {"/jax/compilation_cache/cache_hits": "hits", "/jax/compilation_cache/cache_misses": "misses"}
 
 
 class CompileClock:
-    """Listens to JAX between enter and exit. Host mutation: its counters, under a lock."""
+    """Listens to JAX's monitoring events between enter and exit; its counters are under a lock."""
 
     def __init__(self) -> None:
-        self._told: Counter[str] = Counter()
+        self._events: Counter[str] = Counter()
         self._seconds: dict[str, float] = dict.fromkeys(_SECONDS.values(), 0.0)
         self._lock = threading.Lock()
 
@@ -40,12 +39,13 @@ class CompileClock:
         monitoring.unregister_event_listener(self._on_event)
 
     def line(self) -> str:
-        """What was heard, in one line."""
+        """The seconds so far, in one line."""
         with self._lock:
-            seconds, hits, misses = dict(self._seconds), self._told["hits"], self._told["misses"]
+            seconds, hits, misses = dict(self._seconds), self._events["hits"], self._events["misses"]
         xla = max(seconds["compile"] - seconds["read"], 0.0)
-        parts = f"trace {seconds['trace']:.1f} · lower {seconds['lower']:.1f} · XLA {xla:.1f} · read cache {seconds['read']:.1f} s"
-        return f"seconds of threads: {parts} ({hits} programs from the cache, {misses} compiled)"
+        parts = f"trace {seconds['trace']:.1f} · lower {seconds['lower']:.1f} · XLA {xla:.1f}"
+        parts += f" · read cache {seconds['read']:.1f} s"
+        return f"thread seconds: {parts} ({hits} programs from the cache, {misses} compiled)"
 
     def _on_seconds(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event in _SECONDS:
@@ -55,4 +55,4 @@ class CompileClock:
     def _on_event(self, event: str, **kwargs: str | int) -> None:
         if event in _COUNTS:
             with self._lock:
-                self._told[_COUNTS[event]] += 1
+                self._events[_COUNTS[event]] += 1

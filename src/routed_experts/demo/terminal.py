@@ -1,7 +1,6 @@
-"""How the demo looks in a terminal: tables, bars and tinted text; plain text without colour when nobody looks. Knows no
-engine.
+"""Terminal output of the demo: tables, bars and tinted text; plain text in a pipe.
 
-Text of a model is made printable first, so that it cannot steer the terminal."""
+A model's text is made printable first, so that it cannot control the terminal."""
 
 from collections.abc import Iterable, Sequence
 from typing import IO
@@ -71,19 +70,18 @@ class Screen:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column(f"load of each expert, 0 to {loads.max():.1f} × uniform", no_wrap=True)
         for row, layer in enumerate(records[0].layer_ids):
-            told = (
+            columns = (
                 f"{numbers.max_load[row]:.2f}",
                 f"{numbers.entropy[row]:.3f}",
                 f"{numbers.gini[row]:.2f}",
                 str(numbers.dead[row]),
             )
-            table.add_row(str(layer), *told, bars(loads[row], top=float(loads.max())))
+            table.add_row(str(layer), *columns, bars(loads[row], top=float(loads.max())))
         self._console.print(table)
 
 
 def bars(load: Float64[np.ndarray, " E"], *, top: float) -> str:
-    """Draw one block an expert (an average of neighbours beyond 64), · where no token was sent, ? where no row is
-    known."""
+    """Draw one block an expert (the mean of neighbours beyond 64): · for no tokens, ? for unknown rows."""
     groups = np.array_split(load, min(len(load), _MAX_BARS))
     return "".join(_bar(float(group.mean()) / top) for group in groups)
 
