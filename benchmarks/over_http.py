@@ -88,7 +88,7 @@ def main() -> None:
 def serve(engine: Engine) -> int:
     """A server over this engine, in a thread; its port."""
     service = ServerState(ServerSettings(port=0), model_path="demo")
-    service.serve(AsyncEngine(engine))
+    service.set_ready(AsyncEngine(engine))
     freeze_gc()
     listener = bind(service.settings)
     server = uvicorn.Server(server_config(make_app(service, version="0")[0]))

@@ -3,8 +3,9 @@
 import pytest
 
 from oracles.driver import request
-from routed_experts.core.io_struct import FinishReason, Logprobs, StrOut, TokenIDOut
-from routed_experts.server.openai.choice_state import Choice
+from routed_experts.core.io_struct import FinishReason, Logprobs, TokenIDOut
+from routed_experts.engine.requests.sequence_state import SequenceState
+from routed_experts.server.openai.handler import ChoiceState
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -24,6 +25,9 @@ def test_an_ending_says_what_is_not_exact(exact):
         routed_experts=None,
         exact=exact,
     )
-    choice = Choice(0, source, echo=None, prompt_only=False)
-    choice.take(StrOut(out=out, text="x"))
-    assert choice.ending() == {"finish_reason": "length", "stop_reason": None} | ({} if exact else {"exact": False})
+    sequence = SequenceState(source, None, logprobs_mode="raw")
+    choice = ChoiceState(0, sequence, echo=None, prompt_only=False)
+    delta = choice.to_delta(sequence.update(out))
+    assert (delta.token_ids, choice.full().token_ids) == ((8,), (8,))
+    fields = {"finish_reason": "length", "stop_reason": None}
+    assert choice.finish_fields() == fields | ({} if exact else {"exact": False})

@@ -17,7 +17,7 @@ import pytest
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.server import sse
 from routed_experts.server.http_protocol import LimitedProtocol
-from routed_experts.server.routing.store import KeptRows
+from routed_experts.server.routing.store import StoredRows
 from support.http_server import error_of, running, stream
 from support.serving import assert_idle, on_engine_thread
 
@@ -160,9 +160,9 @@ def keep_rows(server, name, num_bytes):
     )
     store, kept = (
         server.service.store,
-        KeptRows(record=record, token_ids=np.zeros(record.num_tokens, np.int32), owner=""),
+        StoredRows(record=record, token_ids=np.zeros(record.num_tokens, np.int32), owner=""),
     )
-    server.loop.call_soon_threadsafe(lambda: store.put(store.expect(name, owner="", choices=[0]), 0, kept))
+    server.loop.call_soon_threadsafe(lambda: store.fill(store.reserve(name, owner="", choices=[0]), 0, kept))
 
 
 HUGE = {
@@ -281,7 +281,7 @@ def test_a_broken_invariant_turns_the_server_degraded_and_it_goes_on_serving(eng
             engine, lambda core: core.scheduler.pages.allocator.allocate(1)
         )  # a page that nobody owns
         try:
-            server.service.integrity._next = 0  # a second has gone by
+            server.service.integrity._next_check = 0  # a second has gone by
             assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
             while (answer := server.client.get("/health")).status_code == 200:  # until it has looked
                 continue

@@ -13,7 +13,7 @@ from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.server.limits import INLINE_BYTES, MAX_UNKNOWN_NAMES, MAX_WAITING_PAUSES
 from routed_experts.server.routing import routes
-from routed_experts.server.routing.store import KeptRows
+from routed_experts.server.routing.store import StoredRows
 from support.http_server import error_of, stream
 from support.serving import on_engine_thread
 
@@ -91,13 +91,13 @@ def kept(num_rows):
         num_experts=256,
         version_spans=((0, num_rows, 0),),
     )
-    return KeptRows(record=record, token_ids=np.zeros(num_rows + 1, np.int32), owner="")
+    return StoredRows(record=record, token_ids=np.zeros(num_rows + 1, np.int32), owner="")
 
 
 @pytest.mark.parametrize("num_rows", [10, INLINE_BYTES])
 def test_rows_to_fetch_are_encoded_once_to_tell_of_them(server, seen, num_rows):
     store, rows = server.service.store, kept(num_rows)
-    server.loop.call_soon_threadsafe(lambda: store.put(store.expect("kept", owner="", choices=[0]), 0, rows))
+    server.loop.call_soon_threadsafe(lambda: store.fill(store.reserve("kept", owner="", choices=[0]), 0, rows))
     head = server.client.head("/v1/routing/kept")
     same = server.client.get("/v1/routing/kept", headers={"if-none-match": head.headers["etag"]})
     again = server.client.head("/v1/routing/kept")
@@ -153,7 +153,7 @@ def test_pauses_that_wait_keep_threads_from_nobody(server, engine):
         threads = [threading.Thread(target=pause) for _ in range(MAX_WAITING_PAUSES)]
         for thread in threads:
             thread.start()
-        while server.service.pause_executor.num_taken < MAX_WAITING_PAUSES:
+        while server.service.pause_executor.num_running < MAX_WAITING_PAUSES:
             assert server.client.get("/health/live").status_code == 200
         assert server.client.get("/metrics", timeout=5).status_code == 200
         assert server.post("/tokenize", {"prompt": "a", **FILLER}, timeout=5).status_code == 200

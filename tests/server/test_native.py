@@ -176,8 +176,8 @@ def test_an_id_in_use_is_a_conflict_and_an_abort_frees_it(server):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, "prompt"),
-        ({"text": "a", "input_ids": [1]}, "prompt"),
+        ({}, "text"),
+        ({"text": "a", "input_ids": [1]}, "text"),
         ({"input_ids": []}, "input_ids"),
         ({"input_ids": [1, [2]]}, "input_ids"),
         ({"text": "a", "sampling_params": {"max_new_token": 3}}, "max_new_token"),
@@ -192,7 +192,7 @@ def test_an_id_in_use_is_a_conflict_and_an_abort_frees_it(server):
         ({"text": "a", "rid": "../x"}, "rid"),
         ({"text": "a", "rid": "stats"}, "rid"),
         ({"text": "a", "stream": "yes"}, "stream"),
-        ({"text": []}, "prompt"),
+        ({"text": []}, "text"),
         ({"text": "a", "session_params": {"id": 1}}, "session_params"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 from routed_experts.core.errors import ConfigError
 from routed_experts.server.app import TABLE
-from routed_experts.server.body import _check_depth
+from routed_experts.server.body import check_depth
 from routed_experts.server.errors import ApiError
 from routed_experts.server.limits import HEADER_TIMEOUT_S, MAX_HEADER_BYTES, MAX_JSON_DEPTH, ServerSettings
 from support.http_server import error_of, running
@@ -205,7 +205,7 @@ def test_the_depth_is_that_of_the_json():
         text, deepest = json.dumps(said).encode(), depth_of(said)
         seen.add(deepest <= MAX_JSON_DEPTH)
         with contextlib.nullcontext() if deepest <= MAX_JSON_DEPTH else pytest.raises(ApiError, match="deeper"):
-            _check_depth(text)
+            check_depth(text)
     assert seen == {True, False}
 
 
@@ -218,7 +218,7 @@ def test_an_unended_string_costs_its_length(piece):
         text = b"[" * 65 + b"]" * 65 + b'"' + (piece * size)[:size]
         began = time.thread_time()
         with contextlib.suppress(ApiError):
-            _check_depth(text[65:] + b"[" * 65)  # enough brackets to be looked at, none of them deep
+            check_depth(text[65:] + b"[" * 65)  # enough brackets to be looked at, none of them deep
         return time.thread_time() - began
 
     assert cost(80_000) < 2
@@ -422,7 +422,7 @@ def test_while_it_starts_only_probes_answer():
 
 def test_while_it_drains_nothing_new_is_taken(engine):
     with running(engine) as server:
-        server.service.drain()
+        server.service.set_draining()
         for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
             assert error_of(server.post(path, body), 503)["code"] == "draining"
         assert server.client.get("/ready").status_code == 503 and server.client.get("/health/live").status_code == 200

@@ -5,7 +5,7 @@ import pytest
 
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.server.errors import ApiError
-from routed_experts.server.routing.store import KeptRows, RoutingStore
+from routed_experts.server.routing.store import RoutingStore, StoredRows
 
 
 class Clock:
@@ -27,11 +27,11 @@ def kept(rows=10, owner=""):
         num_experts=256,
         version_spans=((0, rows, 0),),
     )
-    return KeptRows(record=record, token_ids=np.zeros(rows + 1, np.int32), owner=owner)
+    return StoredRows(record=record, token_ids=np.zeros(rows + 1, np.int32), owner=owner)
 
 
-def new_store(*, max_bytes, clock, later=lambda seconds, call: None):
-    return RoutingStore(max_bytes=max_bytes, ttl_s=10, clock=clock, later=later)
+def new_store(*, max_bytes, clock, call_later=lambda seconds, call: None):
+    return RoutingStore(max_bytes=max_bytes, ttl_s=10, clock=clock, call_later=call_later)
 
 
 def code(call):
@@ -43,13 +43,13 @@ def code(call):
 def test_rows_live_for_their_seconds():
     clock = Clock()
     store = new_store(max_bytes=10_000, clock=clock)
-    entry = store.expect("a", owner="", choices=range(2))
+    entry = store.reserve("a", owner="", choices=range(2))
     assert code(lambda: store.get("a", 0, owner="")) == "routing_not_ready"
-    store.put(entry, 0, kept())
+    store.fill(entry, 0, kept())
     clock.now = 100  # not ended: it does not age
     assert store.get("a", 0, owner="").record.num_rows == 10
     assert code(lambda: store.get("a", 1, owner="")) == "routing_not_ready"
-    store.put(entry, 1, kept())
+    store.fill(entry, 1, kept())
     clock.now = 109.9
     assert store.nbytes == 2 * kept().nbytes and store.get("a", 1, owner="")
     clock.now = 110
@@ -59,11 +59,11 @@ def test_rows_live_for_their_seconds():
 
 def test_the_oldest_finished_make_room_and_live_ones_stay():
     store = new_store(max_bytes=3 * kept().nbytes, clock=Clock())
-    entry = store.expect("live", owner="", choices=range(2))
-    store.put(entry, 0, kept())
+    entry = store.reserve("live", owner="", choices=range(2))
+    store.fill(entry, 0, kept())
     for name in ("one", "two", "three"):
-        entry = store.expect(name, owner="", choices=range(1))
-        store.put(entry, 0, kept())
+        entry = store.reserve(name, owner="", choices=range(1))
+        store.fill(entry, 0, kept())
         assert store.nbytes <= 3 * kept().nbytes
     assert code(lambda: store.get("one", 0, owner="")) == "routing_not_found"
     assert store.get("two", 0, owner="") and store.get("three", 0, owner="") and store.get("live", 0, owner="")
@@ -71,30 +71,30 @@ def test_the_oldest_finished_make_room_and_live_ones_stay():
 
 def test_rows_that_cannot_fit_are_not_kept():
     store = new_store(max_bytes=kept().nbytes, clock=Clock())
-    entry = store.expect("big", owner="", choices=range(1))
-    store.put(entry, 0, kept(rows=100))
+    entry = store.reserve("big", owner="", choices=range(1))
+    store.fill(entry, 0, kept(rows=100))
     assert code(lambda: store.get("big", 0, owner="")) == "routing_not_found"
     assert store.nbytes == 0
 
 
 def test_a_request_without_an_answer_leaves_nothing():
     store = new_store(max_bytes=10_000, clock=Clock())
-    entry = store.expect("gone", owner="", choices=range(2))
-    store.put(entry, 0, kept())
-    store.forget(entry)
+    entry = store.reserve("gone", owner="", choices=range(2))
+    store.fill(entry, 0, kept())
+    store.release(entry)
     assert store.nbytes == 0
-    store.put(entry, 1, kept())
+    store.fill(entry, 1, kept())
     assert store.nbytes == 0 and code(lambda: store.get("gone", 0, owner="")) == "routing_not_found"
-    entry = store.expect("done", owner="", choices=range(1))
-    store.put(entry, 0, kept())
-    store.forget(entry)
+    entry = store.reserve("done", owner="", choices=range(1))
+    store.fill(entry, 0, kept())
+    store.release(entry)
     assert store.get("done", 0, owner="")
 
 
 def test_an_owner_is_the_key_that_asked():
     store = new_store(max_bytes=10_000, clock=Clock())
-    entry = store.expect("a", owner="me", choices=range(1))
-    store.put(entry, 0, kept(owner="me"))
+    entry = store.reserve("a", owner="me", choices=range(1))
+    store.fill(entry, 0, kept(owner="me"))
     assert code(lambda: store.get("a", 0, owner="you")) == "routing_of_another_key"
     assert code(lambda: store.delete("a", owner="")) == "routing_of_another_key"
     store.delete("a", owner="me")
@@ -103,25 +103,25 @@ def test_an_owner_is_the_key_that_asked():
 
 def test_an_id_that_is_used_again_belongs_to_the_newer_call():
     store = new_store(max_bytes=10_000, clock=Clock())
-    old = store.expect("a", owner="", choices=range(2))
-    store.put(old, 0, kept())
-    new = store.expect("a", owner="", choices=range(2))
-    store.put(old, 1, kept(rows=99))
-    store.forget(old)
+    old = store.reserve("a", owner="", choices=range(2))
+    store.fill(old, 0, kept())
+    new = store.reserve("a", owner="", choices=range(2))
+    store.fill(old, 1, kept(rows=99))
+    store.release(old)
     assert store.nbytes == 0 and code(lambda: store.get("a", 1, owner="")) == "routing_not_ready"
-    store.put(new, 0, kept(rows=7))
-    store.forget(old)
+    store.fill(new, 0, kept(rows=7))
+    store.release(old)
     assert store.get("a", 0, owner="").record.num_rows == 7
 
 
 def test_rows_go_when_their_time_is_over_though_nobody_asks():
     clock, timers = Clock(), []
-    store = new_store(max_bytes=10_000, clock=clock, later=lambda seconds, call: timers.append((seconds, call)))
-    store.put(store.expect("a", owner="", choices=[0]), 0, kept())
+    store = new_store(max_bytes=10_000, clock=clock, call_later=lambda seconds, call: timers.append((seconds, call)))
+    store.fill(store.reserve("a", owner="", choices=[0]), 0, kept())
     clock.now = 4
-    store.put(store.expect("b", owner="", choices=[0]), 0, kept())
-    live = store.expect("live", owner="", choices=[0, 1])
-    store.put(live, 0, kept())
+    store.fill(store.reserve("b", owner="", choices=[0]), 0, kept())
+    live = store.reserve("live", owner="", choices=[0, 1])
+    store.fill(live, 0, kept())
     ((seconds, call),) = timers
     assert seconds == 10, "one timer for all"
     clock.now = 10
@@ -135,7 +135,7 @@ def test_rows_go_when_their_time_is_over_though_nobody_asks():
 def test_only_expected_choices_are_kept_and_end_the_request():
     clock = Clock()
     store = new_store(max_bytes=10_000, clock=clock)
-    store.put(store.expect("a", owner="", choices=[1]), 1, kept())
+    store.fill(store.reserve("a", owner="", choices=[1]), 1, kept())
     assert store.get("a", 1, owner="") and code(lambda: store.get("a", 0, owner="")) == "routing_not_found"
     clock.now = 10
     assert code(lambda: store.get("a", 1, owner="")) == "routing_not_found"

@@ -84,7 +84,7 @@ def test_routes_that_no_router_takes_are_executed(engine, server):
 
 
 def test_many_tokens_are_scored_some_after_the_others(engine, server, monkeypatch):
-    monkeypatch.setattr("routed_experts.server.routing.score.SCORED_TOGETHER", len(TOKENS))
+    monkeypatch.setattr("routed_experts.server.routing.score.SCORE_CHUNK_TOKENS", len(TOKENS))
     told = score(server, token_ids=[TOKENS, OTHERS, TOKENS])["data"]
     for one, alone in zip(told, engine.score([TOKENS, OTHERS, TOKENS]), strict=True):
         np.testing.assert_allclose(one["logprobs"], alone.logprobs, atol=1e-5)
@@ -139,13 +139,13 @@ def test_where_nothing_is_recorded_nothing_is_replayed(server):
 
 
 def test_a_score_too_many_is_told_to_come_back(server):
-    room = server.service.scoring_room
-    room.num_taken += MAX_SCORING_CALLS
+    room = server.service.score_executor
+    room.num_running += MAX_SCORING_CALLS
     try:
         assert error_of(server.post("/v1/score", {"token_ids": TOKENS}), 503)["code"] == "too_many_requests"
     finally:
-        room.num_taken -= MAX_SCORING_CALLS
-    assert room.num_taken == 0 and score(server, token_ids=TOKENS)
+        room.num_running -= MAX_SCORING_CALLS
+    assert room.num_running == 0 and score(server, token_ids=TOKENS)
 
 
 def test_a_version_is_named_anew_and_old_prefixes_are_not_matched(tmp_path):

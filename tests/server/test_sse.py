@@ -33,7 +33,7 @@ def send_all(chunks, *, fail_on=None, hold=False):
                 raise OSError("the wire broke")
             sent.append(message)
 
-        stream = EventStream(events(), close=lambda: None, expire=lambda: None, timeout_s=20, headers={})
+        stream = EventStream(events(), on_close=lambda: None, on_timeout=lambda: None, timeout_s=20, headers={})
         await asyncio.wait_for(stream({"type": "http"}, receive, send), 20)
 
     asyncio.run(run())

@@ -45,7 +45,7 @@ def running(engine, **settings):
     of its own."""
     service = ServerState(ServerSettings(port=0, **{"stream_interval": 0.0, **settings}), model_path="tiny")
     if engine is not None:
-        service.serve(AsyncEngine(engine))
+        service.set_ready(AsyncEngine(engine))
     listener = bind(service.settings)
     app, gate = make_app(service, version="0")
     server = uvicorn.Server(server_config(app))

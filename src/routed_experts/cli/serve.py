@@ -1,7 +1,7 @@
-"""`routed-experts serve MODEL`: the HTTP server. Flags of the server are made from the fields of its settings.
+"""`routed-experts serve MODEL`: the HTTP server. A flag of the server sets the field of ServerSettings of its name.
 
-Keys may come from files or from the environment (ROUTED_EXPERTS_API_KEY, ROUTED_EXPERTS_ADMIN_API_KEY), so that they
-need not stand on a command line that others can read."""
+Keys may come from files or from the environment (ROUTED_EXPERTS_API_KEY, ROUTED_EXPERTS_ADMIN_API_KEY), because other
+users can read a command line."""
 
 import argparse
 import dataclasses
@@ -41,135 +41,137 @@ _DIALECTS, _FORMATS = ("sglang", "vllm021", "vllm"), ("int32", "npy", "list", "r
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `serve`. What is not given is left to the settings' own defaults."""
+    """Add the flags of `serve`. A flag that is absent leaves the default of the settings."""
     parser.add_argument("model_path", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="flags as YAML or JSON; those typed win"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="flags as YAML or JSON; flags on the command line win",
     )
     add_file_flags(parser)
 
 
 def add_file_flags(parser: argparse.ArgumentParser) -> None:
-    """Those that a file may name as well."""
+    """Add the flags that a --config file may name as well."""
     group = parser.add_argument_group("server")
 
-    def add(*flags: str, told: str, **taking: Any) -> None:
-        group.add_argument(*flags, default=argparse.SUPPRESS, help=told, **taking)
+    def add(*flags: str, text: str, **options: Any) -> None:
+        group.add_argument(*flags, default=argparse.SUPPRESS, help=text, **options)
 
-    add("--host", metavar="ADDRESS", told="default: 127.0.0.1")
-    add("--port", type=int, metavar="N", told="default: 30000; 0 lets the system choose")
-    add("--served-model-name", metavar="NAME", told="default: the name of the folder, or the Hugging Face id")
-    add("--api-key", metavar="KEY", told="needed on every route but the probes (also: --api-key-file)")
-    add("--api-key-file", type=Path, metavar="FILE", told="holds the key in its first line")
-    add("--admin-api-key", metavar="KEY", told="needed on admin routes (also: --admin-api-key-file)")
-    add("--admin-api-key-file", type=Path, metavar="FILE", told="holds the key in its first line")
-    add("--routed-experts-dialect", choices=_DIALECTS, told="what /v1 returns; default: sglang")
-    add("--routed-experts-format", choices=_FORMATS, told="default: the dialect's")
-    add("--routing-store-bytes", type=_size, metavar="BYTES", told="for format ref; default: 1GiB")
-    add("--routing-store-ttl", type=float, metavar="S", told="default: 600")
-    add("--metrics-compat", choices=("vllm", "sglang"), told="adds gauges under the other server's names")
-    add("--expert-metrics", action="store_true", told="a series for every expert of every layer in /metrics")
-    add("--cors-origin", metavar="URL", told="one origin that browsers may call from; default: none")
-    add("--request-timeout", type=float, metavar="S", told="default: 600")
-    add("--stream-interval", type=float, metavar="S", told="streams are told once in it; default: 0.025")
-    add("--max-body-bytes", type=_size, metavar="BYTES", told="default: 16MiB")
-    add("--shutdown-timeout", type=float, metavar="S", told="for running requests after SIGTERM; default: 30")
-    add(
-        "--stall-timeout",
-        type=float,
-        metavar="S",
-        told="without a step while requests run, /health is 503; default: 30",
-    )
-    add("--weights-root", metavar="DIR", told="weights may be updated from folders below it; default: none")
-    add("--strict-fields", action="store_true", told="refuse every unknown field of a body")
-    add("--log-level", choices=LOG_LEVELS, told="default: info")
-    add("--log-format", choices=("text", "json"), told="default: text")
+    add("--host", metavar="ADDRESS", text="default: 127.0.0.1")
+    add("--port", type=int, metavar="N", text="default: 30000; 0 lets the system choose")
+    add("--served-model-name", metavar="NAME", text="default: the name of the folder, or the Hugging Face id")
+    add("--api-key", metavar="KEY", text="required on every route except the probes (also: --api-key-file)")
+    add("--api-key-file", type=Path, metavar="FILE", text="has the key in its first line")
+    add("--admin-api-key", metavar="KEY", text="required on admin routes (also: --admin-api-key-file)")
+    add("--admin-api-key-file", type=Path, metavar="FILE", text="has the key in its first line")
+    add("--routed-experts-dialect", choices=_DIALECTS, text="what /v1 returns; default: sglang")
+    add("--routed-experts-format", choices=_FORMATS, text="default: the dialect's")
+    add("--routing-store-bytes", type=_size, metavar="BYTES", text="for format ref; default: 1GiB")
+    add("--routing-store-ttl", type=float, metavar="S", text="default: 600")
+    add("--metrics-compat", choices=("vllm", "sglang"), text="adds gauges under the other server's names")
+    add("--expert-metrics", action="store_true", text="a series for every expert of every layer in /metrics")
+    add("--cors-origin", metavar="URL", text="one origin that browsers may call from; default: none")
+    add("--request-timeout", type=float, metavar="S", text="default: 600")
+    add("--stream-interval", type=float, metavar="S", text="least time between two events of a stream; default: 0.025")
+    add("--max-body-bytes", type=_size, metavar="BYTES", text="default: 16MiB")
+    add("--shutdown-timeout", type=float, metavar="S", text="time for running requests after SIGTERM; default: 30")
+    stall = "/health is 503 after this time without a step while requests run; default: 30"
+    add("--stall-timeout", type=float, metavar="S", text=stall)
+    add("--weights-root", metavar="DIR", text="weights may be updated from folders below it; default: none")
+    add("--strict-fields", action="store_true", text="refuse every unknown field of a body")
+    add("--log-level", choices=LOG_LEVELS, text="default: info")
+    add("--log-format", choices=("text", "json"), text="default: text")
     add_engine_flags(parser, leave_out=())
     add_expert_flags(parser)
     add_placement_flags(parser)
 
 
 def run(options: argparse.Namespace, start_time: float) -> int:
-    """Serve until SIGTERM (0) or the engine's death (3)."""
+    """Serve until SIGTERM (exit code 0) or the death of the engine (3)."""
     if "config" in options:
         options = with_config(options, options.config, add_file_flags)
-    args, shared = (
-        ServerArgs(**engine_args(options)),
-        {"experts": expert_args(options), "placement": placement_args(options)},
-    )
+    args = ServerArgs(**engine_args(options))
+    expert_groups = {"experts": expert_args(options), "placement": placement_args(options)}
     if args.model_path is None:
         raise ConfigError("no model was named; say routed-experts serve MODEL")
     _set_up_logs(vars(options).get("log_level", "info"), vars(options).get("log_format", "text"))
     try:
         limits = importlib.import_module("routed_experts.server.limits")
         run_module = importlib.import_module("routed_experts.server.run")
-        service_module = importlib.import_module("routed_experts.server.state")
+        state_module = importlib.import_module("routed_experts.server.state")
     except ImportError as error:
         raise missing_library(error, purpose="serve", extra="serve") from error
     names = {field.name for field in dataclasses.fields(limits.ServerSettings)}
-    said = {name: value for name, value in vars(options).items() if name in names}
-    settings = limits.ServerSettings(
-        **said, **{name: key for name in _KEYS if name not in said and (key := _key(options, name))}
-    )
+    values = {name: value for name, value in vars(options).items() if name in names}
+    values |= {name: key for name in _KEYS if name not in values and (key := _key(options, name))}
+    settings = limits.ServerSettings(**values)
     if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.api_key is None:
         print(
             f"{PROGRAM} serve: warning: {settings.host} is no loopback address, and there is no --api-key",
             file=sys.stderr,
         )
-    local_folder(args.model_path)  # a name that is neither a folder nor an id fails before anything starts
+    local_folder(args.model_path)  # raises for a name that is neither a folder nor an id, before anything starts
     listener = run_module.bind(settings)
-    service: ServerState = service_module.ServerState(settings, model_path=args.model_path)
+    server: ServerState = state_module.ServerState(settings, model_path=args.model_path)
 
-    def ready() -> None:
-        print(_ready_line(service, time.perf_counter() - start_time, run_module.url_of(listener)), flush=True)
+    def print_ready() -> None:
+        print(_ready_line(server, time.perf_counter() - start_time, run_module.url_of(listener)), flush=True)
 
     process = run_module.ServerProcess(
-        service, listener, version=version(), load=lambda: _load(args, shared, service, start_time), on_ready=ready
+        server,
+        listener,
+        version=version(),
+        load=lambda: _load(args, expert_groups, server, start_time),
+        on_ready=print_ready,
     )
     code = process.run()
-    if service.health().state == "starting":  # the loading thread is in the compiler, and cannot be asked to stop
+    if server.health().state == "starting":  # the loading thread may be in the compiler, which cannot be interrupted
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
 
 
-def _load(args: ServerArgs, shared: dict[str, Any], service: "ServerState", start_time: float) -> "AsyncEngine":
-    """Start JAX and build the engine, a line a phase on standard error. `shared`: where its experts are."""
+def _load(args: ServerArgs, expert_groups: dict[str, Any], server: "ServerState", start_time: float) -> "AsyncEngine":
+    """Start JAX and build the engine; print one line for each phase on standard error. `expert_groups`: the offload and
+    the placement of experts."""
     start_jax(default_platform=None)
-    _say_phase(service, "import", time.perf_counter() - start_time, "Python and JAX")
+    _log_phase(server, "import", time.perf_counter() - start_time, "Python and JAX")
     from routed_experts.engine.async_engine import AsyncEngine
     from routed_experts.engine.engine import Engine
 
     def on_phase(phase: "Phase") -> None:
-        _say_phase(service, phase.name, phase.seconds, phase.detail)
+        _log_phase(server, phase.name, phase.seconds, phase.detail)
         for line in phase.lines:
             print(f"  {line}", file=sys.stderr, flush=True)
 
-    bar = load_bar if sys.stderr.isatty() else None
-    return AsyncEngine(Engine(**dataclasses.asdict(args), **shared, on_phase=on_phase, on_load=bar, self_check=True))
+    on_load = load_bar if sys.stderr.isatty() else None
+    return AsyncEngine(
+        Engine(**dataclasses.asdict(args), **expert_groups, on_phase=on_phase, on_load=on_load, self_check=True)
+    )
 
 
-def _say_phase(service: "ServerState", name: str, seconds: float, detail: str) -> None:
-    service.phase(f"after {name}")
+def _log_phase(server: "ServerState", name: str, seconds: float, detail: str) -> None:
+    server.set_phase(f"after {name}")
     print(f"{name:<12}{seconds:7.2f} s  {detail}", file=sys.stderr, flush=True)
 
 
-def _ready_line(service: "ServerState", seconds: float, url: str) -> str:
-    """The last line of start-up: what is served, and where."""
-    door = service.door
-    capture = door.capture
-    shape = "capture off"
-    if capture is not None:
-        moe = f"{capture.num_hidden_layers} layers ({capture.num_moe_layers} MoE) × {capture.num_experts} experts top-{capture.top_k}"
-        shape = f"{moe} · {door.kv_tokens:,} KV tokens · capture on"
-    else:
-        shape = f"{door.kv_tokens:,} KV tokens · {shape}"
-    return f"ready in {seconds:.1f} s · {shape} · {url}"
+def _ready_line(server: "ServerState", seconds: float, url: str) -> str:
+    """Return the last line of start-up: what is served, and where."""
+    engine = server.engine
+    capture, tokens = engine.capture, f"{engine.kv_tokens:,} KV tokens"
+    if capture is None:
+        return f"ready in {seconds:.1f} s · {tokens} · capture off · {url}"
+    layers = f"{capture.num_hidden_layers} layers ({capture.num_moe_layers} MoE)"
+    experts = f"{capture.num_experts} experts top-{capture.top_k}"
+    return f"ready in {seconds:.1f} s · {layers} × {experts} · {tokens} · capture on · {url}"
 
 
 def _key(options: argparse.Namespace, name: str) -> str | None:
-    """A key from its file or from the environment."""
+    """Return a key from its file or from the environment."""
     file: Path | None = getattr(options, f"{name}_file", None)
     if file is None:
         return os.environ.get(f"ROUTED_EXPERTS_{name.upper()}")
@@ -180,7 +182,7 @@ def _key(options: argparse.Namespace, name: str) -> str | None:
 
 
 def _size(text: str) -> int:
-    """Bytes, with a unit if you like: 16MiB, 1GiB, 4096."""
+    """Parse a number of bytes, with or without a unit: 16MiB, 1GiB, 4096."""
     for unit, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)):
         if text.endswith(unit):
             return int(text.removesuffix(unit)) * factor
@@ -191,23 +193,23 @@ class _JsonLines(logging.Formatter):
     """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Write one record."""
-        said = {
+        """Return one record as JSON."""
+        fields = {
             "time": self.formatTime(record),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said, ensure_ascii=False)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
 
 
-def _set_up_logs(level: str, form: str) -> None:
-    """Logs go to standard error; libraries are heard from warnings on."""
+def _set_up_logs(level: str, log_format: str) -> None:
+    """Log to standard error; libraries from level WARNING."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        _JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        _JsonLines() if log_format == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]

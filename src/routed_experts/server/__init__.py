@@ -1,2 +1,14 @@
-"""HTTP: the dialects of OpenAI, SGLang and vLLM over one engine. Needs routed-experts[serve]; knows the engine by its
-doors."""
+"""HTTP server over one engine: the routes of OpenAI, SGLang and vLLM. Needs the extra `serve`.
+
+One chat completion: http_protocol -> middleware -> app -> openai/chat -> state -> AsyncEngine -> generation_handler and
+openai/handler -> sse.
+
+    run                      one process: bind, load, serve, drain, exit
+    http_protocol            connections and their limits
+    middleware               keys, request ids, error responses, access log
+    app, openapi             table of routes and its description
+    openai/ sglang/ vllm/    one dialect each: body -> GenerateReqInput, outputs -> JSON
+    routing/                 rows in responses and by reference, scores, expert counts
+    admin/                   weights, pause, health, metrics
+    state, generation_handler, body, protocol, chat_template, sse, errors, executors, limits     shared by the routes
+    playground               the page at /"""

@@ -1,4 +1,4 @@
-"""The table of routes, and the app around it. Knows what each route is called, not what it does."""
+"""The table of routes, and the ASGI app that serves them."""
 
 import dataclasses
 from collections.abc import Awaitable, Callable
@@ -11,6 +11,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from routed_experts.server.admin import control_routes, info_routes
+from routed_experts.server.body import json_response
 from routed_experts.server.middleware import RequestMiddleware, check_admin
 from routed_experts.server.openai.chat import chat_completions
 from routed_experts.server.openai.completions import completions
@@ -29,8 +30,7 @@ from routed_experts.server.protocol import (
     UpdateWeightsRequest,
     UpdateWeightVersionRequest,
 )
-from routed_experts.server.reply import json_reply
-from routed_experts.server.routing import routes
+from routed_experts.server.routing import routes as routing_routes
 from routed_experts.server.routing.score import score
 from routed_experts.server.sglang.generate import generate
 from routed_experts.server.state import ServerState
@@ -41,8 +41,8 @@ Handler = Callable[[Request, ServerState], Awaitable[Response]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One path: its methods, its handler and the struct of its body, if it takes one. `admin`: with an admin key, that
-    one alone."""
+    """One route: path, methods, handler and the struct of its body. `admin`: needs the admin key, if there is one;
+    `query`: names of query parameters; `etag`: the response may be 304."""
 
     path: str
     methods: tuple[str, ...]
@@ -50,6 +50,7 @@ class Entry:
     body: type[Struct] | None = None
     admin: bool = False
     query: tuple[str, ...] = ()
+    etag: bool = False
 
 
 TABLE = (
@@ -62,10 +63,10 @@ TABLE = (
     Entry("/tokenizer_info", ("GET",), tokenize.tokenizer_info),
     Entry("/v1/models", ("GET",), info_routes.models),
     Entry("/v1/models/{name:path}", ("GET",), info_routes.model),
-    Entry("/v1/routing/stats", ("GET",), routes.stats),
-    Entry("/v1/routing/reset", ("POST",), routes.reset),
-    Entry("/v1/routing/{name}", ("GET",), routes.fetch, query=("format", "choice")),
-    Entry("/v1/routing/{name}", ("DELETE",), routes.delete),
+    Entry("/v1/routing/stats", ("GET",), routing_routes.stats, etag=True),
+    Entry("/v1/routing/reset", ("POST",), routing_routes.reset),
+    Entry("/v1/routing/{name}", ("GET",), routing_routes.fetch, query=("format", "choice"), etag=True),
+    Entry("/v1/routing/{name}", ("DELETE",), routing_routes.delete),
     Entry("/get_model_info", ("GET",), info_routes.model_info),
     Entry("/model_info", ("GET",), info_routes.model_info),
     Entry("/get_server_info", ("GET",), info_routes.server_info),
@@ -98,61 +99,63 @@ TABLE = (
 )
 
 
-def make_app(service: ServerState, *, version: str) -> tuple[ASGIApp, RequestMiddleware]:
-    """The whole app, and the gate that counts its open requests."""
-    described = [Operation(one.path, one.methods, one.handler.__doc__ or "", one.body, one.query) for one in TABLE]
-    document = openapi_document(described, version=version)
+def make_app(server: ServerState, *, version: str) -> tuple[ASGIApp, RequestMiddleware]:
+    """Build the app, and return its RequestMiddleware too, which counts the open requests."""
+    operations = [
+        Operation(entry.path, entry.methods, entry.handler.__doc__ or "", entry.body, entry.query, etag=entry.etag)
+        for entry in TABLE
+    ]
+    document = openapi_document(operations, version=version)
+    page = make_page()
 
     async def openapi(request: Request) -> Response:
-        return json_reply(document)
+        return json_response(document)
 
-    async def told_version(request: Request) -> Response:
-        return json_reply({"version": version})
-
-    page = make_page()
+    async def get_version(request: Request) -> Response:
+        return json_response({"version": version})
 
     async def root(request: Request) -> Response:
         return page
 
-    routes = [Route(one.path, _bound(one, service), methods=list(one.methods)) for one in _merged()]
+    routes = [Route(path, _endpoint(entries, server), methods=_methods(entries)) for path, entries in _by_path()]
     routes += [
-        Route(path, told, methods=["GET"])
-        for path, told in (("/", root), ("/openapi.json", openapi), ("/version", told_version))
+        Route("/", root, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
+        Route("/version", get_version, methods=["GET"]),
     ]
-    gate = RequestMiddleware(Router(routes, redirect_slashes=False), service.settings, on_idle=service.on_idle)
-    origin = service.settings.cors_origin
+    middleware = RequestMiddleware(Router(routes, redirect_slashes=False), server.settings, on_idle=server.on_idle)
+    origin = server.settings.cors_origin
     if origin is None:
-        return gate, gate
-    exposed = ["X-Request-Id", "X-Ignored-Params", "X-Routed-Experts-Info", "ETag", "Content-Range"]
-    methods = ["GET", "POST", "PUT", "DELETE"]
-    headers = ["Authorization", "Content-Type", "X-Request-Id", "Range", "If-Range"]
+        return middleware, middleware
     app = CORSMiddleware(
-        gate, allow_origins=[origin], allow_methods=methods, allow_headers=headers, expose_headers=exposed
+        middleware,
+        allow_origins=[origin],
+        allow_methods=["GET", "POST", "PUT", "DELETE"],
+        allow_headers=["Authorization", "Content-Type", "X-Request-Id", "Range", "If-Range"],
+        expose_headers=["X-Request-Id", "X-Ignored-Params", "X-Routed-Experts-Info", "ETag", "Content-Range"],
     )
-    return app, gate
+    return app, middleware
 
 
-def _merged() -> tuple[Entry, ...]:
-    """Entries of one path as one, so that a wrong method is 405 with every right one named."""
+def _by_path() -> list[tuple[str, list[Entry]]]:
+    """Group the entries by path, so that a wrong method is 405 with every right one named."""
     by_path: dict[str, list[Entry]] = {}
     for entry in TABLE:
         by_path.setdefault(entry.path, []).append(entry)
-    return tuple(entries[0] if len(entries) == 1 else _joined(entries) for entries in by_path.values())
+    return list(by_path.items())
 
 
-def _joined(entries: list[Entry]) -> Entry:
-    handlers = {method: entry.handler for entry in entries for method in entry.methods}
-
-    async def dispatch(request: Request, service: ServerState) -> Response:
-        return await handlers["GET" if request.method == "HEAD" else request.method](request, service)
-
-    return Entry(entries[0].path, tuple(handlers), dispatch, admin=any(entry.admin for entry in entries))
+def _methods(entries: list[Entry]) -> list[str]:
+    return [method for entry in entries for method in entry.methods]
 
 
-def _bound(entry: Entry, service: ServerState) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(entries: list[Entry], server: ServerState) -> Callable[[Request], Awaitable[Response]]:
+    by_method = {method: entry for entry in entries for method in entry.methods}
+
     async def endpoint(request: Request) -> Response:
+        entry = by_method["GET" if request.method == "HEAD" else request.method]
         if entry.admin:
-            check_admin(request.scope)
-        return await entry.handler(request, service)
+            check_admin(request)
+        return await entry.handler(request, server)
 
     return endpoint

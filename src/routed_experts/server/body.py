@@ -1,54 +1,162 @@
-"""A request's body: read within its limits, decoded, and turned into a struct. Knows no engine."""
+"""JSON bodies: read a request body within its limits, check its field names, decode it into a struct; write a response.
+
+Every route refuses misspelled, reserved and unsupported fields; fields without effect are named in X-Ignored-Params. A
+field that is null counts as absent, whatever its name."""
 
 import asyncio
 import dataclasses
 import re
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
-from routed_experts.server.errors import ApiError
+from routed_experts.core.error_text import nearest_name, short_repr
+from routed_experts.server.errors import ApiError, ClientGone
 from routed_experts.server.executors import run_in_thread_if_large
-from routed_experts.server.fields import screen
-from routed_experts.server.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH
+from routed_experts.server.limits import (
+    BODY_TIMEOUT_S,
+    MAX_JSON_DEPTH,
+    MAX_NAMED_FIELDS,
+    MAX_UNKNOWN_NAMES,
+    ServerSettings,
+)
 
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
-_BRACKETS = re.compile(
-    rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL
-)  # possessive: a string that never ends is read once
+# Fields of other servers that would change the output and are not supported: refused, but for these values.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "suffix": ("",),
+        "best_of": (1,),
+        "use_beam_search": (False,),
+        "chat_template": (),
+        "continue_final_message": (False,),
+        "prompt_embeds": (),
+        "input_embeds": (),
+        "prompt_logprobs": (),
+        "truncate_prompt_tokens": (),
+        "allowed_token_ids": ([],),
+        "bad_words": ([],),
+        "return_tokens_as_token_ids": (False,),
+        "return_hidden_states": (False,),
+        "token_ids_logprob": ([],),
+        "image_data": ([], ""),
+        "audio_data": ([], ""),
+        "video_data": ([], ""),
+        "image_url": (),
+        "modalities": (["text"], []),
+        "audio": (),
+        "lora_path": ("", []),
+        "lora_request": (),
+        "custom_logit_processor": ("",),
+        "logits_processors": ([],),
+        "session_params": ({},),
+        "documents": ([],),
+        "web_search_options": (),
+        "prediction": (),
+        "structured_outputs": (),
+        "json_schema": ("",),
+        "regex": ("",),
+        "ebnf": ("",),
+        "stop_regex": ([], ""),
+        "structural_tag": ("",),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "kv_transfer_params": (),
+    }
+)
+# Fields that clients of other servers always send. They have no effect and are never taken for a typo.
+IGNORED = frozenset(
+    (
+        "user store metadata parallel_tool_calls service_tier safety_identifier prompt_cache_key "
+        "prompt_cache_retention verbosity  reasoning_effort reasoning priority spaces_between_special_tokens "
+        "length_penalty early_stopping custom_params return_logprobs_text  logprobs_mode log_metrics "
+        "include_reasoning separate_reasoning stream_reasoning mm_processor_kwargs modalities_config background "
+        "data_parallel_rank bootstrap_host bootstrap_port bootstrap_room return_bytes stream_interval "
+        "repetition_detection no_logs  chat_template_content_format return_prompt_token_ids return_meta_info"
+    ).split()
+)
+_RESERVED = ("routed_", "return_rout")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# The quantifier is possessive, so that a string without an end is scanned once.
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _JSON_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`")
-
-
-class ClientGone(Exception):
-    """The client closed the connection before it was answered."""
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Struct_co = TypeVar("_Struct_co", bound=msgspec.Struct, covariant=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Body(Generic[_Struct]):
-    """A decoded body, the names in it that have no effect, and its size."""
+class ParsedBody(Generic[_Struct_co]):
+    """A decoded body, the fields in it that have no effect, and its size."""
 
-    value: _Struct
+    value: _Struct_co
     ignored: list[str]
     num_bytes: int
 
 
-async def read_struct(
-    request: Request, kind: type[_Struct], *, max_bytes: int, strict: bool, empty: bool = False
-) -> Body[_Struct]:
-    """Read a JSON body. `empty`: none at all means {}. Raises ApiError: 400 (with the path in the JSON), 408, 413 or
+async def read_body(
+    request: Request, kind: type[_Struct], settings: ServerSettings, *, allow_empty: bool = False
+) -> ParsedBody[_Struct]:
+    """Read a JSON body. `allow_empty`: no body means {}. Raises ApiError: 400 (with the path in the JSON), 408, 413 or
     415."""
-    raw = await _read(request, max_bytes)
-    if not raw.strip() and empty:
-        return Body(kind(), [], 0)
+    raw = await _read(request, settings.max_body_bytes)
+    if not raw.strip() and allow_empty:
+        return ParsedBody(kind(), [], 0)
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
-        text = (
-            f"content-type is {media[:60]!r}; wanted application/json; send the header Content-Type: application/json"
-        )
+        text = f"content-type is {media[:60]!r}, not application/json; send the header Content-Type: application/json"
         raise ApiError(text, status=415, code="unsupported_media_type")
-    return await run_in_thread_if_large(len(raw), lambda: _decode(raw, kind, strict))
+    return await run_in_thread_if_large(len(raw), lambda: _decode(raw, kind, strict=settings.strict_fields))
+
+
+def json_response(body: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Build a response with a JSON body; numbers that JSON cannot express become null."""
+    return Response(msgspec.json.encode(body), status_code=status, headers=headers, media_type="application/json")
+
+
+def check_fields(
+    fields: Mapping[str, object], known: Collection[str], *, strict: bool
+) -> tuple[dict[str, object], list[str]]:
+    """Split a body into its known fields and the names of fields without effect.
+
+    Raises ApiError (400) for a misspelled, reserved or unsupported field; with `strict` for every unknown field."""
+    values = {name: value for name, value in fields.items() if value is not None and name in known}
+    others = {name: value for name, value in fields.items() if value is not None and name not in known}
+    if len(others) > MAX_UNKNOWN_NAMES:
+        text = f"{len(others)} fields of the body are unknown, above the limit of {MAX_UNKNOWN_NAMES}; leave them out"
+        raise ApiError(text, status=400, code="too_many_fields")
+    for name, value in others.items():
+        if name in UNSUPPORTED:
+            if not any(type(value) is type(harmless) and value == harmless for harmless in UNSUPPORTED[name]):
+                text = f"{name}={short_repr(value)} is not supported by this server; leave it out"
+                raise ApiError(text, status=400, code="unsupported_parameter", param=name)
+        elif strict or name not in IGNORED:
+            _check_unknown(name, known, strict=strict)
+    return values, list(others)
+
+
+def ignored_params_header(ignored: Collection[str]) -> dict[str, str]:
+    """Build the response header that names the fields without effect."""
+    names = [name for name in ignored if _NAME.fullmatch(name)][:MAX_NAMED_FIELDS]
+    return {"X-Ignored-Params": ", ".join(names)} if names else {}
+
+
+def _check_unknown(name: str, known: Collection[str], *, strict: bool) -> None:
+    nearest = nearest_name(name, known)
+    if strict or nearest is not None or name.startswith(_RESERVED):
+        fix = f"did you mean {nearest}?" if nearest else "leave it out"
+        text = f"{short_repr(name)} is no parameter of this route; {fix}"
+        raise ApiError(text, status=400, code="unknown_field", param=name[:64])
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
@@ -64,61 +172,57 @@ async def _read(request: Request, max_bytes: int) -> bytes:
                 if size > max_bytes:
                     raise _too_large(max_bytes)
                 chunks.append(chunk)
-    except ClientDisconnect as gone:
-        raise ClientGone from gone
-    except TimeoutError as late:
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    except TimeoutError as error:
         text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it at once"
-        raise ApiError(text, status=408, code="body_timeout") from late
+        raise ApiError(text, status=408, code="body_timeout") from error
     return b"".join(chunks)
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(
-        f"the body is above the limit of {max_bytes} bytes; send less (--max-body-bytes)",
-        status=413,
-        code="body_too_large",
-    )
+    text = f"the body is above the limit of {max_bytes} bytes; send less (--max-body-bytes)"
+    return ApiError(text, status=413, code="body_too_large")
 
 
-def _decode(raw: bytes, kind: type[_Struct], strict: bool) -> Body[_Struct]:
-    _check_depth(raw)
+def _decode(raw: bytes, kind: type[_Struct], *, strict: bool) -> ParsedBody[_Struct]:
+    check_depth(raw)
     try:
-        said = msgspec.json.decode(raw)
+        decoded = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = f"the body is no JSON ({error}); send a JSON object in UTF-8"
         raise ApiError(text, status=400, code="invalid_json") from error
-    if not isinstance(said, dict):
-        text = f"the body is a JSON {type(said).__name__}; wanted an object"
+    if not isinstance(decoded, dict):
+        text = f"the body is a JSON {type(decoded).__name__}; send an object"
         raise ApiError(text, status=400, code="invalid_json")
-    kept, ignored = screen(cast("dict[str, Any]", said), kind.__struct_fields__, strict=strict)
-    return Body(_convert(kept, kind), ignored, len(raw))
+    values, ignored = check_fields(cast("dict[str, Any]", decoded), kind.__struct_fields__, strict=strict)
+    return ParsedBody(_convert(values, kind), ignored, len(raw))
 
 
-def _convert(kept: dict[str, object], kind: type[_Struct]) -> _Struct:
+def _convert(values: dict[str, object], kind: type[_Struct]) -> _Struct:
     try:
-        return msgspec.convert(kept, kind, strict=True)
+        return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:
-        found = _JSON_PATH.search(str(error))
-        path = found[1] if found else ""
+        match = _JSON_PATH.search(str(error))
+        path = match[1] if match else ""
         text = f"{path or 'the body'}: {_JSON_PATH.sub('', str(error))}; correct the value"
         missing = _MISSING.search(str(error))
         param = re.split(r"[.\[]", path, maxsplit=1)[0] or (missing[1] if missing else None)
         raise ApiError(text, status=400, code="invalid_request", param=param) from error
     except (OverflowError, RecursionError) as error:
-        raise ApiError(
-            f"the body holds a number that is too large ({error})", status=400, code="invalid_request"
-        ) from error
+        text = f"the body holds a number that is too large ({error})"
+        raise ApiError(text, status=400, code="invalid_request") from error
 
 
-def _check_depth(raw: bytes) -> None:
-    """Refuse nesting beyond the limit, in one pass over the brackets outside strings."""
+def check_depth(raw: bytes) -> None:
+    """Raise ApiError for JSON that nests too deep, in one pass over the brackets outside strings."""
     if raw.count(b"[") + raw.count(b"{") <= MAX_JSON_DEPTH:
         return
     depth = 0
     for match in _BRACKETS.finditer(raw):
-        mark = match[0]
-        depth += mark in (b"[", b"{")
-        depth -= mark in (b"]", b"}")
+        bracket = match[0]
+        depth += bracket in (b"[", b"{")
+        depth -= bracket in (b"]", b"}")
         if depth > MAX_JSON_DEPTH:
             text = f"the body nests deeper than {MAX_JSON_DEPTH} levels; send it flatter"
             raise ApiError(text, status=400, code="invalid_json")

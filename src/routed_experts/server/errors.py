@@ -1,9 +1,11 @@
-"""Errors as clients see them: {"error": {message, type, param, code}} and a status. Knows nothing of where they arise.
+"""Errors as clients see them: {"error": {message, type, param, code}} and a status.
 
-A message is one line of at most 1 kB, and never holds a path, an address or a traceback."""
+A message is one line of at most 1 kB, without file paths, addresses or tracebacks."""
 
+import contextlib
 import dataclasses
 import re
+from collections.abc import Generator, Mapping
 
 from routed_experts.core.errors import InvalidRequestError, RoutedExpertsError
 from routed_experts.server.limits import MAX_ERROR_CHARS, RETRY_AFTER_S
@@ -17,7 +19,8 @@ _TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-_STATUS_OF_CODE = {"duplicate_request_id": 409, "routing_not_found": 404, "routing_not_ready": 409}
+_STATUS_BY_CODE = {"duplicate_request_id": 409, "routing_not_found": 404, "routing_not_ready": 409}
+_MAX_PARAM_CHARS = 64
 _PATH = re.compile(r"(?<![\w.])(?:/[\w.@+-]+){2,}/?")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
@@ -30,8 +33,12 @@ class ApiError(RoutedExpertsError):
         self.status, self.code, self.param = status, code, param
 
 
+class ClientGone(Exception):
+    """The client closed the connection before the response was complete."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class ErrorAnswer:
+class ErrorResponse:
     """Status, body and headers of an error."""
 
     status: int
@@ -39,21 +46,33 @@ class ErrorAnswer:
     headers: dict[str, str]
 
 
-def answer_of(error: BaseException) -> ErrorAnswer:
-    """What a client is told of an exception; of one that is not ours, only that it happened."""
+def to_response(error: BaseException) -> ErrorResponse:
+    """Build the response for an exception; one that is not ours becomes a 500 without its text."""
     if not isinstance(error, RoutedExpertsError):
-        return _answer(500, "the server met an error of its own; its log has the cause", "internal_error", None)
-    status = _STATUS_OF_CODE.get(error.code, error.status)
+        return _response(500, "internal error; the server log has the cause", "internal_error", None)
+    status = _STATUS_BY_CODE.get(error.code, error.status)
     param = error.param if isinstance(error, InvalidRequestError | ApiError) else None
-    return _answer(status, str(error), error.code, param)
+    return _response(status, str(error), error.code, param)
 
 
-def busy(message: str, *, code: str) -> ApiError:
-    """503: try again soon."""
+def unavailable(message: str, *, code: str) -> ApiError:
+    """Build a 503, which tells the client to try again soon."""
     return ApiError(message, status=503, code=code)
 
 
-def _answer(status: int, message: str, code: str, param: str | None) -> ErrorAnswer:
+@contextlib.contextmanager
+def field_names(fields: Mapping[str, str]) -> Generator[None]:
+    """Rename the parameter of an InvalidRequestError. `fields`: the engine's parameter -> the field of this route."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        field = fields.get(error.param or "")
+        if field is None:
+            raise
+        raise error.renamed(field) from error
+
+
+def _response(status: int, message: str, code: str, param: str | None) -> ErrorResponse:
     line = _ADDRESS.sub("<address>", _PATH.sub("<path>", " ".join(message.split())))
     line = line.encode("utf-8", "replace").decode()
     if len(line) > MAX_ERROR_CHARS:
@@ -62,5 +81,5 @@ def _answer(status: int, message: str, code: str, param: str | None) -> ErrorAns
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    told = param[:64].encode("utf-8", "replace").decode() if param else None
-    return ErrorAnswer(status, {"error": {"message": line, "type": kind, "param": told, "code": code}}, headers)
+    field = param[:_MAX_PARAM_CHARS].encode("utf-8", "replace").decode() if param else None
+    return ErrorResponse(status, {"error": {"message": line, "type": kind, "param": field, "code": code}}, headers)

@@ -1,7 +1,7 @@
-"""GenerationHandler: what every call of an engine over HTTP does, from its checked requests to its end: wait or stream, keep
-rows, count. Knows no dialect."""
+"""GenerationHandler: one call that generates, from its validated requests to its end; base of each dialect's handler.
 
-import dataclasses
+It submits the requests, waits or streams, stores rows that will be fetched, counts, and aborts what has no client."""
+
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -9,112 +9,122 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from routed_experts.core.io_struct import StrOut, FinishReason, TokenizedGenerateReqInput
+from routed_experts.core.error_text import short_repr
+from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.io_struct import FinishReason, StrOut, TokenizedGenerateReqInput
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.server.admin.metrics import EndedRequest
+from routed_experts.server.admin.metrics import FinishedRequest
+from routed_experts.server.errors import field_names
 from routed_experts.server.limits import MAX_BACKLOG
-from routed_experts.server.routing.response import check_list, payload_bytes, to_stored
+from routed_experts.server.routing.response import check_list_format, payload_bytes, to_stored
 from routed_experts.server.routing.store import StoreEntry
-from routed_experts.server.sse import EventStream, RequestTimeout, watched
+from routed_experts.server.sse import EventStream, RequestTimeout, run_until_disconnect
 from routed_experts.server.state import ServerState
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallName:
-    """Whose call it is. `owner`: digest of the key; `headers`: of the answer."""
-
-    request_id: str
-    owner: str
-    headers: Mapping[str, str]
-
-
 class GenerationHandler(ABC):
-    """One call. Event loop only."""
+    """One call. `owner`: digest of its key; `fields`: the dialect's names of the engine's parameters, for errors;
+    `headers`: of the response. Event loop only."""
 
-    def __init__(self, service: ServerState, requests: Sequence[TokenizedGenerateReqInput], name: CallName) -> None:
-        check_list(requests, service.door.capture)
-        self._service, self._requests, self._name = service, requests, name
-        self._call = service.accepting_engine.generate(requests, max_backlog=MAX_BACKLOG)
-        self._began = time.monotonic()
-        self._first: dict[int, float] = {}
-        self._kept: StoreEntry | None = None
+    def __init__(
+        self,
+        server: ServerState,
+        requests: Sequence[TokenizedGenerateReqInput],
+        *,
+        request_id: str,
+        owner: str,
+        fields: Mapping[str, str],
+        headers: Mapping[str, str],
+    ) -> None:
+        check_list_format(requests, server.engine.capture)
+        self._server, self._requests = server, requests
+        self._request_id, self._owner, self._fields, self._headers = request_id, owner, fields, headers
+        self._generation = server.accepting_engine.generate(requests, max_backlog=MAX_BACKLOG)
+        self._start_time = time.monotonic()
+        self._first_token_s: dict[int, float] = {}  # by index of the request
+        self._store_entry: StoreEntry | None = None
 
     @abstractmethod
-    async def _whole(self) -> Response:
-        """The answer, once all of it is there."""
+    async def _full_response(self) -> Response:
+        """Build the response of a call that does not stream."""
 
     @abstractmethod
     def _chunks(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes."""
+        """Yield the events of a call that streams."""
 
-    async def plain(self, request: Request) -> Response:
-        """Wait for all of the answer."""
+    async def respond(self, request: Request, *, stream: bool) -> Response:
+        """Run the call: wait for all of it, or until it is accepted and can be streamed."""
+        timeout_s = self._server.settings.request_timeout
+        has_started = False
         try:
-            return await watched(request, self._whole(), timeout_s=self._service.settings.request_timeout)
+            if not stream:
+                return await run_until_disconnect(request, self._submit_and_wait(), timeout_s=timeout_s)
+            await run_until_disconnect(request, self._submit(), timeout_s=timeout_s)
+            has_started = True
         except RequestTimeout:
-            self.expire()
+            self.timeout()
             raise
         finally:
-            self.close()
-
-    async def stream(self, request: Request) -> Response:
-        """Wait until the call is accepted, then answer chunk by chunk."""
-        timeout = self._service.settings.request_timeout
-        try:
-            await watched(request, self.accepted(), timeout_s=timeout)
-        except RequestTimeout:
-            self.expire()
-            raise
-        except BaseException:
-            self.close()
-            raise
+            if not has_started:
+                self.close()
         return EventStream(
-            self._chunks(), close=self.close, expire=self.expire, timeout_s=timeout, headers=self._name.headers
+            self._chunks(), on_close=self.close, on_timeout=self.timeout, timeout_s=timeout_s, headers=self._headers
         )
 
-    async def accepted(self) -> None:
-        """Wait until the engine has taken the call in; from then on the store expects its rows, if they are to be
-        fetched."""
-        await self._call.submit()
-        wishes = [request.routed_experts for request in self._requests]
-        choices = [index for index, wish in enumerate(wishes) if wish.enabled and wish.format == "ref"]
-        if choices:  # only now: a call that is refused may bear the id of one that runs
-            self._kept = self._service.store.expect(self._name.request_id, owner=self._name.owner, choices=choices)
-
-    def expire(self) -> None:
-        """Time is up: what has not ended ends as `timeout`."""
-        self._call.abort(FinishReason(type="timeout", message="above --request-timeout"))
+    def timeout(self) -> None:
+        """End what has not finished, with the reason `timeout`."""
+        self._generation.abort(FinishReason(type="timeout", message="above --request-timeout"))
         self.close()
 
     def close(self) -> None:
-        """The call is over, whatever its end; twice is once."""
-        self._call.abort()
-        if self._kept is not None:
-            self._service.store.forget(self._kept)
+        """Abort what has not finished. Idempotent."""
+        self._generation.abort()
+        if self._store_entry is not None:
+            self._server.store.release(self._store_entry)
 
-    def sending(self, index: int, record: RoutedExperts) -> int:
-        """Rows are about to leave: count them, and keep those that will be fetched. About how many bytes they will
-        be."""
-        wanted, answer = self._requests[index].routed_experts, self._call.sequences[index]
-        if self._kept is not None:
-            self._service.store.put(self._kept, index, to_stored(answer, record, owner=self._name.owner))
-        size = payload_bytes(record, wanted)
-        self._service.metrics.sent_rows(wanted.format, size)
+    async def _submit_and_wait(self) -> Response:
+        await self._submit()
+        return await self._full_response()
+
+    async def _submit(self) -> None:
+        """Submit the requests; once they are accepted, reserve the rows that will be fetched in the store."""
+        with field_names(self._fields):
+            await self._generation.submit()
+        options = [request.routed_experts for request in self._requests]
+        choices = [index for index, option in enumerate(options) if option.enabled and option.format == "ref"]
+        if choices:  # not earlier: a refused call may have the id of a running one
+            self._store_entry = self._server.store.reserve(self._request_id, owner=self._owner, choices=choices)
+
+    def record_sent(self, index: int, record: RoutedExperts) -> int:
+        """Count rows that are about to be sent, and store those that will be fetched; return their size in bytes."""
+        options, sequence = self._requests[index].routed_experts, self._generation.sequences[index]
+        if self._store_entry is not None:
+            self._server.store.fill(self._store_entry, index, to_stored(sequence, record, owner=self._owner))
+        size = payload_bytes(record, options)
+        self._server.metrics.sent_rows(options.format, size)
         return size
 
-    def note(self, index: int, news: StrOut, *, cached_tokens: int, completion_tokens: int) -> None:
-        """Something of a choice has come; count the choice if that was its end."""
-        now, request = time.monotonic() - self._began, self._requests[index]
-        if news.out.new_token_ids:
-            self._first.setdefault(index, now)
-        if news.out.finish_reason is None:
+    def observe(self, index: int, output: StrOut, *, completion_tokens: int) -> None:
+        """Measure one output of a request; count the request when it has finished."""
+        elapsed_s, request, out = time.monotonic() - self._start_time, self._requests[index], output.out
+        if out.new_token_ids:
+            self._first_token_s.setdefault(index, elapsed_s)
+        if out.finish_reason is None:
             return
-        ended = EndedRequest(
+        finished = FinishedRequest(
             prompt_tokens=int(request.input_ids.size),
-            cached_tokens=cached_tokens,
+            cached_tokens=out.cached_tokens,
             completion_tokens=completion_tokens,
-            first_token_s=self._first.get(index) if request.stream else None,
-            whole_s=now,
-            queue_s=news.out.queue_s,
+            first_token_s=self._first_token_s.get(index) if request.stream else None,
+            total_s=elapsed_s,
+            queue_s=out.queue_s,
         )
-        self._service.metrics.ended(ended)
+        self._server.metrics.finished(finished)
+
+
+def to_seed(seed: int | None) -> int | None:
+    """Map an int64 to a seed of the engine, which has 63 bits; negative seeds stay distinct. Raises
+    InvalidRequestError."""
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise InvalidRequestError(f"seed is {short_repr(seed)}, but must be an integer of 64 bits", param="seed")
+    return None if seed is None else seed % 2**63

@@ -1,7 +1,10 @@
-"""How bytes become HTTP requests: uvicorn's protocol with limits on connections, headers and time, and errors in our
-form. Knows no route.
+"""HTTP connections with limits: uvicorn's httptools protocol with a bound on connections, headers and slow clients.
 
-Neither side waits for ever: headers come in time, and a reader that takes nothing for a while is cut off."""
+Headers arrive in time and within their limits, or the connection closes with an error of our form. A client that stops
+reading is disconnected. uvicorn has no settings for these limits and does not publish its protocol class, so the range
+of its versions in pyproject.toml is a tested one. Of that class this file uses, beyond asyncio.Protocol and httptools'
+callbacks: `on_response_complete`, `timeout_keep_alive_handler`, `send_400_response`, and the attributes `transport`,
+`loop`, `scope`, `headers`, `url`, `cycle`, `pipeline` and `connections`."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +13,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from routed_experts.server.errors import ApiError, answer_of, busy
+from routed_experts.server.errors import ApiError, to_response, unavailable
 from routed_experts.server.limits import (
     HEADER_TIMEOUT_S,
     MAX_CONNECTIONS,
@@ -22,173 +25,138 @@ from routed_experts.server.limits import (
 )
 
 
-class _Deadline:
-    """A call that comes unless it is put off."""
+class _Timer:
+    """At most one pending call."""
 
-    def __init__(self) -> None:
-        self._timer: asyncio.TimerHandle | None = None
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._handle: asyncio.TimerHandle | None = None
 
-    def start(self, loop: asyncio.AbstractEventLoop, seconds: float, late: Callable[[], None]) -> None:
-        """Call `late` in so many seconds, and nothing else that was to be called."""
+    def start(self, seconds: float, call: Callable[[], None]) -> None:
+        """Run `call` in so many seconds, instead of the call that is pending."""
         self.stop()
-        self._timer = loop.call_later(seconds, late)
+        self._handle = self._loop.call_later(seconds, call)
 
     def stop(self) -> None:
-        """Call nothing."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Drop the pending call."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
 
 
-class WriteTimeoutProtocol(HttpToolsProtocol):
-    """One connection whose reader must take some of what is buffered for it every while, or is cut off."""
-
-    write_timeout_s = WRITE_TIMEOUT_S
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Nothing is to be read yet."""
-        self._reading = _Deadline()
-        super().connection_made(transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone, and nobody reads."""
-        self._reading.stop()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """The reader is behind; it has a while to catch up."""
-        super().pause_writing()
-        self.watch_reader()
-
-    def resume_writing(self) -> None:
-        """The reader has caught up."""
-        self._reading.stop()
-        super().resume_writing()
-
-    def on_headers_complete(self) -> None:
-        """The request is known, and its answer will be watched. Whoever answers may cut the connection:
-        `routed_experts.abort`."""
-        if not self.flow.write_paused:
-            self._reading.stop()
-        self.scope["extensions"] = {"routed_experts.abort": {"call": self.transport.abort}}
-        super().on_headers_complete()
-
-    def on_response_complete(self) -> None:
-        """An answer is written, though perhaps not yet read; while others follow, theirs is the last that counts."""
-        is_last = not self.pipeline
-        super().on_response_complete()
-        if is_last:
-            self.watch_reader()
-
-    def timeout_keep_alive_handler(self) -> None:
-        """No request came for a while."""
-        self.close()
-
-    def close(self) -> None:
-        """Close once everything is read, which may not take for ever."""
-        if not self.transport.is_closing():
-            self.transport.close()
-            self.watch_reader()
-
-    def watch_reader(self, before: int | None = None) -> None:
-        """Cut the connection off unless the reader goes on taking. `before`: bytes buffered a while ago, if it was
-        behind then."""
-        self._reading.stop()
-        left = self.transport.get_write_buffer_size()
-        if before is not None and left > max(0, before - MIN_READ_BYTES):
-            self.transport.abort()
-        elif left:
-            self._reading.start(self.loop, self.write_timeout_s, lambda: self.watch_reader(left))
-
-
-class LimitedProtocol(WriteTimeoutProtocol):
-    """One connection. A request whose headers are not there in time, too long or malformed is answered and the
-    connection closed."""
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection."""
 
     max_connections = MAX_CONNECTIONS
-    _header_bytes = 0
-    _unfinished_bytes = 0  # came since the parser last had the whole of something
+    write_timeout_s = WRITE_TIMEOUT_S
+    _unparsed_bytes = 0  # received since the parser last completed the headers or a part of a body
     _has_progressed = False
+    _is_write_paused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request, but not for ever; one connection too many is told so and closed."""
-        self._heading = _Deadline()
+        """Start the timer of the first headers; refuse a connection above the limit."""
+        self._header_timer, self._write_timer = _Timer(self.loop), _Timer(self.loop)
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             text = f"{self.max_connections} connections are open; try again later"
-            self._answer(b"503 Service Unavailable", busy(text, code="too_many_connections"))
+            self._respond_and_close(b"503 Service Unavailable", unavailable(text, code="too_many_connections"))
         else:
-            self._heading.start(self.loop, HEADER_TIMEOUT_S, self.close)
+            self._header_timer.start(HEADER_TIMEOUT_S, self._close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers."""
+        self._header_timer.stop()
+        self._write_timer.stop()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came. What the parser holds back because it is not whole, such as a header without an end, is
-        bounded."""
+        """Parse; bound the bytes and the time that the parser may hold without completing headers or body parts."""
         if self.transport.is_closing():
             return
         self._has_progressed = False
         super().data_received(data)
-        self._unfinished_bytes = 0 if self._has_progressed else self._unfinished_bytes + len(data)
-        if self._unfinished_bytes > MAX_HEADER_BYTES:
-            self.send_400_response("too long")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone, and nothing waits for it."""
-        self._heading.stop()
-        super().connection_lost(exc)
+        self._unparsed_bytes = 0 if self._has_progressed else self._unparsed_bytes + len(data)
+        if self._unparsed_bytes > MAX_HEADER_BYTES:
+            self.send_400_response("headers too long")
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start the timer of these headers."""
         super().on_message_begin()
-        self._header_bytes = 0
-        self._heading.start(self.loop, HEADER_TIMEOUT_S, self.close)
-
-    def on_url(self, url: bytes) -> None:
-        """Part of the target; it counts with the headers."""
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
-        self._count(len(name) + len(value))
-        if len(self.headers) >= MAX_HEADERS:
-            raise httptools.HttpParserError(f"more than {MAX_HEADERS} headers")
-        super().on_header(name, value)
+        self._header_timer.start(HEADER_TIMEOUT_S, self._close)
 
     def on_headers_complete(self) -> None:
-        """The request is known."""
-        self._heading.stop()
+        """Check the headers; let the application abort the connection, as `routed_experts.abort`."""
+        self._header_timer.stop()
         self._has_progressed = True
+        num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if num_bytes > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
+            raise httptools.HttpParserError(f"headers above {MAX_HEADER_BYTES} bytes or {MAX_HEADERS} in number")
+        if not self._is_write_paused:  # the end of this response starts the timer again
+            self._write_timer.stop()
+        self.scope["extensions"] = {"routed_experts.abort": {"call": self.transport.abort}}
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Part of the body."""
+        """Note the progress."""
         self._has_progressed = True
         super().on_body(body)
 
+    def pause_writing(self) -> None:
+        """Start the write timer: the client is behind."""
+        self._is_write_paused = True
+        super().pause_writing()
+        self._check_reader()
+
+    def resume_writing(self) -> None:
+        """Stop the write timer: the client has caught up."""
+        self._is_write_paused = False
+        self._write_timer.stop()
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        """Start the write timer of a response that is written but not yet read, unless another response follows."""
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if is_last:
+            self._check_reader()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection; the last response may still be unread."""
+        self._close()
+
     def send_400_response(self, msg: str) -> None:
-        """Say in our form that this was no HTTP, and close. What can no longer be answered is only closed."""
-        self._heading.stop()
+        """Respond with an error of our form and close; during another response only close."""
+        self._header_timer.stop()
         if self.transport.is_closing():
             return
-        cycle: RequestResponseCycle | None = vars(self)[
-            "cycle"
-        ]  # None before the first request, whatever its type says
-        answering = cycle is not None and cycle.response_started and not cycle.response_complete
-        if answering:
-            self.close()
+        cycle: RequestResponseCycle | None = vars(self)["cycle"]  # None before the first request, despite its type
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self._close()
             return
         text = "the bytes are no HTTP/1.1 request within the limits of its headers; send one"
-        self._answer(b"400 Bad Request", ApiError(text, status=400, code="malformed_http"))
+        self._respond_and_close(b"400 Bad Request", ApiError(text, status=400, code="malformed_http"))
 
-    def _answer(self, status: bytes, error: ApiError) -> None:
-        """Write an error that answers no request, and close."""
-        body = msgspec.json.encode(answer_of(error).body)
+    def _respond_and_close(self, status: bytes, error: ApiError) -> None:
+        """Write an error that belongs to no request, and close."""
+        body = msgspec.json.encode(to_response(error).body)
         retry = b"retry-after: %d\r\n" % RETRY_AFTER_S if error.status == 503 else b""
         head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n"
         self.transport.write(head % (status, len(body), retry) + body)
-        self.close()
+        self._close()
 
-    def _count(self, num_bytes: int) -> None:
-        self._header_bytes += num_bytes
-        if self._header_bytes > MAX_HEADER_BYTES:
-            raise httptools.HttpParserError(f"more than {MAX_HEADER_BYTES} bytes of headers")
+    def _close(self) -> None:
+        """Close once everything is read; the write timer bounds how long that takes."""
+        if not self.transport.is_closing():
+            self.transport.close()
+            self._check_reader()
+
+    def _check_reader(self, buffered_before: int | None = None) -> None:
+        """Disconnect a client that reads less than MIN_READ_BYTES in `write_timeout_s`.
+
+        `buffered_before`: bytes in the buffer when the timer was started."""
+        self._write_timer.stop()
+        buffered = self.transport.get_write_buffer_size()
+        if buffered_before is not None and buffered > max(0, buffered_before - MIN_READ_BYTES):
+            self.transport.abort()
+        elif buffered:
+            self._write_timer.start(self.write_timeout_s, lambda: self._check_reader(buffered))

@@ -1,4 +1,4 @@
-"""What the server takes, and how it is set up. Knows nothing of requests. 0 is never "unlimited"."""
+"""Limits of the server, and its settings. 0 never means "unlimited"."""
 
 import dataclasses
 import re
@@ -13,20 +13,20 @@ MAX_LISTED_IDS = 16_777_216  # ids of one answer in format "list"
 MAX_EVENT_PAYLOAD = 64 * 1024  # bytes of rows in one event, where rows are streamed
 MAX_OPEN_REQUESTS, MAX_CONNECTIONS = 1024, 1024  # beyond: 503
 MAX_WAITING_PAUSES, MAX_SCORING_CALLS = 8, 8
-MAX_SCORED_TOKENS = 131_072  # of one call, or one sequence of a whole context
-SCORED_TOGETHER = 8192  # tokens: a call that nobody waits for any more ends after so many
+MAX_SCORED_TOKENS = 131_072  # of one call, unless it is one sequence
+SCORE_CHUNK_TOKENS = 8192  # a call whose client has gone ends after so many tokens
 MAX_UNKNOWN_NAMES = 128  # of one body
-MAX_BACKLOG = 256  # chunks that a slow reader may be behind
+MAX_BACKLOG = 256  # chunks that a slow client may be behind
 MAX_ERROR_CHARS = 1000
 MAX_NAMED_FIELDS = 20  # of X-Ignored-Params
-MAX_LOGGED_NAMES = 256  # names without effect that the log tells of, once each
+MAX_LOGGED_NAMES = 256  # ignored parameters that are logged, once each
 HEADER_TIMEOUT_S, BODY_TIMEOUT_S, KEEP_ALIVE_S = 10.0, 30.0, 75
 SSE_COMMENT_S = 15.0
-STREAM_GRACE_S = 5.0  # for the last words of a stream whose time is up
-WRITE_TIMEOUT_S, MIN_READ_BYTES = 30.0, 16 * 1024  # a reader that is behind takes as much in this time, or is cut off
-MAX_UNSENT_BYTES = 128 * 1024  # of a connection, in the system's buffer
+STREAM_GRACE_S = 5.0  # to send the end of a stream that has timed out
+WRITE_TIMEOUT_S, MIN_READ_BYTES = 30.0, 16 * 1024  # a client that is behind must read as much in this time
+MAX_UNSENT_BYTES = 128 * 1024  # of a connection, in the system's send buffer
 RETRY_AFTER_S = 1
-INLINE_BYTES = 64 * 1024  # a body up to it is read and tokenised on the event loop, a larger one in a thread
+INLINE_BYTES = 64 * 1024  # smaller bodies are decoded and tokenised on the event loop, larger ones in a thread
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 RESERVED_IDS = frozenset({"stats", "reset"})  # would hide routes below /v1/routing
 
@@ -35,28 +35,27 @@ Dialect = Literal["sglang", "vllm021", "vllm"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """What `serve` was told beside the engine's arguments. Times are in seconds; raises ConfigError for what cannot
-    work."""
+    """Settings of `serve` beside the engine's arguments. Times are in seconds. Raises ConfigError."""
 
     host: str = "127.0.0.1"
     port: int = 30000
-    served_model_name: str | None = None  # the folder's name
+    served_model_name: str | None = None  # None: the folder's name
     api_key: str | None = dataclasses.field(default=None, repr=False)
     admin_api_key: str | None = dataclasses.field(default=None, repr=False)
     routed_experts_dialect: Dialect = "sglang"
-    routed_experts_format: Literal["int32", "npy", "list", "ref"] | None = None  # the dialect's
+    routed_experts_format: Literal["int32", "npy", "list", "ref"] | None = None  # None: the dialect's
     routing_store_bytes: int = 1 << 30
     routing_store_ttl: float = 600.0
     metrics_compat: Literal["vllm", "sglang"] | None = None
     expert_metrics: bool = False  # a series for every expert of every layer
     cors_origin: str | None = None
     request_timeout: float = 600.0
-    stream_interval: float = 0.025  # streams are told once in it; tokens that come sooner share the next event
+    stream_interval: float = 0.025  # at least this between two events of a stream
     max_body_bytes: int = 16 << 20
     shutdown_timeout: float = 30.0
     stall_timeout: float = 30.0
     strict_fields: bool = False
-    weights_root: str | None = None  # new weights are read from below it alone
+    weights_root: str | None = None  # new weights are read only from folders below it
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
@@ -67,7 +66,7 @@ class ServerSettings:
                 8 <= len(key) <= 512 and key.isascii() and key.isprintable() and " " not in key
             ):
                 raise ConfigError(
-                    f"{name} has {len(key)} characters; wanted 8 to 512 of printable ASCII without spaces"
+                    f"{name} has {len(key)} characters; it must have 8 to 512 of printable ASCII without spaces"
                 )
         for name in ("request_timeout", "routing_store_ttl", "stall_timeout"):
             if not 0 < getattr(self, name) <= 86_400:

@@ -1,5 +1,4 @@
-"""GET /openapi.json: made from the table of routes and the structs of their bodies, so that it cannot drift. Knows no
-handler."""
+"""GET /openapi.json: the OpenAPI document, built from the table of routes and the structs of their bodies."""
 
 import dataclasses
 import re
@@ -15,26 +14,27 @@ _ERRORS = ("400", "401", "403", "404", "405", "408", "409", "413", "415", "429",
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """A path with its methods, one line on it, and the struct of its body."""
+    """A path with its methods, its description, the struct of its body and the names of its query parameters."""
 
     path: str
     methods: tuple[str, ...]
-    told: str
+    description: str
     body: type[msgspec.Struct] | None
     query: tuple[str, ...] = ()
+    etag: bool = False  # the response may be 304
 
 
 def openapi_document(operations: Sequence[Operation], *, version: str) -> dict[str, Any]:
-    """An OpenAPI 3.1 document."""
-    bodies = [one.body for one in operations if one.body is not None]
+    """Build an OpenAPI 3.1 document."""
+    bodies = [operation.body for operation in operations if operation.body is not None]
     structs = list(dict.fromkeys([*bodies, ErrorBody]))
     schemas, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     by_struct = dict(zip(structs, schemas, strict=True))
     paths: dict[str, Any] = {}
-    for one in operations:
-        path = re.sub(r"\{(\w+):\w+\}", r"{\1}", one.path)
-        described = {method.lower(): _described(one, method, by_struct) for method in one.methods}
-        paths[path] = {**paths.get(path, {}), **described}
+    for operation in operations:
+        path = re.sub(r"\{(\w+):\w+\}", r"{\1}", operation.path)
+        methods = {method.lower(): _describe(operation, method, by_struct) for method in operation.methods}
+        paths[path] = {**paths.get(path, {}), **methods}
     return {
         "openapi": "3.1.0",
         "info": {"title": "routed-experts", "version": version},
@@ -44,29 +44,28 @@ def openapi_document(operations: Sequence[Operation], *, version: str) -> dict[s
     }
 
 
-def _described(one: Operation, method: str, by_struct: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
-    """One method of one path."""
-    error = {"description": "what went wrong", "content": {"application/json": {"schema": by_struct[ErrorBody]}}}
-    described: dict[str, Any] = {
-        "summary": one.told.strip().splitlines()[0],
-        "operationId": f"{method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', one.path).rstrip('_')}",
-        "responses": {"200": {"description": "done"}, **dict.fromkeys(_ERRORS, error)},
-    }
+def _describe(operation: Operation, method: str, by_struct: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
+    """Describe one method of one path."""
+    error = {"description": "an error", "content": {"application/json": {"schema": by_struct[ErrorBody]}}}
+    responses: dict[str, Any] = {"200": {"description": "success"}, **dict.fromkeys(_ERRORS, error)}
     if method == "DELETE":
-        described["responses"]["204"] = {"description": "freed"}
-    if one.told.startswith("How often"):
-        described["responses"]["304"] = {"description": "as you have it"}
-    if one.query:  # what can be fetched can be fetched in parts, and need not be when it is there already
-        described["responses"] |= {
-            "206": {"description": "a part"},
-            "304": {"description": "as you have it"},
-            "416": error,
-        }
-    names = re.findall(r"\{(\w+)(?::\w+)?\}", one.path)
-    described["parameters"] = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        responses["204"] = {"description": "freed"}
+    if operation.etag:
+        responses["304"] = {"description": "not modified"}
+    if operation.query:  # the routes with query parameters answer Range requests
+        responses |= {"206": {"description": "a range"}, "416": error}
+    path_names = re.findall(r"\{(\w+)(?::\w+)?\}", operation.path)
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in path_names
     ]
-    described["parameters"] += [{"name": name, "in": "query", "schema": {"type": "string"}} for name in one.query]
-    if one.body is not None:
-        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": by_struct[one.body]}}}
+    parameters += [{"name": name, "in": "query", "schema": {"type": "string"}} for name in operation.query]
+    described: dict[str, Any] = {
+        "summary": operation.description.strip().splitlines()[0],
+        "operationId": f"{method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', operation.path).rstrip('_')}",
+        "responses": responses,
+        "parameters": parameters,
+    }
+    if operation.body is not None:
+        schema = by_struct[operation.body]
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return described

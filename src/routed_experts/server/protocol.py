@@ -1,6 +1,6 @@
-"""Request bodies as structs; the OpenAPI document is made from them. Knows no engine. None stands for absent.
+"""Request bodies of all routes as structs, from which the OpenAPI document is made. None means absent.
 
-Values are checked where they are used: here only the shape of the JSON is."""
+A struct checks the types of the JSON; values are checked where they are used."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class RoutingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a request may say of routed experts on every route that generates, beside whether it wants them."""
+    """Options for returned routed experts, on every route that generates."""
 
     routed_experts_start_len: int | None = None
     routed_experts_prompt_start: int | None = None
@@ -26,7 +26,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OpenAIRequest(RoutingFields, kw_only=True):
-    """What chat and text completions have in common."""
+    """Fields that chat and text completions share."""
 
     return_routed_experts: bool | None = None
     model: str | None = None
@@ -67,8 +67,7 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message; content is text or a list of text parts. Further keys are for the template of other servers, and
-    dropped."""
+    """One message; content is text or a list of text parts. Further keys are dropped."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -87,7 +86,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 
 
 class GenerateRequest(RoutingFields, kw_only=True):
-    """POST /generate, as SGLang's clients say it. `return_routed_experts` may be a list, one a prompt."""
+    """POST /generate, in SGLang's form. `return_routed_experts` may be a list, one value a prompt."""
 
     return_routed_experts: bool | list[bool] | None = None
     text: str | list[str] | None = None
@@ -137,7 +136,7 @@ class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ContinueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /continue_generation: nothing is said."""
+    """POST /continue_generation: no fields."""
 
 
 class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -158,9 +157,8 @@ class UpdateWeightVersionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fi
 
 
 class ScoreRequest(RoutingFields, kw_only=True):
-    """POST /v1/score. `token_ids`: one sequence or several. `routed_experts`: rows to execute, each as the meta_info
-    (or the choice) of an answer has them, the sidecar among them; one for one sequence, else a list with null for a
-    sequence that is routed live."""
+    """POST /v1/score. `token_ids`: one sequence or several. `routed_experts`: rows to replay, each a meta_info (or a
+    choice) of a response with its `routed_experts_info`; one for one sequence, else a list. null: routed live."""
 
     token_ids: list[int | list[int]]
     routed_experts: dict[str, Any] | list[dict[str, Any] | None] | None = None
@@ -170,7 +168,7 @@ class ScoreRequest(RoutingFields, kw_only=True):
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    """What went wrong, and with which field."""
+    """One error: its text, its kind and the field that caused it."""
 
     message: str
     type: str

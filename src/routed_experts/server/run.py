@@ -1,8 +1,7 @@
-"""One server process: bind, load, serve, drain, exit. Knows signals and exit codes; the engine is made by whoever
-calls.
+"""One server process: bind the port, load the model, serve, drain, exit.
 
-The port is bound first, so that a port in use costs no loading, and probes are answered while the model loads.
-Exit codes: 0 drained, 3 the engine died after it was ready; what goes wrong before is raised."""
+The port is bound first, so that a port in use is found before the model loads; probes are answered while it loads. Exit
+codes: 0 drained, 3 the engine died while serving. Errors before that are raised."""
 
 import asyncio
 import contextlib
@@ -24,38 +23,37 @@ from routed_experts.server.http_protocol import LimitedProtocol
 from routed_experts.server.limits import KEEP_ALIVE_S, MAX_UNSENT_BYTES, ServerSettings
 from routed_experts.server.state import ServerState
 
-FINAL_FLUSH_S = 1.5  # for answers of aborted requests to leave
+FINAL_FLUSH_S = 1.5  # to send the responses of aborted requests
 EXIT_DEAD = 3
 logger = logging.getLogger("routed_experts.server")
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Take the port. Raises OSError with a sentence if it cannot be had."""
+    """Bind the port. Raises OSError that says what to change."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # Named TCP, for asyncio turns off Nagle's algorithm only where it is: without that an answer in two writes waits 40
-    # ms.
+    # asyncio turns off Nagle's algorithm only for sockets that name TCP; with it a response in two writes takes 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it: megabytes of unsent bytes in the system's buffer would hide whether a slow reader reads.
+    # Connections inherit this limit. Megabytes in the system's send buffer would hide that a client does not read.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:
         listener.close()
-        told = f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another --port or --host"
-        raise OSError(error.errno, told) from error
+        text = f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another --port or --host"
+        raise OSError(error.errno, text) from error
     listener.setblocking(False)
     return listener
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where the server is reached."""
+    """Return the URL of the server."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def server_config(app: ASGIApp) -> uvicorn.Config:
-    """How uvicorn runs the app: one process, HTTP alone, our protocol, no logs of its own."""
+    """Configure uvicorn: HTTP only, our protocol class, no logs of its own."""
     return uvicorn.Config(
         app,
         http=LimitedProtocol,
@@ -70,133 +68,130 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
 
 
 def freeze_gc() -> None:
-    """What start-up made stays: full collections of garbage pass over it from now on. They would stop the engine and
-    the server for 0.1 s and more. What is no longer referred to is freed all the same; cycles of it are not: those that
-    there are go first."""
+    """Exclude the objects of start-up from full garbage collections, which would stop the process for over 0.1 s.
+
+    Objects without references are still freed. Cycles are not, so those that exist are collected first."""
     gc.collect()
     gc.freeze()
 
 
 class ServerProcess:
-    """Runs one app until it is told to stop. `load` makes the engine, in a thread of its own; `on_ready` hears that it
-    serves."""
+    """Runs one server until a signal or the death of its engine. `load` builds the engine, in a thread of its own;
+    `on_ready` is called when it serves."""
 
     def __init__(
         self,
-        service: ServerState,
+        server: ServerState,
         listener: socket.socket,
         *,
         version: str,
         load: Callable[[], AsyncEngine],
         on_ready: Callable[[], None],
     ) -> None:
-        self._service, self._listener = service, listener
+        self._state, self._listener = server, listener
         self._load, self._on_ready = load, on_ready
-        app, self._gate = make_app(service, version=version)
+        app, self._middleware = make_app(server, version=version)
         self._server = _Server(server_config(app), self._on_signal)
-        self._events: asyncio.AbstractEventLoop | None = None
-        self._hurry = asyncio.Event()
-        self._drain: asyncio.Task[None] | None = None
-        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._exit_now = asyncio.Event()
+        self._shutdown: asyncio.Task[None] | None = None
+        self._load_error: BaseException | None = None
         self._has_died = False
 
     def run(self) -> int:
-        """Serve until a signal or the engine's death; the exit code. Raises what loading the model raised."""
+        """Serve, and return the exit code. Raises what loading the model raised."""
         asyncio.run(self._run())
-        if self._failure is not None:
-            raise self._failure
+        if self._load_error is not None:
+            raise self._load_error
         return EXIT_DEAD if self._has_died else 0
 
     async def _run(self) -> None:
-        self._events = asyncio.get_running_loop()
-        threading.Thread(target=self._loading, name="load", daemon=True).start()
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._load_and_join, args=(self._loop,), name="load", daemon=True).start()
         await self._server.serve(sockets=[self._listener])
-        if self._drain is not None:
-            await self._drain
+        if self._shutdown is not None:
+            await self._shutdown
 
-    def _loading(self) -> None:
-        """Make the engine, then wait for its end. A thread of its own."""
-        events = self._events
-        assert events is not None
+    def _load_and_join(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Build the engine, then wait for its end. A thread of its own."""
         try:
-            door = self._load()
+            engine = self._load()
         except BaseException as error:
-            self._tell(events, lambda error=error: self._failed(error))
+            _call_on(loop, lambda error=error: self._on_load_error(error))
             return
         freeze_gc()
-        self._tell(events, lambda: self._ready(door))
-        cause = door.join()
-        self._tell(events, lambda: self._ended(cause))
+        _call_on(loop, lambda: self._on_loaded(engine))
+        cause = engine.join()
+        _call_on(loop, lambda: self._on_engine_end(cause))
 
-    def _tell(self, events: asyncio.AbstractEventLoop, news: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop has ended: nobody is left to be told
-            events.call_soon_threadsafe(news)
-
-    def _failed(self, error: BaseException) -> None:
-        self._failure = error
+    def _on_load_error(self, error: BaseException) -> None:
+        self._load_error = error
         self._server.should_exit = True
 
-    def _ready(self, door: AsyncEngine) -> None:
-        self._service.serve(door)
+    def _on_loaded(self, engine: AsyncEngine) -> None:
+        self._state.set_ready(engine)
         self._on_ready()
 
-    def _ended(self, cause: BaseException | None) -> None:
-        """The engine's thread is gone: by our own shutdown, or it died, and then the process ends once the last have
-        been told."""
-        if self._drain is not None and cause is None:
+    def _on_engine_end(self, cause: BaseException | None) -> None:
+        """Exit with EXIT_DEAD after the last responses, unless the engine ended by our own shutdown."""
+        if self._shutdown is not None and cause is None:
             return
         self._has_died = True
-        self._service.die(cause)
+        self._state.set_failed(cause)
         logger.error("the engine has died; the server ends with code %d", EXIT_DEAD)
-        self._drain = asyncio.ensure_future(self._exit_process())
+        self._shutdown = asyncio.ensure_future(self._flush_and_exit())
 
     def _on_signal(self) -> None:
-        """First signal: drain. Second: at once."""
-        events = self._events
-        if events is not None:
-            events.call_soon_threadsafe(self._begin_drain)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_drain)
 
     def _begin_drain(self) -> None:
-        if self._drain is not None:
-            self._hurry.set()
+        """Drain at the first signal; exit at once at the second."""
+        if self._shutdown is not None:
+            self._exit_now.set()
             return
-        self._service.drain()
-        logger.info("draining: new requests get 503, running ones have %g s", self._service.settings.shutdown_timeout)
-        self._drain = asyncio.ensure_future(self._drain_and_leave())
+        self._state.set_draining()
+        logger.info("draining: new requests get 503, running ones have %g s", self._state.settings.shutdown_timeout)
+        self._shutdown = asyncio.ensure_future(self._drain_and_exit())
 
-    async def _drain_and_leave(self) -> None:
-        await _first(self._gate.idle.wait(), self._hurry.wait(), timeout_s=self._service.settings.shutdown_timeout)
-        with contextlib.suppress(RoutedExpertsError):  # still loading, or already dead: nothing runs
-            door = self._service.door
-            engine = door.engine
-            if not self._gate.idle.is_set():
-                door.flush_submissions()
-                await asyncio.to_thread(engine.abort, abort_all=True)
-                await _first(self._gate.idle.wait(), timeout_s=FINAL_FLUSH_S)
-            await asyncio.to_thread(engine.shutdown)
+    async def _drain_and_exit(self) -> None:
+        idle, timeout_s = self._middleware.idle, self._state.settings.shutdown_timeout
+        await _wait_first(idle.wait(), self._exit_now.wait(), timeout_s=timeout_s)
+        with contextlib.suppress(RoutedExpertsError):  # still loading, or already dead: no request runs
+            engine = self._state.engine
+            if not idle.is_set():
+                engine.flush_submissions()
+                await asyncio.to_thread(engine.engine.abort, abort_all=True)
+                await _wait_first(idle.wait(), timeout_s=FINAL_FLUSH_S)
+            await asyncio.to_thread(engine.engine.shutdown)
         self._server.should_exit = True
 
-    async def _exit_process(self) -> None:
-        await _first(self._gate.idle.wait(), timeout_s=FINAL_FLUSH_S)
+    async def _flush_and_exit(self) -> None:
+        await _wait_first(self._middleware.idle.wait(), timeout_s=FINAL_FLUSH_S)
         self._server.should_exit = True
 
 
 class _Server(uvicorn.Server):
-    """Hands signals to us instead of stopping at once."""
+    """Passes signals to `on_signal` instead of stopping at once."""
 
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_signal = on_signal
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by the interpreter, between two instructions of the main thread."""
-        logger.info("%s came", signal.Signals(sig).name)
+        """Run as the signal handler of the main thread."""
+        logger.info("received %s", signal.Signals(sig).name)
         self._on_signal()
 
 
-async def _first(*waits: Coroutine[object, object, object], timeout_s: float) -> None:
+def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the event loop has ended
+        loop.call_soon_threadsafe(call)
+
+
+async def _wait_first(*waits: Coroutine[object, object, object], timeout_s: float) -> None:
     """Wait for the first of these, or until time is up."""
-    tasks = [asyncio.ensure_future(one) for one in waits]
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:

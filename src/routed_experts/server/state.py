@@ -1,15 +1,12 @@
-"""Service: the engine's life as HTTP sees it: starting, serving, draining, dead; and what every route shares. Knows no
-route.
+"""State that all routes of one server share: settings, the engine and its health, metrics, kept rows.
 
-Probes read what the engine publishes and never enter its thread. Event loop only, but for `phase`, which the loading
-thread calls."""
+A server starts, serves, drains, or has failed. Probes read what the engine publishes and never wait for its thread.
+Event loop only, except `set_phase`, which the loading thread calls."""
 
 import asyncio
 import dataclasses
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import EngineDeadError, InvalidRequestError
@@ -20,26 +17,23 @@ from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.models.loading.model_source import model_name
 from routed_experts.server.admin.integrity import IntegrityWatch
 from routed_experts.server.admin.metrics import Metrics
-from routed_experts.server.errors import ApiError, busy
+from routed_experts.server.errors import ApiError, unavailable
 from routed_experts.server.executors import BoundedExecutor, run_in_thread_if_large
 from routed_experts.server.limits import MAX_SCORING_CALLS, MAX_WAITING_PAUSES, ServerSettings
 from routed_experts.server.routing.stats import CachedReader
 from routed_experts.server.routing.store import RoutingStore
 
-logger = logging.getLogger("routed_experts.server")
-_SAME: Mapping[str, str] = MappingProxyType({})
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What a probe is told."""
+    """The answer to a probe."""
 
     state: str
-    phase: str
+    phase: str  # of start-up
     last_step_age_s: float
     running: int
     waiting: int
-    broken: tuple[str, ...] = ()  # names of invariants
+    broken: tuple[str, ...] = ()  # names of violated invariants
 
 
 class ServerState:
@@ -56,120 +50,108 @@ class ServerState:
             max_bytes=settings.routing_store_bytes,
             ttl_s=settings.routing_store_ttl,
             clock=clock,
-            later=lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
+            call_later=lambda seconds, call: asyncio.get_running_loop().call_later(seconds, call),
         )
-        self.pause_executor, self.scoring_room = BoundedExecutor(MAX_WAITING_PAUSES), BoundedExecutor(MAX_SCORING_CALLS)
-        self.stats = CachedReader(lambda: self.door.engine.routing_stats())
-        self.resets = CachedReader(lambda: self.door.engine.reset_routing_stats())
+        self.pause_executor = BoundedExecutor(MAX_WAITING_PAUSES)
+        self.score_executor = BoundedExecutor(MAX_SCORING_CALLS)
+        self.routing_stats = CachedReader(lambda: self.engine.engine.routing_stats())
+        self.routing_resets = CachedReader(lambda: self.engine.engine.reset_routing_stats())
         self.integrity = IntegrityWatch(clock, self.metrics.violation)
-        self._door: AsyncEngine | None = None
+        self._engine: AsyncEngine | None = None
         self._phase, self._is_draining = "config", False
-        self._death: BaseException | None = None
+        self._failure: BaseException | None = None
         self._probe: asyncio.Task[None] | None = None
         self._was_stalled = False
 
-    def phase(self, name: str) -> None:
-        """Note which phase of start-up runs."""
+    def set_phase(self, name: str) -> None:
+        """Note the phase of start-up."""
         self._phase = name
 
-    def serve(self, door: AsyncEngine) -> None:
-        """The engine is ready."""
-        self._door, self._phase = door, "ready"
-        self.metrics.watch(door, self.store)
+    def set_ready(self, engine: AsyncEngine) -> None:
+        """Start to serve."""
+        self._engine, self._phase = engine, "ready"
+        self.metrics.watch(engine, self.store)
 
-    def drain(self) -> None:
-        """Take nothing new; what runs may finish."""
+    def set_draining(self) -> None:
+        """Refuse new requests; running ones may finish."""
         self._is_draining = True
 
-    def die(self, cause: BaseException | None) -> None:
-        """The engine's thread has ended."""
-        self._death = cause or EngineDeadError("the engine was shut down")
+    def set_failed(self, cause: BaseException | None) -> None:
+        """Note that the engine thread has ended."""
+        self._failure = cause or EngineDeadError("the engine was shut down")
 
     @property
-    def door(self) -> AsyncEngine:
-        """The engine, for what does not generate. Raises 503 while it starts."""
-        if self._door is None:
-            raise busy(f"the model is being loaded ({self._phase}); try again soon", code="starting")
-        return self._door
+    def engine(self) -> AsyncEngine:
+        """The engine, for everything but new requests. Raises ApiError (503) during start-up."""
+        if self._engine is None:
+            raise unavailable(f"the model is being loaded ({self._phase}); try again soon", code="starting")
+        return self._engine
 
     @property
     def accepting_engine(self) -> AsyncEngine:
-        """The engine, for new requests. Raises 503 while it starts, drains or after its end."""
+        """The engine, for new requests. Raises ApiError (503) unless the server serves."""
         if self._is_draining:
-            raise busy("the server is shutting down; send the request to another", code="draining")
-        if self._death is not None:
-            raise busy("the engine has ended; the server restarts", code="engine_dead")
-        return self.door
+            raise unavailable("the server is shutting down; send the request to another", code="draining")
+        if self._failure is not None:
+            raise unavailable("the engine has ended; the server restarts", code="engine_dead")
+        return self.engine
 
     def on_idle(self) -> None:
-        """Nothing is being answered: a good moment to look at the engine's invariants."""
-        if self._door is not None and self._death is None and not self._is_draining:
-            self.integrity.look(self._door)
+        """Check the engine's invariants: no request is in progress."""
+        if self._engine is not None and self._failure is None and not self._is_draining:
+            self.integrity.check(self._engine)
 
     def tokenizer(self, param: str) -> Tokenizer:
-        """The tokenizer; a request that needs one where there is none names `param`."""
-        if self.door.tokenizer is None:
+        """Return the tokenizer. Raises InvalidRequestError for `param` on a server without one."""
+        if self.engine.tokenizer is None:
             raise InvalidRequestError(f"{param} is text, but this server has no tokenizer; send token ids", param=param)
-        return self.door.tokenizer
+        return self.engine.tokenizer
 
     def check_model(self, name: str | None) -> None:
-        """Raise 404 for a model that is not served; none named is the one that is."""
+        """Raise ApiError (404) for another model than the served one; None and "" mean the served one."""
         if name not in (None, "", self.model_name):
             text = f"model {short_repr(name)} is not served here; this server has {self.model_name!r}"
             raise ApiError(text, status=404, code="model_not_found", param="model")
 
     def health(self) -> Health:
-        """The state now."""
-        if self._door is None:
+        """Return the present state."""
+        if self._engine is None:
             return Health(state="starting", phase=self._phase, last_step_age_s=0.0, running=0, waiting=0)
-        seen = self._door.engine.stats()
-        state = "paused" if self._door.engine.paused or self._door.engine.released else "serving"
-        if state == "serving" and seen.last_step_age_s > self.settings.stall_timeout:
+        stats = self._engine.engine.stats()
+        state = "paused" if self._engine.engine.paused or self._engine.engine.released else "serving"
+        if state == "serving" and stats.last_step_age_s > self.settings.stall_timeout:
             state = "stalled"
         if state == "stalled" and not self._was_stalled:
             self.metrics.stalled()
         self._was_stalled = state == "stalled"
         state = "degraded" if self.integrity.broken else state
-        state = "dead" if self._death is not None else "draining" if self._is_draining else state
+        state = "dead" if self._failure is not None else "draining" if self._is_draining else state
         return Health(
             state=state,
             phase=self._phase,
-            last_step_age_s=seen.last_step_age_s,
-            running=seen.running,
-            waiting=seen.waiting,
+            last_step_age_s=stats.last_step_age_s,
+            running=stats.running,
+            waiting=stats.waiting,
             broken=tuple(sorted(self.integrity.broken)),
         )
 
-    async def admit(
-        self,
-        said: GenerateReqInput,
-        *,
-        default_max_tokens: int,
-        routing: RoutingDefaults,
-        num_bytes: int,
-        names: Mapping[str, str] = _SAME,
+    async def process(
+        self, inputs: GenerateReqInput, *, default_max_tokens: int, routing: RoutingDefaults, num_bytes: int
     ) -> Sequence[TokenizedGenerateReqInput]:
-        """Check and tokenise; long text off the event loop. `names`: what this surface calls parameters of the engine,
-        for errors."""
-        door = self.accepting_engine
-        try:
-            return await run_in_thread_if_large(
-                num_bytes,
-                lambda: door.process(
-                    said,
-                    default_max_tokens=default_max_tokens,
-                    routing=routing,
-                    stream_interval_s=self.settings.stream_interval,
-                ),
-            )
-        except InvalidRequestError as error:
-            field = names.get(error.param or "")
-            if field is None:
-                raise
-            raise error.renamed(field) from error
+        """Validate and tokenise a call; one of `num_bytes` above INLINE_BYTES in a thread."""
+        engine = self.accepting_engine
+        return await run_in_thread_if_large(
+            num_bytes,
+            lambda: engine.process(
+                inputs,
+                default_max_tokens=default_max_tokens,
+                routing=routing,
+                stream_interval_s=self.settings.stream_interval,
+            ),
+        )
 
-    async def probe(self, generate: Callable[[], "asyncio.Task[None]"]) -> None:
-        """Run one token through the engine; callers that come meanwhile share the answer."""
+    async def run_probe(self, start: Callable[[], "asyncio.Task[None]"]) -> None:
+        """Run one token through the engine; concurrent callers share one run."""
         if self._probe is None or self._probe.done():
-            self._probe = generate()
+            self._probe = start()
         await asyncio.shield(self._probe)

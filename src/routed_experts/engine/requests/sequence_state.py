@@ -85,6 +85,11 @@ class SequenceState:
         return StrOut(out=out, text=text)
 
     @property
+    def has_output(self) -> bool:
+        """Whether there is a last output."""
+        return self._last is not None
+
+    @property
     def last(self) -> TokenIDOut:
         """The last output; its counts are those of the whole sequence."""
         assert self._last is not None, self.request.rid

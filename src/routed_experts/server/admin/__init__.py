@@ -1,1 +1,1 @@
-"""What operators call: weights, pause, health, metrics and server information."""
+"""Routes of operators: weights, pause, health, metrics and server information."""

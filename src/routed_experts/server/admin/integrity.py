@@ -1,7 +1,6 @@
-"""IntegrityWatch: asks the engine for broken invariants when the server falls idle, at most once a second. Knows no
-route.
+"""IntegrityWatch: checks the engine's invariants when the server falls idle, at most once a second.
 
-A violation never ends the process: it is logged with its numbers, counted, and turns the server degraded. Event loop
+A violation is logged with its numbers, counted, and turns the server degraded; it never ends the process. Event loop
 only."""
 
 import asyncio
@@ -17,29 +16,29 @@ logger = logging.getLogger("routed_experts.server")
 
 
 class IntegrityWatch:
-    """What was found so far. `on_violation` hears each violation of each look."""
+    """The violations so far. `on_violation` receives each violation of each check."""
 
     def __init__(self, clock: Callable[[], float], on_violation: Callable[[Violation], None]) -> None:
         self._clock, self._on_violation = clock, on_violation
-        self._next = float("-inf")
+        self._next_check = float("-inf")
         self._task: asyncio.Task[None] | None = None
         self.broken: frozenset[str] = frozenset()
 
-    def look(self, door: AsyncEngine) -> None:
-        """Begin to look, unless it is too soon or a look is under way."""
+    def check(self, engine: AsyncEngine) -> None:
+        """Start a check, unless the last one was less than a second ago or still runs."""
         now = self._clock()
-        if now < self._next or (self._task is not None and not self._task.done()):
+        if now < self._next_check or (self._task is not None and not self._task.done()):
             return
-        self._next = now + INTERVAL_S
-        self._task = asyncio.ensure_future(self._look(door))
+        self._next_check = now + INTERVAL_S
+        self._task = asyncio.ensure_future(self._check(engine))
 
-    async def _look(self, door: AsyncEngine) -> None:
+    async def _check(self, engine: AsyncEngine) -> None:
         try:
-            found = await asyncio.to_thread(door.engine.check_integrity)
-        except RoutedExpertsError as error:  # the engine has ended, and others say so
-            logger.debug("no look at the invariants: %s", error)
+            violations = await asyncio.to_thread(engine.engine.check_integrity)
+        except RoutedExpertsError as error:  # the engine has ended, which other parts report
+            logger.debug("the invariants were not checked: %s", error)
             return
-        for violation in found:
+        for violation in violations:
             logger.error("invariant %s is broken: %s", violation.name, violation.detail)
             self._on_violation(violation)
-        self.broken |= {violation.name for violation in found}
+        self.broken |= {violation.name for violation in violations}

@@ -1,9 +1,8 @@
-"""Metrics: Prometheus text of one server. Counts come from the stats of the engine and from what the routes report.
-Knows no route."""
+"""Prometheus metrics of one server: counts from the engine's stats, and what the routes report."""
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -23,105 +22,87 @@ from routed_experts.server.routing.store import RoutingStore
 
 logger = logging.getLogger("routed_experts.server")
 _PREFIX = "routed_experts"
-_SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-    300.0,
-    600.0,
+Compat = Literal["vllm", "sglang"] | None  # whose names some gauges have as well
+_SECONDS = tuple(
+    float(text) for text in "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60 120 300 600".split()
 )
 _OUTCOMES = ("stop", "length", "abort", "timeout", "rejected", "error")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EndedRequest:
-    """What a finished sequence adds. Times are in seconds since the request came."""
+class FinishedRequest:
+    """What a finished sequence adds. Times are in seconds since the request arrived."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     first_token_s: float | None
-    whole_s: float
-    queue_s: float | None  # until its first step
+    total_s: float
+    queue_s: float | None  # from acceptance to its first step
 
 
 class Metrics:
-    """The registry of one server, and the doors through which routes report."""
+    """The registry of one server, and the methods by which routes report. `each_expert`: a series for every expert of
+    every layer."""
 
-    def __init__(self, *, compat: Literal["vllm", "sglang"] | None, each_expert: bool = False) -> None:
+    def __init__(self, *, compat: Compat, each_expert: bool = False) -> None:
         self._registry = CollectorRegistry()
         self._routing = _RoutingCollector(each_expert=each_expert)
         self._registry.register(self._routing)
-        self._compat: Literal["vllm", "sglang"] | None = compat
+        self._compat: Compat = compat
         self._logged: set[str] = set()
 
-        def counter(name: str, told: str, *labels: str) -> Counter:
-            return Counter(f"{_PREFIX}_{name}", told, labels, registry=self._registry)
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{_PREFIX}_{name}", text, labels, registry=self._registry)
 
-        def seconds(name: str, told: str) -> Histogram:
-            return Histogram(f"{_PREFIX}_{name}", told, buckets=_SECONDS, registry=self._registry)
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(f"{_PREFIX}_{name}", text, buckets=_SECONDS, registry=self._registry)
 
-        self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests")
-        self._generated = counter("generation_tokens", "Generated tokens of ended requests")
-        self._lookups = counter("prefix_cache_query_tokens", "Prompt tokens that were looked up in the prefix cache")
-        self._hits = counter("prefix_cache_hit_tokens", "Prompt tokens that the prefix cache knew")
+        self._prompt = counter("prompt_tokens", "Prompt tokens of finished requests")
+        self._generated = counter("generation_tokens", "Generated tokens of finished requests")
+        self._lookups = counter("prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache")
+        self._hits = counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache")
         self._payload = counter("capture_payload_bytes", "Bytes of routed experts sent or kept for fetching", "format")
-        self._ignored = counter("ignored_parameters", "Parameters of requests that had no effect")
-        self._violations = counter("invariant_violations", "Broken invariants, as they were found", "name")
-        self._stalls = counter(
-            "watchdog_trips", "Times that requests ran and no step ended for --stall-timeout, as it was noticed"
-        )
-        self._queue = seconds("request_queue_time_seconds", "From the engine taking a request in to its first step")
-        self._first = seconds("time_to_first_token_seconds", "From a request's arrival to its first token")
-        self._whole = seconds("e2e_request_latency_seconds", "From a request's arrival to its end")
+        self._ignored = counter("ignored_parameters", "Request parameters that had no effect")
+        self._violations = counter("invariant_violations", "Violated invariants by name", "name")
+        self._stalls = counter("watchdog_trips", "Stalls: requests ran and no step ended for --stall-timeout")
+        self._queue = seconds("request_queue_time_seconds", "Time from acceptance by the engine to the first step")
+        self._first = seconds("time_to_first_token_seconds", "Time from arrival to the first token")
+        self._total = seconds("e2e_request_latency_seconds", "Time from arrival to the end")
         self._between = seconds("inter_token_latency_seconds", "Mean time between the tokens of one request")
 
-    def watch(self, door: AsyncEngine, store: RoutingStore) -> None:
+    def watch(self, engine: AsyncEngine, store: RoutingStore) -> None:
         """Add the engine's own counts."""
-        self._registry.register(_EngineCollector(door, store, self._compat))
+        self._registry.register(_EngineCollector(engine, store, self._compat))
 
-    def ended(self, request: EndedRequest) -> None:
-        """A sequence has ended."""
+    def finished(self, request: FinishedRequest) -> None:
+        """Count a finished sequence."""
         self._prompt.inc(request.prompt_tokens)
         if request.queue_s is not None:
             self._lookups.inc(request.prompt_tokens)
             self._queue.observe(request.queue_s)
         self._hits.inc(request.cached_tokens)
         self._generated.inc(request.completion_tokens)
-        self._whole.observe(request.whole_s)
+        self._total.observe(request.total_s)
         if request.first_token_s is not None:
             self._first.observe(request.first_token_s)
             if request.completion_tokens > 1:
-                self._between.observe((request.whole_s - request.first_token_s) / (request.completion_tokens - 1))
+                self._between.observe((request.total_s - request.first_token_s) / (request.completion_tokens - 1))
 
     def sent_rows(self, payload_format: str, num_bytes: int) -> None:
-        """Rows have left in an answer."""
+        """Count rows that are sent or kept for fetching."""
         self._payload.labels(payload_format).inc(num_bytes)
 
     def stalled(self) -> None:
-        """A stall has been noticed."""
+        """Count a stall."""
         self._stalls.inc()
 
     def violation(self, violation: Violation) -> None:
-        """An invariant is broken."""
+        """Count a violated invariant."""
         self._violations.labels(violation.name).inc()
 
     def ignored(self, names: Collection[str]) -> None:
-        """A request named parameters that have no effect; the first of each name is logged, of a bounded number of
-        names."""
+        """Count parameters of a request without effect; log each name once, up to a bound."""
         self._ignored.inc(len(names))
         for name in names:
             if name not in self._logged and len(self._logged) < MAX_LOGGED_NAMES:
@@ -129,83 +110,67 @@ class Metrics:
                 logger.info("the parameter %s of requests has no effect here", short_repr(name))
 
     def text(self, routing: RoutingStats | None) -> bytes:
-        """All of it in the text format of Prometheus; `routing`: the counts of now, where any are kept."""
+        """Return all metrics in the text format of Prometheus. `routing`: the present counts, if any are recorded."""
         self._routing.latest = routing
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """The engine's counts at the moment they are asked for."""
+    """The engine's counts at the moment of the scrape."""
 
-    def __init__(self, door: AsyncEngine, store: RoutingStore, compat: Literal["vllm", "sglang"] | None) -> None:
-        self._door, self._store = door, store
-        self._compat: Literal["vllm", "sglang"] | None = compat
+    def __init__(self, engine: AsyncEngine, store: RoutingStore, compat: Compat) -> None:
+        self._engine, self._store = engine.engine, store
+        self._compat: Compat = compat
 
     def collect(self) -> Iterator[Metric]:
-        seen = self._door.engine.stats()
-        usage = 1.0 - (seen.free_pages + seen.cached_pages) / seen.total_pages
-        for name, told, value in (
-            ("requests_running", "Requests in the batch", seen.running),
-            ("requests_waiting", "Requests in the queue", seen.waiting),
-            ("kv_usage_ratio", "Share of KV pages that running requests hold", usage),
-            ("last_step_age_seconds", "Since a step ended while requests run; 0 when idle", seen.last_step_age_s),
+        stats, compiles = self._engine.stats(), self._engine.compiles
+        usage = 1.0 - (stats.free_pages + stats.cached_pages) / stats.total_pages
+        host_bytes = stats.capture_host_bytes + self._store.nbytes
+        yield from _gauges(
+            ("requests_running", "Requests in the batch", stats.running),
+            ("requests_waiting", "Requests in the queue", stats.waiting),
+            ("kv_usage_ratio", "Fraction of KV pages held by running requests", usage),
             (
-                "capture_host_bytes",
-                "Host memory of rows, those kept for fetching included",
-                seen.capture_host_bytes + self._store.nbytes,
+                "last_step_age_seconds",
+                "Time since the last step while requests run; 0 when idle",
+                stats.last_step_age_s,
             ),
-        ):
-            yield GaugeMetricFamily(f"{_PREFIX}_{name}", told, value=float(value))
-        yield _labelled(GaugeMetricFamily(f"{_PREFIX}_kv_pages", "KV pages by state", labels=["state"]), _pages(seen))
-        yield CounterMetricFamily(f"{_PREFIX}_requests_accepted", "Sequences accepted", value=float(seen.accepted))
-        finished = {outcome: seen.finished.get(outcome, 0) for outcome in _OUTCOMES}
-        yield _labelled(
-            CounterMetricFamily(f"{_PREFIX}_requests_finished", "Sequences ended", labels=["outcome"]), finished
+            ("capture_host_bytes", "Host memory of rows, with those kept for fetching", host_bytes),
         )
-        compiles = self._door.engine.compiles
-        for name, told, count in (
-            ("preemptions", "Requests sent back to the queue", seen.preemptions),
-            ("capture_rows", "Rows filed", seen.capture_rows),
-            ("capture_missing_rows", "Requests that failed for a row that was not known", seen.capture_missing_rows),
-            ("resident_swaps", "Experts copied to the accelerator while it served", seen.resident_swaps),
-            ("deferred_slots", "Slots whose experts, on the host, were added a layer late", seen.deferred_slots),
-            (
-                "host_experts_seconds",
-                "Seconds that threads of the host ran experts inside programs",
-                seen.host_experts_s,
-            ),
+        yield _by_label(GaugeMetricFamily, "kv_pages", "KV pages by state", "state", _pages(stats))
+        yield from _counters(("requests_accepted", "Accepted sequences", stats.accepted))
+        finished = {outcome: stats.finished.get(outcome, 0) for outcome in _OUTCOMES}
+        yield _by_label(CounterMetricFamily, "requests_finished", "Finished sequences", "outcome", finished)
+        yield from _counters(
+            ("preemptions", "Requests sent back to the queue", stats.preemptions),
+            ("capture_rows", "Recorded rows", stats.capture_rows),
+            ("capture_missing_rows", "Requests that failed because a row was missing", stats.capture_missing_rows),
+            ("resident_swaps", "Experts copied to the accelerator while serving", stats.resident_swaps),
+            ("deferred_slots", "Slots whose experts on the host were added a layer late", stats.deferred_slots),
+            ("host_experts_seconds", "Time of host threads on experts inside programs", stats.host_experts_s),
             (
                 "resident_swap_failures",
-                "Exchanges of resident experts that failed; those that were there stayed",
-                seen.resident_failures,
+                "Failed swaps of resident experts; the old ones stayed",
+                stats.resident_failures,
             ),
-            (
-                "compile_cache_hits",
-                "Programs that were read from the compilation cache, of this process",
-                compiles.cache_hits,
-            ),
-        ):
-            yield CounterMetricFamily(f"{_PREFIX}_{name}", told, value=float(count))
-        yield from _placement(seen.placement)
-        hits = {str(layer): ratio for layer, ratio in seen.resident_hits.items()}
-        told = "Share of a MoE layer's slots that ran on the accelerator, where experts are on the host too"
-        yield _labelled(GaugeMetricFamily(f"{_PREFIX}_resident_hit_ratio", told, labels=["layer"]), hits)
+            ("compile_cache_hits", "Programs read from the compilation cache by this process", compiles.cache_hits),
+        )
+        yield from _placement(stats.placement)
+        hits = {str(layer): ratio for layer, ratio in stats.resident_hits.items()}
+        text = "Fraction of a MoE layer's slots computed on the accelerator, with experts on the host"
+        yield _by_label(GaugeMetricFamily, "resident_hit_ratio", text, "layer", hits)
         programs = {"startup": compiles.startup, "serving": compiles.serving}
-        yield _labelled(
-            CounterMetricFamily(f"{_PREFIX}_compilations", "Programs made by this process", labels=["phase"]), programs
-        )
-        phases = {phase.name: phase.seconds for phase in self._door.engine.phases}
-        yield _labelled(GaugeMetricFamily(f"{_PREFIX}_startup_seconds", "Start-up by phase", labels=["phase"]), phases)
-        version = {str(seen.weight_version): 1}
-        yield _labelled(
-            GaugeMetricFamily(f"{_PREFIX}_weight_version_info", "Weights served", labels=["weight_version"]), version
-        )
-        for name, value in _renamed(self._compat, seen, usage).items():
-            yield GaugeMetricFamily(name, "As the other server names it", value=float(value))
+        yield _by_label(CounterMetricFamily, "compilations", "Programs compiled by this process", "phase", programs)
+        phases = {phase.name: phase.seconds for phase in self._engine.phases}
+        yield _by_label(GaugeMetricFamily, "startup_seconds", "Time of start-up by phase", "phase", phases)
+        version = {str(stats.weight_version): 1}
+        yield _by_label(GaugeMetricFamily, "weight_version_info", "Served weights", "weight_version", version)
+        for name, value in _compat_gauges(self._compat, stats, usage).items():
+            yield GaugeMetricFamily(name, "The same value under the name of the other server", value=float(value))
 
 
 class _RoutingCollector(Collector):
-    """How evenly experts were chosen, by hidden layer. `each_expert`: a series for every expert of every layer."""
+    """How evenly experts were chosen, by hidden layer."""
 
     def __init__(self, *, each_expert: bool) -> None:
         self._each_expert = each_expert
@@ -216,104 +181,111 @@ class _RoutingCollector(Collector):
         if stats is None:
             return
         load, layers = stats.load, [str(layer) for layer in stats.layer_ids]
-        for name, told, values in (
+        for name, text, values in (
             ("expert_load_imbalance", "Largest over mean count of a layer's experts", load_imbalance(load)),
-            ("expert_entropy", "Entropy of a layer's counts, 1 is even", load_entropy(load)),
+            ("expert_entropy", "Entropy of a layer's counts; 1 is even", load_entropy(load)),
             ("dead_experts", "Experts of a layer that were never chosen", (load == 0).sum(axis=1)),
         ):
             by_layer: dict[str, float] = dict(zip(layers, values.tolist(), strict=True))
-            yield _labelled(GaugeMetricFamily(f"{_PREFIX}_{name}", told, labels=["layer"]), by_layer)
+            yield _by_label(GaugeMetricFamily, name, text, "layer", by_layer)
         if self._each_expert:
-            each = CounterMetricFamily(f"{_PREFIX}_expert_tokens", "Slots of each expert", labels=["layer", "expert"])
+            family = CounterMetricFamily(f"{_PREFIX}_expert_tokens", "Slots of each expert", labels=["layer", "expert"])
             for layer, counts in zip(layers, load.tolist(), strict=True):
                 for expert, count in enumerate(counts):
-                    each.add_metric([layer, str(expert)], count)
-            yield each
+                    family.add_metric([layer, str(expert)], count)
+            yield family
 
 
 def _placement(stats: PlacementStats | None) -> Iterator[Metric]:
-    """What became of placed experts."""
+    """Return the metrics of a live expert placement."""
     if stats is None:
         return
     yield from _balance(stats)
-    yield from _gate(stats)
-    yield GaugeMetricFamily(
-        f"{_PREFIX}_placement_epoch", "Rises with every change of the placement", value=float(stats.epoch)
-    )
-    for name, told, count in (
-        ("eplb_rebalances", "Plans that experts were moved for", stats.rebalances),
-        ("eplb_skipped", "Plans that were not worth their copies", stats.skipped),
-        ("eplb_failed", "Plans or moves that ended in an error", stats.failed),
+    yield from _plan_check(stats)
+    yield from _gauges(("placement_epoch", "Number of changes of the placement", stats.epoch))
+    rerouted = "Slots that a capacity moved to an expert outside their token's K best"
+    yield from _counters(
+        ("eplb_rebalances", "Plans that were applied", stats.rebalances),
+        ("eplb_skipped", "Plans whose copies cost more than they gain", stats.skipped),
+        ("eplb_failed", "Plans or moves that failed", stats.failed),
         ("expert_copies", "Expert instances copied from another device", stats.copies),
-        (
-            "rerouted_slots",
-            "Slots that capacities moved to an expert outside their token's K best",
-            stats.rerouted_slots,
-        ),
-        ("dropped_slots", "Slots that capacities left without an expert", stats.dropped_slots),
-    ):
-        yield CounterMetricFamily(f"{_PREFIX}_{name}", told, value=float(count))
+        ("rerouted_slots", rerouted, stats.rerouted_slots),
+        ("dropped_slots", "Slots that a capacity left without an expert", stats.dropped_slots),
+    )
 
 
 def _balance(stats: PlacementStats) -> Iterator[Metric]:
-    """How evenly devices were loaded of late."""
-    of_layers = {str(steps): told.balancedness for steps, told in stats.balance.items()}
-    summed = {str(steps): told.weighted for steps, told in stats.balance.items()}
-    for name, told, by_window in (
-        ("eplb_balancedness", "Mean over layers of mean over largest device load", of_layers),
-        ("eplb_balancedness_weighted", "Mean device loads over the largest, summed over layers", summed),
-    ):
-        yield _labelled(
-            GaugeMetricFamily(f"{_PREFIX}_{name}", f"{told}, in the last steps", labels=["window"]), by_window
-        )
+    """Return how evenly devices were loaded in the last steps."""
+    mean = {str(steps): balance.balancedness for steps, balance in stats.balance.items()}
+    text = "Mean over layers of mean over largest device load, in the last steps"
+    yield _by_label(GaugeMetricFamily, "eplb_balancedness", text, "window", mean)
+    weighted = {str(steps): balance.weighted for steps, balance in stats.balance.items()}
+    text = "Mean over largest device load, summed over layers, in the last steps"
+    yield _by_label(GaugeMetricFamily, "eplb_balancedness_weighted", text, "window", weighted)
     if stats.balance:
         longest = stats.balance[max(stats.balance)].max_over_mean.tolist()
-        told = "Largest over mean device load of a layer, in the longest window"
+        text = "Largest over mean device load of a layer, in the longest window"
         by_layer = {str(layer): ratio for layer, ratio in zip(stats.layer_ids, longest, strict=True)}
-        yield _labelled(GaugeMetricFamily(f"{_PREFIX}_device_load_max_over_mean", told, labels=["layer"]), by_layer)
+        yield _by_label(GaugeMetricFamily, "device_load_max_over_mean", text, "layer", by_layer)
 
 
-def _gate(stats: PlacementStats) -> Iterator[Metric]:
-    """What was said of the last plan, once there was one."""
+def _plan_check(stats: PlacementStats) -> Iterator[Metric]:
+    """Return the estimate of the last plan, once there was one."""
     if (verdict := stats.verdict) is None:
         return
-    for name, told, value in (
-        ("gain_seconds", "Time that the last plan would have saved in its window", verdict.gain_s),
-        ("cost_seconds", "Time that its copies would take", verdict.cost_s),
-        ("copies", "Expert instances that it would copy", verdict.copies),
-        ("worth", "Whether that was worth it", verdict.worth),
-    ):
-        yield GaugeMetricFamily(f"{_PREFIX}_eplb_gate_{name}", told, value=float(value))
+    yield from _gauges(
+        ("eplb_gate_gain_seconds", "Time that the last plan would have saved in its window", verdict.gain_s),
+        ("eplb_gate_cost_seconds", "Time that the copies of the last plan take", verdict.cost_s),
+        ("eplb_gate_copies", "Expert instances that the last plan copies", verdict.copies),
+        ("eplb_gate_worth", "Whether the last plan gains more than it costs", verdict.worth),
+    )
     balanced = {"now": verdict.balancedness_now, "new": verdict.balancedness_new}
-    told = "Balancedness (weighted) of the last window as experts were, and by the last plan"
-    yield _labelled(GaugeMetricFamily(f"{_PREFIX}_eplb_gate_balancedness", told, labels=["placement"]), balanced)
+    text = "Weighted balancedness of the last window, with the present placement and with the last plan"
+    yield _by_label(GaugeMetricFamily, "eplb_gate_balancedness", text, "placement", balanced)
     if stats.last_move_s is not None:
-        told = "What the last move took, the steps between its layers included"
-        yield GaugeMetricFamily(f"{_PREFIX}_eplb_last_move_seconds", told, value=stats.last_move_s)
+        text = "Time of the last move, with the steps between its layers"
+        yield from _gauges(("eplb_last_move_seconds", text, stats.last_move_s))
 
 
-def _pages(seen: EngineStats) -> dict[str, int]:
-    active = seen.total_pages - seen.free_pages - seen.cached_pages
-    return {"free": seen.free_pages, "cached": seen.cached_pages, "active": active}
+def _pages(stats: EngineStats) -> dict[str, int]:
+    active = stats.total_pages - stats.free_pages - stats.cached_pages
+    return {"free": stats.free_pages, "cached": stats.cached_pages, "active": active}
 
 
-def _renamed(compat: str | None, seen: EngineStats, usage: float) -> dict[str, float]:
+def _compat_gauges(compat: Compat, stats: EngineStats, usage: float) -> dict[str, float]:
     if compat == "vllm":
         return {
-            "vllm:num_requests_running": seen.running,
-            "vllm:num_requests_waiting": seen.waiting,
+            "vllm:num_requests_running": stats.running,
+            "vllm:num_requests_waiting": stats.waiting,
             "vllm:kv_cache_usage_perc": usage,
         }
     if compat == "sglang":
         return {
-            "sglang:num_running_reqs": seen.running,
-            "sglang:num_queue_reqs": seen.waiting,
+            "sglang:num_running_reqs": stats.running,
+            "sglang:num_queue_reqs": stats.waiting,
             "sglang:token_usage": usage,
         }
     return {}
 
 
-def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: dict[str, int] | dict[str, float]) -> Metric:
-    for label, value in values.items():
-        family.add_metric([label], float(value))
-    return family
+def _gauges(*metrics: tuple[str, str, float]) -> Iterator[Metric]:
+    for name, text, value in metrics:
+        yield GaugeMetricFamily(f"{_PREFIX}_{name}", text, value=float(value))
+
+
+def _counters(*metrics: tuple[str, str, float]) -> Iterator[Metric]:
+    for name, text, value in metrics:
+        yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value=float(value))
+
+
+def _by_label(
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, float],
+) -> Metric:
+    metric = family(f"{_PREFIX}_{name}", text, labels=[label])
+    for value_label, value in values.items():
+        metric.add_metric([value_label], float(value))
+    return metric

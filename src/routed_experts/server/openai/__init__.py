@@ -1,1 +1,1 @@
-"""The OpenAI dialect: chat and text completions, their parameters, chunks and chat templates."""
+"""OpenAI's routes: /v1/chat/completions and /v1/completions, with a shared handler."""

@@ -1,8 +1,4 @@
-"""POST /v1/chat/completions. Knows no templates but the checkpoint's."""
-
-import asyncio
-import dataclasses
-from types import MappingProxyType
+"""POST /v1/chat/completions."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,104 +6,110 @@ from starlette.responses import Response
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.engine.requests.tokenizer import Tokenizer
-from routed_experts.server.body import read_struct
-from routed_experts.server.limits import INLINE_BYTES
-from routed_experts.server.openai.chat_template import render
-from routed_experts.server.openai.choice_state import Choice, Piece, chat_logprobs
-from routed_experts.server.openai.handler import OpenAIHandler
-from routed_experts.server.openai.params import Length, parse_options, to_sampling_params
+from routed_experts.server.body import read_body
+from routed_experts.server.chat_template import render
+from routed_experts.server.errors import field_names
+from routed_experts.server.executors import run_in_thread_if_large
+from routed_experts.server.openai.handler import (
+    ChoiceState,
+    Delta,
+    OpenAIHandler,
+    chat_logprobs,
+    parse_options,
+    to_sampling_params,
+)
 from routed_experts.server.protocol import ChatRequest
-from routed_experts.server.routing.response import openai_defaults, routing_keywords
+from routed_experts.server.routing.response import openai_defaults, to_routing_params
 from routed_experts.server.state import ServerState
 
-_NAMES = MappingProxyType(
-    {"max_new_tokens": "max_tokens", "input_ids": "messages", "rid": "request_id", "text": "messages"}
-)
 
-
-class ChatForm:
-    """Choices of messages."""
+class ChatFormat:
+    """Choices with messages."""
 
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, tokenizer: Tokenizer | None, *, logprobs: bool, token_ids: bool) -> None:
         self._tokenizer, self._logprobs, self._token_ids = tokenizer, logprobs, token_ids
 
-    def whole(self, choice: Choice) -> dict[str, object]:
-        """All of a choice."""
-        piece = choice.whole()
-        body: dict[str, object] = {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
-        }
-        return {**body, **self._told(choice, piece)}
+    def full(self, choice: ChoiceState) -> dict[str, object]:
+        """Return the body of a finished choice."""
+        delta = choice.full()
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"index": choice.index, "message": message, **self._token_fields(choice, delta)}
 
-    def opening(self, choice: Choice) -> dict[str, object] | None:
-        """Who speaks."""
+    def first_chunk(self, choice: ChoiceState) -> dict[str, object] | None:
+        """Return the chunk with the role."""
         return {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def delta(self, choice: Choice, piece: Piece) -> dict[str, object]:
-        """What a piece adds."""
-        return {"index": choice.index, "delta": {"content": piece.text}, **self._told(choice, piece)}
+    def chunk(self, choice: ChoiceState, delta: Delta) -> dict[str, object]:
+        """Return the chunk of a delta."""
+        return {"index": choice.index, "delta": {"content": delta.text}, **self._token_fields(choice, delta)}
 
-    def closing(self, choice: Choice) -> dict[str, object]:
-        """Nothing but the finish reason."""
+    def last_chunk(self, choice: ChoiceState) -> dict[str, object]:
+        """Return the chunk of the finish reason."""
         return {"index": choice.index, "delta": {}, "logprobs": None}
 
-    def _told(self, choice: Choice, piece: Piece) -> dict[str, object]:
-        told: dict[str, object] = {
-            "logprobs": chat_logprobs(self._tokenizer, piece.logprobs) if self._logprobs else None
+    def _token_fields(self, choice: ChoiceState, delta: Delta) -> dict[str, object]:
+        fields: dict[str, object] = {
+            "logprobs": chat_logprobs(self._tokenizer, delta.logprobs) if self._logprobs else None
         }
         if self._token_ids:
-            told |= {"token_ids": list(piece.token_ids), "prompt_token_ids": choice.request.input_ids.tolist()}
-        return told
+            fields |= {"token_ids": list(delta.token_ids), "prompt_token_ids": choice.request.input_ids.tolist()}
+        return fields
 
 
-async def chat_completions(request: Request, service: ServerState) -> Response:
+async def chat_completions(request: Request, server: ServerState) -> Response:
     """Answer messages."""
-    settings = service.settings
-    body = await read_struct(request, ChatRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
-    said = body.value
-    service.check_model(said.model)
-    options = parse_options(request, service, said, body.ignored, prefix="chatcmpl-")
-    length, wants = Length(max_tokens=_max_tokens(said)), said.logprobs is True
-    if said.top_logprobs and not wants:
+    body = await read_body(request, ChatRequest, server.settings)
+    chat = body.value
+    server.check_model(chat.model)
+    options = parse_options(request, server, body, prefix="chatcmpl-")
+    max_tokens, logprobs = _max_tokens(chat), chat.logprobs is True
+    if chat.top_logprobs and not logprobs:
         raise InvalidRequestError("top_logprobs without logprobs; set logprobs to true", param="top_logprobs")
-    asked = GenerateReqInput(
-        input_ids=await _prompt_ids(service, said, body.num_bytes),
-        sampling_params=to_sampling_params(said, length),
-        rid=options.request_id,
-        extra_key=said.extra_key or said.cache_salt,
-        stream=said.stream is True,
-        return_logprob=wants,
-        top_logprobs_num=said.top_logprobs or 0,
-        **routing_keywords(said, asked=said.return_routed_experts),
+    fields = _fields(chat)
+    with field_names(fields):
+        inputs = GenerateReqInput(
+            input_ids=await run_in_thread_if_large(body.num_bytes, lambda: _prompt_ids(server, chat)),
+            sampling_params=to_sampling_params(chat, max_tokens),
+            rid=options.request_id,
+            extra_key=chat.extra_key or chat.cache_salt,
+            stream=chat.stream is True,
+            return_logprob=logprobs,
+            top_logprobs_num=chat.top_logprobs or 0,
+            **to_routing_params(chat, enabled=chat.return_routed_experts),
+        )
+        requests = await server.process(
+            inputs,
+            default_max_tokens=server.engine.context_length,  # cut to what the prompt leaves
+            routing=openai_defaults(server.settings),
+            num_bytes=body.num_bytes,
+        )
+    response_format = ChatFormat(server.engine.tokenizer, logprobs=logprobs, token_ids=chat.return_token_ids is True)
+    handler = OpenAIHandler(server, requests, response_format, options, fields=fields, prompt_only=max_tokens == 0)
+    return await handler.respond(request, stream=chat.stream is True)
+
+
+def _prompt_ids(server: ServerState, chat: ChatRequest) -> list[int]:
+    tokenizer = server.tokenizer("messages")
+    add_generation_prompt = chat.add_generation_prompt is not False
+    text = render(
+        tokenizer, chat.messages, add_generation_prompt=add_generation_prompt, scalars=chat.chat_template_kwargs
     )
-    rest = service.door.context_length  # cut to what the prompt leaves
-    routing = openai_defaults(settings)
-    requests = await service.admit(
-        asked, default_max_tokens=rest, routing=routing, num_bytes=body.num_bytes, names=_NAMES
-    )
-    form = ChatForm(service.door.tokenizer, logprobs=wants, token_ids=said.return_token_ids is True)
-    call = OpenAIHandler(service, requests, form, dataclasses.replace(options, prompt_only=length.prompt_only))
-    return await (call.stream(request) if said.stream else call.plain(request))
+    return tokenizer.encode(text, add_special_tokens=False, max_tokens=server.engine.context_length)
 
 
-async def _prompt_ids(service: ServerState, said: ChatRequest, num_bytes: int) -> list[int]:
-    tokenizer = service.tokenizer("messages")
-
-    def ids() -> list[int]:
-        wants_prompt = said.add_generation_prompt is not False
-        text = render(tokenizer, said.messages, add_generation_prompt=wants_prompt, scalars=said.chat_template_kwargs)
-        return tokenizer.encode(text, add_special_tokens=False, max_tokens=service.door.context_length)
-
-    return ids() if num_bytes <= INLINE_BYTES else await asyncio.to_thread(ids)
-
-
-def _max_tokens(said: ChatRequest) -> int | None:
-    """Both names of one limit must agree."""
-    one, other = said.max_tokens, said.max_completion_tokens
-    if one is not None and other is not None and one != other:
-        text = f"max_tokens={one} and max_completion_tokens={other} differ; send one of them"
+def _max_tokens(chat: ChatRequest) -> int | None:
+    """Return the limit of tokens; both of its names must agree."""
+    old, new = chat.max_tokens, chat.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        text = f"max_tokens={old} and max_completion_tokens={new} differ; send one of them"
         raise InvalidRequestError(text, param="max_completion_tokens", code="conflicting_parameters")
-    return other if one is None else one
+    return new if old is None else old
+
+
+def _fields(chat: ChatRequest) -> dict[str, str]:
+    """Return the fields of this body by the engine's parameters, for errors."""
+    length = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
+    prompt = dict.fromkeys(("prompt", "text", "input_ids"), "messages")
+    return {**prompt, "max_new_tokens": length, "max_tokens": length, "rid": "request_id"}

@@ -1,168 +1,369 @@
-"""OpenAIHandler: one call of /v1, from its checked requests to an answer at once or in a stream. Chat and text differ in
-their form only.
+"""What both routes of OpenAI share: sampling parameters, the handler of a call, the state of a choice, logprobs, usage.
 
-First chunk, deltas, a last chunk with the finish reason for each choice, then usage if asked."""
+Chat and text completions differ in their ResponseFormat. A stream has a first chunk, chunks of text, a last chunk with
+the finish reason for each choice, and a chunk with the usage if the request asks for it."""
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
+from starlette.requests import Request
 from starlette.responses import Response
 
-from routed_experts.core.io_struct import StrOut, TokenizedGenerateReqInput
-from routed_experts.server.generation_handler import CallName, GenerationHandler
-from routed_experts.server.limits import INLINE_BYTES
-from routed_experts.server.openai.choice_state import Choice, Piece, usage_of
-from routed_experts.server.reply import json_reply
-from routed_experts.server.routing.response import Placed, increments, ref_url, routing_fields, rows_of
+from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.io_struct import FinishReason, StrOut, TokenizedGenerateReqInput
+from routed_experts.core.sampling_params import SamplingParams
+from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob
+from routed_experts.engine.requests.tokenizer import Tokenizer
+from routed_experts.server.body import ParsedBody, ignored_params_header, json_response
+from routed_experts.server.errors import ApiError
+from routed_experts.server.generation_handler import GenerationHandler, to_seed
+from routed_experts.server.limits import INLINE_BYTES, MAX_OPENAI_STOPS
+from routed_experts.server.middleware import request_owner, resolve_request_id
+from routed_experts.server.protocol import OpenAIRequest
+from routed_experts.server.routing.response import ResponseRouting, ref_url, routing_fields, split_for_events
 from routed_experts.server.sse import event
 from routed_experts.server.state import ServerState
 
-
-class Form(Protocol):
-    """How one of the two surfaces writes its answers."""
-
-    object_name: str
-    chunk_name: str
-
-    def whole(self, choice: Choice) -> dict[str, object]:
-        """The body of a finished choice."""
-        ...
-
-    def opening(self, choice: Choice) -> dict[str, object] | None:
-        """The body of a choice's first chunk, if it has one of its own."""
-        ...
-
-    def delta(self, choice: Choice, piece: Piece) -> dict[str, object]:
-        """The body of what a piece adds."""
-        ...
-
-    def closing(self, choice: Choice) -> dict[str, object]:
-        """The body of a choice's last chunk, without its finish reason."""
-        ...
+_LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
+_SAMPLING_FIELDS = (
+    "temperature top_p top_k min_p n stop stop_token_ids min_tokens ignore_eos presence_penalty frequency_penalty "
+    "repetition_penalty logit_bias skip_special_tokens include_stop_str_in_output"
+).split()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """What a call is beside its requests. `echo`: texts of the prompts, which come first; `ignored`: names that had no
-    effect."""
+    """What a call is beside its prompts."""
 
     request_id: str
     owner: str
-    echo: Sequence[str] | None = None
-    prompt_only: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    headers: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    include_usage: bool
+    continuous_usage: bool
+    headers: Mapping[str, str]
+
+
+def parse_options(
+    request: Request, server: ServerState, body: ParsedBody[OpenAIRequest], *, prefix: str
+) -> CallOptions:
+    """Read the options of a call. Raises for options that need a stream."""
+    fields, options = body.value, body.value.stream_options
+    include_usage = options is not None and options.include_usage is True
+    continuous_usage = options is not None and options.continuous_usage_stats is True
+    if (include_usage or continuous_usage) and fields.stream is not True:
+        text = "stream_options without stream; set stream to true"
+        raise ApiError(text, status=400, code="stream_required", param="stream_options")
+    if fields.rid is not None and fields.request_id is not None and fields.rid != fields.request_id:
+        text = "rid and request_id differ; send one"
+        raise ApiError(text, status=400, code="conflicting_parameters", param="request_id")
+    server.metrics.ignored(body.ignored)
+    return CallOptions(
+        request_id=resolve_request_id(request, fields.request_id or fields.rid, prefix=prefix),
+        owner=request_owner(request),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
+        headers=ignored_params_header(body.ignored),
+    )
+
+
+def to_sampling_params(body: OpenAIRequest, max_tokens: int | None) -> SamplingParams:
+    """Build the sampling parameters of a body. `max_tokens` 0 computes the prompt only: the engine generates one token,
+    which is left out. Raises InvalidRequestError."""
+    if isinstance(body.stop, list) and len(body.stop) > MAX_OPENAI_STOPS:
+        text = f"stop has {len(body.stop)} strings, above the limit of {MAX_OPENAI_STOPS}; send fewer"
+        raise InvalidRequestError(text, param="stop")
+    values: dict[str, object] = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
+    values |= {"seed": to_seed(body.seed), "max_tokens": max_tokens}
+    if max_tokens == 0:
+        values |= {"max_tokens": 1, "min_tokens": None}
+    return SamplingParams.from_dict(values)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobEntry:
+    """One token with its logprob and the best alternatives, which may leave out the token itself. `is_known` False: the
+    first token of a prompt, which has no logprob."""
+
+    token: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+    is_known: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What a choice gains: by one output, or by all of them."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[LogprobEntry, ...]
+
+
+class ChoiceState:
+    """View of one SequenceState as a choice: it holds offsets, and no text, tokens or logprobs of its own.
+
+    `echo`: the text of the prompt, which the first delta begins with; `prompt_only`: the one token that the engine
+    generated is left out."""
+
+    def __init__(self, index: int, sequence: SequenceState, *, echo: str | None, prompt_only: bool) -> None:
+        self.index, self.sequence, self.request, self.prompt_only = index, sequence, sequence.request, prompt_only
+        self._echo, self._has_sent_echo = echo, False
+        self._num_logprobs = 0  # sent in earlier deltas
+        self.text_offset = 0  # characters of the token texts sent in earlier deltas
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the sequence has finished."""
+        return self.sequence.finish_reason is not None
+
+    def to_delta(self, output: StrOut) -> Delta:
+        """Return what one output of the sequence adds."""
+        delta = self._delta(
+            output.text,
+            output.out.new_token_ids,
+            first_logprob=self._num_logprobs,
+            with_echo=self._echo is not None and not self._has_sent_echo,
+        )
+        self._has_sent_echo, self._num_logprobs = True, len(self.sequence.output_logprobs)
+        return delta
+
+    def full(self) -> Delta:
+        """Return the whole choice."""
+        text, token_ids = self.sequence.text, self.sequence.token_ids
+        return self._delta(text, token_ids, first_logprob=0, with_echo=self._echo is not None)
+
+    def _delta(self, text: str, token_ids: tuple[int, ...], *, first_logprob: int, with_echo: bool) -> Delta:
+        sequence, logprobs = self.sequence, list[LogprobEntry]()
+        if with_echo and sequence.input_logprobs is not None:
+            pairs = zip(sequence.input_logprobs, sequence.input_top_logprobs, strict=True)
+            logprobs += [
+                LogprobEntry(token=token, top=top or (), is_known=index > 0) for index, (token, top) in enumerate(pairs)
+            ]
+        if self.prompt_only:
+            text, token_ids = "", ()
+        else:
+            new, new_top = sequence.output_logprobs[first_logprob:], sequence.output_top_logprobs[first_logprob:]
+            logprobs += [LogprobEntry(token=token, top=top or ()) for token, top in zip(new, new_top, strict=True)]
+        echo = self._echo if with_echo else None
+        return Delta(text=(echo or "") + text, token_ids=token_ids, logprobs=tuple(logprobs))
+
+    def num_tokens(self) -> tuple[int, int]:
+        """Return the tokens of the prompt that came from the prefix cache, and the generated tokens so far."""
+        if not self.sequence.has_output:
+            return 0, 0
+        last = self.sequence.last
+        return last.cached_tokens, 0 if self.prompt_only else last.completion_tokens
+
+    def finish_fields(self) -> dict[str, object]:
+        """Return `finish_reason` and `stop_reason` (the stop string, or the stop id that the request named), and
+        `exact` where it is false."""
+        finish = self.sequence.finish_reason
+        assert finish is not None, self.request.rid
+        if self.prompt_only and finish.type == "stop":
+            finish = FinishReason(type="length", length=0)
+        is_named = isinstance(finish.matched, str) or finish.matched in self.request.sampling.stop_token_ids
+        fields: dict[str, object] = {"finish_reason": finish.type, "stop_reason": finish.matched if is_named else None}
+        return fields if self.sequence.last.exact else {**fields, "exact": False}
+
+
+class ResponseFormat(Protocol):
+    """How chat or text completions write a choice."""
+
+    object_name: str
+    chunk_name: str
+
+    def full(self, choice: ChoiceState) -> dict[str, object]:
+        """Return the body of a finished choice."""
+        ...
+
+    def first_chunk(self, choice: ChoiceState) -> dict[str, object] | None:
+        """Return the body of the chunk before all text, if there is one."""
+        ...
+
+    def chunk(self, choice: ChoiceState, delta: Delta) -> dict[str, object]:
+        """Return the body of the chunk of a delta."""
+        ...
+
+    def last_chunk(self, choice: ChoiceState) -> dict[str, object]:
+        """Return the body of a choice's last chunk, without its finish reason."""
+        ...
 
 
 class OpenAIHandler(GenerationHandler):
-    """Runs on the event loop."""
+    """One call of /v1. `echo`: the texts of the prompts, for calls that return them."""
 
     def __init__(
-        self, service: ServerState, requests: Sequence[TokenizedGenerateReqInput], form: Form, options: CallOptions
+        self,
+        server: ServerState,
+        requests: Sequence[TokenizedGenerateReqInput],
+        response_format: ResponseFormat,
+        options: CallOptions,
+        *,
+        fields: Mapping[str, str],
+        prompt_only: bool,
+        echo: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(service, requests, CallName(options.request_id, options.owner, options.headers))
-        self._form, self._options = form, options
+        super().__init__(
+            server,
+            requests,
+            request_id=options.request_id,
+            owner=options.owner,
+            fields=fields,
+            headers=options.headers,
+        )
+        self._format, self._options = response_format, options
         n = requests[0].sampling.n
-        echo = options.echo
         self._choices = [
-            Choice(index, request, echo=None if echo is None else echo[index // n], prompt_only=options.prompt_only)
-            for index, request in enumerate(requests)
+            ChoiceState(index, sequence, echo=None if echo is None else echo[index // n], prompt_only=prompt_only)
+            for index, sequence in enumerate(self._generation.sequences)
         ]
         self._created = int(time.time())
-        self._prompt_told = False  # in a stream of lists: the rows that stand beside the choices
+        self._has_sent_prompt_rows = False  # format list: they are fields of the response, in its first chunk with rows
 
-    async def _whole(self) -> Response:
-        await self.accepted()
-        async for index, news in self._call.outputs():
-            self._take(index, news)
+    async def _full_response(self) -> Response:
+        async for index, output in self._generation.outputs():
+            self._observe(self._choices[index], output)
         bodies: list[dict[str, object]] = []
-        beside: dict[str, object] = {}
+        response_fields: dict[str, object] = {}
         for choice in self._choices:
-            (placed,) = await self._placed(choice, beside=choice.index == 0)
-            bodies.append({**self._form.whole(choice), **choice.ending(), **placed.choice})
-            beside |= placed.response
-        body = {**self._head(self._form.object_name), "choices": bodies, "usage": usage_of(self._choices), **beside}
-        return json_reply(body, headers=self._options.headers)
+            (routing,) = await self._routing(choice, include_prompt_rows=choice.index == 0)
+            bodies.append({**self._format.full(choice), **choice.finish_fields(), **routing.choice})
+            response_fields |= routing.response
+        head = self._head(self._format.object_name)
+        body = {**head, "choices": bodies, "usage": _usage(self._choices), **response_fields}
+        return json_response(body, headers=self._options.headers)
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
         for choice in self._choices:
-            opening = self._form.opening(choice)
-            if opening is not None:
-                yield self._chunk(choice, opening)
-        async for index, news in self._call.outputs():
-            for chunk in await self._chunks_of(self._choices[index], self._take(index, news)):
+            if (first := self._format.first_chunk(choice)) is not None:
+                yield self._chunk(choice, first)
+        async for index, output in self._generation.outputs():
+            choice = self._choices[index]
+            self._observe(choice, output)
+            for chunk in await self._delta_chunks(choice, choice.to_delta(output)):
                 yield chunk
         if self._options.include_usage:
-            yield event({**self._head(self._form.chunk_name), "choices": [], "usage": usage_of(self._choices)})
+            yield event({**self._head(self._format.chunk_name), "choices": [], "usage": _usage(self._choices)})
 
-    async def _chunks_of(self, choice: Choice, piece: Piece) -> list[bytes]:
-        """The chunks of one event: what was said, rows that are streamed, and at the end the finish reason with the
-        rows."""
-        placed: list[Placed] = []
-        if choice.finish is not None or (choice.request.routed_experts.stream and piece.token_ids):
-            placed = await self._placed(choice, beside=not self._prompt_told)
-            self._prompt_told = True
-        last = placed.pop() if choice.finish is not None else None
+    async def _delta_chunks(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
+        """Return the chunks of one output: its text, rows that are streamed, the finish reason with the last rows."""
+        routing: list[ResponseRouting] = []
+        if choice.is_finished or (choice.request.routed_experts.stream and delta.token_ids):
+            routing = await self._routing(choice, include_prompt_rows=not self._has_sent_prompt_rows)
+            self._has_sent_prompt_rows = True
+        last = routing.pop() if choice.is_finished else None
         chunks: list[bytes] = []
-        if piece.text or piece.token_ids:
-            first = placed.pop(0) if placed else Placed({}, {})
-            chunks.append(
-                self._chunk(choice, {**self._form.delta(choice, piece), **first.choice}, beside=first.response)
-            )
-        chunks += [
-            self._chunk(choice, {**self._form.closing(choice), **one.choice}, beside=one.response) for one in placed
-        ]
+        if delta.text or delta.token_ids:
+            first = routing.pop(0) if routing else ResponseRouting({}, {})
+            chunks.append(self._chunk(choice, self._format.chunk(choice, delta), first))
+        chunks += [self._chunk(choice, self._format.last_chunk(choice), part) for part in routing]
         if last is not None:
-            closing = {**self._form.closing(choice), **choice.ending(), **last.choice}
-            chunks.append(self._chunk(choice, closing, beside=last.response))
+            chunks.append(self._chunk(choice, {**self._format.last_chunk(choice), **choice.finish_fields()}, last))
         return chunks
 
-    def _take(self, index: int, news: StrOut) -> Piece:
-        choice = self._choices[index]
-        piece = choice.take(news)
-        self.note(index, news, cached_tokens=choice.cached_tokens, completion_tokens=choice.completion_tokens)
-        return piece
+    def _observe(self, choice: ChoiceState, output: StrOut) -> None:
+        self.observe(choice.index, output, completion_tokens=choice.num_tokens()[1])
 
-    async def _placed(self, choice: Choice, *, beside: bool) -> list[Placed]:
-        """The rows that a choice has to tell, in their places: one piece, or several where streamed rows are large.
-        Large ones are encoded off the event loop."""
-        wanted, answer = choice.request.routed_experts, self._call.sequences[choice.index]
-        if not wanted.enabled:
-            return [Placed({}, {})]
-        record = rows_of(answer, prompt_only=choice.prompt_only)
-        size = self.sending(choice.index, record)
-        url, version = ref_url(self._options.request_id, choice.index), choice.weight_version
+    async def _routing(self, choice: ChoiceState, *, include_prompt_rows: bool) -> list[ResponseRouting]:
+        """Return the routing fields of a choice: one part, or several where streamed rows are large. Large ones are
+        encoded in a thread."""
+        options, sequence = choice.request.routed_experts, choice.sequence
+        if not options.enabled:
+            return [ResponseRouting({}, {})]
+        record = sequence.rows_of_prompt() if choice.prompt_only else sequence.rows
+        size = self.record_sent(choice.index, record)
+        url, weight_version = ref_url(self._options.request_id, choice.index), sequence.last.weight_version
 
-        def place() -> list[Placed]:
+        def encode() -> list[ResponseRouting]:
             return [
                 routing_fields(
-                    piece, wanted, aborted=answer.record is None, url=url, weight_version=version, beside=beside
+                    part,
+                    options,
+                    aborted=sequence.record is None,
+                    url=url,
+                    weight_version=weight_version,
+                    include_prompt_rows=include_prompt_rows,
                 )
-                for piece in increments(record, wanted)
+                for part in split_for_events(record, options)
             ]
 
-        return await asyncio.to_thread(place) if size > 4 * INLINE_BYTES else place()
+        return await asyncio.to_thread(encode) if size > 4 * INLINE_BYTES else encode()
 
     def _head(self, name: str) -> dict[str, object]:
-        return {
-            "id": self._options.request_id,
-            "object": name,
-            "created": self._created,
-            "model": self._service.model_name,
-        }
+        model = self._server.model_name
+        return {"id": self._options.request_id, "object": name, "created": self._created, "model": model}
 
-    def _chunk(self, choice: Choice, body: dict[str, object], *, beside: dict[str, object] | None = None) -> bytes:
+    def _chunk(self, choice: ChoiceState, body: dict[str, object], routing: ResponseRouting | None = None) -> bytes:
+        choice_fields, response_fields = ({}, {}) if routing is None else (routing.choice, routing.response)
         chunk: dict[str, object] = {
-            **self._head(self._form.chunk_name),
-            "choices": [{"finish_reason": None, **body}],
-            **(beside or {}),
+            **self._head(self._format.chunk_name),
+            "choices": [{"finish_reason": None, **body, **choice_fields}],
+            **response_fields,
         }
         if self._options.continuous_usage:
-            chunk["usage"] = usage_of(self._choices)
+            chunk["usage"] = _usage(self._choices)
         elif self._options.include_usage:
             chunk["usage"] = None
         return event(chunk)
+
+
+def completion_logprobs(entries: Sequence[LogprobEntry], *, offset: int) -> tuple[dict[str, object], int]:
+    """Return logprobs in the form of /v1/completions. `offset`: characters before these tokens; the second value is the
+    number of characters after them.
+
+    Texts are those of single tokens; a token that is part of a character has a replacement character."""
+    offsets: list[int] = []
+    for entry in entries:
+        offsets.append(offset)
+        offset += len(_text(entry.token))
+    fields: dict[str, object] = {
+        "tokens": [_text(entry.token) for entry in entries],
+        "token_logprobs": [_logprob(entry.token) if entry.is_known else None for entry in entries],
+        "top_logprobs": [_top_by_text(entry) for entry in entries],
+        "text_offset": offsets,
+    }
+    return fields, offset
+
+
+def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[LogprobEntry]) -> dict[str, object]:
+    """Return logprobs in the form of /v1/chat/completions; the `bytes` of all tokens join to the text in UTF-8."""
+
+    def to_json(token: TokenLogprob) -> dict[str, object]:
+        raw = b"" if tokenizer is None else tokenizer.token_bytes(token.token_id)
+        return {"token": _text(token), "logprob": _logprob(token), "bytes": list(raw)}
+
+    content = [{**to_json(entry.token), "top_logprobs": [to_json(token) for token in entry.top]} for entry in entries]
+    return {"content": content, "refusal": None}
+
+
+def _usage(choices: Sequence[ChoiceState]) -> dict[str, object]:
+    """Return the tokens of a call; a prompt counts once, however many choices it has."""
+    first = [choice for choice in choices if choice.request.choice == 0]
+    prompt = sum(int(choice.request.input_ids.size) for choice in first)
+    cached = sum(choice.num_tokens()[0] for choice in first)
+    completion = sum(choice.num_tokens()[1] for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _text(token: TokenLogprob) -> str:
+    return f"token_id:{token.token_id}" if token.text is None else token.text
+
+
+def _logprob(token: TokenLogprob) -> float:
+    return _LOWEST_LOGPROB if token.logprob is None else token.logprob
+
+
+def _top_by_text(entry: LogprobEntry) -> dict[str, float] | None:
+    """Return the alternatives and the token itself by their text; None without a logprob."""
+    if not entry.is_known:
+        return None
+    by_text: dict[str, float] = {}
+    for token in (*entry.top, entry.token):
+        by_text.setdefault(_text(token), _logprob(token))
+    return by_text

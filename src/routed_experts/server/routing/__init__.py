@@ -1,1 +1,1 @@
-"""Routing over HTTP: rows by reference, statistics, scores, and where rows stand in a response."""
+"""Routed experts over HTTP: rows in responses, rows kept for fetching, scores on given routes, expert counts."""

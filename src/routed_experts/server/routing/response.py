@@ -1,8 +1,7 @@
-"""Where routed experts stand in an answer of /v1: the places and defaults of each dialect. Knows payloads, not how they
-are made.
+"""Where routed experts stand in a response, and the defaults of each dialect.
 
-The version of the weights is always in choices[i].meta_info. Rows: (b) int32 and ref: there too. (c) list: prompt rows
-beside the choices, the others in the choice. (d) npy: in the choice."""
+In /v1 the weight version is always in choices[i].meta_info. Rows in int32 and ref stand there too; in npy they are
+fields of the choice; in list the prompt's rows are fields of the response and the others of the choice."""
 
 import dataclasses
 import math
@@ -30,38 +29,38 @@ from routed_experts.formats.wire import (
 )
 from routed_experts.server.limits import MAX_EVENT_PAYLOAD, MAX_LISTED_IDS, ServerSettings
 from routed_experts.server.protocol import RoutingFields
-from routed_experts.server.routing.store import KeptRows
+from routed_experts.server.routing.store import StoredRows
 
-_DIALECTS: Mapping[str, tuple[bool, str]] = MappingProxyType(
+_DIALECTS: Mapping[str, tuple[bool, str]] = MappingProxyType(  # enabled, format
     {"sglang": (False, "int32"), "vllm021": (True, "list"), "vllm": (True, "npy")}
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Placed:
-    """Fields of one choice, and fields that stand beside the choices."""
+class ResponseRouting:
+    """Fields of one choice, and fields of the response."""
 
     choice: dict[str, object]
     response: dict[str, object]
 
 
 def openai_defaults(settings: ServerSettings) -> RoutingDefaults:
-    """What /v1 returns when a request does not say."""
-    asked, usual = _DIALECTS[settings.routed_experts_dialect]
-    form = settings.routed_experts_format or usual
-    return RoutingDefaults(enabled=asked, format=form, npy_layers="all", refs=settings.routing_store_bytes > 0)
+    """Return what /v1 returns unless a request says otherwise."""
+    enabled, usual_format = _DIALECTS[settings.routed_experts_dialect]
+    payload_format = settings.routed_experts_format or usual_format
+    refs = settings.routing_store_bytes > 0
+    return RoutingDefaults(enabled=enabled, format=payload_format, npy_layers="all", refs=refs)
 
 
-def native_defaults(settings: ServerSettings) -> RoutingDefaults:
-    """What /generate returns when a request does not say."""
+def sglang_defaults(settings: ServerSettings) -> RoutingDefaults:
+    """Return what /generate returns unless a request says otherwise."""
     return RoutingDefaults(refs=settings.routing_store_bytes > 0)
 
 
-def routing_keywords(body: RoutingFields, *, asked: bool | None) -> dict[str, Any]:
-    """The routing fields of a body as keywords of the engine; `asked`: are rows wanted. Raises for what this release
-    does not do."""
+def to_routing_params(body: RoutingFields, *, enabled: bool | None) -> dict[str, Any]:
+    """Return the routing fields of a body as fields of GenerateReqInput."""
     return {
-        "return_routed_experts": asked,
+        "return_routed_experts": enabled,
         "routed_experts_start_len": body.routed_experts_start_len,
         "routed_experts_prompt_start": body.routed_experts_prompt_start,
         "routed_experts_format": body.routed_experts_format,
@@ -71,80 +70,85 @@ def routing_keywords(body: RoutingFields, *, asked: bool | None) -> dict[str, An
     }
 
 
-def check_list(requests: Sequence[TokenizedGenerateReqInput], capture: CaptureSpec | None) -> None:
-    """Refuse format list where it cannot serve: several prompts, or more ids than JSON should carry."""
+def check_list_format(requests: Sequence[TokenizedGenerateReqInput], capture: CaptureSpec | None) -> None:
+    """Raise InvalidRequestError for format list with several prompts, or with more ids than JSON should carry."""
     first = next((request for request in requests if request.routed_experts.enabled), None)
     if first is None:
         return
-    rows = first.input_ids.size - first.routed_experts.start + len(requests) * first.sampling.max_tokens
-    check_listed(first.routed_experts, capture, prompts=sum(request.choice == 0 for request in requests), rows=rows)
+    num_rows = first.input_ids.size - first.routed_experts.start + len(requests) * first.sampling.max_tokens
+    num_prompts = sum(request.choice == 0 for request in requests)
+    check_list_size(first.routed_experts, capture, num_prompts=num_prompts, num_rows=num_rows)
 
 
-def check_listed(wanted: RoutingOptions, capture: CaptureSpec | None, *, prompts: int, rows: int) -> None:
-    """Refuse format list for several prompts, or for too many ids of `rows` rows."""
-    if not wanted.enabled or wanted.format != "list" or capture is None:
+def check_list_size(options: RoutingOptions, capture: CaptureSpec | None, *, num_prompts: int, num_rows: int) -> None:
+    """Raise InvalidRequestError for format list with several prompts, or with too many ids in `num_rows` rows."""
+    if not options.enabled or options.format != "list" or capture is None:
         return
-    columns = capture.num_hidden_layers if wanted.layers == "all" else capture.num_moe_layers
-    worst = math.prod((rows, columns, capture.top_k))
-    if prompts > 1 or worst > MAX_LISTED_IDS:
-        why = f"{prompts} prompts in one call" if prompts > 1 else f"up to {worst} ids, above {MAX_LISTED_IDS}"
+    num_columns = capture.num_hidden_layers if options.layers == "all" else capture.num_moe_layers
+    num_ids = math.prod((num_rows, num_columns, capture.top_k))
+    if num_prompts > 1 or num_ids > MAX_LISTED_IDS:
+        why = (
+            f"{num_prompts} prompts in one call" if num_prompts > 1 else f"up to {num_ids} ids, above {MAX_LISTED_IDS}"
+        )
         text = f"routed_experts_format='list' with {why}; choose npy or ref, or return_routed_experts false"
         raise InvalidRequestError(text, param="routed_experts_format", code="list_unsuitable")
 
 
-def rows_of(answer: SequenceState, *, prompt_only: bool) -> RoutedExperts:
-    """The record of an ended answer. `prompt_only`: the token that the engine had to generate is not part of the
-    sequence, so that every token of it was fed and has a row."""
-    return answer.rows_of_prompt() if prompt_only else answer.rows
-
-
 def ref_url(request_id: str, choice: int) -> str:
-    """Where the rows of a choice are fetched."""
+    """Return the path at which the rows of a choice are fetched."""
     return f"/v1/routing/{quote(request_id)}?choice={choice}"
 
 
 def routing_fields(
-    record: RoutedExperts, wanted: RoutingOptions, *, aborted: bool, url: str, weight_version: int, beside: bool
-) -> Placed:
-    """Put rows where clients of their format look. `beside`: may prompt rows of a list stand beside the choices (once
-    an answer)."""
-    layers = "moe" if wanted.layers == "moe" else "all"
+    record: RoutedExperts,
+    options: RoutingOptions,
+    *,
+    aborted: bool,
+    url: str,
+    weight_version: int,
+    include_prompt_rows: bool,
+) -> ResponseRouting:
+    """Return rows in the fields where clients of their format look for them. `include_prompt_rows`: add the prompt rows
+    of format list, which a response has once."""
+    layers = "moe" if options.layers == "moe" else "all"
     version = {"weight_version": str(weight_version)}
-    if wanted.format == "list":
+    if options.format == "list":
         fields = encode_as_lists(record, layers=layers, aborted=aborted)
-        prompt = fields.pop(PROMPT_KEY)
-        told = drop_checksum(fields) if wanted.stream else fields
-        return Placed({**told, "meta_info": version}, {PROMPT_KEY: prompt} if beside else {})
-    if wanted.format == "npy":
+        prompt_rows = fields.pop(PROMPT_KEY)
+        fields = drop_checksum(fields) if options.stream else fields
+        return ResponseRouting(
+            {**fields, "meta_info": version}, {PROMPT_KEY: prompt_rows} if include_prompt_rows else {}
+        )
+    if options.format == "npy":
         fields = encode_routed_experts(record, payload_format="npy", layers=layers, aborted=aborted)
-        return Placed({**(drop_checksum(fields) if wanted.stream else fields), "meta_info": version}, {})
-    if wanted.format == "ref":
+        return ResponseRouting({**(drop_checksum(fields) if options.stream else fields), "meta_info": version}, {})
+    if options.format == "ref":
         meta: dict[str, object] = {START_KEY: record.start, **encode_ref(record, url=url)}
     else:
         meta = encode_meta_info(record, payload_format="int32", layers=layers, aborted=aborted)
-        meta = drop_checksum(meta) if wanted.stream else meta
-    return Placed({"meta_info": {**meta, **version}}, {})
+        meta = drop_checksum(meta) if options.stream else meta
+    return ResponseRouting({"meta_info": {**meta, **version}}, {})
 
 
-def increments(record: RoutedExperts, wanted: RoutingOptions) -> list[RoutedExperts]:
-    """A record in pieces whose payloads stay below the limit of one event; one piece unless rows are streamed."""
-    if not wanted.stream or record.num_rows == 0:
+def split_for_events(record: RoutedExperts, options: RoutingOptions) -> list[RoutedExperts]:
+    """Split a record whose rows are streamed into parts of at most MAX_EVENT_PAYLOAD bytes."""
+    if not options.stream or record.num_rows == 0:
         return [record]
-    row = max(1, payload_bytes(record, wanted) // record.num_rows)
-    step = max(1, MAX_EVENT_PAYLOAD // (row + 1))
+    row_bytes = max(1, payload_bytes(record, options) // record.num_rows)
+    step = max(1, MAX_EVENT_PAYLOAD // (row_bytes + 1))
     end = record.start + record.num_rows
     return [record[low : min(low + step, end)] for low in range(record.start, end, step)]
 
 
-def to_stored(answer: SequenceState, record: RoutedExperts, *, owner: str) -> KeptRows:
-    """What the store keeps of an ended answer."""
-    tokens = np.concatenate([answer.request.input_ids, np.asarray(answer.token_ids, np.int32)])[: record.num_tokens]
-    return KeptRows(record=record, token_ids=tokens.astype(np.int32), owner=owner)
+def to_stored(sequence: SequenceState, record: RoutedExperts, *, owner: str) -> StoredRows:
+    """Return what the store keeps of a finished sequence."""
+    tokens = np.concatenate([sequence.request.input_ids, np.asarray(sequence.token_ids, np.int32)])
+    return StoredRows(record=record, token_ids=tokens[: record.num_tokens].astype(np.int32), owner=owner)
 
 
-def payload_bytes(record: RoutedExperts, wanted: RoutingOptions) -> int:
-    """About how many bytes the rows will be on the wire."""
-    if wanted.format == "int32":
-        columns = record.num_hidden_layers if wanted.layers == "all" else len(record.layer_ids)
+def payload_bytes(record: RoutedExperts, options: RoutingOptions) -> int:
+    """Estimate the size of the rows in the response."""
+    if options.format == "int32":
+        columns = record.num_hidden_layers if options.layers == "all" else len(record.layer_ids)
         return math.prod((record.num_rows, columns, record.top_k, 16)) // 3
-    return record.ids.size * (4 if wanted.format == "list" else 2)
+    return record.ids.size * (4 if options.format == "list" else 2)

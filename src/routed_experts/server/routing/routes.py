@@ -1,7 +1,7 @@
-"""/v1/routing: rows of a request that asked for format ref, fetched once it has ended, and counts of all routing. Knows
-no generation."""
+"""/v1/routing: rows of finished requests in format ref, whole or by Range (RFC 9110 §14), and expert counts."""
 
 import hashlib
+import re
 
 import msgspec
 from starlette.requests import Request
@@ -12,75 +12,96 @@ from routed_experts.core.errors import InvalidRequestError
 from routed_experts.formats.archive import encode_record
 from routed_experts.formats.metadata import to_metadata
 from routed_experts.formats.wire import npy_bytes
+from routed_experts.server.body import json_response
+from routed_experts.server.errors import ApiError, to_response
 from routed_experts.server.executors import run_in_thread_if_large
-from routed_experts.server.reply import json_reply
-from routed_experts.server.routing.ranges import partial
-from routed_experts.server.routing.stats import stats_reply, with_timeout
-from routed_experts.server.routing.store import KeptRows, Told
+from routed_experts.server.middleware import request_owner
+from routed_experts.server.routing.stats import stats_response
+from routed_experts.server.routing.store import HttpMeta, StoredRows
 from routed_experts.server.state import ServerState
 
-FORMATS = ("npy", "safetensors")
+ENCODINGS = ("npy", "safetensors")
+_MEDIA_TYPE = "application/octet-stream"
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 
 
-async def fetch(request: Request, service: ServerState) -> Response:
+async def fetch(request: Request, server: ServerState) -> Response:
     """The rows of one choice: a .npy of the canonical ids, or ?format=safetensors with the token ids beside them. Parts
     by Range."""
-    form, choice = request.query_params.get("format", "npy"), request.query_params.get("choice", "0")
-    if form not in FORMATS:
-        text = f"format={short_repr(form)} is unknown; choose one of {', '.join(FORMATS)}"
+    encoding, choice = request.query_params.get("format", "npy"), request.query_params.get("choice", "0")
+    if encoding not in ENCODINGS:
+        text = f"format={short_repr(encoding)} is unknown; choose one of {', '.join(ENCODINGS)}"
         raise InvalidRequestError(text, param="format", code="unknown_format")
     if not (choice.isascii() and choice.isdecimal() and len(choice) <= 6):
         raise InvalidRequestError(f"choice={short_repr(choice)} must be an index", param="choice")
-    kept = service.store.get(request.path_params["name"], int(choice), owner=_owner(request))
+    rows = server.store.get(request.path_params["name"], int(choice), owner=request_owner(request))
     body: bytes | None = None
-    if form not in kept.told:
-        body, kept.told[form] = await run_in_thread_if_large(kept.nbytes, lambda: _encoded(kept, form))
-    told = kept.told[form]
-    if told.headers["ETag"] in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=told.headers)
+    if encoding not in rows.meta:
+        body, rows.meta[encoding] = await run_in_thread_if_large(rows.nbytes, lambda: _encode_with_meta(rows, encoding))
+    meta = rows.meta[encoding]
+    if meta.headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=meta.headers)
     if request.method == "HEAD":
-        return Response(
-            headers={**told.headers, "Content-Length": str(told.num_bytes)}, media_type="application/octet-stream"
-        )
+        return Response(headers={**meta.headers, "Content-Length": str(meta.num_bytes)}, media_type=_MEDIA_TYPE)
     if body is None:
-        body = await run_in_thread_if_large(kept.nbytes, lambda: _body(kept, form))
-    return partial(request, body, Response(body, headers=told.headers, media_type="application/octet-stream"))
+        body = await run_in_thread_if_large(rows.nbytes, lambda: _encode(rows, encoding))
+    return partial_response(request, body, Response(body, headers=meta.headers, media_type=_MEDIA_TYPE))
 
 
-async def stats(request: Request, service: ServerState) -> Response:
+async def stats(request: Request, server: ServerState) -> Response:
     """How often each expert was chosen since the start or the last reset, prompts and generated tokens apart, and how
     evenly."""
-    return stats_reply(request, await with_timeout(service.stats, service.settings.stall_timeout))
+    return stats_response(request, await server.routing_stats.get_within(server.settings.stall_timeout))
 
 
-async def reset(request: Request, service: ServerState) -> Response:
+async def reset(request: Request, server: ServerState) -> Response:
     """Begin to count anew."""
-    await with_timeout(service.resets, service.settings.stall_timeout)
-    return json_reply({"success": True})
+    await server.routing_resets.get_within(server.settings.stall_timeout)
+    return json_response({"success": True})
 
 
-async def delete(request: Request, service: ServerState) -> Response:
+async def delete(request: Request, server: ServerState) -> Response:
     """Free the rows of a request."""
-    service.store.delete(request.path_params["name"], owner=_owner(request))
+    server.store.delete(request.path_params["name"], owner=request_owner(request))
     return Response(status_code=204)
 
 
-def _body(kept: KeptRows, form: str) -> bytes:
-    return npy_bytes(kept.record.ids) if form == "npy" else encode_record(kept.record, kept.token_ids)
+def partial_response(request: Request, body: bytes, full: Response) -> Response:
+    """Return the range of the body that the request asks for (206), 416 for one outside it, or `full`.
+
+    Several ranges, or another unit, give `full`. `If-Range` is the ETag that the body must have."""
+    match = _RANGE.fullmatch(request.headers.get("range", "").replace(" ", ""))
+    if_range = request.headers.get("if-range")
+    if match is None or match[0] == "bytes=-" or if_range not in (None, full.headers.get("etag")):
+        return full
+    size = len(body)
+    if match[1]:
+        first, last = int(match[1]), min(int(match[2]), size - 1) if match[2] else size - 1
+        if match[2] and int(match[2]) < first:
+            return full  # not a range
+    else:  # the last so many bytes
+        first, last = max(size - int(match[2]), 0), size - 1
+    if first > last:
+        text = f"Range begins at byte {first} of {size}; ask for bytes 0 to {size - 1}"
+        error = to_response(ApiError(text, status=416, code="range_not_satisfiable"))
+        return json_response(error.body, status=416, headers={"Content-Range": f"bytes */{size}"})
+    headers = {name: value for name, value in full.headers.items() if name != "content-length"}
+    headers["Content-Range"] = f"bytes {first}-{last}/{size}"
+    return Response(body[first : last + 1], status_code=206, headers=headers)
 
 
-def _encoded(kept: KeptRows, form: str) -> tuple[bytes, Told]:
-    """The rows in a form, and what is said of them."""
-    body = _body(kept, form)
-    info = to_metadata(kept.record, payload_format="ref").to_json()
+def _encode(rows: StoredRows, encoding: str) -> bytes:
+    return npy_bytes(rows.record.ids) if encoding == "npy" else encode_record(rows.record, rows.token_ids)
+
+
+def _encode_with_meta(rows: StoredRows, encoding: str) -> tuple[bytes, HttpMeta]:
+    """Return the encoded rows and their headers."""
+    body = _encode(rows, encoding)
+    metadata = to_metadata(rows.record, payload_format="ref").to_json()
     headers = {
-        "ETag": f'"{hashlib.sha256(body).hexdigest()}.{form}"',
-        "X-Routed-Experts-Info": msgspec.json.encode(info).decode("ascii"),
+        "ETag": f'"{hashlib.sha256(body).hexdigest()}.{encoding}"',
+        "X-Routed-Experts-Info": msgspec.json.encode(metadata).decode("ascii"),
         "Cache-Control": "private, no-store",
         "Accept-Ranges": "bytes",
     }
-    return body, Told(headers, len(body))
-
-
-def _owner(request: Request) -> str:
-    return str(request.scope["state"]["owner"])
+    return body, HttpMeta(headers, len(body))

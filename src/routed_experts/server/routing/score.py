@@ -1,5 +1,6 @@
-"""POST /v1/score: logprobs and rows of tokens that are given, on live routes or on those of a record. Knows no queue:
-scores run beside it."""
+"""POST /v1/score: logprobs and rows of given tokens, on live routes or on those of a record.
+
+Scores run beside the queue of requests, in chunks, so that other calls have their turn."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,81 +22,79 @@ from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.requests.input_processor import MAX_PROMPTS
 from routed_experts.engine.requests.routing_options import resolve_routing_options
 from routed_experts.formats.meta_info import record_from_meta_info
-from routed_experts.server.body import read_struct
+from routed_experts.server.body import ignored_params_header, json_response, read_body
 from routed_experts.server.executors import run_in_thread_if_large
-from routed_experts.server.fields import ignored_params_header
-from routed_experts.server.limits import MAX_SCORED_TOKENS, SCORED_TOGETHER
-from routed_experts.server.openai.params import resolve_request_id
+from routed_experts.server.limits import MAX_SCORED_TOKENS, SCORE_CHUNK_TOKENS
+from routed_experts.server.middleware import request_owner, resolve_request_id
 from routed_experts.server.protocol import ScoreRequest
-from routed_experts.server.reply import json_reply
 from routed_experts.server.routing.response import (
-    check_listed,
-    native_defaults,
+    check_list_size,
     ref_url,
     routing_fields,
-    routing_keywords,
+    sglang_defaults,
+    to_routing_params,
 )
-from routed_experts.server.routing.store import KeptRows
-from routed_experts.server.sse import watched
+from routed_experts.server.routing.store import StoredRows
+from routed_experts.server.sse import run_until_disconnect
 from routed_experts.server.state import ServerState
 
 _LOGPROB_BYTES = 24  # of one number in JSON
 
 
-async def score(request: Request, service: ServerState) -> Response:
+async def score(request: Request, server: ServerState) -> Response:
     """Score sequences of token ids."""
-    settings = service.settings
-    body = await read_struct(request, ScoreRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
-    said, door = body.value, service.accepting_engine
-    service.check_model(said.model)
-    name = resolve_request_id(request, said.request_id, prefix="score-")
-    service.metrics.ignored(body.ignored)
-    sequences = _sequences(said)
-    wishes = [_wish(service, said, len(ids)) for ids in sequences]
-    check_listed(wishes[0], door.capture, prompts=len(sequences), rows=len(sequences[0]) - wishes[0].start)
-
-    nobody_waits = threading.Event()
+    body = await read_body(request, ScoreRequest, server.settings)
+    fields, engine = body.value, server.accepting_engine
+    server.check_model(fields.model)
+    request_id = resolve_request_id(request, fields.request_id, prefix="score-")
+    server.metrics.ignored(body.ignored)
+    sequences = _sequences(fields)
+    options = [_routing_options(server, fields, len(ids)) for ids in sequences]
+    num_rows = len(sequences[0]) - options[0].start
+    check_list_size(options[0], engine.capture, num_prompts=len(sequences), num_rows=num_rows)
+    cancelled = threading.Event()
 
     def work() -> tuple[list[ScoreOutput], list[dict[str, object]]]:
-        outputs = _scored(service, sequences, _records(said, len(sequences)), nobody_waits)
-        url = [ref_url(name, index) for index in range(len(outputs))]
+        outputs = _score_in_chunks(server, sequences, _records(fields, len(sequences)), cancelled)
         return outputs, [
-            _told(index, one, wish, url[index]) for index, (one, wish) in enumerate(zip(outputs, wishes, strict=True))
+            _render(index, output, option, ref_url(request_id, index))
+            for index, (output, option) in enumerate(zip(outputs, options, strict=True))
         ]
 
     try:
-        outputs, told = await watched(request, service.scoring_room.wait(work), timeout_s=settings.request_timeout)
+        outputs, data = await run_until_disconnect(
+            request, server.score_executor.run(work), timeout_s=server.settings.request_timeout
+        )
     finally:
-        nobody_waits.set()
-    if wishes[0].enabled:
-        _keep(service, name, str(request.scope["state"]["owner"]), outputs, wishes[0])
-    count = sum(len(ids) for ids in sequences)
-    usage = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
-    answer = {
-        "id": name,
+        cancelled.set()
+    if options[0].enabled:
+        _record_sent(server, request_id, request_owner(request), outputs, options[0])
+    num_tokens = sum(len(ids) for ids in sequences)
+    response = {
+        "id": request_id,
         "object": "list",
-        "created": service.created,
-        "model": service.model_name,
-        "data": told,
-        "usage": usage,
+        "created": server.created,
+        "model": server.model_name,
+        "data": data,
+        "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
     }
-    num_bytes = (
-        sum(0 if one.routed_experts is None else one.routed_experts.ids.nbytes for one in outputs)
-        + count * _LOGPROB_BYTES
-    )
-    return await run_in_thread_if_large(
-        num_bytes, lambda: json_reply(answer, headers=ignored_params_header(body.ignored))
-    )
+    records = [output.routed_experts for output in outputs]
+    num_bytes = sum(record.ids.nbytes for record in records if record is not None) + num_tokens * _LOGPROB_BYTES
+    headers = ignored_params_header(body.ignored)
+    return await run_in_thread_if_large(num_bytes, lambda: json_response(response, headers=headers))
 
 
-def _sequences(said: ScoreRequest) -> list[list[int]]:
-    """Token ids of each sequence."""
-    ids = said.token_ids
+def _sequences(fields: ScoreRequest) -> list[list[int]]:
+    """Return the token ids of each sequence."""
+    ids = fields.token_ids
     if ids and all(isinstance(part, int) for part in ids):
         return [cast("list[int]", ids)]
-    count = sum(len(part) for part in ids if isinstance(part, list))
-    if count > MAX_SCORED_TOKENS:
-        text = f"token_ids has {count} tokens in {len(ids)} sequences; at most {MAX_SCORED_TOKENS} a call: send fewer sequences at once"
+    num_tokens = sum(len(part) for part in ids if isinstance(part, list))
+    if num_tokens > MAX_SCORED_TOKENS:
+        text = (
+            f"token_ids has {num_tokens} tokens in {len(ids)} sequences; at most {MAX_SCORED_TOKENS} a call: "
+            "send fewer sequences at once"
+        )
         raise InvalidRequestError(text, param="token_ids")
     if not ids or not all(isinstance(part, list) and part for part in ids) or len(ids) > MAX_PROMPTS:
         text = f"token_ids must be one sequence of ids, or 1 to {MAX_PROMPTS} of them, none of them empty"
@@ -103,23 +102,22 @@ def _sequences(said: ScoreRequest) -> list[list[int]]:
     return cast("list[list[int]]", ids)
 
 
-def _records(said: ScoreRequest, count: int) -> list[RoutedExperts | None] | None:
-    """The rows to execute, one record a sequence."""
-    if said.routed_experts is None:
+def _records(fields: ScoreRequest, num_sequences: int) -> list[RoutedExperts | None] | None:
+    """Return the rows to replay, one record a sequence."""
+    if fields.routed_experts is None:
         return None
-    given = said.routed_experts if isinstance(said.routed_experts, list) else [said.routed_experts]
-    if len(given) != count:
-        raise InvalidRequestError(
-            f"routed_experts has {len(given)} records for {count} sequences; send one each", param="routed_experts"
-        )
+    payloads = fields.routed_experts if isinstance(fields.routed_experts, list) else [fields.routed_experts]
+    if len(payloads) != num_sequences:
+        text = f"routed_experts has {len(payloads)} records for {num_sequences} sequences; send one each"
+        raise InvalidRequestError(text, param="routed_experts")
     try:
-        return [None if one is None else _record(one) for one in given]
+        return [None if payload is None else _record(payload) for payload in payloads]
     except RoutingFormatError as error:
         raise InvalidRequestError(f"routed_experts: {error}", param="routed_experts", code=error.code) from error
 
 
-def _record(given: Mapping[str, Any]) -> RoutedExperts:
-    record = record_from_meta_info(given)
+def _record(payload: Mapping[str, Any]) -> RoutedExperts:
+    record = record_from_meta_info(payload)
     if record is None:
         raise RoutingFormatError(
             "an object without rows; send the meta_info (or the choice) of an answer, or null for live routes"
@@ -127,32 +125,34 @@ def _record(given: Mapping[str, Any]) -> RoutedExperts:
     return record
 
 
-def _wish(service: ServerState, said: ScoreRequest, length: int) -> RoutingOptions:
-    """What is wanted of a sequence's rows. Every token is fed, so include_last changes nothing."""
-    fields = routing_keywords(said, asked=said.return_routed_experts)
-    capture, defaults = service.door.capture is not None, native_defaults(service.settings)
+def _routing_options(server: ServerState, fields: ScoreRequest, length: int) -> RoutingOptions:
+    """Return the routing options of one sequence. Every token is fed, so include_last has no effect."""
+    inputs = GenerateReqInput(**to_routing_params(fields, enabled=fields.return_routed_experts))
     return resolve_routing_options(
-        GenerateReqInput(**fields), SamplingParams(), prompt_len=length, capture=capture, defaults=defaults
+        inputs,
+        SamplingParams(),
+        prompt_len=length,
+        capture=server.engine.capture is not None,
+        defaults=sglang_defaults(server.settings),
     )
 
 
-def _scored(
-    service: ServerState,
+def _score_in_chunks(
+    server: ServerState,
     sequences: list[list[int]],
     records: list[RoutedExperts | None] | None,
-    nobody_waits: threading.Event,
+    cancelled: threading.Event,
 ) -> list[ScoreOutput]:
-    """Score some sequences after the others, so that other calls have their turn, and until nobody waits."""
+    """Score chunks of at most SCORE_CHUNK_TOKENS one after the other, until all are scored or the call is cancelled."""
     outputs: list[ScoreOutput] = []
     try:
-        while len(outputs) < len(sequences) and not nobody_waits.is_set():
-            start, end, tokens = len(outputs), len(outputs), 0
-            while end < len(sequences) and (end == start or tokens + len(sequences[end]) <= SCORED_TOGETHER):
-                tokens += len(sequences[end])
+        while len(outputs) < len(sequences) and not cancelled.is_set():
+            start, end, num_tokens = len(outputs), len(outputs), 0
+            while end < len(sequences) and (end == start or num_tokens + len(sequences[end]) <= SCORE_CHUNK_TOKENS):
+                num_tokens += len(sequences[end])
                 end += 1
-            outputs += service.door.engine.score(
-                sequences[start:end], routed=None if records is None else records[start:end]
-            )
+            routed = None if records is None else records[start:end]
+            outputs += server.engine.engine.score(sequences[start:end], routed=routed)
         return outputs
     except RoutingAlignmentError as error:
         raise InvalidRequestError(str(error), param="routed_experts", code=error.code) from error
@@ -160,30 +160,42 @@ def _scored(
         raise CaptureDisabledError(str(error), param="routed_experts") from error
 
 
-def _told(index: int, output: ScoreOutput, wish: RoutingOptions, url: str) -> dict[str, object]:
-    """One scored sequence; its rows stand where `/v1` has those of an answer."""
+def _render(index: int, output: ScoreOutput, options: RoutingOptions, url: str) -> dict[str, object]:
+    """Return one scored sequence; its rows stand where those of a choice of /v1 do."""
     meta: dict[str, object] = {
         "prompt_tokens": int(output.token_ids.size),
         "weight_version": str(output.weight_version),
     }
-    said: dict[str, object] = {"index": index, "object": "score", "logprobs": output.logprobs.tolist()}
+    fields: dict[str, object] = {"index": index, "object": "score", "logprobs": output.logprobs.tolist()}
     record = output.routed_experts
-    if not wish.enabled or record is None:
-        return {**said, "meta_info": meta}
-    rows = record[wish.start :]
-    placed = routing_fields(rows, wish, aborted=False, url=url, weight_version=output.weight_version, beside=True)
-    placed_meta = cast("dict[str, object]", placed.choice["meta_info"])
-    return {**said, **placed.choice, **placed.response, "meta_info": {**meta, **placed_meta}}
+    if not options.enabled or record is None:
+        return {**fields, "meta_info": meta}
+    routing = routing_fields(
+        record[options.start :],
+        options,
+        aborted=False,
+        url=url,
+        weight_version=output.weight_version,
+        include_prompt_rows=True,
+    )
+    routing_meta = cast("dict[str, object]", routing.choice["meta_info"])
+    return {**fields, **routing.choice, **routing.response, "meta_info": {**meta, **routing_meta}}
 
 
-def _keep(service: ServerState, name: str, owner: str, outputs: Sequence[ScoreOutput], wish: RoutingOptions) -> None:
-    """Count rows that leave, and keep those that will be fetched."""
+def _record_sent(
+    server: ServerState,
+    request_id: str,
+    owner: str,
+    outputs: Sequence[ScoreOutput],
+    options: RoutingOptions,
+) -> None:
+    """Count the rows that are sent, and store those that will be fetched."""
     entry = None
-    if wish.format == "ref":
-        entry = service.store.expect(name, owner=owner, choices=range(len(outputs)))
+    if options.format == "ref":
+        entry = server.store.reserve(request_id, owner=owner, choices=range(len(outputs)))
     for index, output in enumerate(outputs):
-        assert output.routed_experts is not None, "rows are recorded where a wish for them is met"
-        rows = output.routed_experts[wish.start :]
-        service.metrics.sent_rows(wish.format, rows.ids.nbytes)
+        assert output.routed_experts is not None, "rows are recorded where routing options are accepted"
+        rows = output.routed_experts[options.start :]
+        server.metrics.sent_rows(options.format, rows.ids.nbytes)
         if entry is not None:
-            service.store.put(entry, index, KeptRows(record=rows, token_ids=output.token_ids, owner=owner))
+            server.store.fill(entry, index, StoredRows(record=rows, token_ids=output.token_ids, owner=owner))

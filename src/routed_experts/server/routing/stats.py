@@ -1,8 +1,7 @@
-"""GET /v1/routing/stats and POST /v1/routing/reset: how often each expert was chosen, and how evenly. Knows no
-placement.
+"""Expert counts of an engine, read by several clients at once: CachedReader, and the response of /v1/routing/stats.
 
-Counts are read on the engine's thread, between two steps; readers that come together share one reading, and metrics
-take the last one when the thread is stuck. Event loop only. Dims: M MoE layers, E experts."""
+Counts are read on the engine thread, between two steps; concurrent readers share one read. Event loop only. Dims: M MoE
+layers, E experts."""
 
 import asyncio
 import hashlib
@@ -15,52 +14,58 @@ from starlette.responses import Response
 
 from routed_experts.core.errors import RoutedExpertsError
 from routed_experts.core.routing_stats import PHASES, RoutingStats
-from routed_experts.server.errors import busy
-from routed_experts.server.reply import json_reply
+from routed_experts.server.body import json_response
+from routed_experts.server.errors import unavailable
 
-_PATIENCE_S = 1.0  # of metrics
+_METRICS_TIMEOUT_S = 1.0
 
 
 class CachedReader:
-    """Reads the counts, or resets them, one reading at a time. `read` waits for the engine's thread."""
+    """Calls `read`, which blocks on the engine thread, at most once at a time."""
 
     def __init__(self, read: Callable[[], RoutingStats]) -> None:
         self._read = read
-        self._reading: asyncio.Task[RoutingStats] | None = None
+        self._task: asyncio.Task[RoutingStats] | None = None
         self._last: RoutingStats | None = None
 
-    async def now(self) -> RoutingStats:
-        """The counts. Raises CaptureDisabledError where nothing is recorded, EngineDeadError."""
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.ensure_future(asyncio.to_thread(self._read))
-        found = await asyncio.shield(self._reading)
-        self._last = found
-        return found
+    async def get(self) -> RoutingStats:
+        """Return the present counts. Raises CaptureDisabledError without capture, EngineDeadError."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(asyncio.to_thread(self._read))
+        self._last = stats = await asyncio.shield(self._task)
+        return stats
 
-    async def soon(self) -> RoutingStats | None:
-        """The counts, or those of the last reading if the engine's thread has no time or is gone; None where there are
-        none."""
+    async def get_within(self, seconds: float) -> RoutingStats:
+        """Return the present counts. Raises ApiError (503) when the engine thread does not answer in time."""
         try:
-            return await asyncio.wait_for(self.now(), _PATIENCE_S)
+            return await asyncio.wait_for(self.get(), seconds)
+        except TimeoutError as error:
+            text = "the engine thread did not answer in time; it is stalled"
+            raise unavailable(text, code="stalled") from error
+
+    async def get_or_last(self) -> RoutingStats | None:
+        """Return the present counts; those of the last read if the engine thread is busy or has ended; else None."""
+        try:
+            return await asyncio.wait_for(self.get(), _METRICS_TIMEOUT_S)
         except (TimeoutError, RoutedExpertsError):
             return self._last
 
 
 def load_imbalance(load: Int64[np.ndarray, "M E"]) -> Float64[np.ndarray, " M"]:
-    """Largest over mean count of a layer's experts: 1 is even, E is all on one; NaN where nothing was counted."""
+    """Return the largest over the mean count of each layer: 1 is even, E is all on one expert; NaN without counts."""
     with np.errstate(invalid="ignore"):
         return load.max(axis=1) / load.mean(axis=1)
 
 
 def load_entropy(load: Int64[np.ndarray, "M E"]) -> Float64[np.ndarray, " M"]:
-    """Entropy of a layer's counts over that of an even load, 0 to 1; NaN where nothing was counted."""
+    """Return the entropy of each layer's counts over that of an even load, 0 to 1; NaN without counts."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        share = load / load.sum(axis=1, keepdims=True)
-        return -np.where(share > 0, share * np.log(share), share).sum(axis=1) / np.log(load.shape[1])
+        fractions = load / load.sum(axis=1, keepdims=True)
+        return -np.where(fractions > 0, fractions * np.log(fractions), fractions).sum(axis=1) / np.log(load.shape[1])
 
 
-def stats_reply(request: Request, stats: RoutingStats) -> Response:
-    """The counts as JSON, with an ETag by which a reader learns that nothing has changed."""
+def stats_response(request: Request, stats: RoutingStats) -> Response:
+    """Build the response with the counts; its ETag lets a client skip counts that have not changed."""
     tag = hashlib.sha256(stats.counts.tobytes()).hexdigest()[:32]
     headers = {"ETag": f'"{tag}"', "Cache-Control": "no-cache"}
     if tag in request.headers.get("if-none-match", ""):
@@ -80,12 +85,4 @@ def stats_reply(request: Request, stats: RoutingStats) -> Response:
             "counts": dict(zip(PHASES, newest.tolist(), strict=True)),
         },
     }
-    return json_reply(body, headers=headers)
-
-
-async def with_timeout(reader: CachedReader, seconds: float) -> RoutingStats:
-    """The counts, or 503 when the engine's thread gives none in time."""
-    try:
-        return await asyncio.wait_for(reader.now(), seconds)
-    except TimeoutError as late:
-        raise busy("the engine's thread did not answer in time; it is stalled", code="stalled") from late
+    return json_response(body, headers=headers)

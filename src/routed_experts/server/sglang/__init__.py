@@ -1,1 +1,1 @@
-"""SGLang's dialect: POST /generate."""
+"""SGLang's route: POST /generate."""

@@ -1,10 +1,10 @@
-"""POST /generate, in SGLang's dialect: text cumulative in streams, everything else in meta_info. Knows no other
-dialect."""
+"""POST /generate, in SGLang's form: text is cumulative in streams, and meta_info has everything else."""
 
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, cast
+from types import MappingProxyType
+from typing import cast
 
 import msgspec
 from starlette.requests import Request
@@ -12,217 +12,230 @@ from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.core.io_struct import GenerateReqInput, StrOut, RoutingOptions, TokenizedGenerateReqInput
+from routed_experts.core.io_struct import (
+    GenerateReqInput,
+    RoutingOptions,
+    StrOut,
+    TokenizedGenerateReqInput,
+)
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.requests.sglang_output import sglang_output
 from routed_experts.formats.wire import encode_ref
-from routed_experts.server.body import read_struct
-from routed_experts.server.fields import ignored_params_header
-from routed_experts.server.generation_handler import CallName, GenerationHandler
+from routed_experts.server.body import ignored_params_header, json_response, read_body
+from routed_experts.server.errors import field_names
+from routed_experts.server.generation_handler import GenerationHandler, to_seed
 from routed_experts.server.limits import INLINE_BYTES
-from routed_experts.server.openai.params import resolve_request_id, seed_of
+from routed_experts.server.middleware import request_owner, resolve_request_id
 from routed_experts.server.protocol import GenerateRequest
-from routed_experts.server.reply import json_reply
-from routed_experts.server.routing.response import increments, native_defaults, ref_url, routing_keywords, rows_of
+from routed_experts.server.routing.response import ref_url, sglang_defaults, split_for_events, to_routing_params
 from routed_experts.server.sse import DONE, event
 from routed_experts.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 128
-# Of SGLang's sampling parameters those that its clients send as a matter of course and that change nothing here.
-_SAMPLING_WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens", "stream_interval", "custom_params"})
+# Sampling parameters that SGLang's clients always send and that have no effect here.
+_IGNORED_SAMPLING = frozenset({"spaces_between_special_tokens", "stream_interval", "custom_params"})
+_UNSUPPORTED_SAMPLING = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")  # ignored if empty
 _ROUTING_OF_SAMPLING = ("routed_experts_stream",)
-_PROMPT_ONLY = ("max_new_tokens", "max_tokens")
+_LENGTHS = ("max_new_tokens", "max_tokens")
+# The fields of this route by the engine's parameters, for errors.
+_FIELDS = MappingProxyType({"prompt": "text"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NativeOptions:
-    """What a call is beside its requests. `single`: the answer is no list."""
+class CallOptions:
+    """What a call is beside its requests. `single`: the response is no list."""
 
     request_id: str
     owner: str
     single: bool
     prompt_only: bool
-    headers: dict[str, str]
+    headers: Mapping[str, str]
 
 
-async def generate(request: Request, service: ServerState) -> Response:
+async def generate(request: Request, server: ServerState) -> Response:
     """Continue one prompt or many."""
-    settings = service.settings
-    body = await read_struct(request, GenerateRequest, max_bytes=settings.max_body_bytes, strict=settings.strict_fields)
-    said = _with_routing(body.value)
-    sampling, ignored = _sampling_of(said)
-    service.metrics.ignored([*body.ignored, *ignored])
-    prompt_only = prefill_only(said, sampling)
-    rid = resolve_request_id(request, said.rid, prefix="", param="rid")
-    wanted = said.return_routed_experts
-    asked = GenerateReqInput(
-        text=said.text,
-        input_ids=cast("Any", said.input_ids),
-        sampling_params=sampling,
-        max_new_tokens=None if prompt_only else said.max_new_tokens,
-        rid=rid,
-        extra_key=said.extra_key,
-        stream=said.stream is True,
-        return_logprob=_one("return_logprob", said.return_logprob) is True,
-        logprob_start_len=-1 if (start := _one("logprob_start_len", said.logprob_start_len)) is None else start,
-        top_logprobs_num=_one("top_logprobs_num", said.top_logprobs_num) or 0,
-        **routing_keywords(said, asked=any(wanted) if isinstance(wanted, list) else wanted),
-    )
-    routing = native_defaults(settings)
-    requests = await service.admit(
-        asked, default_max_tokens=DEFAULT_MAX_TOKENS, routing=routing, num_bytes=body.num_bytes
-    )
-    requests = _as_asked(requests, _asked_list(said))
-    single = isinstance(said.text, str) or (
-        isinstance(said.input_ids, list) and not isinstance(said.input_ids[0], list)
-    )
-    options = NativeOptions(
+    body = await read_body(request, GenerateRequest, server.settings)
+    call = _with_routing(body.value)
+    sampling, ignored_sampling = _sampling(call)
+    ignored = [*body.ignored, *ignored_sampling]
+    server.metrics.ignored(ignored)
+    prompt_only = prefill_only(call, sampling)
+    rid = resolve_request_id(request, call.rid, prefix="", param="rid")
+    logprob_start_len = _single_value("logprob_start_len", call.logprob_start_len)
+    enabled = call.return_routed_experts
+    with field_names(_FIELDS):
+        inputs = GenerateReqInput(
+            text=call.text,
+            input_ids=cast("list[int] | list[list[int]] | None", call.input_ids),
+            sampling_params=sampling,
+            max_new_tokens=None if prompt_only else call.max_new_tokens,
+            rid=rid,
+            extra_key=call.extra_key,
+            stream=call.stream is True,
+            return_logprob=_single_value("return_logprob", call.return_logprob) is True,
+            logprob_start_len=-1 if logprob_start_len is None else logprob_start_len,
+            top_logprobs_num=_single_value("top_logprobs_num", call.top_logprobs_num) or 0,
+            **to_routing_params(call, enabled=any(enabled) if isinstance(enabled, list) else enabled),
+        )
+        requests = await server.process(
+            inputs,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            routing=sglang_defaults(server.settings),
+            num_bytes=body.num_bytes,
+        )
+    requests = _enable_routing(requests, _enabled_by_prompt(call))
+    options = CallOptions(
         request_id=rid,
-        owner=str(request.scope["state"]["owner"]),
-        single=single and len(requests) == 1,
+        owner=request_owner(request),
+        single=len(requests) == 1 and _is_single_prompt(call),
         prompt_only=prompt_only,
-        headers=ignored_params_header([*body.ignored, *ignored]),
+        headers=ignored_params_header(ignored),
     )
-    call = SGLangHandler(service, requests, options)
-    return await (call.stream(request) if said.stream else call.plain(request))
+    return await SGLangHandler(server, requests, options).respond(request, stream=call.stream is True)
 
 
 class SGLangHandler(GenerationHandler):
     """One call of /generate. Event loop only."""
 
     def __init__(
-        self, service: ServerState, requests: Sequence[TokenizedGenerateReqInput], options: NativeOptions
+        self, server: ServerState, requests: Sequence[TokenizedGenerateReqInput], options: CallOptions
     ) -> None:
-        super().__init__(service, requests, CallName(options.request_id, options.owner, options.headers))
+        super().__init__(
+            server,
+            requests,
+            request_id=options.request_id,
+            owner=options.owner,
+            fields=_FIELDS,
+            headers=options.headers,
+        )
         self._options = options
 
-    async def _whole(self) -> Response:
-        await self.accepted()
-        async for index, news in self._call.outputs():
-            self._noted(index, news)
-        answers = [said for index in range(len(self._requests)) for said in await self._said(index)]
-        return json_reply(answers[0] if self._options.single else answers, headers=self._options.headers)
+    async def _full_response(self) -> Response:
+        async for index, output in self._generation.outputs():
+            self._observe(index, output)
+        answers = [fields for index in range(len(self._requests)) for fields in await self._render(index)]
+        return json_response(answers[0] if self._options.single else answers, headers=self._options.headers)
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
-        async for index, news in self._call.outputs():
-            self._noted(index, news)
+        async for index, output in self._generation.outputs():
+            self._observe(index, output)
+            rendered = await self._render(index)
             *early, last = [
-                event(said if self._options.single else {**said, "index": index}) for said in await self._said(index)
+                event(fields if self._options.single else {**fields, "index": index}) for fields in rendered
             ]
             for chunk in early:
                 yield chunk
-            yield last if self._call.is_open else last + DONE
+            yield last if self._generation.is_open else last + DONE
 
-    async def _said(self, index: int) -> list[dict[str, object]]:
-        """What the answer says now; with large streamed rows in several pieces, of which the last has the finish
-        reason. Large rows are encoded off the event loop."""
-        answer, wanted = self._call.sequences[index], self._requests[index].routed_experts
-        if not wanted.enabled or (answer.finish_reason is None and answer.record is None):
-            return [self._dict_of(index, None)]
-        record = rows_of(answer, prompt_only=self._options.prompt_only)
-        size = self.sending(index, record)
+    async def _render(self, index: int) -> list[dict[str, object]]:
+        """Return the sequence so far: one part, or several where streamed rows are large; the last has the finish
+        reason. Large ones are encoded in a thread."""
+        sequence, options = self._generation.sequences[index], self._requests[index].routed_experts
+        if not options.enabled or (sequence.finish_reason is None and sequence.record is None):
+            return [self._to_dict(index, None)]
+        record = sequence.rows_of_prompt() if self._options.prompt_only else sequence.rows
+        size = self.record_sent(index, record)
 
-        def said() -> list[dict[str, object]]:
-            pieces = increments(record, wanted)
-            told = [self._dict_of(index, piece) for piece in pieces]
-            for early in told[:-1]:
-                cast("dict[str, object]", early["meta_info"])["finish_reason"] = None
-            return told
+        def encode() -> list[dict[str, object]]:
+            parts = [self._to_dict(index, part) for part in split_for_events(record, options)]
+            for part in parts[:-1]:
+                cast("dict[str, object]", part["meta_info"])["finish_reason"] = None
+            return parts
 
-        return await asyncio.to_thread(said) if size > 4 * INLINE_BYTES else said()
+        return await asyncio.to_thread(encode) if size > 4 * INLINE_BYTES else encode()
 
-    def _noted(self, index: int, news: StrOut) -> None:
-        counts = self._call.sequences[index].last
-        completion_tokens = 0 if self._options.prompt_only else counts.completion_tokens
-        self.note(index, news, cached_tokens=counts.cached_tokens, completion_tokens=completion_tokens)
+    def _observe(self, index: int, output: StrOut) -> None:
+        completion_tokens = 0 if self._options.prompt_only else output.out.completion_tokens
+        self.observe(index, output, completion_tokens=completion_tokens)
 
-    def _dict_of(self, index: int, rows: RoutedExperts | None) -> dict[str, object]:
-        """The answer so far, with these rows."""
-        answer, options = self._call.sequences[index], self._options
-        said = sglang_output(answer, prompt_only=options.prompt_only, rows=rows)
-        meta = cast("dict[str, object]", said["meta_info"])
-        request = self._requests[index]
-        if rows is not None and request.routed_experts.format == "ref":
-            meta |= encode_ref(rows, url=ref_url(options.request_id, index))
-        return said
+    def _to_dict(self, index: int, rows: RoutedExperts | None) -> dict[str, object]:
+        """Return the sequence so far, with these rows."""
+        fields = sglang_output(self._generation.sequences[index], prompt_only=self._options.prompt_only, rows=rows)
+        if rows is not None and self._requests[index].routed_experts.format == "ref":
+            meta_info = cast("dict[str, object]", fields["meta_info"])
+            meta_info |= encode_ref(rows, url=ref_url(self._options.request_id, index))
+        return fields
 
 
-def _with_routing(said: GenerateRequest) -> GenerateRequest:
-    """The body, with the routing fields that only the door knows taken out of its sampling parameters. Said twice they
+def _with_routing(call: GenerateRequest) -> GenerateRequest:
+    """Move the routing options that are no sampling parameters out of `sampling_params`; a field that stands in both
     must agree."""
-    given = said.sampling_params or {}
-    found = {name: given[name] for name in _ROUTING_OF_SAMPLING if given.get(name) is not None}
-    for name, value in found.items():
+    sampling = call.sampling_params or {}
+    moved = {name: sampling[name] for name in _ROUTING_OF_SAMPLING if sampling.get(name) is not None}
+    for name, value in moved.items():
         if not isinstance(value, bool):
             raise InvalidRequestError(f"{name}={short_repr(value)} must be true or false", param=name)
-    beside = {
-        name: value for name, value in msgspec.structs.asdict(said).items() if name in found and value is not None
-    }
-    for name, value in beside.items():
-        if value != found[name]:
-            text = f"{name}={short_repr(value)}, but sampling_params say {short_repr(found[name])}; say it once"
+        outer = getattr(call, name)
+        if outer is not None and outer != value:
+            text = f"{name}={short_repr(outer)}, but sampling_params say {short_repr(value)}; send it once"
             raise InvalidRequestError(text, param=name, code="conflicting_parameters")
-    rest = {name: value for name, value in given.items() if name not in _ROUTING_OF_SAMPLING}
-    return msgspec.structs.replace(said, sampling_params=rest, **found) if len(rest) < len(given) else said
+    rest = {name: value for name, value in sampling.items() if name not in _ROUTING_OF_SAMPLING}
+    return msgspec.structs.replace(call, sampling_params=rest, **moved) if len(rest) < len(sampling) else call
 
 
-def _sampling_of(said: GenerateRequest) -> tuple[dict[str, object], list[str]]:
-    """Sampling parameters without those that change nothing here, whose names come second."""
-    given: Mapping[str, object] = said.sampling_params or {}
-    kept = {name: value for name, value in given.items() if value is not None and name not in _SAMPLING_WITHOUT_EFFECT}
+def _sampling(call: GenerateRequest) -> tuple[dict[str, object], list[str]]:
+    """Return the sampling parameters, and the names of those without effect, which are left out."""
+    given: Mapping[str, object] = call.sampling_params or {}
+    ignored = [name for name, value in given.items() if name in _IGNORED_SAMPLING or _is_empty_constraint(name, value)]
+    sampling = {name: value for name, value in given.items() if value is not None and name not in ignored}
     for name in ("seed", "sampling_seed"):
-        if isinstance(kept.get(name), int):
-            kept[name] = seed_of(cast("int", kept[name]))
-    unused = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")
-    harmless = {name for name in unused if name in kept and kept[name] in ("", [])}
-    ignored = [name for name in given if name in _SAMPLING_WITHOUT_EFFECT or name in harmless]
-    return {name: value for name, value in kept.items() if name not in harmless}, ignored
+        if isinstance(value := sampling.get(name), int):
+            sampling[name] = to_seed(value)
+    return sampling, ignored
 
 
-def prefill_only(said: GenerateRequest, sampling: dict[str, object]) -> bool:
-    """Is nothing to be generated (0 new tokens)? Then the engine is asked for one, which is left out."""
-    named = [said.max_new_tokens, *(sampling.get(name) for name in _PROMPT_ONLY)]
-    told = [value for value in named if value is not None]
-    if not told or any(value != 0 or isinstance(value, bool) for value in told):
+def _is_empty_constraint(name: str, value: object) -> bool:
+    return name in _UNSUPPORTED_SAMPLING and value in ("", [])
+
+
+def prefill_only(call: GenerateRequest, sampling: dict[str, object]) -> bool:
+    """Whether 0 new tokens are requested; then `sampling` is changed to one token, which the response leaves out."""
+    lengths = [call.max_new_tokens, *(sampling.get(name) for name in _LENGTHS)]
+    given = [value for value in lengths if value is not None]
+    if not given or any(value != 0 or isinstance(value, bool) for value in given):
         return False
-    for name in (*_PROMPT_ONLY, "min_new_tokens", "min_tokens"):
+    for name in (*_LENGTHS, "min_new_tokens", "min_tokens"):
         sampling.pop(name, None)
     sampling["max_new_tokens"] = 1
     return True
 
 
-def _one(param: str, value: bool | int | list[bool] | list[int] | None) -> bool | int | None:
-    """A value that may come as a list, one a prompt; they must be equal."""
+def _single_value(param: str, value: bool | int | list[bool] | list[int] | None) -> bool | int | None:
+    """Return a value that may be a list with one value a prompt, all equal."""
     if not isinstance(value, list):
         return value
     if len(set(value)) != 1:
-        raise InvalidRequestError(
-            f"{param}={short_repr(value)} holds different values; send prompts of one kind in a call", param=param
-        )
+        text = f"{param}={short_repr(value)} holds different values; send prompts of one kind in a call"
+        raise InvalidRequestError(text, param=param)
     return value[0]
 
 
-def _as_asked(
-    requests: Sequence[TokenizedGenerateReqInput], asked: Sequence[bool] | None
+def _is_single_prompt(call: GenerateRequest) -> bool:
+    prompts = call.text if call.text is not None else call.input_ids
+    return not isinstance(prompts, list) or isinstance(prompts[0], int)
+
+
+def _enable_routing(
+    requests: Sequence[TokenizedGenerateReqInput], enabled: Sequence[bool] | None
 ) -> Sequence[TokenizedGenerateReqInput]:
-    """The requests, of which those whose rows were not asked for ask for none. `asked`: one a prompt."""
-    if asked is None:
+    """Return the requests, without routing options where `enabled`, one value a prompt, is false."""
+    if enabled is None:
         return requests
-    none = RoutingOptions()
-    wishes = [
-        request.routed_experts if asked[index // request.sampling.n] else none for index, request in enumerate(requests)
+    disabled = RoutingOptions()
+    return [
+        request if enabled[index // request.sampling.n] else dataclasses.replace(request, routed_experts=disabled)
+        for index, request in enumerate(requests)
     ]
-    return [dataclasses.replace(request, routed_experts=wish) for request, wish in zip(requests, wishes, strict=True)]
 
 
-def _asked_list(said: GenerateRequest) -> Sequence[bool] | None:
-    """Whose rows are returned, where that differs by prompt."""
-    asked = said.return_routed_experts
-    if not isinstance(asked, list):
+def _enabled_by_prompt(call: GenerateRequest) -> Sequence[bool] | None:
+    """Return which prompts return rows, where the request says it for each prompt."""
+    enabled = call.return_routed_experts
+    if not isinstance(enabled, list):
         return None
-    given = said.text if said.text is not None else said.input_ids
-    prompts = len(given) if isinstance(given, list) and not isinstance(given[0], int) else 1
-    if len(asked) != prompts:
-        text = f"return_routed_experts has {len(asked)} values for {prompts} prompts; send one each"
+    prompts = call.text if call.text is not None else call.input_ids
+    num_prompts = 1 if _is_single_prompt(call) or prompts is None else len(prompts)
+    if len(enabled) != num_prompts:
+        text = f"return_routed_experts has {len(enabled)} values for {num_prompts} prompts; send one each"
         raise InvalidRequestError(text, param="return_routed_experts")
-    return asked
+    return enabled

@@ -1,4 +1,4 @@
-"""Chat messages to the text that the model is shown: by the checkpoint's own template and no other. Knows no route."""
+"""Chat messages to the text of the prompt, by the template of the checkpoint and no other."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,30 +23,31 @@ def render(
     if not messages or len(messages) > MAX_MESSAGES:
         text = f"messages holds {len(messages or ())}; send 1 to {MAX_MESSAGES}"
         raise InvalidRequestError(text, param="messages")
-    plain = [_plain(message, place) for place, message in enumerate(messages)]
+    plain = [_to_plain(message, index) for index, message in enumerate(messages)]
     return tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, scalars=scalars)
 
 
-def _plain(message: ChatMessage, place: int) -> dict[str, object]:
+def _to_plain(message: ChatMessage, index: int) -> dict[str, object]:
     if message.role not in _ROLES:
-        text = f"messages[{place}].role={short_repr(message.role)} is unknown; choose one of {', '.join(_ROLES)}"
-        raise InvalidRequestError(text, param=f"messages[{place}].role")
-    plain: dict[str, object] = {"role": message.role, "content": _text(message.content, place)}
+        text = f"messages[{index}].role={short_repr(message.role)} is unknown; choose one of {', '.join(_ROLES)}"
+        raise InvalidRequestError(text, param=f"messages[{index}].role")
+    plain: dict[str, object] = {"role": message.role, "content": _text(message.content, index)}
     return plain if message.name is None else {**plain, "name": message.name}
 
 
-def _text(content: object, place: int) -> str:
-    """Text, or the text parts joined."""
+def _text(content: object, message_index: int) -> str:
+    """Return the text, or the text parts joined."""
     if content is None or isinstance(content, str):
         return content or ""
     parts: list[object] = content if isinstance(content, list) else []
     texts: list[str] = []
     for index, part in enumerate(parts):
-        said = part if isinstance(part, dict) else {}
-        text = said.get("text")
-        if said.get("type") != "text" or not isinstance(text, str):
-            param = f"messages[{place}].content[{index}]"
-            told = f"{param} is of type {short_repr(said.get('type'))}; this server takes text parts only, and fetches nothing"
-            raise InvalidRequestError(told, param=param)
+        fields = part if isinstance(part, dict) else {}
+        text = fields.get("text")
+        if fields.get("type") != "text" or not isinstance(text, str):
+            param = f"messages[{message_index}].content[{index}]"
+            kind = short_repr(fields.get("type"))
+            message = f"{param} is of type {kind}; this server takes text parts only, and fetches nothing"
+            raise InvalidRequestError(message, param=param)
         texts.append(text)
     return "".join(texts)
