@@ -1,5 +1,5 @@
-"""Draw the pictures of docs/performance.md from results/: a decode step against batch (step_h200.json), layers and context
-(curves_h200.json), and a CPU beside other engines (peers_cpu.json, peers_cpu_bfloat16.json).
+"""Draw the pictures of docs/performance.md from results/: a decode step against batch (step_h200.json), layers and
+context (curves_h200.json), and a CPU beside other engines (peers_cpu.json, peers_cpu_bfloat16.json).
 
 python benchmarks/plots.py"""
 

@@ -33,8 +33,8 @@ from routed_experts.replay import CanaryGate, RoutedBatch, Sample, align, canary
 PROMPT_LEN = 16
 CLIP = 0.2  # of the probability ratio, either way
 TEXT = (
-    "Once upon a time there was a fox who lived by the sea. CHAPTER 7. The whale swam past the ship and the captain called his men. "
-    "Mr. President, the state of our union is strong. Tell me a story about a king. What is the capital of France? "
+    "Once upon a time there was a fox who lived by the sea. CHAPTER 7. The whale swam past the ship and the captain "
+    "called his men. Mr. President, the state of our union is strong. Tell me a story about a king. What is the capital of France? "
 )
 
 
@@ -62,8 +62,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """What the engine gave in one step, and the rows to replay; without replay no row is valid, and all tokens are
-    routed live."""
+    """The rollouts of one step and their rows to replay. Without replay no row is valid, and every token is routed live."""
 
     tokens: Int[np.ndarray, "B S"]
     logprobs: Float[np.ndarray, "B G"]
@@ -73,7 +72,7 @@ class Rollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLog:
-    """One step in numbers: mismatch of the trainer, before its update, against the rollout."""
+    """One step: the mismatch of the trainer against the rollout, before the update."""
 
     step: int
     reward: float
@@ -84,7 +83,7 @@ class StepLog:
     canary: float | None
 
 
-def reward_of(text: str) -> float:
+def vowel_share(text: str) -> float:
     """Share of vowels among the letters; 0 without letters."""
     letters = [letter for letter in text.lower() if letter.isalpha() and letter.isascii()]
     return sum(letter in "aeiou" for letter in letters) / len(letters) if letters else 0.0
@@ -111,12 +110,12 @@ def roll_out(
     return Rollouts(
         tokens=tokens,
         logprobs=logprobs,
-        rewards=np.array([reward_of(result["text"]) for result in results]),
+        rewards=np.array([vowel_share(result["text"]) for result in results]),
         routed=routed,
     )
 
 
-def advantages_of(rewards: Float[np.ndarray, " B"], group: int) -> Float[np.ndarray, " B"]:
+def group_advantages(rewards: Float[np.ndarray, " B"], group: int) -> Float[np.ndarray, " B"]:
     """Rewards against those of the same prompt, in units of their spread."""
     grouped = rewards.reshape(-1, group)
     centred = grouped - grouped.mean(axis=1, keepdims=True)
@@ -127,7 +126,7 @@ def make_update(graphdef: nnx.GraphDef[Any], optimizer: optax.GradientTransforma
     """The jitted training step, for both runs: ids and flags of a replay are inputs like the tokens, so nothing is
     compiled twice."""
 
-    def loss_of(
+    def loss_fn(
         state: Any,
         tokens: Int[Array, "B S"],
         rollout: Float[Array, "B G"],
@@ -138,15 +137,15 @@ def make_update(graphdef: nnx.GraphDef[Any], optimizer: optax.GradientTransforma
         logprobs = jax.nn.log_softmax(out.logits[:, PROMPT_LEN - 1 : -1])  # [B, G, V]
         train = jnp.take_along_axis(logprobs, tokens[:, PROMPT_LEN:, None], axis=-1)[..., 0]
         ratio = jnp.exp(train - rollout)
-        weighed = jnp.minimum(ratio * advantages[:, None], jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages[:, None])
-        assert out.slot_miss is not None, "a replay tells its misses"
-        return -jnp.mean(weighed), (train, canary(out.slot_miss, routed))
+        clipped = jnp.minimum(ratio * advantages[:, None], jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages[:, None])
+        assert out.slot_miss is not None, "a replay counts its misses"
+        return -jnp.mean(clipped), (train, canary(out.slot_miss, routed))
 
     @jax.jit
     def update(state: Any, moments: Any, *batch: Any) -> tuple[Any, Any, Float[Array, ""], Any]:
-        (loss, told), gradient = jax.value_and_grad(loss_of, has_aux=True)(state, *batch)
+        (loss, aux), gradient = jax.value_and_grad(loss_fn, has_aux=True)(state, *batch)
         changes, moments = optimizer.update(gradient, moments, state)
-        return optax.apply_updates(state, changes), moments, loss, told
+        return optax.apply_updates(state, changes), moments, loss, aux
 
     return update
 
@@ -179,7 +178,7 @@ class Trainer:
 
 
 def train(engine: Engine, trainer: Trainer, settings: Settings, on_step: Callable[[StepLog], None]) -> list[StepLog]:
-    """One run from the demo model's weights; `on_step` hears of each step."""
+    """One run from the demo model's weights; `on_step` is called after each step."""
     gate, logs = CanaryGate(), list[StepLog]()
     state, moments, update = trainer.state, trainer.moments, trainer.update
     tokenizer = engine.tokenizer
@@ -191,11 +190,11 @@ def train(engine: Engine, trainer: Trainer, settings: Settings, on_step: Callabl
     for step in range(settings.steps):
         prompts = [list(text[start : start + PROMPT_LEN]) for start in starts[step].tolist()]
         rolled = roll_out(engine, prompts, settings, step=step, version=version)
-        advantages = jnp.asarray(advantages_of(rolled.rewards, settings.group), jnp.float32)
+        advantages = jnp.asarray(group_advantages(rolled.rewards, settings.group), jnp.float32)
         batch = jnp.asarray(rolled.tokens), jnp.asarray(rolled.logprobs, jnp.float32), advantages, rolled.routed
-        state, moments, loss, (told, value) = update(state, moments, *batch)
-        share = gate(value) if settings.replay else None
-        report = mismatch_report(rolled.logprobs, told, np.ones(rolled.logprobs.shape, bool))
+        state, moments, loss, (logprobs, miss_share) = update(state, moments, *batch)
+        share = gate(miss_share) if settings.replay else None
+        report = mismatch_report(rolled.logprobs, logprobs, np.ones(rolled.logprobs.shape, bool))
         version = push(engine, state)
         logs.append(
             StepLog(
@@ -251,16 +250,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("grpo_tiny"), help="folder of grpo.json and grpo.png (grpo_tiny)"
     )
-    said = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     for name, least in (("steps", 1), ("prompts", 1), ("group", 2), ("new_tokens", 2), ("seed", 0)):
-        if vars(said)[name] < least:
-            parser.error(f"--{name.replace('_', '-')} {vars(said)[name]} must be at least {least}")
-    return said
+        if vars(args)[name] < least:
+            parser.error(f"--{name.replace('_', '-')} {vars(args)[name]} must be at least {least}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write."""
-    said = parse(argv)
+    args = parse(argv)
     console, runs = Console(), dict[str, list[StepLog]]()
     columns = (
         TextColumn("replay {task.description}"),
@@ -269,34 +268,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         TextColumn("{task.fields[now]}"),
     )
     settings = Settings(
-        steps=said.steps,
-        prompts=said.prompts,
-        group=said.group,
-        new_tokens=said.new_tokens,
-        seed=said.seed,
+        steps=args.steps,
+        prompts=args.prompts,
+        group=args.group,
+        new_tokens=args.new_tokens,
+        seed=args.seed,
         replay=False,
     )
-    trainer = Trainer(said.learning_rate)
+    trainer = Trainer(args.learning_rate)
     with serve(settings) as engine, Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        for run in ("off", "on") if said.replay == "both" else (said.replay,):
-            task = progress.add_task(run, total=said.steps, now="")
+        for run in ("off", "on") if args.replay == "both" else (args.replay,):
+            task = progress.add_task(run, total=args.steps, now="")
 
-            def tell(log: StepLog, task: Any = task) -> None:
+            def show(log: StepLog, task: Any = task) -> None:
                 progress.update(
                     task, advance=1, now=f"reward {log.reward:.3f}  k3 {log.k3:.1e}  max |d| {log.max_abs:.2f}"
                 )
 
-            runs[run] = train(engine, trainer, replace(settings, replay=run == "on"), tell)
-    said.out.mkdir(parents=True, exist_ok=True)
-    (said.out / "grpo.json").write_text(
+            runs[run] = train(engine, trainer, replace(settings, replay=run == "on"), show)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "grpo.json").write_text(
         json.dumps({run: [asdict(log) for log in logs] for run, logs in runs.items()}, indent=1) + "\n"
     )
-    plot(runs, said.out / "grpo.png")
+    plot(runs, args.out / "grpo.png")
     for run, logs in runs.items():
         tail = logs[-max(len(logs) // 4, 1) :]
         k3, reward = np.mean([log.k3 for log in logs]), np.mean([log.reward for log in tail])
         console.print(f"replay {run}: mean k3 {k3:.2e}, reward {logs[0].reward:.3f} -> {reward:.3f}")
-    console.print(f"wrote {said.out / 'grpo.json'} and {said.out / 'grpo.png'}")
+    console.print(f"wrote {args.out / 'grpo.json'} and {args.out / 'grpo.png'}")
     return 0
 
 

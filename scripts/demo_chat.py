@@ -104,7 +104,10 @@ COLOURS = {
     "the sun": "yellow",
 }
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-WORDS = "fox river stone apple bread house light ship whale cloud garden silver winter music forest candle bridge letter window".split()
+WORDS = (
+    "fox river stone apple bread house light ship whale cloud garden silver winter music forest candle bridge letter "
+    "window"
+).split()
 GIRLS = "Anna Clara Emma Grace Iris Kate Mary Nora Rosa Lucy".split()
 BOYS = "Ben David Felix Henry Jack Leo Oscar Paul Sam Tom".split()
 NAMES = GIRLS + BOYS
@@ -223,7 +226,8 @@ FUNCTIONS = [
 ]
 WHO = [
     "I am a very small language model. I have thirty-two experts in each layer, and four of them work on every token.",
-    "I am a tiny mixture-of-experts model, trained on a CPU in a few minutes. I know some stories, some sums and a little Python.",
+    "I am a tiny mixture-of-experts model, trained on a CPU in a few minutes. "
+    "I know some stories, some sums and a little Python.",
 ]
 
 

@@ -153,8 +153,8 @@ def report(folder: Path, held_out: Iterable[CorpusText]) -> None:
             mutual_information(rng.permutation(tokens), picked, experts),
         )
         print(
-            f"{layer:5d}  {entropy(load):15.4f}  {load.max() / load.mean():15.2f}  {load.min() / load.mean():10.2f}  {about:16.3f}  "
-            f"{chance:8.3f}  {mutual_information(domains, picked, experts):17.3f}"
+            f"{layer:5d}  {entropy(load):15.4f}  {load.max() / load.mean():15.2f}  {load.min() / load.mean():10.2f}  "
+            f"{about:16.3f}  {chance:8.3f}  {mutual_information(domains, picked, experts):17.3f}"
         )
     sample = sampler(model)
     for number, prompt in enumerate(PROMPTS):

@@ -66,11 +66,12 @@ CONFIG: dict[str, Any] = {
 }
 README = """# Demo model of routed_experts
 
-A very small mixture-of-experts language model (Qwen3-MoE format) that exists to make routing visible; it knows nothing worth
-knowing. Made by `scripts/train_demo`; data, licences, loss and load numbers: docs/demo-model.md. Weights: Apache-2.0.
-Trained on public-domain literature and speeches, on the sources of boltons (BSD-3-Clause, (c) Mahmoud Hashemi and others),
-more-itertools (MIT, (c) Erik Rose and others), sortedcontainers (Apache-2.0, (c) Grant Jenks) and toolz (BSD-3-Clause,
-(c) Matthew Rocklin and others), and on chats made by rule. Text that it writes has the language of its sources' times.
+A very small mixture-of-experts language model (Qwen3-MoE format) that exists to make routing visible; it knows
+nothing worth knowing. Made by `scripts/train_demo`; data, licences, loss and load numbers: docs/demo-model.md.
+Weights: Apache-2.0. Trained on public-domain literature and speeches, on the sources of boltons (BSD-3-Clause, (c)
+Mahmoud Hashemi and others), more-itertools (MIT, (c) Erik Rose and others), sortedcontainers (Apache-2.0, (c) Grant
+Jenks) and toolz (BSD-3-Clause, (c) Matthew Rocklin and others), and on chats made by rule. Text that it writes has
+the language of its sources' times.
 """
 
 
@@ -222,9 +223,8 @@ def main() -> None:
     (options.corpus / "training.json").write_text(
         json.dumps({"minutes": minutes, "curve": curve}) + "\n", encoding="utf-8"
     )
-    print(
-        f"trained in {minutes:.1f} minutes; {sum(file.stat().st_size for file in options.out.iterdir()):,} bytes in {options.out}"
-    )
+    size = sum(file.stat().st_size for file in options.out.iterdir())
+    print(f"trained in {minutes:.1f} minutes; {size:,} bytes in {options.out}")
     demo_report.report(options.out, [document for document in corpus if document.held_out])
 
 

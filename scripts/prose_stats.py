@@ -1,4 +1,4 @@
-"""Print words a page and the median words of a sentence, of README, CONTRIBUTING and docs: python scripts/prose_stats.py
+"""Print words a page and words a sentence of README, CONTRIBUTING, CHANGELOG and docs: python scripts/prose_stats.py
 
 Code, tables, pictures and headings are no sentences. Words of tables count for the page."""
 

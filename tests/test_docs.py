@@ -1,4 +1,4 @@
-"""Every snippet of the README and of docs/ runs, every notebook runs, and every file, flag and extra they name exists."""
+"""Every snippet and notebook of the pages runs, and every file, flag and extra that they name exists."""
 
 import json
 import re

@@ -24,7 +24,7 @@ def grpo():
     del sys.modules["grpo_tiny"]
 
 
-def test_grpo_trains_with_and_without_replay_and_tells_of_each_step(grpo, tmp_path, capsys):
+def test_grpo_trains_with_and_without_replay_and_logs_each_step(grpo, tmp_path, capsys):
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
         assert (
             grpo.main(["--steps", "2", "--prompts", "2", "--group", "3", "--new-tokens", "12", "--out", str(tmp_path)])
@@ -41,13 +41,13 @@ def test_grpo_trains_with_and_without_replay_and_tells_of_each_step(grpo, tmp_pa
     assert "replay on: mean k3" in capsys.readouterr().out
 
 
-def test_the_reward_and_the_advantages_are_what_they_say(grpo):
-    assert grpo.reward_of("aeb!") == pytest.approx(2 / 3) and grpo.reward_of("123 ?") == 0.0
-    advantages = grpo.advantages_of(grpo.np.array([0.0, 1.0, 0.5, 0.5]), 2)
+def test_the_reward_is_the_share_of_vowels_and_advantages_are_relative_to_the_group(grpo):
+    assert grpo.vowel_share("aeb!") == pytest.approx(2 / 3) and grpo.vowel_share("123 ?") == 0.0
+    advantages = grpo.group_advantages(grpo.np.array([0.0, 1.0, 0.5, 0.5]), 2)
     assert advantages[:2] == pytest.approx([-1, 1], rel=1e-3) and advantages[2:] == pytest.approx([0, 0])
 
 
-@pytest.mark.parametrize("said", [["--steps", "0"], ["--group", "1"], ["--replay", "maybe"]])
-def test_a_command_that_says_nothing_is_refused(grpo, said):
+@pytest.mark.parametrize("argv", [["--steps", "0"], ["--group", "1"], ["--replay", "maybe"]])
+def test_arguments_out_of_range_are_refused(grpo, argv):
     with pytest.raises(SystemExit):
-        grpo.main(said)
+        grpo.main(argv)

@@ -10,7 +10,8 @@ from pathlib import Path
 url, model = os.environ["COMPAT_URL"], os.environ["COMPAT_MODEL"]
 SAID = (
     "--endpoint-type chat --streaming --request-count 8 --concurrency 2 "
-    "--synthetic-input-tokens-mean 32 --output-tokens-mean 8 --extra-inputs ignore_eos:true --use-server-token-count --ui none"
+    "--synthetic-input-tokens-mean 32 --output-tokens-mean 8 --extra-inputs ignore_eos:true --use-server-token-count "
+    "--ui none"
 )
 
 
@@ -36,7 +37,8 @@ def main():
         scraped = (Path(name) / "server_metrics_export.json").read_text()
         assert "routed_experts_requests_accepted" in scraped
         print(
-            f"8 chat streams of exactly 8 tokens by usage, none failed; {scraped.count('routed_experts_')} of our metrics scraped"
+            "8 chat streams of exactly 8 tokens by usage, none failed; "
+            f"{scraped.count('routed_experts_')} of our metrics scraped"
         )
 
 

@@ -35,7 +35,8 @@ def main():
         "C" if sample.target in one.output.completion else "I" for sample, one in zip(samples, log.samples, strict=True)
     ]
     print(
-        f"openai-api/vllm: 2 samples, text and {usage.output_tokens} tokens as asked without it, scored {''.join(right)}"
+        f"openai-api/vllm: 2 samples, text and {usage.output_tokens} tokens as asked without it, "
+        f"scored {''.join(right)}"
     )
 
 

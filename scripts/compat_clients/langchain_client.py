@@ -53,7 +53,8 @@ def main():
     text = OpenAI(**SAID)
     assert (said := text.invoke("The sea")) and "".join(text.stream("The sea")) == said
     print(
-        "ChatOpenAI (invoke, stream with usage, content parts, logprobs, n, rows decoded, equal in two calls) and OpenAI, streamed too"
+        "ChatOpenAI (invoke, stream with usage, content parts, logprobs, n, rows decoded, equal in two calls) "
+        "and OpenAI, streamed too"
     )
 
 

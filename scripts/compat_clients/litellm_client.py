@@ -35,7 +35,8 @@ def main():
     else:
         raise AssertionError("a model that is not served was not refused")
     print(
-        "openai/, hosted_vllm/ (same text and rows, streams with usage, n, logprobs), text-completion-openai/ (streams), a typed 404"
+        "openai/, hosted_vllm/ (same text and rows, streams with usage, n, logprobs), "
+        "text-completion-openai/ (streams), a typed 404"
     )
 
 

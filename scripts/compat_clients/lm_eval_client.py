@@ -98,7 +98,8 @@ def main():
             }
             assert sample == [[post("/v1/chat/completions", body)["choices"][0]["message"]["content"]]], sample
         print(
-            f"local-completions (echo, logprobs, remote tokenizer): logprobs are those of /v1/score, acc {choice['acc,none']}; "
+            "local-completions (echo, logprobs, remote tokenizer): logprobs are those of /v1/score, "
+            f"acc {choice['acc,none']}; "
             "local-chat-completions: generate_until says what chat says"
         )
 

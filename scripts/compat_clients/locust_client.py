@@ -18,7 +18,8 @@ class Reader(HttpUser):
 
     @task(1)
     def rows(self):
-        self.client.post("/generate", json={"text": "The sea", "sampling_params": {"max_new_tokens": 4}, "return_routed_experts": True})
+        body = {"text": "The sea", "sampling_params": {"max_new_tokens": 4}, "return_routed_experts": True}
+        self.client.post("/generate", json=body)
 
     @task(1)
     def look(self):
