@@ -34,7 +34,8 @@ PROMPT_LEN = 16
 CLIP = 0.2  # of the probability ratio, either way
 TEXT = (
     "Once upon a time there was a fox who lived by the sea. CHAPTER 7. The whale swam past the ship and the captain "
-    "called his men. Mr. President, the state of our union is strong. Tell me a story about a king. What is the capital of France? "
+    "called his men. Mr. President, the state of our union is strong. "
+    "Tell me a story about a king. What is the capital of France? "
 )
 
 
@@ -62,7 +63,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """The rollouts of one step and their rows to replay. Without replay no row is valid, and every token is routed live."""
+    """The rollouts of one step and their rows to replay. Without replay no row is valid: every token is routed live."""
 
     tokens: Int[np.ndarray, "B S"]
     logprobs: Float[np.ndarray, "B G"]
