@@ -4,11 +4,13 @@ import hashlib
 import re
 
 import msgspec
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.routing_stats import PHASES, RoutingStats
 from routed_experts.formats.archive import encode_record
 from routed_experts.formats.metadata import to_metadata
 from routed_experts.formats.wire import npy_bytes
@@ -16,7 +18,7 @@ from routed_experts.server.body import json_response
 from routed_experts.server.errors import ApiError, to_response
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.middleware import request_owner
-from routed_experts.server.routing.stats import stats_response
+from routed_experts.server.routing.stats import load_entropy, load_imbalance
 from routed_experts.server.routing.store import HttpMeta, StoredRows
 from routed_experts.server.state import ServerState
 
@@ -51,7 +53,7 @@ async def fetch(request: Request, server: ServerState) -> Response:
 async def stats(request: Request, server: ServerState) -> Response:
     """How often each expert was chosen since the start or the last reset, prompts and generated tokens apart, and how
     evenly."""
-    return stats_response(request, await server.routing_stats.get_within(server.settings.stall_timeout))
+    return _stats_response(request, await server.routing_stats.get_within(server.settings.stall_timeout))
 
 
 async def reset(request: Request, server: ServerState) -> Response:
@@ -105,3 +107,27 @@ def _encode_with_meta(rows: StoredRows, encoding: str) -> tuple[bytes, HttpMeta]
         "Accept-Ranges": "bytes",
     }
     return body, HttpMeta(headers, len(body))
+
+
+def _stats_response(request: Request, stats: RoutingStats) -> Response:
+    """Build the response with the counts; its ETag lets a client skip counts that have not changed."""
+    tag = hashlib.sha256(stats.counts.tobytes()).hexdigest()[:32]
+    headers = {"ETag": f'"{tag}"', "Cache-Control": "no-cache"}
+    if tag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    load, newest = stats.load, stats.windows[-1] if len(stats.windows) else np.zeros_like(stats.counts)
+    body: dict[str, object] = {
+        "layer_ids": stats.layer_ids,
+        "num_experts": stats.num_experts,
+        "top_k": stats.top_k,
+        "num_tokens": dict(zip(PHASES, stats.num_tokens.tolist(), strict=True)),
+        "counts": dict(zip(PHASES, stats.counts.tolist(), strict=True)),
+        "imbalance": load_imbalance(load).tolist(),
+        "entropy": load_entropy(load).tolist(),
+        "dead_experts": (load == 0).sum(axis=1).tolist(),
+        "window": {
+            "num_tokens": int(newest[:, :1].sum()) // stats.top_k,
+            "counts": dict(zip(PHASES, newest.tolist(), strict=True)),
+        },
+    }
+    return json_response(body, headers=headers)

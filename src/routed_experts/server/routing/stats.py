@@ -1,20 +1,16 @@
-"""Expert counts of an engine, read by several clients at once: CachedReader, and the response of /v1/routing/stats.
+"""Expert counts of an engine, read by several clients at once, and how evenly they are spread.
 
 Counts are read on the engine thread, between two steps; concurrent readers share one read. Event loop only. Dims: M MoE
 layers, E experts."""
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Float64, Int64
-from starlette.requests import Request
-from starlette.responses import Response
 
 from routed_experts.core.errors import RoutedExpertsError
-from routed_experts.core.routing_stats import PHASES, RoutingStats
-from routed_experts.server.body import json_response
+from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.server.errors import unavailable
 
 _METRICS_TIMEOUT_S = 1.0
@@ -62,27 +58,3 @@ def load_entropy(load: Int64[np.ndarray, "M E"]) -> Float64[np.ndarray, " M"]:
     with np.errstate(invalid="ignore", divide="ignore"):
         fractions = load / load.sum(axis=1, keepdims=True)
         return -np.where(fractions > 0, fractions * np.log(fractions), fractions).sum(axis=1) / np.log(load.shape[1])
-
-
-def stats_response(request: Request, stats: RoutingStats) -> Response:
-    """Build the response with the counts; its ETag lets a client skip counts that have not changed."""
-    tag = hashlib.sha256(stats.counts.tobytes()).hexdigest()[:32]
-    headers = {"ETag": f'"{tag}"', "Cache-Control": "no-cache"}
-    if tag in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=headers)
-    load, newest = stats.load, stats.windows[-1] if len(stats.windows) else np.zeros_like(stats.counts)
-    body: dict[str, object] = {
-        "layer_ids": stats.layer_ids,
-        "num_experts": stats.num_experts,
-        "top_k": stats.top_k,
-        "num_tokens": dict(zip(PHASES, stats.num_tokens.tolist(), strict=True)),
-        "counts": dict(zip(PHASES, stats.counts.tolist(), strict=True)),
-        "imbalance": load_imbalance(load).tolist(),
-        "entropy": load_entropy(load).tolist(),
-        "dead_experts": (load == 0).sum(axis=1).tolist(),
-        "window": {
-            "num_tokens": int(newest[:, :1].sum()) // stats.top_k,
-            "counts": dict(zip(PHASES, newest.tolist(), strict=True)),
-        },
-    }
-    return json_response(body, headers=headers)
