@@ -291,3 +291,24 @@ def test_a_wrong_completion_is_a_400_that_names_the_field(server, body, param):
 )
 def test_a_wrong_chat_is_a_400_that_names_the_field(server, body, param):
     assert error_of(server.post("/v1/chat/completions", body), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "engines_name"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 10**6}, "max_tokens", "max_new_tokens"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 10**6}, "max_completion_tokens", None),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": -1}, "max_completion_tokens", None),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 600}]}, "messages", "input_ids"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 10**6}, "max_tokens", "max_new_tokens"),
+        ("/v1/completions", {"prompt": [10**6]}, "prompt", "input_ids"),
+        ("/generate", {"text": "a " * 600}, "text", "prompt="),
+        ("/generate", {"text": [""]}, "text", "prompt"),
+        ("/generate", {"input_ids": [10**6]}, "input_ids", "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt", "text"),
+    ],
+)
+def test_an_error_names_the_field_of_its_route_and_not_the_engines_parameter(server, path, body, field, engines_name):
+    error = error_of(server.post(path, body), 400)
+    assert error["param"] == field and field in error["message"]
+    assert engines_name is None or engines_name not in error["message"], error["message"]

@@ -181,10 +181,9 @@ def test_a_refused_call_of_the_same_id_leaves_the_rows_of_the_running_one(server
         lines = response.iter_lines()
         next(lines)
         for streamed in (False, True):
-            assert (
-                error_of(server.post("/v1/completions", {**body, "stream": streamed}), 409)["code"]
-                == "duplicate_request_id"
-            )
+            error = error_of(server.post("/v1/completions", {**body, "stream": streamed}), 409)
+            assert (error["code"], error["param"]) == ("duplicate_request_id", "request_id")
+            assert error["message"].startswith("request_id='twice")
         assert error_of(server.client.get("/v1/routing/twice"), 409)["code"] == "routing_not_ready"
         assert server.post("/abort_request", {"rid": "twice"}).json()["aborted"] == 1
         assert [line for line in lines if line][-1] == "data: [DONE]"

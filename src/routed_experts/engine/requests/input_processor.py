@@ -101,7 +101,7 @@ class InputProcessor:
         """Token ids of each prompt."""
         if (request.text is None) == (request.input_ids is None):
             count = "both" if request.text is not None else "neither"
-            raise InvalidRequestError(f"prompt and input_ids: {count} given; give exactly one of them", param="prompt")
+            raise InvalidRequestError(f"{PARAM} and input_ids: {count} given; give exactly one of them", param="prompt")
         if request.text is not None:
             texts: Sequence[object] = [request.text] if isinstance(request.text, str) else request.text
             if not isinstance(texts, list | tuple):

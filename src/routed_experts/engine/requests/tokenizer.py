@@ -97,7 +97,7 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
-                f"text has a lone surrogate at character {error.start}; expected valid Unicode", param="text"
+                f"{PARAM} has a lone surrogate at character {error.start}; expected valid Unicode", param="text"
             ) from None
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 

@@ -6,6 +6,7 @@ from starlette.responses import Response
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.server.body import ignored_params_header, json_response, read_body
 from routed_experts.server.chat_template import render
+from routed_experts.server.errors import field_names
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.protocol import DetokenizeRequest, TokenizeRequest
 from routed_experts.server.state import ServerState
@@ -15,7 +16,8 @@ async def tokenize(request: Request, server: ServerState) -> Response:
     """Turn a prompt, or messages, into token ids."""
     body = await read_body(request, TokenizeRequest, server.settings)
     server.check_model(body.value.model)
-    tokens = await run_in_thread_if_large(body.num_bytes, lambda: _encode(server, body.value))
+    with field_names({"text": "prompt" if body.value.messages is None else "messages"}):
+        tokens = await run_in_thread_if_large(body.num_bytes, lambda: _encode(server, body.value))
     fields: dict[str, object] = {
         "tokens": tokens,
         "count": len(tokens),
