@@ -243,7 +243,7 @@ def follow(bench: Bench) -> list[Row]:
                 if engine._assembly.rebalancer is not None:
                     engine._assembly.rebalancer.settle()
                 told = engine.placement_stats()
-                verdict, balance = told.verdict, told.balance.get(10)
+                move_estimate, balance = told.move_estimate, told.balance.get(10)
                 rows.append(
                     {
                         "domain": number,
@@ -254,8 +254,8 @@ def follow(bench: Bench) -> list[Row]:
                         "failed": told.failed,
                         "copies": told.copies,
                         "last move ms": (told.last_move_s or 0.0) * 1e3,
-                        "gain ms": 1e3 * verdict.gain_s if verdict else float("nan"),
-                        "cost ms": 1e3 * verdict.cost_s if verdict else float("nan"),
+                        "gain ms": 1e3 * move_estimate.gain_s if verdict else float("nan"),
+                        "cost ms": 1e3 * move_estimate.cost_s if verdict else float("nan"),
                         "balance 10": balance.weighted if balance else float("nan"),
                     }
                 )

@@ -68,8 +68,8 @@ def main() -> None:
     plan = placement.eplb(stats["python"], num_instances=INSTANCES, num_devices=DEVICES)
     before = ExpertPlacement.identity(len(stats["python"].layer_ids), stats["python"].num_experts, DEVICES)
     devices = {
-        f"{DEVICES} devices as they come": placement.replay(judged["python"], before).device_load,
-        f"{INSTANCES} instances, planned": placement.replay(judged["python"], plan).device_load,
+        f"{DEVICES} devices as they come": placement.simulate(judged["python"], before).device_load,
+        f"{INSTANCES} instances, planned": placement.simulate(judged["python"], plan).device_load,
     }
     title = f"Demo model, Python text: planned on one half, judged on {sum(r.num_rows for r in judged['python']):,} tokens of the other"
     draw_plans(
@@ -111,10 +111,10 @@ def judge_balance(stats: dict[str, RoutingStats], judged: dict[str, list[RoutedE
         }
         num_layers, num_experts = stats[domain].load.shape
         for name, plan in {"none": ExpertPlacement.identity(num_layers, num_experts, DEVICES), **plans}.items():
-            whole = placement.eplb_balancedness(placement.replay(records, plan, step_tokens=10**9).device_load)
+            whole = placement.eplb_balancedness(placement.simulate(records, plan, step_tokens=10**9).device_load)
             row: dict[str, object] = {"judged on": domain, "plan from": name, "whole trace": whole}
             for way in ("even", "waterfill"):
-                row[way] = float(placement.replay(records, plan, dispatch=way, step_tokens=256).balancedness.mean())
+                row[way] = float(placement.simulate(records, plan, dispatch=way, step_tokens=256).balancedness.mean())
             rows.append(row)
     return rows
 
@@ -133,7 +133,7 @@ def judge_hits(stats: dict[str, RoutingStats], judged: dict[str, list[RoutedExpe
                 plans[f"static, from {name}"], learned=learned
             )
         for name, plan in plans.items():
-            report = placement.replay(records, plan, step_tokens=8)
+            report = placement.simulate(records, plan, step_tokens=8)
             copies = float(report.copies.mean() / report.num_tokens)
             rows.append(
                 {"judged on": domain, "policy": name, "hits": float(report.hit_ratio.mean()), "copies a token": copies}

@@ -63,14 +63,14 @@ def test_numbers_are_those_of_the_library_from_every_kind_of_file(files, capsys,
         16,
         4,
     ]
-    before = placement.replay(records, ExpertPlacement.identity(3, 16, 4))
-    after = placement.replay(records, placement.eplb(learned, num_instances=20, num_devices=4))
+    before = placement.simulate(records, ExpertPlacement.identity(3, 16, 4))
+    after = placement.simulate(records, placement.eplb(learned, num_instances=20, num_devices=4))
     assert told["instances"]["balance before"] == before.balancedness.tolist()
     assert told["instances"]["balance planned"] == after.balancedness.tolist()
     static = placement.resident(learned, per_layer=4)
-    adaptive = placement.replay(records, placement.AdaptiveResidency.start(static, learned=learned), step_tokens=8)
-    assert told["residents"]["first"] == placement.replay(records, ResidencyMap.first_n(3, 16, 4)).hit_ratio.tolist()
-    assert told["residents"]["static"] == placement.replay(records, static).hit_ratio.tolist()
+    adaptive = placement.simulate(records, placement.AdaptiveResidency.start(static, learned=learned), step_tokens=8)
+    assert told["residents"]["first"] == placement.simulate(records, ResidencyMap.first_n(3, 16, 4)).hit_ratio.tolist()
+    assert told["residents"]["static"] == placement.simulate(records, static).hit_ratio.tolist()
     assert told["residents"]["adaptive"] == adaptive.hit_ratio.tolist()
     assert told["residents"]["LRU"] == placement.lru_coverage(*records).hits[:, 4].tolist()
 
@@ -78,7 +78,7 @@ def test_numbers_are_those_of_the_library_from_every_kind_of_file(files, capsys,
 def test_a_table_has_a_row_a_layer_and_their_mean(files, capsys):
     code, out, _ = run(capsys, files / "out.jsonl", "--instances", 20, "--devices", 4)
     records = records_of(2)
-    after = placement.replay(
+    after = placement.simulate(
         records, placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4)
     )
     assert code == 0 and "400 tokens, 3 MoE layers x 16 experts, top-4" in out
@@ -96,7 +96,7 @@ def test_steps_may_be_sent_by_the_serving_operators(files, capsys, dispatch):
     code, out, _ = run(capsys, files / "out.jsonl", *flags)
     told, records = json.loads(out)["instances"], records_of(2)
     plan = placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4)
-    after = placement.replay(records, plan, dispatch=dispatch, step_tokens=100)
+    after = placement.simulate(records, plan, dispatch=dispatch, step_tokens=100)
     assert code == 0 and told["balance planned"] == after.balancedness.tolist()
     share = (after.rerouted_slots / (400 * 4)).tolist()
     assert told.get("rerouted share") == (share if dispatch == "reroute" else None) and max(share) < 0.5

@@ -358,11 +358,11 @@ def test_experts_follow_a_skewed_load_and_nothing_is_told_otherwise(alone, follo
         "expert_copies_total": stats.copies,
     }
     assert {name: shown[name] for name in wanted} == wanted
-    verdict = stats.verdict  # of the last plan
-    assert shown["eplb_gate_gain_seconds"] == pytest.approx(verdict.gain_s)
-    assert shown["eplb_gate_cost_seconds"] == pytest.approx(verdict.cost_s)
-    assert (shown["eplb_gate_worth"], shown["eplb_gate_copies"]) == (verdict.worth, verdict.copies)
-    assert shown['eplb_gate_balancedness{placement="now"}'] == pytest.approx(verdict.balancedness_now)
+    move_estimate = stats.move_estimate  # of the last plan
+    assert shown["eplb_gate_gain_seconds"] == pytest.approx(move_estimate.gain_s)
+    assert shown["eplb_gate_cost_seconds"] == pytest.approx(move_estimate.cost_s)
+    assert (shown["eplb_gate_worth"], shown["eplb_gate_copies"]) == (move_estimate.pays_off, move_estimate.copies)
+    assert shown['eplb_gate_balancedness{placement="now"}'] == pytest.approx(move_estimate.balancedness_now)
     assert 0 < shown["eplb_last_move_seconds"] == pytest.approx(stats.last_move_s)
 
 
@@ -432,7 +432,7 @@ def test_released_memory_is_no_failure(following):
         follower._look(lambda: skewed, 1e6, following._follow)
         after = following.placement_stats()
         following.resume_memory_occupation()
-    assert after.verdict.worth
+    assert after.move_estimate.pays_off
     assert (after.failed, after.rebalances, after.epoch) == (before.failed, before.rebalances, before.epoch)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from placement.cases import GOLDEN_LOAD, GOLDEN_MAP, GOLDEN_SIZES, greedy_row, least_peak
 from routed_experts.core.errors import PlacementError
-from routed_experts.placement.balance import device_load
+from routed_experts.core.load_metrics import device_load
 from routed_experts.placement.eplb import rebalance
 
 SMALL = (  # experts, instances, devices: few enough to enumerate

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routed_experts.core.errors import ConfigError, PlacementError
+from routed_experts.core.load_metrics import device_load, eplb_balancedness, eplb_balancedness_weighted
 from routed_experts.core.placement import ExpertPlacement
-from routed_experts.placement.balance import device_load, eplb_balancedness, eplb_balancedness_weighted, num_copies
-from routed_experts.placement.cost_model import judge
+from routed_experts.placement.cost_model import estimate_move
 from routed_experts.placement.eplb import rebalance
-from routed_experts.placement.match_devices import relabel
+from routed_experts.placement.match_devices import num_copies, relabel
 
 
 def drifted(seed, *, num_experts=10, num_instances=16, num_devices=4):
@@ -111,17 +111,17 @@ def test_balance_is_that_of_a_loop_over_instances():
 
 def test_a_placement_is_applied_when_its_gain_pays_for_its_copies():
     now = ExpertPlacement.identity(1, 8, 4)
-    same = judge(np.ones((1, 8)), now, now, expert_time_s=1.0, expert_bytes=1, link_bytes_per_s=1)
+    same = estimate_move(np.ones((1, 8)), now, now, expert_time_s=1.0, expert_bytes=1, link_bytes_per_s=1)
     assert (same.copies, same.gain_s, same.cost_s, same.worth) == (0, 0, 0, False)
     skewed = np.array([[4.0, 4, 1, 1, 1, 1, 1, 3]])  # devices 8 2 2 4: balance 16 / 4 / 8 = 1 / 2
     new = rebalance(skewed, num_instances=8, num_devices=4)  # 5 5 4 2: 4 / 5
     moved = int(num_copies(now, new).sum())
-    told = judge(skewed, now, new, expert_time_s=2.0, expert_bytes=10, link_bytes_per_s=1000)
+    told = estimate_move(skewed, now, new, expert_time_s=2.0, expert_bytes=10, link_bytes_per_s=1000)
     assert (told.balancedness_now, told.balancedness_new) == (pytest.approx(1 / 2), pytest.approx(4 / 5))
     assert (told.gain_s, told.cost_s) == (pytest.approx(2 * (1 - 5 / 8)), pytest.approx(moved / 100)) and told.worth
-    assert not judge(skewed, now, new, expert_time_s=2.0, expert_bytes=10**6, link_bytes_per_s=1000).worth
+    assert not estimate_move(skewed, now, new, expert_time_s=2.0, expert_bytes=10**6, link_bytes_per_s=1000).worth
     level = np.array([[1.06, 1, 1, 1, 1, 1, 1, 1]])  # nothing to gain worth a change, were it free
     best = rebalance(level, num_instances=8, num_devices=4)
-    assert not judge(level, now, best, expert_time_s=1e9, expert_bytes=0, link_bytes_per_s=1).worth
+    assert not estimate_move(level, now, best, expert_time_s=1e9, expert_bytes=0, link_bytes_per_s=1).worth
     with pytest.raises(PlacementError, match="link_bytes_per_s=0; expected a finite number above 0"):
-        judge(skewed, now, new, expert_time_s=1, expert_bytes=1, link_bytes_per_s=0)
+        estimate_move(skewed, now, new, expert_time_s=1, expert_bytes=1, link_bytes_per_s=0)

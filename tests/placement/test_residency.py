@@ -89,14 +89,14 @@ def test_adaptive_residency_finds_what_a_fixed_set_of_another_text_misses():
     fixed = resident(RoutingStats.from_records([learned]), per_layer=8)
     best = resident(RoutingStats.from_records([other]), per_layer=8)
     hits = {
-        name: placement.replay([other], plan, step_tokens=8)
+        name: placement.simulate([other], plan, step_tokens=8)
         for name, plan in {"fixed": fixed, "best": best, "adaptive": AdaptiveResidency.start(fixed)}.items()
     }
     assert (hits["fixed"].hit_ratio < 0.8 * hits["best"].hit_ratio).all()
     assert (hits["adaptive"].hit_ratio > 0.95 * hits["best"].hit_ratio).all()
     begun = AdaptiveResidency.start(fixed, learned=RoutingStats.from_records([learned]))
-    stable = placement.replay([skewed_record(rng, first, 3000)], begun, step_tokens=8)
-    assert (stable.hit_ratio > 0.97 * placement.replay([learned], fixed).hit_ratio).all()
+    stable = placement.simulate([skewed_record(rng, first, 3000)], begun, step_tokens=8)
+    assert (stable.hit_ratio > 0.97 * placement.simulate([learned], fixed).hit_ratio).all()
     assert not hits["fixed"].copies.any() and (hits["adaptive"].copies < 0.02 * 3000).all()
 
 

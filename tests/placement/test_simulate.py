@@ -29,7 +29,7 @@ def records():
 
 def test_a_placement_is_judged_step_by_step(records):
     plan = placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4)
-    report = placement.replay(records, plan, step_tokens=64)
+    report = placement.simulate(records, plan, step_tokens=64)
     rows = np.concatenate([record.ids for record in records])
     total, largest = np.zeros((3, 4)), np.zeros(3)
     for low in range(0, 265, 64):
@@ -47,8 +47,8 @@ def test_a_placement_is_judged_step_by_step(records):
 
 def test_a_plan_balances_the_trace_that_it_was_made_from(records):
     stats = RoutingStats.from_records(records)
-    before = placement.replay(records, ExpertPlacement.identity(3, 16, 4), step_tokens=10**6)
-    after = placement.replay(records, placement.eplb(stats, num_instances=20, num_devices=4), step_tokens=10**6)
+    before = placement.simulate(records, ExpertPlacement.identity(3, 16, 4), step_tokens=10**6)
+    after = placement.simulate(records, placement.eplb(stats, num_instances=20, num_devices=4), step_tokens=10**6)
     assert (after.balancedness > before.balancedness).all() and (after.balancedness > 0.99).all()
     assert placement.eplb_balancedness(after.device_load) == pytest.approx(after.balancedness.mean(), abs=1e-6)
 
@@ -57,7 +57,7 @@ def test_a_plan_balances_the_trace_that_it_was_made_from(records):
 def test_a_recorded_step_is_sent_as_the_serving_operators_send_it(records, dispatch):
     """The operators' own references, layer by layer and step by step."""
     plan = placement.eplb(RoutingStats.from_records(records), num_instances=20, num_devices=4)
-    report = placement.replay(records, plan, dispatch=dispatch, step_tokens=64)
+    report = placement.simulate(records, plan, dispatch=dispatch, step_tokens=64)
     rows = np.concatenate([record.ids for record in records]).astype(np.int32)
     fill = jax.jit(functools.partial(waterfill_replicas, num_devices=4, num_instances=20))
     total, largest, unsent = np.zeros((3, 4)), np.zeros(3), np.zeros(3)
@@ -75,7 +75,7 @@ def test_a_recorded_step_is_sent_as_the_serving_operators_send_it(records, dispa
         unsent[layer] += np.count_nonzero(instances < 0)
     assert (report.device_load == total).all() and np.allclose(report.balancedness, total.mean(axis=1) / largest)
     assert (report.rerouted_slots == unsent).all() and unsent.any() == (dispatch == "reroute")
-    even = placement.replay(records, plan, step_tokens=64)
+    even = placement.simulate(records, plan, step_tokens=64)
     assert (report.balancedness > even.balancedness).all() or dispatch == "reroute"
 
 
@@ -85,7 +85,7 @@ def test_a_plan_that_follows_another_counts_its_copies(records):
     plan = placement.eplb(stats, num_instances=20, num_devices=4, previous=first)
     loose = placement.eplb(stats, num_instances=20, num_devices=4)
     assert plan.epoch == first.epoch + 1
-    copies = placement.replay(records, plan, previous=first).copies
+    copies = placement.simulate(records, plan, previous=first).copies
     assert (copies == placement.num_copies(first, plan)).all() and copies.sum() < placement.num_copies(
         first, loose
     ).sum()
@@ -97,7 +97,7 @@ def test_a_residency_is_judged_slot_by_slot(records):
     plan = placement.resident(RoutingStats.from_records(records[:1]), per_layer=5)
     rows = np.concatenate([record.ids for record in records])
     for resident in (plan, ResidencyMap.first_n(3, 16, 0), ResidencyMap.first_n(3, 16, 16)):
-        report = placement.replay(records, resident, previous=ResidencyMap.first_n(3, 16, resident.num_resident))
+        report = placement.simulate(records, resident, previous=ResidencyMap.first_n(3, 16, resident.num_resident))
         hits = [np.isin(rows[:, layer], resident.experts[layer]).mean() for layer in range(3)]
         assert np.allclose(report.hit_ratio, hits)
         assert report.copies.tolist() == [int((row >= resident.num_resident).sum()) for row in resident.experts]
@@ -106,7 +106,7 @@ def test_a_residency_is_judged_slot_by_slot(records):
 def test_a_policy_is_run_as_an_engine_would(records):
     """Each step meets the map that the steps before it made."""
     state = AdaptiveResidency.start(ResidencyMap.first_n(3, 16, 4))
-    report = placement.replay(records, state, step_tokens=4)
+    report = placement.simulate(records, state, step_tokens=4)
     rows, hits = np.concatenate([record.ids for record in records]), np.zeros(3)
     for low in range(0, 265, 4):
         step = rows[low : low + 4]
@@ -125,21 +125,21 @@ def test_a_trace_of_another_model_is_refused(records):
         AdaptiveResidency.start(ResidencyMap.first_n(3, 8, 3)),
     ):
         with pytest.raises(PlacementError, match=re.escape("came for a model of 3 x 16")):
-            placement.replay(records, plan)
+            placement.simulate(records, plan)
     other = skewed_record(np.random.default_rng(0), LOGITS[:, :8], 9)
     with pytest.raises(RoutingAlignmentError, match="expected records of one model"):
-        placement.replay([*records, other], ExpertPlacement.identity(3, 16, 4))
+        placement.simulate([*records, other], ExpertPlacement.identity(3, 16, 4))
     with pytest.raises(RoutingAlignmentError, match="no record came"):
-        placement.replay([], ExpertPlacement.identity(3, 16, 4))
+        placement.simulate([], ExpertPlacement.identity(3, 16, 4))
 
 
 def test_wrong_words_are_refused(records):
     plan = ExpertPlacement.identity(3, 16, 4)
     with pytest.raises(PlacementError, match="dispatch='odd'; choose one of even, waterfill, reroute"):
-        placement.replay(records, plan, dispatch="odd")
+        placement.simulate(records, plan, dispatch="odd")
     with pytest.raises(PlacementError, match="step_tokens=0; expected at least 1"):
-        placement.replay(records, plan, step_tokens=0)
+        placement.simulate(records, plan, step_tokens=0)
     with pytest.raises(PlacementError, match="previous is a ResidencyMap"):
-        placement.replay(records, plan, previous=ResidencyMap.first_n(3, 16, 4))
+        placement.simulate(records, plan, previous=ResidencyMap.first_n(3, 16, 4))
     with pytest.raises(PlacementError, match="previous is an ExpertPlacement"):
-        placement.replay(records, ResidencyMap.first_n(3, 16, 4), previous=plan)
+        placement.simulate(records, ResidencyMap.first_n(3, 16, 4), previous=plan)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from routed_experts.formats import record_from_response
-from routed_experts.server.routing.stats import load_entropy, load_imbalance
 from support.http_server import error_of, running
 from support.serving import borrow, on_engine_thread
 
@@ -111,9 +110,3 @@ def test_a_stuck_engine_keeps_no_scrape_waiting(engine):
             release.set()
             blocker.join()
         assert server.client.get("/v1/routing/stats").status_code == 200
-
-
-def test_even_and_lopsided_loads():
-    load = np.array([[3, 3, 3, 3], [12, 0, 0, 0], [6, 6, 0, 0]])
-    assert load_imbalance(load).tolist() == [1, 4, 2]
-    np.testing.assert_allclose(load_entropy(load), [1, 0, 0.5], atol=1e-12)

@@ -1,8 +1,7 @@
-"""Numbers about routing: how load spreads over experts, which experts work together, where two runs differ. Knows no
-model, no figure, and nothing but the records it is given.
+"""Metrics of recorded routing: how load spreads over experts, which experts work together, where two runs differ.
 
 Letters of every formula: T rows that are known, c[l, e] = n(e in row t of layer l), K experts per token, E experts, M
-MoE layers. n(.) counts known rows only. A number that no row determines is NaN, never 0."""
+MoE layers. n(.) counts known rows only. A metric that no row determines is NaN, never 0."""
 
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64, UInt
 
 from routed_experts.core.errors import RoutingAlignmentError
+from routed_experts.core.load_metrics import load_entropy, load_gini, load_variation, num_unused, ratio
 from routed_experts.core.routed_experts import RoutedExperts
 
 
@@ -47,24 +47,18 @@ def expert_counts(*records: RoutedExperts) -> Int64[np.ndarray, "M E"]:
 def utilization(*records: RoutedExperts) -> Float64[np.ndarray, "M E"]:
     """Load relative to uniform (figure F1): u = c·E / (T·K), so 1 is uniform and 0 is dead."""
     num_rows = len(known_rows(*records))
-    return _ratio(expert_counts(*records) * float(records[0].num_experts), float(num_rows * records[0].top_k))
+    return ratio(expert_counts(*records) * float(records[0].num_experts), float(num_rows * records[0].top_k))
 
 
 def balance(*records: RoutedExperts) -> Balance:
-    """Balance of each layer (figure F2); the formulas stand in Balance."""
-    counts = expert_counts(*records).astype(np.float64)
-    num_experts, total = counts.shape[1], counts.sum(axis=1)
-    share = _ratio(counts, total[:, None])
-    logs = np.log(share, out=np.zeros_like(share), where=share > 0)
-    entropy = -(share * logs).sum(axis=1) / np.log(num_experts) if num_experts > 1 else _ratio(total, total)
-    rank = np.arange(1, num_experts + 1)  # Σ_i Σ_j |c_i - c_j| = 2·Σ_r (2r - E - 1)·c_(r), sorted ascending
-    spread = ((2 * rank - num_experts - 1) * np.sort(counts, axis=1)).sum(axis=1)
+    """Balance of each layer (figure F2); see Balance for the formulas."""
+    counts = expert_counts(*records)
     return Balance(
         max_load=utilization(*records).max(axis=1),
-        gini=_ratio(spread, num_experts * total),
-        variation=_ratio(counts.std(axis=1), counts.mean(axis=1)),
-        entropy=entropy,
-        dead=(counts == 0).sum(axis=1),
+        gini=load_gini(counts),
+        variation=load_variation(counts),
+        entropy=load_entropy(counts),
+        dead=num_unused(counts),
     )
 
 
@@ -72,7 +66,7 @@ def coactivation(*records: RoutedExperts) -> Float64[np.ndarray, "M E E"]:
     """Lift of two experts on one token (figure F4): T·n(i and j) / (c_i·c_j); 1 is chance, NaN where one is dead."""
     rows, counts = known_rows(*records), expert_counts(*records)
     together = np.stack([_pairs(rows[:, layer], rows[:, layer], counts.shape[1]) for layer in range(rows.shape[1])])
-    return _ratio(len(rows) * together, counts[:, :, None] * counts[:, None, :].astype(np.float64))
+    return ratio(len(rows) * together, counts[:, :, None] * counts[:, None, :].astype(np.float64))
 
 
 def layer_flow(*records: RoutedExperts) -> Float64[np.ndarray, "M1 E E"]:
@@ -81,7 +75,7 @@ def layer_flow(*records: RoutedExperts) -> Float64[np.ndarray, "M1 E E"]:
     rows, counts = known_rows(*records), expert_counts(*records)
     num_experts, steps = counts.shape[1], rows.shape[1] - 1
     both = [_pairs(rows[:, layer], rows[:, layer + 1], num_experts) for layer in range(steps)]
-    return _ratio(
+    return ratio(
         np.array(both).reshape(steps, num_experts, num_experts), rows.shape[2] * counts[:-1, :, None].astype(np.float64)
     )
 
@@ -93,7 +87,7 @@ def routing_difference(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
     if low >= high:
         raise RoutingAlignmentError(f"records hold tokens {_span(a)} and {_span(b)}; expected tokens that are in both")
     left, right = a[low:high], b[low:high]
-    known = _known(left) & _known(right)
+    known = left.known & right.known
     ours, theirs = left.ids[known], right.ids[known]
     overlap = (ours[:, :, :, None] == theirs[:, :, None, :]).any(axis=3).mean(axis=2)
     flipped = overlap < 1
@@ -102,8 +96,8 @@ def routing_difference(a: RoutedExperts, b: RoutedExperts) -> RoutingDifference:
         tokens=low + np.flatnonzero(known),
         overlap=overlap,
         jaccard=overlap / (2 - overlap),
-        rank1_agreement=_ratio((ours[:, :, 0] == theirs[:, :, 0]).sum(axis=0), num_rows),
-        flip_rate=_ratio(flipped.sum(axis=0), num_rows),
+        rank1_agreement=ratio((ours[:, :, 0] == theirs[:, :, 0]).sum(axis=0), num_rows),
+        flip_rate=ratio(flipped.sum(axis=0), num_rows),
         first_difference=np.where(flipped.any(axis=1), flipped.argmax(axis=1), flipped.shape[1]),
     )
 
@@ -115,11 +109,7 @@ def known_rows(*records: RoutedExperts) -> UInt[np.ndarray, "T M K"]:
         raise RoutingAlignmentError("no record came; expected at least one")
     for other in records[1:]:
         _check_alike(records[0], other)
-    return np.concatenate([record.ids[_known(record)] for record in records])
-
-
-def _known(record: RoutedExperts) -> Bool[np.ndarray, " R"]:
-    return np.ones(record.num_rows, np.bool_) if record.valid is None else record.valid
+    return np.concatenate([record.ids[record.known] for record in records])
 
 
 def _check_alike(a: RoutedExperts, b: RoutedExperts) -> None:
@@ -142,12 +132,6 @@ def _pairs(
 ) -> Float64[np.ndarray, "E E"]:
     """n(i in a row of left and j in the same row of right); float64 holds such counts exactly."""
     return _chosen(left, num_experts).T.astype(np.float64) @ _chosen(right, num_experts).astype(np.float64)
-
-
-def _ratio(above: np.ndarray, below: np.ndarray | float) -> Float64[np.ndarray, "..."]:
-    """Divide, NaN where there is nothing to divide by."""
-    above, below = np.broadcast_arrays(above, below)
-    return np.divide(above, below, out=np.full(above.shape, np.nan), where=below != 0)
 
 
 def _span(record: RoutedExperts) -> str:

@@ -14,6 +14,7 @@ from routed_experts import placement
 from routed_experts.cli.bootstrap import start_jax
 from routed_experts.cli.record_files import SUFFIXES, read_records
 from routed_experts.core.errors import ConfigError
+from routed_experts.core.load_metrics import load_imbalance
 from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.routing_stats import RoutingStats
@@ -132,13 +133,13 @@ def _instances(
     columns: Columns = {}
     devices: dict[str, Float64[np.ndarray, "M V"]] = {}
     if num_experts % options.devices == 0:
-        before = placement.replay(
+        before = placement.simulate(
             records, ExpertPlacement.identity(num_layers, num_experts, options.devices), step_tokens=step_tokens
         )
         columns["balance before"], devices["before"] = before.balancedness, before.device_load
-    after = placement.replay(records, plan, dispatch=options.dispatch, step_tokens=step_tokens)
+    after = placement.simulate(records, plan, dispatch=options.dispatch, step_tokens=step_tokens)
     columns["balance planned"], devices["planned"] = after.balancedness, after.device_load
-    columns["max / mean device load"] = after.device_load.max(axis=1) / after.device_load.mean(axis=1)
+    columns["max / mean device load"] = load_imbalance(after.device_load)
     columns["most replicas"] = plan.logical_replica_count.max(axis=1).astype(np.float64)
     if options.dispatch == "reroute":
         columns["rerouted share"] = after.rerouted_slots / max(after.num_tokens * learned.top_k, 1)
@@ -152,9 +153,9 @@ def _residents(records: list[RoutedExperts], learned: RoutingStats, options: arg
     if options.save is not None:
         static.save(options.save)
     first = ResidencyMap.first_n(len(learned.layer_ids), learned.num_experts, per_layer)
-    prefix = placement.replay(records, first, step_tokens=step_tokens)
-    fixed = placement.replay(records, static, step_tokens=step_tokens)
-    adaptive = placement.replay(
+    prefix = placement.simulate(records, first, step_tokens=step_tokens)
+    fixed = placement.simulate(records, static, step_tokens=step_tokens)
+    adaptive = placement.simulate(
         records, placement.AdaptiveResidency.start(static, learned=learned), step_tokens=step_tokens
     )
     lru = placement.lru_coverage(*records)

@@ -1,4 +1,4 @@
-"""Is a new placement worth its copies. Knows no plan: a load, two placements and what a copy costs."""
+"""Estimate whether a new placement is worth its copies, from a load, both placements and what a copy costs."""
 
 from dataclasses import dataclass
 
@@ -6,15 +6,16 @@ import numpy as np
 from jaxtyping import Float
 
 from routed_experts.core.errors import PlacementError
+from routed_experts.core.load_metrics import device_load, eplb_balancedness_weighted
 from routed_experts.core.placement import ExpertPlacement
-from routed_experts.placement.balance import device_load, eplb_balancedness_weighted, num_copies
+from routed_experts.placement.match_devices import num_copies
 
-MIN_STEP = 0.05  # of balancedness: less is not worth the disturbance, whatever it costs
+MIN_STEP = 0.05  # least rise of balancedness that is worth the disturbance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What a change of placement would bring and cost, in seconds of the window. Apply it where `worth` is true."""
+class MoveEstimate:
+    """What a change of placement gains and costs, in seconds of the window. Apply it where `pays_off` is true."""
 
     balancedness_now: float
     balancedness_new: float
@@ -23,12 +24,12 @@ class Verdict:
     cost_s: float
 
     @property
-    def worth(self) -> bool:
-        """The gain is above the cost, and the balance rises by 0.05 or more."""
+    def pays_off(self) -> bool:
+        """Whether the gain is above the cost and the balance rises by 0.05 or more."""
         return self.gain_s > self.cost_s and self.balancedness_new - self.balancedness_now >= MIN_STEP
 
 
-def judge(
+def estimate_move(
     load: Float[np.ndarray, "M E"],
     now: ExpertPlacement,
     new: ExpertPlacement,
@@ -36,7 +37,7 @@ def judge(
     expert_time_s: float,
     expert_bytes: int,
     link_bytes_per_s: float,
-) -> Verdict:
+) -> MoveEstimate:
     """Weigh the time that better balance saves of `expert_time_s`, the seconds that experts take in a window of this
     load, against sending `expert_bytes` a copy over a link of `link_bytes_per_s`: gain = T (1 - b_now / b_new), cost =
     copies * bytes / rate.
@@ -51,7 +52,7 @@ def judge(
             raise PlacementError(f"{name}={value}; expected a finite number above 0")
     b_now, b_new = (eplb_balancedness_weighted(device_load(load, placement)) for placement in (now, new))
     copies = int(num_copies(now, new).sum())
-    return Verdict(
+    return MoveEstimate(
         balancedness_now=b_now,
         balancedness_new=b_new,
         copies=copies,

@@ -10,19 +10,19 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import numpy as np
-from jaxtyping import Float64, Int, Int64, UInt
+from jaxtyping import Float64, Int64, UInt
 
 from routed_experts.core.errors import PlacementError
+from routed_experts.core.load_metrics import count_experts, device_load
 from routed_experts.core.placement import ExpertPlacement
-from routed_experts.placement.balance import device_load
 
 Dispatch = Literal["even", "waterfill", "reroute"]
 DISPATCHES: tuple[str, ...] = get_args(Dispatch)
 DispatchResult = tuple[Float64[np.ndarray, "M V"], Int64[np.ndarray, " M"]]
-Send = Callable[[UInt[np.ndarray, "N M K"]], DispatchResult]
+DispatchFn = Callable[[UInt[np.ndarray, "N M K"]], DispatchResult]
 
 
-def dispatcher(placement: ExpertPlacement, dispatch: Dispatch, *, step_tokens: int) -> Send:
+def dispatcher(placement: ExpertPlacement, dispatch: Dispatch, *, step_tokens: int) -> DispatchFn:
     """The function that gives, for a step of at most `step_tokens` tokens, the slots on each device and how many of
     each layer found no room. Raises PlacementError for a way that there is not."""
     if dispatch not in DISPATCHES:
@@ -50,10 +50,3 @@ def dispatcher(placement: ExpertPlacement, dispatch: Dispatch, *, step_tokens: i
         return devices.astype(np.float64), counts[:, 0]
 
     return send
-
-
-def count_experts(rows: Int[np.ndarray, "N M K"], num_experts: int) -> Int64[np.ndarray, "M E"]:
-    """How often each layer's rows name each expert."""
-    num_layers = rows.shape[1]
-    keys = rows + (np.arange(num_layers) * num_experts)[:, None]
-    return np.bincount(keys.ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)

@@ -13,9 +13,9 @@ from jaxtyping import Float, Float64
 from routed_experts.analysis import known_rows
 from routed_experts.core.atomic_write import atomic_write
 from routed_experts.core.installation import import_optional
+from routed_experts.core.load_metrics import count_experts
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.placement.coverage import lru_coverage, static_coverage
-from routed_experts.placement.dispatch import count_experts
+from routed_experts.placement.residency import lru_coverage, static_coverage
 
 _WIDTH, _PANEL, _DPI = 10.0, 3.4, 160
 _LINES = {

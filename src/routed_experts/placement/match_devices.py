@@ -12,7 +12,24 @@ from jaxtyping import Int64
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.installation import import_optional
 from routed_experts.core.placement import ExpertPlacement
-from routed_experts.placement.balance import check_alike
+
+
+def num_copies(old: ExpertPlacement, new: ExpertPlacement) -> Int64[np.ndarray, " M"]:
+    """Instances of each layer whose device did not hold that expert before: each is one expert's weights over the
+    link."""
+    check_alike(old, new)
+    held = np.zeros((old.num_layers, old.num_devices, old.num_experts), np.bool_)
+    layers, devices = np.arange(old.num_layers)[:, None], np.arange(old.num_instances) // old.instances_per_device
+    held[layers, devices, old.physical_to_logical_map] = True
+    return np.count_nonzero(~held[layers, devices, new.physical_to_logical_map], axis=1)
+
+
+def check_alike(old: ExpertPlacement, new: ExpertPlacement) -> None:
+    """Raise PlacementError unless one can follow the other in the same tables."""
+    sizes = [(plan.num_layers, plan.num_experts, plan.num_instances, plan.num_devices) for plan in (old, new)]
+    if sizes[0] != sizes[1]:
+        old_sizes, new_sizes = ("{} MoE layers, {} experts, {} instances, {} devices".format(*size) for size in sizes)
+        raise PlacementError(f"a placement of {new_sizes} cannot follow one of {old_sizes}; plan with the same numbers")
 
 
 def relabel(new: ExpertPlacement, old: ExpertPlacement, *, num_nodes: int = 1) -> ExpertPlacement:

@@ -1,4 +1,4 @@
-"""The two plans that are made from counts: instances on devices, and residents of the accelerator. Knows no engine."""
+"""Plans from expert counts: instances on devices, and residents of the accelerator."""
 
 import numpy as np
 from jaxtyping import Float
@@ -27,7 +27,7 @@ def eplb(
     (routed-experts[placement]) is missing."""
     most = None if previous is None else previous.logical_to_physical_map.shape[2]
     placement = rebalance(
-        _load_of(load),
+        _to_load(load),
         num_instances=num_instances,
         num_devices=num_devices,
         num_groups=num_groups,
@@ -42,8 +42,8 @@ def eplb(
 def resident(load: Load, *, per_layer: int, previous: ResidencyMap | None = None) -> ResidencyMap:
     """Keep the `per_layer` most used experts of each layer on the accelerator; with `previous`, those that stay keep
     their slots. Raises PlacementError."""
-    return most_used(_load_of(load), per_layer, previous)
+    return most_used(_to_load(load), per_layer, previous)
 
 
-def _load_of(load: Load) -> Float[np.ndarray, "M E"]:
+def _to_load(load: Load) -> Float[np.ndarray, "M E"]:
     return load.load.astype(np.float64) if isinstance(load, RoutingStats) else load

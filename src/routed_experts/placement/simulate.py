@@ -13,10 +13,11 @@ from jaxtyping import Float64, Int64, UInt
 
 from routed_experts.analysis import known_rows
 from routed_experts.core.errors import PlacementError
+from routed_experts.core.load_metrics import count_experts
 from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.placement.balance import num_copies
-from routed_experts.placement.dispatch import Dispatch, count_experts, dispatcher
+from routed_experts.placement.dispatch import Dispatch, dispatcher
+from routed_experts.placement.match_devices import num_copies
 from routed_experts.placement.residency import AdaptiveResidency, num_promoted
 
 STEP_TOKENS = 512
@@ -49,7 +50,7 @@ class ResidencyReport:
 
 
 @overload
-def replay(
+def simulate(
     records: Iterable[RoutedExperts],
     plan: ExpertPlacement,
     *,
@@ -58,14 +59,14 @@ def replay(
     previous: ExpertPlacement | None = None,
 ) -> PlacementReport: ...
 @overload
-def replay(
+def simulate(
     records: Iterable[RoutedExperts],
     plan: ResidencyMap | AdaptiveResidency,
     *,
     step_tokens: int = STEP_TOKENS,
     previous: ResidencyMap | None = None,
 ) -> ResidencyReport: ...
-def replay(
+def simulate(
     records: Iterable[RoutedExperts],
     plan: ExpertPlacement | ResidencyMap | AdaptiveResidency,
     *,
@@ -79,7 +80,7 @@ def replay(
 
     Raises PlacementError for records of another model than the plan's, RoutingAlignmentError for records of two models
     or none."""
-    rows, num_experts = _rows_of(records, step_tokens)
+    rows, num_experts = _join_rows(records, step_tokens)
     residency = plan.residency if isinstance(plan, AdaptiveResidency) else plan
     residency.check_model(rows.shape[1], num_experts)
     if isinstance(plan, ExpertPlacement):
@@ -87,15 +88,15 @@ def replay(
             raise PlacementError(
                 "previous is a ResidencyMap and plan an ExpertPlacement; give the placement that is replaced"
             )
-        return _replay_placement(rows, plan, dispatch, step_tokens, previous)
+        return _simulate_placement(rows, plan, dispatch, step_tokens, previous)
     if isinstance(previous, ExpertPlacement):
         raise PlacementError(
             "previous is an ExpertPlacement and plan a residency; give the ResidencyMap that is replaced"
         )
-    return _replay_residency(rows, plan, step_tokens, previous)
+    return _simulate_residency(rows, plan, step_tokens, previous)
 
 
-def _replay_placement(
+def _simulate_placement(
     rows: UInt[np.ndarray, "T M K"],
     plan: ExpertPlacement,
     dispatch: Dispatch,
@@ -121,7 +122,7 @@ def _replay_placement(
     )
 
 
-def _replay_residency(
+def _simulate_residency(
     rows: UInt[np.ndarray, "T M K"],
     plan: ResidencyMap | AdaptiveResidency,
     step_tokens: int,
@@ -147,7 +148,7 @@ def _steps(rows: UInt[np.ndarray, "T M K"], step_tokens: int) -> Iterator[UInt[n
     return (rows[low : low + step_tokens] for low in range(0, len(rows), step_tokens))
 
 
-def _rows_of(records: Iterable[RoutedExperts], step_tokens: int) -> tuple[UInt[np.ndarray, "T M K"], int]:
+def _join_rows(records: Iterable[RoutedExperts], step_tokens: int) -> tuple[UInt[np.ndarray, "T M K"], int]:
     listed = list(records)
     if step_tokens < 1:
         raise PlacementError(f"step_tokens={step_tokens}; expected at least 1, the tokens that devices share at a time")

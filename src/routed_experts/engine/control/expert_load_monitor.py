@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from routed_experts.core.load_metrics import device_load, eplb_balancedness, eplb_balancedness_weighted, load_imbalance
 from routed_experts.core.placement import ExpertPlacement
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
-from routed_experts.placement.balance import device_load, eplb_balancedness, eplb_balancedness_weighted
 
 SAMPLE_STEPS = 10  # steps
 WINDOWS = (10, 100, 1000)  # steps that balancedness is told of
@@ -122,10 +122,9 @@ def _balance(beats: Iterable[_Sample]) -> Balance | None:
     devices = sum(load for _, load in held)
     if isinstance(devices, int) or not devices.any():
         return None
-    most, mean = devices.max(axis=1), devices.mean(axis=1)
     return Balance(
         num_steps=sum(beat.num_steps for beat, _ in held),
         balancedness=eplb_balancedness(devices),
         weighted=eplb_balancedness_weighted(devices),
-        max_over_mean=np.divide(most, mean, out=np.ones_like(mean), where=mean > 0),
+        max_over_mean=np.nan_to_num(load_imbalance(devices), nan=1.0),
     )

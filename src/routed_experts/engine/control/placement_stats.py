@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from routed_experts.engine.build.builder import EngineComponents
 from routed_experts.engine.control.expert_load_monitor import Balance
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
-from routed_experts.placement.cost_model import Verdict
+from routed_experts.placement.cost_model import MoveEstimate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,7 @@ class PlacementStats:
     """Counts since the engine's start. `rebalances`: plans that the experts moved for; `skipped`: plans that were not
     worth it; `failed`: plans or moves that ended in an error; `copies`: instances that came from another device,
     whoever moved them; `rerouted_slots`, `dropped_slots`: see Departed. `balance`: by window of steps, without the last
-    ten to twenty. `verdict`: what the gate said of the last plan; `last_move_s`: seconds that the last move took, steps
+    ten to twenty. `move_estimate`: what the gate said of the last plan; `last_move_s`: seconds that the last move took, steps
     between its layers included."""
 
     epoch: int
@@ -26,7 +26,7 @@ class PlacementStats:
     dropped_slots: int = 0
     balance: Mapping[int, Balance] = dataclasses.field(default_factory=dict[int, Balance])
     layer_ids: tuple[int, ...] = ()  # hidden layers that a Balance tells of
-    verdict: Verdict | None = None
+    move_estimate: MoveEstimate | None = None
     last_move_s: float | None = None
 
     @staticmethod
@@ -41,7 +41,7 @@ class PlacementStats:
                 rebalances=follows.num_rebalanced,
                 skipped=follows.num_skipped,
                 failed=follows.num_failed,
-                verdict=follows.verdict,
+                move_estimate=follows.move_estimate,
                 last_move_s=follows.last_move_s,
             )
         if watch is not None and spec is not None:

@@ -19,7 +19,7 @@ from routed_experts.core.placement_config import PlacementConfig
 from routed_experts.core.routing_stats import recent_load
 from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
-from routed_experts.placement.cost_model import Verdict, judge
+from routed_experts.placement.cost_model import MoveEstimate, estimate_move
 from routed_experts.placement.plan import eplb
 
 logger = logging.getLogger(__name__)
@@ -28,14 +28,14 @@ _WINDOWS = 32  # that are averaged
 
 class Rebalancer:
     """Looks at every window of `rebalance_every` steps; while one is planned for, the next one waits and grows.
-    `verdict`: what the gate said of the last plan; `last_move_s`: from the first layer of the last move that it made to
+    `move_estimate`: what the gate said of the last plan; `last_move_s`: from the first layer of the last move that it made to
     the last one, the steps between them too."""
 
     def __init__(
         self, config: PlacementConfig, runner: ReplicatedExpertRunner, watch: ExpertLoadMonitor, *, top_k: int
     ) -> None:
         self.num_rebalanced = self.num_skipped = self.num_failed = 0
-        self.verdict: Verdict | None = None
+        self.move_estimate: MoveEstimate | None = None
         self.last_move_s: float | None = None
         self._config, self._runner, self._watch, self._top_k = config, runner, watch, top_k
         self._apply: Callable[[ExpertPlacement, int], int | None] | None = None
@@ -87,7 +87,7 @@ class Rebalancer:
             config, now = self._config, self._runner.placement
             load = recent_load(np.stack(self._windows), self._top_k)
             plan = self._plan(load)
-            verdict = judge(
+            move_estimate = estimate_move(
                 load,
                 now,
                 plan,
@@ -95,9 +95,9 @@ class Rebalancer:
                 expert_bytes=self._runner.expert_bytes,
                 link_bytes_per_s=config.link_bytes_per_s,
             )
-            logger.debug("a window of %.3f s: %s", seconds, verdict)
-            self.verdict = verdict
-            if not verdict.worth:
+            logger.debug("a window of %.3f s: %s", seconds, move_estimate)
+            self.move_estimate = move_estimate
+            if not move_estimate.pays_off:
                 self.num_skipped += 1
                 return
             began = time.monotonic()

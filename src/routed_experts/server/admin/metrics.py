@@ -12,12 +12,12 @@ from prometheus_client.registry import Collector
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.integrity import Violation
+from routed_experts.core.load_metrics import load_entropy, load_imbalance, num_unused
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.control.placement_stats import PlacementStats
 from routed_experts.engine.control.stats import EngineStats
 from routed_experts.server.limits import MAX_LOGGED_NAMES
-from routed_experts.server.routing.stats import load_entropy, load_imbalance
 from routed_experts.server.routing.store import RoutingStore
 
 logger = logging.getLogger("routed_experts.server")
@@ -184,7 +184,7 @@ class _RoutingCollector(Collector):
         for name, text, values in (
             ("expert_load_imbalance", "Largest over mean count of a layer's experts", load_imbalance(load)),
             ("expert_entropy", "Entropy of a layer's counts; 1 is even", load_entropy(load)),
-            ("dead_experts", "Experts of a layer that were never chosen", (load == 0).sum(axis=1)),
+            ("dead_experts", "Experts of a layer that were never chosen", num_unused(load)),
         ):
             by_layer: dict[str, float] = dict(zip(layers, values.tolist(), strict=True))
             yield _by_label(GaugeMetricFamily, name, text, "layer", by_layer)
@@ -231,15 +231,15 @@ def _balance(stats: PlacementStats) -> Iterator[Metric]:
 
 def _plan_check(stats: PlacementStats) -> Iterator[Metric]:
     """Return the estimate of the last plan, once there was one."""
-    if (verdict := stats.verdict) is None:
+    if (estimate := stats.move_estimate) is None:
         return
     yield from _gauges(
-        ("eplb_gate_gain_seconds", "Time that the last plan would have saved in its window", verdict.gain_s),
-        ("eplb_gate_cost_seconds", "Time that the copies of the last plan take", verdict.cost_s),
-        ("eplb_gate_copies", "Expert instances that the last plan copies", verdict.copies),
-        ("eplb_gate_worth", "Whether the last plan gains more than it costs", verdict.worth),
+        ("eplb_gate_gain_seconds", "Time that the last plan would have saved in its window", estimate.gain_s),
+        ("eplb_gate_cost_seconds", "Time that the copies of the last plan take", estimate.cost_s),
+        ("eplb_gate_copies", "Expert instances that the last plan copies", estimate.copies),
+        ("eplb_gate_worth", "Whether the last plan gains more than it costs", estimate.pays_off),
     )
-    balanced = {"now": verdict.balancedness_now, "new": verdict.balancedness_new}
+    balanced = {"now": estimate.balancedness_now, "new": estimate.balancedness_new}
     text = "Weighted balancedness of the last window, with the present placement and with the last plan"
     yield _by_label(GaugeMetricFamily, "eplb_gate_balancedness", text, "placement", balanced)
     if stats.last_move_s is not None:

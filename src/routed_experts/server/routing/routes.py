@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
+from routed_experts.core.load_metrics import load_entropy, load_imbalance, num_unused
 from routed_experts.core.routing_stats import PHASES, RoutingStats
 from routed_experts.formats.archive import encode_record
 from routed_experts.formats.metadata import to_metadata
@@ -18,7 +19,6 @@ from routed_experts.server.body import json_response
 from routed_experts.server.errors import ApiError, to_response
 from routed_experts.server.executors import run_in_thread_if_large
 from routed_experts.server.middleware import request_owner
-from routed_experts.server.routing.stats import load_entropy, load_imbalance
 from routed_experts.server.routing.store import HttpMeta, StoredRows
 from routed_experts.server.state import ServerState
 
@@ -124,7 +124,7 @@ def _stats_response(request: Request, stats: RoutingStats) -> Response:
         "counts": dict(zip(PHASES, stats.counts.tolist(), strict=True)),
         "imbalance": load_imbalance(load).tolist(),
         "entropy": load_entropy(load).tolist(),
-        "dead_experts": (load == 0).sum(axis=1).tolist(),
+        "dead_experts": num_unused(load).tolist(),
         "window": {
             "num_tokens": int(newest[:, :1].sum()) // stats.top_k,
             "counts": dict(zip(PHASES, newest.tolist(), strict=True)),

@@ -6,9 +6,6 @@ layers, E experts."""
 import asyncio
 from collections.abc import Callable
 
-import numpy as np
-from jaxtyping import Float64, Int64
-
 from routed_experts.core.errors import RoutedExpertsError
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.server.errors import unavailable
@@ -45,16 +42,3 @@ class CachedReader:
             return await asyncio.wait_for(self.get(), _METRICS_TIMEOUT_S)
         except (TimeoutError, RoutedExpertsError):
             return self._last
-
-
-def load_imbalance(load: Int64[np.ndarray, "M E"]) -> Float64[np.ndarray, " M"]:
-    """Return the largest over the mean count of each layer: 1 is even, E is all on one expert; NaN without counts."""
-    with np.errstate(invalid="ignore"):
-        return load.max(axis=1) / load.mean(axis=1)
-
-
-def load_entropy(load: Int64[np.ndarray, "M E"]) -> Float64[np.ndarray, " M"]:
-    """Return the entropy of each layer's counts over that of an even load, 0 to 1; NaN without counts."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        fractions = load / load.sum(axis=1, keepdims=True)
-        return -np.where(fractions > 0, fractions * np.log(fractions), fractions).sum(axis=1) / np.log(load.shape[1])
