@@ -22,6 +22,7 @@ def curve(axes: Axes, rows: list[dict], along: str, title: str) -> None:
     axes.plot(places, floors, "k:", label=FLOOR)
     axes.set(xlabel=along, ylabel="ms", title=title, ylim=(0, None))
     axes.set_xticks(places, [f"{place:,}" for place in places])
+    axes.tick_params(axis="x", rotation=30 if max(places) > 1000 else 0)
     axes.grid(alpha=0.3)
 
 
