@@ -63,7 +63,7 @@ def test_a_start_tells_its_phases(tmp_path):
         row[name] for name in ("import", "config", "kernels", "load", "plan", "allocate", "compile", "self-check")
     ]
     assert min(phases) >= 0 and 0 < max(phases) <= row["ready"], row
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="no checkpoint folder"):
         _start(make_parser().parse_args(["bench", "startup", "/no/such/model"]), str(cache))
 
 

@@ -1,6 +1,6 @@
-"""`routed-experts analyze stats|plot|report|diff|tokens FILE...`: numbers and pictures of recorded routing. Reads no
-model but, for the
-text of tokens, its tokenizer; starts no engine. What a plan would have done with it: `routed-experts placement`."""
+"""`routed-experts analyze stats|plot|report|diff|tokens FILE...`: numbers and pictures of recorded routing.
+
+Loads no model but a tokenizer, for the text of tokens. `routed-experts placement` evaluates plans on the same files."""
 
 import argparse
 import csv
@@ -32,9 +32,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
 
     def add(
-        name: str, told: str, run: Callable[[argparse.Namespace], None], files: str | int
+        name: str, purpose: str, run: Callable[[argparse.Namespace], None], files: str | int
     ) -> argparse.ArgumentParser:
-        kind = kinds.add_parser(name, help=told, description=told, allow_abbrev=False)
+        kind = kinds.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         kind.set_defaults(analyse=run)
         kind.add_argument(
             "files", type=Path, nargs=files, metavar="FILE", help=f"recorded routing: {', '.join(SUFFIXES)}"
@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     plot.add_argument(
         "--output", type=Path, required=True, metavar="PICTURE", help=f"the picture to write: {', '.join(_PICTURES)}"
     )
-    report = add("report", "the same as a page to point at, in one HTML file", run_report, "+")
+    report = add("report", "the same as an interactive page, in one HTML file", run_report, "+")
     report.add_argument("--output", type=Path, required=True, metavar="FILE.html", help="the page to write")
     tokens = add("tokens", "the experts of each token, a line each", run_tokens, "+")
     for kind in (plot, report, tokens):
@@ -67,7 +67,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, start_time: float) -> int:
-    """Read, compute, show."""
+    """Run one kind of analysis."""
     options.analyse(options)
     return 0
 
@@ -75,32 +75,32 @@ def run(options: argparse.Namespace, start_time: float) -> int:
 def run_stats(options: argparse.Namespace) -> None:
     """Balance of each layer over all records."""
     records = read_records(options.files)
-    found, rows = analysis.balance(*records), len(analysis.known_rows(*records))
+    balance, rows = analysis.balance(*records), len(analysis.known_rows(*records))
     columns: Table = {
-        "max / mean load": found.max_load.tolist(),
-        "gini": found.gini.tolist(),
-        "std / mean": found.variation.tolist(),
-        "entropy": found.entropy.tolist(),
-        "dead experts": found.dead.tolist(),
+        "max / mean load": balance.max_load.tolist(),
+        "gini": balance.gini.tolist(),
+        "std / mean": balance.variation.tolist(),
+        "entropy": balance.entropy.tolist(),
+        "dead experts": balance.dead.tolist(),
     }
     first = records[0]
-    told = {"records": len(records), "rows": rows, "num_experts": first.num_experts, "top_k": first.top_k}
-    _show(told, first.layer_ids, columns, options)
+    totals = {"records": len(records), "rows": rows, "num_experts": first.num_experts, "top_k": first.top_k}
+    _show(totals, first.layer_ids, columns, options)
 
 
 def run_diff(options: argparse.Namespace) -> None:
-    """Two files, record by record."""
+    """Differences of two files, record by record."""
     ours, theirs = (read_records([file]) for file in options.files)
     if len(ours) != len(theirs):
         a, b = options.files
         raise RoutingAlignmentError(
             f"{a} holds {len(ours)} records and {b} {len(theirs)}; give two runs of the same prompts"
         )
-    found = [analysis.routing_difference(one, other) for one, other in zip(ours, theirs, strict=True)]
-    sizes = np.array([len(one.tokens) for one in found], np.float64)
-    overlap = np.concatenate([one.overlap for one in found])
-    jaccard = np.concatenate([one.jaccard for one in found])
-    rank1 = np.array([one.rank1_agreement for one in found])
+    differences = [analysis.routing_difference(a, b) for a, b in zip(ours, theirs, strict=True)]
+    sizes = np.array([len(difference.tokens) for difference in differences], np.float64)
+    overlap = np.concatenate([difference.overlap for difference in differences])
+    jaccard = np.concatenate([difference.jaccard for difference in differences])
+    rank1 = np.array([difference.rank1_agreement for difference in differences])
     columns: Table = {
         "overlap": overlap.mean(axis=0).tolist(),
         "jaccard": jaccard.mean(axis=0).tolist(),
@@ -108,8 +108,8 @@ def run_diff(options: argparse.Namespace) -> None:
         "flip rate": (overlap < 1).mean(axis=0).tolist(),
     }
     changed = (overlap < 1).any(axis=1)
-    told = {"records": len(found), "tokens": len(overlap), "tokens that differ": int(changed.sum())}
-    _show(told, ours[0].layer_ids, columns, options)
+    totals = {"records": len(differences), "tokens": len(overlap), "tokens that differ": int(changed.sum())}
+    _show(totals, ours[0].layer_ids, columns, options)
 
 
 def run_plot(options: argparse.Namespace) -> None:
@@ -131,7 +131,7 @@ def run_report(options: argparse.Namespace) -> None:
 
 
 def run_tokens(options: argparse.Namespace) -> None:
-    """Each token's place, experts and text."""
+    """Each token's position, experts and text."""
     for text in _texts(options):
         column = _column(text.record, options.layer)
         print(f"# {text.title}, layer {text.record.layer_ids[column]}")
@@ -146,26 +146,28 @@ def _texts(options: argparse.Namespace) -> list[RoutedText]:
 
     tokenizer = None if options.tokenizer is None else Tokenizer.from_directory(options.tokenizer)
     recorded = read_answers(options.files)
-    analysis.known_rows(*(one.record for one in recorded))  # refuses records of several models
+    analysis.known_rows(*(answer.record for answer in recorded))  # refuses records of several models
     return [
-        RoutedText(title=f"answer {number}", pieces=_pieces(one, tokenizer), record=one.record)
-        for number, one in enumerate(recorded, start=1)
+        RoutedText(title=f"answer {number}", pieces=_pieces(answer, tokenizer), record=answer.record)
+        for number, answer in enumerate(recorded, start=1)
     ]
 
 
 def _pieces(recorded: RecordFile, tokenizer: "Tokenizer | None") -> tuple[str, ...]:
-    """Text of each token of what `generate --output` wrote; of other files squares."""
-    said = recorded.answer
-    if tokenizer is None or "output_ids" not in said or not ("prompt" in said or "input_ids" in said):
+    """Text of each token in files of `generate --output`; squares in other files."""
+    answer = recorded.answer
+    if tokenizer is None or "output_ids" not in answer or not ("prompt" in answer or "input_ids" in answer):
         return (_UNKNOWN,) * recorded.record.num_tokens
-    prompt = cast("list[int]", said["input_ids"]) if "input_ids" in said else tokenizer.encode(str(said["prompt"]))
+    prompt = (
+        cast("list[int]", answer["input_ids"]) if "input_ids" in answer else tokenizer.encode(str(answer["prompt"]))
+    )
     return analysis.pieces_of(
-        tokenizer.token_bytes(token) for token in [*prompt, *cast("list[int]", said["output_ids"])]
+        tokenizer.token_bytes(token) for token in [*prompt, *cast("list[int]", answer["output_ids"])]
     )
 
 
 def _column(record: RoutedExperts, layer: int | None) -> int:
-    """Of a hidden layer, or of the middle one. Raises ConfigError for one without experts."""
+    """The column of a hidden layer, by default of the middle MoE layer. Raises ConfigError for a dense layer."""
     if layer is None:
         return len(record.layer_ids) // 2
     if layer not in record.layer_ids:
@@ -178,20 +180,21 @@ def _column(record: RoutedExperts, layer: int | None) -> int:
 def _title(texts: Sequence[RoutedText]) -> str:
     record = texts[0].record
     rows = sum(text.record.num_rows for text in texts)
-    return f"{rows:,} rows of {len(texts)} answers, {len(record.layer_ids)} MoE layers × {record.num_experts} experts top-{record.top_k}"
+    model = f"{len(record.layer_ids)} MoE layers × {record.num_experts} experts top-{record.top_k}"
+    return f"{rows:,} rows of {len(texts)} answers, {model}"
 
 
-def _show(told: dict[str, int], layers: Sequence[int], columns: Table, options: argparse.Namespace) -> None:
+def _show(totals: dict[str, int], layers: Sequence[int], columns: Table, options: argparse.Namespace) -> None:
     """As JSON, as CSV, or as a table with the mean of the layers."""
     if options.json:
         known = {name: [None if np.isnan(value) else value for value in values] for name, values in columns.items()}
-        print(json.dumps({**told, "layers": list(layers), **known}))
+        print(json.dumps({**totals, "layers": list(layers), **known}))
         return
     rows = [[layer, *values] for layer, values in zip(layers, zip(*columns.values(), strict=True), strict=True)]
     if options.csv:
         csv.writer(sys.stdout).writerows([["layer", *columns], *rows])
         return
-    print(" · ".join(f"{value:,} {name}" for name, value in told.items()))
+    print(" · ".join(f"{value:,} {name}" for name, value in totals.items()))
     table = [["layer", *columns], *([str(row[0]), *(f"{value:.4g}" for value in row[1:])] for row in rows)]
     table.append(["mean", *(f"{np.mean(values):.4g}" for values in columns.values())])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

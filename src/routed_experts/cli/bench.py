@@ -1,10 +1,10 @@
 """`routed-experts bench throughput|serve|startup|buckets`: what a model does on this machine, as a table and as JSON.
-Random prompts
-that no cache knows; greedy, to the full length. Figures of one run on one machine: repeat them before they are told.
 
-throughput: capture on, off, and on again, each an engine of its own, so that a drift of the machine shows as a
-difference of the two.
-serve: a server that runs, over HTTP, with and without rows asked for.  startup: phases of a start with an empty and a full cache.
+Prompts are random, decoding is greedy and to the full length. The figures are of one run on one machine: repeat them.
+
+throughput: an engine with capture on, off, and on again, so that drift of the machine shows as a difference.
+serve: a running server over HTTP, with and without rows.
+startup: the phases of a start with an empty and with a full compilation cache.
 buckets: padded sizes of steps (cli/bench_buckets.py)."""
 
 import argparse
@@ -43,12 +43,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
 
     def add(
-        name: str, told: str, run: Callable[[argparse.Namespace], list[Row]], *, loads: bool
+        name: str, purpose: str, run: Callable[[argparse.Namespace], list[Row]], *, loads: bool
     ) -> argparse.ArgumentParser:
-        kind = kinds.add_parser(name, help=told, description=told, allow_abbrev=False)
+        kind = kinds.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         kind.set_defaults(measure=run)
         kind.add_argument(
-            "--output", type=Path, default=None, metavar="FILE", help="JSON of the table and of how it came about"
+            "--output", type=Path, default=None, metavar="FILE", help="JSON of the table and of the command"
         )
         if loads:
             kind.add_argument("model_path", metavar="MODEL", help=MODEL_HELP)
@@ -58,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "throughput", "tokens a second of an engine, with capture on, off and on again", run_throughput, loads=True
     )
     serve = add(
-        "serve", "tokens a second and latencies of a server that runs, with and without rows", run_serve, loads=False
+        "serve", "tokens a second and latencies of a running server, with and without rows", run_serve, loads=False
     )
     serve.add_argument("--base-url", required=True, metavar="URL", help="such as http://127.0.0.1:30000")
     serve.add_argument("--api-key", default=None, metavar="KEY")
@@ -68,12 +68,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens; default: 64")
         kind.add_argument("--rounds", type=int, default=3, metavar="N", help="after one that warms up; default: 3")
     startup = add(
-        "startup", "seconds until ready, with an empty cache of programs and with a full one", run_startup, loads=True
+        "startup", "seconds until ready, with an empty and with a full compilation cache", run_startup, loads=True
     )
     startup.add_argument("--rounds", type=int, default=1, metavar="N", help="default: 1")
     buckets = add(
         "buckets",
-        "cost of steps by padded size, and the sizes that are worth a program",
+        "cost of steps by padded size, and the sizes that are worth compiling",
         bench_buckets.run_buckets,
         loads=True,
     )
@@ -91,9 +91,11 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     rows = options.measure(options)
     print_table(rows)
     if options.output is not None:
-        said = {name: str(value) for name, value in vars(options).items() if name not in ("run", "measure", "api_key")}
+        command = {
+            name: str(value) for name, value in vars(options).items() if name not in ("run", "measure", "api_key")
+        }
         with atomic_write(options.output) as part:
-            part.write_text(json.dumps({"command": said, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            part.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -113,73 +115,73 @@ def _engine_rows(args: ServerArgs, options: argparse.Namespace) -> list[Row]:
 
     rows: list[Row] = []
     with Engine(**dataclasses.asdict(args)) as engine:
-        vocab, noise = AsyncEngine(engine).vocab_size, random.Random(0)
-        for asked in (False, True) if args.enable_return_routed_experts else (False,):
+        vocab, rng = AsyncEngine(engine).vocab_size, random.Random(0)
+        for with_rows in (False, True) if args.enable_return_routed_experts else (False,):
             speeds: list[float] = []
             for _ in range(options.rounds + 1):
                 engine.flush_cache()
-                prompts = _prompts(noise, vocab, options)
+                prompts = _prompts(rng, vocab, options)
                 start_time = time.perf_counter()
                 sampling = {"temperature": 0.0, "ignore_eos": True}
                 engine.generate(
                     input_ids=prompts,
                     sampling_params=sampling,
                     max_new_tokens=options.output_len,
-                    return_routed_experts=asked,
+                    return_routed_experts=with_rows,
                 )
                 speeds.append(options.num_prompts * options.output_len / (time.perf_counter() - start_time))
             on = "on" if args.enable_return_routed_experts else "off"
-            rows.append({"capture": on, "rows asked": asked, **_spread("output tokens/s", speeds[1:])})
+            rows.append({"capture": on, "rows asked": with_rows, **_spread("output tokens/s", speeds[1:])})
     return rows
 
 
 def run_serve(options: argparse.Namespace) -> list[Row]:
-    """Latencies and tokens a second over HTTP, by whether rows are asked for."""
+    """Latencies and tokens a second over HTTP, without and with rows."""
     model = json.loads(_request(options, "GET", "/get_model_info").read())
-    noise, rows = random.Random(0), list[Row]()
-    for asked in (False, True) if model.get("moe") else (False,):
-        prompts = [_prompts(noise, int(model["vocab_size"]), options) for _ in range(options.rounds + 1)]
-        rounds = [_one_round(options, some, asked=asked) for some in prompts][1:]
-        first = sorted(seconds for told in rounds for seconds in told[1])
-        between = [seconds for told in rounds for seconds in told[2]]
-        speed = _spread("output tokens/s", [told[0] for told in rounds])
+    rng, rows = random.Random(0), list[Row]()
+    for with_rows in (False, True) if model.get("moe") else (False,):
+        prompts = [_prompts(rng, int(model["vocab_size"]), options) for _ in range(options.rounds + 1)]
+        rounds = [_one_round(options, some, with_rows=with_rows) for some in prompts][1:]
+        first = sorted(seconds for _, firsts, _ in rounds for seconds in firsts)
+        between = [seconds for _, _, gaps in rounds for seconds in gaps]
+        speed = _spread("output tokens/s", [speed for speed, _, _ in rounds])
         latency = {"first token p50 ms": 1e3 * first[len(first) // 2], "p99 ms": 1e3 * first[len(first) * 99 // 100]}
-        rows.append({"rows asked": asked, **speed, **latency, "between tokens ms": 1e3 * statistics.mean(between)})
+        rows.append({"rows asked": with_rows, **speed, **latency, "between tokens ms": 1e3 * statistics.mean(between)})
     return rows
 
 
 def _one_round(
-    options: argparse.Namespace, prompts: Sequence[Sequence[int]], *, asked: bool
+    options: argparse.Namespace, prompts: Sequence[Sequence[int]], *, with_rows: bool
 ) -> tuple[float, list[float], list[float]]:
     """Tokens a second, seconds to each first token, and mean seconds between the tokens of each stream."""
     sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": options.output_len}
     start_time = time.perf_counter()
 
-    def one(prompt: Sequence[int]) -> tuple[float, float]:
+    def request(prompt: Sequence[int]) -> tuple[float, float]:
         body = {
             "input_ids": prompt,
             "sampling_params": sampling,
             "stream": True,
-            "return_routed_experts": asked or None,
+            "return_routed_experts": with_rows or None,
         }
-        answer = _request(options, "POST", "/generate", body)
+        response = _request(options, "POST", "/generate", body)
         first, last = 0.0, b""
-        while line := answer.readline():
+        while line := response.readline():
             if line.startswith(b"data: {"):
                 first, last = first or time.perf_counter() - start_time, line
-        told = json.loads(last.removeprefix(b"data: "))
-        if told.get("meta_info", {}).get("completion_tokens") != options.output_len:
-            raise ConfigError(f"a stream ended early: {str(told)[:300]}")
+        output = json.loads(last.removeprefix(b"data: "))
+        if output.get("meta_info", {}).get("completion_tokens") != options.output_len:
+            raise ConfigError(f"a stream ended early: {str(output)[:300]}")
         return first, (time.perf_counter() - start_time - first) / max(options.output_len - 1, 1)
 
     with ThreadPoolExecutor(len(prompts)) as pool:
-        told = list(pool.map(one, prompts))
+        streams = list(pool.map(request, prompts))
     speed = len(prompts) * options.output_len / (time.perf_counter() - start_time)
-    return speed, [first for first, _ in told], [between for _, between in told]
+    return speed, [first for first, _ in streams], [gap for _, gap in streams]
 
 
 def _request(options: argparse.Namespace, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
-    """An answer of the server. Raises ConfigError for one that is no success."""
+    """A response of the server. Raises ConfigError for any status but 200."""
     url = urllib.parse.urlsplit(options.base_url)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(f"--base-url {options.base_url!r} must be such as http://127.0.0.1:30000")
@@ -189,19 +191,19 @@ def _request(options: argparse.Namespace, method: str, path: str, body: object =
         headers["Authorization"] = f"Bearer {options.api_key}"
     connection = kind(url.hostname, url.port, timeout=600)
     connection.request(method, url.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
-    answer = connection.getresponse()
-    if answer.status != 200:
-        raise ConfigError(f"{method} {path}: {answer.status} {answer.read(500).decode(errors='replace')}")
-    return answer
+    response = connection.getresponse()
+    if response.status != 200:
+        raise ConfigError(f"{method} {path}: {response.status} {response.read(500).decode(errors='replace')}")
+    return response
 
 
 def run_startup(options: argparse.Namespace) -> list[Row]:
-    """Seconds of each phase of `serve`, each start a process of its own."""
+    """Seconds of each phase of `serve`; each start is a process."""
     rows: list[Row] = []
     for number in range(1, options.rounds + 1):
         with tempfile.TemporaryDirectory() as cache:
-            for told in ("empty", "full"):
-                rows.append({"cache": told, "round": number, **_start(options, cache)})
+            for state in ("empty", "full"):
+                rows.append({"cache": state, "round": number, **_start(options, cache)})
     return rows
 
 
@@ -223,7 +225,7 @@ def _start(options: argparse.Namespace, cache: str) -> Row:
             command += [f"--{name.replace('_', '-')}", *map(str, values)]
     env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
-        assert process.stdout is not None, "it was asked for"
+        assert process.stdout is not None, "a pipe was requested"
         phases, lines = Row(), list[str]()
         for line in process.stdout:
             lines.append(line)
@@ -236,8 +238,8 @@ def _start(options: argparse.Namespace, cache: str) -> Row:
     raise ConfigError(f"the server did not start: {' '.join(lines[-1:]).strip()}")
 
 
-def _prompts(noise: random.Random, vocab: int, options: argparse.Namespace) -> list[list[int]]:
-    return [[noise.randrange(vocab) for _ in range(options.input_len)] for _ in range(options.num_prompts)]
+def _prompts(rng: random.Random, vocab: int, options: argparse.Namespace) -> list[list[int]]:
+    return [[rng.randrange(vocab) for _ in range(options.input_len)] for _ in range(options.num_prompts)]
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, Any]:
@@ -248,6 +250,6 @@ def print_table(rows: Sequence[Row]) -> None:
     """Rows as aligned columns."""
     shown = [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
     table = [list(rows[0]), *shown]
-    widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print("  ".join(part.rjust(width) for part, width in zip(line, widths, strict=True)))

@@ -1,9 +1,7 @@
-"""`routed-experts bench buckets MODEL`: what steps cost on this machine by their padded size, and which sizes are worth
-a program.
+"""`routed-experts bench buckets MODEL`: what steps cost by their padded size, and which sizes are worth compiling.
 
-Every candidate is measured when it is full and when smaller ones are in it; of all lists of at most `--most` of them,
-the one of least expected cost is told, beside the list that was given. The flags to serve with are the last
-column's."""
+Every candidate is measured full and partly filled. Of all lists of at most `--most` sizes, the table shows the one of
+least expected cost beside the given list; its last column holds the values for the flags of serve."""
 
 import argparse
 import dataclasses
@@ -29,15 +27,15 @@ def add_flags(kind: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="looks at each pair of sizes, after one that warms up; default: 3",
+        help="measurements of each pair of sizes, after a warm-up; default: 3",
     )
     kind.add_argument(
         "--load",
         default=None,
         metavar="|".join((*LOADS, "FILE.json")),
-        help='how often each size comes: a file holds {"decode": {"SIZE": COUNT, ...}, "extend": ...}; default: both names',
+        help='frequency of sizes; FILE holds {"decode": {"SIZE": COUNT, ...}, "extend": ...}; default: both names',
     )
-    kind.add_argument("--config-only", action="store_true", help="config.json alone is there: random weights")
+    kind.add_argument("--config-only", action="store_true", help="read config.json alone: random weights")
     add_engine_flags(kind, leave_out=("model_path", "deterministic"))
 
 
@@ -60,8 +58,8 @@ def run_buckets(options: argparse.Namespace) -> list[Row]:
         chunked_prefill_size=None,
         max_prefill_tokens=None,
     )
-    assembly = build_engine(wide, load_format="dummy" if options.config_only else "auto")
-    decode, extend = measure_step_costs(assembly, wide, rounds=options.rounds)
+    components = build_engine(wide, load_format="dummy" if options.config_only else "auto")
+    decode, extend = measure_step_costs(components, wide, rounds=options.rounds)
     return bucket_rows({"decode": decode, "extend": extend}, given, loads, most=options.most)
 
 
@@ -72,54 +70,53 @@ def bucket_rows(
     *,
     most: int,
 ) -> list[Row]:
-    """What was measured, and for every load the mean cost of a step with the given list and with the best one; `to
-    unpadded` is over that of a step whose size has, or is next below, a bucket of its own: all candidates as one
-    list."""
+    """The measured costs, and for every load the mean cost of a step with the given and with the best list.
+
+    `to unpadded` is the ratio to the cost with all candidates as one list."""
     rows: list[Row] = []
     for step, measured in costs.items():
         for bucket in measured.buckets:
             for size, seconds in sorted(measured.seconds[bucket].items()):
-                alone = measured.of(size, next(one for one in measured.buckets if one >= size))
-                rows.append(_row(step, "measured", f"{size} in", (bucket,), seconds, alone))
+                unpadded = measured.of(size, next(candidate for candidate in measured.buckets if candidate >= size))
+                rows.append(_row(step, "measured", f"{size} in", (bucket,), seconds, unpadded))
     for name, by_step in loads:
         for step, measured in costs.items():
             load = {size: share for size, share in by_step[step].items() if size <= measured.buckets[-1]}
-            alone = expected_cost(measured.buckets, measured, load)
+            unpadded = expected_cost(measured.buckets, measured, load)
             best = choose_buckets(measured, load, most=most)
-            kept = tuple(size for size in given[step] if size in measured.seconds)  # one token is no extend step
-            for told, buckets in (("given", kept), (f"best of {most}", best)):
-                rows.append(_row(step, told, name, buckets, expected_cost(buckets, measured, load), alone))
+            usable = tuple(size for size in given[step] if size in measured.seconds)  # one token is no extend step
+            for source, buckets in (("given", usable), (f"best of {most}", best)):
+                rows.append(_row(step, source, name, buckets, expected_cost(buckets, measured, load), unpadded))
     return rows
 
 
 def read_load(name: str, given: Mapping[str, tuple[int, ...]]) -> tuple[str, Mapping[str, Mapping[int, float]]]:
-    """A load by its name or from its file, for steps of up to the largest given sizes; sizes above them are cut off by
-    the engine, too. Raises ConfigError for what is no load."""
+    """A load by its name or from its file, up to the largest given sizes, as the engine cuts it. Raises ConfigError."""
     if not name.endswith(".json"):
         return name, {step: parse_load(name, sizes[-1]) for step, sizes in given.items()}
     try:
-        told = json.loads(Path(name).read_text(encoding="utf-8"))
-        counts: dict[str, dict[int, float]] = {step: _counts(told[step], sizes[-1]) for step, sizes in given.items()}
+        content = json.loads(Path(name).read_text(encoding="utf-8"))
+        counts: dict[str, dict[int, float]] = {step: _counts(content[step], sizes[-1]) for step, sizes in given.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        wanted = '{"decode": {"SIZE": COUNT, ...}, "extend": {"SIZE": COUNT, ...}} with sizes of at least 1 and positive counts'
-        raise ConfigError(f"--load {name} holds no load ({type(error).__name__}: {error}); wanted {wanted}") from error
+        text = f"--load {name} holds no load ({type(error).__name__}: {error})"
+        form = '{"decode": {"SIZE": COUNT, ...}, "extend": {"SIZE": COUNT, ...}}'
+        raise ConfigError(f"{text}; expected {form} with sizes of at least 1 and positive counts") from error
     return name, counts
 
 
-def _counts(told: Any, largest: int) -> dict[int, float]:
-    counts = {int(size): float(count) for size, count in cast("dict[str, float]", told).items()}
+def _counts(table: Any, largest: int) -> dict[int, float]:
+    counts = {int(size): float(count) for size, count in cast("dict[str, float]", table).items()}
     if not counts or min(counts) < 1 or max(counts) > largest or not all(count > 0 for count in counts.values()):
         raise ValueError(f"sizes {sorted(counts)} and counts {list(counts.values())}, sizes allowed up to {largest}")
     return counts
 
 
-def _row(step: str, what: str, load: str, buckets: Sequence[int], seconds: float, alone: float) -> Row:
-    told = " ".join(map(str, buckets))
+def _row(step: str, what: str, load: str, buckets: Sequence[int], seconds: float, unpadded: float) -> Row:
     return {
         "step": step,
         "list": what,
         "load": load,
         "ms": 1e3 * seconds,
-        "to unpadded": seconds / alone,
-        "buckets": told,
+        "to unpadded": seconds / unpadded,
+        "buckets": " ".join(map(str, buckets)),
     }

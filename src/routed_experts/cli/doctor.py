@@ -1,4 +1,4 @@
-"""`routed-experts doctor`: prints versions and devices, and checks that a replay reproduces captured routing on them."""
+"""`routed-experts doctor`: prints versions and devices, and checks capture against replay on them."""
 
 import argparse
 import dataclasses

@@ -1,5 +1,4 @@
-"""`routed-experts placement FILE...`: plans from recorded routing, and what they would have done. Reads no model,
-starts no engine."""
+"""`routed-experts placement FILE...`: plans placements from recorded routing, and simulates them."""
 
 import argparse
 import json
@@ -28,10 +27,18 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `placement`."""
-    told = f"recorded routing that plans are judged on: {', '.join(SUFFIXES)}"
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=told)
-    told = "recorded routing, or RoutingStats (.npz), that plans are made from (default: FILE, so judged on what they know)"
-    parser.add_argument("--plan-from", type=Path, nargs="+", default=None, metavar="FILE", help=told)
+    forms = ", ".join(SUFFIXES)
+    parser.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help=f"recorded routing that plans are evaluated on: {forms}"
+    )
+    parser.add_argument(
+        "--plan-from",
+        type=Path,
+        nargs="+",
+        default=None,
+        metavar="FILE",
+        help="recorded routing, or RoutingStats (.npz), that plans are made from; default: FILE, the evaluated one",
+    )
     parser.add_argument(
         "--instances",
         type=int,
@@ -54,8 +61,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="experts of a layer on the accelerator, the rest on host",
     )
-    told = f"tokens of one step; default: {STEP_TOKENS} for instances, {_RESIDENCY_STEP} for residents"
-    parser.add_argument("--step-tokens", type=int, default=None, metavar="T", help=told)
+    parser.add_argument(
+        "--step-tokens",
+        type=int,
+        default=None,
+        metavar="T",
+        help=f"tokens of one step; default: {STEP_TOKENS} for instances, {_RESIDENCY_STEP} for residents",
+    )
     parser.add_argument(
         "--save", type=Path, default=None, metavar="FILE.npz", help="write the plan; serve --residency reads residents"
     )
@@ -64,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, start_time: float) -> int:
-    """Plan, replay and print."""
+    """Plan, simulate and print."""
     if (options.instances is None) != (options.devices is None):
         raise ConfigError("--instances and --devices belong together; give both")
     if options.instances is None and options.residents is None:
@@ -74,16 +86,15 @@ def run(options: argparse.Namespace, start_time: float) -> int:
     if options.save is not None and (
         options.save.suffix != ".npz" or None not in (options.instances, options.residents)
     ):
-        raise ConfigError(
-            f"--save {options.save} writes one plan as .npz; name such a file, and give --instances or --residents, not both"
-        )
+        text = f"--save {options.save} writes one plan as .npz; name such a file"
+        raise ConfigError(f"{text}, and give --instances or --residents, not both")
     if options.plot is not None and options.plot.suffix not in _PICTURES:
         raise ConfigError(f"--plot {options.plot} is none of {', '.join(_PICTURES)}; name such a file")
     records = read_records(options.files)
     learned = RoutingStats.from_records(records) if options.plan_from is None else _read_stats(options.plan_from)
     learned.check_model(records[0].layer_ids, records[0].num_experts)
-    told: dict[str, Any] = {"layers": list(learned.layer_ids), "experts": learned.num_experts, "top_k": learned.top_k}
-    told |= {"tokens": sum(record.num_rows for record in records), "plan_tokens": int(learned.num_tokens.sum())}
+    totals: dict[str, Any] = {"layers": list(learned.layer_ids), "experts": learned.num_experts, "top_k": learned.top_k}
+    totals |= {"tokens": sum(record.num_rows for record in records), "plan_tokens": int(learned.num_tokens.sum())}
     tables: dict[str, Columns] = {}
     devices: dict[str, Float64[np.ndarray, "M V"]] = {}
     if options.instances is not None:
@@ -98,11 +109,10 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         listed = {
             name: {column: values.tolist() for column, values in columns.items()} for name, columns in tables.items()
         }
-        print(json.dumps({**told, **listed}))
+        print(json.dumps({**totals, **listed}))
         return 0
-    print(
-        f"{told['tokens']:,} tokens, {len(told['layers'])} MoE layers x {told['experts']} experts, top-{told['top_k']}"
-    )
+    model = f"{len(totals['layers'])} MoE layers x {totals['experts']} experts, top-{totals['top_k']}"
+    print(f"{totals['tokens']:,} tokens, {model}")
     for name, columns in tables.items():
         _print_table(_title(name, options), learned.layer_ids, columns)
     return 0
