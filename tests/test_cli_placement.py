@@ -126,7 +126,7 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
         ([out], "there is nothing to plan; give --instances"),
         ([out, "--instances", 20], "--instances and --devices belong together"),
         ([out, "--instances", 20, "--devices", 3], "num_devices=3 does not divide num_instances=20"),
-        ([out, "--residents", 17], "per_layer=17 resident experts; wanted 0 to 16"),
+        ([out, "--residents", 17], "per_layer=17 resident experts; expected 0 to 16"),
         ([tmp_path / "bare.jsonl", "--residents", 1], "bare.jsonl: line 1 holds no routed experts"),
         ([tmp_path / "cut.jsonl", "--residents", 1], "cut.jsonl: line 1 is no JSON"),
         ([tmp_path / "number.json", "--residents", 1], "number.json: the file holds no answer but a int"),
