@@ -184,11 +184,11 @@ class Bench:
     def following(self) -> Iterator[None]:
         """Let the residents follow the load meanwhile."""
         core, spec = self.core, self.core.runner.model.config.capture_spec
-        core._after_step = ResidentExpertUpdater(core.capturer, core.runner, top_k=spec.top_k).after_step
+        core.after_step = ResidentExpertUpdater(core.capturer, core.runner, top_k=spec.top_k).after_step
         try:
             yield
         finally:
-            core._after_step = None
+            core.after_step = None
 
 
 def server_args(args: argparse.Namespace, folder: Path) -> ServerArgs:

@@ -240,8 +240,8 @@ def follow(bench: Bench) -> list[Row]:
                     input_ids=prompts, sampling_params={"temperature": 1.0, "ignore_eos": True}, max_new_tokens=args.new
                 )
                 seconds = time.perf_counter() - begin
-                if engine._assembly.rebalancer is not None:
-                    engine._assembly.rebalancer.settle()
+                if engine.components.rebalancer is not None:
+                    engine.components.rebalancer.settle()
                 told = engine.placement_stats()
                 move_estimate, balance = told.move_estimate, told.balance.get(10)
                 rows.append(

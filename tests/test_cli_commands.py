@@ -38,7 +38,7 @@ def test_inspect_reads_shapes_without_weights(tmp_path, capsys):
     )
     with borrow(enable_return_routed_experts=True) as engine:  # the same model and flags, loaded
         assert found["memory_plan"] == engine.memory_plan
-        assert found["kv_tokens"] == (engine._assembly.plan.pool.num_pages - 1) * engine.server_args.page_size
+        assert found["kv_tokens"] == (engine.components.plan.pool.num_pages - 1) * engine.server_args.page_size
     (folder / "model.safetensors").unlink()
     code, out, _ = run(capsys, "inspect", folder, "--config-only")
     assert code == 0 and "3 MoE (1-3) × 16 experts top-4" in out and "bfloat16" in out

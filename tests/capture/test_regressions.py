@@ -382,13 +382,13 @@ def test_missing_row_fails_the_request_with_its_position(world):
 
 def test_missing_row_is_raised_at_the_caller_and_the_engine_lives(tokenizer):
     with new_engine(tokenizer, deterministic=True) as engine:
-        core = engine._assembly.core
+        core = engine.components.core
         long = GREEDY | {"max_tokens": 69}  # all that the context holds
         stream = engine.generate(
             input_ids=list(range(3, 30)), sampling_params=long, stream=True, return_routed_experts=True
         )
         next(stream)
-        engine._loop.run_between_steps(
+        engine.thread.run_between_steps(
             lambda: core.capturer.host_cache.clear(np.arange(core.runner.config.pool.num_slots))
         )
         with pytest.raises(RoutingIncompleteError, match="token 0 is not known"):

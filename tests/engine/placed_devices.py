@@ -127,7 +127,7 @@ def following(folder, tmp_path_factory):
     plan = tmp_path_factory.mktemp("plans") / "plan.npz"
     ONE_EACH.save(plan)
     with serving(folder, PlacementConfig(plan=plan, rebalance_every=6, layers_per_step=2), self_check=True) as engine:
-        engine.counted_before, engine.steps_before = counts_of(engine), engine._assembly.rebalancer._num_steps
+        engine.counted_before, engine.steps_before = counts_of(engine), engine.components.rebalancer._num_steps
         yield engine
 
 
@@ -283,7 +283,7 @@ def test_a_retracted_request_tells_what_all_its_passes_changed(rerouting):
     rerouting.flush_cache()
     rerouting.registry.take()
     rerouting.set_capacity_factor(1)
-    scheduler = rerouting._assembly.core.scheduler
+    scheduler = rerouting.components.core.scheduler
     before = scheduler.num_retracted
     news = rerouting.generate(input_ids=PROMPTS[0], stream=True, **(ASK | {"max_new_tokens": 50}))
     next(news)
@@ -294,13 +294,13 @@ def test_a_retracted_request_tells_what_all_its_passes_changed(rerouting):
     changed = sum(note.changed[:, 0].sum() for note in rerouting.registry.take())
     assert last["meta_info"]["completion_tokens"] == 50
     assert last["meta_info"]["rerouted_slots"] == changed > 0 and last["meta_info"]["exact"] is False
-    assert rerouting._assembly.core.rerouting._own == {}
+    assert rerouting.components.core.rerouting._own == {}
     rerouting.flush_cache()
 
 
 def counts_of(engine):
     """Of the steps since they were taken last."""
-    return engine._loop.run_drained(engine._assembly.watch.take_window)()
+    return engine.thread.run_drained(engine.components.watch.take_window)()
 
 
 def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
@@ -313,7 +313,7 @@ def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
         with compile_events() as seen:
             answers = engine.generate(input_ids=PROMPTS, **ASK)
         notes, counts = registry.take(), counts_of(engine)
-        assert engine._assembly.core.capturer.enabled is False and not seen
+        assert engine.components.core.capturer.enabled is False and not seen
         assert_as_defined(notes, "1/2", 20, overflows=False)
         ran = np.concatenate([note.ids[note.valid].ravel() for note in notes])
         np.testing.assert_array_equal(counts.sum(axis=(0, 1)), np.bincount(ran[ran >= 0], minlength=EXPERTS))
@@ -321,7 +321,7 @@ def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
         assert dropped == sum(answer["meta_info"]["dropped_slots"] for answer in answers) == int((ran < 0).sum()) > 0
         assert engine.placement_stats().dropped_slots == dropped == metrics_of(engine)["dropped_slots_total"]
         assert not counts_of(engine).any()
-        follower = engine._assembly.rebalancer
+        follower = engine.components.rebalancer
         follower._config = dataclasses.replace(
             config, rebalance_every=4
         )  # from now on the experts follow what they ran
@@ -338,7 +338,7 @@ def test_experts_follow_a_skewed_load_and_nothing_is_told_otherwise(alone, follo
     """Counts on the device are those of the rows, experts move while requests run, then what is planned is not worth a
     copy; tokens and rows are those of one device, and nothing compiles."""
     following.flush_cache()
-    core, follower = following._assembly.core, following._assembly.rebalancer
+    core, follower = following.components.core, following.components.rebalancer
     follower.settle()
     before = following.placement_stats()
     with compile_events() as seen:
@@ -374,7 +374,7 @@ def test_what_the_self_check_ran_is_no_load(following):
 @contextlib.contextmanager
 def holding_still(engine):
     """Experts stay where they are, and the test takes the counts."""
-    follower = engine._assembly.rebalancer
+    follower = engine.components.rebalancer
     follower.settle()
     config = follower._config
     follower._config = dataclasses.replace(config, rebalance_every=10**6)
@@ -386,7 +386,7 @@ def holding_still(engine):
 
 def test_balancedness_is_that_of_the_rows(following):
     """Of all steps, by loops over rows and devices; where experts are placed at all, steps are counted."""
-    loop, watch, runner = following._loop, following._assembly.watch, following._assembly.core.runner
+    loop, watch, runner = following.thread, following.components.watch, following.components.core.runner
     with holding_still(following):
         loop.run_drained(watch.restart)
         assert following.placement_stats().balance == {}
@@ -419,7 +419,7 @@ def test_balancedness_is_that_of_the_rows(following):
 
 def test_released_memory_is_no_failure(following):
     """A plan that would pay comes when there is nothing to move: it is neither a move nor an error."""
-    follower, runner = following._assembly.rebalancer, following._assembly.core.runner
+    follower, runner = following.components.rebalancer, following.components.core.runner
     with holding_still(following):
         following.release_memory_occupation(("kv_cache",))
         before = following.placement_stats()
@@ -452,7 +452,7 @@ def test_counts_on_the_device_are_those_of_the_rows(following):
 
 
 def test_a_plan_that_fails_ends_nothing(alone, following, caplog, monkeypatch):
-    follower = following._assembly.rebalancer
+    follower = following.components.rebalancer
 
     def fail(*_):
         raise PlacementError("no plan today")

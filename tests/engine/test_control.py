@@ -369,7 +369,7 @@ def test_counts_are_the_bincount_of_all_rows_when_nothing_is_cached(engine):
 def test_replaced_weights_are_free_without_a_collection_of_garbage(tmp_path):
     folder = write_tiny_checkpoint(tmp_path)
     with serve(folder) as engine:
-        core = engine._assembly.core
+        core = engine.components.core
         gc.collect()
         gc.disable()
         try:

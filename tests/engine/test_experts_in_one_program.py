@@ -60,13 +60,13 @@ def undivided_other(other):
 @contextlib.contextmanager
 def shared_out(folder, **experts):
     with Engine(folder, experts=ExpertOffloadConfig(host_backend="ffi", **experts), **SIZES) as engine:
-        assert type(engine._assembly.core.runner) is FusedOffloadRunner
+        assert type(engine.components.core.runner) is FusedOffloadRunner
         yield engine
         assert_idle(engine)
 
 
 def lane_of(engine):
-    return engine._assembly.core.runner.host_side.lane
+    return engine.components.core.runner.host_side.lane
 
 
 @pytest.mark.parametrize("num_resident", [0, 1, 5])
@@ -80,7 +80,7 @@ def test_any_number_of_residents_says_the_same(folder, undivided, other, undivid
     with shared_out(folder, **how, kt_cpuinfer=1 + num_resident % 2) as engine:
         assert_same(ask(engine), undivided)
         held, hits = engine.residency()
-        steps, errands = engine._assembly.core.num_steps, lane_of(engine).counts().num_errands
+        steps, errands = engine.components.core.num_steps, lane_of(engine).counts().num_errands
         exchange(engine, other, 5, given=num_resident % 2 == 0)
         with compile_events() as seen:
             assert_served(engine, ask(engine), undivided_other, 5)
@@ -155,11 +155,11 @@ def test_weights_and_residents_change_at_once(engine, folder, undivided, other, 
 
 def test_a_long_step_sends_the_host_nothing(engine, undivided):
     engine.flush_cache()
-    before, steps = lane_of(engine).counts().num_errands, engine._assembly.core.num_steps
+    before, steps = lane_of(engine).counts().num_errands, engine.components.core.num_steps
     assert_same(ask(engine), undivided)
     long = 2  # of 35 tokens: 16, 16, and 3 that are below the threshold of 9
     assert (
-        lane_of(engine).counts().num_errands - before == (engine._assembly.core.num_steps - steps - long) * MOE_LAYERS
+        lane_of(engine).counts().num_errands - before == (engine.components.core.num_steps - steps - long) * MOE_LAYERS
     )
 
 

@@ -393,7 +393,7 @@ def test_an_engine_without_tokenizer_stops_at_the_ids_that_the_checkpoint_names(
 
 def test_no_step_of_a_bfloat16_model_converts_the_whole_pool_on_cpu(tmp_path):
     with serve(write_tiny_checkpoint(tmp_path, dtype="bfloat16")) as engine:
-        runner = engine._assembly.core.runner
+        runner = engine.components.core.runner
         dims = ",".join(map(str, runner.config.pool.abstract.shape))
         texts = [program.as_text() for key, program in runner._programs.items() if key[0] == "forward"]
         assert texts and all(f"[{dims}]" in text for text in texts)

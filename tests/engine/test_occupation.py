@@ -12,7 +12,6 @@ from oracles.driver import assert_all_faithful, request
 from oracles.full_sequence import FullSequence
 from oracles.worlds import model_of, other_weights, random_prompt, tiny_world
 from routed_experts import Engine, InvalidRequestError, WeightsMismatchError
-from routed_experts.engine.control.memory_control import release, resume_memory
 from routed_experts.formats.meta_info import record_from_meta_info
 from support.serving import SMALL, Begun, assert_idle, on_engine_thread
 from support.tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
@@ -168,10 +167,10 @@ def test_every_row_is_the_one_that_ran_whatever_was_released_in_between(seed):
     def meddle(step):
         if step % 5 == seed + 1 and step < 35:
             drive.drain()
-            release(drive.core, frozenset({"kv_cache", "weights"} if step % 2 else {"kv_cache"}))
+            drive.core.release_memory(frozenset({"kv_cache", "weights"} if step % 2 else {"kv_cache"}))
             if step % 2:
                 drive.update_weights(other_weights(1 + step % 3), cache="flush")
-            resume_memory(drive.core)
+            drive.core.resume_memory()
             drive.bench.runner.poison()
 
     drive.run(*reqs, before_step=meddle)

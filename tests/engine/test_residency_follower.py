@@ -47,7 +47,7 @@ def engine(folder):
 @contextlib.contextmanager
 def recorded_looks(engine, monkeypatch):
     """What the follower is told at each look."""
-    capturer, looks = engine._assembly.core.capturer, []
+    capturer, looks = engine.components.core.capturer, []
     told = capturer.routing_stats
 
     def noted(**how):
@@ -98,8 +98,8 @@ def test_nobody_waits_for_counts(engine):
     """A request ends while the thread that counts does nothing."""
     engine.flush_cache()
     go_on = threading.Event()
-    held = engine._loop.run_between_steps(
-        lambda: engine._assembly.core.capturer.host_cache._counts._worker.submit(go_on.wait, 120)
+    held = engine.thread.run_between_steps(
+        lambda: engine.components.core.capturer.host_cache._counts._worker.submit(go_on.wait, 120)
     )
     assert len(engine.generate(input_ids=PROMPT, **SAID)["output_ids"]) == 80
     assert not held.done()
@@ -110,7 +110,7 @@ def test_nobody_waits_for_counts(engine):
 def test_a_map_that_somebody_applies_is_where_it_goes_on_from(engine):
     engine.reset_routing_stats()
     worst = ResidencyMap.from_experts(
-        np.argsort(engine._loop.run_between_steps(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=100
+        np.argsort(engine.thread.run_between_steps(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=100
     )
     engine.apply_residency(worst)
     answer = engine.generate(input_ids=PROMPT, **SAID)
@@ -122,12 +122,12 @@ def test_a_map_that_somebody_applies_is_where_it_goes_on_from(engine):
 
 def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, monkeypatch, caplog):
     """Of an exchange that stops half way the copies before hold, and the others stay who they were."""
-    runner, answer = engine._assembly.core.runner, engine.generate(input_ids=PROMPT, **SAID)
+    runner, answer = engine.components.core.runner, engine.generate(input_ids=PROMPT, **SAID)
     worst = ResidencyMap.from_experts(
-        np.argsort(engine._loop.run_between_steps(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=50
+        np.argsort(engine.thread.run_between_steps(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=50
     )
     best = ResidencyMap.from_experts(
-        np.argsort(-engine._loop.run_between_steps(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=51
+        np.argsort(-engine.thread.run_between_steps(rate_of(engine)), axis=1)[:, :4], num_experts=16, epoch=51
     )
     engine.apply_residency(worst)
     before, swapped, failed = runner.residency, runner.num_swapped, runner.num_failed
@@ -169,7 +169,7 @@ def test_an_exchange_that_fails_leaves_the_residents_and_the_requests(engine, mo
 
 def rate_of(engine):
     """How busy the follower takes each expert to be."""
-    return lambda: engine._assembly.core._after_step.__self__._state.rate
+    return lambda: engine.components.core.after_step.__self__._state.rate
 
 
 def followed_late(state, record):
@@ -196,7 +196,7 @@ def test_residents_follow_the_load_where_nothing_is_recorded(engine, folder):
 
 def test_who_does_not_follow_counts_nothing(folder, engine):
     """Nor does an engine that records what it would count."""
-    assert engine._assembly.core.runner.spec.counted is None
+    assert engine.components.core.runner.spec.counted is None
     with Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=4), **SIZES) as still:
-        assert on_engine_thread(still, lambda core: core._after_step) is None
-        assert still._assembly.core.runner.spec.counted is None
+        assert on_engine_thread(still, lambda core: core.after_step) is None
+        assert still.components.core.runner.spec.counted is None

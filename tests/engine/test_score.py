@@ -157,7 +157,7 @@ def with_ids(place, ids):
 MISFITS = {
     "another length": (
         lambda: drifted(41),
-        "sample 1: 40 rows of tokens .* the sample has 40 tokens, so wanted 39 rows",
+        "sample 1: 40 rows of tokens .* the sample has 40 tokens, so expected 39 rows",
     ),
     "too few rows": (lambda: drifted(40, rows=30), "sample 1: 30 rows"),
     "no record": (lambda: [1, 2], "sample 1: record is a list"),

@@ -47,16 +47,16 @@ class Forgetful:
 
 def test_a_replay_that_routes_live_is_refused(engine):
     engine, _ = engine
-    core = engine._assembly.core
+    core = engine.components.core
     new_core = lambda: type(core)(core.scheduler, core.runner, core.capturer)  # noqa: E731
     sizes = {"vocab_size": 313, "context_length": 512}
     run = lambda scorer: on_engine_thread(engine, lambda _: self_check.check_replay(new_core, scorer, **sizes))  # noqa: E731
-    assert run(engine._scorer) == 15
+    assert run(engine.scorer) == 15
     with pytest.raises(
         CaptureUnsupportedError,
         match=r"played 15 rows back, and \d+ of them ran on other experts, the first at token 0",
     ):
-        run(Forgetful(engine._scorer))
+        run(Forgetful(engine.scorer))
     engine.flush_cache()
 
 

@@ -66,7 +66,7 @@ def folder(tmp_path_factory):
 def undivided(folder):
     """What the engine says that has all experts on the accelerator."""
     with Engine(str(folder), experts=ExpertOffloadConfig(), **SIZES) as engine:
-        assert type(engine._assembly.core.runner) is ModelRunner  # off: as if there were no such config
+        assert type(engine.components.core.runner) is ModelRunner  # off: as if there were no such config
         with pytest.raises(InvalidRequestError, match="all experts on the accelerator"):
             engine.apply_residency(any_residents(0, 3))
         return ask(engine)
@@ -132,7 +132,7 @@ def weights_of(folder):
 
 
 def version_of(engine):
-    return engine._assembly.core.runner.weight_version
+    return engine.components.core.runner.weight_version
 
 
 def exchange(engine, folder, version, *, given):
@@ -150,7 +150,7 @@ def exchange(engine, folder, version, *, given):
 def assert_served(engine, answers, wanted, version):
     assert_same(answers, wanted)
     assert {answer["meta_info"]["weight_version"] for answer in answers} == {str(version)}
-    runner = engine._assembly.core.runner
+    runner = engine.components.core.runner
     for kind, table in runner.tables.items():  # residents are the new store's, byte for byte
         held = (
             (layer.place * EXPERTS + runner.residency.experts[layer.column]).tolist()
@@ -200,7 +200,7 @@ def compile_events():
 def recorded_starts(engine):
     """The programs that the runner starts, in order, with what they take and give; arrays that were donated cannot be
     read."""
-    programs, started = engine._assembly.core.runner._programs, []
+    programs, started = engine.components.core.runner._programs, []
 
     def noted(key, program):
         def start(*args):
@@ -251,14 +251,14 @@ def test_any_number_of_residents_says_the_same(folder, undivided, other, undivid
 
 
 def test_host_experts_are_never_on_the_accelerator(engine, most_bytes):
-    runner, expert = engine._assembly.core.runner, 3 * 64 * 32 * 4  # bytes of gate, up and down
+    runner, expert = engine.components.core.runner, 3 * 64 * 32 * 4  # bytes of gate, up and down
     tables, stores = (jax.tree.leaves([*parts.values()]) for parts in (runner.tables, runner.model.host))
     assert sum(leaf.nbytes for leaf in tables) == MOE_LAYERS * 2 * expert
     assert sum(leaf.nbytes for leaf in stores) == MOE_LAYERS * EXPERTS * expert
     assert {device.id for leaf in stores for device in leaf.devices()} == {1}
     assert {device.id for leaf in tables for device in leaf.devices()} == {0}
     rest = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.model.state)) - MOE_LAYERS * 2 * expert
-    plan = engine._assembly.plan
+    plan = engine.components.plan
     assert (plan.weights, plan.experts_host) == (rest + MOE_LAYERS * 2 * expert, MOE_LAYERS * EXPERTS * expert)
     assert any(line.startswith("experts, host") for line in engine.memory_plan)
     assert 0 < max(most_bytes) <= rest  # while experts were loaded, only other arrays were there
@@ -281,7 +281,7 @@ def test_swaps_under_load_change_nothing_and_compile_nothing(engine, undivided):
         assert_same(answer, undivided)
     assert len(swapped) > 3 and sum(swapped) > 8
     assert seen == []
-    assert engine._assembly.core.runner.num_swapped == sum(swapped)
+    assert engine.components.core.runner.num_swapped == sum(swapped)
 
 
 def test_weights_and_residents_change_at_once(engine, folder, undivided, other, undivided_other):
@@ -331,7 +331,7 @@ def test_a_running_request_goes_on_with_the_new_weights(engine, folder, other, c
 
 
 def test_weights_that_cannot_be_copied_leave_the_old_ones(engine, undivided, other):
-    runner, version = engine._assembly.core.runner, version_of(engine)
+    runner, version = engine.components.core.runner, version_of(engine)
     key = next(key for key in runner._programs if key[0] == "write")
     kept, written = runner._programs[key], []
 
@@ -358,7 +358,7 @@ def test_an_array_under_two_names_is_given_away_once(engine, folder):
     twice = jax.device_put(np.asarray(state[pair[0]]), jax.devices()[1])
     mine, version = jax.device_put(np.asarray(state[pair[0]]), jax.devices()[1]), version_of(engine)
     engine.update_weights(state | dict.fromkeys(pair, twice), version=version + 1, donate=True)
-    runner = engine._assembly.core.runner
+    runner = engine.components.core.runner
     layers = runner.model.layers[runner._layers[-1].kind]
     assert twice.is_deleted() and not mine.is_deleted()
     for name in pair:
@@ -439,7 +439,7 @@ def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
     told = metrics_of(engine)
     hits = [told[f'resident_hit_ratio{{layer="{layer}"}}'] for layer in (1, 2)]
     np.testing.assert_allclose(hits, engine.residency()[1], atol=1e-9)
-    assert told["resident_swaps_total"] == engine._assembly.core.runner.num_swapped
+    assert told["resident_swaps_total"] == engine.components.core.runner.num_swapped
     assert told["deferred_slots_total"] == 0
 
 
@@ -528,12 +528,12 @@ def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path
 def test_experts_come_from_the_weight_path_and_all_else_from_the_model(folder, tmp_path):
     other = write_tiny_checkpoint(tmp_path / "other", seed=3, tokenizer=False, **MODEL)
     with shared_out(folder, kt_num_gpu_experts=2, kt_weight_path=str(other), kt_method="bf16") as engine:
-        runner = engine._assembly.core.runner
+        runner = engine.components.core.runner
         (stored,), (table,) = runner.model.host.values(), runner.tables.values()
         router = runner.model.layers[runner._layers[1].kind]["router"]
         down = np.array(table.down)  # the table is written anew, in place
         engine.update_weights_from_disk(folder, version=1)  # with its own experts, in the host's number format
-        (later,) = engine._assembly.core.runner.model.host.values()
+        (later,) = engine.components.core.runner.model.host.values()
     mine, theirs = (load_file(path / "model.safetensors") for path in (folder, other))
     at = "model.layers.{}.mlp"
     np.testing.assert_array_equal(router, np.stack([mine[f"{at}.gate.weight".format(layer)].T for layer in (1, 2)]))

@@ -79,7 +79,7 @@ def folder(tmp_path_factory):
 def other_weights(engine, seed):
     """Weights as a trainer brings them: other arrays of the same shapes."""
     noise = np.random.default_rng(seed)
-    state = engine._assembly.core.runner.state
+    state = engine.components.core.runner.state
     return jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf) * np.float32(1 + 0.01 * noise.random())), state)
 
 
@@ -147,5 +147,5 @@ def test_nothing_compiles_once_the_engine_is_ready(folder, kind):
             change_weights(engine, states)
             engine.get_server_info()
             assert_idle(engine)
-        assert engine._assembly.core.scheduler.num_retracted > 0  # pages ran out, too
+        assert engine.components.core.scheduler.num_retracted > 0  # pages ran out, too
     assert seen == []

@@ -265,7 +265,7 @@ def test_a_step_that_is_stuck_shows_in_health_and_recovers(engine):
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(engine):
     with running(engine) as server:
-        scheduler = engine._assembly.core.scheduler
+        scheduler = engine.components.core.scheduler
         limit = scheduler._args.max_queued_requests
         bodies = {"prompt": [[5]] * 256, "n": limit // 256 + 1, "max_tokens": 1}
         response = server.post("/v1/completions", bodies)

@@ -275,7 +275,7 @@ class Served:
         held = opened.load(opened.dtype("auto"))
         for how in ("given", "from disk", "after a release", "donated"):
             for engine in self.engines:
-                version = engine._assembly.core.runner.weight_version + 1
+                version = engine.components.core.runner.weight_version + 1
                 if how == "given":
                     engine.update_weights(held, version=version)
                 elif how == "donated":
@@ -349,8 +349,10 @@ def placement(qwen3, alone):
             engine.update_weights_from_disk(qwen3.other, version=1)
         held_is(placed, third, qwen3.other)
         alike(alone.generate(**ask), placed.generate(**ask))
-        runner = placed._assembly.core.runner
-        placed._loop.run_drained(lambda: runner.move_layer(*runner.layers()[0], second))  # a change that stops half way
+        runner = placed.components.core.runner
+        placed.thread.run_drained(
+            lambda: runner.move_layer(*runner.layers()[0], second)
+        )  # a change that stops half way
         for engine in (alone, placed):
             engine.update_weights_from_disk(qwen3.folder, version=2)
         held_is(placed, third, qwen3.folder)
@@ -392,7 +394,7 @@ def alike(alone, shared):
 
 
 def _state(engine):
-    return engine._assembly.core.runner.state
+    return engine.components.core.runner.state
 
 
 def refusals(folder):
@@ -424,7 +426,7 @@ def cases(folder):
     for name in ("answers", "gpu_kernels", "prefix_hits", "retraction"):
         yield name, lambda name=name: getattr(qwen3(), name)()
     served = functools.cache(lambda: Served(qwen3()))
-    yield "memory", lambda: qwen3().memory(served().engines[1]._assembly.core)
+    yield "memory", lambda: qwen3().memory(served().engines[1].components.core)
     yield "placement", lambda: placement(qwen3(), served().engines[0])
     for name in ("samplers", "replay", "new_weights"):
         yield name, lambda name=name: getattr(served(), name)()

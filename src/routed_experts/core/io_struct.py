@@ -108,10 +108,10 @@ class ReroutingCounts:
 class TokenIDOut:
     """What one request has gained since its last output.
 
-    `text`: that of the new tokens, where the engine thread decodes it to find stop strings; None: the caller decodes it.
-    `routed_experts`: in the last output only, unless the request streams its rows. `exact` False: experts were added a
-    layer late, or capacities changed some, so far; `rerouting`: how many of these, None where there are no capacities.
-    `queue_s`: seconds from acceptance to the first step, None for a request that never ran."""
+    `text`: that of the new tokens, where the engine thread decodes it to find stop strings; None: the caller decodes
+    it. `routed_experts`: in the last output only, unless the request streams its rows. `exact` False: experts were
+    added a layer late, or capacities changed some, so far; `rerouting`: how many of these, None where there are no
+    capacities. `queue_s`: seconds from acceptance to the first step, None for a request that never ran."""
 
     rid: str
     new_token_ids: tuple[int, ...]

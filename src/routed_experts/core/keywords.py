@@ -1,7 +1,7 @@
 """Unknown keywords of public functions: refused with an error of ours that names the nearest known keyword.
 
-Python's own TypeError names no neighbour, and `**kwargs` would hide the signature from editors. So a function spells out
-its keywords, and `refuse_unknown` compares each call with that signature."""
+Python's own TypeError names no neighbour, and `**kwargs` would hide the signature from editors. So a function spells
+out its keywords, and `refuse_unknown` compares each call with that signature."""
 
 import functools
 import inspect

@@ -7,9 +7,13 @@ import dataclasses
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Literal, overload
+
+import numpy as np
+from jaxtyping import Float64
 
 from routed_experts.core.error_text import short_repr, suggestion
 from routed_experts.core.errors import PARAM, ConfigError, InvalidRequestError
@@ -17,13 +21,24 @@ from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.integrity import Violation
 from routed_experts.core.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from routed_experts.core.keywords import refuse_unknown
-from routed_experts.core.placement import ExpertPlacement
+from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.placement_config import PlacementConfig
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
-from routed_experts.engine.build.builder import EngineComponents, Phase, PhaseClock, build_engine
-from routed_experts.engine.control.engine_control import EngineControl
+from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
+from routed_experts.engine.control.context import EngineContext
+from routed_experts.engine.control.memory_control import MEMORY_TAGS, MemoryControl
+from routed_experts.engine.control.placement_control import PlacementControl
+from routed_experts.engine.control.placement_stats import PlacementStats
+from routed_experts.engine.control.score import ScoreOutput, Scorer
+from routed_experts.engine.control.score_control import ScoreControl
+from routed_experts.engine.control.stats import EngineStats, engine_stats
+from routed_experts.engine.control.weight_control import WeightControl
+from routed_experts.engine.control.weights import Weights
+from routed_experts.engine.loop.core import PauseMode
 from routed_experts.engine.loop.engine_thread import EngineThread
 from routed_experts.engine.requests.generation import AsyncGeneration, GenerationCall
 from routed_experts.engine.requests.input_processor import InputProcessor, RequestLimits, is_nested
@@ -51,11 +66,11 @@ def _unknown_field(name: str, known: Sequence[str]) -> InvalidRequestError:
     return InvalidRequestError(f"{PARAM} is no parameter of generate; {nearest}", param=name, code="unknown_field")
 
 
-class Engine(EngineControl):
+class Engine:
     """Serves one model. Every method may be called from any thread; leaving the `with` shuts it down.
 
-    Parts for the other entrances and for tests: `components` (what the engine is built of), `thread` (runs functions
-    between two steps), `input_processor`."""
+    Parts, for the other entrances and for tests: `components` (what the engine is built of), `thread` (runs functions
+    between two steps), `scorer`, `input_processor`."""
 
     @refuse_unknown(_unknown_argument)
     def __init__(
@@ -151,8 +166,12 @@ class Engine(EngineControl):
         except BaseException:
             self.compiles.close()
             raise
-        super().__init__(args, components)
-        self.phases = tuple(clock.phases)
+        self.components, self.phases = components, tuple(clock.phases)
+        self.thread = EngineThread(components.core)
+        self.scorer = Scorer(args, components.buckets, components.core.runner, self.thread.run_between_steps)
+        context = EngineContext(components=components, thread=self.thread, scorer=self.scorer)
+        self._weights, self._memory = WeightControl(context), MemoryControl(context)
+        self._scores, self._placement = ScoreControl(context), PlacementControl(context)
         limits = RequestLimits(
             context_length=components.context_length,
             pool_tokens=components.kv_tokens,
@@ -163,16 +182,6 @@ class Engine(EngineControl):
         )
         self.input_processor = InputProcessor(limits, self._tokenizer, random_seed=args.random_seed)
         self.compiles.start_serving()
-
-    @property
-    def components(self) -> EngineComponents:
-        """What the engine is built of."""
-        return self._assembly
-
-    @property
-    def thread(self) -> EngineThread:
-        """The engine thread."""
-        return self._loop
 
     @refuse_unknown(_unknown_field)
     def generate(
@@ -277,7 +286,7 @@ class Engine(EngineControl):
         )
         call = self.new_call(self.input_processor.process(request))
         squeeze = _is_single(request, call)
-        generation = AsyncGeneration(call, self._loop, max_backlog=sys.maxsize)
+        generation = AsyncGeneration(call, self.thread, max_backlog=sys.maxsize)
         if stream:
             return _stream(call, generation, squeeze=squeeze)
         try:
@@ -293,16 +302,17 @@ class Engine(EngineControl):
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt, text or token ids, as RequestOutputs of the running event loop.
 
-        `output_kind`: "delta" yields what one choice has gained, "cumulative" all that it has, "final" one output of all
-        choices at the end. Rows, if `params` request them, come with the end of their choice. Closing the iterator or
-        cancelling its task aborts. Raises InvalidRequestError or a subclass at once, other errors from the iterator."""
+        `output_kind`: "delta" yields what one choice has gained, "cumulative" all that it has, "final" one output of
+        all choices at the end. Rows, if `params` request them, come with the end of their choice. Closing the iterator
+        or cancelling its task aborts. Raises InvalidRequestError or a subclass at once, other errors from the
+        iterator."""
         check_stream(params, output_kind)
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         request = GenerateReqInput(text=text, input_ids=ids, sampling_params=params, stream=output_kind != "final")
         requests = self.input_processor.process(request)
 
         def new_generation() -> AsyncGeneration:
-            return AsyncGeneration(self.new_call(requests), self._loop, max_backlog=sys.maxsize)
+            return AsyncGeneration(self.new_call(requests), self.thread, max_backlog=sys.maxsize)
 
         return stream_outputs(new_generation, text, kind=output_kind)
 
@@ -311,7 +321,7 @@ class Engine(EngineControl):
         if (rid is None) != abort_all:
             text = f"{PARAM}={short_repr(rid)} with abort_all={abort_all}; give one of them"
             raise InvalidRequestError(text, param="rid")
-        core = self._assembly.core
+        core = self.components.core
 
         def end() -> int:
             live = [req for live in core.request_table.live() if (req := core.request_table.find(live)) is not None]
@@ -321,24 +331,182 @@ class Engine(EngineControl):
                 if abort_all or rid in (req.rid, req.source.group.rpartition("-")[0])
             )
 
-        return self._loop.run_between_steps(end)
+        return self.thread.run_between_steps(end)
+
+    @overload
+    def score(
+        self,
+        token_ids: Sequence[int],
+        *,
+        routed: RoutedExperts | None = None,
+        return_routed_experts: bool | None = None,
+    ) -> ScoreOutput: ...
+    @overload
+    def score(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        routed: Sequence[RoutedExperts | None] | None = None,
+        return_routed_experts: bool | None = None,
+    ) -> list[ScoreOutput]: ...
+    def score(
+        self,
+        token_ids: TokenIds,
+        *,
+        routed: RoutedExperts | Sequence[RoutedExperts | None] | None = None,
+        return_routed_experts: bool | None = None,
+    ) -> ScoreOutput | list[ScoreOutput]:
+        """Score sequences with the served weights: S - 1 logprobs (temperature 1) and S rows each. One sequence of ids
+        gives one ScoreOutput, several give a list.
+
+        Valid rows of `routed` are executed, as a trainer would replay them; other tokens are routed live. It runs
+        beside the requests, paused or not, in KV pages of its own (for the longest sequence, or a step's tokens). A
+        program is compiled when a shape is first met. Rows are returned where the engine records them; to request them
+        (True) or to replay elsewhere raises CaptureDisabledError. Raises InvalidRequestError for ids that are none,
+        PromptTooLongError, and RoutingAlignmentError for rows that do not fit, naming sample, row and layer. With
+        experts= the host's experts run inside one program, as with host_backend="ffi" and on threads of their own, and
+        none is deferred; where that is not possible, InvalidRequestError names the reason."""
+        outputs = self._scores.score(token_ids, routed=routed, return_routed_experts=return_routed_experts)
+        return outputs if is_nested(token_ids) else outputs[0]
+
+    def update_weights(self, state: Weights, *, version: int, cache: str = "flush", donate: bool = False) -> None:
+        """Run later steps with other weights of the same tree, shapes and dtypes; nothing is compiled.
+
+        `state` is an nnx.State, a module, or (nested or dotted) names to arrays. Arrays that are already where the
+        served ones are, are taken without a copy, so do not donate them afterwards. `version` must rise. Running
+        requests prefill again with `cache="flush"` and keep their pages with "keep". Written rows stay, and their
+        `version_spans` name the weights that made them. No new request matches old pages. Raises WeightsMismatchError
+        naming the first arrays that differ; then nothing has changed.
+
+        With `donate=True` the engine owns the arrays from now on, also if the caller still refers to them: one that was
+        copied to where it is served is deleted at once, and one that is served is deleted when other weights replace it
+        or `release_memory_occupation` gives it up. So after a swap the devices hold one copy of the weights. During it
+        they hold the old and the new, unless the old were released before. It waits for a score that is under way.
+
+        With experts= the host holds the old and the new store during it, the accelerator one table: residents are
+        written into it between two steps, one after another. A copy that fails leaves the old weights served, under the
+        old version."""
+        self._weights.update(state, version=version, cache=cache, donate=donate)
+
+    def update_weights_from_disk(self, path: str | Path, *, version: int, cache: str = "flush") -> None:
+        """`update_weights` with a checkpoint folder of the served architecture, read in the served dtype while requests
+        go on. Raises WeightsMismatchError where config.json describes another model, CheckpointError where the folder
+        is damaged."""
+        self._weights.update_from_disk(path, version=version, cache=cache)
+
+    def update_weight_version(self, version: int) -> None:
+        """Give the served weights another version, which must rise. Rows written from now on bear it. Running requests
+        keep their pages, and no new request matches pages of the old version. Raises WeightsMismatchError."""
+        self._weights.update_version(version)
+
+    def release_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Free the KV pool ("kv_cache"), the engine's hold on its weights ("weights"), or both, between two steps.
+
+        Running requests return to the queue; they and new ones wait until all is taken back. Arrays of weights that the
+        caller holds too stay the caller's. To release again changes nothing. Raises InvalidRequestError for other tags,
+        and on an engine with experts=."""
+        self._memory.release(tags)
+
+    def resume_memory_occupation(self, state: Weights | None = None, *, version: int | None = None) -> None:
+        """Take back all that was released, with an empty pool, and continue with the queue.
+
+        Released weights come from `state`, as `update_weights` takes it, under a `version` that rises, or have come by
+        `update_weights` meanwhile. Without a release nothing happens. Raises InvalidRequestError where weights are
+        missing, or one of `state` and `version`; WeightsMismatchError as `update_weights`. Then all stays released."""
+        self._memory.resume(state, version)
+
+    @property
+    def released(self) -> tuple[str, ...]:
+        """What is released: tags of `release_memory_occupation`."""
+        return self._memory.released
+
+    def pause(self, *, mode: str) -> None:
+        """Hold requests back until `resume`; requests that arrive meanwhile queue.
+
+        `mode`: "wait" lets started requests finish, and returns when they have; "retract" returns them to the queue
+        with their tokens and rows, and frees their pages; "in_place" freezes them with their pages; "abort" ends every
+        request with what it has. Raises InvalidRequestError."""
+        known = [pause_mode.value for pause_mode in PauseMode]
+        if mode not in known:
+            text = f"{PARAM}={short_repr(mode)} is unknown; choose one of {', '.join(known)}"
+            raise InvalidRequestError(text, param="mode")
+        core, pause_mode = self.components.core, PauseMode(mode)
+        self.thread.run_drained(lambda: core.pause(pause_mode))
+        if pause_mode is PauseMode.WAIT:
+            self.thread.wait_until_paused()
+
+    def resume(self) -> None:
+        """End a pause of any mode; without one nothing happens."""
+        self.thread.run_between_steps(self.components.core.resume)
+
+    @property
+    def paused(self) -> str | None:
+        """The mode of the current pause, or None."""
+        pause_mode = self.components.core.pause_mode
+        return None if pause_mode is None else pause_mode.value
+
+    def apply_placement(self, placement: ExpertPlacement) -> int:
+        """Move the experts to where the placement has them, a MoE layer between two steps, while requests go on;
+        returns how many instances came from another device. Ids and outputs do not change, up to the order of sums, and
+        nothing is compiled. Raises PlacementError for a placement of another model or other sizes, and
+        InvalidRequestError on an engine that was built without placement=."""
+        return self._placement.apply(placement)
+
+    def set_capacity_factor(self, factor: Fraction | float | str) -> None:
+        """Set the capacity of the instances in later steps to this factor of the mean load; nothing is compiled.
+        `factor` as in PlacementConfig. Raises ConfigError, and InvalidRequestError on an engine that was built without
+        PlacementConfig(mode="reroute")."""
+        self._placement.set_capacity_factor(factor)
+
+    def placement_stats(self) -> PlacementStats:
+        """Moves and balance of placed experts since the start. Raises InvalidRequestError on an engine without
+        placement=."""
+        return self._placement.stats()
+
+    def apply_residency(self, residency: ResidencyMap) -> int:
+        """Make other experts resident on the accelerator, between two steps, and return how many were copied there. Ids
+        and outputs do not change, up to the order of sums, and nothing is compiled. Raises PlacementError for a map of
+        another model or another number of residents, and InvalidRequestError on an engine without
+        experts=ExpertOffloadConfig(...)."""
+        return self._placement.apply_residency(residency)
+
+    def residency(self) -> tuple[ResidencyMap, Float64[np.ndarray, " M"]]:
+        """Which experts are resident, and for each MoE layer the share of all slots so far that residents ran
+        (resident_hit_ratio; NaN before the first step). Raises InvalidRequestError on an engine without
+        experts=ExpertOffloadConfig(...)."""
+        return self._placement.residency()
+
+    def stats(self) -> EngineStats:
+        """Counts of this moment: running, waiting and ended requests, steps, pages, rows. Answers at once, also while a
+        step is stuck and after the engine has ended."""
+        return engine_stats(self.components)
+
+    def routing_stats(self) -> RoutingStats:
+        """How often each expert was chosen since the start or `reset_routing_stats`, in prompts and in generated
+        tokens: of every token that a step fed for a request. A token from the prefix cache was not fed and does not
+        count. Raises CaptureDisabledError where nothing is recorded."""
+        return self.thread.run_between_steps(self.components.core.capturer.routing_stats)
+
+    def reset_routing_stats(self) -> RoutingStats:
+        """Start to count anew; returns the counts so far. Raises CaptureDisabledError where nothing is recorded."""
+        return self.thread.run_between_steps(lambda: self.components.core.capturer.routing_stats(reset=True))
 
     def flush_cache(self) -> int:
         """Forget all cached prefixes; returns the pages freed. Running requests keep their pages."""
-        return self._loop.run_between_steps(self._assembly.core.flush_cache)
+        return self.thread.run_between_steps(self.components.core.flush_cache)
 
     def check_integrity(self) -> list[Violation]:
         """Check pages, prefix cache, rows and request counts; empty when all hold."""
-        return self._loop.run_between_steps(self._assembly.core.check_integrity)
+        return self.thread.run_between_steps(self.components.core.check_integrity)
 
     def get_server_info(self) -> dict[str, object]:
         """Configuration, memory plan, start-up phases and counters."""
-        core = self._assembly.core
+        core = self.components.core
         return {
             **dataclasses.asdict(self.server_args),
-            "context_length": self._assembly.context_length,
+            "context_length": self.components.context_length,
             "memory_plan": self.memory_plan,
-            "prefix_cache": self._assembly.prefix_cache,
+            "prefix_cache": self.components.prefix_cache,
             "phases": {phase.name: phase.seconds for phase in self.phases},
             "requests_accepted": core.request_table.accepted,
             "requests_finished": dict(core.request_table.finished),
@@ -348,7 +516,7 @@ class Engine(EngineControl):
     @property
     def memory_plan(self) -> list[str]:
         """What was allocated and why, a purpose a line: weights, KV pages, capture on the device and on the host."""
-        return self._assembly.plan.lines()
+        return self.components.plan.lines()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -357,14 +525,14 @@ class Engine(EngineControl):
 
     def new_call(self, requests: Sequence[TokenizedGenerateReqInput]) -> GenerationCall:
         """A call of validated requests, not submitted yet."""
-        mode, capture = self.server_args.logprobs_mode, self._assembly.capture
-        return GenerationCall(requests, self._loop, self._tokenizer, logprobs_mode=mode, capture=capture)
+        mode, capture = self.server_args.logprobs_mode, self.components.capture
+        return GenerationCall(requests, self.thread, self._tokenizer, logprobs_mode=mode, capture=capture)
 
     def shutdown(self) -> None:
         """Abort all requests and end the engine thread. Idempotent."""
-        self._loop.stop()
-        if self._assembly.rebalancer is not None:
-            self._assembly.rebalancer.close()
+        self.thread.stop()
+        if self.components.rebalancer is not None:
+            self.components.rebalancer.close()
         self.compiles.close()
 
     def __enter__(self) -> "Engine":

@@ -57,7 +57,7 @@ class Scorer:
         self._between_steps = between_steps
         self._args = dataclasses.replace(args, disable_radix_cache=True, max_queued_requests=1 << 30)
         self._buckets, self._runner = buckets, runner
-        self.turn = threading.Lock()  # who holds it may donate the served weights: nobody else looks at them
+        self.lock = threading.Lock()  # its holder may donate the served weights, which nothing else reads meanwhile
         self._score = jax.jit(_score_on_all, static_argnames="spec")
 
     @functools.cached_property
@@ -75,7 +75,7 @@ class Scorer:
     ) -> list[ScoreOutput]:
         """Score checked sequences, in order, with the weights and version that are served when its turn comes; rows of
         `routed` that are valid are executed, others are routed live."""
-        with self.turn:
+        with self.lock:
             state, version = served()
             jobs = [
                 _Job(_request(index, ids), None if routed is None else routed[index])

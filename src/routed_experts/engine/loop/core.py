@@ -1,9 +1,10 @@
-"""EngineCore: the step loop, without a thread. It ties the scheduler, the model runner and the routing capturer together.
+"""EngineCore: the step loop, without a thread. It ties the scheduler, the model runner and the routing capturer
+together.
 
     schedule n+1 -> dispatch n+1 -> read n -> file its rows -> commit n -> collect rows of finished requests -> release
     their pages
-All host work of step n happens while the device runs step n+1. Engine thread only. The only text that it handles is that
-of requests with stop strings. Dims: S tokens of a sequence."""
+All host work of step n happens while the device runs step n+1. Engine thread only. The only text that it handles is
+that of requests with stop strings. Dims: S tokens of a sequence."""
 
 import enum
 import time
@@ -81,8 +82,8 @@ class EngineCore:
         return self.pause_mode is PauseMode.WAIT and self.scheduler.has_started
 
     def add(self, reqs: Sequence[Req], detokenizers: Mapping[str, StopDetokenizer] = NO_DETOKENIZERS) -> None:
-        """Accept the requests of one call, all or none; `detokenizers` belong to those with stop strings, by request id.
-        Raises QueueFullError if they do not fit."""
+        """Accept the requests of one call, all or none; `detokenizers` belong to those with stop strings, by request
+        id. Raises QueueFullError if they do not fit."""
         try:
             self.scheduler.add(reqs)
         except QueueFullError:

@@ -1,8 +1,8 @@
 """ReroutingStats: expert slots of each request that capacities moved away from its K best experts, or dropped.
 
 Tokens that a request feeds count, and so do those of its cached prefix, which other requests fed. So counts are kept by
-KV slot too; the next pass over a slot overwrites them. Engine thread only; the totals may be read from any thread. Dims:
-N padded tokens, R real tokens, S tokens of a prefix."""
+KV slot too; the next pass over a slot overwrites them. Engine thread only; the totals may be read from any thread.
+Dims: N padded tokens, R real tokens, S tokens of a prefix."""
 
 from collections.abc import Iterable
 

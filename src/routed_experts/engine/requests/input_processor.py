@@ -130,7 +130,10 @@ class InputProcessor:
             text = f"{PARAM} holds the token id {wrong}, outside 0..{limits.vocab_size - 1}; use this model's ids"
             raise InvalidRequestError(text, param=param)
         if ids.size >= limits.context_length:
-            text = f"{PARAM} has {ids.size} tokens, and the context of {limits.context_length} must also hold one new token; shorten it"
+            text = (
+                f"{PARAM} has {ids.size} tokens, and the context of {limits.context_length} must also "
+                "hold one new token; shorten it"
+            )
             raise PromptTooLongError(text, param=param)
         return ids.astype(np.int32)
 
@@ -148,7 +151,10 @@ class InputProcessor:
         if sampling.stop:
             self._text_tokenizer("stop")
         if sampling.min_tokens > max_tokens:
-            text = f"{PARAM}={sampling.min_tokens} is above the {max_tokens} tokens that may be generated; lower it or raise max_tokens"
+            text = (
+                f"{PARAM}={sampling.min_tokens} is above the {max_tokens} tokens that may be generated; "
+                "lower it or raise max_tokens"
+            )
             raise InvalidRequestError(text, param="min_tokens")
         return sampling, stop_token_ids
 
@@ -158,7 +164,8 @@ class InputProcessor:
         room = min(limits.context_length, limits.pool_tokens) - prompt_len
         if room < 1:
             raise PromptTooLongError(
-                f"the prompt of {prompt_len} tokens does not fit the KV pool of {limits.pool_tokens} tokens with one new token; "
+                f"the prompt of {prompt_len} tokens does not fit the KV pool of {limits.pool_tokens} "
+                "tokens with one new token; "
                 "shorten it or raise max_total_tokens",
                 param="prompt",
             )
@@ -166,7 +173,8 @@ class InputProcessor:
             return min(default, room)
         if params.max_tokens > room:
             raise PromptTooLongError(
-                f"{PARAM}={params.max_tokens} with a prompt of {prompt_len} tokens is above the limit of {prompt_len + room} tokens "
+                f"{PARAM}={params.max_tokens} with a prompt of {prompt_len} tokens is above the limit "
+                f"of {prompt_len + room} tokens "
                 f"(context {limits.context_length}, KV pool {limits.pool_tokens}); ask for at most {room}",
                 param="max_new_tokens",
             )
@@ -190,7 +198,10 @@ class InputProcessor:
                 raise InvalidRequestError(text, param=param)
         room = MAX_BIAS - len(sampling.logit_bias)
         if sampling.min_tokens > 0 and len(stop_token_ids) > room:
-            text = f"{PARAM}={sampling.min_tokens} forbids {len(stop_token_ids)} stop ids, with room for {room}; name fewer stop_token_ids"
+            text = (
+                f"{PARAM}={sampling.min_tokens} forbids {len(stop_token_ids)} stop ids, with room for "
+                f"{room}; name fewer stop_token_ids"
+            )
             raise InvalidRequestError(text, param="min_tokens")
 
 

@@ -1,4 +1,5 @@
-"""RequestOutput: SequenceStates in vLLM's words, at the end of a call or as a stream, with the record beside the arrays.
+"""RequestOutput: SequenceStates in vLLM's words, at the end of a call or as a stream, with the record beside the
+arrays.
 
 Dims: R rows, P prompt rows, G generated rows, M MoE layers, K experts per token."""
 
@@ -49,8 +50,8 @@ class WeightSpan:
 class CompletionOutput:
     """One choice. `token_ids` include the stop token that ended it; `logprobs` is None unless requested.
 
-    `record` is the routing of the whole sequence, prompt rows included; None if it was not requested, or if no token was
-    generated."""
+    `record` is the routing of the whole sequence, prompt rows included; None if it was not requested, or if no token
+    was generated."""
 
     index: int
     text: str

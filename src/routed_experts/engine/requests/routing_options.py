@@ -36,7 +36,8 @@ def resolve_routing_options(
     capture: bool,
     defaults: RoutingDefaults = SGLANG_DEFAULTS,
 ) -> RoutingOptions:
-    """Resolve the routing options of a request. Raises InvalidRequestError naming the field, or CaptureDisabledError."""
+    """Resolve the routing options of a request. Raises InvalidRequestError naming the field, or
+    CaptureDisabledError."""
     enabled = _merge_field("return_routed_experts", request.return_routed_experts, params.return_routed_experts)
     start = _merge_field("routed_experts_start_len", _start_len(request), params.routed_experts_start_len)
     form = _merge_field("routed_experts_format", request.routed_experts_format, params.routed_experts_format)
@@ -52,7 +53,8 @@ def resolve_routing_options(
         return RoutingOptions()
     if not capture:
         raise CaptureDisabledError(
-            "return_routed_experts=True, but this engine records none; build it with Engine(..., enable_return_routed_experts=True), "
+            "return_routed_experts=True, but this engine records none; build it with Engine(..., "
+            "enable_return_routed_experts=True), "
             "or serve with --enable-return-routed-experts",
             param="return_routed_experts",
         )
@@ -73,7 +75,10 @@ def _start_len(request: GenerateReqInput) -> object:
     """The start of the rows, under either name."""
     start, alias = request.routed_experts_start_len, request.routed_experts_prompt_start
     if start is not None and alias is not None and start != alias:
-        text = f"routed_experts_prompt_start={short_repr(alias)} and routed_experts_start_len={short_repr(start)} differ; give one"
+        text = (
+            f"routed_experts_prompt_start={short_repr(alias)} and "
+            f"routed_experts_start_len={short_repr(start)} differ; give one"
+        )
         raise InvalidRequestError(text, param="routed_experts_start_len", code="conflicting_parameters")
     return alias if start is None else start
 
@@ -91,7 +96,10 @@ def _checked_start(start: object, prompt_len: int) -> int:
 def _checked_format(form: object, defaults: RoutingDefaults) -> str:
     form = defaults.format if form is None else _checked_word("format", form, ROUTED_EXPERTS_FORMATS)
     if form == "ref" and not defaults.refs:
-        text = "routed_experts_format='ref' is for servers that keep rows: here the array is already in this process; choose int32 or npy"
+        text = (
+            "routed_experts_format='ref' is for servers that keep rows: here the array is already in "
+            "this process; choose int32 or npy"
+        )
         raise InvalidRequestError(text, param="routed_experts_format", code="ref_unavailable")
     return form
 

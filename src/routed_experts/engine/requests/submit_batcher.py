@@ -1,8 +1,9 @@
 """SubmitBatcher: calls of an event loop that arrive together are submitted to the engine together.
 
 An idle engine that took the first of many calls would run steps for it alone, on the cores that parse the others; these
-would wait for that step, and then for each other. So a call that finds the engine idle waits a moment for others. A call
-that finds it busy does not, because it waits for the end of a step anyway. Event loop only, except for the completion."""
+would wait for that step, and then for each other. So a call that finds the engine idle waits a moment for others. A
+call that finds it busy does not, because it waits for the end of a step anyway. Event loop only, except for the
+completion."""
 
 import asyncio
 import concurrent.futures

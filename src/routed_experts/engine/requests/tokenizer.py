@@ -1,7 +1,8 @@
 """Tokenizer: text to token ids and back, and messages to text, from the tokenizer files of a checkpoint.
 
-Only tokenizer.json is read. Code of a checkpoint is never imported. Chat templates come from the checkpoint alone and run
-in a sandbox that can call nothing but the functions given here. Needs routed-experts[text], imported at first use."""
+Only tokenizer.json is read. Code of a checkpoint is never imported. Chat templates come from the checkpoint alone and
+run in a sandbox that can call nothing but the functions given here. Needs routed-experts[text], imported at first
+use."""
 
 import functools
 import importlib

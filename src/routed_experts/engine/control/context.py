@@ -1,0 +1,56 @@
+"""EngineContext: what the control operations of an engine share: its parts, its thread, and the locks that order
+them."""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Generator
+
+from routed_experts.core.errors import InvalidRequestError
+from routed_experts.engine.build.builder import EngineComponents
+from routed_experts.engine.build.served_model import ServedModel
+from routed_experts.engine.control.score import Scorer
+from routed_experts.engine.loop.core import EngineCore
+from routed_experts.engine.loop.engine_thread import EngineThread
+from routed_experts.execution.offload.offload_runner import OffloadRunner
+from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineContext:
+    """The engine that control operations act on. `weights_lock`: weights are swapped, moved or released one operation
+    after another."""
+
+    components: EngineComponents
+    thread: EngineThread
+    scorer: Scorer
+    weights_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @property
+    def core(self) -> EngineCore:
+        """The core; its state changes on the engine thread alone."""
+        return self.components.core
+
+    @property
+    def served_model(self) -> ServedModel:
+        """The served model, with its experts where they are now."""
+        runner, served = self.core.runner, self.components.served
+        return served.under(runner.placement, runner.factor) if isinstance(runner, ReplicatedExpertRunner) else served
+
+    @property
+    def offload_runner(self) -> OffloadRunner | None:
+        """The runner, where some experts are on the host."""
+        return self.core.runner if isinstance(self.core.runner, OffloadRunner) else None
+
+    @contextlib.contextmanager
+    def exclusive_weights(self) -> Generator[None, None, None]:
+        """Hold the weights while no other operation and no score reads them."""
+        with self.weights_lock, self.scorer.lock:
+            yield
+
+    def check_not_released(self, operation: str) -> None:
+        """Raise InvalidRequestError where memory is released."""
+        if self.core.released:
+            tags = ", ".join(sorted(self.core.released))
+            text = f"{operation} needs memory that is released ({tags}); call resume_memory_occupation first"
+            raise InvalidRequestError(text, param="tags")

@@ -1,0 +1,96 @@
+"""ScoreControl: validates what is to be scored, and scores it with the served weights. Dims: S tokens of a sequence."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Int32
+
+from routed_experts.core.error_text import short_repr
+from routed_experts.core.errors import (
+    CaptureDisabledError,
+    InvalidRequestError,
+    PromptTooLongError,
+    RoutingAlignmentError,
+)
+from routed_experts.core.routed_experts import RoutedExperts
+from routed_experts.engine.build.expert_offload import ffi_unavailable_reason
+from routed_experts.engine.control.context import EngineContext
+from routed_experts.engine.control.score import ScoreOutput
+from routed_experts.engine.requests.input_processor import is_nested
+from routed_experts.replay.check import check_record
+
+
+class ScoreControl:
+    """The scores of one engine. Thread-safe."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+
+    def score(self, token_ids: Any, *, routed: Any, return_routed_experts: bool | None) -> list[ScoreOutput]:
+        """`Engine.score`, a list also for one sequence."""
+        self._check_can_score()
+        self._context.check_not_released("score")
+        several = is_nested(token_ids)
+        sequences = [self._check_ids(ids) for ids in (token_ids if several else [token_ids])]
+        records: Sequence[RoutedExperts | None] | None = None
+        if routed is not None:
+            records = list(routed) if several and isinstance(routed, Sequence) else [routed]
+        self._check_records(records, sequences, return_routed_experts)
+        runner, thread = self._context.core.runner, self._context.thread
+
+        def served() -> tuple[nnx.State[Any, Any], int]:
+            self._context.check_not_released("score")
+            return runner.state, runner.weight_version
+
+        return self._context.scorer.run(sequences, records, lambda: thread.run_between_steps(served))
+
+    def _check_can_score(self) -> None:
+        runner = self._context.offload_runner
+        if runner is None or not runner.split.has_host:
+            return
+        if reason := ffi_unavailable_reason(jax.default_backend()):
+            text = f"score with experts= runs the host's experts inside a program, and here {reason}"
+            raise InvalidRequestError(text, param="experts")
+
+    def _check_ids(self, ids: Any) -> Int32[np.ndarray, " S"]:
+        """Token ids of one sequence, of this model and within its context."""
+        is_list = isinstance(ids, np.ndarray | Sequence) and len(ids) > 0
+        if not is_list or not all(isinstance(part, int | np.integer) and not isinstance(part, bool) for part in ids):
+            text = f"token_ids={short_repr(ids)} must be at least one token id, or a list of such lists"
+            raise InvalidRequestError(text, param="token_ids")
+        vocab, context = self._context.components.vocab_size, self._context.components.context_length
+        wrong = [token for token in ids if not 0 <= token < vocab]
+        if wrong:
+            token = short_repr(int(wrong[0]))
+            text = f"token_ids holds the token id {token}, outside 0..{vocab - 1}; use this model's ids"
+            raise InvalidRequestError(text, param="token_ids")
+        if len(ids) > context:
+            text = f"token_ids has {len(ids)} tokens, above the context of {context}; cut it"
+            raise PromptTooLongError(text, param="token_ids")
+        return np.asarray(ids, np.int32)
+
+    def _check_records(
+        self,
+        records: Sequence[RoutedExperts | None] | None,
+        sequences: Sequence[Int32[np.ndarray, " S"]],
+        return_routed_experts: bool | None,
+    ) -> None:
+        spec = self._context.components.capture
+        if spec is None and (return_routed_experts or records is not None):
+            param = "routed" if records is not None else "return_routed_experts"
+            text = (
+                f"{param} is given, but this engine records none; build it with Engine(..., "
+                "enable_return_routed_experts=True)"
+            )
+            raise CaptureDisabledError(text, param=param)
+        if records is None or spec is None:
+            return
+        if len(records) != len(sequences):
+            text = f"routed holds {len(records)} records for {len(sequences)} sequences; give one each, or None"
+            raise RoutingAlignmentError(text)
+        for sample, (record, ids) in enumerate(zip(records, sequences, strict=True)):
+            if record is not None:
+                check_record(record, spec, sample=sample, num_tokens=ids.size)
