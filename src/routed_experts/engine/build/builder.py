@@ -212,7 +212,7 @@ def _runner(
         return ModelRunner(state, spec, sizes)
     factor = parse_fraction(placement.capacity_factor) if placement.capacity_limited else None
     return ReplicatedExpertRunner(
-        state, spec, sizes, placement=placement.initial, places=moe_groups(config), factor=factor
+        state, spec, sizes, placement=placement.initial, groups=moe_groups(config), factor=factor
     )
 
 
