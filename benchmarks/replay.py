@@ -31,14 +31,14 @@ from common import benchmark_config, benchmark_model, print_table, write_result
 from flax import nnx
 
 from oracles.schedules import Stage, run_schedule
-from oracles.worlds import other_weights, tiny_world
+from oracles.testbeds import other_weights, tiny_testbed
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.formats.metadata import to_metadata
 from routed_experts.formats.wire import npy_bytes, record_from_npy
 from routed_experts.models.families.qwen3_moe import Qwen3Moe
 from routed_experts.replay import RoutedBatch, Sample, align, canary, forward
-from support.tiny import VOCAB_SIZE
+from support.tiny_checkpoint import VOCAB_SIZE
 
 
 def small_model() -> Qwen3Moe:
@@ -147,7 +147,7 @@ def align_times(tokens: int, layers: int, top_k: int, experts: int, repeats: int
 
 def judge_schedules(count: int) -> dict[str, object]:
     """Random schedules of the tiny MoE; how many rows were compared and which schedules had a wrong one."""
-    stage = Stage(tiny_world(moe_backend="tapped").bench, VOCAB_SIZE, other_weights)
+    stage = Stage(tiny_testbed(moe_backend="tapped").bench, VOCAB_SIZE, other_weights)
     rows, wrong, start = 0, list[str](), time.perf_counter()
     for seed in range(count):
         try:

@@ -22,7 +22,7 @@ import numpy as np
 from common import print_table, write_result
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from oracles.placing import best_max_load, device_loads
+from oracles.replica_loads import best_max_load, device_loads
 from oracles.selection import popular
 from routed_experts.layers.balanced_selection.admission import SelectionInputs, choose_by_rounds
 from routed_experts.layers.balanced_selection.checks import check_replica_order, expert_capacity

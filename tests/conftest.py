@@ -1,11 +1,12 @@
-"""How every test runs: on the CPU, with strict promotion, and with the TPU compiler where it is installed. Knows no
-test."""
+"""Settings and fixtures of all tests: CPU, strict dtype promotion, repeatable properties, engines that files share."""
 
 import gc
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported by anybody
 
@@ -13,11 +14,16 @@ import hypothesis
 import jax
 import pytest
 
-from support import at_first_use, cheaply
+from routed_experts import Engine
+from support import fast_compile, lazy_compile
+from support.devices import DevicesPlugin, add_options
+from support.engines import shared_engine
+from support.tiny_checkpoint import write_tiny_checkpoint
 
-hypothesis.settings.register_profile("unhurried", deadline=None)  # a first call compiles
-if "CI" not in os.environ:  # there hypothesis' own profile rules: derandomized, no deadline
-    hypothesis.settings.load_profile("unhurried")
+# A first call compiles, so there is no deadline. A run meets the same examples every time; scripts/fuzz draws new ones.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fuzz", deadline=None, derandomize=False, print_blob=True)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,10 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="where libtpu is missing, fail the tests marked tpu_aot, not skip them",
     )
+    add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
+    config.pluginmanager.register(DevicesPlugin(config), "devices")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and config.pluginmanager.hasplugin("cacheprovider"):
         jax.config.update(
             "jax_compilation_cache_dir", str(config.cache.mkdir("jax"))
@@ -37,43 +45,83 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
+def on_gpu() -> bool:
+    """True in a run that was started for a GPU: `scripts/test --gpu`."""
+    return os.environ["JAX_PLATFORMS"].partition(",")[0] in ("cuda", "gpu", "rocm")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU the tests marked `gpu` are deselected, and the summary says so."""
+    if on_gpu():
+        return
+    deselected = [item for item in items if item.get_closest_marker("gpu")]
+    if deselected:
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=deselected)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not on_gpu():
+        platform = os.environ["JAX_PLATFORMS"]
+        terminalreporter.write_line(
+            f"tests marked gpu: deselected (JAX_PLATFORMS={platform}); on a machine with a GPU run scripts/test --gpu"
+        )
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is imported by now lives as long as the process: no collection of garbage need look at it (0.4 s each)."""
+    """Freeze what is imported: it lives as long as the process, and a garbage collection that scans it takes 0.4 s."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def programs_of_a_module() -> Iterator[None]:
-    """Let go of a module's compiled programs: each maps memory of its own, and a process may hold only so many mappings
-    (vm.max_map_count, 65,530); one more ends it."""
+def clear_programs() -> Iterator[None]:
+    """Drop the compiled programs of a module: each maps memory, and a process may hold vm.max_map_count mappings
+    (65,530)."""
     yield
     jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
-def compiled_cheaply() -> Iterator[None]:
-    """For a module whose programs take longer to compile than to run, and that proves nothing of the bits of XLA's
-    programs."""
-    with cheaply.compiled():
+def fast_compilation() -> Iterator[None]:
+    """Compile without optimisations: for modules whose programs compile longer than they run and prove no bits."""
+    with fast_compile.fast_compilation():
         yield
 
 
 @pytest.fixture(scope="module")
-def compiled_at_first_use() -> Iterator[None]:
-    """For a module of engines that does not ask when their programs are compiled, and runs few of them."""
-    with at_first_use.compiled():
+def lazy_compilation() -> Iterator[None]:
+    """Compile each program of an engine at its first run: for modules that do not test when programs are compiled."""
+    with lazy_compile.lazy_compilation():
         yield
 
 
+@pytest.fixture(scope="session")
+def engine_factory() -> Callable[..., AbstractContextManager[Engine]]:
+    """`with engine_factory(**args) as engine`: the shared engine of these settings, its cache empty; idle at the end."""
+    return shared_engine
+
+
+@pytest.fixture(scope="module")
+def tiny_engine(engine_factory) -> Iterator[Engine]:
+    """The shared engine of the tiny MoE with capture on."""
+    with engine_factory(enable_return_routed_experts=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory) -> Path:
+    """Folder of the tiny MoE with its tokenizer, seed 0; only read."""
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny_checkpoint"))
+
+
 @pytest.fixture(autouse=True)
-def logs_of_a_test() -> Iterator[None]:
-    """A command that ran in this process has set up logs to the standard error of its test, which is closed afterwards:
-    take them back, so that servers of later tests do not write there."""
+def reset_logging() -> Iterator[None]:
+    """Remove the log handlers that a command set up in this process: the standard error of its test is closed."""
     yield
     root, ours = logging.getLogger(), logging.getLogger("routed_experts")
-    if any(type(one) is logging.StreamHandler for one in root.handlers):
-        root.handlers[:] = [one for one in root.handlers if type(one) is not logging.StreamHandler]
+    if any(type(handler) is logging.StreamHandler for handler in root.handlers):
+        root.handlers[:] = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
         ours.setLevel(logging.NOTSET)
 
 

@@ -18,7 +18,7 @@ from routed_experts.cli import add_engine_flags, add_expert_flags, engine_args, 
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
 from routed_experts.formats import record_from_meta_info
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
 OTHER = {  # a value that is not the default, as typed

@@ -14,8 +14,7 @@ import pytest
 from routed_experts.cli import main
 from routed_experts.formats import record_from_meta_info
 from routed_experts.formats.archive import encode_record
-from support.serving import borrow
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPTS = ("The cat sat", "experts", "one two three")
 
@@ -26,10 +25,10 @@ def run(capsys, *argv):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def files(tmp_path_factory, engine_factory):
     """Answers as `generate --output` writes them, another run that differs in two tokens, and a record alone."""
     folder = tmp_path_factory.mktemp("records")
-    with borrow(enable_return_routed_experts=True) as engine:
+    with engine_factory(enable_return_routed_experts=True) as engine:
         answers = engine.generate(list(PROMPTS), {"temperature": 0}, max_new_tokens=6, return_routed_experts=True)
     lines = [{"prompt": prompt, **answer} for prompt, answer in zip(PROMPTS, answers, strict=True)]
     (folder / "out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

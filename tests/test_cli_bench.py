@@ -9,8 +9,7 @@ from routed_experts.cli import main, make_parser
 from routed_experts.cli.bench import _start
 from routed_experts.core.errors import ConfigError
 from support.http_server import running
-from support.serving import borrow
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "32"]
 SMALL = ["--num-prompts", "3", "--input-len", "5", "--output-len", "6", "--rounds", "2"]
@@ -32,9 +31,12 @@ def test_throughput_compares_capture_on_off_and_on_again(tmp_path, capsys):
     assert len(out.splitlines()) == 6 and out.split()[0] == "capture"
 
 
-def test_serve_reads_streams_of_a_server_with_and_without_rows(tmp_path, capsys):
+def test_serve_reads_streams_of_a_server_with_and_without_rows(tmp_path, capsys, engine_factory):
     file = tmp_path / "told.json"
-    with borrow(enable_return_routed_experts=True) as engine, running(engine, api_key="a-key-for-tests") as server:
+    with (
+        engine_factory(enable_return_routed_experts=True) as engine,
+        running(engine, api_key="a-key-for-tests") as server,
+    ):
         before = engine.get_server_info()["requests_accepted"]
         code, _, _ = run(
             capsys, "serve", "--base-url", server.url, "--api-key", "a-key-for-tests", *SMALL, "--output", file

@@ -13,8 +13,7 @@ from routed_experts.cli.record_files import read_answers
 from routed_experts.demo import demo_model_path
 from routed_experts.formats import record_from_meta_info
 from routed_experts.formats.archive import decode_record
-from support.serving import borrow
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "32"]
 
@@ -24,7 +23,7 @@ def run(capsys, *argv):
     return code, *capsys.readouterr()
 
 
-def test_inspect_reads_shapes_without_weights(tmp_path, capsys):
+def test_inspect_reads_shapes_without_weights(tmp_path, capsys, engine_factory):
     folder = write_tiny_checkpoint(tmp_path / "model")
     code, out, _ = run(capsys, "inspect", folder, "--json", "--enable-return-routed-experts", *SIZES)
     found = json.loads(out)
@@ -36,7 +35,7 @@ def test_inspect_reads_shapes_without_weights(tmp_path, capsys):
         12,
         "float32",
     )
-    with borrow(enable_return_routed_experts=True) as engine:  # the same model and flags, loaded
+    with engine_factory(enable_return_routed_experts=True) as engine:  # the same model and flags, loaded
         assert found["memory_plan"] == engine.memory_plan
         assert found["kv_tokens"] == (engine.components.plan.pool.num_pages - 1) * engine.server_args.page_size
     (folder / "model.safetensors").unlink()
@@ -74,7 +73,7 @@ def test_chat_answers_lines_until_they_end(tmp_path, capsys, monkeypatch):
     assert "/new starts a new conversation" in err
 
 
-def test_generate_reads_json_lines(tmp_path, capsys):
+def test_generate_reads_json_lines(tmp_path, capsys, engine_factory):
     folder = write_tiny_checkpoint(tmp_path / "model")
     lines = [{"prompt": "The cat"}, {"input_ids": [5, 6, 7], "tag": 1}, {"text": "One two"}]
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
@@ -92,7 +91,7 @@ def test_generate_reads_json_lines(tmp_path, capsys):
     assert code == 0, err
     said = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line.get("prompt") for line in said] == ["The cat", None, "One two"] and said[1]["tag"] == 1
-    with borrow() as engine:
+    with engine_factory() as engine:
         for line, answer in zip(lines, said, strict=True):
             prompt = line.get("prompt", line.get("text"))
             wanted = engine.generate(prompt, {"temperature": 0, "max_new_tokens": 4}, line.get("input_ids"))
@@ -105,7 +104,7 @@ def test_generate_reads_json_lines(tmp_path, capsys):
             name: answer[name] for name in ("text", "output_ids")
         }
         tokens = [*one.answer["input_ids"], *one.answer["output_ids"]]
-        with borrow(enable_return_routed_experts=True) as engine:
+        with engine_factory(enable_return_routed_experts=True) as engine:
             assert engine.score(tokens).routed_experts[: len(tokens) - 1].ids.tolist() == one.record.ids.tolist()
     assert kept[1].answer["tag"] == 1 and kept[1].answer["input_ids"] == [5, 6, 7]
     assert run(capsys, "convert", tmp_path / "out.safetensors", tmp_path / "b.safetensors", "--line", 2)[0] == 0
@@ -169,10 +168,10 @@ def test_lines_end_at_line_feeds_alone(answers, capsys, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
+def answers(tmp_path_factory, engine_factory):
     """A folder with one answer of /generate, and one with a choice of OpenAI's form."""
     folder = tmp_path_factory.mktemp("answers")
-    with borrow(enable_return_routed_experts=True) as engine:
+    with engine_factory(enable_return_routed_experts=True) as engine:
         said = engine.generate("The cat sat", {"max_new_tokens": 5, "seed": 1}, return_routed_experts=True)
     (folder / "a.json").write_text(json.dumps(said), encoding="utf-8")
     (folder / "openai.json").write_text(

@@ -14,7 +14,7 @@ import pytest
 
 import routed_experts
 from routed_experts.analysis.colormaps import text_color
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
 PACKAGED = Path(routed_experts.__file__).parent / "demo_model"

@@ -20,8 +20,8 @@ from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.formats import record_from_meta_info
 from routed_experts.models.loading.checkpoint import save
-from support.serving import SMALL, borrow
-from support.tiny import write_tiny_checkpoint
+from support.engines import SMALL
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 
 @contextlib.contextmanager
@@ -40,8 +40,8 @@ def contents(folder):
 
 
 @pytest.fixture(scope="module")
-def said():
-    with borrow(enable_return_routed_experts=True) as engine:
+def said(engine_factory):
+    with engine_factory(enable_return_routed_experts=True) as engine:
         return engine.generate(
             "The cat sat", {"max_new_tokens": 40, "seed": 1, "ignore_eos": True}, return_routed_experts=True
         )
@@ -78,7 +78,7 @@ def test_commands_leave_nothing_half_written(command, there, said, tmp_path, mon
     assert main(words) == 0 and len(contents(tmp_path)) > len(before) - there
 
 
-def test_the_library_leaves_nothing_and_the_engine_goes_on(said, tmp_path):
+def test_the_library_leaves_nothing_and_the_engine_goes_on(said, tmp_path, engine_factory):
     record, tensors = record_from_meta_info(said), {"a": np.zeros(5000, np.float32)}
     text = RoutedText(title="a", pieces=("x",) * record.num_tokens, record=record)
     exports = (
@@ -87,7 +87,7 @@ def test_the_library_leaves_nothing_and_the_engine_goes_on(said, tmp_path):
         lambda: ExpertPlacement.identity(48, 256, 4).save(tmp_path / "plan.npz"),
         lambda: draw_routing([text], tmp_path / "a.png", title="a", column=0),
     )
-    with borrow(enable_return_routed_experts=True) as engine:
+    with engine_factory(enable_return_routed_experts=True) as engine:
         wanted = {"max_new_tokens": 40, "seed": 1, "ignore_eos": True}
         stream = engine.generate("The cat sat", wanted, return_routed_experts=True, stream=True)
         news = [next(stream)]

@@ -10,7 +10,7 @@ import pytest
 
 from routed_experts.cli import make_parser
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply", "compiled_at_first_use")
+pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

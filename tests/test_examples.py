@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from oracles.worlds import random_prompt
+from oracles.testbeds import random_prompt
 from routed_experts import Engine, extract_routed_experts_from_meta_info
-from support.tiny import write_hf_qwen3_moe
+from support.tiny_checkpoint import write_hf_qwen3_moe
 
 NEW_TOKENS = 12
 NEAR_TIE = 1e-4

@@ -1,6 +1,6 @@
 """How capture fails elsewhere, and the tests that keep it out (RELIABILITY section 7), on poisoned stores.
 
-Where rows are compared, it is with the tap (what the experts were given) or with NumPy (what they should have been
+Where rows are compared, it is with the MoE probe (what the experts were given) or with NumPy (what they should have been
 given)."""
 
 import concurrent.futures
@@ -15,7 +15,7 @@ import pytest
 from oracles.driver import assert_all_faithful, request
 from oracles.full_sequence import FullSequence
 from oracles.margins import assert_margin_rule
-from oracles.worlds import SIZES, model_of, other_oracle, other_weights, random_prompt, tiny_world
+from oracles.testbeds import SIZES, model_of, other_oracle, other_weights, random_prompt, tiny_testbed
 from routed_experts import Engine, extract_routed_experts_from_meta_info
 from routed_experts.core.errors import (
     CaptureDisabledError,
@@ -31,16 +31,16 @@ from routed_experts.formats.metadata import to_metadata
 from routed_experts.formats.wire import npy_bytes
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.replay.forward import RoutedBatch, forward
-from support.tiny import tiny_config, tiny_tensors, write_tiny_tokenizer
+from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_tokenizer
 
-pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+pytestmark = pytest.mark.usefixtures("lazy_compilation")
 
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def world():
-    return tiny_world(moe_backend="tapped", deterministic=True)
+def testbed():
+    return tiny_testbed(moe_backend="probed", deterministic=True)
 
 
 @pytest.fixture(scope="module")
@@ -81,22 +81,22 @@ def test_a_backend_that_hides_its_ids_is_refused_at_build(tokenizer):
 
 @pytest.mark.parametrize("backend", sorted(name for name, offer in KERNELS.items() if offer.platform in (None, "cpu")))
 def test_every_registered_backend_fills_every_row(backend):
-    world, rng = tiny_world(moe_backend=backend), rng_of(1)
-    drive = world.drive()
+    testbed, rng = tiny_testbed(moe_backend=backend), rng_of(1)
+    drive = testbed.drive()
     reqs = [
         request(f"r{i}", random_prompt(rng, n), 10, temperature=1.0, seed=i) for i, n in enumerate((1, 7, 25, 40, 18))
     ]
     drive.run(*reqs)
     for told in drive.told.values():
         told.end.routed_experts.validate()
-    assert_margin_rule(world.oracle, [(req.tokens, drive.told[req.rid].end.routed_experts.ids) for req in reqs])
+    assert_margin_rule(testbed.oracle, [(req.tokens, drive.told[req.rid].end.routed_experts.ids) for req in reqs])
 
 
 # --- stale rows on slot reuse: rows keyed by slot, nobody clears
 
 
-def test_reused_slot_never_shows_the_last_tenant(world):
-    drive, rng = world.drive(pages=int(2.3 * 10)), rng_of(2)  # sequences of up to 40 tokens, pages of 4
+def test_reused_slot_never_shows_the_last_tenant(testbed):
+    drive, rng = testbed.drive(pages=int(2.3 * 10)), rng_of(2)  # sequences of up to 40 tokens, pages of 4
     reqs = [
         request(f"r{i}", random_prompt(rng, rng.integers(1, 37)), int(rng.integers(1, 5)), temperature=1.0, seed=i)
         for i in range(200)
@@ -108,9 +108,9 @@ def test_reused_slot_never_shows_the_last_tenant(world):
 # --- preemption rewrites history: re-prefill overwrites
 
 
-def test_first_writer_wins_over_reprefill(world):
+def test_first_writer_wins_over_reprefill(testbed):
     """The request keeps the rows of its first pass; the page carries those of the second, for whoever reads it next."""
-    drive, prompt = world.drive(), random_prompt(rng_of(3), 24)
+    drive, prompt = testbed.drive(), random_prompt(rng_of(3), 24)
     drive.add(request("first", prompt, 12))
     while drive.reqs["first"].num_output < 4:
         drive.step()
@@ -125,7 +125,7 @@ def test_first_writer_wins_over_reprefill(world):
     assert first.routed_experts.version_spans == ((0, num_written, old), (num_written, 35, new))
     assert second.cached_tokens == 24
     assert second.routed_experts.version_spans == ((0, 28, new),)
-    assert_margin_rule(world.oracle, [(prompt, first.routed_experts[:24].ids)])
+    assert_margin_rule(testbed.oracle, [(prompt, first.routed_experts[:24].ids)])
     assert_margin_rule(other_oracle(1), [(prompt, second.routed_experts[:24].ids)])
     assert (first.routed_experts[:24].ids != second.routed_experts[:24].ids).any(axis=(1, 2)).all()
 
@@ -133,8 +133,8 @@ def test_first_writer_wins_over_reprefill(world):
 # --- rows lost on retraction, abort, continue: the record is cleared with the pages
 
 
-def test_retracted_and_aborted_requests_keep_their_rows(world):
-    drive, rng = world.drive(), rng_of(4)
+def test_retracted_and_aborted_requests_keep_their_rows(testbed):
+    drive, rng = testbed.drive(), rng_of(4)
     reqs = [request(f"r{i}", random_prompt(rng, 20), 20, temperature=1.0, seed=i) for i in range(4)]
     drive.add(*reqs)
     drive.steps(8)
@@ -154,13 +154,13 @@ def test_retracted_and_aborted_requests_keep_their_rows(world):
 # --- prefix hit without rows: keys and values are known, rows are not
 
 
-def test_reader_asks_where_writer_did_not(world):
-    drive, prompt = world.drive(), random_prompt(rng_of(5), 40)
+def test_reader_asks_where_writer_did_not(testbed):
+    drive, prompt = testbed.drive(), random_prompt(rng_of(5), 40)
     drive.run(request("writer", prompt, 8, asks=False))
     drive.run(request("reader", prompt, 8))
     assert drive.told["reader"].end.cached_tokens == 36
     assert_all_faithful(drive)
-    assert_margin_rule(world.oracle, [(drive.reqs["reader"].tokens, drive.told["reader"].end.routed_experts.ids)])
+    assert_margin_rule(testbed.oracle, [(drive.reqs["reader"].tokens, drive.told["reader"].end.routed_experts.ids)])
 
 
 # --- layer shift, dense-first: columns counted over MoE layers, read over all
@@ -168,15 +168,15 @@ def test_reader_asks_where_writer_did_not(world):
 
 @pytest.mark.parametrize(("dense", "columns"), [((0,), (1, 2, 3)), ((2,), (0, 1, 3)), ((0, 1, 3), (2,))])
 def test_layer_ids_name_the_hidden_layer(dense, columns):
-    world = tiny_world(config=(("mlp_only_layers", dense),), deterministic=True)
-    drive, reqs = world.drive(), [request(f"r{n}", random_prompt(rng_of(n), n), 8) for n in (5, 30)]
+    testbed = tiny_testbed(config=(("mlp_only_layers", dense),), deterministic=True)
+    drive, reqs = testbed.drive(), [request(f"r{n}", random_prompt(rng_of(n), n), 8) for n in (5, 30)]
     drive.run(*reqs)
-    assert world.oracle.moe_layers == columns
+    assert testbed.oracle.moe_layers == columns
     for req in reqs:
         record = drive.told[req.rid].end.routed_experts
         record.validate()
         assert (record.layer_ids, record.num_hidden_layers) == (columns, 4)
-        assert_margin_rule(world.oracle, [(req.tokens, record.ids)])
+        assert_margin_rule(testbed.oracle, [(req.tokens, record.ids)])
 
 
 # --- flag off, request asks: the server dies
@@ -254,8 +254,8 @@ def test_every_choice_has_its_own_rows(engine, oracle, form, layers):
 
 
 @pytest.mark.parametrize("length", [33, 64, 65, 90])
-def test_prefill_longer_than_any_bucket_is_captured(world, length):
-    drive = world.drive()  # buckets of 8 and of 32
+def test_prefill_longer_than_any_bucket_is_captured(testbed, length):
+    drive = testbed.drive()  # buckets of 8 and of 32
     drive.run(
         request("long", random_prompt(rng_of(length), length), 4), request("neighbour", random_prompt(rng_of(0), 5), 4)
     )
@@ -360,8 +360,8 @@ def test_stopped_at_the_first_token_there_is_a_row_for_each_prompt_token(engine,
 # --- a gap is swallowed: except-pass around the attach
 
 
-def test_missing_row_fails_the_request_with_its_position(world):
-    drive, rng = world.drive(disable_radix_cache=True), rng_of(8)
+def test_missing_row_fails_the_request_with_its_position(testbed):
+    drive, rng = testbed.drive(disable_radix_cache=True), rng_of(8)
     drive.add(
         *(request(rid, random_prompt(rng, 30), 10, asks=rid != "quiet") for rid in ("hurt", "quiet", "neighbour"))
     )
@@ -403,8 +403,8 @@ def test_missing_row_is_raised_at_the_caller_and_the_engine_lives(tokenizer):
 
 
 @pytest.mark.parametrize("cache", ["flush", "keep"])
-def test_pages_of_an_old_version_do_not_match(world, cache):
-    drive, prompt = world.drive(), random_prompt(rng_of(9), 40)
+def test_pages_of_an_old_version_do_not_match(testbed, cache):
+    drive, prompt = testbed.drive(), random_prompt(rng_of(9), 40)
     drive.run(request("old", prompt, 8))
     drive.run(request("old again", prompt, 8))
     drive.add(request("across", prompt, 20))
@@ -428,8 +428,8 @@ def test_pages_of_an_old_version_do_not_match(world, cache):
 # --- whole history sent every turn
 
 
-def test_turns_send_only_new_rows(world):
-    drive, rng, spoken, rows, known = world.drive(), rng_of(10), np.zeros(0, np.int32), 0, []
+def test_turns_send_only_new_rows(testbed):
+    drive, rng, spoken, rows, known = testbed.drive(), rng_of(10), np.zeros(0, np.int32), 0, []
     for turn in range(20):
         prompt = np.concatenate([spoken, random_prompt(rng, 2)])
         drive.run(request(f"turn{turn}", prompt, 2, start=len(known)))
@@ -440,7 +440,7 @@ def test_turns_send_only_new_rows(world):
         spoken = np.concatenate([prompt, drive.told[f"turn{turn}"].tokens]).astype(np.int32)
     assert rows == spoken.size - 1
     assert_all_faithful(drive)
-    assert_margin_rule(world.oracle, [(spoken, np.stack(known))])
+    assert_margin_rule(testbed.oracle, [(spoken, np.stack(known))])
 
 
 # --- another forward replays by accident; missing rows are replayed as expert 0
@@ -488,8 +488,8 @@ def test_invalid_rows_use_the_live_router(score, filler):
         np.testing.assert_array_equal(one.logits, live.logits)
 
 
-def test_a_row_of_one_expert_repeated_is_no_record(world):
-    drive = world.drive()
+def test_a_row_of_one_expert_repeated_is_no_record(testbed):
+    drive = testbed.drive()
     drive.run(request("r", random_prompt(rng_of(13), 10), 4))
     record = drive.told["r"].end.routed_experts
     ids = record.ids.copy()

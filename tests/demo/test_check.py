@@ -14,7 +14,7 @@ from routed_experts.demo.check import check_replay
 from routed_experts.demo.outputs import DemoOutput
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 LENGTHS = ((20, 7), (9, 8))  # tokens of the sequence, tokens of the prompt
 

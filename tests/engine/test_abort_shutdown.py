@@ -21,19 +21,13 @@ from routed_experts.engine.requests.sglang_output import sglang_output
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.scheduling.schedule_batch import Req
-from support.serving import SMALL, assert_idle, borrow, on_engine_thread
-from support.tiny import write_tiny_checkpoint
+from support.engines import SMALL, assert_idle, on_engine_thread
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 LONG = GREEDY | {"max_tokens": 400}
 ABORTED = {"type": "abort", "message": "aborted by the caller"}
 SHUT_DOWN = {"type": "abort", "message": "the engine was shut down"}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with borrow(enable_return_routed_experts=True) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from routed_experts import Engine, EngineDeadError, InvalidRequestError
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.engine.requests.routing_options import SGLANG_DEFAULTS
-from support.serving import SMALL, borrow
-from support.tiny import write_tiny_checkpoint
+from support.engines import SMALL
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPTS = [[5 + number] * 4 for number in range(4)]
 SAMPLING = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
@@ -32,8 +32,8 @@ async def answer(door, prompt, **said):
     return list(call.sequences[0].token_ids)
 
 
-def test_those_that_come_together_share_their_first_step():
-    with borrow(enable_return_routed_experts=True) as engine:
+def test_those_that_come_together_share_their_first_step(engine_factory):
+    with engine_factory(enable_return_routed_experts=True) as engine:
         before = engine.stats().num_steps
         wanted = [one["output_ids"] for one in engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)]
         alone = engine.stats().num_steps - before
@@ -49,8 +49,8 @@ def test_those_that_come_together_share_their_first_step():
             assert engine.stats().num_steps - before == alone, "no step for one of them alone"
 
 
-def test_an_abort_reaches_those_that_wait_for_company():
-    with borrow(enable_return_routed_experts=True) as engine:
+def test_an_abort_reaches_those_that_wait_for_company(engine_factory):
+    with engine_factory(enable_return_routed_experts=True) as engine:
 
         async def run():
             door = AsyncEngine(engine)
@@ -68,8 +68,8 @@ def test_an_abort_reaches_those_that_wait_for_company():
         assert asyncio.run(run()) == (1, "abort")
 
 
-def test_one_that_is_refused_refuses_no_other():
-    with borrow(enable_return_routed_experts=True) as engine:
+def test_one_that_is_refused_refuses_no_other(engine_factory):
+    with engine_factory(enable_return_routed_experts=True) as engine:
 
         async def run():
             door = AsyncEngine(engine)
@@ -85,8 +85,8 @@ def test_one_that_is_refused_refuses_no_other():
         ].code == "duplicate_request_id"
 
 
-def test_one_that_leaves_before_it_is_handed_over_never_comes_in():
-    with borrow(enable_return_routed_experts=True) as engine:
+def test_one_that_leaves_before_it_is_handed_over_never_comes_in(engine_factory):
+    with engine_factory(enable_return_routed_experts=True) as engine:
         before = engine.stats().accepted
 
         async def run():

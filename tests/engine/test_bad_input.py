@@ -27,17 +27,11 @@ from routed_experts.engine.build.backends import BackendRegistry
 from routed_experts.layers.moe import MoeBackend, reference_experts
 from routed_experts.models.loading.checkpoint import save
 from routed_experts.scheduling.schedule_batch import Req
-from support.serving import SMALL, assert_idle, borrow, on_engine_thread, serve
-from support.tiny import VOCAB_SIZE, tiny_config, tiny_tensors, write_tiny_checkpoint, write_tiny_tokenizer
+from support.engines import SMALL, assert_idle, on_engine_thread, open_engine
+from support.tiny_checkpoint import VOCAB_SIZE, tiny_config, tiny_tensors, write_tiny_checkpoint, write_tiny_tokenizer
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 MAGIC = [-1, -2, 2**31, 2**63, -(2**63), 10**30, True, "5", 1.5, math.nan, math.inf, -math.inf, [], {}, b"x", object()]
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with borrow(enable_return_routed_experts=True) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -535,7 +529,7 @@ def test_a_dense_model_is_served_and_its_capture_refused(tmp_path):
     build_refused(
         CaptureUnsupportedError, model_path=str(dense), enable_return_routed_experts=True, match="has no MoE layer"
     )
-    with serve(dense, max_total_tokens=64, max_queued_requests=3) as engine:
+    with open_engine(dense, max_total_tokens=64, max_queued_requests=3) as engine:
         assert len(engine.generate("the cat", GREEDY, max_new_tokens=4)["output_ids"]) == 4
         assert_capture_is_off(engine)
         assert_the_pool_is_the_limit(engine)

@@ -8,7 +8,7 @@ from routed_experts import Engine
 from routed_experts.demo import demo_model_path
 from routed_experts.formats.meta_info import record_from_meta_info
 
-pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+pytestmark = pytest.mark.usefixtures("lazy_compilation")
 
 PROMPT = np.random.default_rng(0).integers(3, 900, 150).tolist()
 

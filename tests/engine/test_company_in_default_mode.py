@@ -15,9 +15,9 @@ import pytest
 
 from engine.test_exactness_grid import Cell, prompts, told_by
 from oracles.driver import Bench, request
-from oracles.worlds import random_prompt
+from oracles.testbeds import random_prompt
 from routed_experts.models.model_folder import ModelFolder
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 SIZES = dict(page_size=8, context_length=320, precompile_bs_paddings=(8,), precompile_token_paddings=(16, 256))
 GIVEN = prompts((280, 17, 60, 1, 33, 100, 9, 5), seed=4)
@@ -33,7 +33,7 @@ CELLS = [
 
 
 @pytest.fixture(scope="module", params=WORLDS)
-def world(request):
+def testbed(request):
     with tempfile.TemporaryDirectory() as folder:
         opened = ModelFolder.open(write_tiny_checkpoint(folder, tokenizer=False, **WORLDS[request.param]))
         return Bench(opened.load(jnp.dtype(request.param)), **SIZES)
@@ -45,11 +45,11 @@ def asked(index, temperature):
 
 
 @pytest.fixture(scope="module")
-def alone(world):
+def alone(testbed):
     told = {}
     for temperature in TEMPERATURES:
         for index in range(len(GIVEN)):
-            drive = world.drive(max_running_requests=1, disable_radix_cache=True)
+            drive = testbed.drive(max_running_requests=1, disable_radix_cache=True)
             drive.run(asked(index, temperature))
             told[temperature] = told.get(temperature, {}) | told_by(drive)
     return told
@@ -57,8 +57,8 @@ def alone(world):
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_each_sequence_says_in_company_what_it_says_alone(world, alone, cell, temperature):
-    drive = world.drive(
+def test_each_sequence_says_in_company_what_it_says_alone(testbed, alone, cell, temperature):
+    drive = testbed.drive(
         max_running_requests=cell.batch, chunked_prefill_size=cell.chunk, disable_radix_cache=cell.radix == "off"
     )
     order = np.random.default_rng(1).permutation(len(GIVEN))
@@ -74,10 +74,10 @@ def test_each_sequence_says_in_company_what_it_says_alone(world, alone, cell, te
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("index", [1, 4])
-def test_a_call_said_again_is_the_same_while_prompts_of_others_arrive(world, alone, index, temperature):
+def test_a_call_said_again_is_the_same_while_prompts_of_others_arrive(testbed, alone, index, temperature):
     """Some of its steps hold prompts, and in some every request has one token: neither may round otherwise."""
     rng = np.random.default_rng(6)
-    drive = world.drive(disable_radix_cache=True)
+    drive = testbed.drive(disable_radix_cache=True)
     others = {
         step: request(f"q{step}", random_prompt(rng, 3 * step), 4, temperature=temperature)
         for step in (3, 4, 9, 15, 16)

@@ -1,4 +1,4 @@
-"""Abort and continue: prompt and answer so far, sent again, and the records of both merged. Judged by the tap at the
+"""Abort and continue: prompt and answer so far, sent again, and the records of both merged. Judged by the MoE probe at the
 experts.
 
 Every row of the merged record must be the one that its first writer executed, whatever happened between, or marked as
@@ -10,25 +10,25 @@ import pytest
 
 from oracles.driver import request
 from oracles.schedules import EVENTS, Stage, assert_merged, run_event, run_schedule, tokens_of
-from oracles.worlds import other_weights, random_prompt, tiny_world
+from oracles.testbeds import other_weights, random_prompt, tiny_testbed
 from routed_experts import Engine
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.replay.turns import merge_turns
-from support.serving import SMALL, Begun
-from support.tiny import VOCAB_SIZE, write_tiny_checkpoint
+from support.engines import SMALL, PausedRequests
+from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 NUM_SCHEDULES = 25  # benchmarks/replay.py --schedules 1000 runs more of them
 
 
 @pytest.fixture(scope="module")
-def world():
-    return tiny_world(moe_backend="tapped")
+def testbed():
+    return tiny_testbed(moe_backend="probed")
 
 
-def test_an_aborted_rollout_goes_on_where_it_was(world):
+def test_an_aborted_rollout_goes_on_where_it_was(testbed):
     """Weights change between: the rows of the first part keep their version, and its last token's row is the second
     part's."""
-    drive, prompt = world.drive(), random_prompt(np.random.default_rng(1), 21)
+    drive, prompt = testbed.drive(), random_prompt(np.random.default_rng(1), 21)
     drive.run(request("a", prompt, 30), before_step=lambda step: step == 12 and drive.core.abort("a"))
     part = tokens_of(drive, "a")
     assert prompt.size < part.size < prompt.size + 30
@@ -45,13 +45,13 @@ def test_an_aborted_rollout_goes_on_where_it_was(world):
 
 
 @pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
-def test_no_row_is_wrong_in_any_schedule(world, seed):
-    assert run_schedule(Stage(world.bench, VOCAB_SIZE, other_weights), seed) > 0
+def test_no_row_is_wrong_in_any_schedule(testbed, seed):
+    assert run_schedule(Stage(testbed.bench, VOCAB_SIZE, other_weights), seed) > 0
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_no_row_is_wrong_after_any_event(world, event):
-    assert run_event(Stage(world.bench, VOCAB_SIZE, other_weights), event) > 50
+def test_no_row_is_wrong_after_any_event(testbed, event):
+    assert run_event(Stage(testbed.bench, VOCAB_SIZE, other_weights), event) > 50
 
 
 def test_a_continued_rollout_says_what_an_unhurried_one_says(tmp_path):
@@ -61,7 +61,7 @@ def test_a_continued_rollout_says_what_an_unhurried_one_says(tmp_path):
     said = {"temperature": 1.0, "seed": 12, "ignore_eos": True}
     with Engine(str(folder), enable_return_routed_experts=True, deterministic=True, **SMALL) as engine:
         whole = engine.generate(input_ids=prompt, sampling_params=said, max_new_tokens=50, return_routed_experts=True)
-        calls = Begun(
+        calls = PausedRequests(
             engine, prompt, outputs=9, sampling_params=said, max_new_tokens=50, return_routed_experts=True, rid="part"
         )
         engine.abort("part")

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from oracles.full_sequence import FullSequence
-from oracles.worlds import model_of
+from oracles.testbeds import model_of
 from routed_experts import (
     CheckpointError,
     Engine,
@@ -24,8 +24,8 @@ from routed_experts import (
 )
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.loading.checkpoint import save
-from support.serving import SMALL, Begun, assert_idle, on_engine_thread, serve
-from support.tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
+from support.engines import SMALL, PausedRequests, assert_idle, on_engine_thread, open_engine
+from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = np.random.default_rng(3).integers(3, 313, 40).tolist()
@@ -48,7 +48,9 @@ def left_whole(engine):
 
 
 def begun(engine, *prompts, max_tokens=60):
-    return Begun(engine, *prompts, sampling_params=GREEDY | {"max_tokens": max_tokens}, return_routed_experts=True)
+    return PausedRequests(
+        engine, *prompts, sampling_params=GREEDY | {"max_tokens": max_tokens}, return_routed_experts=True
+    )
 
 
 def ask(engine, prompt=PROMPT, max_tokens=60):
@@ -368,7 +370,7 @@ def test_counts_are_the_bincount_of_all_rows_when_nothing_is_cached(engine):
 
 def test_replaced_weights_are_free_without_a_collection_of_garbage(tmp_path):
     folder = write_tiny_checkpoint(tmp_path)
-    with serve(folder) as engine:
+    with open_engine(folder) as engine:
         core = engine.components.core
         gc.collect()
         gc.disable()

@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.engine.requests.detokenizer import IncrementalDetokenizer
 from routed_experts.engine.requests.tokenizer import Tokenizer
-from support.tiny import SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer, write_tiny_tokenizer
+from support.tiny_checkpoint import SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer, write_tiny_tokenizer
 
 CHARACTERS = "ab ab ab  \n<|>\té€ñ中文字한🙂👩‍👩‍👧‍👦𝕏\u0301\u200d\ufffd\x00ﬁ"
 

@@ -1,63 +1,423 @@
-"""One model on one, two and four devices: the same tokens, routes and logprobs; what each device holds; what is
-refused.
+"""One model on one, two and four devices: the same tokens, routes and logprobs; memory of a device; what is refused.
 
-The cases are in tests/support/device_cases.py: one process of four devices runs them all, because XLA counts its devices when
-it starts."""
+Every case is compared with the same engine on one device in float32: tokens and ids are equal, logprobs within 1e-4."""
 
-import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import contextlib
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
+import jax.monitoring
+import numpy as np
 import pytest
+from flax import nnx
 
-from support import cheaply
+from oracles.driver import Bench, request
+from routed_experts import Engine, extract_routed_experts_from_meta_info
+from routed_experts.core.buckets import Buckets
+from routed_experts.core.errors import ConfigError, InvalidRequestError, PlacementError
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendEntry, BackendRegistry
+from routed_experts.engine.build.inspection import inspect_model
+from routed_experts.engine.build.memory_planning import kv_shapes
+from routed_experts.engine.build.served_model import load_model, shards_of
+from routed_experts.engine.control.score import Scorer
+from routed_experts.execution.aot_programs import RunnerConfig
+from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.memory_plan import plan_memory
+from routed_experts.execution.model_runner import ModelRunner
+from routed_experts.execution.programs import ProgramSpec
+from routed_experts.execution.spmd import MeshSpecs
+from routed_experts.layers.gpu.attention import gpu_attention_backend
+from routed_experts.layers.gpu.backends import gpu_kernels
+from routed_experts.models.model_folder import ModelFolder
+from routed_experts.placement.eplb import rebalance
+from support import lazy_compile
+from support.family_folders import write_family
+from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
-TESTS = Path(__file__).parents[1]
-# Four devices of one CPU; programs run a few steps only, so that they are made quickly.
-FLAGS = f"--xla_force_host_platform_device_count=4 {cheaply.FLAGS}"
-CASES = (
-    "deepseek",
-    "gpt-oss",
-    "olmoe",
-    "qwen3-next",
-    "dense",
-    "refusals",
-    "answers",
-    "gpu_kernels",
-    "prefix_hits",
-    "retraction",
-    "memory",
-    "placement",
-    "samplers",
-    "replay",
-    "new_weights",
+pytestmark = [pytest.mark.devices(4), pytest.mark.usefixtures("fast_compilation")]
+
+SIZES = dict(
+    page_size=4, context_length=96, precompile_bs_paddings=(4,), precompile_token_paddings=(32,), max_total_tokens=512
 )
+LOGPROB = 1e-4
+GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+MESHES = {"tp2": (2, 1), "tp4": (4, 1), "ep2": (2, 2), "ep4": (4, 4)}
+FAMILIES = {"deepseek": ("tp2", "ep4"), "gpt-oss": ("tp4", "ep2"), "olmoe": ("tp4",), "qwen3-next": ("tp2",)}
 
 
-@functools.cache
-def outcomes():
-    """What each case came to, None: well."""
-    cache = jax.config.jax_compilation_cache_dir
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": FLAGS,
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)]),
-    }
-    if cache is not None:
-        environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", str(TESTS / "device_cases.py")], env=environment, capture_output=True, text=True
+class DeviceBench(Bench):
+    """A compiled model of a folder, on one device or several."""
+
+    def __init__(self, folder, tp=1, ep=1, *, registry=DEFAULT_BACKENDS, **backends):
+        devices = dict(tp_size=tp, ep_size=ep)
+        self.args = args = ServerArgs(
+            model_path=str(folder), enable_return_routed_experts=True, **devices, **SIZES, **backends
+        )
+        source = ModelFolder.open(folder)
+        config, shards = source.config, shards_of(args, source.config)
+        kernels, attention = registry.choose(args, config.needs)
+        served, state = load_model(source, config, shards, dtype="auto", progress=None)
+        buckets = Buckets.from_args(args, context_length=args.context_length)
+        self.spec = config.capture_spec
+        plan = plan_memory(
+            args,
+            kv_shapes(args, served.part, state),
+            served.held,
+            self.spec,
+            context_length=96,
+            vocab_size=config.vocab_size,
+        )
+        spec = ProgramSpec(
+            graphdef=served.graphdef,
+            capture=self.spec,
+            kernels=kernels,
+            attention=attention,
+            num_pages=plan.pool.num_pages,
+            raw_logprobs=False,
+            on=None if shards is None else MeshSpecs.of(shards.mesh, jax.tree.leaves(state), plan.pool),
+        )
+        shapes = tuple(
+            BatchShape(mode=mode, num_tokens=tokens, num_requests=requests, table_width=buckets.table_width)
+            for mode, tokens, requests in buckets.all_shapes()
+        )
+        sizes = RunnerConfig(
+            pool=plan.pool, num_request_slots=args.running_limit + 1, shapes=shapes, vocab_size=config.vocab_size
+        )
+        self.runner = ModelRunner(state, spec, sizes)
+        lazy_compile.compile_lazily(self.runner)
+        self.assembly = SimpleNamespace(plan=plan, buckets=buckets, vocab_size=config.vocab_size)
+        self.probe, self._weights, self._version = SimpleNamespace(clear=lambda: None), self.runner.state, 0
+
+
+def prompts_of(vocab, *, seed=0, lengths=(1, 5, 45, 17)):
+    """One prompt is longer than a step."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, length).tolist() for length in lengths]
+
+
+def outputs_of(bench, prompts, *, max_tokens=6, pages=None, retracts=False):
+    """Tokens, rows and logprobs of greedy answers."""
+    recurrent = bench.runner.config.pool.recurrent is not None
+    drive = bench.drive(disable_radix_cache=recurrent, pages=pages)
+    outputs = drive.run(
+        *(request(str(index), ids, max_tokens, prompt_logprobs_from=0) for index, ids in enumerate(prompts))
     )
-    assert ran.returncode == 0, ran.stderr
-    return dict(json.loads(line) for line in ran.stdout.splitlines())
+    assert (drive.core.scheduler.num_retracted > 0) == retracts
+    return [outputs[str(index)] for index in range(len(prompts))]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_several_devices_are_as_one(name):
-    said = outcomes()
-    assert set(said) == set(CASES), "a case that is not looked at"
-    assert said[name] is None, said[name]
+def assert_alike(outputs, expected):
+    assert len({tuple(one.tokens) for one in expected}) > 1, "a constant answer proves nothing"
+    for one, other in zip(outputs, expected, strict=True):
+        assert one.tokens == other.tokens, (one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.end.routed_experts.ids, other.end.routed_experts.ids)
+        for mine, theirs in ((one.logprobs, other.logprobs), (one.prompt_logprobs[1:], other.prompt_logprobs[1:])):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=LOGPROB)
+
+
+@contextlib.contextmanager
+def compile_events():
+    """What JAX traces, lowers and compiles."""
+    seen = []
+
+    def note(event, duration, **_):
+        if event.startswith("/jax/core/compile/"):
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_answers_alike_on_every_mesh(tmp_path, name):
+    folder = tmp_path / name
+    write_family(folder, name)
+    prompts = prompts_of(211)
+    expected = outputs_of(DeviceBench(folder), prompts)
+    for mesh in FAMILIES[name]:
+        assert_alike(outputs_of(DeviceBench(folder, *MESHES[mesh]), prompts), expected)
+
+
+def test_dense_model_scores_alike_without_capture(tmp_path):
+    """Its head is tied to its embeddings; two programs run, because it is scored."""
+    folder = tmp_path
+    write_family(folder, "dense")
+    prompts, outputs = [np.array(ids, np.int32) for ids in prompts_of(211)[1:]], []
+    for tp in (1, 2, 4):
+        bench = DeviceBench(folder, tp)
+        runner = bench.runner
+        scorer = Scorer(bench.args, bench.assembly.buckets, runner, lambda start: start())
+        outputs.append(scorer.run(prompts, None, lambda runner=runner: (runner.state, 0)))
+    for one, *others in zip(*outputs, strict=True):
+        for other in others:
+            assert other.routed_experts is None
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=LOGPROB)
+
+
+def logprobs_of(answer):
+    return [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
+
+
+class Qwen3:
+    """The tiny Qwen3-MoE on one device and on meshes of four; programs are compiled once."""
+
+    def __init__(self, folder):
+        self.folder, self.other = folder / "served", folder / "other"
+        write_tiny_checkpoint(self.folder)
+        write_tiny_checkpoint(self.other, seed=1)
+        self.alone = DeviceBench(self.folder)
+        self.benches = {name: DeviceBench(self.folder, *sizes) for name, sizes in MESHES.items() if sizes[0] == 4}
+        self.prompts = prompts_of(VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return Qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
+def test_answers_are_alike_on_every_mesh(qwen3):
+    expected = outputs_of(qwen3.alone, qwen3.prompts)
+    for bench in qwen3.benches.values():
+        assert_alike(outputs_of(bench, qwen3.prompts), expected)
+
+
+def test_gpu_kernels_serve_one_devices_heads_and_experts(qwen3):
+    """The kernels are interpreted."""
+    gpu = BackendRegistry(
+        moe={"gpu": BackendEntry(load=lambda: gpu_kernels(interpret=True))},
+        attention={"gpu": BackendEntry(load=lambda: gpu_attention_backend(interpret=True))},
+    )
+    bench = DeviceBench(qwen3.folder, 2, 2, registry=gpu, moe_backend="gpu", attention_backend="gpu")
+    assert_alike(outputs_of(bench, qwen3.prompts), outputs_of(qwen3.alone, qwen3.prompts))
+
+
+def test_prefix_hits_are_alike_on_every_mesh(qwen3):
+    expected = two_turns(qwen3.alone, qwen3.prompts[2])
+    for bench in qwen3.benches.values():
+        assert_alike(two_turns(bench, qwen3.prompts[2]), expected)
+
+
+def two_turns(bench, first):
+    """Answers of which the last ones read pages that the first one wrote."""
+    drive = bench.drive()
+    drive.run(request("first", first, 6, prompt_logprobs_from=0))
+    drive.run(request("second", [*first, 7, 8, 9], 6, prompt_logprobs_from=0))
+    assert drive.reqs["second"].cached_tokens == 0, "prompt logprobs are computed anew"
+    outputs = drive.run(request("third", [*first, 9, 8, 7], 6, prompt_logprobs_from=len(first)))
+    assert drive.reqs["third"].cached_tokens >= 40
+    return [outputs[name] for name in ("first", "second", "third")]
+
+
+def test_retraction_is_alike_on_every_mesh(qwen3):
+    """The pool holds the prompts and not their answers."""
+    prompts = prompts_of(VOCAB_SIZE, seed=2, lengths=(4, 5, 6, 7))
+    expected = outputs_of(qwen3.alone, prompts, max_tokens=24)
+    for bench in qwen3.benches.values():
+        assert_alike(outputs_of(bench, prompts, max_tokens=24, pages=20, retracts=True), expected)
+
+
+def test_a_device_holds_its_share_of_weights_and_pages(qwen3, engines):
+    """Of four devices or two: its share of what is sharded, and all of the rest."""
+    whole, pool = _held(qwen3.alone)
+    same = sum(array.nbytes for path, array in _arrays(qwen3.alone) if path.endswith(("norm", "router")))
+    repeated = (
+        sum(array.nbytes for path, array in _arrays(qwen3.alone) if path.endswith("qkv")) // 2
+    )  # keys and values: 4 of 8 heads
+    assert same < 0.1 * whole
+    for name, bench in {**qwen3.benches, "tp2": engines[1].components.core}.items():
+        devices = MESHES[name][0]
+        heads = min(devices, 2)  # a kv head is not cut: four devices hold each of the two twice
+        held = same + (whole - same - repeated) // devices + repeated // heads
+        assert _held(bench) == (held, pool // heads), name
+
+
+def _arrays(bench):
+    flat = jax.tree_util.tree_flatten_with_path(bench.runner.state)[0]
+    return [("".join(str(part) for part in path).removesuffix(".value").rstrip("']"), leaf) for path, leaf in flat]
+
+
+def _held(bench):
+    """Bytes of weights and of pages on a device; all hold as much."""
+    sizes = [[shard.data.nbytes for shard in array.addressable_shards] for _, array in _arrays(bench)]
+    assert all(len(set(of_array)) == 1 for of_array in sizes)
+    return sum(of_array[0] for of_array in sizes), bench.runner._pool.addressable_shards[0].data.nbytes
+
+
+SAMPLING = [
+    dict(temperature=0.0),
+    dict(temperature=0.9, seed=3),
+    dict(temperature=1.1, top_k=20, top_p=0.9, seed=4),
+    dict(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.4, logit_bias={5: 2.5}),
+]
+
+
+@pytest.fixture(scope="module")
+def engines(qwen3):
+    """A whole engine on one device, and one on two."""
+    args = dict(skip_tokenizer_init=True, enable_return_routed_experts=True, **SIZES)
+    return [Engine(str(qwen3.folder), tp_size=tp, **args) for tp in (1, 2)]
+
+
+def generate_all(engine, prompts):
+    """Answers of every sampler; the prefix cache is empty afterwards."""
+    answers = []
+    for sampling in SAMPLING:
+        params = dict(max_tokens=6, ignore_eos=True, **sampling)
+        answers += engine.generate(
+            input_ids=prompts, sampling_params=params, return_logprob=True, return_routed_experts=True
+        )
+    engine.flush_cache()
+    return answers
+
+
+def test_placed_experts_move_under_load_and_change_no_value(qwen3, engines):
+    """Experts with replicas, placed one way, then another while requests run, then with other weights: tokens and
+    routes are those of one device, ids are logical, and nothing compiles."""
+    alone = engines[0]
+    rng, sizes = np.random.default_rng(5), dict(num_instances=20, num_devices=4)
+    first, second, third = (rebalance(rng.gamma(0.5, size=(3, 16)), **sizes) for _ in range(3))
+    assert (first.physical_to_logical_map != second.physical_to_logical_map).any(axis=1).all()
+    args = dict(skip_tokenizer_init=True, enable_return_routed_experts=True, **SIZES)
+    ask = dict(
+        input_ids=qwen3.prompts,
+        sampling_params=GREEDY | {"max_tokens": 24},
+        return_logprob=True,
+        return_routed_experts=True,
+    )
+    with Engine(str(qwen3.folder), tp_size=4, ep_size=4, placement=first, **args) as placed:
+        expected = alone.generate(**ask)
+        alike(expected, placed.generate(**ask))
+        placed.flush_cache()
+        for next_one in (second, third):
+            with ThreadPoolExecutor(1) as pool, compile_events() as seen:
+                running = pool.submit(placed.generate, **ask)
+                assert placed.apply_placement(next_one) > 0
+                alike(expected, running.result())
+                assert placed.apply_placement(next_one) == 0
+                placed.flush_cache()
+                alike(expected, placed.generate(**ask))
+            assert not seen, seen
+            held_is(placed, next_one, qwen3.folder)
+        scored = [engine.score(qwen3.prompts[2]) for engine in (alone, placed)]
+        np.testing.assert_array_equal(*(score.routed_experts.ids for score in scored))
+        for engine in (alone, placed):
+            engine.update_weights_from_disk(qwen3.other, version=1)
+        held_is(placed, third, qwen3.other)
+        alike(alone.generate(**ask), placed.generate(**ask))
+        runner = placed.components.core.runner
+        placed.thread.run_drained(
+            lambda: runner.move_layer(*runner.layers()[0], second)
+        )  # a change that stops half way
+        for engine in (alone, placed):
+            engine.update_weights_from_disk(qwen3.folder, version=2)
+        held_is(placed, third, qwen3.folder)
+        assert placed.apply_placement(second) > 0
+        held_is(placed, second, qwen3.folder)
+        alike(alone.generate(**ask), placed.generate(**ask))
+        with pytest.raises(PlacementError, match="max_replicas"):
+            placed.apply_placement(rebalance(np.ones((3, 16)), num_instances=24, num_devices=4))
+        with pytest.raises(InvalidRequestError, match="placement="):
+            alone.apply_placement(second)
+    with pytest.raises(PlacementError, match="num_devices=4, but tp_size=2"):
+        Engine(str(qwen3.folder), tp_size=2, ep_size=2, placement=first, **args)
+
+
+def held_is(engine, placement, folder):
+    """Every device holds, layer by layer, the experts that the placement says, whole."""
+    source = ModelFolder.open(folder)
+    whole = nnx.split(source.load(source.dtype("auto")))[1]
+    experts = {
+        path[-1]: np.asarray(leaf.get_raw_value())
+        for path, leaf in nnx.to_flat_state(whole)
+        if path[:2] == ("blocks", 1)
+    }
+    own = placement.instances_per_device
+    for path, leaf in nnx.to_flat_state(_state(engine)):
+        if path[-1] not in ("gate_up", "down") or path[:2] != ("blocks", 1):
+            continue
+        for device, shard in enumerate(leaf.get_raw_value().addressable_shards):
+            held = placement.physical_to_logical_map[:, device * own : (device + 1) * own]
+            expected = experts[path[-1]].reshape(3, 16, *leaf.shape[1:])[np.arange(3)[:, None], held]
+            np.testing.assert_array_equal(np.asarray(shard.data).reshape(expected.shape), expected)
+
+
+def alike(alone, shared):
+    for one, other in zip(alone, shared, strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        np.testing.assert_array_equal(*(extract_routed_experts_from_meta_info(outputs) for outputs in (one, other)))
+        np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), rtol=0, atol=LOGPROB)
+
+
+def _state(engine):
+    return engine.components.core.runner.state
+
+
+def test_every_sampler_draws_alike_and_compiles_nothing_the_second_time(qwen3, engines):
+    for again in (False, True):
+        with compile_events() as seen:
+            alone, shared = (generate_all(engine, qwen3.prompts) for engine in engines)
+        assert not again or not seen, seen
+        alike(alone, shared)
+
+
+def test_routes_of_one_device_are_replayed_on_two(qwen3, engines):
+    scored = engines[0].score(qwen3.prompts[2])
+    forced = dataclasses.replace(scored.routed_experts, ids=scored.routed_experts.ids[..., ::-1].copy())
+    for routes in (scored.routed_experts, forced):
+        one, other = (engine.score(qwen3.prompts[2], routed=routes) for engine in engines)
+        np.testing.assert_array_equal(other.routed_experts.ids, routes.ids)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=LOGPROB)
+
+
+def test_new_weights_are_sharded_as_before(qwen3, engines):
+    """Arrays that a trainer holds whole, and a folder."""
+    alone, shared = engines
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(_state(shared))]
+    before = generate_all(shared, qwen3.prompts)
+    opened = ModelFolder.open(qwen3.other)
+    held = opened.load(opened.dtype("auto"))
+    for how in ("arrays", "from disk", "after a release", "donated"):
+        for engine in engines:
+            version = engine.components.core.runner.weight_version + 1
+            if how == "arrays":
+                engine.update_weights(held, version=version)
+            elif how == "donated":
+                mine = jax.tree.leaves(nnx.split(gift := opened.load(opened.dtype("auto")))[1])
+                engine.update_weights(gift, version=version, donate=True)
+                assert any(leaf.is_deleted() for leaf in mine) == (engine is shared), "sharded arrays are copies"
+            elif how == "from disk":
+                engine.update_weights_from_disk(qwen3.folder, version=version)
+            else:
+                engine.release_memory_occupation()
+                engine.resume_memory_occupation(held, version=version)
+        after = generate_all(shared, qwen3.prompts)
+        alike(generate_all(alone, qwen3.prompts), after)
+        assert [leaf.sharding for leaf in jax.tree.leaves(_state(shared))] == shardings
+        same = [answer["output_ids"] for answer in after] == [answer["output_ids"] for answer in before]
+        assert same == (how == "from disk")
+
+
+def test_impossible_meshes_are_refused_before_a_weight_is_loaded(tmp_path):
+    """A memory plan needs no device."""
+    folder = tmp_path
+    write_tiny_checkpoint(folder)
+    args = dict(skip_tokenizer_init=True, **SIZES)
+    for tp, sentence in (
+        (3, "tp_size=3 does not divide 2 kv heads, .*; values that work for this model: 1, 2, 4"),
+        (8, "4 query heads.*; values that work for this model: 1, 2, 4"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            Engine(str(folder), tp_size=tp, **args)
+    write_family(folder / "wide", "olmoe", num_attention_heads=8)
+    with pytest.raises(ConfigError, match="tp_size=8 is above the 4 cpu devices here; lower it, or set XLA_FLAGS"):
+        Engine(str(folder / "wide"), tp_size=8, **args)
+    with pytest.raises(ConfigError, match=r"moe_backend='native' cannot run here: .* tp_size=2"):
+        Engine(str(folder), tp_size=2, moe_backend="native", **args)
+    plans = [inspect_model(ServerArgs(model_path=str(folder / "wide"), tp_size=tp)).memory_plan for tp in (1, 8)]
+    assert "each of 8 devices" in plans[1][-1] and "device" in plans[0][-1] and plans[0][0] != plans[1][0]

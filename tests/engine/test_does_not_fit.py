@@ -11,9 +11,9 @@ from routed_experts.core.errors import MemoryPlanError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.inspection import inspect_model
 from routed_experts.execution.memory_plan import device_bytes
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+pytestmark = pytest.mark.usefixtures("lazy_compilation")
 
 SIZES = {"precompile_bs_paddings": (1, 2), "precompile_token_paddings": (8,), "context_length": 512, "page_size": 16}
 MIB = 1 << 20

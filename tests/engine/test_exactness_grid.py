@@ -12,7 +12,7 @@ import pytest
 
 from oracles.driver import request
 from oracles.margins import assert_margin_rule, differences
-from oracles.worlds import random_prompt, state_of, tiny_world, wide_margin_oracle
+from oracles.testbeds import random_prompt, state_of, tiny_testbed, wide_margin_oracle
 
 NEW_TOKENS = 24
 BATCHES, CHUNKS, RADIX, PREEMPT, CHOICES = (
@@ -57,9 +57,9 @@ FULL = [
 
 
 @pytest.fixture(scope="module")
-def world():
+def testbed():
     sizes = dict(page_size=8, context_length=64, precompile_bs_paddings=(32,), precompile_token_paddings=(64,))
-    return tiny_world(deterministic=True, **sizes)
+    return tiny_testbed(deterministic=True, **sizes)
 
 
 def prompts(lengths, seed):
@@ -90,11 +90,11 @@ def told_by(drive):
     }
 
 
-def alone(world, given, *, choices, of):
+def alone(testbed, given, *, choices, of):
     """Each of the prompts `of`, every choice on its own: batch 1, one chunk, no cache."""
     told = {}
     for index, choice in itertools.product(of, range(choices)):
-        drive = world.drive(max_running_requests=1, disable_radix_cache=True)
+        drive = testbed.drive(max_running_requests=1, disable_radix_cache=True)
         drive.run(choice_of(index, choice, given))
         drive.told[f"p{index}c{choice}"].end.routed_experts.validate()
         told |= told_by(drive)
@@ -102,27 +102,27 @@ def alone(world, given, *, choices, of):
 
 
 @pytest.fixture(scope="module")
-def eight_alone(world):
-    return alone(world, EIGHT, choices=1, of=range(8)) | alone(world, EIGHT, choices=4, of=range(2))
+def eight_alone(testbed):
+    return alone(testbed, EIGHT, choices=1, of=range(8)) | alone(testbed, EIGHT, choices=4, of=range(2))
 
 
 @pytest.fixture(scope="module")
-def sixteen_alone(world):
-    return alone(world, SIXTEEN, choices=1, of=range(16)) | alone(world, SIXTEEN, choices=4, of=range(4))
+def sixteen_alone(testbed):
+    return alone(testbed, SIXTEEN, choices=1, of=range(16)) | alone(testbed, SIXTEEN, choices=4, of=range(4))
 
 
 @pytest.fixture(scope="module")
-def thirty_two_alone(world, sixteen_alone):
+def thirty_two_alone(testbed, sixteen_alone):
     return (
         sixteen_alone
-        | alone(world, THIRTY_TWO, choices=1, of=range(16, 32))
-        | alone(world, THIRTY_TWO, choices=4, of=range(4, 8))
+        | alone(testbed, THIRTY_TWO, choices=1, of=range(16, 32))
+        | alone(testbed, THIRTY_TWO, choices=4, of=range(4, 8))
     )
 
 
-def run_cell(world, cell, given, seed):
+def run_cell(testbed, cell, given, seed):
     """One cell of `given` prompts, or with n choices of every n-th of them: as many sequences."""
-    drive = world.drive(
+    drive = testbed.drive(
         max_running_requests=cell.batch, chunked_prefill_size=cell.chunk, disable_radix_cache=cell.radix == "off"
     )
     order = np.random.default_rng(seed).permutation(len(given) // cell.n)
@@ -138,9 +138,9 @@ def run_cell(world, cell, given, seed):
     return drive
 
 
-def assert_equal_to_alone(world, cells, given, expected):
+def assert_equal_to_alone(testbed, cells, given, expected):
     """Gives the runs, for what is to be seen in them beside."""
-    drives = [run_cell(world, cell, given, seed) for seed, cell in enumerate(cells)]
+    drives = [run_cell(testbed, cell, given, seed) for seed, cell in enumerate(cells)]
     for cell, drive in zip(cells, drives, strict=True):
         assert len(drive.told) == len(given)
         for rid, told in told_by(drive).items():
@@ -150,34 +150,34 @@ def assert_equal_to_alone(world, cells, given, expected):
 
 @pytest.mark.parametrize("part", range(4))
 def test_sixteen_sequences_in_each_of_twenty_four_cells_say_bit_for_bit_what_each_says_alone(
-    world, sixteen_alone, part
+    testbed, sixteen_alone, part
 ):
     for axis, values in dict(batch=BATCHES, chunk=CHUNKS, radix=RADIX, preempt=PREEMPT, n=CHOICES).items():
         assert {vars(cell)[axis] for cell in SAMPLE} == set(values)
-    assert_equal_to_alone(world, SAMPLE[part::4], SIXTEEN, sixteen_alone)
+    assert_equal_to_alone(testbed, SAMPLE[part::4], SIXTEEN, sixteen_alone)
 
 
 @pytest.mark.parametrize("radix", RADIX)
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_every_cell_of_the_grid_says_bit_for_bit_what_each_sequence_says_alone(world, eight_alone, chunk, radix):
+def test_every_cell_of_the_grid_says_bit_for_bit_what_each_sequence_says_alone(testbed, eight_alone, chunk, radix):
     """Eight sequences are in one batch where it takes 8 and where it takes 32, which is one run: the latter have a test
     of their own."""
     cells = [cell for cell in GRID if (cell.chunk, cell.radix) == (chunk, radix) and cell.batch != 32]
     assert len(cells) == 14
-    assert_equal_to_alone(world, cells, EIGHT, eight_alone)
+    assert_equal_to_alone(testbed, cells, EIGHT, eight_alone)
 
 
 @pytest.mark.parametrize("radix", RADIX)
-def test_a_batch_of_thirty_two_says_bit_for_bit_what_each_sequence_says_alone(world, thirty_two_alone, radix):
+def test_a_batch_of_thirty_two_says_bit_for_bit_what_each_sequence_says_alone(testbed, thirty_two_alone, radix):
     cells = [cell for cell in FULL if cell.radix == radix]
     assert len(cells) == 4
-    for drive in assert_equal_to_alone(world, cells, THIRTY_TWO, thirty_two_alone):
+    for drive in assert_equal_to_alone(testbed, cells, THIRTY_TWO, thirty_two_alone):
         assert max(batch.num_requests for batch, _ in drive.log.forwards) == 32
 
 
 @pytest.fixture(scope="module")
 def default_world():
-    return tiny_world()
+    return tiny_testbed()
 
 
 def served_in_company(drive, count, seed):

@@ -29,10 +29,10 @@ from engine.two_devices import (
 from routed_experts import ConfigError, Engine, ExpertOffloadConfig, extract_routed_experts_from_meta_info
 from routed_experts.engine.build import expert_offload
 from routed_experts.execution.offload.fused_offload_runner import FusedOffloadRunner
-from support.serving import assert_idle, nothing_allocated
-from support.tiny import write_tiny_checkpoint
+from support.engines import assert_idle, assert_nothing_allocated
+from support.tiny_checkpoint import write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def test_the_choice_is_told_at_start(folder):
 
 def test_what_cannot_be_is_refused(folder, monkeypatch):
     def build(**experts):
-        with nothing_allocated():
+        with assert_nothing_allocated():
             Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=2, host_backend="ffi", **experts), **SIZES)
 
     with pytest.raises(

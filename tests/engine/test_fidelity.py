@@ -1,6 +1,6 @@
 """Fidelity: every row returned is what the experts were given in the pass that first fed its token, bit for bit.
 
-Judged by the tap, which shares no code with capture, in deterministic and in default mode; the stores are poisoned
+Judged by the MoE probe, which shares no code with capture, in deterministic and in default mode; the stores are poisoned
 before every run and after every step. The second judge is replay: the rows returned must reproduce the logprobs
 returned."""
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from oracles.driver import assert_all_faithful, request
-from oracles.worlds import model_of, other_weights, random_prompt, tiny_world
+from oracles.testbeds import model_of, other_weights, random_prompt, tiny_testbed
 from routed_experts.replay.forward import RoutedBatch, forward
 
 MODES = {"deterministic": {"deterministic": True}, "default": {}}
@@ -18,8 +18,8 @@ LENGTHS = (1, 4, 9, 30, 45, 61)
 
 
 @pytest.fixture(scope="module", params=MODES)
-def world(request):
-    return tiny_world(moe_backend="tapped", **MODES[request.param])
+def testbed(request):
+    return tiny_testbed(moe_backend="probed", **MODES[request.param])
 
 
 def requests(seed=0, lengths=LENGTHS, max_tokens=12, **options):
@@ -42,22 +42,22 @@ def num_rows(reqs):
     return sum(req.num_known - 1 for req in reqs)
 
 
-def test_a_cold_request_gets_the_rows_of_its_own_passes(world):
-    drive, reqs = world.drive(), requests()
+def test_a_cold_request_gets_the_rows_of_its_own_passes(testbed):
+    drive, reqs = testbed.drive(), requests()
     drive.run(*reqs)
     assert assert_all_faithful(drive) == num_rows(reqs)
     assert {told.end.finish_reason.type for told in drive.told.values()} == {"length"}
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16])
-def test_chunked_prefill_gets_the_rows_of_every_chunk(world, chunk):
-    drive, reqs = world.drive(chunked_prefill_size=chunk), requests(1)
+def test_chunked_prefill_gets_the_rows_of_every_chunk(testbed, chunk):
+    drive, reqs = testbed.drive(chunked_prefill_size=chunk), requests(1)
     drive.run(*reqs)
     assert assert_all_faithful(drive) == num_rows(reqs)
 
 
-def test_a_prefix_hit_gets_the_rows_of_the_pass_that_wrote_the_page(world):
-    drive, rng = world.drive(), np.random.default_rng(2)
+def test_a_prefix_hit_gets_the_rows_of_the_pass_that_wrote_the_page(testbed):
+    drive, rng = testbed.drive(), np.random.default_rng(2)
     shared = random_prompt(rng, 40)
     drive.run(request("writer", shared, 12))
     whole = np.concatenate([shared, drive.told["writer"].tokens])
@@ -74,8 +74,8 @@ def test_a_prefix_hit_gets_the_rows_of_the_pass_that_wrote_the_page(world):
     assert_all_faithful(drive)
 
 
-def test_a_prefix_hit_in_company_gets_the_rows_of_the_pass_that_wrote_the_page(world):
-    drive, rng = world.drive(chunked_prefill_size=8), np.random.default_rng(3)
+def test_a_prefix_hit_in_company_gets_the_rows_of_the_pass_that_wrote_the_page(testbed):
+    drive, rng = testbed.drive(chunked_prefill_size=8), np.random.default_rng(3)
     shared = random_prompt(rng, 24)
     reqs = [
         request(f"r{i}", np.concatenate([shared, random_prompt(rng, i)]), 6 + i, temperature=1.0, seed=i)
@@ -89,8 +89,8 @@ def test_a_prefix_hit_in_company_gets_the_rows_of_the_pass_that_wrote_the_page(w
 
 
 @pytest.mark.parametrize("radix", [True, False])
-def test_every_choice_has_the_rows_of_its_own_tokens(world, radix):
-    drive, prompt = world.drive(disable_radix_cache=not radix), random_prompt(np.random.default_rng(4), 30)
+def test_every_choice_has_the_rows_of_its_own_tokens(testbed, radix):
+    drive, prompt = testbed.drive(disable_radix_cache=not radix), random_prompt(np.random.default_rng(4), 30)
     drive.run(*(request(f"c{j}", prompt, 12, choice=j, group="one", temperature=1.0, seed=5) for j in range(4)))
     assert_all_faithful(drive)
     assert len({tuple(told.tokens) for told in drive.told.values()}) == 4
@@ -98,23 +98,23 @@ def test_every_choice_has_the_rows_of_its_own_tokens(world, radix):
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
-def test_retraction_every_third_step_changes_no_row(world, chunk):
-    drive, reqs = world.drive(chunked_prefill_size=chunk), requests(5, lengths=(*LENGTHS, 20, 33))
+def test_retraction_every_third_step_changes_no_row(testbed, chunk):
+    drive, reqs = testbed.drive(chunked_prefill_size=chunk), requests(5, lengths=(*LENGTHS, 20, 33))
     drive.run(*reqs, before_step=lambda step: step % 3 == 2 and drive.retract_victim())
     assert drive.core.scheduler.num_retracted > 5
     assert assert_all_faithful(drive) == num_rows(reqs)
 
 
-def test_an_abort_in_prefill_returns_no_rows_and_harms_none(world):
-    drive, reqs = world.drive(chunked_prefill_size=8), requests(6)
+def test_an_abort_in_prefill_returns_no_rows_and_harms_none(testbed):
+    drive, reqs = testbed.drive(chunked_prefill_size=8), requests(6)
     drive.run(*reqs, before_step=lambda step: step == 2 and drive.core.abort("r3"))
     assert drive.told["r3"].end.finish_reason.type == "abort"
     assert drive.told["r3"].tokens == []
     assert_all_faithful(drive)
 
 
-def test_an_abort_in_decode_returns_the_rows_of_the_tokens_returned(world):
-    drive, reqs = world.drive(), requests(7, max_tokens=20)
+def test_an_abort_in_decode_returns_the_rows_of_the_tokens_returned(testbed):
+    drive, reqs = testbed.drive(), requests(7, max_tokens=20)
     drive.run(*reqs, before_step=lambda step: step == 11 and [drive.core.abort(rid) for rid in ("r1", "r5")])
     assert drive.told["r1"].end.finish_reason.type == "abort"
     assert 0 < len(drive.told["r5"].tokens) < 20
@@ -122,10 +122,10 @@ def test_an_abort_in_decode_returns_the_rows_of_the_tokens_returned(world):
 
 
 @pytest.mark.parametrize("steps_later", [0, 1, 3])
-def test_an_abort_after_retraction_returns_the_rows_taken_along(world, steps_later):
+def test_an_abort_after_retraction_returns_the_rows_taken_along(testbed, steps_later):
     """At once it waits and holds no page; later it is reading its prompt anew."""
     drive, reqs = (
-        world.drive(chunked_prefill_size=6, disable_radix_cache=True),
+        testbed.drive(chunked_prefill_size=6, disable_radix_cache=True),
         requests(8, lengths=(5, 40), max_tokens=30),
     )
     drive.add(*reqs)
@@ -140,8 +140,8 @@ def test_an_abort_after_retraction_returns_the_rows_taken_along(world, steps_lat
     assert assert_all_faithful(drive) == num_rows(reqs)
 
 
-def test_deltas_of_a_stream_join_to_what_is_told_at_once(world):
-    at_once, streamed = world.drive(), world.drive()
+def test_deltas_of_a_stream_join_to_what_is_told_at_once(testbed):
+    at_once, streamed = testbed.drive(), testbed.drive()
     at_once.run(*requests(9))
     told_once = {rid: (told.tokens, told.logprobs, told.end.routed_experts) for rid, told in at_once.told.items()}
     streamed.run(*requests(9, stream=True))
@@ -152,8 +152,8 @@ def test_deltas_of_a_stream_join_to_what_is_told_at_once(world):
 
 
 @pytest.mark.parametrize("first", [2, 6])
-def test_a_flush_mid_run_costs_running_requests_no_row(world, first):
-    drive, rng = world.drive(chunked_prefill_size=8), np.random.default_rng(10)
+def test_a_flush_mid_run_costs_running_requests_no_row(testbed, first):
+    drive, rng = testbed.drive(chunked_prefill_size=8), np.random.default_rng(10)
     shared = random_prompt(rng, 20)
     reqs = [request(f"r{i}", np.concatenate([shared, random_prompt(rng, 4)]), 10) for i in range(6)]
     drive.run(*reqs, before_step=lambda step: step % 4 == first % 4 and step >= first and drive.core.flush_cache())
@@ -161,8 +161,8 @@ def test_a_flush_mid_run_costs_running_requests_no_row(world, first):
 
 
 @pytest.mark.parametrize("cache", ["flush", "keep"])
-def test_rows_of_a_request_that_lived_through_an_update_name_their_versions(world, cache):
-    drive, reqs = world.drive(chunked_prefill_size=8), requests(11, max_tokens=16)
+def test_rows_of_a_request_that_lived_through_an_update_name_their_versions(testbed, cache):
+    drive, reqs = testbed.drive(chunked_prefill_size=8), requests(11, max_tokens=16)
     drive.run(
         *reqs, before_step=lambda step: step in (5, 15) and drive.update_weights(other_weights(1 + step), cache=cache)
     )
@@ -171,8 +171,8 @@ def test_rows_of_a_request_that_lived_through_an_update_name_their_versions(worl
 
 
 @pytest.mark.parametrize("start", [1, 29, 30])
-def test_rows_from_a_start_are_the_tail_of_all_rows(world, start):
-    drive, prompt = world.drive(), random_prompt(np.random.default_rng(12), 30)
+def test_rows_from_a_start_are_the_tail_of_all_rows(testbed, start):
+    drive, prompt = testbed.drive(), random_prompt(np.random.default_rng(12), 30)
     drive.run(request("whole", prompt), request("tail", prompt, start=start))
     drive.run(request("cached tail", prompt, start=start))
     assert_all_faithful(drive)
@@ -181,16 +181,16 @@ def test_rows_from_a_start_are_the_tail_of_all_rows(world, start):
         np.testing.assert_array_equal(drive.told[rid].end.routed_experts.ids, whole[start:])
 
 
-def test_rows_are_kept_for_those_that_ask_and_not_told_to_others(world):
-    drive, prompt = world.drive(), random_prompt(np.random.default_rng(13), 20)
+def test_rows_are_kept_for_those_that_ask_and_not_told_to_others(testbed):
+    drive, prompt = testbed.drive(), random_prompt(np.random.default_rng(13), 20)
     drive.run(request("quiet", prompt, asks=False), request("asking", prompt))
     assert_all_faithful(drive)
     assert drive.told["quiet"].end.routed_experts is None
     assert drive.told["quiet"].tokens == drive.told["asking"].tokens
 
 
-def test_another_extra_key_shares_no_page_and_no_row(world):
-    drive, prompt = world.drive(), random_prompt(np.random.default_rng(15), 20)
+def test_another_extra_key_shares_no_page_and_no_row(testbed):
+    drive, prompt = testbed.drive(), random_prompt(np.random.default_rng(15), 20)
     drive.run(request("a", prompt, extra_key="a"))
     drive.run(request("b", prompt, extra_key="b"), request("a again", prompt, extra_key="a"))
     assert_all_faithful(drive)
@@ -200,11 +200,11 @@ def test_another_extra_key_shares_no_page_and_no_row(world):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_mixture_of_events_keeps_every_row(world, seed):
+def test_any_mixture_of_events_keeps_every_row(testbed, seed):
     """Arrivals, aborts, retractions, flushes and weight updates at random, in a pool that is too small."""
     rng = np.random.default_rng(100 + seed)
     chunk = (None, 3, 9)[seed % 3]
-    drive = world.drive(pages=60, chunked_prefill_size=chunk, disable_radix_cache=seed == 5)
+    drive = testbed.drive(pages=60, chunked_prefill_size=chunk, disable_radix_cache=seed == 5)
     shared = random_prompt(rng, 40)
     arrived = 0
 
@@ -248,8 +248,8 @@ def test_any_mixture_of_events_keeps_every_row(world, seed):
     assert drive.core.request_table.accepted == sum(drive.core.request_table.finished.values())
 
 
-def test_rows_that_are_returned_reproduce_the_logprobs_that_are_returned(world):
-    drive, reqs = world.drive(chunked_prefill_size=11), requests(14, lengths=(3, 20, 33, 47), prompt_logprobs_from=0)
+def test_rows_that_are_returned_reproduce_the_logprobs_that_are_returned(testbed):
+    drive, reqs = testbed.drive(chunked_prefill_size=11), requests(14, lengths=(3, 20, 33, 47), prompt_logprobs_from=0)
     drive.run(*reqs, before_step=lambda step: step % 5 == 4 and drive.retract_victim())
     size = (len(reqs), 64)
     tokens, ids, valid = np.zeros(size, np.int32), np.zeros((*size, 3, 4), np.uint8), np.zeros(size, bool)
@@ -261,7 +261,7 @@ def test_rows_that_are_returned_reproduce_the_logprobs_that_are_returned(world):
             True,
         )
     routed = RoutedBatch(jnp.asarray(ids), jnp.asarray(valid), jnp.zeros(size, bool))
-    logits = forward(model_of(world.config, world.oracle.tensors), jnp.asarray(tokens), routed=routed).logits
+    logits = forward(model_of(testbed.config, testbed.oracle.tensors), jnp.asarray(tokens), routed=routed).logits
     logprobs = np.asarray(jax.nn.log_softmax(logits))
     for index, req in enumerate(reqs):
         told, length = drive.told[req.rid], req.num_known

@@ -13,8 +13,8 @@ from routed_experts import (
     extract_routed_experts_from_meta_info,
 )
 from routed_experts.formats.meta_info import record_from_meta_info
-from support.serving import borrow, letters, serve
-from support.tiny import EOS_ID, VOCAB_SIZE, write_tiny_checkpoint
+from support.engines import letter_bias, open_engine
+from support.tiny_checkpoint import EOS_ID, VOCAB_SIZE, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 META_KEYS = {
@@ -27,12 +27,6 @@ META_KEYS = {
     "weight_version",
     "logprobs_mode",
 }
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with borrow(enable_return_routed_experts=True) as engine:
-        yield engine
 
 
 def said(result):
@@ -273,7 +267,7 @@ def test_every_choice_has_its_own_rows(engine):
 @pytest.fixture(scope="module")
 def spelled(engine):
     """A greedy answer in ASCII letters: parameters, tokens and their texts."""
-    params = GREEDY | {"logit_bias": letters(engine), "frequency_penalty": 1.5}
+    params = GREEDY | {"logit_bias": letter_bias(engine), "frequency_penalty": 1.5}
     result = engine.generate("the cat", params, max_new_tokens=24)
     pieces = [engine.tokenizer.decode([token]) for token in result["output_ids"]]
     assert result["text"] == "".join(pieces) and result["text"].isalpha() and result["text"].isascii()
@@ -360,7 +354,7 @@ def test_without_detokenising_there_is_no_text(engine):
 
 def test_an_engine_without_tokenizer_takes_and_gives_ids(tmp_path_factory):
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("bare"), tokenizer=False)
-    with serve(folder, skip_tokenizer_init=True) as engine:
+    with open_engine(folder, skip_tokenizer_init=True) as engine:
         result = engine.generate(input_ids=[3, 4, 5], sampling_params=GREEDY, max_new_tokens=4, return_logprob=True)
         assert result["text"] == "" and len(result["output_ids"]) == 4 and max(result["output_ids"]) < VOCAB_SIZE
         assert [text for _, _, text in result["meta_info"]["output_token_logprobs"]] == [None] * 4
@@ -377,7 +371,7 @@ def test_an_engine_without_tokenizer_takes_and_gives_ids(tmp_path_factory):
 
 def test_an_engine_without_tokenizer_stops_at_the_ids_that_the_checkpoint_names(tmp_path):
     folder = write_tiny_checkpoint(tmp_path)
-    with serve(folder, skip_tokenizer_init=True) as engine:
+    with open_engine(folder, skip_tokenizer_init=True) as engine:
         bias = {"temperature": 0.0, "logit_bias": {EOS_ID: 100.0}}
         out = engine.generate(input_ids=[1, 2, 3], sampling_params=bias, max_new_tokens=5)
         assert out["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS_ID}
@@ -392,7 +386,7 @@ def test_an_engine_without_tokenizer_stops_at_the_ids_that_the_checkpoint_names(
 
 
 def test_no_step_of_a_bfloat16_model_converts_the_whole_pool_on_cpu(tmp_path):
-    with serve(write_tiny_checkpoint(tmp_path, dtype="bfloat16")) as engine:
+    with open_engine(write_tiny_checkpoint(tmp_path, dtype="bfloat16")) as engine:
         runner = engine.components.core.runner
         dims = ",".join(map(str, runner.config.pool.abstract.shape))
         texts = [program.as_text() for key, program in runner._programs.items() if key[0] == "forward"]

@@ -1,29 +1,22 @@
 """routed_experts_include_last: the last token is fed too, for its row. Its row is what the experts ran, and nothing
 else changes.
 
-Judged by the tap, as test_fidelity is; the stores are poisoned before every run and after every step."""
+Judged by the MoE probe, as test_fidelity is; the stores are poisoned before every run and after every step."""
 
 import numpy as np
 import pytest
 
 from oracles.driver import assert_all_faithful, request
-from oracles.worlds import random_prompt, tiny_world
+from oracles.testbeds import random_prompt, tiny_testbed
 from routed_experts import InvalidRequestError, SamplingParams
 from routed_experts.formats import record_from_response
-from support.serving import borrow
 
 LENGTHS = (1, 4, 9, 30, 45, 61)
 
 
 @pytest.fixture(scope="module")
-def world():
-    return tiny_world(moe_backend="tapped")
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with borrow(enable_return_routed_experts=True) as engine:
-        yield engine
+def testbed():
+    return tiny_testbed(moe_backend="probed")
 
 
 def requests(seed=0, max_tokens=12, **options):
@@ -43,11 +36,11 @@ def num_rows(reqs):
 
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_token_has_a_row_and_the_tokens_are_the_same(world, chunk, stream):
-    plain = world.drive()
+def test_every_token_has_a_row_and_the_tokens_are_the_same(testbed, chunk, stream):
+    plain = testbed.drive()
     plain.run(*requests(include_last=False))
     told = {rid: one.tokens for rid, one in plain.told.items()}
-    drive = world.drive(chunked_prefill_size=chunk)
+    drive = testbed.drive(chunked_prefill_size=chunk)
     reqs = requests(stream=stream)
     drive.run(*reqs)
     assert assert_all_faithful(drive) == num_rows(reqs)
@@ -55,11 +48,11 @@ def test_every_token_has_a_row_and_the_tokens_are_the_same(world, chunk, stream)
     assert all(one.end.queue_s is not None and one.end.completion_tokens == 12 for one in drive.told.values())
 
 
-def test_a_stop_token_has_its_row(world):
-    first = world.drive()
+def test_a_stop_token_has_its_row(testbed):
+    first = testbed.drive()
     first.run(*requests(1, include_last=False))
     stops = {rid: one.tokens[5] for rid, one in first.told.items()}
-    drive, rng = world.drive(), np.random.default_rng(1)
+    drive, rng = testbed.drive(), np.random.default_rng(1)
     reqs = [
         request(
             f"r{index}",
@@ -78,16 +71,16 @@ def test_a_stop_token_has_its_row(world):
     assert all(one.end.finish_reason.matched == one.tokens[-1] == stops[rid] for rid, one in drive.told.items())
 
 
-def test_retraction_every_third_step_changes_no_row(world):
-    drive, reqs = world.drive(), requests(2)
+def test_retraction_every_third_step_changes_no_row(testbed):
+    drive, reqs = testbed.drive(), requests(2)
     drive.run(*reqs, before_step=lambda step: step % 3 == 2 and drive.retract_victim())
     assert drive.core.scheduler.num_retracted >= 5
     assert assert_all_faithful(drive) == num_rows(reqs)
 
 
-def test_retraction_while_the_last_token_is_fed_changes_no_row(world):
+def test_retraction_while_the_last_token_is_fed_changes_no_row(testbed):
     """Before each step, where one request only waits for the row of its last token."""
-    drive, reqs = world.drive(), requests(3, stop_token_ids=range(0, 313, 5))
+    drive, reqs = testbed.drive(), requests(3, stop_token_ids=range(0, 313, 5))
     retracted = []
 
     def meddle(step):
@@ -100,8 +93,8 @@ def test_retraction_while_the_last_token_is_fed_changes_no_row(world):
     assert assert_all_faithful(drive) == num_rows(reqs)
 
 
-def test_an_abort_gives_the_rows_of_what_was_fed(world):
-    drive, reqs = world.drive(), requests(4, max_tokens=20)
+def test_an_abort_gives_the_rows_of_what_was_fed(testbed):
+    drive, reqs = testbed.drive(), requests(4, max_tokens=20)
     drive.run(*reqs, before_step=lambda step: step == 11 and [drive.core.abort(rid) for rid in ("r1", "r5")])
     assert drive.told["r1"].end.finish_reason.type == "abort" and 0 < len(drive.told["r5"].tokens) < 20
     assert assert_all_faithful(drive) == num_rows(reqs) - sum(
@@ -109,8 +102,8 @@ def test_an_abort_gives_the_rows_of_what_was_fed(world):
     )
 
 
-def test_choices_and_others_beside_them(world):
-    drive, prompt = world.drive(), random_prompt(np.random.default_rng(5), 30)
+def test_choices_and_others_beside_them(testbed):
+    drive, prompt = testbed.drive(), random_prompt(np.random.default_rng(5), 30)
     reqs = [
         request(f"c{j}", prompt, 12, choice=j, group="one", temperature=1.0, seed=5, include_last=j % 2 == 0)
         for j in range(4)

@@ -8,9 +8,9 @@ import pytest
 from routed_experts import LLM, ConfigError, InvalidRequestError, SamplingParams
 from routed_experts.core.errors import RoutingFormatError
 from routed_experts.formats import record_from_meta_info
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+pytestmark = pytest.mark.usefixtures("lazy_compilation")
 
 PROMPTS = ["The router scores every expert", "The cat sat"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

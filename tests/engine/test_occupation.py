@@ -10,11 +10,11 @@ from flax import nnx
 
 from oracles.driver import assert_all_faithful, request
 from oracles.full_sequence import FullSequence
-from oracles.worlds import model_of, other_weights, random_prompt, tiny_world
+from oracles.testbeds import model_of, other_weights, random_prompt, tiny_testbed
 from routed_experts import Engine, InvalidRequestError, WeightsMismatchError
 from routed_experts.formats.meta_info import record_from_meta_info
-from support.serving import SMALL, Begun, assert_idle, on_engine_thread
-from support.tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
+from support.engines import SMALL, PausedRequests, assert_idle, on_engine_thread
+from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = np.random.default_rng(3).integers(3, 313, 40).tolist()
@@ -55,7 +55,7 @@ def ask(engine, max_tokens=60):
 @pytest.mark.parametrize("tags", RELEASES.values(), ids=RELEASES)
 def test_what_ran_goes_on_with_its_tokens_and_its_rows(engine, tags):
     whole, before = ask(engine), version_of(engine)
-    calls = Begun(engine, PROMPT, sampling_params=GREEDY | {"max_tokens": 60}, return_routed_experts=True)
+    calls = PausedRequests(engine, PROMPT, sampling_params=GREEDY | {"max_tokens": 60}, return_routed_experts=True)
     engine.release_memory_occupation(tags)
     engine.resume()  # of the pause; the memory is not back
     assert engine.released == tuple(tag for tag in ("kv_cache", "weights") if tag in tags)
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(engine):
 
 
 def test_an_abort_and_a_pause_work_while_memory_is_released(engine):
-    calls = Begun(engine, PROMPT, sampling_params=GREEDY | {"max_tokens": 300}, return_routed_experts=True)
+    calls = PausedRequests(engine, PROMPT, sampling_params=GREEDY | {"max_tokens": 300}, return_routed_experts=True)
     engine.release_memory_occupation(["kv_cache"])
     engine.pause(mode="wait")
     engine.abort(abort_all=True)
@@ -156,9 +156,9 @@ def test_an_abort_and_a_pause_work_while_memory_is_released(engine):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_row_is_the_one_that_ran_whatever_was_released_in_between(seed):
-    """Judged by the tap: releases at random steps, with other weights half of the time."""
-    world, rng = tiny_world(moe_backend="tapped"), np.random.default_rng(seed)
-    drive, shared = world.drive(chunked_prefill_size=(None, 7, 3)[seed]), random_prompt(rng, 24)
+    """Judged by the MoE probe: releases at random steps, with other weights half of the time."""
+    testbed, rng = tiny_testbed(moe_backend="probed"), np.random.default_rng(seed)
+    drive, shared = testbed.drive(chunked_prefill_size=(None, 7, 3)[seed]), random_prompt(rng, 24)
     reqs = [
         request(f"r{i}", np.concatenate([shared[: 6 * i], random_prompt(rng, 5 + i)]), 14, temperature=1.0, seed=i)
         for i in range(5)

@@ -8,16 +8,10 @@ import pytest
 
 from routed_experts import InvalidRequestError, PromptTooLongError, SamplingParams
 from routed_experts.formats import record_from_response
-from support.serving import assert_idle, borrow, on_engine_thread
+from support.engines import assert_idle, on_engine_thread
 
 PROMPT = "the router scores"
 PARAMS = SamplingParams(n=2, max_tokens=12, seed=5, ignore_eos=True, logprobs=2, return_routed_experts=True)
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with borrow(enable_return_routed_experts=True) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

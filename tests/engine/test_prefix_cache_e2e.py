@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from routed_experts.formats.meta_info import record_from_meta_info
-from support.serving import assert_idle, borrow, on_engine_thread
+from support.engines import assert_idle, on_engine_thread
 
 PAGE = 16
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -14,21 +14,15 @@ ASKED = {"return_logprob": True, "logprob_start_len": -1, "return_routed_experts
 
 
 @pytest.fixture(scope="module")
-def engine():
-    with borrow(enable_return_routed_experts=True) as engine:
+def plain(engine_factory):
+    with engine_factory(enable_return_routed_experts=True, disable_radix_cache=True) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def plain():
-    with borrow(enable_return_routed_experts=True, disable_radix_cache=True) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def cramped():
+def cramped(engine_factory):
     """Pages for 10 x 16 tokens."""
-    with borrow(enable_return_routed_experts=True, max_total_tokens=160) as engine:
+    with engine_factory(enable_return_routed_experts=True, max_total_tokens=160) as engine:
         yield engine
 
 

@@ -12,10 +12,10 @@ from routed_experts import Engine, ExpertOffloadConfig, ResidencyMap
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.placement import AdaptiveResidency
 from routed_experts.placement.dispatch import count_experts
-from support.serving import assert_idle, on_engine_thread
-from support.tiny import write_tiny_checkpoint
+from support.engines import assert_idle, on_engine_thread
+from support.tiny_checkpoint import write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 SIZES = {
     "precompile_bs_paddings": (4,),

@@ -2,13 +2,13 @@
 pass.
 
 Deterministic mode, so that "what it would have said" is exact: an unhurried run in a pool without end is the oracle,
-and the tap judges the rows."""
+and the MoE probe judges the rows."""
 
 import numpy as np
 import pytest
 
 from oracles.driver import assert_all_faithful, request
-from oracles.worlds import other_oracle, other_weights, random_prompt, tiny_world
+from oracles.testbeds import other_oracle, other_weights, random_prompt, tiny_testbed
 
 SAMPLING = (
     dict(),
@@ -23,8 +23,8 @@ SAMPLING = (
 
 
 @pytest.fixture(scope="module")
-def world():
-    return tiny_world(moe_backend="tapped", deterministic=True)
+def testbed():
+    return tiny_testbed(moe_backend="probed", deterministic=True)
 
 
 def requests(seed, count=16, max_tokens=24, **options):
@@ -48,8 +48,8 @@ def all_told(drive):
     }
 
 
-def unhurried(world, reqs):
-    drive = world.drive(disable_radix_cache=True)
+def unhurried(testbed, reqs):
+    drive = testbed.drive(disable_radix_cache=True)
     drive.run(*reqs)
     assert drive.core.scheduler.num_retracted == 0
     return all_told(drive)
@@ -57,47 +57,47 @@ def unhurried(world, reqs):
 
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_pool_for_two_sequences_and_a_bit_serves_sixteen_as_if_there_were_room(world, seed, chunk):
+def test_a_pool_for_two_sequences_and_a_bit_serves_sixteen_as_if_there_were_room(testbed, seed, chunk):
     pages = int(2.3 * (40 + 24) / 4)
-    drive = world.drive(pages=pages, chunked_prefill_size=chunk)
+    drive = testbed.drive(pages=pages, chunked_prefill_size=chunk)
     drive.run(*requests(seed))
     assert drive.core.scheduler.num_retracted > 0
     assert assert_all_faithful(drive) > 16 * 10
-    assert all_told(drive) == unhurried(world, requests(seed))
+    assert all_told(drive) == unhurried(testbed, requests(seed))
 
 
 @pytest.mark.parametrize("radix", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_sent_back_every_third_step_a_request_says_the_same_once(world, radix, stream):
-    drive = world.drive(disable_radix_cache=not radix, chunked_prefill_size=16)
+def test_sent_back_every_third_step_a_request_says_the_same_once(testbed, radix, stream):
+    drive = testbed.drive(disable_radix_cache=not radix, chunked_prefill_size=16)
     drive.run(*requests(20, stream=stream), before_step=lambda step: step % 3 == 2 and drive.retract_victim())
     assert drive.core.scheduler.num_retracted > 10
     assert_all_faithful(drive)
-    assert all_told(drive) == unhurried(world, requests(20))
+    assert all_told(drive) == unhurried(testbed, requests(20))
 
 
-def test_a_pool_for_one_sequence_serves_all_in_turn(world):
-    drive = world.drive(pages=16)
+def test_a_pool_for_one_sequence_serves_all_in_turn(testbed):
+    drive = testbed.drive(pages=16)
     drive.run(*requests(30, count=8))
     assert_all_faithful(drive)
-    assert all_told(drive) == unhurried(world, requests(30, count=8))
+    assert all_told(drive) == unhurried(testbed, requests(30, count=8))
 
 
-def test_choices_that_are_sent_back_say_the_same(world):
+def test_choices_that_are_sent_back_say_the_same(testbed):
     def choices():
         prompt = random_prompt(np.random.default_rng(31), 33)
         return [request(f"c{j}", prompt, 20, choice=j, group="one", temperature=1.0, seed=3) for j in range(8)]
 
-    drive = world.drive(pages=24)
+    drive = testbed.drive(pages=24)
     drive.run(*choices())
     assert drive.core.scheduler.num_retracted > 0
     assert_all_faithful(drive)
-    assert all_told(drive) == unhurried(world, choices())
+    assert all_told(drive) == unhurried(testbed, choices())
 
 
 @pytest.mark.parametrize("cache", ["flush", "keep"])
-def test_weights_that_change_between_retractions_change_no_row_that_was_written(world, cache):
-    drive = world.drive(chunked_prefill_size=16)
+def test_weights_that_change_between_retractions_change_no_row_that_was_written(testbed, cache):
+    drive = testbed.drive(chunked_prefill_size=16)
 
     def meddle(step):
         if step % 3 == 2:
@@ -110,20 +110,20 @@ def test_weights_that_change_between_retractions_change_no_row_that_was_written(
     assert max(len(told.end.routed_experts.version_spans) for told in drive.told.values()) > 2
 
 
-def test_a_prompt_logprob_is_that_of_the_pass_that_computed_it_first(world):
-    drive = world.drive(chunked_prefill_size=16)
+def test_a_prompt_logprob_is_that_of_the_pass_that_computed_it_first(testbed):
+    drive = testbed.drive(chunked_prefill_size=16)
     prompt = random_prompt(np.random.default_rng(6), 40)
     drive.add(request("r", prompt, 2, prompt_logprobs_from=0))
     drive.steps(2)
     drive.update_weights(other_weights(1), cache="flush")  # the first two chunks have been read; the prompt is fed anew
     told = drive.run()["r"].prompt_logprobs
-    old, new = (oracle.run(prompt).logprobs[np.arange(39), prompt[1:]] for oracle in (world.oracle, other_oracle(1)))
+    old, new = (oracle.run(prompt).logprobs[np.arange(39), prompt[1:]] for oracle in (testbed.oracle, other_oracle(1)))
     assert np.abs(old - new).min() > 1e-3
     np.testing.assert_allclose(told[1:], np.concatenate([old[:32], new[32:]]), atol=1e-4, rtol=0)
 
 
-def test_aborted_while_it_waits_to_start_anew_a_request_keeps_what_it_said(world):
-    drive, reqs = world.drive(pages=24), requests(50, count=8)
+def test_aborted_while_it_waits_to_start_anew_a_request_keeps_what_it_said(testbed):
+    drive, reqs = testbed.drive(pages=24), requests(50, count=8)
     aborted = []
 
     def meddle(_):
@@ -135,7 +135,7 @@ def test_aborted_while_it_waits_to_start_anew_a_request_keeps_what_it_said(world
     drive.run(*reqs, before_step=meddle)
     assert len(aborted) == 2
     assert_all_faithful(drive)
-    whole = unhurried(world, requests(50, count=8))
+    whole = unhurried(testbed, requests(50, count=8))
     for rid, tokens in aborted:
         told, (all_tokens, _, _, _, record) = drive.told[rid], whole[rid]
         assert told.end.finish_reason.type == "abort"

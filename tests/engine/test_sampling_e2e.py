@@ -10,8 +10,7 @@ import pytest
 from oracles.full_sequence import FullSequence
 from routed_experts.core.io_struct import GenerateReqInput
 from routed_experts.engine.requests.input_processor import InputProcessor
-from support.serving import borrow
-from support.tiny import VOCAB_SIZE, tiny_config, tiny_tensors
+from support.tiny_checkpoint import VOCAB_SIZE, tiny_config, tiny_tensors
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = [49, 80, 69, 71, 223, 87, 82, 80, 223, 65, 223, 86]
@@ -19,14 +18,8 @@ LONG_PROMPT = [int(token) for token in np.random.default_rng(3).integers(3, VOCA
 
 
 @pytest.fixture(scope="module")
-def engine():
-    with borrow(enable_return_routed_experts=True) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def raw_engine():
-    with borrow(logprobs_mode="raw") as engine:
+def raw_engine(engine_factory):
+    with engine_factory(logprobs_mode="raw") as engine:
         yield engine
 
 

@@ -16,18 +16,12 @@ from routed_experts import (
     RoutingAlignmentError,
 )
 from routed_experts.formats.meta_info import record_from_meta_info
-from support.serving import SMALL, borrow, on_engine_thread
-from support.tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
+from support.engines import SMALL, on_engine_thread
+from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 ORACLE = FullSequence(tiny_config(), tiny_tensors(tiny_config()))
 EXPERTS, TOP_K, MOE_LAYERS = 16, 4, (1, 2, 3)
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with borrow(enable_return_routed_experts=True) as engine:
-        yield engine
 
 
 def random_tokens(length, seed=0):

@@ -5,8 +5,8 @@ import pytest
 from routed_experts import Engine
 from routed_experts.core.errors import CaptureUnsupportedError
 from routed_experts.engine.build import self_check
-from support.serving import SMALL, assert_idle, borrow, on_engine_thread
-from support.tiny import write_tiny_checkpoint
+from support.engines import SMALL, assert_idle, on_engine_thread
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,6 @@ def test_a_context_without_room_for_a_sequence_is_not_checked(engine):
     assert self_check.check_replay(lambda: None, None, vocab_size=313, context_length=4) == 0
 
 
-def test_without_capture_there_is_nothing_to_check(tmp_path):
-    with borrow() as plain:
+def test_without_capture_there_is_nothing_to_check(tmp_path, engine_factory):
+    with engine_factory() as plain:
         assert "self-check" not in [phase.name for phase in plain.phases]

@@ -6,16 +6,18 @@ import threading
 import pytest
 
 from routed_experts import CaptureDisabledError, Engine
-from support.serving import SMALL, Begun, borrow, on_engine_thread
-from support.tiny import write_tiny_checkpoint
+from support.engines import SMALL, PausedRequests, on_engine_thread
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 
-def test_requests_pages_and_rows_are_counted():
-    with borrow(enable_return_routed_experts=True) as engine:
+def test_requests_pages_and_rows_are_counted(engine_factory):
+    with engine_factory(enable_return_routed_experts=True) as engine:
         before = engine.stats()
         assert (before.running, before.waiting, before.cached_pages, before.last_step_age_s) == (0, 0, 0, 0.0)
         assert before.free_pages == before.total_pages and before.accepted == sum(before.finished.values())
-        begun = Begun(engine, *([5 + i] * 20 for i in range(4)), max_new_tokens=8, sampling_params={"ignore_eos": True})
+        begun = PausedRequests(
+            engine, *([5 + i] * 20 for i in range(4)), max_new_tokens=8, sampling_params={"ignore_eos": True}
+        )
         during = engine.stats()  # frozen
         assert (during.running, during.waiting, during.accepted - before.accepted) == (4, 0, 4)
         pages_of_20 = -(-20 // engine.server_args.page_size)

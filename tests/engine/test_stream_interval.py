@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from oracles.driver import assert_all_faithful, request
-from oracles.worlds import random_prompt, tiny_world
+from oracles.testbeds import random_prompt, tiny_testbed
 from routed_experts.engine.loop import core, request_table
 
 
@@ -31,7 +31,7 @@ def clock(monkeypatch):
 
 def run(clock, interval, *, rows=False, **options):
     """What a stream was told at which time: (seconds since the first token, tokens)."""
-    drive = tiny_world(moe_backend="tapped").drive()
+    drive = tiny_testbed(moe_backend="probed").drive()
     req = request("a", random_prompt(np.random.default_rng(0), 9), 20, stream=True, **options)
     routed = dataclasses.replace(req.source.routed_experts, stream=rows)
     req.source = dataclasses.replace(req.source, stream_interval_s=interval, routed_experts=routed)
@@ -106,7 +106,7 @@ def test_many_streams_at_a_time_are_told_less_often(clock, others, stream, waiti
 
 
 def test_streams_are_told_at_the_same_moments(clock):
-    drive = tiny_world(moe_backend="tapped").drive()
+    drive = tiny_testbed(moe_backend="probed").drive()
     reqs = {name: request(name, random_prompt(np.random.default_rng(0), 9), 20, stream=True) for name in "ab"}
     for req in reqs.values():
         req.source = dataclasses.replace(req.source, stream_interval_s=6.0)

@@ -10,17 +10,11 @@ import threading
 import pytest
 
 from routed_experts import InvalidRequestError
-from support.serving import assert_idle, borrow, letters, on_engine_thread
+from support.engines import assert_idle, letter_bias, on_engine_thread
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 LONG = GREEDY | {"max_tokens": 400}
 EVERYTHING = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_routed_experts": True}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with borrow(enable_return_routed_experts=True) as engine:
-        yield engine
 
 
 def told(result):
@@ -70,7 +64,7 @@ def test_prompt_logprobs_are_there_from_the_first_event(engine):
 
 @pytest.mark.parametrize("length", range(1, 5))
 def test_text_that_may_be_a_stop_string_is_held_back(engine, length):
-    params = GREEDY | {"logit_bias": letters(engine), "frequency_penalty": 1.5}
+    params = GREEDY | {"logit_bias": letter_bias(engine), "frequency_penalty": 1.5}
     whole = engine.generate("the cat", params, max_new_tokens=24)["text"]
     stop = whole[20 : 20 + length]
     begin = whole.index(stop)

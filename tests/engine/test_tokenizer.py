@@ -16,7 +16,7 @@ from routed_experts.core.errors import (
     RoutedExpertsError,
 )
 from routed_experts.engine.requests.tokenizer import ChatTemplate, Tokenizer
-from support.tiny import (
+from support.tiny_checkpoint import (
     CHAT_TEMPLATE,
     EOS_ID,
     SPECIAL_TOKENS,

@@ -33,8 +33,8 @@ from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.server.admin.metrics import Metrics
 from routed_experts.server.routing.store import RoutingStore
-from support.serving import assert_idle, nothing_allocated
-from support.tiny import write_tiny_checkpoint
+from support.engines import assert_idle, assert_nothing_allocated
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 EXPERTS, TOP_K, MOE_LAYERS = 6, 2, 2
 MODEL = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "num_hidden_layers": 3}  # the first one is dense
@@ -506,7 +506,7 @@ def assert_given(given, *programs):
 
 def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path):
     def build(experts, **args):
-        with nothing_allocated():
+        with assert_nothing_allocated():
             Engine(str(folder), experts=ExpertOffloadConfig(**experts), **(SIZES | args))
 
     with pytest.raises(ConfigError, match="kt_num_gpu_experts=7 is above the 6 experts"):

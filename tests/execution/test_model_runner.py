@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from oracles.margins import differences
-from oracles.worlds import other_oracle, other_weights, random_prompt
+from oracles.testbeds import other_oracle, other_weights, random_prompt
 from routed_experts.core.errors import WeightsMismatchError
 from routed_experts.core.model_worker_batch import FROM_DEVICE, ForwardMode, SamplingMode
 from routed_experts.execution.aot_programs import lowerings

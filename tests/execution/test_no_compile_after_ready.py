@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from routed_experts import Engine
-from support.serving import assert_idle, letters
-from support.tiny import VOCAB_SIZE, write_tiny_checkpoint
+from support.engines import assert_idle, letter_bias
+from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 COMPILING = "/jax/core/compile/"
 STEPS = {
@@ -89,7 +89,7 @@ def ask_everything(engine, *, capture):
     for prompt in (PROMPT, LONG):
         for sampling in SAMPLING.values():
             engine.generate(prompt, sampling, max_new_tokens=6)
-    engine.generate(PROMPT, {"logit_bias": letters(engine), "stop": ["e", "zz"]}, max_new_tokens=6, **rows)
+    engine.generate(PROMPT, {"logit_bias": letter_bias(engine), "stop": ["e", "zz"]}, max_new_tokens=6, **rows)
     engine.flush_cache()
     with ThreadPoolExecutor(len(SAMPLING)) as threads:
         calls = [

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oracles.worlds import model_of, random_prompt
+from oracles.testbeds import model_of, random_prompt
 from routed_experts.core.model_worker_batch import ForwardMode, SamplingMode
 from routed_experts.execution.aot_programs import abstract_inputs, lowerings, sampler_key
 from routed_experts.execution.forward_batch import pack
@@ -28,7 +28,7 @@ from support.small_runner import (
     run,
     step_of,
 )
-from support.tiny import VOCAB_SIZE, tiny_config, tiny_tensors
+from support.tiny_checkpoint import VOCAB_SIZE, tiny_config, tiny_tensors
 
 TOLERANCE = {"rtol": 0, "atol": 2e-4}
 PROMPT = tuple(random_prompt(np.random.default_rng(11), 24).tolist())

@@ -35,7 +35,7 @@ from routed_experts.models.offload.offloaded_model import offload_model
 from routed_experts.models.registry import FAMILIES
 from support.model_steps import PAGE, PAGES, WIDTH, packed
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 COMMON = dict(
     vocab_size=50,

@@ -17,7 +17,7 @@ from routed_experts.execution.programs import ProgramSpec, forward
 from routed_experts.layers.tpu.backends import tpu_attention, tpu_kernels
 from support.small_runner import SHAPES, Fed, build, step_of
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 PROMPTS = [tuple(range(3, 16)), (40, 41, 42, 43, 44, 45)]
 PAGES = [(1, 5, 2, 9, 20), (7, 3, 30, 31)]

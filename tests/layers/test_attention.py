@@ -11,7 +11,7 @@ import pytest
 from routed_experts.layers.attention import KEY_BLOCK, QUERY_TILE, PagedBatch, causal_attention, write_kv
 from support.kernels import ATTENTION
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 BACKENDS = sorted(ATTENTION)
 RUN = {name: jax.jit(backend.run) for name, backend in ATTENTION.items()}

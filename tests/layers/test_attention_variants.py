@@ -12,7 +12,7 @@ from routed_experts.layers.attention import PagedBatch
 from routed_experts.layers.attention_features import AttentionFeatures
 from routed_experts.layers.attention_variants import ATTENTION_BACKENDS, causal_variant, write_latent
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 PAGE, WIDTH, PAGES, HEADS, GROUPS, DIM, LATENT = 4, 40, 130, 4, 2, 6, 5
 SINKS = jnp.asarray([0.5, -1.0, 3.0, 0.0], jnp.float32)

@@ -10,7 +10,7 @@ import pytest
 
 from routed_experts.layers.delta_rule import CHUNK, DeltaInputs, DeltaShape, DeltaState, delta_ragged, delta_sequence
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 SHAPE = DeltaShape(key_heads=2, value_heads=4, key_dim=3, value_dim=5, width=4)
 

@@ -10,7 +10,7 @@ from routed_experts.engine.build.backends import KERNELS
 from routed_experts.layers.expert_slots import ExpertTable, run_slots
 from routed_experts.layers.moe import ExpertCall, reference_experts
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 N, K, D, F, E, R = 7, 3, 16, 8, 6, 2
 BACKENDS = [name for name in ("reference", "tiled", "grouped", "native") if KERNELS[name].refusal("cpu") is None]

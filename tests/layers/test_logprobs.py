@@ -9,7 +9,7 @@ from scipy.special import log_softmax
 from routed_experts.layers.logprobs import prompt_logprobs, token_logprobs, top_logprobs
 from routed_experts.layers.sampling import SamplingBatch, SamplingMode, sample
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 PROMPT = jax.jit(prompt_logprobs, static_argnames="top")
 

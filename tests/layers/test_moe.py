@@ -11,7 +11,7 @@ import pytest
 from routed_experts.layers.moe import MOE_BACKENDS, ExpertCall, plan_tiles, tile_rows
 from support.kernels import MOE
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 BACKENDS = sorted(MOE)
 RUN = {name: jax.jit(backend.run) for name, backend in MOE.items()}

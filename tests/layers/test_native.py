@@ -29,7 +29,7 @@ from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import apply_rotary, rotary_cos_sin
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 EXPERTS = jax.jit(native_experts)
 LINEAR = jax.jit(native_linear, static_argnames="dtype")

@@ -27,7 +27,7 @@ from routed_experts.layers.sampling import best_token
 from support.model_steps import PAGES, drifted_rows, run_steps, tiny_model
 from support.small_runner import DECODE, build
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 PLAIN = Kernels(moe=MOE_BACKENDS["reference"])
 BOUNDS = {"float32": 2e-5, "bfloat16": 6e-2}

@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 from routed_experts.layers.norm import rms_norm
 from routed_experts.layers.rotary import apply_rotary, rotary_cos_sin
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 NORM = jax.jit(rms_norm, static_argnames="eps")
 ANGLES = jax.jit(rotary_cos_sin, static_argnames=("head_dim", "theta"))

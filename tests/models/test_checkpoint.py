@@ -17,7 +17,7 @@ from routed_experts.models.base.config_reader import ConfigReader, architecture_
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.loading.checkpoint import Checkpoint, check, save
 from routed_experts.models.loading.weight_loader import _write_pieces, load
-from support.tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
+from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 KNOWN = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 

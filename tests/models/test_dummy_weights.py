@@ -11,7 +11,7 @@ from flax import nnx
 from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import forward
-from support.tiny import tiny_config
+from support.tiny_checkpoint import tiny_config
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 MARGIN = 1e-4
 NEW_TOKENS = 8

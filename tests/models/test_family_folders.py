@@ -29,7 +29,7 @@ from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.registry import FAMILIES
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def test_a_hybrid_request_that_is_sent_back_and_slots_that_are_used_again_say_th
         context_length=96,
         precompile_bs_paddings=(4,),
         precompile_token_paddings=(32,),
-        moe_backend="tapped",
+        moe_backend="probed",
         disable_radix_cache=True,
     )
     rng = np.random.default_rng(0)

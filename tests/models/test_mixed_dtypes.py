@@ -16,7 +16,7 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.builder import build_engine
 from routed_experts.models.model_folder import ModelFolder
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply", "compiled_at_first_use")
+pytestmark = pytest.mark.usefixtures("fast_compilation", "lazy_compilation")
 
 ENGINE = dict(
     precompile_bs_paddings=(2,), precompile_token_paddings=(16,), page_size=8, max_total_tokens=128, context_length=64

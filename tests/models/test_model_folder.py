@@ -14,7 +14,7 @@ from routed_experts.core.errors import CheckpointError
 from routed_experts.models.loading.checkpoint import save
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.models.registry import FAMILIES
-from support.tiny import tiny_config, tiny_tensors, write_tiny_checkpoint
+from support.tiny_checkpoint import tiny_config, tiny_tensors, write_tiny_checkpoint
 
 SMALL = dict(
     num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, hidden_size=16, head_dim=8, intermediate_size=24

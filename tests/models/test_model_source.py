@@ -17,7 +17,7 @@ import pytest
 import routed_experts
 from routed_experts.core.errors import CheckpointError, ConfigError
 from routed_experts.models.loading.model_source import demo_model_path, find_model, local_folder, model_name
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
 COMMIT, OLDER = "a" * 40, "b" * 40

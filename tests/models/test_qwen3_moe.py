@@ -21,9 +21,9 @@ from routed_experts.memory.kv_pool import KVPoolSpec
 from routed_experts.models.base.config_reader import ConfigReader
 from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from routed_experts.replay.forward import RoutedBatch, forward
-from support.tiny import tiny_config
+from support.tiny_checkpoint import tiny_config
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def read(**overrides):

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from routed_experts import Engine, extract_routed_experts_from_meta_info
-from support.tiny import write_hf_qwen3_moe
+from support.tiny_checkpoint import write_hf_qwen3_moe
 
-pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+pytestmark = pytest.mark.usefixtures("lazy_compilation")
 
 MARGIN = 1e-4
 NEW_TOKENS = 12

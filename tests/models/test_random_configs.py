@@ -6,7 +6,7 @@ import pytest
 from oracles.random_configs import drawn
 from oracles.variations import compare
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 DRAWN = (("Phimoe", 1), ("DeepseekV3", 3), ("Llama4", 2), ("GraniteMoe", 4))
 

@@ -5,7 +5,7 @@ import pytest
 
 from oracles.variations import VARIATIONS, compare, main
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 CHOSEN = (  # each kind of thing that varies once; the start of a name
     "Qwen3Moe: yarn",

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from oracles.tapped import PLAIN, Tap
+from oracles.moe_probe import PLAIN, MoeProbe
 from routed_experts.capture.routed_experts_capturer import RoutedExpertsCapturer
 from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
@@ -20,7 +20,7 @@ from routed_experts.engine.build.builder import build_engine
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.scheduling.schedule_batch import Req
 from routed_experts.scheduling.scheduler import Scheduler
-from support import at_first_use
+from support import lazy_compile
 
 
 def request(
@@ -60,18 +60,18 @@ def request(
 
 
 class Bench:
-    """One model, each program compiled once, with capture on. `args` are fields of ServerArgs; moe_backend "tapped" has
-    a tap before `kernels`."""
+    """One model, each program compiled once, with capture on. `args` are fields of ServerArgs; moe_backend "probed" has
+    a probe before `kernels`."""
 
     def __init__(self, model, kernels=PLAIN, attention=None, **args):
         self.args = ServerArgs(enable_return_routed_experts=True, **args)
         self.spec = model.config.capture_spec
-        self.tap = Tap(self.spec.num_moe_layers, kernels)
-        registry = self.tap.registry
+        self.probe = MoeProbe(self.spec.num_moe_layers, kernels)
+        registry = self.probe.registry
         if attention is not None:
             offers = {**registry.attention, attention.name: BackendEntry(load=lambda: attention)}
             registry = dataclasses.replace(registry, attention=MappingProxyType(offers))
-        with at_first_use.compiled():
+        with lazy_compile.lazy_compilation():
             self.assembly = build_engine(self.args, model=model, registry=registry)
         self.runner = self.assembly.core.runner
         self._weights, self._version = self.runner.state, self.runner.weight_version
@@ -83,7 +83,7 @@ class Bench:
             self._version = self.runner.weight_version + 1
             self.runner.update_weights(self._weights, version=self._version)
         self.runner.poison()
-        self.tap.clear()
+        self.probe.clear()
         return Drive(self, dataclasses.replace(self.args, **changed), pages)
 
 
@@ -240,11 +240,11 @@ def expected_ids(drive, rid, start, end):
     spec = drive.bench.spec
     if not passes:
         return np.zeros((0, spec.num_moe_layers, spec.top_k), np.int32)
-    return np.stack([drive.bench.tap.step(forward)[index] for forward, index in passes])
+    return np.stack([drive.bench.probe.step(forward)[index] for forward, index in passes])
 
 
 def assert_faithful(drive, rid):
-    """The record of an ended request is what the tap saw, row by row, version by version, and keeps the row law: S - 1
+    """The record of an ended request is what the probe saw, row by row, version by version, and keeps the row law: S - 1
     rows, or S where the last token was wanted too and the request was not aborted."""
     req, told = drive.reqs[rid], drive.told[rid]
     assert told.end is not None and told.end.error is None, (rid, told.end)

@@ -1,4 +1,4 @@
-"""What can happen to requests: seven events one by one, and random mixtures of them; every row is judged by the tap.
+"""What can happen to requests: seven events one by one, and random mixtures of them; every row is judged by the probe.
 
 Knows nothing of the model: a `Stage` says which benches, tokens and other weights there are. Runs on any device.
 Dims: R rows, S tokens of a sequence."""
@@ -14,7 +14,7 @@ from routed_experts.replay.turns import merge_turns
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A bench whose experts are tapped, its vocabulary, and weights to change to: a state for a small integer."""
+    """A bench whose experts are probed, its vocabulary, and weights to change to: a state for a small integer."""
 
     bench: Bench
     vocab_size: int

@@ -18,9 +18,9 @@ from routed_experts.models.decoder.sparse_block import route
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import RoutedBatch, balance_loss, forward
 from routed_experts.replay.recorder import BalanceRecorder, RoutingRecorder
-from support.tiny import VOCAB_SIZE, write_tiny_checkpoint
+from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 SHAPE = (2, 12)
 

@@ -12,11 +12,11 @@ from flax import nnx
 from routed_experts import Engine, extract_routed_experts_from_meta_info
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay.forward import RoutedBatch, forward
-from support import cheaply
+from support import fast_compile
 from support.kernels import MOE
-from support.tiny import VOCAB_SIZE, write_tiny_checkpoint
+from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+pytestmark = pytest.mark.usefixtures("lazy_compilation")
 
 LENGTH, LAYERS, MOE_LAYERS, EXPERTS, TOP_K = 12, 3, 2, 16, 4
 
@@ -131,7 +131,7 @@ def value_and_grad(parts):
     form."""
 
     @functools.partial(
-        jax.jit, static_argnames="remat", compiler_options=cheaply.OPTIONS
+        jax.jit, static_argnames="remat", compiler_options=fast_compile.OPTIONS
     )  # gradients are compared with a tolerance
     def compute(state, tokens, routed=None, *, remat=False):
         def loss(state):

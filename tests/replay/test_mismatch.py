@@ -16,9 +16,9 @@ from routed_experts.demo import demo_model_path
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import CanaryGate, RoutedBatch, Sample, align, canary, forward, mismatch_report
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+pytestmark = pytest.mark.usefixtures("lazy_compilation")
 
 PROMPT_LEN, NEW_TOKENS, NUM_SAMPLES = 32, 96, 24
 LENGTH = PROMPT_LEN + NEW_TOKENS

@@ -14,10 +14,10 @@ from flax import nnx
 from routed_experts import Engine
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import RoutedBatch, Sample, align, forward
-from support.serving import SMALL
-from support.tiny import VOCAB_SIZE, write_tiny_checkpoint
+from support.engines import SMALL
+from support.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_at_first_use")
+pytestmark = pytest.mark.usefixtures("lazy_compilation")
 
 SHAPE = (2, 12)
 

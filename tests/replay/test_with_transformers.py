@@ -13,7 +13,7 @@ import torch
 from routed_experts.replay import RoutedBatch, forward
 from support.model_steps import tiny_model
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 SHAPE, VOCAB = (3, 24), 50
 

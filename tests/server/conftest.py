@@ -1,14 +1,13 @@
-"""One engine and one server for all tests of the HTTP surface. Knows no test."""
+"""One engine and one server for the tests of the HTTP surface."""
 
 import pytest
 
 from support.http_server import running
-from support.serving import borrow
 
 
 @pytest.fixture(scope="package")
-def engine():
-    with borrow(enable_return_routed_experts=True) as engine:
+def engine(engine_factory):
+    with engine_factory(enable_return_routed_experts=True) as engine:
         yield engine
 
 

@@ -18,8 +18,8 @@ from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.server import sse
 from routed_experts.server.http_protocol import LimitedProtocol
 from routed_experts.server.routing.store import StoredRows
+from support.engines import assert_idle, on_engine_thread
 from support.http_server import error_of, running, stream
-from support.serving import assert_idle, on_engine_thread
 
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 TRIALS = 50  # of each of the six kinds

@@ -14,8 +14,8 @@ from routed_experts.engine.requests.tokenizer import Tokenizer
 from routed_experts.server.limits import INLINE_BYTES, MAX_UNKNOWN_NAMES, MAX_WAITING_PAUSES
 from routed_experts.server.routing import routes
 from routed_experts.server.routing.store import StoredRows
+from support.engines import on_engine_thread
 from support.http_server import error_of, stream
-from support.serving import on_engine_thread
 
 FILLER = {"user": "x" * INLINE_BYTES}  # a body of this size is large, whatever else it says
 

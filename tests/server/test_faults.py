@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from routed_experts.formats import record_from_npy, record_from_response
+from support.engines import assert_idle, on_engine_thread, open_engine
 from support.http_server import error_of, running
-from support.serving import assert_idle, on_engine_thread, serve
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 LONG = {
     "input_ids": [5, 6, 7],
@@ -41,7 +41,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(root):
-    with serve(root / "seed0", enable_return_routed_experts=True) as engine:
+    with open_engine(root / "seed0", enable_return_routed_experts=True) as engine:
         yield engine
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from support.serving import assert_idle
+from support.engines import assert_idle
 
 NUM_RAW, NUM_BODIES, LOOK_EVERY = 200, 10_000, 500
 BODIES = {

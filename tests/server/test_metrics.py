@@ -5,8 +5,8 @@ import threading
 
 import httpx
 
+from support.engines import on_engine_thread
 from support.http_server import error_of, running, stream
-from support.serving import on_engine_thread
 
 NAMES = """requests_running requests_waiting requests_accepted_total requests_finished_total prompt_tokens_total generation_tokens_total
 kv_pages kv_usage_ratio prefix_cache_query_tokens_total prefix_cache_hit_tokens_total time_to_first_token_seconds_count

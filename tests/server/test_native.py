@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from routed_experts import extract_routed_experts_from_meta_info
+from support.engines import on_engine_thread, open_engine
 from support.http_server import error_of, running, stream
-from support.serving import on_engine_thread, serve
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPT = "The router scores every expert"
 GREEDY = {"temperature": 0, "max_new_tokens": 8}
@@ -311,7 +311,7 @@ def test_new_weights_come_from_below_one_root_alone(tmp_path):
     (tmp_path / "root" / "link").symlink_to(tmp_path / "outside")
     (tmp_path / "root" / "empty").mkdir()
     with (
-        serve(first, enable_return_routed_experts=True) as engine,
+        open_engine(first, enable_return_routed_experts=True) as engine,
         running(engine, weights_root=str(tmp_path / "root")) as server,
     ):
         old = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY}).json()

@@ -5,8 +5,8 @@ from itertools import chain
 
 import pytest
 
+from support.engines import letter_bias
 from support.http_server import error_of, stream
-from support.serving import letters
 
 PROMPT = "The router scores every expert"
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -155,7 +155,7 @@ def test_defaults_of_length_are_each_surfaces_own(server):
 
 
 def test_stop_strings_end_the_text_and_are_named(engine, server):
-    bias = {str(token): value for token, value in letters(engine).items()}
+    bias = {str(token): value for token, value in letter_bias(engine).items()}
     free = completion(server, logit_bias=bias, max_tokens=20, ignore_eos=True)["choices"][0]["text"]
     stop = free[6:9]
     said = completion(server, logit_bias=bias, max_tokens=20, ignore_eos=True, stop=[stop, "never"])["choices"][0]

@@ -16,9 +16,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from routed_experts.server.app import TABLE
+from support.engines import assert_idle, open_engine
 from support.http_server import running
-from support.serving import assert_idle, serve
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 NUM_CASES = 60  # of each operation and kind
 CHECKS = [
@@ -36,7 +36,9 @@ OPERATIONS = {  # of those without a body every path is as declared
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     """One of its own: weight versions rise in here."""
-    with serve(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny")), enable_return_routed_experts=True) as engine:
+    with open_engine(
+        write_tiny_checkpoint(tmp_path_factory.mktemp("tiny")), enable_return_routed_experts=True
+    ) as engine:
         yield engine
 
 

@@ -13,7 +13,6 @@ from routed_experts.formats import record_from_meta_info, record_from_npy, recor
 from routed_experts.formats.archive import decode_record_and_tokens
 from routed_experts.formats.meta_info import extract_routed_experts_from_meta_info
 from support.http_server import error_of, running, stream
-from support.serving import borrow
 
 PROMPT = "The router scores every expert"
 L, M, K = 4, 3, 4  # layers, MoE layers and experts a token of the tiny MoE
@@ -192,8 +191,8 @@ def test_a_refused_call_of_the_same_id_leaves_the_rows_of_the_running_one(server
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm021", "vllm"])
-def test_asking_where_nothing_is_recorded_is_a_400_and_the_server_lives(dialect):
-    with borrow() as plain, running(plain, routed_experts_dialect=dialect) as server:
+def test_asking_where_nothing_is_recorded_is_a_400_and_the_server_lives(dialect, engine_factory):
+    with engine_factory() as plain, running(plain, routed_experts_dialect=dialect) as server:
         for path, body in (
             ("/v1/completions", {"prompt": "a", "max_tokens": 2}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
@@ -210,8 +209,8 @@ def test_asking_where_nothing_is_recorded_is_a_400_and_the_server_lives(dialect)
         assert server.client.get("/v1/models").json()["data"][0]["moe"] is None
 
 
-def test_a_server_without_a_tokenizer_serves_ids():
-    with borrow(skip_tokenizer_init=True) as plain, running(plain) as server:
+def test_a_server_without_a_tokenizer_serves_ids(engine_factory):
+    with engine_factory(skip_tokenizer_init=True) as plain, running(plain) as server:
         said = server.post(
             "/v1/completions", {"prompt": [5, 6], "max_tokens": 3, "logprobs": 1, "return_token_ids": True}
         ).json()

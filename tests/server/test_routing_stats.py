@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from routed_experts.formats import record_from_response
+from support.engines import on_engine_thread
 from support.http_server import error_of, running
-from support.serving import borrow, on_engine_thread
 
 BODY = {
     "input_ids": list(range(3, 40)),
@@ -84,8 +84,8 @@ def test_a_reader_learns_that_nothing_has_changed(server, record):
     )
 
 
-def test_where_nothing_is_recorded_there_is_nothing_to_tell():
-    with borrow() as plain, running(plain) as server:
+def test_where_nothing_is_recorded_there_is_nothing_to_tell(engine_factory):
+    with engine_factory() as plain, running(plain) as server:
         assert error_of(server.client.get("/v1/routing/stats"), 400)["code"] == "capture_disabled"
         assert error_of(server.client.post("/v1/routing/reset"), 400)["code"] == "capture_disabled"
         assert "expert_entropy" not in server.client.get("/metrics").text

@@ -10,9 +10,9 @@ import pytest
 from routed_experts.formats import record_from_npy, record_from_response
 from routed_experts.formats.wire import encode_routed_experts
 from routed_experts.server.limits import MAX_SCORING_CALLS
+from support.engines import open_engine
 from support.http_server import error_of, running
-from support.serving import borrow, serve
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 TOKENS, OTHERS = [5, 9, 200, 17, 3, 88, 41, 7], [11, 12, 13]
 
@@ -129,9 +129,9 @@ def test_rows_of_another_sequence_are_refused(engine, server):
     assert error["code"] == "routing_alignment" and error["param"] == "routed_experts"
 
 
-def test_where_nothing_is_recorded_nothing_is_replayed(server):
+def test_where_nothing_is_recorded_nothing_is_replayed(server, engine_factory):
     rows = score(server, token_ids=TOKENS, return_routed_experts=True)["data"][0]["meta_info"]
-    with borrow() as plain, running(plain) as other:
+    with engine_factory() as plain, running(plain) as other:
         assert score(other, token_ids=TOKENS)["data"][0]["logprobs"]
         for fields in ({"return_routed_experts": True}, {"routed_experts": rows}):
             error = error_of(other.post("/v1/score", {"token_ids": TOKENS, **fields}), 400)
@@ -149,7 +149,10 @@ def test_a_score_too_many_is_told_to_come_back(server):
 
 
 def test_a_version_is_named_anew_and_old_prefixes_are_not_matched(tmp_path):
-    with serve(write_tiny_checkpoint(tmp_path), enable_return_routed_experts=True) as engine, running(engine) as server:
+    with (
+        open_engine(write_tiny_checkpoint(tmp_path), enable_return_routed_experts=True) as engine,
+        running(engine) as server,
+    ):
         body = {"input_ids": TOKENS * 4, "sampling_params": {"max_new_tokens": 2}, "return_routed_experts": True}
         for _ in range(2):
             old = server.post("/generate", body).json()["meta_info"]

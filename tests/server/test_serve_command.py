@@ -26,9 +26,9 @@ from routed_experts.formats import record_from_response
 from routed_experts.server.limits import ServerSettings
 from routed_experts.server.run import EXIT_DEAD, ServerProcess, bind, url_of
 from routed_experts.server.state import ServerState
+from support.engines import SMALL
 from support.http_server import error_of
-from support.serving import SMALL
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 SRC = Path(routed_experts.__file__).parents[1]
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "64"]

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from routed_experts.cli import main
-from support.tiny import write_tiny_checkpoint
+from support.tiny_checkpoint import write_tiny_checkpoint
 
 SIZES = ["--precompile-bs-paddings", "4", "--precompile-token-paddings", "32"]
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from oracles.full_sequence import FullSequence
-from oracles.worlds import model_of
+from oracles.testbeds import model_of
 from routed_experts.core.model_worker_batch import MAX_BIAS, ForwardMode, ModelWorkerBatch, SamplingArrays, SamplingMode
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS
@@ -20,7 +20,7 @@ from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.programs import ProgramSpec
 from routed_experts.memory.kv_pool import KVPoolSpec
-from support.tiny import VOCAB_SIZE, tiny_config, tiny_tensors
+from support.tiny_checkpoint import VOCAB_SIZE, tiny_config, tiny_tensors
 
 PAGE_SIZE, TABLE_WIDTH, NUM_PAGES, NUM_SLOTS = 4, 8, 40, 6
 EXTEND = BatchShape(mode=ForwardMode.EXTEND, num_tokens=32, num_requests=4, table_width=TABLE_WIDTH)

@@ -25,7 +25,7 @@ from routed_experts.layers.balanced_selection.selection import balanced_expert_s
 from routed_experts.layers.balanced_selection.tpu_kernel import VMEM_BYTES, choose_by_tpu_kernel, fits
 from support.tpu_aot import compile_tpu, tpu_mesh
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 @functools.partial(jax.jit, static_argnames=("k", "overflows"))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from oracles.placing import best_max_load, device_loads, plain_waterfill
+from oracles.replica_loads import best_max_load, device_loads, plain_waterfill
 from oracles.selection import popular, replica_table
 from routed_experts.core.errors import ConfigError
 from routed_experts.layers.balanced_selection.waterfill import waterfill_replicas

@@ -9,7 +9,7 @@ from routed_experts.layers.gpu.router import route_rows
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 from support.gpu_cases import small_cases
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 CASES = {f"{case.kernel}: {case.name}": case for case in small_cases()}
 

@@ -13,7 +13,7 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.layers.attention import PagedBatch, write_kv
 from routed_experts.layers.tpu.attention import ragged_attention
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 # Small blocks and tiles, so that a step has several of each: 64 keys, 16 rows of a product (4 or 8 tokens).
 RUN = jax.jit(functools.partial(ragged_attention, key_block=64, query_rows=16, interpret=True))

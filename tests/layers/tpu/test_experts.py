@@ -14,7 +14,7 @@ from routed_experts.layers.moe import ExpertCall
 from routed_experts.layers.tpu.experts import FEW_ROWS, few_rows_experts, fused_experts, sorted_experts
 from routed_experts.layers.tpu.group_metadata import BEGIN, END, EXPERT, TILE, TOKEN_TILE, PlanForm, grid_steps
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 PATHS = {"few rows": few_rows_experts, "sorted": sorted_experts}
 RUN = {name: jax.jit(functools.partial(path, interpret=True)) for name, path in PATHS.items()}

@@ -9,7 +9,7 @@ import pytest
 
 from routed_experts.layers.tpu.linear import TOKEN_TILE, layered_linear
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 RUN = jax.jit(functools.partial(layered_linear, interpret=True), static_argnums=3)
 

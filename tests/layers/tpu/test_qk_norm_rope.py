@@ -13,7 +13,7 @@ from routed_experts.layers.attention import FusedQKV, PagedBatch
 from routed_experts.layers.rotary import rotary_cos_sin
 from routed_experts.layers.tpu.qk_norm_rope import TOKEN_TILE, prepare, prepare_plainly
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 PAGE_SIZE, NUM_PAGES, LAYERS = 8, 24, 3
 

@@ -11,7 +11,7 @@ import pytest
 from routed_experts.layers.routing import LayerRouting, RouterSpec, replay_topk
 from routed_experts.layers.tpu.router import TOKEN_TILE, fused_router, window_rows
 
-pytestmark = pytest.mark.usefixtures("compiled_cheaply")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 ROUTE = jax.jit(functools.partial(fused_router, interpret=True), static_argnames="spec")
 PLAIN = jax.jit(replay_topk, static_argnames="spec")

@@ -4,15 +4,15 @@ an error."""
 import pytest
 
 from oracles.driver import request
-from oracles.worlds import tiny_world
+from oracles.testbeds import tiny_testbed
 from routed_experts.execution.model_runner import ModelRunner
-from support import at_first_use
+from support import lazy_compile
 
 
 def test_only_what_is_run_is_compiled():
-    world = tiny_world(precompile_bs_paddings=(2,), precompile_token_paddings=(8,))
-    world.drive().run(request("greedy", [5, 7, 9], 4))
-    programs = world.bench.runner._programs
+    testbed = tiny_testbed(precompile_bs_paddings=(2,), precompile_token_paddings=(8,))
+    testbed.drive().run(request("greedy", [5, 7, 9], 4))
+    programs = testbed.bench.runner._programs
     assert {key[0] for key in programs} == {"forward", "sample"}
     assert len(programs) < len(programs.jobs)
     with pytest.raises(KeyError):
@@ -21,6 +21,6 @@ def test_only_what_is_run_is_compiled():
 
 def test_afterwards_runners_compile_all_beforehand():
     given = ModelRunner.compile
-    with at_first_use.compiled():
+    with lazy_compile.lazy_compilation():
         assert ModelRunner.compile is not given
     assert ModelRunner.compile is given

@@ -1,7 +1,7 @@
 """The tiny MoE as an engine core and as its oracle, side by side; built once a process, for what they compile is
 shared.
 
-A world holds no state that one test could leave to the next: every drive has pages, store and queue of its own."""
+A testbed holds no state that one test could leave to the next: every drive has pages, store and queue of its own."""
 
 import dataclasses
 import functools
@@ -14,13 +14,13 @@ from oracles.driver import Bench
 from oracles.full_sequence import FullSequence
 from routed_experts.models.loading.checkpoint import save
 from routed_experts.models.model_folder import ModelFolder
-from support.tiny import VOCAB_SIZE, tiny_config, tiny_tensors
+from support.tiny_checkpoint import VOCAB_SIZE, tiny_config, tiny_tensors
 
 SIZES = dict(page_size=4, context_length=96, precompile_bs_paddings=(8,), precompile_token_paddings=(32,))
 
 
 @dataclasses.dataclass(frozen=True)
-class World:
+class CoreTestbed:
     """A compiled core and the whole-sequence oracle of the same weights."""
 
     bench: Bench
@@ -31,7 +31,7 @@ class World:
         return self.bench.drive(**options)
 
 
-def tiny_world(*, config=(), **args):
+def tiny_testbed(*, config=(), **args):
     """The tiny MoE; `config` are (key, value) pairs of config.json, `args` fields of ServerArgs beside or instead of
     SIZES."""
     return _world(tuple(config), tuple(sorted({**SIZES, **args}.items())))
@@ -41,7 +41,7 @@ def tiny_world(*, config=(), **args):
 def _world(overrides, args):
     config = tiny_config(**dict(overrides))
     tensors = tiny_tensors(config)
-    return World(Bench(model_of(config, tensors), **dict(args)), FullSequence(config, tensors), config)
+    return CoreTestbed(Bench(model_of(config, tensors), **dict(args)), FullSequence(config, tensors), config)
 
 
 def model_of(config, tensors):
