@@ -277,7 +277,7 @@ def test_a_signal_while_the_model_loads_ends_at_once():
     ("argv", "code", "told"),
     [
         (["serve"], 2, "MODEL"),
-        (["serve", "/no/such/model"], 2, "no folder"),
+        (["serve", "/no/such/model"], 2, "no checkpoint folder"),
         (["serve", "x", "--trust-remote-code"], 2, "never run"),
         (["serve", "x", "--port", "many"], 2, "many"),
         (["serve", ".", "--port", "99999"], 2, "port=99999"),

@@ -53,7 +53,7 @@ def dense(folder):
 
 
 CASES = {
-    "no folder": (no_folder, [], 2, "is no folder"),
+    "no folder": (no_folder, [], 2, "no checkpoint folder"),
     "no config.json": (no_config, [], 2, "config.json"),
     "config.json is no JSON": (no_json, [], 2, "config.json"),
     "unknown architecture": (lambda folder: rewrite_config(folder, architectures=["Abacus"]), [], 2, "Abacus"),

@@ -15,6 +15,7 @@ from routed_experts.core.errors import RoutedExpertsError
 from routed_experts.server.errors import ApiError, ClientGone, to_response
 from routed_experts.server.limits import SSE_COMMENT_S, STREAM_GRACE_S
 
+CHUNKS_PER_TURN = 8  # of one stream
 DONE = b"data: [DONE]\n\n"
 logger = logging.getLogger("routed_experts.server")
 _T = TypeVar("_T")
@@ -93,11 +94,15 @@ class EventStream(Response):
         self._last_sent = time.monotonic()
         comments = asyncio.create_task(self._send_comments(send))
         try:
+            num_sent = 0
             async for chunk in self._events:
                 if chunk.endswith(DONE):
                     return chunk
                 await _send_chunk(send, chunk)
                 self._last_sent = time.monotonic()
+                num_sent += 1
+                if num_sent % CHUNKS_PER_TURN == 0:  # a backlog is sent without waiting: let the event loop run
+                    await asyncio.sleep(0)
             return DONE
         finally:
             comments.cancel()

@@ -4,17 +4,18 @@ import dataclasses
 from collections.abc import Sequence
 
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.engine.requests.sequence_state import SequenceState, TopLogprobs
+from routed_experts.engine.requests.sequence_state import SequenceState, TokenLogprob, TopLogprobs
 from routed_experts.formats.wire import START_KEY, drop_checksum, encode_as_lists, encode_meta_info
 
 _NOTHING_GENERATED = {"type": "length", "length": 0}
 
 
 def sglang_output(
-    state: SequenceState, *, prompt_only: bool = False, rows: RoutedExperts | None = None
+    state: SequenceState, *, prompt_only: bool = False, rows: RoutedExperts | None = None, to_encode: bool = False
 ) -> dict[str, object]:
     """`text`, `output_ids` and `meta_info`, cumulative. `prompt_only` leaves out what was generated: 0 new tokens were
-    asked for, and the engine had to make one. `rows`: encode these instead of all."""
+    requested, but the engine makes one. `rows`: encode these instead of all. `to_encode`: the result is encoded as
+    JSON at once, so it has the state's own logprobs and no copy of them."""
     out = state.last
     meta: dict[str, object] = {
         "id": out.rid,
@@ -31,7 +32,8 @@ def sglang_output(
     if out.rerouting is not None:
         meta |= {"mode": "reroute", "exact": out.exact, **dataclasses.asdict(out.rerouting)}
     if state.request.return_logprob:
-        meta |= _logprobs(state)
+        for name, entries in _logprobs(state).items():
+            meta[name] = entries if to_encode else _to_lists(entries)
     if out.return_routed_experts and (out.finish_reason is not None or state.record is not None):
         if rows is None:
             rows = state.rows_of_prompt() if prompt_only else state.rows
@@ -45,20 +47,22 @@ def sglang_output(
     return {"text": "", "output_ids": [], "meta_info": meta}
 
 
-def _logprobs(state: SequenceState) -> dict[str, object]:
-    with_top = state.request.top_logprobs_num > 0
-    fields: dict[str, object] = {"output_token_logprobs": [list(entry) for entry in state.output_logprobs]}
-    if with_top:
-        fields["output_top_logprobs"] = _top_lists(state.output_top_logprobs)
+def _logprobs(state: SequenceState) -> dict[str, Sequence[TokenLogprob | TopLogprobs]]:
+    fields: dict[str, Sequence[TokenLogprob | TopLogprobs]] = {"output_token_logprobs": state.output_logprobs}
     if state.input_logprobs is not None:
-        fields["input_token_logprobs"] = [list(entry) for entry in state.input_logprobs]
-        if with_top:
-            fields["input_top_logprobs"] = _top_lists(state.input_top_logprobs)
+        fields["input_token_logprobs"] = state.input_logprobs
+    if state.request.top_logprobs_num > 0:
+        fields["output_top_logprobs"] = state.output_top_logprobs
+        if state.input_logprobs is not None:
+            fields["input_top_logprobs"] = state.input_top_logprobs
     return fields
 
 
-def _top_lists(tops: Sequence[TopLogprobs]) -> list[list[list[object]] | None]:
-    return [None if top is None else [list(entry) for entry in top] for top in tops]
+def _to_lists(entries: Sequence[TokenLogprob | TopLogprobs]) -> list[object]:
+    return [
+        None if entry is None else list(entry) if isinstance(entry, TokenLogprob) else [list(token) for token in entry]
+        for entry in entries
+    ]
 
 
 def _encoded_rows(state: SequenceState, rows: RoutedExperts) -> dict[str, object]:

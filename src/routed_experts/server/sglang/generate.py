@@ -150,7 +150,9 @@ class SGLangHandler(GenerationHandler):
 
     def _to_dict(self, index: int, rows: RoutedExperts | None) -> dict[str, object]:
         """Return the sequence so far, with these rows."""
-        fields = sglang_output(self._generation.sequences[index], prompt_only=self._options.prompt_only, rows=rows)
+        fields = sglang_output(
+            self._generation.sequences[index], prompt_only=self._options.prompt_only, rows=rows, to_encode=True
+        )
         if rows is not None and self._requests[index].routed_experts.format == "ref":
             meta_info = cast("dict[str, object]", fields["meta_info"])
             meta_info |= encode_ref(rows, url=ref_url(self._options.request_id, index))
