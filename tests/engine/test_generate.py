@@ -12,6 +12,7 @@ from routed_experts import (
     SamplingParams,
     extract_routed_experts_from_meta_info,
 )
+from routed_experts.engine.requests.detokenizer import IncrementalDetokenizer
 from routed_experts.formats.meta_info import record_from_meta_info
 from support.engines import letter_bias, open_engine
 from support.tiny_checkpoint import EOS_ID, VOCAB_SIZE, write_tiny_checkpoint
@@ -309,6 +310,46 @@ def test_a_stop_string_outranks_the_length_that_the_same_token_reached(engine, s
     result = engine.generate("the cat", params | {"stop": stop}, max_new_tokens=num_tokens - 1)
     assert result["meta_info"]["finish_reason"]["type"] == "length"
     assert result["text"] == "".join(pieces[: num_tokens - 1]), "text that was held back is told at the end"
+
+
+@pytest.mark.parametrize(("stop", "count"), [((), 1), (("###",), 1), (("never", "##"), 3)])
+def test_each_sequence_is_decoded_once(engine, monkeypatch, stop, count):
+    """By one detokenizer: the caller's, or the engine thread's where a stop string may end the sequence."""
+    pushed = []
+    push = IncrementalDetokenizer.push
+
+    def counted(self, token_ids):
+        pushed.append((id(self), len(token_ids)))
+        return push(self, token_ids)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push", counted)
+    params = GREEDY | {"max_tokens": 9, "n": count, "temperature": 1.0, "seed": 3, "stop": list(stop)}
+    results = engine.generate("the cat", params)
+    results = results if isinstance(results, list) else [results]
+    assert len({detokenizer for detokenizer, _ in pushed}) == count
+    assert sum(tokens for _, tokens in pushed) == sum(len(one["output_ids"]) for one in results) == 9 * count
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_token_beside_stop_strings_is_hidden_unless_its_text_completes_one(engine, spelled, stream):
+    params, ids, pieces = spelled
+    first = next(
+        place
+        for place in range(4, 20)
+        if ids.index(ids[place]) == place and pieces[place - 1][-1] + pieces[place] not in "".join(pieces[:place])
+    )
+    before, spanning = "".join(pieces[:first]), pieces[first - 1][-1] + pieces[first]
+
+    def ask(stop):
+        asked = params | {"stop": [stop], "stop_token_ids": [ids[first]]}
+        result = engine.generate("the cat", asked, max_new_tokens=24, stream=stream)
+        result = list(result)[-1] if stream else result
+        assert result["output_ids"] == ids[: first + 1]
+        return result["text"], result["meta_info"]["finish_reason"]["matched"]
+
+    assert ask("#") == (before, ids[first])
+    assert ask(before[-2:] + "#") == (before, ids[first]), "text that was held back is told, the token is not"
+    assert ask(spanning) == (before[:-1], spanning)
 
 
 def test_a_stop_token_is_kept_in_the_ids_and_has_no_text(engine, spelled):

@@ -129,6 +129,10 @@ def test_no_new_tokens_give_a_row_for_every_token(server, records, engine):
         record = record_from_response(said)
         assert record.num_rows == record.num_tokens == len(ids)
         assert np.array_equal(record.ids, records[0][: len(ids), 1:])
+        if path == "/generate":
+            meta = said["meta_info"]
+            assert said["text"] == "" and said["output_ids"] == [] and meta["completion_tokens"] == 0
+            assert meta["finish_reason"] == {"type": "length", "length": 0}
 
 
 def test_a_ref_is_fetched_from_its_url(server, records):

@@ -1,0 +1,45 @@
+"""An unknown keyword raises the error of the function that was called, with the nearest keyword; all else is Python's."""
+
+import asyncio
+import inspect
+
+import pytest
+
+from routed_experts.core.errors import ConfigError
+from routed_experts.core.keywords import refuse_unknown
+
+
+def unknown(name, known):
+    return ConfigError(f"{name} is none of {', '.join(known)}")
+
+
+class Door:
+    @refuse_unknown(unknown)
+    def enter(self, first, *, second=2):
+        """Enter."""
+        return first, second
+
+    @refuse_unknown(unknown)
+    async def wait(self, *, first=1):
+        """Wait."""
+        return first
+
+
+def test_known_keywords_pass_and_an_unknown_one_is_named():
+    assert Door().enter(1) == (1, 2) and Door().enter(first=1, second=3) == (1, 3)
+    with pytest.raises(ConfigError, match="third is none of first, second"):
+        Door().enter(1, third=3)
+    with pytest.raises(TypeError, match="positional"):
+        Door().enter(1, 2)
+
+
+def test_a_coroutine_function_stays_one_and_raises_when_it_is_awaited():
+    assert inspect.iscoroutinefunction(Door.wait) and asyncio.run(Door().wait(first=4)) == 4
+    wrong = Door().wait(frist=4)
+    with pytest.raises(ConfigError, match="frist is none of first"):
+        asyncio.run(wrong)
+
+
+def test_the_signature_and_the_docstring_are_those_of_the_function():
+    assert list(inspect.signature(Door.enter).parameters) == ["self", "first", "second"]
+    assert Door.enter.__doc__ == "Enter."

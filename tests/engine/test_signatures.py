@@ -1,0 +1,41 @@
+"""Keywords of the entrances are spelled out, and equal the configuration and the request that they fill."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+from routed_experts import LLM, ConfigError, Engine, ServerArgs
+from routed_experts.core.io_struct import GenerateReqInput
+
+OF_ENGINE_ALONE = {"model", "registry", "on_phase", "on_load", "load_format", "experts", "placement", "self_check"}
+
+
+def keywords(function):
+    parameters = inspect.signature(function).parameters
+    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: parameter for name, parameter in parameters.items() if name != "self"}
+
+
+def test_the_keywords_of_an_engine_are_the_fields_of_server_args_with_their_defaults():
+    given, fields = keywords(Engine.__init__), {field.name: field for field in dataclasses.fields(ServerArgs)}
+    assert given.keys() - OF_ENGINE_ALONE == fields.keys() and given.keys() >= OF_ENGINE_ALONE
+    for name, field in fields.items():
+        assert given[name].default == field.default, name
+    same = fields.keys() - {"model_path", "tokenizer_path", "precompile_bs_paddings", "precompile_token_paddings"}
+    for name in same:  # the others also take a path, or a list
+        assert given[name].annotation == fields[name].type, name
+
+
+@pytest.mark.parametrize("method", [Engine.generate, Engine.async_generate])
+def test_the_keywords_of_generate_are_the_fields_of_a_request_with_their_defaults(method):
+    given, fields = keywords(method), {field.name: field for field in dataclasses.fields(GenerateReqInput)}
+    given["text"] = given.pop("prompt")
+    assert given.keys() == fields.keys()
+    for name, field in fields.items():
+        assert given[name].default == field.default, name
+
+
+def test_an_unknown_keyword_of_llm_names_the_nearest():
+    with pytest.raises(ConfigError, match="max_num_seq is no parameter of LLM; did you mean max_num_seqs?"):
+        LLM("nowhere", max_num_seq=4)
