@@ -59,7 +59,8 @@ class Tally:
 
     def __str__(self):
         return (
-            f"{self.tokens} tokens compared ({self.near_tokens} near a tie), {self.ids} ids compared ({self.near_ids} near a tie), "
+            f"{self.tokens} tokens compared ({self.near_tokens} near a tie), {self.ids} ids compared ({self.near_ids} "
+            "near a tie), "
             f"{self.exceptions} exceptions, largest logprob difference {self.logprob:.1e}"
         )
 

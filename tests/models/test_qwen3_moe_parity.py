@@ -82,7 +82,8 @@ class Tally:
 
     def __str__(self) -> str:
         return (
-            f"{self.tokens} tokens compared ({self.near_tokens} near a tie), {self.ids} ids compared ({self.near_ids} near a tie), "
+            f"{self.tokens} tokens compared ({self.near_tokens} near a tie), {self.ids} ids compared ({self.near_ids} "
+            "near a tie), "
             f"{self.exceptions} exceptions, largest logprob difference {self.logprob:.1e}"
         )
 
@@ -219,6 +220,7 @@ def test_half_precision_checkpoints_are_served_in_their_own_dtype(tmp_path, dtyp
         for place, (value, token, _) in enumerate(result["meta_info"]["output_token_logprobs"], start=len(prompt)):
             differences.append(abs(value - judged.logprobs[place - 1, token]))
     print(
-        f"{dtype}: {flipped} of {total} routers flipped ({flipped / total:.2%}), mean logprob difference {np.mean(differences):.1e}"
+        f"{dtype}: {flipped} of {total} routers flipped ({flipped / total:.2%}), mean logprob difference "
+        f"{np.mean(differences):.1e}"
     )
     assert np.median(differences) < near

@@ -125,7 +125,8 @@ def _aborted_and_continued(stage, rng):
 def _weights_updated(stage, rng):
     drive, caches = stage.bench.drive(chunked_prefill_size=8), {5: "flush", 15: "keep"}
     reqs = some_requests(stage, rng, max_tokens=24)
-    change = lambda step: step in caches and drive.update_weights(stage.other_weights(1 + step % 2), cache=caches[step])  # noqa: E731
+    # noqa: E731
+    change = lambda step: step in caches and drive.update_weights(stage.other_weights(1 + step % 2), cache=caches[step])
     drive.run(*reqs, before_step=change, check=False)
     assert max(len(told.end.routed_experts.version_spans) for told in drive.told.values()) == 3
     return drive

@@ -160,8 +160,8 @@ class OnlineSoftmax:
         values: Float[Array, "... T C"],
         has_nonfinite: Bool[Array, "..."] | None = None,
     ) -> "OnlineSoftmax":
-        """Take in one block of keys; batch axes of `values` are all axes of `scores` but its last two. `has_nonfinite` rows
-        end as NaN."""
+        """Take in one block of keys; batch axes of `values` are all axes of `scores` but its last two.
+        `has_nonfinite` rows end as NaN."""
         row_max = jnp.maximum(self.row_max, jnp.max(scores, axis=-1))
         shrink, weights = jnp.exp(self.row_max - row_max), jnp.exp(scores - row_max[..., None])
         acc = self.acc * shrink[..., None] + weights @ values

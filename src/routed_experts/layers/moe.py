@@ -47,9 +47,9 @@ class ExpertCall:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoeBackend:
-    """A way to run experts. `reveals_ids`: it runs the ids it is given; a backend that routes inside itself does not,
-    and capture refuses it. `takes_stacked`: it takes the weights (and biases) of the whole run; otherwise one layer's [E,
-    ...]."""
+    """A way to run experts. `reveals_ids`: it runs the ids it is given; a backend that routes inside itself does
+    not, and capture refuses it. `takes_stacked`: it takes the weights (and biases) of the whole run; otherwise one
+    layer's [E, ...]."""
 
     name: str
     run: Callable[["ExpertCall"], Float[Array, "N D"]]

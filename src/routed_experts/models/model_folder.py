@@ -143,7 +143,8 @@ def _check_tied(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None
         shape = checkpoint.names()[head][0]
         if shape != embed.shape or not _same(checkpoint, embed.name, head, shape):
             raise CheckpointError(
-                f"{checkpoint.path}: config.json says tie_word_embeddings=true, but {head} differs from {embed.name}; wanted the same "
+                f"{checkpoint.path}: config.json says tie_word_embeddings=true, but {head} differs from {embed.name}; "
+                "wanted the same "
                 "numbers or no head; set tie_word_embeddings to false, or remove the tensor"
             )
 

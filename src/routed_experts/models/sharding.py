@@ -1,8 +1,9 @@
 """A model's weights dealt out over a mesh of one axis: which part of an array each device holds, and how arrays get
 there. Knows no architecture: the partitions say it all.
 
-Parts of one array stand side by side along the axis of its partition, in the order of the devices, as one global array; where
-segments are cut each for itself, its columns are in another order than in the model's own array. Dims: V devices."""
+Parts of one array stand side by side along the axis of its partition, in the order of the devices, as one global
+array; where segments are cut each for itself, its columns are in another order than in the model's own array. Dims:
+V devices."""
 
 import dataclasses
 from collections import Counter
@@ -41,8 +42,8 @@ class ModelSharding:
         devices: tuple[Any, ...] = (),
         maps: Mapping[str, np.ndarray] | None = None,
     ) -> "ModelSharding | None":
-        """For a model's partitions; None for one device. Raises ConfigError where the model cannot be shared by so many;
-        whether there are so many is looked at when `mesh` is asked for."""
+        """For a model's partitions; None for one device. Raises ConfigError where the model cannot be shared by so
+        many; whether there are so many is looked at when `mesh` is asked for."""
         if parallel.devices == 1:
             return None
         parallel.check(partitions)

@@ -2,17 +2,17 @@
 parallel rounds.
 
 If every token's K best fit, they are the answer. Else ranks are settled one by one. In a round each token requests its
-best expert, after the one it took last, that has room for it. An expert with more requests than room lowers its cutoff to
-its last admitted token, and the round is repeated; when no expert is over its room, the rank is settled. That is deferred
-acceptance (Gale and Shapley 1962) with one priority list for all experts, so its fixpoint is the result of reference.py,
-in at most K + f rounds, f = experts that fill.
+best expert, after the one it took last, that has room for it. An expert with more requests than room lowers its cutoff
+to its last admitted token, and the round is repeated; when no expert is over its room, the rank is settled. That is
+deferred acceptance (Gale and Shapley 1962) with one priority list for all experts, so its fixpoint is the result of
+reference.py, in at most K + f rounds, f = experts that fill.
 
-Instances: the slots of one expert never number more than its instances' capacities together, so each finds room. With one
-order for all sources, the o-th slot of an expert takes the first replica that o fits into. With an order per source the
-same cutoff iteration runs over instances: at most J + 1 rounds.
+Instances: the slots of one expert never number more than its instances' capacities together, so each finds room. With
+one order for all sources, the o-th slot of an expert takes the first replica that o fits into. With an order per source
+the same cutoff iteration runs over instances: at most J + 1 rounds.
 
-All is integer arithmetic, so every device computes the same. Dims: A requests in order of priority, X targets, N tokens,
-E experts, K experts per token, J replica positions, I instances, V sources."""
+All is integer arithmetic, so every device computes the same. Dims: A requests in order of priority, X targets, N
+tokens, E experts, K experts per token, J replica positions, I instances, V sources."""
 
 import dataclasses
 from collections.abc import Callable
@@ -73,8 +73,8 @@ def count_requests(targets: Int[Array, " A"], num_targets: int) -> Int[Array, " 
 def admission_cutoff(
     targets: Int[Array, " A"], num_requests: Int[Array, " X"], room: Int[Array, " X"]
 ) -> Int[Array, " X"]:
-    """The index after the last request that each target admits: its `room`-th one. Without meaning where `num_requests` <=
-    `room`, or `room` is 0."""
+    """The index after the last request that each target admits: its `room`-th one. Without meaning where
+    `num_requests` <= `room`, or `room` is 0."""
     size = targets.shape[0]
     last = jnp.cumsum(num_requests, dtype=jnp.int32) - num_requests + room - 1
     return _packed(targets)[jnp.clip(last, 0, size - 1)] % size + 1

@@ -1,9 +1,10 @@
-"""Routing under capacities, as the engine's routers run it: the K experts of each token that have room, and their weights.
+"""Routing under capacities, as the engine's routers run it: the K experts of each token that have room, and their
+weights.
 
-Experts are chosen by `balanced_expert_selection` ("reroute"); weights follow the model's own scoring function at the ids
-that were chosen. A slot that stays empty has id and instance -1 and weight 0. Where weights sum to one, the other slots
-share what an empty slot would have had. Dims: N tokens, E experts, K experts per token, J replica positions, I
-instances."""
+Experts are chosen by `balanced_expert_selection` ("reroute"); weights follow the model's own scoring function at the
+ids that were chosen. A slot that stays empty has id and instance -1 and weight 0. Where weights sum to one, the
+other slots share what an empty slot would have had. Dims: N tokens, E experts, K experts per token, J replica
+positions, I instances."""
 
 import dataclasses
 
@@ -28,9 +29,9 @@ def reroute_topk(
     num_instances: int,
     drops: bool,
 ) -> tuple[Routing, Int[Array, "N 2"]]:
-    """Route a step's tokens to experts of `num_instances` instances. A slot without room overflows, or with `drops` stays
-    empty. The second result counts each token's slots that run an expert outside its K best, and its empty slots.
-    Padding keeps its own K best and has no instance."""
+    """Route a step's tokens to experts of `num_instances` instances. A slot without room overflows, or with `drops`
+    stays empty. The second result counts each token's slots that run an expert outside its K best, and its empty
+    slots. Padding keeps its own K best and has no instance."""
     scores = selection_scores(logits, spec=spec, bias=bias)
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
     native = jax.lax.top_k(scores, spec.top_k)[1].astype(jnp.int32)
@@ -70,7 +71,8 @@ def instance_capacity(
     """Slots of every instance: max(1, ceil(factor * tokens * K / I)); `expert_capacity` computes the same on the host."""
     if valid.size * top_k * MAX_TERM > jnp.iinfo(jnp.int32).max:
         raise ConfigError(
-            f"{valid.size} tokens of {top_k} slots under capacities are counted in int32; lower precompile_token_paddings"
+            f"{valid.size} tokens of {top_k} slots under capacities are counted in int32; lower "
+            "precompile_token_paddings"
         )
     numerator, denominator = factor[0], factor[1]
     shared = jnp.maximum(denominator, 1) * num_instances

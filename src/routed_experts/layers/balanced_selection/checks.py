@@ -14,13 +14,14 @@ INT32_MAX = np.iinfo(np.int32).max
 
 
 def check_replica_order(replica_order: Any, num_instances: int) -> Int[ndarray, "*V E J"]:
-    """Return the table as int32 if it is valid, [E, J] or [V, E, J]: each expert's instances first, -1 behind them; every
-    instance 0 .. I-1 in exactly one position of a source's table; the same instances per expert for every source. A layer
-    of `ExpertPlacement.logical_to_physical_map` is such a table. Raises PlacementError."""
+    """Return the table as int32 if it is valid, [E, J] or [V, E, J]: each expert's instances first, -1 behind them;
+    every instance 0 .. I-1 in exactly one position of a source's table; the same instances per expert for every
+    source. A layer of `ExpertPlacement.logical_to_physical_map` is such a table. Raises PlacementError."""
     table = np.asarray(replica_order)
     if table.ndim not in (2, 3) or 0 in table.shape or not np.issubdtype(table.dtype, np.integer):
         raise PlacementError(
-            f"replica_order is {table.dtype}{list(table.shape)}; give integers [E, J], or [V, E, J] for an order per source"
+            f"replica_order is {table.dtype}{list(table.shape)}; give integers [E, J], or [V, E, J] for an order per "
+            "source"
         )
     for source, order in enumerate(table.reshape(-1, *table.shape[-2:])):
         where = f"replica_order[{source}]" if table.ndim == 3 else "replica_order"
@@ -28,7 +29,8 @@ def check_replica_order(replica_order: Any, num_instances: int) -> Int[ndarray, 
         if source > 0 and not np.array_equal(np.sort(order, axis=1), np.sort(table[0], axis=1)):
             expert = int(np.flatnonzero(np.any(np.sort(order, axis=1) != np.sort(table[0], axis=1), axis=1))[0])
             raise PlacementError(
-                f"{where}: expert {expert} has instances {_listed(order[expert])}, source 0 has {_listed(table[0, expert])}; "
+                f"{where}: expert {expert} has instances {_listed(order[expert])}, source 0 has "
+                f"{_listed(table[0, expert])}; "
                 "every source lists the same instances of an expert, in an order of its own"
             )
     return table.astype(np.int32)
@@ -39,13 +41,15 @@ def _check_one_source(order: Int[ndarray, "E J"], num_instances: int, where: str
     if len(outside):
         expert, position = map(int, outside[0])
         raise PlacementError(
-            f"{where}[{expert}, {position}] = {int(order[expert, position])}; instances are 0 .. {num_instances - 1}, -1 fills the tail"
+            f"{where}[{expert}, {position}] = {int(order[expert, position])}; instances are 0 .. {num_instances - 1}, "
+            "-1 fills the tail"
         )
     gaps = np.argwhere((order[:, :-1] < 0) & (order[:, 1:] >= 0))
     if len(gaps):
         expert, position = map(int, gaps[0])
         raise PlacementError(
-            f"{where}[{expert}] has a gap at position {position}: {order[expert].tolist()}; instances come first, -1 behind"
+            f"{where}[{expert}] has a gap at position {position}: {order[expert].tolist()}; instances come first, -1 "
+            "behind"
         )
     without = np.flatnonzero(order[:, 0] < 0)
     if len(without):
@@ -57,7 +61,8 @@ def _check_one_source(order: Int[ndarray, "E J"], num_instances: int, where: str
         instance = int(np.flatnonzero(places != 1)[0])
         experts = np.flatnonzero(np.any(order == instance, axis=1)).tolist()
         raise PlacementError(
-            f"{where}: instance {instance} of num_instances={num_instances} stands in {int(places[instance])} places (experts {experts}); "
+            f"{where}: instance {instance} of num_instances={num_instances} stands in {int(places[instance])} places "
+            f"(experts {experts}); "
             "every instance belongs to exactly one place of one expert"
         )
 
@@ -77,7 +82,8 @@ def check_capacity(capacity: Any, num_instances: int) -> Int[ndarray, " I"]:
     if len(wrong):
         instance = int(wrong[0])
         raise ConfigError(
-            f"capacity[{instance}] = {int(slots[instance])}; slots per instance are 0 .. {INT32_MAX}: 0 takes it out of use"
+            f"capacity[{instance}] = {int(slots[instance])}; slots per instance are 0 .. {INT32_MAX}: 0 takes it out "
+            "of use"
         )
     if not np.any(slots):
         raise ConfigError(

@@ -1,10 +1,10 @@
 """Balanced expert selection, the public function: which experts a token uses and on which instance of each, under
 replicas and capacities. Tables are arguments, so a new table, order or capacity compiles nothing.
 
-"replicas" is lossless: ids are those of `lax.top_k`, and only instances are balanced (waterfill.py). "reroute" gives each
-instance a capacity and moves what does not fit to the next replica, then to the token's next best expert. It changes the
-model: a token's experts depend on the other tokens of the batch, and the ids returned are those used. reference.py
-defines it. Dims: N tokens, E experts, K experts per token, J replica positions, I instances, V sources."""
+"replicas" is lossless: ids are those of `lax.top_k`, and only instances are balanced (waterfill.py). "reroute" gives
+each instance a capacity and moves what does not fit to the next replica, then to the token's next best expert. It
+changes the model: a token's experts depend on the other tokens of the batch, and the ids returned are those used.
+reference.py defines it. Dims: N tokens, E experts, K experts per token, J replica positions, I instances, V sources."""
 
 import dataclasses
 import functools
@@ -74,8 +74,8 @@ def balanced_expert_selection(
     `select_scores` decide (bias added, masked groups at -inf); ties go to the lower id. In "reroute" NaN and -inf are
     never selected; in "replicas" ids are `lax.top_k`'s whatever the scores hold. `weight_scores` are the unbiased
     scores: the float32 weights are their values at the selected ids, times 1 / (their sum + 1e-20) if `renormalize`;
-    other scoring functions pass the ids to `replay_topk`. `replica_order` is int32, as `check_replica_order` passes it; [V, E, J]
-    with `source`, int32 in 0 .. V-1, is an order per source. `capacity` is int32, slots per instance, as
+    other scoring functions pass the ids to `replay_topk`. `replica_order` is int32, as `check_replica_order` passes it;
+    [V, E, J] with `source`, int32 in 0 .. V-1, is an order per source. `capacity` is int32, slots per instance, as
     `check_capacity` passes it; below 0 counts as 0. `valid`: False is padding.
 
     "replicas" needs `num_devices` and `num_instances`, "reroute" needs `capacity`. `on_exhausted`, for a slot whose
@@ -85,7 +85,8 @@ def balanced_expert_selection(
     arrays are the host's to check."""
     if mode not in MODES or on_exhausted not in ON_EXHAUSTED or impl not in IMPLS:
         raise ConfigError(
-            f"mode={mode!r}, on_exhausted={on_exhausted!r}, impl={impl!r}; they are one of {MODES}, one of {ON_EXHAUSTED}, one of {IMPLS}"
+            f"mode={mode!r}, on_exhausted={on_exhausted!r}, impl={impl!r}; they are one of {MODES}, one of "
+            f"{ON_EXHAUSTED}, one of {IMPLS}"
         )
     _check_scores(select_scores, weight_scores, k, valid)
     if valid is None:
@@ -148,7 +149,8 @@ def _assign(impl: str, inputs: SelectionInputs, top_k: int, *, overflows: bool) 
     in_vmem = fits(num_tokens, num_experts, top_k)
     if impl == "pallas" and not in_vmem:
         raise ConfigError(
-            f"impl='pallas' holds {MAX_CELLS} scores and k up to {LANES}, not {list(inputs.scores.shape)} with k={top_k}: use impl='auto'"
+            f"impl='pallas' holds {MAX_CELLS} scores and k up to {LANES}, not {list(inputs.scores.shape)} with "
+            f"k={top_k}: use impl='auto'"
         )
     if impl == "native" and (reason := unavailable_reason()) is not None:
         raise ConfigError(f"impl='native' cannot run: {reason}; or use impl='auto'")
@@ -184,7 +186,8 @@ def _selection_inputs(
     """Check what "reroute" takes, and gather the tokens of the group."""
     if capacity is None:
         raise ConfigError(
-            "mode='reroute' needs capacity, int32 [I]: make it with expert_capacity(num_valid, k, num_instances, factor)"
+            "mode='reroute' needs capacity, int32 [I]: make it with expert_capacity(num_valid, k, num_instances, "
+            "factor)"
         )
     num_experts, num_tokens = (
         scores.shape[1],
@@ -194,14 +197,16 @@ def _selection_inputs(
     _check_int32("replica_order", replica_order, (*replica_order.shape[:-2], num_experts, *replica_order.shape[-1:]))
     if replica_order.ndim not in (2, 3) or (replica_order.ndim == 3) != (source is not None):
         raise ConfigError(
-            f"replica_order has {replica_order.ndim} axes and source is {'None' if source is None else 'given'}; [E, J] goes without "
+            f"replica_order has {replica_order.ndim} axes and source is {'None' if source is None else 'given'}; [E, "
+            "J] goes without "
             "source, and [V, E, J] with the source of each token"
         )
     if source is not None:
         _check_int32("source", source, valid.shape)
     if (max(num_experts, capacity.shape[0]) + 1) * num_tokens * top_k > jnp.iinfo(jnp.int32).max:
         raise ConfigError(
-            f"{num_tokens} tokens of {top_k} slots over {num_experts} experts are counted in int32: select in smaller batches"
+            f"{num_tokens} tokens of {top_k} slots over {num_experts} experts are counted in int32: select in smaller "
+            "batches"
         )
     parts = (scores, jnp.zeros(valid.shape, jnp.int32) if source is None else source, valid)
     if axis_name is not None:
@@ -236,7 +241,8 @@ def _check_scores(
             or not jnp.issubdtype(scores.dtype, jnp.floating)
         ):
             raise ConfigError(
-                f"{name} is {scores.dtype}{list(scores.shape)}; both scores are floats of one shape [N, E], N and E at least 1"
+                f"{name} is {scores.dtype}{list(scores.shape)}; both scores are floats of one shape [N, E], N and E at "
+                "least 1"
             )
     if not 1 <= k <= select_scores.shape[1]:
         raise ConfigError(f"k={k}; a token selects 1 to E={select_scores.shape[1]} different experts")
@@ -275,5 +281,6 @@ def _refuse_sizes(num_devices: int | None, num_instances: int | None) -> None:
 def _check_int32(name: str, array: Int[Array, "..."], shape: tuple[int | str, ...]) -> None:
     if array.dtype != jnp.int32 or array.shape != shape:
         raise ConfigError(
-            f"{name} is {array.dtype}{list(array.shape)}; it is int32{list(shape)}: see check_replica_order, check_capacity"
+            f"{name} is {array.dtype}{list(array.shape)}; it is int32{list(shape)}: see check_replica_order, "
+            "check_capacity"
         )

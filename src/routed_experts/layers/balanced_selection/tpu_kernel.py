@@ -2,10 +2,11 @@
 Decides as `admission.choose_by_rounds` does.
 
 The cutoff iteration over all ranks at once. In a round every token walks its experts with the experts' cutoffs: K
-masked minima. Each expert with more requests than room then lowers its cutoff to behind its last admitted request, found
-by a prefix count, which is a product with a triangle of ones. The round that changes nothing is the sequential result: at
-most f + 1 rounds, f = experts that fill, and one more where experts have no room at all. Tokens are lanes. A cost is a
-score reversed in the total order of floats, so lower is better. Dims: N tokens, E experts, K experts per token."""
+masked minima. Each expert with more requests than room then lowers its cutoff to behind its last admitted request,
+found by a prefix count, which is a product with a triangle of ones. The round that changes nothing is the sequential
+result: at most f + 1 rounds, f = experts that fill, and one more where experts have no room at all. Tokens are
+lanes. A cost is a score reversed in the total order of floats, so lower is better. Dims: N tokens, E experts, K
+experts per token."""
 
 import dataclasses
 from typing import Any
@@ -65,8 +66,8 @@ def _padded(size: int, tile: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Refs:
-    """Buffers in VMEM. `last`: cost and id of the expert that each token took last; `worst`: the same of the last of its K
-    best, whatever their room."""
+    """Buffers in VMEM. `last`: cost and id of the expert that each token took last; `worst`: the same of the last of
+    its K best, whatever their room."""
 
     costs: Any  # [E, N]
     room: Any  # [E, 1], float32 as all counts, whole and below 2^22: exact

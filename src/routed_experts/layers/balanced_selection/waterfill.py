@@ -2,10 +2,10 @@
 change.
 
 Water-filling: a replica's share p of its expert becomes p * (mean / load of its device) ^ 1.5, renormalised, a few
-times, and the shares of the lowest maximum are retained. The power 1.5 goes further in a step than 1, and where 2 would
-swing for ever it halves the error. A slot is assigned by its rank among its expert's slots, so the result is a function
-of the ids alone. Instance i lives on device i // (I / devices). Dims: N tokens, K experts per token, E experts, J replica
-positions, I instances."""
+times, and the shares of the lowest maximum are retained. The power 1.5 goes further in a step than 1, and where 2
+would swing for ever it halves the error. A slot is assigned by its rank among its expert's slots, so the result is a
+function of the ids alone. Instance i lives on device i // (I / devices). Dims: N tokens, K experts per token, E
+experts, J replica positions, I instances."""
 
 import dataclasses
 
@@ -103,11 +103,13 @@ def _check(
             )
     if ids.size == 0 or (replica_order.shape[0] + 1) * ids.size > jnp.iinfo(jnp.int32).max:
         raise ConfigError(
-            f"ids are {list(ids.shape)} of {replica_order.shape[0]} experts; at least one, and counted in int32: use smaller batches"
+            f"ids are {list(ids.shape)} of {replica_order.shape[0]} experts; at least one, and counted in int32: use "
+            "smaller batches"
         )
     if num_devices < 1 or num_instances < 1 or num_instances % num_devices:
         raise ConfigError(
-            f"num_instances={num_instances} does not divide into num_devices={num_devices}: every device holds equally many, at least one"
+            f"num_instances={num_instances} does not divide into num_devices={num_devices}: every device holds equally "
+            "many, at least one"
         )
     if iterations < 1:
         raise ConfigError(

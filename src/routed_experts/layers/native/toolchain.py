@@ -1,8 +1,8 @@
 """Compile the C++ of this room for this machine and give the library. Knows nothing of kernels' meaning.
 
 The library stands in a folder of the user's cache under a name that is the checksum of all that it was made of:
-sources, jaxlib's headers, compiler and processor. A machine without a compiler has no native kernels: `unavailable_reason` says
-so."""
+sources, jaxlib's headers, compiler and processor. A machine without a compiler has no native kernels:
+`unavailable_reason` says so."""
 
 import ctypes
 import functools

@@ -102,7 +102,8 @@ def ragged_attention(
     """Attend to the pages of each token's request. A pool wider than the heads holds zeros beside them."""
     if pool.dtype not in (jnp.float32, jnp.bfloat16):
         raise ConfigError(
-            f"a KV pool of {pool.dtype} cannot be read by attention_backend='tpu'; load the model in bfloat16 or float32"
+            f"a KV pool of {pool.dtype} cannot be read by attention_backend='tpu'; load the model in bfloat16 or "
+            "float32"
         )
     (num_tokens, heads, head_dim), (_, page_size, rows, lanes) = queries.shape, pool.shape
     groups, width = rows // 2, batch.page_table.shape[1]

@@ -113,7 +113,8 @@ def _widths(call: ExpertCall, weight_bytes: int) -> _Widths:
         whole = 6 * dim * width * call.gate_up.dtype.itemsize  # two experts
         if whole > VMEM_BYTES // 2:
             raise ConfigError(
-                f"experts of {dim} by {width} do not fit twice into {VMEM_BYTES // 2:,} bytes, and {width} columns are no multiple of "
+                f"experts of {dim} by {width} do not fit twice into {VMEM_BYTES // 2:,} bytes, and {width} columns are "
+                "no multiple of "
                 f"{LANES}, so that they cannot be cut; choose moe_backend='tiled'"
             )
         return _Widths(width=width, part=width, split=False)

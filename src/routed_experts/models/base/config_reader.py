@@ -74,7 +74,8 @@ def read_config(
     tolerated = architectures.get(only, NOTHING) if isinstance(architectures, Mapping) else NOTHING
     if config.get("auto_map") is not None and not tolerated.code:
         raise CheckpointError(
-            f"{file} has auto_map, which names Python code of the checkpoint; remote code is never run here; wanted a config without; if "
+            f"{file} has auto_map, which names Python code of the checkpoint; remote code is never run here; wanted a "
+            "config without; if "
             f"the weights are of one of the architectures {_listed(architectures)}, remove auto_map from config.json"
         )
     _refuse_quantized(folder, config, tolerated)
@@ -98,13 +99,15 @@ def _refuse_quantized(folder: Path, config: Mapping[str, object], tolerated: Acc
             named = "" if method is None else f" of quant_method={method!r}"
             readable = f" or {', '.join(tolerated.quantization)}" if tolerated.quantization else ""
             raise CheckpointError(
-                f"{folder / 'config.json'} has {key}{named}; wanted plain bfloat16, float16 or float32 weights{readable}; "
+                f"{folder / 'config.json'} has {key}{named}; wanted plain bfloat16, float16 or float32 "
+                f"weights{readable}; "
                 "use an unquantised one"
             )
     for name, method in _QUANTIZATION_FILES.items():
         if (folder / name).exists():
             raise CheckpointError(
-                f"{folder / name} says that weights are quantised by {method}; wanted plain bfloat16, float16 or float32 weights; "
+                f"{folder / name} says that weights are quantised by {method}; wanted plain bfloat16, float16 or "
+                "float32 weights; "
                 "use an unquantised one, or remove the file if it is a leftover"
             )
 

@@ -14,8 +14,8 @@ from routed_experts.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`size` places along an axis that hold `units` things which are not partition, called `what` in errors. `repeated`:
-    fewer units than devices are held by several devices each."""
+    """`size` places along an axis that hold `units` things which are not partition, called `what` in errors.
+    `repeated`: fewer units than devices are held by several devices each."""
 
     size: int
     units: int

@@ -70,10 +70,10 @@ class LayerBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyConfig:
-    """`layer_norms`: layer normalisation with biases, not RMS. `norm_offset`: added to the scale of every norm of the
-    stream. `stem` and `head`: how the names of the layers' tensors and of the head's begin. `ignored_tensors`: shell patterns
-    of tensors that a checkpoint may hold without a use here. `num_predicting`: layers behind the last one that predict
-    further tokens; they are not run."""
+    """`layer_norms`: layer normalisation with biases, not RMS. `norm_offset`: added to the scale of every norm of
+    the stream. `stem` and `head`: how the names of the layers' tensors and of the head's begin. `ignored_tensors`:
+    shell patterns of tensors that a checkpoint may hold without a use here. `num_predicting`: layers behind the last
+    one that predict further tokens; they are not run."""
 
     vocab_size: int
     hidden_size: int

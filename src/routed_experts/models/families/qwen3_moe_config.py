@@ -130,8 +130,8 @@ class Qwen3MoeConfig:
 
 
 def read_qwen3_moe_parts(reader: ConfigReader) -> FamilyConfig:
-    """Read config.json of Qwen3-MoE as the parts of a FamilyDecoder: for steps that are cut at the experts and for placed
-    experts. Refuses what `Qwen3MoeConfig.from_reader` refuses."""
+    """Read config.json of Qwen3-MoE as the parts of a FamilyDecoder: for steps that are cut at the experts and for
+    placed experts. Refuses what `Qwen3MoeConfig.from_reader` refuses."""
     config, sizes = Qwen3MoeConfig.from_reader(reader), read_sizes(reader)
     rotary = read_rotary(reader, sizes.head_dim)
     attention = dataclasses.replace(sizes.attention(rotary.spec), qk_norm="head")

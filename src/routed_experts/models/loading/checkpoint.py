@@ -100,7 +100,8 @@ def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: It
         {method for name in found if name not in wanted for end, method in _PACKED.items() if name.endswith(end)}
     ):
         raise CheckpointError(
-            f"{checkpoint.path} holds weights that look quantised by {' or '.join(packed)}, though its config.json does not say so; wanted "
+            f"{checkpoint.path} holds weights that look quantised by {' or '.join(packed)}, though its config.json "
+            "does not say so; wanted "
             "plain bfloat16, float16 or float32 weights; use an unquantised checkpoint"
         )
     faults = {
@@ -118,7 +119,8 @@ def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: It
     told = [f"{len(names)} {kind} ({_some(names)})" for kind, names in faults.items() if names]
     if told:
         raise CheckpointError(
-            f"{checkpoint.path} does not fit its config.json: {'; '.join(told)}; wanted the tensors of that architecture"
+            f"{checkpoint.path} does not fit its config.json: {'; '.join(told)}; wanted the tensors of that "
+            "architecture"
         )
 
 

@@ -74,8 +74,8 @@ _Bounds = tuple[tuple[int, int], ...]  # [first, end) along each axis of a targe
 
 @dataclass(frozen=True, slots=True)
 class ShardBoxes:
-    """Boxes of a target that stand side by side along `axis` in the part that the devices hold; one, if nothing is partition
-    apart."""
+    """Boxes of a target that stand side by side along `axis` in the part that the devices hold; one, if nothing is
+    partition apart."""
 
     axis: int
     bounds: tuple[_Bounds, ...]
