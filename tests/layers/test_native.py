@@ -197,7 +197,7 @@ def test_inputs_of_two_dtypes_are_an_error_and_not_read_as_one():
 def test_steps_that_cannot_be_are_an_error_and_not_a_crash():
     step = make_step([(0, 3)], page_size=16)
     batch = dataclasses.replace(step.batch, query_starts=jnp.array([0, 20], jnp.int32))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="query_starts or positions lie outside"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="query_starts or positions are outside"):
         jax.block_until_ready(
             jax.jit(native_attention)(jnp.asarray(step.queries), jnp.asarray(step.pool), jnp.int32(0), batch)
         )

@@ -1,2 +1,5 @@
-"""Pure array code: the arithmetic of a transformer layer.
-Knows nothing of models, requests or pools; every function takes arrays and returns arrays."""
+"""The arithmetic of a transformer layer: functions take arrays and return arrays.
+
+kernels.py, moe.py, linear.py, attention.py   contracts of the backends, and the reference implementations
+gpu/  tpu/  native/                           kernels for NVIDIA GPUs (Triton), TPUs (Mosaic) and CPUs (C++)
+balanced_selection/                           expert selection under capacities and replicas"""

@@ -1,12 +1,12 @@
-"""Attention over a paged pool of keys and values, and over whole sequences.
-Knows nothing of requests beyond the arrays of a step; `reference` is the oracle of every other backend.
+"""Attention over a paged pool of keys and values, and over whole sequences. `reference` is the oracle of every other
+backend.
 
-The pool of all layers is one array [L*P, page, 2G, C] that is carried through the layers and updated in place; row 2g
-holds the keys of head g and row 2g+1 its values. New keys and values are written first, then attention reads all from
-the pool. Padding tokens write to page 0 of the layer, which no request owns. What a token does not see may be NaN (left
-by bad weights, or by half-precision overflow): a weight of 0 does not hide that, so values that are not mask, or not
-finite, are set to 0. Dims: N tokens, B requests, L layers, P pages, W pages of a request, H query heads, G kv heads, C
-head dim, S tokens of a sequence, T keys of a block, Q rows of a query tile."""
+The pool of all layers is one array [L*P, page, 2G, C] that is carried through the layers and updated in place; row
+2g holds the keys of head g and row 2g+1 its values. New keys and values are written first, then attention reads all
+from the pool. Padding tokens write to page 0 of the layer, which no request owns. Masked slots may hold NaN (from
+bad weights or half-precision overflow). A weight of 0 does not hide that, so values that are masked or not finite
+are set to 0. Dims: N tokens, B requests, L layers, P pages, W pages of a request, H query heads, G kv heads, C head
+dim, S tokens of a sequence, T keys of a block, Q rows of a query tile."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -1,5 +1,4 @@
-"""What an attention layer does that plain causal softmax attention does not. Knows no backend.
-Dims: H query heads."""
+"""What an attention layer does beyond plain causal softmax attention. Dims: H query heads."""
 
 import dataclasses
 

@@ -1,10 +1,9 @@
-"""Attention that is more than softmax over all keys: windows, chunks, sinks, another scale, and latent attention, whose
-one row a token is key and value at once (DeepSeek-V2, section 2.1). Knows nothing of requests beyond the arrays of a
-step.
+"""Attention with features: windows, chunks, sinks, another scale, and latent attention, whose one row a token is key
+and value at once (DeepSeek-V2, section 2.1).
 
-A latent pool is [L*P, page, 1, C]: the C numbers of a token are its key, the first V of them its value, for all heads.
-Every other pool is that of layers/attention.py. A sink is a score of its own, one a head, that takes weight and gives
-no value (GPT-OSS). Dims: N tokens, B requests, L layers, P pages, W pages of a request, H query heads, G kv heads, C
+A latent pool is [L*P, page, 1, C]: the C numbers of a token are its key, the first V of them its value, for all
+heads. Every other pool is that of layers/attention.py. A sink is one extra score a head that takes weight and has no
+value (GPT-OSS). Dims: N tokens, B requests, L layers, P pages, W pages of a request, H query heads, G kv heads, C
 key dim, V value dim, S tokens of a sequence, T keys of a block, Q rows of a query tile."""
 
 import dataclasses

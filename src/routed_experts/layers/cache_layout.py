@@ -1,5 +1,5 @@
-"""What a model keeps of the tokens it has seen: the shape of a pool's rows. A property of a family, like its weights.
-Knows nothing of pages. Dims: L layers that keep something, G kv heads, C head dim."""
+"""What a model caches per token: the shape of a pool's rows. Fixed by the model's config. Dims: L layers with a
+cache, G kv heads, C head dim."""
 
 import dataclasses
 

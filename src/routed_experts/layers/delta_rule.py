@@ -4,9 +4,9 @@ is read:
 
     S <- exp(decay) S;   S <- S + k (beta (v - S^T k))^T;   y = S^T q          with |q| = |k| = 1, q divided by sqrt(K)
 
-A sequence's state is the last W - 1 inputs of the convolution, and S. Knows nothing of requests beyond the arrays of a
-step. Dims: N tokens, B sequences, S tokens of a sequence, C tokens of a chunk, Q channels of the convolution (queries,
-keys, values), W its width, H value heads, J key heads, K key dim, V value dim."""
+A sequence's state is the last W - 1 inputs of the convolution, and S. Dims: N tokens, B sequences, S tokens of a
+sequence, C tokens of a chunk, Q channels of the convolution (queries, keys, values), W its width, H value heads, J
+key heads, K key dim, V value dim."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
-"""The kernels that a model's layers run on, chosen once and passed down. Knows nothing of how they were chosen.
-Dims: N tokens, E experts, M MoE layers, K experts per token, B rows, V vocabulary."""
+"""The bundle of kernels that a model's layers run on, chosen once at build time and passed down. Dims: N tokens, E
+experts, M MoE layers, K experts per token, B rows, V vocabulary."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,7 +1,9 @@
-"""A run of neighbouring layers, attention and experts, as arrays: what a kernel that runs all of them at once is
-handed. Knows no architecture: pre-norm layers with norms of queries and keys, rotary positions and softmax routing.
-Dims: N tokens, D hidden, R layers of the run, E experts of a layer, F expert width, H query heads, G kv heads, C head
-dim, M MoE layers, K experts per token."""
+"""Contract of a kernel that runs a stack of neighbouring layers, attention and experts, at once: its arrays and its
+call.
+
+The layers are pre-norm, with norms of queries and keys, rotary positions and softmax routing. Dims: N tokens, D
+hidden, R layers of the stack, E experts of a layer, F expert width, H query heads, G kv heads, C head dim, M MoE
+layers, K experts per token."""
 
 import dataclasses
 from collections.abc import Callable

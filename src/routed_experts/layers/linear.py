@@ -1,8 +1,8 @@
-"""Projections by a stack of matrices, one a layer. Knows nothing of what they project.
+"""Projections by a stack of matrices, one a layer.
 
-The weights of all layers of a run stand in one array [R, D, O]. A kernel that reads them in place takes the whole array
-and the index of its layer, because a scan would copy a layer's matrix in order to slice it. Dims: N tokens, R layers of
-the run, D inputs, O outputs."""
+The weights of all layers of a stack are one array [R, D, O]. A kernel that reads them in place takes the whole array
+and the index of its layer, because a scan would copy a layer's matrix in order to slice it. Dims: N tokens, R layers
+of the stack, D inputs, O outputs."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""Log probabilities of chosen and best tokens. Knows nothing of sampling, requests or the model.
+"""Log probabilities of chosen and best tokens.
 
-One formula, float32 log_softmax, two sources: raw is the model's logits; processed is what `sampling.sample` returned
-(after penalties, temperature and filters; a dropped token has -inf). Greedy rows have the same in both, unless
-penalised. Dims: B rows, N prompt tokens, D hidden, V vocabulary, T best tokens asked for."""
+One formula, float32 log_softmax, of two sources: raw logprobs are of the model's logits; processed ones are of what
+`sampling.sample` returned (after penalties, temperature and filters; a dropped token has -inf). For greedy rows both
+are equal, unless penalised. Dims: B rows, N prompt tokens, D hidden, V vocabulary, T best tokens requested."""
 
 import dataclasses
 

@@ -1,10 +1,9 @@
 """Expert computation: y[n] = sum over k of weights[n, k] * expert(ids[n, k])(x[n]), gated experts, some with biases.
-Knows nothing of how ids were chosen; it runs exactly the ids that it is given, which is what makes them worth
-recording.
+A backend runs exactly the ids in the call: that is why recording them is exact.
 
-Expert weights of all layers of a run stand in one array [R*E, ...]; a backend takes the whole array and the first
-expert of its layer, because a scan would copy a layer's experts in order to slice them. Dims: N tokens, K experts per
-token, E experts of a layer, R layers of the run, D hidden, F expert width, T rows of a tile."""
+Expert weights of all layers of a stack are one array [R*E, ...]; a backend takes the whole array and the first
+expert of its layer, because a scan would copy a layer's experts in order to slice them. Dims: N tokens, K experts
+per token, E experts of a layer, R layers of the stack, D hidden, F expert width, T rows of a tile."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

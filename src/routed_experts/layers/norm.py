@@ -1,5 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich 2019), and layer normalisation (Ba et al. 2016).
-Knows nothing of what it normalises."""
+"""Root-mean-square normalisation (Zhang and Sennrich 2019), and layer normalisation (Ba et al. 2016)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
-"""The attention that a served model is given: it writes new keys and values to the paged pool, and attends to it.
-Knows nothing of models; it is called once a layer. Dims as in attention.py; A width of a latent row."""
+"""The attention function of a served model: writes new keys and values to the paged pool, then attends to the pool.
+Called once a layer. Dims as in attention.py; A width of a latent row."""
 
 import dataclasses
 

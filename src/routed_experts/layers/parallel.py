@@ -1,8 +1,8 @@
-"""Devices that share the work of every layer, as one of them sees the others: what it must add up, gather or look up.
-Knows no mesh and no model; a program that runs on one device has no peers, and none of this is in it.
+"""Tensor and expert parallelism inside a layer, from one device's view: collectives over one mesh axis. A program on
+one device holds none of this.
 
-Each device holds a share of the heads and of the experts and gives a partial sum; the stream between layers, the
-routers and what they choose are the same on all. Dims: N rows, D hidden, V devices."""
+Each device holds a shard of the heads and of the experts and computes a partial sum; the stream between layers, the
+routers and their choices are replicated. Dims: N rows, D hidden, V devices."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,11 +1,11 @@
-"""Experts of a layer on several devices, by any backend: each device runs its share and gives a partial sum.
-Knows nothing of how ids were chosen; they are logical, and the same on all devices.
+"""Expert- and tensor-parallel MoE, by any backend: each device runs its shard and returns a partial sum. Expert ids
+are logical, and the same on all devices.
 
-A share is either a slice of every expert's width (the partial sums of one expert are split), or whole experts: slots of
-experts that are elsewhere are padding to the backend, so each slot is a row of its own there. Where an expert has
-several instances, slots are spread over them by water-filling, unless the router has chosen them; the instances hold
-the same numbers, so no output depends on which one runs. Dims: N tokens, K experts per token, E experts of a layer, R
-layers of the run, V devices, D hidden, F expert width."""
+A shard is either a slice of every expert's width, or whole experts. Slots of experts on other devices are padding to
+the backend, so each slot is a row of its own there. Where an expert has several instances, slots are spread over
+them by water-filling, unless the router has chosen them. Instances hold the same numbers, so no output depends on
+which one runs. Dims: N tokens, K experts per token, E experts of a layer, R layers of the stack, V devices, D
+hidden, F expert width."""
 
 import dataclasses
 

@@ -1,11 +1,10 @@
 """Experts for training on an accelerator: tiles of many rows, and every gather's gradient is a gather or a product,
-never a scatter. Knows nothing of models. The same sums as `grouped_experts`, so gradients do not depend on the order in
-which threads add.
+never a scatter. The same sums as `grouped_experts`, so gradients do not depend on the order in which threads add.
 
-Rows are permuted into tiles of one expert each and back. Both are permutations of what they move, so the gradient of
-either is the other. A tile's weights are picked by a product with rows of the identity, which is exact, and whose
-gradient adds in float32. Dims: N tokens, K experts per token, E experts, D hidden, F expert width, T rows of a tile, P
-tile rows of all tiles."""
+Rows are permuted into tiles of one expert each and back. Both are permutations, so the gradient of either is the
+other. A tile's weights are picked by a product with rows of the identity, which is exact, and whose gradient adds in
+float32. Dims: N tokens, K experts per token, E experts, D hidden, F expert width, T rows of a tile, P tile rows of
+all tiles."""
 
 import dataclasses
 

@@ -1,6 +1,5 @@
 """Rotary position embedding (Su et al. 2021), in the half-split form that most Hugging Face checkpoints use, or in
-pairs. Knows nothing of caches; positions are absolute token indices. Dims: N tokens, H heads, C head dim, F
-frequencies."""
+pairs. Positions are absolute token indices. Dims: N tokens, H heads, C head dim, F frequencies."""
 
 import dataclasses
 

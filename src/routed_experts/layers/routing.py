@@ -1,14 +1,14 @@
-"""Routing laws: from router logits to the experts a token runs on, live or replayed.
-Knows nothing of experts' weights. One function serves live, replayed and mixed rows, so they cannot differ.
+"""Routing: from router logits to the experts a token runs on, live or replayed. One function serves live, replayed and
+mixed rows, so they cannot differ.
 
-z = logits in float32, s = scores, c = what is chosen by (s, a selection bias added, groups that were not kept at -inf),
-v = s at ids:
+z = logits in float32, s = scores, c = what is chosen by (s, a selection bias added, groups that were not chosen at
+-inf), v = s at ids:
 
-    law           s              weights at ids                               source
-    softmax       softmax(z)     v, or softmax over the K gathered z          Qwen3, OLMoE, Mixtral (Jiang et al. 2024), DeepSeek-V2
-    sigmoid       sigmoid(z)     v, or v / (sum v + epsilon)                  DeepSeek-V3 (2024), GLM-4.5, MiniMax-M2, Llama 4
-    logits        z              softmax over the K gathered z                GPT-OSS (2025), Granite
-    sparsemixer   z              softmax over the z near the best one left    PhiMoE: SparseMixer-v2 (Liu et al. 2024), inference
+    scoring_func   s            weights at ids                              source
+    softmax        softmax(z)   v, or softmax over the K gathered z         Qwen3, OLMoE, Mixtral, DeepSeek-V2
+    sigmoid        sigmoid(z)   v, or v / (sum v + epsilon)                 DeepSeek-V3, GLM-4.5, MiniMax-M2, Llama 4
+    logits         z            softmax over the K gathered z               GPT-OSS, Granite
+    sparsemixer    z            softmax over the z near the best one left   PhiMoE (SparseMixer-v2, Liu et al. 2024)
 
 each times `scale`. native = top_k(stop_gradient(c)), ties to the lower id; ids = replayed where the row is valid, else
 native; v is gathered from the full, unmasked, unbiased s. A renormalised softmax is softmax over the gathered z: that

@@ -1,9 +1,9 @@
-"""Choose one token per row from logits, on the device. Knows nothing of requests, pages, stop strings or the model.
+"""Sample one token per row from logits, on the device.
 
-Noise is a function of (seed, choice, position) alone: never of the batch row, its neighbours or the padding. No row is
-sorted: a filter is a border in the row's own scores, found by bisection over the bits of a float32, so its cost does
-not depend on the values, and equal scores are kept or dropped together. Dims: B rows, V vocabulary, X logit-bias
-entries of a row."""
+Noise is a function of (seed, choice, position) alone: never of the batch row, its neighbours or the padding. No row
+is sorted: a filter is a threshold on the row's own scores, found by bisection over the bits of a float32. Its cost
+does not depend on the values, and equal scores are kept or dropped together. Dims: B rows, V vocabulary, X
+logit-bias entries of a row."""
 
 import dataclasses
 from collections.abc import Callable

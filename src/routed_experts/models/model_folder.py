@@ -1,7 +1,6 @@
-"""How a checkpoint folder becomes a model. Knows nothing of engines, and of architectures what models/registry.py
-lists.
+"""ModelFolder: a checkpoint folder whose config is read and whose tensors are checked, and the model loaded from it.
 
-An architecture that is not listed there is refused with the list of those that are."""
+An architecture that models/registry.py does not list is refused with the list of those that it does."""
 
 import dataclasses
 import fnmatch

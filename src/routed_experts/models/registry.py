@@ -1,5 +1,4 @@
-"""The families that can be served: one entry an architecture. Knows nothing of folders. docs/models.md is written from
-this table."""
+"""The registry: one entry for each architecture that can be served. docs/models.md is written from this table."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping

@@ -1,9 +1,9 @@
-"""A model's weights dealt out over a mesh of one axis: which part of an array each device holds, and how arrays get
-there. Knows no architecture: the partitions say it all.
+"""A model's weights sharded over a mesh of one axis: which part of an array each device holds, and how arrays get
+there.
 
 Parts of one array stand side by side along the axis of its partition, in the order of the devices, as one global
-array; where segments are cut each for itself, its columns are in another order than in the model's own array. Dims:
-V devices."""
+array. Where segments are partitioned separately, its columns are in another order than in the model's own array.
+Dims: V devices."""
 
 import dataclasses
 from collections import Counter

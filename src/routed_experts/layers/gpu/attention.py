@@ -1,11 +1,11 @@
 """Attention to the paged pool on a GPU: decode splits each request's keys over blocks, extend walks tiles of query
-rows. Knows nothing of who wrote the keys.
+rows.
 
-Query heads that share a kv head are the rows of one tile, so keys and values are read once for all of them. The splits
-of a request are joined in their order by a second kernel: no result depends on the order in which blocks run. What a
-request does not own may be NaN and is never let in: its scores become MASK_VALUE and its values 0. Dims: N tokens, B
-requests, H query heads, G kv heads, C head dim, S splits, T keys of a step, Q query tokens of a tile, M rows of a tile
-(a token and a head each)."""
+Query heads that share a kv head are the rows of one tile, so keys and values are read once for all of them. A second
+kernel combines the splits of a request in their order: no result depends on the order in which blocks run. Slots
+that a request does not own may hold NaN: their scores become MASK_VALUE and their values 0. Dims: N tokens, B
+requests, H query heads, G kv heads, C head dim, S splits, T keys of a step, Q query tokens of a tile, M rows of a
+tile (a token and a head each)."""
 
 import functools
 from typing import Any

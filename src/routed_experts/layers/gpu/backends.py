@@ -1,4 +1,4 @@
-"""The GPU's way to run each part of a layer, as one bundle. Knows no kernel's inside."""
+"""The GPU kernels as one bundle."""
 
 import functools
 

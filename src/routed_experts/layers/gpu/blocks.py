@@ -1,4 +1,4 @@
-"""What the kernels share: sizes that Triton takes, and loads without masks where none is needed. Knows no kernel."""
+"""Block sizes that Triton accepts, and loads without masks where no mask is needed."""
 
 import functools
 from typing import Any

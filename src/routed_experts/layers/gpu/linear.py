@@ -1,8 +1,8 @@
-"""Projections on a GPU for few rows: reads a layer's matrix where it stands. Knows nothing of what it projects.
+"""Projections on a GPU for few rows: a layer's matrix is read in place.
 
-With few rows the matrix is all the traffic, and slicing it first would pass it through memory three times; with many
-rows the library's product wins and the slice does not count. Dims: N tokens, R layers of the run, D inputs, O outputs,
-S parts of a sum."""
+With few rows the matrix is all the traffic, and slicing it first would pass it through memory three times. With many
+rows the library's product is faster and the slice does not count. Dims: N tokens, R layers of the stack, D inputs, O
+outputs, S parts of a sum."""
 
 import dataclasses
 import functools

@@ -1,12 +1,12 @@
-"""Experts on a GPU: one kernel gathers rows and computes SiLU(gate) * up, one multiplies by `down`; K slots are summed
-afterwards. Knows nothing of how ids were chosen.
+"""Experts on a GPU: one kernel gathers rows and computes SiLU(gate) * up, one multiplies by `down`; K slots are
+summed afterwards.
 
-Expert weights of the whole run are read in place: expert e of the layer is row first_expert + e of the arrays. Slots
-(n*K + k) are listed by expert in order of n, so no result depends on the order in which blocks run; there are no
-atomics. Each block finds its expert from the counts alone: `counts[e]` slots stand in `order` from the sum of the
-counts before them. With few slots there is no list: each slot is a tile of its own. Weights pass once through the chip
-at small N, where they are all the traffic. Dims: N tokens, K experts per token, E experts of a layer, R layers of the
-run, D hidden, F expert width, T rows of a tile."""
+Expert weights of the whole stack are read in place: expert e of the layer is row first_expert + e of the arrays.
+Slots (n*K + k) are sorted by expert in order of n, so no result depends on the order in which blocks run; there are
+no atomics. Each block finds its expert from the counts alone: `counts[e]` slots stand in `order` from the sum of the
+counts before them. With few slots nothing is sorted: each slot is a tile of its own. Weights pass once through the
+chip at small N, where they are all the traffic. Dims: N tokens, K experts per token, E experts of a layer, R layers
+of the stack, D hidden, F expert width, T rows of a tile."""
 
 import dataclasses
 import functools

@@ -1,9 +1,8 @@
-"""From one projected row to turned queries, and to keys and values in their slots of the pool: one kernel.
-Knows nothing of how they are attended to.
+"""From one projected row to rotated queries, and to keys and values in their slots of the pool, as one kernel.
 
-Queries and keys are normalised a head at a time and turned by their position (half-split rotary form), rounded as
+Queries and keys are normalised a head at a time and rotated by position (half-split rotary form), rounded as
 `rms_norm` and `apply_rotary` round; the pool is written in place. Padding tokens write nothing. Dims: N tokens, B
-requests, L layers, P pages, H query heads, G kv heads, C head dim, R layers of the run, T rows of a block."""
+requests, L layers, P pages, H query heads, G kv heads, C head dim, R layers of the stack, T rows of a block."""
 
 import functools
 from typing import Any

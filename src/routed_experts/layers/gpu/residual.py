@@ -1,8 +1,7 @@
-"""The residual stream on a GPU: add what a matrix gave, in parts or in slots, and normalise the sum, as one kernel.
-Knows nothing of what was added.
+"""The residual stream on a GPU: add a layer's output, in parts or in slots, and normalise the sum, as one kernel.
 
-Rounded as the plain code rounds: what is added is one array of the model's dtype, so is the sum, and `rms_norm` takes
-that. Dims: N tokens, D hidden, S parts of a sum, K experts per token, R layers of the run."""
+Rounded as the plain code rounds: the addend is one array of the model's dtype, so is the sum, and `rms_norm` reads
+that. Dims: N tokens, D hidden, S parts of a sum, K experts per token, R layers of the stack."""
 
 import functools
 from collections.abc import Callable

@@ -1,9 +1,9 @@
-"""Router on a GPU: softmax, top-k, weights and the write of the executed ids, one kernel. Knows nothing of experts.
+"""Router on a GPU: softmax, top-k, weights and the write of the executed ids, as one kernel.
 
-It decides as `replay_topk` does: scores in float32, the lowest id among equal scores, weights renormalised over the K
-slots where the family does. The ids go into the step's block [M*K, N] in place, so that capture adds no launch. Rows to
-replay come as two more inputs, of another build of the same kernel: a step that replays none does not read them. Dims:
-N tokens, E experts, M MoE layers, K experts per token, S parts of a sum."""
+It decides as `replay_topk` does: scores in float32, the lowest id among equal scores, weights renormalised over the
+K slots where the family does. The ids go into the step's block [M*K, N] in place, so that capture adds no launch.
+Rows to replay are two more inputs of a second variant of the kernel: a step that replays none does not read them.
+Dims: N tokens, E experts, M MoE layers, K experts per token, S parts of a sum."""
 
 import functools
 from typing import Any

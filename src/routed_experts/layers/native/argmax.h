@@ -7,7 +7,7 @@
 
 namespace rex {
 
-// Scores v.., with `beyond` behind the last.
+// Scores v.., padded with `beyond`.
 inline vf row_part(const float* scores, int64_t v, int64_t vocabulary, float beyond) {
   if (v + kLanes <= vocabulary) return load(scores + v);
   vf part = load(scores + v, vocabulary - v);

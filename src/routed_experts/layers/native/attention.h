@@ -12,7 +12,7 @@ namespace rex {
 
 constexpr int64_t kKeys = 64;       // keys of a block
 constexpr int64_t kQueries = 128;   // query tokens of a piece of work
-constexpr int64_t kFewRows = 16;    // of a kv head; up to this many, values are used as they lie; more of them pay for laying out a block
+constexpr int64_t kFewRows = 16;    // of a kv head; up to this many, values are read in place; more of them pay for laying out a block
 constexpr float kNever = -1e30f;    // a score that no softmax sees
 
 struct AttentionShape {
@@ -31,7 +31,7 @@ struct QueryPiece {
   int64_t group, groups;        // kv heads of the piece
 };
 
-// Few queries: all kv heads together read a slot as it lies. Many, or pieces too few for the cores: each kv head is one.
+// Few queries: all kv heads together read a slot in place. Many, or pieces too few for the cores: each kv head is one.
 inline std::vector<QueryPiece> query_pieces(const AttentionShape& s, const PagedStep& step, int64_t threads) {
   std::vector<QueryPiece> pieces;
   auto queries = [&](int64_t b) { return step.query_starts[b + 1] - step.query_starts[b]; };
@@ -81,7 +81,7 @@ struct Mix {
   }
 };
 
-// Where 16 keys of a block lie, from `first` on; those beyond the last are the last once more.
+// Addresses of 16 keys of a block, from `first` on; those beyond the last are the last once more.
 template <class T>
 inline void sixteen(int64_t first, int64_t keys, const T* const* slots, const T* (&lines)[kLanes]) {
   for (int64_t i = 0; i < kLanes; i++) lines[i] = slots[std::min(first + i, keys - 1)];
@@ -129,7 +129,7 @@ void score_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, 
   }
 }
 
-// values of a block, as they lie, times the weights of Rows rows of one kv head, Vectors vectors of columns: sums stay in registers.
+// values of a block, in place, times the weights of Rows rows of one kv head, Vectors vectors of columns: sums stay in registers.
 template <int Rows, int Vectors, class T>
 inline void blend_columns(const AttentionShape& s, const float* weights, int64_t offset, int64_t keys, const T* const* slots, float* mixed) {
   vf sums[Rows][Vectors];
@@ -168,7 +168,7 @@ inline void by_rows(int64_t rows, const Body& body, int64_t first = 0) {
   if constexpr (Most > 1) by_rows<Most / 2>(rows, body, first);
 }
 
-// Weights times values as they lie, for all kv heads of a piece; the sums, too, are those of `mix_many`.
+// Weights times values in place, for all kv heads of a piece; the sums, too, are those of `mix_many`.
 template <class T>
 void blend_few(const AttentionShape& s, Mix& mix, int64_t groups, int64_t rows, int64_t keys, const T* const* slots) {
   for (int64_t g = 0; g < groups; g++)

@@ -1,5 +1,5 @@
-// y[n] = sum over k of weights[n, k] * down(silu(gate(x[n])) * up(x[n])) of expert ids[n, k], summed in executed order. Where some of
-// a row's slots may be nobody's (`partial`), their id is -1.
+// y[n] = sum over k of weights[n, k] * down(silu(gate(x[n])) * up(x[n])) of expert ids[n, k], summed in executed order. With
+// `partial`, some of a row's slots may be empty: their id is -1.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -107,9 +107,9 @@ struct ExpertRun {
   }
 };
 
-// Into how many parts each expert is cut: one, but where there are so few that whole ones would leave cores without work for more than a
-// fifth of the time. A part reads its columns in runs, a whole expert its weights as they lie, which is a third faster. Sums are never cut,
-// so a row's result is the same by a bit.
+// Into how many parts each expert is cut: one, unless there are so few experts that cores would idle for more than a fifth of the
+// time. A part reads its columns in stretches, a whole expert reads its weights contiguously, which is a third faster. Sums are never
+// cut, so a row's result is bitwise the same.
 inline int64_t expert_parts(const ExpertShape& s, int64_t slots, int64_t pieces, int64_t threads) {
   const int64_t rounds = (pieces + threads - 1) / threads;
   if (slots > pieces * kStreamRows || 4 * rounds * threads <= 5 * pieces) return 1;

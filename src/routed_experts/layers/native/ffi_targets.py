@@ -1,4 +1,4 @@
-"""The native library's handlers, made known to XLA. Knows nothing of what they compute."""
+"""Registers the handlers of the native library with XLA."""
 
 import functools
 

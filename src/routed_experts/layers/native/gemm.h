@@ -1,10 +1,9 @@
-// out[rows, cols] += x[rows, depth] * w[depth, cols] in float32, or = where `fresh`, for weights of any dtype that lie where they were
-// loaded.
-// Few rows are bound by memory: w is walked along its rows, eight at a time, as memory and prefetchers like it. Many rows are bound by
-// arithmetic: tiles of 6 rows by 4 vectors stay in registers from the first number to the last, while a panel of w streams from the
-// second cache, which is fast enough; what w has next is asked for from memory meanwhile.
+// out[rows, cols] += x[rows, depth] * w[depth, cols] in float32, or = where `fresh`, for weights of any dtype, read in place.
+// Few rows are bound by memory: w is walked along its rows, eight at a time, as memory and prefetchers prefer. Many rows are bound by
+// arithmetic: tiles of 6 rows by 4 vectors stay in registers throughout, while a panel of w streams from the second-level cache and
+// the next panel is prefetched from memory.
 // Rows of bfloat16 are multiplied with weights of bfloat16 as pairs of neighbours: twice the work an instruction, sums in float32.
-// All ways add the same products in the same order, so a row's result does not depend on the other rows of the call by a bit.
+// All paths add the same products in the same order: a row's result is bitwise independent of the other rows of the call.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -18,15 +17,15 @@ constexpr int kTileVectors = 4;  // of a tile at most
 constexpr int kStreamRows = 24;  // up to this many rows are streamed; more of them pay for a panel
 constexpr int kStreamDepth = 8;  // rows of w, or pairs of them, walked side by side
 constexpr int64_t kStreamFloats = 8192;  // of out that stay in the first cache
-constexpr int kPrefetchRows = 3;      // from so many rows on w is asked for ahead; for fewer the processor's own guess is the faster
+constexpr int kPrefetchRows = 3;      // from so many rows on w is prefetched; for fewer the hardware prefetcher is faster
 template <class U>
 constexpr int kRowsOf = std::is_same_v<U, pair> ? 2 : 1;  // of w, in one of what is multiplied
 constexpr int kPackAhead = 16;   // rows
 constexpr int64_t kPanelDepth = 512;  // rows of a panel: 128 KiB, which stay in the second cache
-constexpr int64_t kPrefetchEvery = 8;  // rows of a panel between two looks ahead
+constexpr int64_t kPrefetchEvery = 8;  // rows of a panel between two prefetches
 constexpr int kPad = kLanes;     // between rows of scratch: rows a power of two apart would share a few lines of the cache
 
-// Rows of a matrix that will be read soon, asked for one by one while other work goes on.
+// Prefetches rows of a matrix one by one, while other work goes on.
 template <class W>
 struct Prefetcher {
   const W* row = nullptr;
@@ -45,7 +44,7 @@ inline auto take(const W* w, int64_t ldw) {
   else return load(w);
 }
 
-// Where a tile finds its columns: in a panel, while rows that will be read soon are asked for.
+// A tile reads its columns from a panel, and prefetches rows that are read next.
 template <class U, class W>
 struct Packed {
   const U* panel;
@@ -55,7 +54,7 @@ struct Packed {
   auto column(int64_t d, int v) const { return load(panel + d * ld + v * kLanes); }
 };
 
-// Or in w itself, and it fills the panel: to wait for memory takes no time of its own.
+// Or from w itself, and fills the panel: the copy hides behind waiting for memory.
 template <class U, class W>
 struct Packing {
   const W* w;
@@ -219,7 +218,7 @@ void streamed(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, in
 }
 
 // The product of many rows, of columns 0..whole-1, which are whole vectors. U: what is multiplied; depth, ldx: counted in it. A panel of w
-// is filled by the first tile: where w itself lies, its rows would push one another out of the cache.
+// is filled by the first tile: in w itself, its rows would push one another out of the cache.
 template <class U, class W>
 void tiled(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64_t depth, int64_t full_cols, float* out, int64_t ldo,
            bool fresh) {
@@ -247,7 +246,7 @@ void tiled(int64_t rows, const U* x, int64_t ldx, const W* w, int64_t ldw, int64
   }
 }
 
-// The product of rows with a matrix of floats that lies close together in cache.
+// The product of rows with a matrix of floats that is contiguous in cache.
 inline void gemm_in_cache(int64_t rows, const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t depth, int64_t cols, float* out,
                              int64_t ldo, bool fresh) {
   const int64_t full_cols = cols - cols % kLanes;
@@ -280,8 +279,8 @@ void gemm(int64_t rows, const float* x, int64_t ldx, const W* w, int64_t ldw, in
   ragged_columns(rows, x, ldx, w + full_cols, ldw, depth, cols - full_cols, out + full_cols, ldo);
 }
 
-// Whether rows are multiplied with a matrix of bfloat16 as pairs: where nothing is left. It is the matrix alone that decides: a row's sums
-// must not depend on how many rows there are, nor on which part of the columns somebody asks for.
+// Whether rows are multiplied with a matrix of bfloat16 as pairs: where no row or column is left over. The matrix alone decides: a row's sums
+// must not depend on how many rows there are, nor on which part of the columns is requested.
 inline bool pairs_fit(int64_t depth, int64_t cols) { return depth % 2 == 0 && cols % kLanes == 0; }
 
 // The product of such rows, rounded to bfloat16, with such a matrix or whole vectors of its columns; `ldx` is even.

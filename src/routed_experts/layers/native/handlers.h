@@ -1,4 +1,4 @@
-// What the XLA FFI handlers share: buffers as typed memory, and the C++ type that stands for a dtype. Knows no kernel.
+// What the XLA FFI handlers share: buffers as typed memory, and the C++ type that stands for a dtype.
 #pragma once
 #include <string>
 

@@ -1,4 +1,4 @@
-// The XLA FFI handlers: shapes and dtypes in, calls of the headers beside this file out. Knows no model.
+// The XLA FFI handlers: check shapes and dtypes, then call the kernels in the headers beside this file.
 #include "attention.h"
 #include "argmax.h"
 #include "experts.h"
@@ -24,7 +24,7 @@ ffi::Error run_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::
     return mismatch("gate_up is [RE, D, 2F] and down [RE, F, D]");
   if (chosen[0] != shape.tokens || weights.element_count() != ids.element_count() || int64_t(valid.element_count()) != shape.tokens)
     return mismatch("ids and weights are [N, K] and valid [N]");
-  if (shape.first < 0 || shape.first + num_experts > second[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
+  if (shape.first < 0 || shape.first + num_experts > second[0]) return ffi::Error::InvalidArgument("the layer is outside the stack");
   Team team(pool);
   return dispatch_dtype(gate_up.element_type(), [&](auto type) {
     using T = decltype(type);
@@ -39,7 +39,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer wei
   const auto rows = x.dimensions(), stack = weights.dimensions();
   const int64_t index = layer.typed_data()[0];
   if (x.element_type() != weights.element_type() || rows[1] != stack[1]) return mismatch("x is [N, D] and weights [R, D, O] of one dtype");
-  if (index < 0 || index >= stack[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
+  if (index < 0 || index >= stack[0]) return ffi::Error::InvalidArgument("the layer is outside the stack");
   Team team(pool);
   return dispatch_dtype(weights.element_type(), [&](auto type) {
     using T = decltype(type);
@@ -63,7 +63,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::AnyB
   for (int64_t b = 0; b < shape.requests; b++) {
     const int64_t begin = step.query_starts[b], end = step.query_starts[b + 1];
     if (begin < 0 || end < begin || end > shape.tokens || (end > begin && step.positions[end - 1] >= shape.pages * shape.page))
-      return ffi::Error::InvalidArgument("query_starts or positions lie outside the step or its page table");
+      return ffi::Error::InvalidArgument("query_starts or positions are outside the step or its page table");
   }
   Team team(pool);
   return dispatch_dtype(queries.element_type(), [&](auto query) {
@@ -92,8 +92,8 @@ ffi::Error run_qk_norm_rope(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBu
     return mismatch("qkv [N, (H + 2G) C], norms [R, C] and queries have one dtype");
   for (int64_t n = 0; n < shape.tokens; n++)
     if (valid.typed_data()[n] && (positions.typed_data()[n] < 0 || positions.typed_data()[n] >= shape.pages * shape.page))
-      return ffi::Error::InvalidArgument("a position lies outside the page table");
-  if (shape.layer < 0 || shape.layer >= norms[0]) return ffi::Error::InvalidArgument("the layer lies outside the run");
+      return ffi::Error::InvalidArgument("a position is outside the page table");
+  if (shape.layer < 0 || shape.layer >= norms[0]) return ffi::Error::InvalidArgument("the layer is outside the stack");
   Team team(pool);
   return dispatch_dtype(qkv.element_type(), [&](auto type) {
     using T = decltype(type);
@@ -124,7 +124,7 @@ ffi::Error run_recording_router(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logi
   const RouterShape shape{rows[0], rows[1], ids->dimensions()[1], renormalize, rows[0]};
   const int64_t first = layer.typed_data()[0] * shape.top_k;
   if (block.untyped_data() != written->untyped_data()) return ffi::Error::Internal("the block of ids was copied");
-  if (first < 0 || first + shape.top_k > block.dimensions()[0]) return ffi::Error::InvalidArgument("the layer lies outside the block");
+  if (first < 0 || first + shape.top_k > block.dimensions()[0]) return ffi::Error::InvalidArgument("the layer is outside the block");
   Team team(pool);
   int32_t* column = written->typed_data() + first * shape.tokens;
   route(team, shape, logits.typed_data(), ReplayRows{}, ids->typed_data(), weights->typed_data(), column);

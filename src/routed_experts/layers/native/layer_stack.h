@@ -1,7 +1,7 @@
-// A run of pre-norm layers, attention and experts, as one kernel: the same loops as the handlers of their parts, one after another, by
-// one team. Padding tokens, which stand last, are left out. All that is between the weights is kept in float32, whatever their dtype is:
-// half precision would cost conversions and gain no room. The stream is rounded where it leaves the run, keys and values as the pool is.
-// Only what enters a product with bfloat16 weights is rounded to that, but for routers.
+// A stack of pre-norm layers, attention and experts, as one kernel: the same loops as the handlers of their parts, one after another,
+// by one team. Padding tokens, which are last, are left out. Values between the weights stay float32 whatever the weights' dtype is:
+// half precision would cost conversions and save no space. The stream is rounded when it leaves the stack, keys and values to the
+// pool's dtype. Only inputs of a product with bfloat16 weights are rounded to that, except for routers.
 #pragma once
 #include <cmath>
 
@@ -34,7 +34,7 @@ struct StackStep {
   const bool* valid;
 };
 
-// Arrays one after another in memory that the caller owns, each at the start of a line of the cache; of nullptr, how much they take.
+// Arrays one after another in the caller's memory, each aligned to a cache line; over nullptr it measures how much they take.
 class Arena {
  public:
   explicit Arena(char* start) : start_(start) {}
@@ -67,7 +67,7 @@ struct StackScratch {
         ids(arena.take<int32_t>(tokens * s.top_k)) {}
 };
 
-// x += y, where there is one; normed = x / rms(x) * scale.
+// x += y unless y is null; normed = x / rms(x) * scale.
 template <class T, class Out>
 void add_and_norm_row(int64_t width, float eps, float* x, const float* y, const T* scale, Out* normed) {
   vf squares = {};
@@ -92,8 +92,8 @@ void add_and_norm(Team& team, const StackShape& s, float* x, const float* y, con
   });
 }
 
-// `x` [N, D] is the stream, updated where it stands; `normed` becomes the stream under `next_norm`; `cache` is the pool of all layers;
-// `block` [M*K, stride] takes the ids of each layer, or is null; `given` are rows of all layers, [R, stride, K].
+// `x` [N, D] is the stream, updated in place; `normed` becomes the stream under `next_norm`; `cache` is the pool of all layers;
+// `block` [M*K, stride] receives the ids of each layer, or is null; `replay` are rows of all layers, [R, stride, K].
 template <class T, class P>
 void layer_stack(Team& team, const StackShape& s, const StackWeights<T>& w, const StackStep& in, const StackScratch& a, T* x, T* normed, P* cache,
                 int32_t* block, int64_t stride, ReplayRows replay) {

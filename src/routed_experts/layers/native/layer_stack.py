@@ -1,5 +1,5 @@
-"""A run of layers as one native kernel: no thread sleeps and nothing is handed back to XLA between its first norm and
-its last. Not differentiable. Dims as in layers/layer_stack.py."""
+"""A stack of layers as one native kernel: threads stay awake and control does not return to XLA between its first
+norm and its last. Not differentiable. Dims as in layers/layer_stack.py."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-// The handler of a run of layers: its many arrays by name, and all that may be wrong with them. Knows no model.
+// The handler of a stack of layers: names its arrays and checks their dtypes and shapes.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -8,8 +8,7 @@
 
 namespace rex {
 
-// The arguments of a run, in their order, and its results; a block of ids stands last on both sides where one is kept, and rows that
-// are given after it.
+// Arguments and results in order. A block of ids is last on both sides where ids are recorded; rows to replay come after it.
 enum StackArg { kX, kInputNorm, kPostNorm, kNextNorm, kQNorm, kKNorm, kQkv, kOut, kRouter, kGateUp, kDown, kCos, kSin, kPositions,
               kTokenRows, kValid, kQueryStarts, kPageTable, kCache, kBlock, kReplayIds, kReplayValid };
 enum StackResult { kStream, kNormed, kWritten, kBlockWritten };
@@ -33,12 +32,12 @@ struct StackBuffers {
   template <class T>
   T* out(int ret) { return at<T>(rets[ret]); }
 
-  // What is wrong with dtypes or shapes; null if nothing is.
+  // The first mismatch of dtypes or shapes; null if there is none.
   const char* fault(const StackShape& s) const {
     for (int arg = kX; arg <= kDown; arg++)
-      if (args[arg].element_type() != args[kX].element_type()) return "the stream and the weights of a run have one dtype";
+      if (args[arg].element_type() != args[kX].element_type()) return "the stream and the weights of a stack have one dtype";
     for (int arg : {kPositions, kTokenRows, kQueryStarts, kPageTable})
-      if (args[arg].element_type() != ffi::S32) return "places are int32";
+      if (args[arg].element_type() != ffi::S32) return "indices are int32";
     if (args[kCos].element_type() != ffi::F32 || args[kSin].element_type() != ffi::F32) return "angles are float32";
     const int64_t n = s.tokens, d = s.hidden, r = s.layers, c = s.dim;
     const bool fits = is(kX, {n, d}) && is(kInputNorm, {r, d}) && is(kPostNorm, {r, d}) && is(kNextNorm, {d}) && is(kQNorm, {r, c}) &&
@@ -46,18 +45,18 @@ struct StackBuffers {
                       is(kRouter, {r, d, s.experts}) && is(kGateUp, {r * s.experts, d, 2 * s.width}) &&
                       is(kDown, {r * s.experts, s.width, d}) && is(kCos, {n, c}) && is(kSin, {n, c}) && is(kPositions, {n}) &&
                       is(kTokenRows, {n}) && is(kValid, {n}) && is(kQueryStarts, {s.requests + 1});
-    if (!fits) return "the arrays of a run, as StackWeights and StepInputs say";
+    if (!fits) return "the arrays of a stack, as StackWeights and StepInputs say";
     if ((s.first_layer + r) * s.layer_pages > dim(kCache, 0)) return "the pool has the pages of all layers";
     if (records() && !is(kBlock, {dim(kBlock, 0), n})) return "the block of ids is [M*K, N]";
-    if (records() && (s.first_column + r) * s.top_k > dim(kBlock, 0)) return "the block of ids has the columns of the run";
-    if (replays() && !(is(kReplayIds, {r, n, s.top_k}) && is(kReplayValid, {n}))) return "rows that are given are [R, N, K], and [N]";
+    if (records() && (s.first_column + r) * s.top_k > dim(kBlock, 0)) return "the block of ids has the rows of the stack's layers";
+    if (replays() && !(is(kReplayIds, {r, n, s.top_k}) && is(kReplayValid, {n}))) return "rows to replay are [R, N, K], and [N]";
     if (replays() && (args[kReplayIds].element_type() != ffi::S32 || args[kReplayValid].element_type() != ffi::PRED))
-      return "rows that are given are int32, and their flags bool";
+      return "rows to replay are int32, and their flags bool";
     return nullptr;
   }
 };
 
-// Whether every id of a row that is given names an expert.
+// Whether every id of a row to replay names an expert.
 inline bool replay_ids_valid(const StackShape& s, ReplayRows replay) {
   for (int64_t layer = 0; layer < s.layers; layer++)
     for (int64_t n = 0; n < s.tokens; n++)
@@ -68,7 +67,7 @@ inline bool replay_ids_valid(const StackShape& s, ReplayRows replay) {
   return true;
 }
 
-// Leave padding out, tokens and requests, which stands last; false if the places of the others lie outside the step or its page table.
+// Drop padding tokens and requests, which are last; false if positions of the others are outside the step or its page table.
 inline bool trim_padding(StackShape& s, const StackStep& in) {
   const int64_t num_valid = std::find(in.valid, in.valid + s.tokens, false) - in.valid;
   int64_t requests = 0;
@@ -96,9 +95,9 @@ ffi::Error run_layer_stack(ffi::ThreadPool pool, ffi::RemainingArgs inputs, ffi:
   const StackStep in{b.in<float>(kCos), b.in<float>(kSin), b.in<int32_t>(kPositions), b.in<int32_t>(kTokenRows),
                    b.in<int32_t>(kQueryStarts), b.in<int32_t>(kPageTable), b.in<bool>(kValid)};
   const ReplayRows replay = b.replay();
-  if (!replay_ids_valid(s, replay)) return ffi::Error::InvalidArgument("a row that is given names an expert that does not exist");
+  if (!replay_ids_valid(s, replay)) return ffi::Error::InvalidArgument("a row to replay names an expert that does not exist");
   const int64_t padded = s.tokens;
-  if (!trim_padding(s, in)) return ffi::Error::InvalidArgument("query_starts or positions lie outside the step or its page table");
+  if (!trim_padding(s, in)) return ffi::Error::InvalidArgument("query_starts or positions are outside the step or its page table");
   int32_t* block = b.records() ? b.out<int32_t>(kBlockWritten) : nullptr;
   Team team(pool);
   return dispatch_dtype(b.args[kX].element_type(), [&](auto type) {

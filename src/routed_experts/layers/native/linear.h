@@ -17,7 +17,7 @@ inline int64_t piece_columns(int64_t rows, int64_t cols, int64_t threads) {
   return std::clamp<int64_t>(cols / threads / 64 * 64, 128, 1024);
 }
 
-// Rows as floats: as they lie, where they are.
+// Rows as floats: in place where they are floats already.
 template <class T>
 inline const float* as_floats(Scratch& scratch, const T* x, int64_t count) {
   if constexpr (std::is_same_v<T, float>) return x;
@@ -26,7 +26,7 @@ inline const float* as_floats(Scratch& scratch, const T* x, int64_t count) {
   return wide;
 }
 
-// Rows as bfloat16: rounded by all cores, where they are wider.
+// Rows as bfloat16: rounded by all cores where they are wider.
 template <class T>
 inline const bf16* as_halves(Team& team, Scratch& scratch, const T* x, int64_t rows, int64_t width) {
   if constexpr (std::is_same_v<T, bf16>) return x;

@@ -1,6 +1,5 @@
-"""The native kernels as backends. Each takes the arrays of its registry's contract and gives what `reference` gives,
-within rounding. Nothing of their weights is copied. Not differentiable. Dims as in layers/moe.py, layers/linear.py,
-layers/attention.py."""
+"""The native kernels as backends. Each implements its registry's contract and equals `reference` within rounding.
+Weights are not copied. Not differentiable. Dims as in layers/moe.py, layers/linear.py, layers/attention.py."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
-// Work shared between a kernel's caller and other threads: XLA's own, or a crew's (thread_pool.h). Knows nothing of what the work is.
+// Work shared between a kernel's caller and other threads: XLA's own, or those of thread_pool.h.
 //
-// A team lasts as long as its kernel. Its helpers are asked for once, and between two loops of the kernel they stay awake: a whole run
-// of layers is one kernel of many short loops, and waking a thread costs more than most of them. Items are handed out one by one, so
-// unequal ones balance; the caller takes part and waits only for items that were begun, so a busy pool makes it slower and never
-// stops it.
+// A team lasts as long as its kernel. Its helpers are scheduled once and stay awake between two loops of the kernel: a stack of
+// layers is one kernel of many short loops, and waking a thread costs more than most of them. Items are taken one by one, so
+// unequal ones balance. The caller takes part and waits only for items that were begun: a busy pool slows it down but cannot
+// block it.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -32,7 +32,7 @@ inline void backoff(int& spins, int spin_limit = kSpinLimit) {
 class Team {
  public:
   using Schedule = std::function<void(std::function<void()>)>;
-  // `spin_limit`: how often a helper without work looks again before it offers its core to others at every look.
+  // `spin_limit`: polls of a helper without work before it yields its core at every poll.
   Team(int64_t size, Schedule schedule, int spin_limit = kSpinLimit)
       : size_(std::max<int64_t>(size, 1)), spin_limit_(spin_limit), schedule_(std::move(schedule)), state_(std::make_shared<State>()) {}
   explicit Team(xla::ffi::ThreadPool& pool)
@@ -66,9 +66,9 @@ class Team {
   static constexpr uint64_t kClosed = (uint64_t{1} << kItemBits) - 1;
   static constexpr uint64_t kOver = ~uint64_t{0};
 
-  // `turn` is the number of the loop and its next item in one word: who moves it from one item to the next has the item, and the loop
-  // cannot end before that item is done. A loop is closed before the next is written down, so whoever read parts of two loops finds
-  // that `turn` has moved on.
+  // `turn` packs the loop's number and its next item into one word. The thread that advances it owns the item, and the loop cannot
+  // end before that item is done. A loop is closed before the next one is published, so a thread that read parts of two loops fails
+  // to advance `turn`.
   struct State {
     std::atomic<uint64_t> turn{kClosed};
     std::atomic<int64_t> items{0}, done{0};

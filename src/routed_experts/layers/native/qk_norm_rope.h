@@ -1,6 +1,6 @@
-// From a projected row to turned queries, and to keys and values in their slots of the pool, which is written where it lies.
-// Queries and keys are normalised a head at a time and turned by their position (half-split rotary form), and rounded to the dtype of
-// the projected row where the plain code rounds. Padding tokens write nothing.
+// From a projected row to rotated queries, and to keys and values in their slots of the pool, written in place. Queries and keys are
+// normalised a head at a time and rotated by position (half-split rotary form), and rounded to the dtype of the projected row where
+// the plain code rounds. Padding tokens write nothing.
 #pragma once
 #include <algorithm>
 #include <cmath>

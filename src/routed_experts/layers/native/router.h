@@ -1,5 +1,5 @@
-// Softmax over E, the best K with ties to the lower id, and their weights (Qwen3's law): one pass a token. The ids go to two places,
-// to the experts and into the step's block [M*K, N], which is written where it lies. Rows may be given: those run as they are.
+// Softmax over E, the best K with ties to the lower id, and their weights (Qwen3's routing): one pass a token. The ids go to the
+// experts and into the step's block [M*K, N], which is written in place. Rows to replay are taken as they are.
 #pragma once
 #include <algorithm>
 #include <cmath>

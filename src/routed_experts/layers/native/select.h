@@ -1,5 +1,5 @@
 // Balanced expert selection as layers/balanced_selection/reference.py defines it: one slot after another. Nothing is sorted: each token's K best
-// are found in parallel, by K passes over its scores, and whoever goes beyond them finds the best expert with room by one more pass.
+// are found in parallel, by K passes over its scores, and a token that goes beyond them finds its best expert with room by one more pass.
 #pragma once
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-// Threads that help one leader and sleep while it does not ask. Knows nothing of what they do.
+// Threads that run tasks of one leader thread, and sleep while there are none.
 #pragma once
 #include <condition_variable>
 #include <deque>

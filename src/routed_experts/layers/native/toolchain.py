@@ -1,8 +1,7 @@
-"""Compile the C++ of this room for this machine and give the library. Knows nothing of kernels' meaning.
+"""Compiles the C++ of this room for this machine and loads the library.
 
-The library stands in a folder of the user's cache under a name that is the checksum of all that it was made of:
-sources, jaxlib's headers, compiler and processor. A machine without a compiler has no native kernels:
-`unavailable_reason` says so."""
+The library lives in the user's cache folder under a checksum of everything it was made of: sources, jaxlib's
+headers, compiler and processor. A machine without a compiler has no native kernels: `unavailable_reason` says so."""
 
 import ctypes
 import functools

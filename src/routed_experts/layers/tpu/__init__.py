@@ -1,4 +1,3 @@
-"""Kernels for TPU, in Pallas. Knows nothing of models or steps; nothing imports it before a TPU backend is traced.
+"""Kernels for TPU, in Pallas. Imported when a TPU backend is traced, not before.
 
-Each runs in Pallas' interpreter on a CPU (`interpret`), where it is tested, and is compiled ahead of time for the
-chips."""
+Each kernel is tested on a CPU in Pallas' interpreter (`interpret`), and compiled ahead of time for the chips."""

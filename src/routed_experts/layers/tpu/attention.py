@@ -1,16 +1,15 @@
-"""Ragged paged attention as one TPU kernel: prefill chunks and decode tokens of a step, over the pool as it lies.
-Knows nothing of requests beyond the arrays of a step.
+"""Ragged paged attention as one TPU kernel: prefill chunks and decode tokens of a step, over the pool in place.
 
 Pages are fetched by their number, so a layer is an offset to the page table and the pool of all layers goes in whole. A
 grid step is a tile of Q tokens; in it, one request after another is a segment, and walks over its keys in blocks of T
-with an online softmax. Two blocks are in VMEM: while one is multiplied the next is on its way, across segments and
+with an online softmax. Two blocks are in VMEM: while one is multiplied the next is copied, across segments and
 tiles too. A request of one token runs alone, so that decode multiplies no row for nothing. JAX's own ragged paged
 attention (jax.experimental.pallas.ops.tpu) has the same pool and no form that runs on a CPU, where ours is tested; it
 multiplies a tile's rows for every decode token.
 
     pool row of a token, bfloat16:  k0 v0 k1 v1 ...   one 32-bit word holds a lane of (k, v): a strided load of words takes a head
 
-What is not seen may be NaN: scores are selected, and values past a segment's last key are set to 0. Rows of no request
+Masked slots may hold NaN: scores are selected, and values past a segment's last key are set to 0. Rows of no request
 yield 0. Dims: N tokens, B requests, W pages of a request, H query heads, G kv heads, S heads of a group, C head dim, L
 layers, P pages, T keys of a block, Q tokens of a tile, R rows of a product (tokens times S)."""
 

@@ -1,4 +1,4 @@
-"""The TPU's entries in the tables of backends. Knows which kernels there are, nothing of how they work.
+"""The TPU's entries in the tables of backends.
 
 A kernel's module, and with it Pallas, is imported when the kernel is traced: a machine without a TPU never loads it."""
 

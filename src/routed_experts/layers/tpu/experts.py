@@ -1,12 +1,12 @@
-"""Experts on TPU, without a copy of their weights: the arrays of all layers go in whole, and a visit fetches its
-expert's matrices from its layer's place. Knows nothing of how ids were chosen.
+"""Experts on TPU, without a copy of their weights: the arrays of all layers go in whole, and a grid step fetches its
+expert's matrices at its layer's offset.
 
 Up to FEW_ROWS tokens (all of a decode step) a visited expert runs on every row at once and each row takes what it
-chose: reading the experts takes longer than multiplying all rows, so that nothing is sorted, gathered or scattered.
-Above, slots are sorted by expert and cut into tiles (plan.py); the rows of a tile that belong to another expert are
-left to that expert's visit. Results are accumulated in float32; what a row did not choose is selected away, not
-multiplied by 0, and so may be NaN. Dims: N tokens, K experts per token, E experts of a layer, R layers of the run, D
-hidden, F expert width, T rows of a tile."""
+chose: reading the experts takes longer than multiplying all rows, so nothing is sorted, gathered or scattered.
+Above, slots are sorted by expert and cut into tiles (group_metadata.py); rows of a tile that belong to another
+expert are left to that expert's grid step. Results are accumulated in float32. Outputs that a row did not choose are
+selected away, not multiplied by 0, and so may be NaN. Dims: N tokens, K experts per token, E experts of a layer, R
+layers of the stack, D hidden, F expert width, T rows of a tile."""
 
 import dataclasses
 import functools

@@ -1,10 +1,10 @@
-"""Lists of visits: which expert a kernel of experts runs next, on which tile of rows. One TPU kernel; nothing is sorted
-here. Knows nothing of weights or values.
+"""The grid schedule of a grouped matmul: which expert runs next, on which tile of rows. One TPU kernel; nothing is
+sorted here.
 
-A visit is one expert on one tile. Either all rows are one tile, and each expert that was chosen is visited once; or
-slots stand sorted by expert in tiles of T rows, and an expert visits each tile that holds rows of its own, as in
+A grid step is one expert on one tile. Either all rows are one tile, and each chosen expert has one step; or slots
+stand sorted by expert in tiles of T rows, and an expert has a step for each tile that holds rows of its own, as in
 megablox (Gale et al. 2022). Counts are summed in float32, which is exact below 2^24 slots. Dims: N tokens, K experts
-per token, E experts, V visits at most, T rows of a tile, R rows of the plan."""
+per token, E experts, V grid steps at most, T rows of a tile, R rows of the plan."""
 
 import dataclasses
 import functools

@@ -1,9 +1,8 @@
-"""Projections on TPU: one layer's matrix out of the run's array, read where it lies. Knows nothing of what is
-projected.
+"""Projections on TPU: one layer's matrix out of the stack's array, read in place.
 
-Left to itself XLA turns the whole array around before the scan (1 GB for Qwen3-30B-A3B, each step) and slices every
-layer out of it. An array of one layer, such as the unembedding, which may be a transposed view, stays with XLA. Dims: N
-tokens, R layers of the run, D inputs, O outputs."""
+Without this kernel XLA relayouts the whole array before the scan (1 GB for Qwen3-30B-A3B, each step) and slices
+every layer out of it. An array of one layer, such as the unembedding, which may be a transposed view, stays with
+XLA. Dims: N tokens, R layers of the stack, D inputs, O outputs."""
 
 from typing import Any
 

@@ -1,12 +1,12 @@
-"""The router as one TPU kernel: scores, top-k, weights, and the executed ids written into the step's block where it
-lies. Knows nothing of experts' weights; it decides as layers.routing.replay_topk does, ties and replayed rows included.
+"""The router as one TPU kernel: scores, top-k, weights, and the executed ids written into the step's block in place.
+It decides as layers.routing.replay_topk does, ties and replayed rows included.
 
-Everything is token-minor, [K, N]: a token is a lane, so choosing runs over sublanes and the rows of a layer in the
-block [M*K, N] are whole tiles. The block is aliased to the output, and a layer's write is part of the kernel: capture
-adds no operation to a layer. A window of rows is a tile of 8 where K divides 8, and whole tiles where 8 divides K; for
-any other K the ids are written by an operation of its own. A score that is NaN counts as the greatest, as in lax.top_k,
-so a row of NaN still names K experts. Dims: N tokens, E experts, M MoE layers, K experts per token, T tokens of a
-tile."""
+Everything is token-minor, [K, N]: a token is a lane, so the choice runs over sublanes and the rows of a layer in the
+block [M*K, N] are whole tiles. The block is aliased to the output, and a layer's write is part of the kernel:
+capture adds no operation to a layer. A window of rows is a tile of 8 where K divides 8, and whole tiles where 8
+divides K; for any other K the ids are written by an operation of its own. A score that is NaN counts as the
+greatest, as in lax.top_k, so a row of NaN still names K experts. Dims: N tokens, E experts, M MoE layers, K experts
+per token, T tokens of a tile."""
 
 import dataclasses
 import functools

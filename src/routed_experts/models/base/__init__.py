@@ -1,1 +1,2 @@
-"""What every model shares: the decoder interface and the reading of config.json."""
+"""What every model shares: the decoder interface, the reader of config.json, partitions of weights, rows of the
+table of names."""

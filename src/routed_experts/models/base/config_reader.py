@@ -1,8 +1,7 @@
 """config.json of a checkpoint: refused by name when it cannot be served, read key by key with types.
 
-Knows no architecture: their names are passed in, and each model file asks for its own keys. Code that a checkpoint
-brings along (`auto_map`) is never imported. `null` means absent. Integers are never taken from booleans, strings or
-fractions."""
+Code that a checkpoint brings along (`auto_map`) is never imported. `null` means absent. Integers are never taken
+from booleans, strings or fractions."""
 
 import builtins
 import dataclasses

@@ -1,5 +1,5 @@
-"""What every decoder of models/ offers, and what callers hand it. Knows no architecture.
-Dims: N tokens, M MoE layers, K experts per token, H query heads, G kv heads, C head dim, D hidden, V vocabulary."""
+"""The interface of every decoder: what it offers, and what callers pass in. Dims: N tokens, M MoE layers, K experts
+per token, H query heads, G kv heads, C head dim, D hidden, V vocabulary."""
 
 import dataclasses
 from collections.abc import Callable

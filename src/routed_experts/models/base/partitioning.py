@@ -1,9 +1,7 @@
-"""How arrays of weights are dealt out to devices: along one axis, in parts of the same size. Knows no device and no
-architecture.
+"""How arrays of weights are sharded: along one axis, in parts of equal size.
 
-What stands side by side along the axis is cut each for itself, so that a device's part of q|k|v is its own q|k|v: a
-part is the
-device's pieces of all segments, one after another. Dims: V devices."""
+Segments that are side by side along the axis are partitioned separately, so that a device's part of q|k|v is its own
+q|k|v: a part is the device's slices of all segments, one after another. Dims: V devices."""
 
 import itertools
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Rotary frequencies from config.json: plain, linear, dynamic up to the trained length, yarn (Peng et al. 2023),
-llama3, and longrope up to the length where its short factors hold. Any other `rope_type` is refused by name. Knows no
-architecture. Dims: F frequencies."""
+llama3, and longrope up to the length where its short factors hold. Any other `rope_type` is refused by name. Dims: F
+frequencies."""
 
 import dataclasses
 import math

@@ -1,1 +1,9 @@
-"""The decoder and its parts: attention, feed-forward, their parameters and their fused path."""
+"""The decoder of all families and its parts: attention, feed-forward, their parameters and the fused path.
+
+family_config.py   FamilyConfig: every layer as a LayerSpec (a mixer and a feed-forward), grouped into blocks for the scan
+decoder.py         FamilyDecoder, which runs a FamilyConfig
+grouped_attention.py, latent_attention.py, delta_attention.py   the mixers
+feed_forward.py    Dense and Sparse; sparse_block.py: route, record, run experts; expert_names.py: tensor names
+layer_parts.py     the protocols of these parts; layer_params.py: their parameters inside a scan
+fused_path.py      a stack of MoE layers in one kernel or in few
+replica_maps.py    experts placed on devices"""

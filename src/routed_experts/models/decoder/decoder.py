@@ -1,7 +1,6 @@
-"""The decoder of all families but Qwen3-MoE's own: embeds, runs its layers, norms. Serves and trains. Knows no
-architecture: a FamilyConfig says what each layer is. Knows nothing of caches: attention is an argument.
-
-Dims: N tokens, D hidden, V vocabulary, R repeats of a run's pattern, M MoE layers, K experts per token."""
+"""The decoder of all families but Qwen3-MoE's own: embeds, runs the layers of a FamilyConfig, normalises. Serves and
+trains; attention and its cache are arguments. Dims: N tokens, D hidden, V vocabulary, R repeats of a block's pattern,
+M MoE layers, K experts per token."""
 
 from collections.abc import Callable
 from typing import Any

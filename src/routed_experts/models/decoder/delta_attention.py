@@ -1,8 +1,6 @@
 """Linear attention layers of Qwen3-Next and Qwen3.5: projections, the gated delta rule, a gated norm, a projection.
-What the layer remembers of a request does not grow; it stands beside the pages. Knows nothing of caches.
-
-Dims: N tokens, D hidden, H value heads, J key heads, K key dim, V value dim, Q channels of the convolution, W its
-width."""
+The state of a request does not grow with its length; it is stored beside the pages. Dims: N tokens, D hidden, H value
+heads, J key heads, K key dim, V value dim, Q channels of the convolution, W its width."""
 
 import dataclasses
 import itertools

@@ -1,5 +1,5 @@
-"""How checkpoints name the tensors of a sparse block: one tensor an expert and matrix, or stacks of all experts. Knows
-no architecture. Dims: D hidden, E experts, F expert width."""
+"""How checkpoints name the tensors of a sparse block: one tensor an expert and matrix, or stacks of all experts.
+Dims: D hidden, E experts, F expert width."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,9 +1,8 @@
-"""What a decoder is made of: its layers, part by part, as one frozen value read from config.json. Knows no
-architecture.
+"""FamilyConfig: the layers of a decoder, part by part, as one frozen value read from config.json.
 
-Layers are scanned in runs. A run is a pattern of one or more layers that repeats: dense-first models have two runs of
-one layer each, a model whose layers alternate has one run of two. So compile time follows the number of different
-layers, not of layers. Dims: L layers, V vocabulary, D hidden."""
+Layers are scanned in blocks. A block is a pattern of one or more layers that repeats: dense-first models have two
+blocks of one layer each, a model whose layers alternate has one block of two. So compile time follows the number of
+different layers, not of layers. Dims: L layers, V vocabulary, D hidden."""
 
 import dataclasses
 from collections.abc import Collection, Iterator

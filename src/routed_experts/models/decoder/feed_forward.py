@@ -1,8 +1,6 @@
-"""What stands after attention: one dense network, or a router with its experts, and experts that every token runs.
-Knows nothing of how a family names its tensors beyond the names that it is given.
-
-Dims: N tokens, D hidden, I dense width, E experts, F expert width, K experts per token, S width of the shared
-experts."""
+"""The feed-forward half of a layer: one dense network, or a router with its experts, and shared experts that every
+token runs. Dims: N tokens, D hidden, I dense width, E experts, F expert width, K experts per token, S width of the
+shared experts."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""A run of MoE layers in one kernel, or in few for steps of few tokens: the same values as the plain layers; the few
-round where those do. Knows no architecture: pre-norm layers of attention and experts, whose arrays are handed over.
+"""A stack of MoE layers in one kernel, or in few for steps of few tokens, with the values of the plain layers. The
+few kernels round where the plain layers do. Layers are pre-norm, attention and experts.
 
 In few kernels the stream is normalised where it is added to, so the carry of the scan holds it twice: as it is, and
-under the norm of what comes next. Dims: N tokens, D hidden, R layers of the run, E experts of a layer, F expert width,
-H query heads, G kv heads, C head dim."""
+under the norm of what comes next. Dims: N tokens, D hidden, R layers of the stack, E experts of a layer, F expert
+width, H query heads, G kv heads, C head dim."""
 
 import dataclasses
 from typing import Any

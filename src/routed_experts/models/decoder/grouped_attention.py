@@ -1,7 +1,6 @@
-"""Grouped-query attention with what families add to it: q/k norm of a head or of the whole projection, biases, partial
-rotary positions, windows, sinks, an output gate. Knows nothing of caches.
-
-Dims: N tokens, D hidden, H query heads, G kv heads, C head dim."""
+"""Grouped-query attention with the additions of families: q/k norm of a head or of the whole projection, biases,
+partial rotary positions, windows, sinks, an output gate. Dims: N tokens, D hidden, H query heads, G kv heads, C head
+dim."""
 
 import dataclasses
 from collections.abc import Iterator

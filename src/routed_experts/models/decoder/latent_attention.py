@@ -1,10 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one compressed row a
-token, which is all that the cache keeps. Knows nothing of caches.
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one compressed row
+a token, which is all that is cached.
 
 The matrices that would expand a row into keys and values are applied on the other side (section 2.1.2, "absorbed"):
-queries go into the space of the rows, and what was mixed there comes out as values. Dims: N tokens, D hidden, H heads,
-R rank of a row, P rotary dims beside it (the row is R + P wide), C key dim without them, V value dim, Q rank of the
-queries."""
+queries are mapped into the space of the rows, and mixed rows are mapped to values. Dims: N tokens, D hidden, H
+heads, R rank of a row, P rotary dims beside it (the row is R + P wide), C key dim without them, V value dim, Q rank
+of the queries."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""Weights of a run of layers: which arrays a part of a layer has, how they stand, and how one layer's are reached in a
-scan. Knows no architecture.
+"""Parameters of a block of layers: which arrays a part of a layer has, their stacked shapes, and how one layer's
+arrays are reached in a scan.
 
-Every array of a run has the layers on its first axis; expert arrays are [R*E, ...] (layers/moe.py). Kernels that read a
-stack in place are given all of it and the layer's place; the others get the slice that the scan made. Dims: N tokens, R
-layers of a run, E experts of a layer, D inputs, O outputs, F expert width."""
+Every array has the layers on its first axis; expert arrays are [R*E, ...] (layers/moe.py). Kernels that read a stack
+in place take all of it and the layer's index; the others take the slice that the scan made. Dims: N tokens, R layers
+of a stack, E experts of a layer, D inputs, O outputs, F expert width."""
 
 import dataclasses
 import enum

@@ -1,7 +1,7 @@
-"""What every part of a decoder layer is given and offers. Knows no architecture.
+"""The protocols of a decoder layer's parts, and the context that they are called with.
 
-A part is a frozen value, static under jit: it names its arrays (`weights`), says which tensors fill them (`sources`),
-and computes (`run`) from a LayerParams. Dims: N tokens, F frequencies, D hidden, K experts per token."""
+A part is a frozen value, static under jit: it names its arrays (`weights`), says which tensors fill them
+(`sources`), and computes (`run`) from LayerParams. Dims: N tokens, F frequencies, D hidden, K experts per token."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
-"""Where an ExpertPlacement puts the experts of a decoder: which rows of its arrays each device holds, and the maps
-that a step is given. Knows no device. Instance i of a layer is on device i // (I / V). Dims: M MoE layers, R layers
-of a run, E experts, I instances, J replica positions, V devices."""
+"""Experts placed on devices by an ExpertPlacement: which rows of its arrays each device holds, and the maps that a
+step reads. Instance i of a layer is on device i // (I / V). Dims: M MoE layers, R layers of a stack, E experts, I
+instances, J replica positions, V devices."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

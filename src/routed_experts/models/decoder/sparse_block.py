@@ -1,6 +1,6 @@
-"""The sparse block that families share: route, record, run the chosen experts. Knows no architecture. The ids that are
-recorded are the ids that the experts run: one value, used twice. Dims: N tokens, D hidden, F expert width, R layers of
-the run, E experts, K experts per token."""
+"""The sparse block of every family: route, record, run the chosen experts. The recorded ids are the ids that the
+experts run: one value, used twice. Dims: N tokens, D hidden, F expert width, R layers of the stack, E experts, K
+experts per token."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What nearly every config.json says in the same words: sizes, heads, norms. Knows no architecture."""
+"""What nearly every config.json says in the same words: sizes, heads, norms, experts."""
 
 import dataclasses
 from collections.abc import Collection, Sequence

@@ -1,5 +1,5 @@
-"""Dense decoders: Llama, Mistral, Qwen2, Qwen3. They run; there is nothing to capture, and an engine asked to is
-refused."""
+"""Dense decoders: Llama, Mistral, Qwen2, Qwen3. They run without capture; an engine that is asked to capture refuses
+them."""
 
 import dataclasses
 

@@ -1,9 +1,9 @@
-"""Qwen3-MoE (Qwen Team 2025): grouped-query attention with q/k norm, rotary positions, top-k experts; dense layers may
-be interleaved (`decoder_sparse_step`, `mlp_only_layers`). Knows nothing of caches: attention is an argument.
+"""Qwen3-MoE (Qwen Team 2025): grouped-query attention with q/k norm, rotary positions, top-k experts; dense layers
+may be interleaved (`decoder_sparse_step`, `mlp_only_layers`). Attention and its cache are arguments.
 
-Layers stand in homogeneous runs, each scanned: a dense-first model has two. A run's expert weights are one array [R*E,
-...] (layers/moe.py). Dims: N tokens, L layers, R layers of a run, D hidden, H query heads, G kv heads, C head dim, E
-experts, K experts per token, F expert width, I dense width, V vocabulary."""
+Layers are grouped into homogeneous blocks, each scanned: a dense-first model has two. A block's expert weights are
+one array [R*E, ...] (layers/moe.py). Dims: N tokens, L layers, R layers of a stack, D hidden, H query heads, G kv
+heads, C head dim, E experts, K experts per token, F expert width, I dense width, V vocabulary."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,8 +1,8 @@
-"""Files of a Hugging Face checkpoint: headers, tensors, and whether they are those a model asks for. Pickle is never
-read.
+"""Files of a Hugging Face checkpoint: headers, tensors, and the check against a model's table of names. Pickle is
+never read.
 
-Knows no architecture and no device: each model brings a table that says for every tensor where in its stacked arrays it
-belongs; `check` compares the table with the headers, models/loading/weight_loader.py fills the arrays."""
+The table says for every tensor where in the model's stacked arrays it belongs. `check` compares it with the headers;
+weight_loader.py fills the arrays."""
 
 import errno
 import fnmatch

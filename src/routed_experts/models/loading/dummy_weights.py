@@ -1,10 +1,10 @@
-"""Random weights for a published config, made on the device: full size without a checkpoint, for timing and for trying
-memory out. Knows no architecture: it goes by the shape of an array and by its name.
+"""Random weights for a published config, made on the device: full size without a checkpoint, for timing and memory
+tests. An array's shape and name decide how it is filled.
 
-Matrices are normal with a variance of 1 over their inputs, so that values neither grow nor fade; those that write to
-the residual stream are smaller, so that tokens stay as different as their embeddings and a router spreads them over all
-experts. Norms are 1 and whatever else is a vector is 0. Stacked arrays are filled a matrix at a time: the noise of a
-whole run of layers would not fit beside it."""
+Matrices are normal with a variance of 1 over their inputs, so that values neither grow nor fade. Matrices that write
+to the residual stream are smaller, so that tokens stay as different as their embeddings and a router spreads them
+over all experts. Norms are 1 and other vectors are 0. Stacked arrays are filled a matrix at a time: the noise of a
+whole stack of layers would not fit beside it."""
 
 import contextlib
 import functools

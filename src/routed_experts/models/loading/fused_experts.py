@@ -1,8 +1,8 @@
 """Fused expert tensors: one tensor holds all experts of a layer, where other checkpoints have one tensor an expert.
-Knows no architecture; it rewrites a table of names for the layout that the headers show.
+Rewrites a table of names for the layout that the headers show.
 
-<at>.experts.gate_up_proj [E, 2F, D] stands for gate_proj and up_proj [F, D] of every expert, <at>.experts.down_proj [E,
-D, F] for down_proj [D, F]. Dims: E experts of a layer, D hidden, F expert width."""
+<at>.experts.gate_up_proj [E, 2F, D] stands for gate_proj and up_proj [F, D] of every expert, <at>.experts.down_proj
+[E, D, F] for down_proj [D, F]. Dims: E experts of a layer, D hidden, F expert width."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator

@@ -1,9 +1,8 @@
-"""Which piece of which tensor goes where: the sources of a target, cut along what each device holds of it. Knows no
-file and no array.
+"""Which part of which tensor goes where: the sources of a target, intersected with what each device holds of it.
 
 sources      tensors of a checkpoint, each a box of the target
-boxes        what a device holds of the target; several where it was cut apart
-pieces       where the two meet: a box of a tensor, and a place in the device's part"""
+boxes        what a device holds of the target; several where the target is partitioned by segments
+reads        their intersections: a box of a tensor, and an offset in the device's shard"""
 
 import bisect
 import itertools

@@ -1,8 +1,8 @@
-"""One safetensors file: its header, and tensors read with plain reads. Knows no architecture and no folder.
+"""One safetensors file: its header, and tensors read with plain reads.
 
-Tensors are read, not mapped: pages of a mapped file count as resident memory of the process until the system wants them
-back, so that a checkpoint would count twice. The format (https://github.com/huggingface/safetensors#format): 8 bytes of
-length, a JSON header, data; safetensors' own reader judges whether a file is whole."""
+Tensors are read, not mapped: pages of a mapped file count as resident memory of the process until the system
+reclaims them, so a checkpoint would count twice. The format (https://github.com/huggingface/safetensors#format): 8
+bytes of length, a JSON header, data. safetensors' own reader decides whether a file is whole."""
 
 import json
 import math

@@ -1,10 +1,9 @@
-"""Tensors that a checkpoint does not hold as such but that follow from those it holds: every other row of one, or
-numbers packed in 4 bits. They have names, shapes and dtypes like all others and are computed when they are read. Knows
-no architecture.
+"""Virtual tensors: computed from a checkpoint's tensors when they are read. Every other row of a tensor, or numbers
+packed in 4 bits. They have names, shapes and dtypes like all others.
 
 MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 numbers of 4 bits (sign, 2 bits of exponent, 1 of mantissa), two a
-byte, the lower half first; each block is multiplied by 2^(scale - 127). Dims: E experts, D inputs, O outputs, B blocks
-of a row."""
+byte, the lower half first; each block is multiplied by 2^(scale - 127). Dims: E experts, D inputs, O outputs, B
+blocks of a row."""
 
 import math
 from collections.abc import Callable, Mapping

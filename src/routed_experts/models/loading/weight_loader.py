@@ -1,12 +1,12 @@
-"""Weights from a checkpoint to devices, by a table of names. Knows no architecture and no file format.
+"""Loads weights from a checkpoint to devices, by a table of names.
 
-Host memory stays near `host_bytes` or one row of a tensor, whichever is more; each device gets only its own part of a
-sharded array:
+Host memory stays near `host_bytes` or one row of a tensor, whichever is more; each device gets only its own shard of
+an array:
 
-    a part that fits host_bytes     tensors -> one host array -------------------> device
-    a larger part                   tensors -> stacks of <= host_bytes / 2 ------> written in place into the donated part
+    a shard that fits host_bytes    tensors -> one host array -------------------> device
+    a larger shard                  tensors -> stacks of <= host_bytes / 2 ------> written in place into the donated shard
 
-Letters: J pieces of a stack, X axes of a target."""
+Letters: J reads of a stack, X axes of a target."""
 
 import functools
 import math
