@@ -1,6 +1,7 @@
-"""Cases for the GPU kernels, shared by the tests (interpreted, small) and by benchmarks/gpu_check.py (on a card,
-large). Each case builds random inputs, runs a kernel and its oracle, and gives what differed. What a kernel must not
-read is NaN."""
+"""Cases for the GPU kernels: small ones that a CPU interprets and large ones for a GPU.
+
+A case builds random inputs, runs a kernel and its oracle, and returns what differs. Inputs that a kernel must not read
+are NaN."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -43,9 +44,9 @@ class Case:
     run: Callable[[bool], Outcome]  # interpreted or not
 
 
-def distance(found, wanted) -> float:
-    found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
-    return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30))
+def distance(actual, expected) -> float:
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
 def bound(dtype) -> float:
@@ -89,14 +90,14 @@ def moe_case(seed, shape, kind, tiles: MoeTiles, dtype) -> Case:
             num_experts=experts,
         )
         outputs = jax.jit(lambda call: slot_outputs(call, tiles, interpret=interpret))(call).reshape(rows, top_k, dim)
-        found = combine(outputs, call.weights, call.valid)
+        actual = combine(outputs, call.weights, call.valid)
         wide = dataclasses.replace(call, x=x, ids=jnp.asarray(ids, jnp.int32))
         parts = [
             dataclasses.replace(wide, **{n: vars(wide)[n][i : i + 256] for n in ("x", "ids", "weights", "valid")})
             for i in range(0, rows, 256)
         ]
-        wanted = np.concatenate([np.asarray(jax.jit(reference_experts)(part), np.float64) for part in parts])
-        return Outcome(distance=distance(found, wanted), wrong_ids=0, bound=bound(dtype))
+        expected = np.concatenate([np.asarray(jax.jit(reference_experts)(part), np.float64) for part in parts])
+        return Outcome(distance=distance(actual, expected), wrong_ids=0, bound=bound(dtype))
 
     listed = "lists" if tiles.listed else "slots"
     return Case(kernel="moe", name=f"N,K,E,D,F={shape} {kind}, {listed}, tile {tiles.gate_up.rows}", run=run)
@@ -114,18 +115,19 @@ def router_case(seed, rows, experts, top_k, flags) -> Case:
         block = jnp.full((3 * top_k, rows), -1, jnp.int32) if captured else None
         given = random_ids(rng, rows, experts, top_k, "").astype(np.uint16)
         routed = LayerRouting(jnp.asarray(given), jnp.asarray(rng.random(rows) < 0.5)) if replays else None
-        wanted = jax.jit(lambda z: replay_topk(z, routed, spec=spec))(logits)
-        found, block = jax.jit(lambda z, b: route_rows(z, routed, b, jnp.int32(1), spec, interpret=interpret))(
+        expected = jax.jit(lambda z: replay_topk(z, routed, spec=spec))(logits)
+        actual, block = jax.jit(lambda z, b: route_rows(z, routed, b, jnp.int32(1), spec, interpret=interpret))(
             logits, block
         )
         wrong = sum(
-            int(np.sum(np.asarray(a) != b)) for a, b in ((found.ids, wanted.ids), (found.native_ids, wanted.native_ids))
+            int(np.sum(np.asarray(a) != b))
+            for a, b in ((actual.ids, expected.ids), (actual.native_ids, expected.native_ids))
         )
         if block is not None:
             whole = np.full((3 * top_k, rows), -1)
-            whole[top_k : 2 * top_k] = np.asarray(wanted.ids).T
+            whole[top_k : 2 * top_k] = np.asarray(expected.ids).T
             wrong += int(np.sum(np.asarray(block) != whole))
-        return Outcome(distance=distance(found.weights, wanted.weights), wrong_ids=wrong, bound=1e-6)
+        return Outcome(distance=distance(actual.weights, expected.weights), wrong_ids=wrong, bound=1e-6)
 
     told = {"renormalised": renormalize, "ties": ties, "captured": captured, "replayed": replays}
     words = [word for word, there in told.items() if there]
@@ -140,12 +142,12 @@ def linear_case(seed, rows, dim, outputs, tile: LinearTile | None, dtype) -> Cas
             jax.random.normal(keys[1], (3, dim, outputs), dtype)
             * jnp.array([jnp.nan, 1, jnp.nan], dtype)[:, None, None]
         )
-        found = jax.jit(lambda x, w: linear_in_place(x, w, jnp.int32(1), jnp.float32, tile=tile, interpret=interpret))(
+        actual = jax.jit(lambda x, w: linear_in_place(x, w, jnp.int32(1), jnp.float32, tile=tile, interpret=interpret))(
             x, weights
         )
-        wanted = reference_linear(x, weights, 1, jnp.float32)
+        expected = reference_linear(x, weights, 1, jnp.float32)
         return Outcome(
-            distance=distance(found, wanted),
+            distance=distance(actual, expected),
             wrong_ids=0,
             bound=bound(dtype) / 10 if dtype == jnp.bfloat16 else bound(dtype),
         )
@@ -202,13 +204,15 @@ def attention_case(seed, seqs: Sequences, *, decode, splits=None, dtype=jnp.floa
         pool, first, batch, num_tokens = attention_inputs(rng, seqs, decode=decode, dtype=dtype)
         queries = jnp.asarray(rng.standard_normal((batch.positions.shape[0], seqs.heads, seqs.head_dim)), dtype)
         if decode:
-            found = jax.jit(lambda q, p, b: decode_attention(q, p, first, b, splits=splits, interpret=interpret))(
+            actual = jax.jit(lambda q, p, b: decode_attention(q, p, first, b, splits=splits, interpret=interpret))(
                 queries, pool, batch
             )
         else:
-            found = jax.jit(lambda q, p, b: extend_attention(q, p, first, b, interpret=interpret))(queries, pool, batch)
-        wanted = jax.jit(lambda q, p, b: reference_attention(q, p, first, b))(queries, pool, batch)
-        return Outcome(distance=distance(found[:num_tokens], wanted[:num_tokens]), wrong_ids=0, bound=bound(dtype))
+            actual = jax.jit(lambda q, p, b: extend_attention(q, p, first, b, interpret=interpret))(
+                queries, pool, batch
+            )
+        expected = jax.jit(lambda q, p, b: reference_attention(q, p, first, b))(queries, pool, batch)
+        return Outcome(distance=distance(actual[:num_tokens], expected[:num_tokens]), wrong_ids=0, bound=bound(dtype))
 
     kind = f"decode, splits {splits or 'chosen'}" if decode else "extend"
     return Case(
@@ -241,11 +245,11 @@ def prepare_case(seed, seqs: Sequences, *, decode, dtype=jnp.float32) -> Case:
             )
             return queries, write_kv(pool, keys, values, first, batch)
 
-        (found, pool), (wanted, wanted_pool) = jax.jit(ours)(*fields), jax.jit(plain)(*fields)
-        untouched = np.isnan(np.asarray(pool, np.float32)) != np.isnan(np.asarray(wanted_pool, np.float32))
+        (actual, pool), (expected, expected_pool) = jax.jit(ours)(*fields), jax.jit(plain)(*fields)
+        untouched = np.isnan(np.asarray(pool, np.float32)) != np.isnan(np.asarray(expected_pool, np.float32))
         untouched[int(first)] = False  # padding goes to this page in the one, nowhere in the other
-        both = [np.nan_to_num(np.delete(np.asarray(x, np.float32), int(first), axis=0)) for x in (pool, wanted_pool)]
-        far = max(distance(found[:num_tokens], wanted[:num_tokens]), distance(*both))
+        both = [np.nan_to_num(np.delete(np.asarray(x, np.float32), int(first), axis=0)) for x in (pool, expected_pool)]
+        far = max(distance(actual[:num_tokens], expected[:num_tokens]), distance(*both))
         return Outcome(distance=far, wrong_ids=int(untouched.sum()), bound=bound(dtype))
 
     return Case(
@@ -267,15 +271,15 @@ def residual_case(seed, rows, dim, *, parts, top_k, dtype=jnp.float32) -> Case:
         scales, valid = jnp.asarray(rng.random((3, dim)) + 0.5, dtype), jnp.asarray(rng.random(rows) < 0.7)
         slots = jnp.where(valid[:, None, None], jnp.asarray(rng.standard_normal((rows, top_k, dim)), dtype), jnp.nan)
         weights = jnp.asarray(rng.random((rows, top_k)), jnp.float32)
-        found = jax.jit(lambda x, p: add_parts(x, p, scales, jnp.int32(1), eps=1e-6, interpret=interpret))(x, sums)
+        actual = jax.jit(lambda x, p: add_parts(x, p, scales, jnp.int32(1), eps=1e-6, interpret=interpret))(x, sums)
         flat = slots.reshape(-1, dim)
-        found += jax.jit(
+        actual += jax.jit(
             lambda x, s: add_slots(x, s, weights, valid, scales, jnp.int32(1), eps=1e-6, interpret=interpret)
         )(x, flat)
-        wanted = []
+        expected = []
         for addend in (jnp.sum(sums, axis=0).astype(dtype), combine(slots, weights, valid)):
-            wanted += [x + addend, rms_norm(x + addend, scales[1], eps=1e-6)]
-        return Outcome(distance=max(map(distance, found, wanted)), wrong_ids=0, bound=bound(dtype))
+            expected += [x + addend, rms_norm(x + addend, scales[1], eps=1e-6)]
+        return Outcome(distance=max(map(distance, actual, expected)), wrong_ids=0, bound=bound(dtype))
 
     return Case(kernel="residual", name=f"N={rows} D={dim} S={parts} K={top_k}", run=run)
 
@@ -287,7 +291,7 @@ KINDS = ("spread", "padding", "one hot expert", "few experts")
 
 
 def small_cases() -> Iterator[Case]:
-    """What a CPU interprets in seconds."""
+    """Cases that a CPU interprets in seconds."""
     f32 = jnp.float32
     for kind in KINDS:
         yield moe_case(1, (13, 3, 11, 20, 9), kind, LISTS, f32)
@@ -327,7 +331,7 @@ def small_cases() -> Iterator[Case]:
 
 
 def large_cases() -> Iterator[Case]:
-    """What a card checks: Qwen3-30B-A3B's shapes and odd ones, bfloat16."""
+    """Cases for a GPU: Qwen3-30B-A3B's shapes and odd ones, bfloat16."""
     half = jnp.bfloat16
     for rows in (1, 2, 7, 16, 37, 129, 256, 777, 2048):
         for kind in KINDS:

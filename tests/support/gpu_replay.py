@@ -1,0 +1,103 @@
+"""Models and engine cores on the GPU kernels, for the replay laws and the row checks on a GPU.
+
+Dims: B sequences, S tokens of a sequence, M MoE layers, K experts per token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from oracles.driver import Bench
+from routed_experts.engine.control.score import Scorer
+from routed_experts.layers.gpu.attention import gpu_attention_backend
+from routed_experts.layers.gpu.backends import gpu_kernels
+from routed_experts.layers.routing import RouterSpec
+from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from routed_experts.models.loading.dummy_weights import dummy_model
+
+VOCAB_SIZE = 256
+
+
+def qwen3_config(*, hidden=512, layers=12, experts=64, top_k=8, width=256, head=64) -> Qwen3MoeConfig:
+    """A Qwen3-MoE of bytes; two query heads to a key-value head."""
+    heads = max(2, hidden // head)
+    return Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads // 2,
+        head_dim=head,
+        dense_width=4 * width,
+        expert_width=width,
+        router=RouterSpec(num_experts=experts, top_k=top_k, renormalize=True),
+        moe_layers=tuple(range(layers)),
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        tie_embeddings=False,
+        context_length=1024,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A model and the paddings of its engine."""
+
+    config: Qwen3MoeConfig
+    requests: int = 256
+    tokens: int = 1024
+    page_size: int = 16
+    dtype: str = "bfloat16"
+
+
+LARGE = {
+    "12 layers of 64 experts, D 512": Sizes(config=qwen3_config()),
+    "4 layers of 128 experts, D 2048": Sizes(
+        config=qwen3_config(hidden=2048, layers=4, experts=128, width=768, head=128)
+    ),
+}
+# What a CPU interprets.
+SMALL = Sizes(
+    config=qwen3_config(hidden=32, layers=2, experts=8, top_k=2, width=16, head=16),
+    requests=4,
+    tokens=16,
+    dtype="float32",
+)
+
+
+def random_model(sizes: Sizes, seed=0) -> Qwen3Moe:
+    """Random weights that spread tokens over all experts."""
+    return dummy_model(lambda: Qwen3Moe(sizes.config, rngs=nnx.Rngs(0), dtype=jnp.dtype(sizes.dtype)), seed=seed)
+
+
+def gpu_bench(model, sizes: Sizes, *, probed, context=256) -> Bench:
+    """An engine core on the GPU kernels, with a probe before the experts or without; a CPU interprets them."""
+    interpret = jax.default_backend() != "gpu"
+    return Bench(
+        model,
+        gpu_kernels(interpret=interpret),
+        gpu_attention_backend(interpret=interpret),
+        moe_backend="probed" if probed else "unprobed",
+        attention_backend="gpu",
+        context_length=context,
+        page_size=sizes.page_size,
+        max_total_tokens=sizes.requests * (context + 16),
+        precompile_bs_paddings=(sizes.requests,),
+        precompile_token_paddings=(sizes.tokens,),
+        mem_fraction_static=0.9,
+    )
+
+
+def score(bench: Bench, tokens, records=None):
+    """Logprobs [B, S] and records of sequences [B, S], scored live or on the routes of `records`."""
+    scorer = Scorer(bench.args, bench.assembly.buckets, bench.runner, lambda start: start())
+    outputs = scorer.run([*tokens], records, lambda: (bench.runner.state, 0))
+    return np.stack([output.logprobs for output in outputs]), [output.routed_experts for output in outputs]
+
+
+def random_routes(rng, shape, num_experts) -> np.ndarray:
+    """Distinct ids [..., K] that no router would choose."""
+    ids = np.tile(np.arange(num_experts, dtype=np.uint8), (*shape[:-1], 1))
+    return np.ascontiguousarray(rng.permuted(ids, axis=-1)[..., : shape[-1]])
