@@ -19,7 +19,8 @@ from flax import nnx
 from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.build.builder import EngineComponents, build_engine
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.engine.control.components import EngineComponents
 from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from routed_experts.models.loading.checkpoint import save

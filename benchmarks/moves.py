@@ -33,7 +33,8 @@ from step import QWEN3_30B_A3B
 from routed_experts import Engine, PlacementConfig
 from routed_experts.core.placement import ExpertPlacement
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.build.builder import EngineComponents, build_engine
+from routed_experts.engine.build.builder import build_engine
+from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
 from routed_experts.models.decoder.decoder import FamilyDecoder
@@ -141,7 +142,7 @@ def ways(bench: Bench) -> list[Row]:
                 after = 0 if one.core.rerouting is None else one.core.rerouting.total.rerouted_slots
                 told[name] = (after - before) / (slots * batch * (args.prompt + len(tokens[0]) - 1))
         for name, one in built.items():
-            balance = one.watch.balance().get(100) if one.watch is not None else None
+            balance = one.load_monitor.balance().get(100) if one.load_monitor is not None else None
             even = float("nan") if balance is None else balance.weighted
             ratio = median_ms(taken[name]) / median_ms(taken["replicas"])
             row = {"way": name, "batch": batch, "step ms": median_ms(taken[name]), "ratio": ratio}
@@ -183,7 +184,7 @@ def weighted(watch: ExpertLoadMonitor) -> float:
 def moves(bench: Bench) -> list[Row]:
     """A move to a plan for this load, and back, while a batch is decoded."""
     args, built, rows = bench.args, bench.assembled({}), list[Row]()
-    runner, watch = built.core.runner, built.watch
+    runner, watch = built.core.runner, built.load_monitor
     assert isinstance(runner, ReplicatedExpertRunner) and watch is not None
     for batch in args.batches:
         decode(built, bench.domain(0, 7), batch, args)

@@ -27,7 +27,8 @@ from common import Prompts, print_table, write_result
 
 from routed_experts.core.io_struct import TokenIDOut
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.build.builder import EngineComponents, PhaseClock, build_engine
+from routed_experts.engine.build.builder import PhaseClock, build_engine
+from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.models.model_folder import ModelFolder
 

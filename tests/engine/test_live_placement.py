@@ -301,7 +301,7 @@ def test_a_retracted_request_tells_what_all_its_passes_changed(rerouting):
 
 def counts_of(engine):
     """Of the steps since they were taken last."""
-    return engine.thread.run_drained(engine.components.watch.take_window)()
+    return engine.thread.run_drained(engine.components.load_monitor.take_window)()
 
 
 def test_slots_are_dropped_and_counted_where_nothing_is_captured(folder):
@@ -387,7 +387,7 @@ def holding_still(engine):
 
 def test_balancedness_is_that_of_the_rows(following):
     """Of all steps, by loops over rows and devices; where experts are placed at all, steps are counted."""
-    loop, watch, runner = following.thread, following.components.watch, following.components.core.runner
+    loop, watch, runner = following.thread, following.components.load_monitor, following.components.core.runner
     with holding_still(following):
         loop.run_drained(watch.restart)
         assert following.placement_stats().balance == {}

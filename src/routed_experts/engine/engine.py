@@ -32,10 +32,9 @@ from routed_experts.engine.build.builder import Phase, PhaseClock, build_engine
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.memory_control import MEMORY_TAGS, MemoryControl
 from routed_experts.engine.control.placement_control import PlacementControl
-from routed_experts.engine.control.placement_stats import PlacementStats
 from routed_experts.engine.control.score import ScoreOutput, Scorer
 from routed_experts.engine.control.score_control import ScoreControl
-from routed_experts.engine.control.stats import EngineStats, engine_stats
+from routed_experts.engine.control.stats import EngineStats, PlacementStats, engine_stats
 from routed_experts.engine.control.weight_control import WeightControl
 from routed_experts.engine.control.weights import Weights
 from routed_experts.engine.loop.core import PauseMode

@@ -23,10 +23,17 @@ from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegist
 from routed_experts.engine.build.expert_offload import ExpertOffload
 from routed_experts.engine.build.memory_planning import EnginePlan, arrays_of, plan_engine
 from routed_experts.engine.build.self_check import check_determinism, check_replay
-from routed_experts.engine.build.served_model import ServedModel, check_single_process, load_model, shapes_of, shards_of
+from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
 from routed_experts.engine.control.rebalancer import Rebalancer
 from routed_experts.engine.control.score import Scorer
+from routed_experts.engine.control.served_model import (
+    ServedModel,
+    check_single_process,
+    load_model,
+    shapes_of,
+    shards_of,
+)
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.rerouting_stats import ReroutingStats
 from routed_experts.execution.absent_tpu import skip_absent_tpu
@@ -74,27 +81,6 @@ class PhaseClock:
         self._since = now
         if self._report is not None:
             self._report(phase)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EngineComponents:
-    """A core that is ready, and what it was made of."""
-
-    core: EngineCore
-    plan: MemoryPlan
-    buckets: Buckets
-    context_length: int
-    capture: CaptureSpec | None
-    vocab_size: int
-    prefix_cache: bool
-    served: ServedModel
-    rebalancer: Rebalancer | None  # None: experts move only when they are told to
-    watch: ExpertLoadMonitor | None = None  # None: experts are not placed
-
-    @property
-    def kv_tokens(self) -> int:
-        """KV slots that requests can fill: one page is never handed out."""
-        return self.core.runner.config.pool.num_slots - self.core.runner.config.pool.page_size
 
 
 def build_engine(
@@ -174,7 +160,7 @@ def build_engine(
         prefix_cache=not args.disable_radix_cache,
         served=served,
         rebalancer=rebalancer,
-        watch=watch,
+        load_monitor=watch,
     )
 
 

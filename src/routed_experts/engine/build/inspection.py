@@ -8,7 +8,7 @@ import jax
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.memory_planning import plan_engine
-from routed_experts.engine.build.served_model import shards_of
+from routed_experts.engine.control.served_model import shards_of
 from routed_experts.models.base.interface import DecoderConfig
 from routed_experts.models.loading.model_source import find_model
 from routed_experts.models.model_folder import ModelFolder

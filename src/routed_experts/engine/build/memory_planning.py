@@ -12,7 +12,7 @@ from routed_experts.core.buckets import Buckets
 from routed_experts.core.capture_spec import CaptureSpec
 from routed_experts.core.errors import ConfigError
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.build.served_model import shapes_of
+from routed_experts.engine.control.served_model import shapes_of
 from routed_experts.execution.memory_plan import MemoryPlan, plan_memory
 from routed_experts.memory.kv_pool import KVPoolSpec, row_width
 from routed_experts.models.base.interface import Decoder, DecoderConfig

@@ -15,7 +15,7 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.core.io_struct import RoutingOptions, TokenizedGenerateReqInput
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.build.builder import EngineComponents
+from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.scheduling.schedule_batch import Req, ReqState
 from routed_experts.scheduling.scheduler import Scheduler

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Generator
 
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.engine.build.builder import EngineComponents
-from routed_experts.engine.build.served_model import ServedModel
+from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.control.score import Scorer
+from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.engine.loop.core import EngineCore
 from routed_experts.engine.loop.engine_thread import EngineThread
 from routed_experts.execution.offload.offload_runner import OffloadRunner

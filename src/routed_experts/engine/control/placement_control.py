@@ -13,7 +13,7 @@ from routed_experts.core.errors import InvalidRequestError
 from routed_experts.core.placement import ExpertPlacement, ResidencyMap
 from routed_experts.core.placement_config import parse_fraction
 from routed_experts.engine.control.context import EngineContext
-from routed_experts.engine.control.placement_stats import PlacementStats
+from routed_experts.engine.control.stats import PlacementStats, placement_stats
 from routed_experts.execution.offload.offload_runner import OffloadRunner
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
 
@@ -48,7 +48,7 @@ class PlacementControl:
 
     def stats(self) -> PlacementStats:
         """`Engine.placement_stats`."""
-        return PlacementStats.of(self._context.components, self._replicated_runner())
+        return placement_stats(self._context.components, self._replicated_runner())
 
     def apply_residency(self, residency: ResidencyMap) -> int:
         """`Engine.apply_residency`."""

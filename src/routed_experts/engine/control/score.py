@@ -1,9 +1,9 @@
-"""Score: logprobs and routed experts of tokens that are given, by the serving kernels, on live or on given routes.
+"""Scorer: logprobs and routed experts of given tokens, by the serving kernels, on live or given routes.
 
-Runs in the caller's thread over pages of its own: what is scored never meets the prefix cache, and requests go on
-beside it. The schedule is the engine's own, with a queue that holds this call alone. Programs are made at a shape's
-first use. Where rows are recorded, live is a replay in which no row is valid: one program for both, so routes that a
-score gave back give its logprobs by the bit. Dims: S tokens of a sequence, N padded tokens of a step, M MoE layers, K
+Runs in the caller's thread over pages of its own, beside the requests and without the prefix cache. Scheduling is the
+engine's, with a queue that holds this call alone. Programs are compiled at a shape's first use. Where rows are
+recorded, live routing is a replay without valid rows: one program for both, so a replay of a score's own rows gives
+bitwise its logprobs. Dims: S tokens of a sequence, N padded tokens of a step, M MoE layers, K
 experts per token."""
 
 import dataclasses
@@ -41,8 +41,7 @@ from routed_experts.scheduling.scheduler import Scheduler
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOutput:
     """One scored sequence: `logprobs[t]` is log p(token t + 1 | tokens up to t) at temperature 1, without penalties or
-    bias;
-    `routed_experts` has a row for each of the S tokens, or is None where none are recorded."""
+    bias. `routed_experts` has a row for each of the S tokens; None where none are recorded."""
 
     token_ids: Int32[np.ndarray, " S"]
     logprobs: Float32[np.ndarray, " S-1"]
@@ -51,14 +50,14 @@ class ScoreOutput:
 
 
 class Scorer:
-    """Scores with the weights that it is handed; one call at a time."""
+    """Scores with given weights; one call at a time. While `lock` is held, the served weights may be donated."""
 
     def __init__(self, args: ServerArgs, buckets: Buckets, runner: ModelRunner, between_steps: Between) -> None:
         self._between_steps = between_steps
         self._args = dataclasses.replace(args, disable_radix_cache=True, max_queued_requests=1 << 30)
         self._buckets, self._runner = buckets, runner
-        self.lock = threading.Lock()  # its holder may donate the served weights, which nothing else reads meanwhile
-        self._score = jax.jit(_score_on_all, static_argnames="spec")
+        self.lock = threading.Lock()
+        self._score_prompt = jax.jit(_score_on_all, static_argnames="spec")
 
     @functools.cached_property
     def _forward(self) -> Callable[..., tuple[Any, ForwardOut]]:
@@ -71,47 +70,59 @@ class Scorer:
         self,
         sequences: Sequence[Int32[np.ndarray, " S"]],
         routed: Sequence[RoutedExperts | None] | None,
-        served: Callable[[], tuple[nnx.State[Any, Any], int]],
+        get_weights: Callable[[], tuple[nnx.State[Any, Any], int]],
     ) -> list[ScoreOutput]:
-        """Score checked sequences, in order, with the weights and version that are served when its turn comes; rows of
-        `routed` that are valid are executed, others are routed live."""
+        """Score checked sequences, in order, with the weights and version served when its turn comes. Valid rows of
+        `routed` are executed; other tokens are routed live."""
         with self.lock:
-            state, version = served()
-            jobs = [
-                _Job(_request(index, ids), None if routed is None else routed[index])
-                for index, ids in enumerate(sequences)
+            state, version = get_weights()
+            records = [None] * len(sequences) if routed is None else routed
+            requests = [
+                _ScoreRequest(_to_req(index, ids), record)
+                for index, (ids, record) in enumerate(zip(sequences, records, strict=True))
             ]
-            steps = _Steps(self, jobs, state)
-            while steps.step():
+            num_pages = self._num_pages([ids.size for ids in sequences]) + 1
+            scheduler = Scheduler(
+                self._args, self._buckets, num_pages=num_pages, vocab_size=self._runner.config.vocab_size
+            )
+            score_run = _ScoreRun(
+                requests, state, scheduler, self._runner, self._forward, self._score_prompt, num_pages
+            )
+            while score_run.step():
                 continue
-            return [_output(job, self._runner.spec, version) for job in jobs]
+            return [_output(request, self._runner.spec, version) for request in requests]
 
-    def num_pages(self, jobs: Sequence["_Job"]) -> int:
-        """Pages for the longest sequence, or for as many tokens as a step takes in, as a power of two: few sizes, few
-        programs."""
-        lengths = [job.req.prompt_len for job in jobs]
+    def _num_pages(self, lengths: Sequence[int]) -> int:
+        """Pages for the longest sequence or for the tokens of a step, rounded up to a power of two: few programs."""
         tokens = max([*lengths, min(sum(lengths), self._args.prefill_limit)])
-        pages = pages_for(tokens, self._args.page_size) + 2 * min(
-            len(jobs), self._args.running_limit
-        )  # partly filled, and to spare
+        num_running = min(len(lengths), self._args.running_limit)
+        pages = pages_for(tokens, self._args.page_size) + 2 * num_running  # partly filled ones, and spare ones
         return 1 << (pages - 1).bit_length()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Job:
+class _ScoreRequest:
     req: Req
     routes: RoutedExperts | None
     rows: list[UInt[np.ndarray, "R MK"]] = dataclasses.field(default_factory=list[np.ndarray])  # in order of position
 
 
-class _Steps:
-    """The steps of one call: a schedule, pages, and the pool that they are of."""
+class _ScoreRun:
+    """The steps of one call, over a scheduler and a pool of its own."""
 
-    def __init__(self, scorer: Scorer, jobs: Sequence[_Job], state: nnx.State[Any, Any]) -> None:
-        args, runner, num_pages = scorer._args, scorer._runner, scorer.num_pages(jobs) + 1
-        self._scorer, self._state, self._jobs = scorer, state, {job.req.rid: job for job in jobs}
-        self._scheduler = Scheduler(args, scorer._buckets, num_pages=num_pages, vocab_size=runner.config.vocab_size)
-        self._scheduler.add([job.req for job in jobs])
+    def __init__(
+        self,
+        requests: Sequence[_ScoreRequest],
+        state: nnx.State[Any, Any],
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        forward: Callable[..., tuple[Any, ForwardOut]],
+        score_prompt: Callable[..., Any],
+        num_pages: int,
+    ) -> None:
+        self._requests, self._state, self._scheduler = requests, state, scheduler
+        self._forward, self._score_prompt = forward, score_prompt
+        self._scheduler.add([request.req for request in requests])
         self._spec = _own_spec(runner.spec, num_pages)
         on = self._spec.on
         pool = dataclasses.replace(runner.config.pool, num_pages=num_pages)
@@ -124,35 +135,34 @@ class _Steps:
         if batch is None:
             assert not self._scheduler.waiting and not self._scheduler.running, "a sequence does not fit its own pages"
             return False
-        jobs = {job.req.slot: job for job in self._jobs.values() if job.req.state is ReqState.RUNNING}
-        parts = [jobs[int(slot)] for slot in batch.request_slots[: batch.num_requests]]
+        by_slot = {request.req.slot: request for request in self._requests if request.req.state is ReqState.RUNNING}
+        parts = [by_slot[int(slot)] for slot in batch.request_slots[: batch.num_requests]]
         out = self._dispatch(batch, parts)
         scored = None
         if batch.prompt_targets is not None:
-            scored = np.asarray(
-                self._scorer._score(self._state, out.hidden, jnp.asarray(batch.prompt_targets), spec=self._spec)
-            )
+            targets = jnp.asarray(batch.prompt_targets)
+            scored = np.asarray(self._score_prompt(self._state, out.hidden, targets, spec=self._spec))
         if out.rows is not None:
             rows = np.asarray(out.rows)
-            for index, job in enumerate(parts):
-                job.rows.append(rows[slice(*batch.query_starts[index : index + 2])])
+            for index, request in enumerate(parts):
+                request.rows.append(rows[slice(*batch.query_starts[index : index + 2])])
         for req in self._scheduler.commit(batch, _result(batch, scored)):
             self._scheduler.release(req)
         self._scheduler.pages.drain_changed_pages()
         return True
 
-    def _dispatch(self, batch: ModelWorkerBatch, parts: Sequence[_Job]) -> ForwardOut:
+    def _dispatch(self, batch: ModelWorkerBatch, parts: Sequence[_ScoreRequest]) -> ForwardOut:
         shape = shape_of(batch)
         routed = None if self._spec.capture is None else _routes(batch, parts, self._spec.capture)
-        self._pool, out = self._scorer._forward(
+        self._pool, out = self._forward(
             self._state, self._pool, self._last_tokens, jnp.asarray(pack(batch)), routed, spec=self._spec, shape=shape
         )
         return out
 
 
 def _own_spec(spec: ProgramSpec, num_pages: int) -> ProgramSpec:
-    """The served programs on pages of a score's own: its tokens are not counted, and keep to no capacity, which would
-    be the batch's; no token is sampled."""
+    """The served programs on pages of a score's own, without counts, capacities and sampling: capacities would depend on
+    the batch."""
     kernels = dataclasses.replace(spec.kernels, group=dataclasses.replace(spec.kernels.group, rerouter=None))
     return dataclasses.replace(spec, num_pages=num_pages, kernels=kernels, counted=None, told=0, samples=False)
 
@@ -193,8 +203,8 @@ def _score_on_all(state: nnx.State[Any, Any], hidden: Any, targets: Any, *, spec
     )
 
 
-def _request(index: int, ids: Int32[np.ndarray, " S"]) -> Req:
-    """A request that feeds its prompt, and whose one sampled token nobody looks at."""
+def _to_req(index: int, ids: Int32[np.ndarray, " S"]) -> Req:
+    """A request that feeds its prompt; its one sampled token is not read."""
     return Req(
         TokenizedGenerateReqInput(
             rid=str(index),
@@ -213,29 +223,29 @@ def _request(index: int, ids: Int32[np.ndarray, " S"]) -> Req:
     )
 
 
-def _routes(batch: ModelWorkerBatch, parts: Sequence[_Job], capture: CaptureSpec) -> TokenRouting:
-    """The rows to execute in a step; none is valid where none are given."""
+def _routes(batch: ModelWorkerBatch, parts: Sequence[_ScoreRequest], capture: CaptureSpec) -> TokenRouting:
+    """The rows to execute in a step; rows that are not given are invalid."""
     num_tokens = batch.token_ids.size
     ids: UInt[np.ndarray, "N M K"] = np.zeros((num_tokens, capture.num_moe_layers, capture.top_k), capture.dtype)
     valid: Bool[np.ndarray, " N"] = np.zeros(num_tokens, np.bool_)
-    for index, job in enumerate(parts):
-        if job.routes is None:
+    for index, request in enumerate(parts):
+        if request.routes is None:
             continue
-        first, end = (int(place) for place in batch.query_starts[index : index + 2])
-        shift = first - int(batch.positions[first])  # token t of the sequence stands at t + shift
-        part = job.routes[first - shift : end - shift]
+        first, end = (int(start) for start in batch.query_starts[index : index + 2])
+        shift = first - int(batch.positions[first])  # token t of the sequence is at index t + shift
+        part = request.routes[first - shift : end - shift]
         to = slice(part.start + shift, part.start + shift + part.num_rows)
         ids[to], valid[to] = part.ids, True if part.valid is None else part.valid
     return TokenRouting(jnp.asarray(ids), jnp.asarray(valid))
 
 
 def _result(batch: ModelWorkerBatch, scored: Int32[np.ndarray, "N columns"] | None) -> StepResult:
-    """What the schedule wants to hear: logprobs of prompt tokens, and tokens that do not matter."""
+    """A result for the scheduler: logprobs of prompt tokens, and tokens that are not read."""
     logprobs = None if scored is None else np.ascontiguousarray(scored[:, 0]).view(np.float32)
-    nothing = np.zeros(batch.page_table.shape[0], np.int32)
+    unused = np.zeros(batch.page_table.shape[0], np.int32)
     return StepResult(
-        tokens=nothing,
-        logprobs=nothing.astype(np.float32),
+        tokens=unused,
+        logprobs=unused.astype(np.float32),
         top_logprobs=None,
         top_ids=None,
         prompt_logprobs=logprobs,
@@ -246,11 +256,11 @@ def _result(batch: ModelWorkerBatch, scored: Int32[np.ndarray, "N columns"] | No
     )
 
 
-def _output(job: _Job, spec: ProgramSpec, version: int) -> ScoreOutput:
-    req, record = job.req, None
+def _output(request: _ScoreRequest, spec: ProgramSpec, version: int) -> ScoreOutput:
+    req, record = request.req, None
     if spec.capture is not None:
         capture = spec.capture
-        ids = np.concatenate(job.rows).reshape(req.prompt_len, capture.num_moe_layers, capture.top_k)
+        ids = np.concatenate(request.rows).reshape(req.prompt_len, capture.num_moe_layers, capture.top_k)
         record = RoutedExperts(
             ids=ids,
             start=0,
@@ -262,5 +272,5 @@ def _output(job: _Job, spec: ProgramSpec, version: int) -> ScoreOutput:
             version_spans=((0, req.prompt_len, version),),
             router=capture.router,
         )
-    logprobs = np.array([req.input_logprobs[place][0] for place in range(1, req.prompt_len)], np.float32)
+    logprobs = np.array([req.input_logprobs[position][0] for position in range(1, req.prompt_len)], np.float32)
     return ScoreOutput(token_ids=req.source.input_ids, logprobs=logprobs, routed_experts=record, weight_version=version)

@@ -1,24 +1,66 @@
-"""EngineStats: how an engine is at a moment: counts of requests, steps, pages and rows. Knows nothing of who asks.
+"""EngineStats: counts of requests, steps, pages and rows of an engine at one moment.
 
-Read beside the engine's thread, which is not asked: a probe is answered while a step is stuck."""
+They are read beside the engine thread, so a probe is answered while a step hangs."""
 
 import dataclasses
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from routed_experts.engine.build.builder import EngineComponents
-from routed_experts.engine.control.placement_stats import PlacementStats
+from routed_experts.engine.control.components import EngineComponents
+from routed_experts.engine.control.expert_load_monitor import Balance
 from routed_experts.execution.offload.offload_runner import OffloadRunner
 from routed_experts.execution.replicated_expert_runner import ReplicatedExpertRunner
+from routed_experts.placement.cost_model import MoveEstimate
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementStats:
+    """Placement of experts since the engine's start.
+
+    `rebalances`: plans that moved experts; `skipped`: plans not worth their cost; `failed`: plans or moves that ended
+    in an error; `copies`: instances that came from another device, by any move; `rerouted_slots`, `dropped_slots`: see
+    ReroutingCounts. `balance`: by window of steps, without the last ten to twenty. `move_estimate`: of the last plan;
+    `last_move_s`: seconds that the last move took, with the steps between its layers."""
+
+    epoch: int
+    rebalances: int = 0
+    skipped: int = 0
+    failed: int = 0
+    copies: int = 0
+    rerouted_slots: int = 0
+    dropped_slots: int = 0
+    balance: Mapping[int, Balance] = dataclasses.field(default_factory=dict[int, Balance])
+    layer_ids: tuple[int, ...] = ()  # hidden layers of a Balance
+    move_estimate: MoveEstimate | None = None
+    last_move_s: float | None = None
+
+
+def placement_stats(components: EngineComponents, runner: ReplicatedExpertRunner) -> PlacementStats:
+    """The present counts of a placement, from any thread."""
+    rebalancer, rerouting, monitor = components.rebalancer, components.core.rerouting, components.load_monitor
+    spec = components.served.config.capture_spec
+    stats = PlacementStats(epoch=runner.placement.epoch, copies=runner.num_copied)
+    if rebalancer is not None:
+        stats = dataclasses.replace(
+            stats,
+            rebalances=rebalancer.num_rebalanced,
+            skipped=rebalancer.num_skipped,
+            failed=rebalancer.num_failed,
+            move_estimate=rebalancer.move_estimate,
+            last_move_s=rebalancer.last_move_s,
+        )
+    if monitor is not None and spec is not None:
+        stats = dataclasses.replace(stats, balance=monitor.balance(), layer_ids=tuple(spec.layer_ids))
+    return stats if rerouting is None else dataclasses.replace(stats, **dataclasses.asdict(rerouting.total))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counts of one moment, since the engine started where they are of what has been; some may be a step apart from
-    others. `last_step_age_s`: seconds since a step ended, or since work came to an idle engine; 0 when idle.
-    `finished`: by outcome. Pages hold `page_size` tokens; cached ones belong to no request and are given up when pages
-    run short."""
+    """Counts of one moment; totals are since the engine started. Some may be a step apart from others.
+
+    `last_step_age_s`: seconds since a step ended, or since work arrived at an idle engine; 0 when idle. `finished`: by
+    outcome. Pages hold `page_size` tokens; cached pages belong to no request and are evicted when pages run short."""
 
     running: int
     waiting: int
@@ -34,17 +76,17 @@ class EngineStats:
     capture_rows: int
     capture_missing_rows: int
     weight_version: int
-    resident_hits: Mapping[int, float]  # by MoE layer, where experts are shared out with the host
+    resident_hits: Mapping[int, float]  # by MoE layer, with experts on the host
     resident_swaps: int
-    deferred_slots: int  # whose experts came a layer late
-    host_experts_s: float  # that threads of the host ran experts inside programs
-    resident_failures: int  # exchanges of residents that failed; those that were there stayed
+    deferred_slots: int  # slots whose experts were added a layer late
+    host_experts_s: float  # seconds in which host threads ran experts
+    resident_failures: int  # swaps of residents that failed and left the old ones
     placement: PlacementStats | None  # None: experts are not placed
 
 
-def engine_stats(assembly: EngineComponents) -> EngineStats:
-    """The counts of an engine's parts, from any thread."""
-    core = assembly.core
+def engine_stats(components: EngineComponents) -> EngineStats:
+    """The present counts of an engine, from any thread."""
+    core = components.core
     allocator = core.scheduler.pages.allocator
     split = core.runner if isinstance(core.runner, OffloadRunner) else None
     host = None if split is None else split.host_counts()
@@ -68,5 +110,5 @@ def engine_stats(assembly: EngineComponents) -> EngineStats:
         host_experts_s=0.0 if host is None else host.busy_s,
         resident_swaps=0 if split is None else split.num_swapped,
         resident_failures=0 if split is None else split.num_failed,
-        placement=PlacementStats.of(assembly, core.runner) if isinstance(core.runner, ReplicatedExpertRunner) else None,
+        placement=placement_stats(components, core.runner) if isinstance(core.runner, ReplicatedExpertRunner) else None,
     )

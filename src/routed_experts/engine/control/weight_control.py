@@ -11,8 +11,8 @@ from flax import nnx
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
-from routed_experts.engine.build.served_model import ServedModel
 from routed_experts.engine.control.context import EngineContext
+from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.engine.control.weights import Weights, load_state, state_of
 from routed_experts.memory.hugepages import advise_hugepages
 

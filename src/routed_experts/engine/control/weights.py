@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import WeightsMismatchError
-from routed_experts.engine.build.served_model import ServedModel
+from routed_experts.engine.control.served_model import ServedModel
 from routed_experts.models.decoder.family_config import FamilyConfig
 from routed_experts.models.decoder.replica_maps import with_replica_maps
 from routed_experts.models.model_folder import ModelFolder

@@ -15,8 +15,7 @@ from routed_experts.core.integrity import Violation
 from routed_experts.core.load_metrics import load_entropy, load_imbalance, num_unused
 from routed_experts.core.routing_stats import RoutingStats
 from routed_experts.engine.async_engine import AsyncEngine
-from routed_experts.engine.control.placement_stats import PlacementStats
-from routed_experts.engine.control.stats import EngineStats
+from routed_experts.engine.control.stats import EngineStats, PlacementStats
 from routed_experts.server.limits import MAX_LOGGED_NAMES
 from routed_experts.server.routing.store import RoutingStore
 
