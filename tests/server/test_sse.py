@@ -6,6 +6,7 @@ import json
 import pytest
 
 from routed_experts.server import sse
+from routed_experts.server.errors import ClientGone
 from routed_experts.server.sse import DONE, EventStream, event
 
 
@@ -54,3 +55,30 @@ def test_an_error_of_a_comment_is_told(monkeypatch, caplog):
     (first, _), (error, _), last = send_all([event({"a": 1}), event({"a": 2})], fail_on=b": waiting", hold=True)[-3:]
     assert json.loads(error.removeprefix(b"data: "))["error"]["type"] and last == (DONE, False)
     assert first == event({"a": 2}) and "the wire broke" in caplog.text
+
+
+def test_a_client_that_leaves_is_noticed_while_a_backlog_is_sent():
+    """Neither the events nor their sending ever wait, as with a queue that is full and a connection that is gone."""
+    sent = []
+
+    async def run():
+        has_left = asyncio.Event()
+
+        async def events():
+            for number in range(1000):
+                yield event({"number": number})
+
+        async def receive():
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+            has_left.set()
+
+        stream = EventStream(events(), on_close=lambda: None, on_timeout=lambda: None, timeout_s=20, headers={})
+        with pytest.raises(ClientGone):
+            await stream({"type": "http"}, receive, send)
+
+    asyncio.run(run())
+    assert len(sent) < 100
