@@ -74,7 +74,7 @@ def test_a_client_that_leaves_frees_everything(server, engine, phase, streamed):
             wire = connect(server)
             prompt = [rng.randrange(3, 300) for _ in range(300 if phase == "prefill" else 10)]
             path = ("/v1/completions", "/v1/chat/completions", "/generate")[trial % 3]
-            said = {
+            output = {
                 "/v1/completions": {"prompt": prompt, **LONG, "max_tokens": 150},
                 "/v1/chat/completions": {
                     "messages": [{"role": "user", "content": "a " * (len(prompt) // 2)}],
@@ -82,7 +82,7 @@ def test_a_client_that_leaves_frees_everything(server, engine, phase, streamed):
                 },
                 "/generate": {"input_ids": prompt, "sampling_params": {"max_new_tokens": 150, "ignore_eos": True}},
             }[path]
-            send(wire, path, {**said, "stream": streamed, "return_routed_experts": trial % 2 == 0})
+            send(wire, path, {**output, "stream": streamed, "return_routed_experts": trial % 2 == 0})
             wait_accepted(engine, before + 1)
             if phase == "decode" and streamed:
                 text = b""
@@ -158,11 +158,11 @@ def keep_rows(server, name, num_bytes):
         num_experts=256,
         version_spans=((0, num_bytes // 8, 0),),
     )
-    store, kept = (
-        server.service.store,
+    store, rows = (
+        server.state.store,
         StoredRows(record=record, token_ids=np.zeros(record.num_tokens, np.int32), owner=""),
     )
-    server.loop.call_soon_threadsafe(lambda: store.fill(store.reserve(name, owner="", choices=[0]), 0, kept))
+    server.loop.call_soon_threadsafe(lambda: store.fill(store.reserve(name, owner="", choices=[0]), 0, rows))
 
 
 HUGE = {
@@ -203,10 +203,10 @@ def test_a_reader_that_is_slow_but_reads_gets_it_all(engine, monkeypatch):
     with running(engine) as server, slow_reader(server) as slow:
         keep_rows(server, "large", LARGE // 2)
         slow.sendall(b"GET /v1/routing/large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        count, silence, began = 0, threading.Event(), time.monotonic()
+        count, silence, start_time = 0, threading.Event(), time.monotonic()
         while chunk := slow.recv(65536):
             count += len(chunk)
-            if time.monotonic() - began < 2.0:
+            if time.monotonic() - start_time < 2.0:
                 silence.wait(0.002)
         assert count > LARGE // 2, "no byte is missing"
 
@@ -281,7 +281,7 @@ def test_a_broken_invariant_turns_the_server_degraded_and_it_goes_on_serving(eng
             engine, lambda core: core.scheduler.pages.allocator.allocate(1)
         )  # a page that nobody owns
         try:
-            server.service.integrity._next_check = 0  # a second has gone by
+            server.state.integrity._next_check = 0  # a second has gone by
             assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
             while (answer := server.client.get("/health")).status_code == 200:  # until it has looked
                 continue

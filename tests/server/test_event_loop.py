@@ -42,10 +42,10 @@ def seen(monkeypatch):
 
 def loop_thread(server):
     """The thread of the server's event loop."""
-    found, told = [], threading.Event()
-    server.loop.call_soon_threadsafe(lambda: (found.append(threading.get_ident()), told.set()))
-    assert told.wait(10)
-    return found[0]
+    threads, done = [], threading.Event()
+    server.loop.call_soon_threadsafe(lambda: (threads.append(threading.get_ident()), done.set()))
+    assert done.wait(10)
+    return threads[0]
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_text_of_a_large_body_is_not_the_event_loops_work(server, seen, path, bo
         seen.clear()
         response = server.post(path, {**body, **filler})
         assert response.status_code == 200, response.text
-        found = [thread for name, thread in seen if name == work]
-        assert found, "the work was done"
+        threads = [thread for name, thread in seen if name == work]
+        assert threads, "the work was done"
         if is_large:
-            assert events not in found
+            assert events not in threads
         elif path != "/v1/completions" or work == "encode":  # other threads decode what was generated
-            assert events in found, "small ones need no thread"
+            assert events in threads, "small ones need no thread"
 
 
 def test_too_many_prompts_are_refused_before_any_is_tokenised(server, seen):
@@ -80,7 +80,7 @@ def test_too_many_prompts_are_refused_before_any_is_tokenised(server, seen):
     assert not [name for name, _ in seen if name == "encode"]
 
 
-def kept(num_rows):
+def stored_rows(num_rows):
     record = RoutedExperts(
         ids=np.arange(num_rows * 8, dtype=np.uint32).astype(np.uint8).reshape(num_rows, 1, 8),
         start=0,
@@ -96,7 +96,7 @@ def kept(num_rows):
 
 @pytest.mark.parametrize("num_rows", [10, INLINE_BYTES])
 def test_rows_to_fetch_are_encoded_once_to_tell_of_them(server, seen, num_rows):
-    store, rows = server.service.store, kept(num_rows)
+    store, rows = server.state.store, stored_rows(num_rows)
     server.loop.call_soon_threadsafe(lambda: store.fill(store.reserve("kept", owner="", choices=[0]), 0, rows))
     head = server.client.head("/v1/routing/kept")
     same = server.client.get("/v1/routing/kept", headers={"if-none-match": head.headers["etag"]})
@@ -153,7 +153,7 @@ def test_pauses_that_wait_keep_threads_from_nobody(server, engine):
         threads = [threading.Thread(target=pause) for _ in range(MAX_WAITING_PAUSES)]
         for thread in threads:
             thread.start()
-        while server.service.pause_executor.num_running < MAX_WAITING_PAUSES:
+        while server.state.pause_executor.num_running < MAX_WAITING_PAUSES:
             assert server.client.get("/health/live").status_code == 200
         assert server.client.get("/metrics", timeout=5).status_code == 200
         assert server.post("/tokenize", {"prompt": "a", **FILLER}, timeout=5).status_code == 200

@@ -80,10 +80,10 @@ def begun(server, engine, bodies):
     return futures
 
 
-def rows_fit(said):
+def rows_fit(output):
     """The row law for what an abort left."""
-    record, tokens = record_from_response(said), said["output_ids"]
-    assert (record is None) == (not tokens) or record.num_rows == 0, said["meta_info"]["finish_reason"]
+    record, tokens = record_from_response(output), output["output_ids"]
+    assert (record is None) == (not tokens) or record.num_rows == 0, output["meta_info"]["finish_reason"]
     assert not tokens or record.num_rows == 3 + len(tokens) - 1
 
 
@@ -95,9 +95,9 @@ def test_200_aborts_by_id(server, engine):
             == 8
         )
         for call in calls:
-            said = call.result(30).json()
-            assert said["meta_info"]["finish_reason"]["type"] == "abort"
-            rows_fit(said)
+            output = call.result(30).json()
+            assert output["meta_info"]["finish_reason"]["type"] == "abort"
+            rows_fit(output)
 
 
 def test_10_aborts_of_all_of_32(server, engine):
@@ -105,9 +105,9 @@ def test_10_aborts_of_all_of_32(server, engine):
         calls = begun(server, engine, [LONG] * 32)
         assert server.post("/abort_request", {"abort_all": True}).json()["aborted"] == 32
         for call in calls:
-            said = call.result(30).json()
-            assert said["meta_info"]["finish_reason"]["type"] == "abort"
-            rows_fit(said)
+            output = call.result(30).json()
+            assert output["meta_info"]["finish_reason"]["type"] == "abort"
+            rows_fit(output)
 
 
 def test_200_requests_that_are_too_long_touch_no_page(server, engine):
@@ -124,24 +124,24 @@ def test_200_requests_that_are_too_long_touch_no_page(server, engine):
 
 
 def test_20_rounds_of_a_full_store_never_give_short_rows(server):
-    kept = []
+    urls = []
     for trial in range(20):
         body = {**SHORT, "routed_experts_format": "ref", "rid": f"kept{trial}"}
         url = server.post("/generate", body).json()["meta_info"]["routed_experts_ref"]
-        kept.append(url)
-        for old in kept:
+        urls.append(url)
+        for old in urls:
             answer = server.client.get(old)
             if answer.status_code == 200:
                 record = record_from_npy(answer.content, json.loads(answer.headers["x-routed-experts-info"]))
                 assert record.num_rows == 5
             else:
                 assert error_of(answer, 404)["code"] == "routing_not_found" and old != url, "the newest is there"
-    assert server.service.store.nbytes <= 500 and server.client.get(kept[0]).status_code == 404
+    assert server.state.store.nbytes <= 500 and server.client.get(urls[0]).status_code == 404
 
 
 def test_50_flushes_and_50_pauses_under_load(server, engine):
     greedy = {**LONG, "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}}
-    wanted, modes = server.post("/generate", greedy).json(), ("in_place", "retract")
+    expected, modes = server.post("/generate", greedy).json(), ("in_place", "retract")
     for trial in range(50):
         calls = begun(server, engine, [greedy] * 4)
         flushed = server.client.post("/flush_cache")
@@ -150,9 +150,9 @@ def test_50_flushes_and_50_pauses_under_load(server, engine):
         assert server.client.get("/health").json()["state"] == "paused", "and not stalled"
         assert server.client.post("/continue_generation").status_code == 200
         for call in calls:
-            said = call.result(30).json()
-            assert said["output_ids"] == wanted["output_ids"]
-            assert np.array_equal(record_from_response(said).ids, record_from_response(wanted).ids)
+            output = call.result(30).json()
+            assert output["output_ids"] == expected["output_ids"]
+            assert np.array_equal(record_from_response(output).ids, record_from_response(expected).ids)
 
 
 @pytest.mark.parametrize("jump_s", [86_400.0, -86_400.0, 315_360_000.0])
@@ -165,9 +165,9 @@ def test_a_clock_that_jumps_ends_nothing(server, engine, monkeypatch, jump_s):
     assert server.client.get("/health").json()["state"] == "serving"
     assert server.client.get(url).status_code == 200, "rows have not expired"
     for call in calls:
-        said = call.result(60).json()
-        assert said["meta_info"]["finish_reason"]["type"] == "length" and 0 < said["meta_info"]["e2e_latency"] < 600
-        rows_fit(said)
+        output = call.result(60).json()
+        assert output["meta_info"]["finish_reason"]["type"] == "length" and 0 < output["meta_info"]["e2e_latency"] < 600
+        rows_fit(output)
 
 
 def test_20_good_and_10_refused_updates_under_load(server, engine):
@@ -178,11 +178,11 @@ def test_20_good_and_10_refused_updates_under_load(server, engine):
             for path in ("truncated", "empty", "nowhere"):
                 assert error_of(server.post("/update_weights_from_disk", {"model_path": path}), 400)
         else:
-            said = server.post(
+            output = server.post(
                 "/update_weights_from_disk", {"model_path": f"seed{trial % 2}", "flush_cache": trial % 2 == 0}
             ).json()
             version += 1
-            assert said["weight_version"] == str(version)
+            assert output["weight_version"] == str(version)
         assert server.client.get("/get_weight_version").json() == {"weight_version": str(version)}
         for call in calls:
             record = record_from_response(call.result(30).json())

@@ -112,8 +112,8 @@ def mutated(rng, body):
             parts[key] = rng.choice(HUGE if rng.random() < 0.01 else VALUES)
     text = "{" + ",".join(f"{json.dumps(key)}:{value}" for key, value in parts.items()) + "}"
     if rng.random() < 0.1:
-        place = rng.randrange(len(text))
-        text = text[:place] + rng.choice(["", '"', "}", "\x00", "[", "\\"]) + text[place + 1 :]
+        position = rng.randrange(len(text))
+        text = text[:position] + rng.choice(["", '"', "}", "\x00", "[", "\\"]) + text[position + 1 :]
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -124,9 +124,9 @@ def test_no_body_makes_a_server_error(server, engine, path):
     for count in range(-(-NUM_BODIES // len(BODIES))):
         body = mutated(rng, BODIES[path])
         for last_try in (False, True):  # a slow answer must be slow twice: the machine may have stood still
-            began = time.monotonic()
+            start_time = time.monotonic()
             response = server.client.post(path, content=body, headers={"content-type": "application/json"})
-            slow = time.monotonic() - began > (
+            slow = time.monotonic() - start_time > (
                 8 if path == "/tokenize" and len(body) > 1e6 else 2
             )  # megabytes are its work
             if not slow:
@@ -199,9 +199,9 @@ def test_no_bytes_make_a_server_error_or_hang(server, engine):
         b"GET /health HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
     ]
     requests += [b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n"]
-    told = []
+    all_statuses = []
     for request in requests:
-        began = time.monotonic()
+        start_time = time.monotonic()
         with socket.create_connection(server.address, timeout=5) as wire:
             answer = b""
             try:
@@ -211,11 +211,11 @@ def test_no_bytes_make_a_server_error_or_hang(server, engine):
                     answer += chunk
             except (ConnectionResetError, BrokenPipeError):  # it closed while we were still sending
                 answer += b""
-        assert time.monotonic() - began < 2, request[:200]
+        assert time.monotonic() - start_time < 2, request[:200]
         statuses = [int(line.split(b" ")[1]) for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
         assert not [status for status in statuses if status >= 500], (request[:300], answer[:300])
-        told += statuses
-    assert told.count(400) > 50, "most of these must have been told that they are no HTTP"
+        all_statuses += statuses
+    assert all_statuses.count(400) > 50, "most of these must have been told that they are no HTTP"
     assert server.client.get("/health").status_code == 200
     server.wait_idle()
     assert_idle(engine)

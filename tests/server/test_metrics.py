@@ -8,11 +8,14 @@ import httpx
 from support.engines import on_engine_thread
 from support.http_server import error_of, running, stream
 
-NAMES = """requests_running requests_waiting requests_accepted_total requests_finished_total prompt_tokens_total generation_tokens_total
-kv_pages kv_usage_ratio prefix_cache_query_tokens_total prefix_cache_hit_tokens_total time_to_first_token_seconds_count
-inter_token_latency_seconds_count e2e_request_latency_seconds_count request_queue_time_seconds_count preemptions_total startup_seconds
-compilations_total compile_cache_hits_total last_step_age_seconds watchdog_trips_total capture_rows_total capture_missing_rows_total
-capture_payload_bytes_total capture_host_bytes weight_version_info""".split()
+NAMES = """
+requests_running requests_waiting requests_accepted_total requests_finished_total prompt_tokens_total
+generation_tokens_total kv_pages kv_usage_ratio prefix_cache_query_tokens_total prefix_cache_hit_tokens_total
+time_to_first_token_seconds_count inter_token_latency_seconds_count e2e_request_latency_seconds_count
+request_queue_time_seconds_count preemptions_total startup_seconds compilations_total compile_cache_hits_total
+last_step_age_seconds watchdog_trips_total capture_rows_total capture_missing_rows_total
+capture_payload_bytes_total capture_host_bytes weight_version_info
+""".split()
 
 
 def metrics(server):
@@ -23,9 +26,11 @@ def metrics(server):
     }
 
 
-def outcomes(found):
+def outcomes(metrics):
     head = 'requests_finished_total{outcome="'
-    return {name.removeprefix(head).removesuffix('"}'): value for name, value in found.items() if name.startswith(head)}
+    return {
+        name.removeprefix(head).removesuffix('"}'): value for name, value in metrics.items() if name.startswith(head)
+    }
 
 
 def test_every_name_is_there_and_counts(server):
@@ -84,8 +89,8 @@ def test_what_takes_too_long_ends_as_timeout(engine):
         server.wait_idle()
         on_engine_thread(engine, lambda core: None)  # the abort came before it
         after = metrics(server)
-        told = {name: value - outcomes(before)[name] for name, value in outcomes(after).items()}
-        assert told == {"stop": 0, "length": 0, "abort": 0, "timeout": 2, "rejected": 0, "error": 0}
+        changes = {name: value - outcomes(before)[name] for name, value in outcomes(after).items()}
+        assert changes == {"stop": 0, "length": 0, "abort": 0, "timeout": 2, "rejected": 0, "error": 0}
         assert after["requests_accepted_total"] == sum(outcomes(after).values())
 
 
@@ -110,8 +115,8 @@ def test_what_finds_the_queue_full_ends_as_rejected(engine):
             waiting.join(30)
         server.wait_idle()
         after = metrics(server)
-        told = {name: value - outcomes(before)[name] for name, value in outcomes(after).items()}
-        assert told["rejected"] == 2 and told["abort"] == 1024
+        changes = {name: value - outcomes(before)[name] for name, value in outcomes(after).items()}
+        assert changes["rejected"] == 2 and changes["abort"] == 1024
         assert after["requests_accepted_total"] == sum(outcomes(after).values())
         assert answers[0].status_code == 200 and len(answers[0].json()) == 1024
 

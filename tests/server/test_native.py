@@ -25,31 +25,31 @@ def without_time(answer):
 
 def test_an_answer_is_the_engines_own(engine, server):
     asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "return_routed_experts": True}
-    said = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY, **asked}).json()
-    wanted = engine.generate(PROMPT, GREEDY, **asked)
-    assert said.keys() == wanted.keys() == {"text", "output_ids", "meta_info"}
-    assert said["meta_info"].keys() == wanted["meta_info"].keys()
+    output = server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY, **asked}).json()
+    expected = engine.generate(PROMPT, GREEDY, **asked)
+    assert output.keys() == expected.keys() == {"text", "output_ids", "meta_info"}
+    assert output["meta_info"].keys() == expected["meta_info"].keys()
     for key in ("output_token_logprobs", "input_token_logprobs"):
-        told, mine = said["meta_info"][key], wanted["meta_info"][key]
-        assert [one[1:] for one in told] == [one[1:] for one in mine]
-        assert [one[0] for one in told[1:]] == pytest.approx([one[0] for one in mine[1:]], abs=1e-4)
-    assert said["text"] == wanted["text"] and said["output_ids"] == wanted["output_ids"]
-    assert said["meta_info"]["routed_experts"] == wanted["meta_info"]["routed_experts"]
+        logprobs, mine = output["meta_info"][key], expected["meta_info"][key]
+        assert [one[1:] for one in logprobs] == [one[1:] for one in mine]
+        assert [one[0] for one in logprobs[1:]] == pytest.approx([one[0] for one in mine[1:]], abs=1e-4)
+    assert output["text"] == expected["text"] and output["output_ids"] == expected["output_ids"]
+    assert output["meta_info"]["routed_experts"] == expected["meta_info"]["routed_experts"]
 
 
 def test_many_prompts_and_choices_come_in_order(engine, server):
     prompts = [PROMPT, "The cat", "One two"]
-    said = server.post("/generate", {"text": prompts, "sampling_params": GREEDY}).json()
-    assert [one["text"] for one in said] == [engine.generate(prompt, GREEDY)["text"] for prompt in prompts]
+    output = server.post("/generate", {"text": prompts, "sampling_params": GREEDY}).json()
+    assert [one["text"] for one in output] == [engine.generate(prompt, GREEDY)["text"] for prompt in prompts]
     ids = [engine.tokenizer.encode(prompt) for prompt in prompts]
     assert [one["text"] for one in server.post("/generate", {"input_ids": ids, "sampling_params": GREEDY}).json()] == [
-        one["text"] for one in said
+        one["text"] for one in output
     ]
     assert isinstance(server.post("/generate", {"input_ids": ids[0], "sampling_params": GREEDY}).json(), dict)
     sampled = {"n": 2, "sampling_seed": 4, "max_new_tokens": 5}
-    wanted = engine.generate(PROMPT, {"n": 2, "seed": 4, "max_new_tokens": 5})
+    expected = engine.generate(PROMPT, {"n": 2, "seed": 4, "max_new_tokens": 5})
     two = server.client.put("/generate", json={"text": PROMPT, "sampling_params": sampled}).json()
-    assert [one["text"] for one in two] == [one["text"] for one in wanted]
+    assert [one["text"] for one in two] == [one["text"] for one in expected]
 
 
 def test_rows_of_some_prompts_only(server):
@@ -73,8 +73,8 @@ def test_of_refs_only_those_asked_for_are_kept(server):
     }
     for streamed in (False, True):
         if streamed:
-            told = {chunk["index"]: chunk for chunk in stream(server, "/generate", {**body, "rid": "some"})}
-            first, second = told[0], told[1]
+            chunks = {chunk["index"]: chunk for chunk in stream(server, "/generate", {**body, "rid": "some"})}
+            first, second = chunks[0], chunks[1]
         else:
             first, second = server.post("/generate", {**body, "rid": "some"}).json()
         assert not [key for key in first["meta_info"] if "routed" in key]
@@ -83,7 +83,7 @@ def test_of_refs_only_those_asked_for_are_kept(server):
         assert server.client.get("/v1/routing/some?choice=1").status_code == 200
         assert error_of(server.client.get("/v1/routing/some?choice=0"), 404)["code"] == "routing_not_found"
         server.client.delete("/v1/routing/some")
-    assert server.service.store.nbytes == 0
+    assert server.state.store.nbytes == 0
 
 
 def test_a_stream_is_cumulative_and_ends_as_the_answer(server):
@@ -123,10 +123,10 @@ def test_what_slime_checks_on_a_response(engine, server):
         payload = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "return_routed_experts": True}
         response = server.post("/generate", {**payload, "routed_experts_start_len": start})
         assert "spaces_between_special_tokens" in response.headers["x-ignored-params"]
-        said = response.json()
-        meta = said["meta_info"]
+        output = response.json()
+        meta = output["meta_info"]
         tokens = ids + [item[1] for item in meta["output_token_logprobs"]]
-        assert [item[1] for item in meta["output_token_logprobs"]] == said["output_ids"]
+        assert [item[1] for item in meta["output_token_logprobs"]] == output["output_ids"]
         flat = np.frombuffer(base64.b64decode(meta["routed_experts"].encode("ascii")), dtype=np.int32)
         assert flat.size == (len(tokens) - 1 - start) * L * K
         assert meta["routed_experts_start_len"] == start and meta["weight_version"] == "0"
@@ -146,9 +146,11 @@ def test_how_slime_controls_a_server(server):
 
 def test_what_verl_reads(engine, server):
     ids = engine.tokenizer.encode(PROMPT)
-    said = server.post("/generate", {"input_ids": ids, "sampling_params": GREEDY, "return_routed_experts": True}).json()
-    rows = extract_routed_experts_from_meta_info(said).reshape(-1, L, K)
-    assert rows.shape[0] == len(ids) + len(said["output_ids"]) - 1
+    output = server.post(
+        "/generate", {"input_ids": ids, "sampling_params": GREEDY, "return_routed_experts": True}
+    ).json()
+    rows = extract_routed_experts_from_meta_info(output).reshape(-1, L, K)
+    assert rows.shape[0] == len(ids) + len(output["output_ids"]) - 1
     assert rows.flags.writeable and np.issubdtype(rows.dtype, np.integer)
     assert (rows[:, 0] == -1).all() and rows[:, 1:].min() >= 0 and rows[:, 1:].max() < 16
 
@@ -167,8 +169,8 @@ def test_an_id_in_use_is_a_conflict_and_an_abort_frees_it(server):
         assert error_of(server.post("/generate", {"text": "a", "rid": "busy"}), 409)["code"] == "duplicate_request_id"
         assert error_of(server.client.get("/flush_cache"), 400)["code"] == "requests_running"
         assert server.post("/abort_request", {"rid": "busy"}).json()["aborted"] == 1
-        told = [line for line in lines if line.startswith("data: ")]
-    assert '"type":"abort"' in told[-2] and told[-1] == "data: [DONE]"
+        events = [line for line in lines if line.startswith("data: ")]
+    assert '"type":"abort"' in events[-2] and events[-1] == "data: [DONE]"
     server.wait_idle()
     assert server.client.get("/flush_cache").status_code == 200
 
@@ -201,12 +203,12 @@ def test_a_wrong_request_is_a_400_that_names_the_field(server, body, param):
 
 
 def test_tokens_and_text_go_both_ways(engine, server):
-    said = server.post("/tokenize", {"prompt": PROMPT, "return_token_strs": True}).json()
-    assert said["tokens"] == engine.tokenizer.encode(PROMPT) and said["count"] == len(said["tokens"]) == len(
-        said["token_strs"]
+    output = server.post("/tokenize", {"prompt": PROMPT, "return_token_strs": True}).json()
+    assert output["tokens"] == engine.tokenizer.encode(PROMPT) and output["count"] == len(output["tokens"]) == len(
+        output["token_strs"]
     )
-    assert said["max_model_len"] == 512
-    assert server.post("/detokenize", {"tokens": said["tokens"]}).json()["prompt"] == PROMPT
+    assert output["max_model_len"] == 512
+    assert server.post("/detokenize", {"tokens": output["tokens"]}).json()["prompt"] == PROMPT
     messages = [{"role": "user", "content": "a"}]
     rendered = engine.tokenizer.apply_chat_template(messages)
     assert server.post("/tokenize", {"messages": messages}).json()["tokens"] == engine.tokenizer.encode(
@@ -246,10 +248,10 @@ def test_metrics_count_what_was_served(server):
         name: value(name)
         for name in ("generation_tokens_total", "requests_accepted_total", "e2e_request_latency_seconds_count")
     }
-    said = server.post(
+    output = server.post(
         "/generate", {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
     ).json()
-    assert len(said) == 2
+    assert len(output) == 2
     assert value("generation_tokens_total") == before["generation_tokens_total"] + 10
     assert value("requests_accepted_total") == before["requests_accepted_total"] + 2
     assert value("e2e_request_latency_seconds_count") == before["e2e_request_latency_seconds_count"] + 2
@@ -336,8 +338,8 @@ def test_new_weights_come_from_below_one_root_alone(tmp_path):
         assert "<path>" in error_of(server.post("/update_weights_from_disk", {"model_path": "empty"}), 400)["message"]
         assert server.client.get("/get_weight_version").json() == {"weight_version": "0"}
         assert server.post("/generate", {"text": PROMPT, "sampling_params": GREEDY}).json()["text"] == old["text"]
-        said = server.post("/update_weights_from_disk", {"model_path": "two", "weight_version": "7"}).json()
-        assert said["success"] is True and server.client.get("/get_weight_version").json() == {"weight_version": "7"}
+        output = server.post("/update_weights_from_disk", {"model_path": "two", "weight_version": "7"}).json()
+        assert output["success"] is True and server.client.get("/get_weight_version").json() == {"weight_version": "7"}
         new = server.post(
             "/generate", {"text": PROMPT, "sampling_params": GREEDY, "return_routed_experts": True}
         ).json()

@@ -23,16 +23,16 @@ def completion(server, **body):
 
 
 def test_a_completion_is_what_the_engine_says(engine, server):
-    wanted = text_of(engine, PROMPT)
-    said = completion(server, model="tiny")
-    (choice,) = said["choices"]
-    assert choice["text"] == wanted["text"]
-    assert choice["finish_reason"] == wanted["meta_info"]["finish_reason"]["type"]
-    assert said["object"] == "text_completion" and said["model"] == "tiny" and "meta_info" not in choice
-    usage = said["usage"]
+    expected = text_of(engine, PROMPT)
+    output = completion(server, model="tiny")
+    (choice,) = output["choices"]
+    assert choice["text"] == expected["text"]
+    assert choice["finish_reason"] == expected["meta_info"]["finish_reason"]["type"]
+    assert output["object"] == "text_completion" and output["model"] == "tiny" and "meta_info" not in choice
+    usage = output["usage"]
     assert (
-        usage["completion_tokens"] == len(wanted["output_ids"])
-        and usage["prompt_tokens"] == wanted["meta_info"]["prompt_tokens"]
+        usage["completion_tokens"] == len(expected["output_ids"])
+        and usage["prompt_tokens"] == expected["meta_info"]["prompt_tokens"]
     )
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
@@ -52,13 +52,13 @@ def test_text_ids_and_lists_of_them_are_the_same_prompts(engine, server):
 
 def test_choices_are_those_of_the_seed(engine, server):
     params = {"temperature": 1.0, "seed": 7, "n": 3}
-    wanted = [one["text"] for one in engine.generate(PROMPT, {"max_new_tokens": 8, **params})]
-    said = completion(server, **params)
-    assert [choice["text"] for choice in said["choices"]] == wanted
-    assert len(set(wanted)) > 1, "the choices must differ for this to say anything"
-    assert completion(server, **params)["choices"] == said["choices"]
+    expected = [one["text"] for one in engine.generate(PROMPT, {"max_new_tokens": 8, **params})]
+    output = completion(server, **params)
+    assert [choice["text"] for choice in output["choices"]] == expected
+    assert len(set(expected)) > 1, "the choices must differ for this to say anything"
+    assert completion(server, **params)["choices"] == output["choices"]
     other = completion(server, temperature=1.0, seed=-7)["choices"][0]["text"]
-    assert other != wanted[0], "a negative seed is a seed of its own"
+    assert other != expected[0], "a negative seed is a seed of its own"
 
 
 @pytest.mark.parametrize("echo", [False, True])
@@ -99,9 +99,9 @@ def test_a_stream_says_what_the_answer_says_at_once(server, echo):
 
 def test_echo_gives_the_prompt_with_its_logprobs_as_evaluators_read_them(engine, server):
     ids = engine.tokenizer.encode(PROMPT)
-    said = completion(server, prompt=[ids], echo=True, logprobs=1, max_tokens=1)["choices"][0]
-    told, wanted = (
-        said["logprobs"],
+    output = completion(server, prompt=[ids], echo=True, logprobs=1, max_tokens=1)["choices"][0]
+    logprobs, expected = (
+        output["logprobs"],
         engine.generate(
             input_ids=ids,
             sampling_params={"temperature": 0, "max_new_tokens": 1},
@@ -110,27 +110,31 @@ def test_echo_gives_the_prompt_with_its_logprobs_as_evaluators_read_them(engine,
             top_logprobs_num=1,
         )["meta_info"],
     )
-    assert len(told["tokens"]) == len(ids) + 1 == len(told["token_logprobs"]) == len(told["top_logprobs"])
-    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
-    assert told["token_logprobs"][1:-1] == pytest.approx(
-        [one[0] for one in wanted["input_token_logprobs"][1:]], abs=1e-5
+    assert len(logprobs["tokens"]) == len(ids) + 1 == len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"])
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    assert logprobs["token_logprobs"][1:-1] == pytest.approx(
+        [one[0] for one in expected["input_token_logprobs"][1:]], abs=1e-5
     )
-    assert told["token_logprobs"][-1] == pytest.approx(wanted["output_token_logprobs"][0][0], abs=1e-5)
-    assert said["text"].startswith(PROMPT) and "".join(told["tokens"]) == said["text"]
-    for token, value, top in zip(told["tokens"][1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True):
+    assert logprobs["token_logprobs"][-1] == pytest.approx(expected["output_token_logprobs"][0][0], abs=1e-5)
+    assert output["text"].startswith(PROMPT) and "".join(logprobs["tokens"]) == output["text"]
+    for token, value, top in zip(
+        logprobs["tokens"][1:], logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True
+    ):
         assert top[token] == value and max(top.values()) >= value and len(top) <= 2
     # The text of each token stands where text_offset says.
     assert all(
-        said["text"][at:].startswith(token) for token, at in zip(told["tokens"], told["text_offset"], strict=True)
+        output["text"][at:].startswith(token)
+        for token, at in zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
     )
 
 
 def test_no_new_tokens_compute_the_prompt_alone(server):
-    said = completion(server, max_tokens=0, echo=True, logprobs=0)
-    (choice,) = said["choices"]
+    output = completion(server, max_tokens=0, echo=True, logprobs=0)
+    (choice,) = output["choices"]
     assert choice["text"] == PROMPT and choice["finish_reason"] == "length"
     assert (
-        said["usage"]["completion_tokens"] == 0 and len(choice["logprobs"]["tokens"]) == said["usage"]["prompt_tokens"]
+        output["usage"]["completion_tokens"] == 0
+        and len(choice["logprobs"]["tokens"]) == output["usage"]["prompt_tokens"]
     )
     assert (
         "".join(
@@ -142,14 +146,14 @@ def test_no_new_tokens_compute_the_prompt_alone(server):
 
 
 def test_defaults_of_length_are_each_surfaces_own(server):
-    said = server.post("/v1/completions", {"prompt": PROMPT, "ignore_eos": True}).json()
-    assert said["usage"]["completion_tokens"] == 16
-    said = server.post(
+    output = server.post("/v1/completions", {"prompt": PROMPT, "ignore_eos": True}).json()
+    assert output["usage"]["completion_tokens"] == 16
+    output = server.post(
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
     ).json()
-    assert said["usage"]["total_tokens"] == 512, "chat fills the context"
-    said = server.post("/generate", {"text": PROMPT, "sampling_params": {"ignore_eos": True}}).json()
-    assert said["meta_info"]["completion_tokens"] == 128
+    assert output["usage"]["total_tokens"] == 512, "chat fills the context"
+    output = server.post("/generate", {"text": PROMPT, "sampling_params": {"ignore_eos": True}}).json()
+    assert output["meta_info"]["completion_tokens"] == 128
     near = server.post("/v1/completions", {"prompt": [[5] * 505], "ignore_eos": True}).json()
     assert near["usage"]["completion_tokens"] == 7, "a default is cut to what fits"
 
@@ -158,19 +162,19 @@ def test_stop_strings_end_the_text_and_are_named(engine, server):
     bias = {str(token): value for token, value in letter_bias(engine).items()}
     free = completion(server, logit_bias=bias, max_tokens=20, ignore_eos=True)["choices"][0]["text"]
     stop = free[6:9]
-    said = completion(server, logit_bias=bias, max_tokens=20, ignore_eos=True, stop=[stop, "never"])["choices"][0]
-    assert said["text"] == free[: free.index(stop)]
-    assert (said["finish_reason"], said["stop_reason"]) == ("stop", stop)
-    kept = completion(
+    output = completion(server, logit_bias=bias, max_tokens=20, ignore_eos=True, stop=[stop, "never"])["choices"][0]
+    assert output["text"] == free[: free.index(stop)]
+    assert (output["finish_reason"], output["stop_reason"]) == ("stop", stop)
+    included = completion(
         server, logit_bias=bias, max_tokens=20, ignore_eos=True, stop=stop, include_stop_str_in_output=True
     )["choices"][0]
-    assert kept["text"] == free[: free.index(stop)] + stop
+    assert included["text"] == free[: free.index(stop)] + stop
     chunks = stream(
         server,
         "/v1/completions",
         {"prompt": PROMPT, "logit_bias": bias, "temperature": 0, "max_tokens": 20, "stop": stop},
     )
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == said["text"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == output["text"]
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x"}}
@@ -186,12 +190,12 @@ def chat(server, **body):
 def test_chat_renders_the_checkpoints_template(engine, server):
     text = engine.tokenizer.apply_chat_template(MESSAGES)
     ids = engine.tokenizer.encode(text, add_special_tokens=False)
-    wanted = engine.generate(input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 8})
-    said = chat(server)
-    message = said["choices"][0]["message"]
-    assert (message["role"], message["content"]) == ("assistant", wanted["text"])
-    assert said["object"] == "chat.completion"
-    assert said["usage"]["prompt_tokens"] == wanted["meta_info"]["prompt_tokens"]
+    expected = engine.generate(input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 8})
+    output = chat(server)
+    message = output["choices"][0]["message"]
+    assert (message["role"], message["content"]) == ("assistant", expected["text"])
+    assert output["object"] == "chat.completion"
+    assert output["usage"]["prompt_tokens"] == expected["meta_info"]["prompt_tokens"]
     parts = [
         {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
         MESSAGES[1],
@@ -218,12 +222,12 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(server):
 
 
 def test_chat_logprobs_name_the_sampled_token_and_its_bytes(engine, server):
-    said = chat(server, logprobs=True, top_logprobs=3)["choices"][0]
-    content = said["logprobs"]["content"]
+    output = chat(server, logprobs=True, top_logprobs=3)["choices"][0]
+    content = output["logprobs"]["content"]
     assert (
         b"".join(bytes(one["bytes"]) for one in content)
         .decode("utf-8", "replace")
-        .startswith(said["message"]["content"])
+        .startswith(output["message"]["content"])
     )
     for one in content:
         assert len(one["top_logprobs"]) == 3 and one["logprob"] <= 0 and math.isfinite(one["logprob"])
@@ -233,9 +237,11 @@ def test_chat_logprobs_name_the_sampled_token_and_its_bytes(engine, server):
 
 
 def test_ids_of_prompt_and_answer_come_when_asked(engine, server):
-    said = completion(server, return_token_ids=True)["choices"][0]
-    wanted = text_of(engine, PROMPT)
-    assert said["token_ids"] == wanted["output_ids"] and said["prompt_token_ids"] == engine.tokenizer.encode(PROMPT)
+    output = completion(server, return_token_ids=True)["choices"][0]
+    expected = text_of(engine, PROMPT)
+    assert output["token_ids"] == expected["output_ids"] and output["prompt_token_ids"] == engine.tokenizer.encode(
+        PROMPT
+    )
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,9 @@ def test_every_choice_has_its_own_rows(server, records, form, layers, streamed):
         assert all(one["finish_reason"] == "length" for one in whole["choices"])
     else:
         whole = server.post("/v1/completions", body).json()
-    for choice, wanted in enumerate(records):
+    for choice, expected in enumerate(records):
         record = record_from_response(whole, choice)
-        assert np.array_equal(record.ids, wanted[:, 1:]), (form, layers, choice)
+        assert np.array_equal(record.ids, expected[:, 1:]), (form, layers, choice)
         assert whole["choices"][choice]["meta_info"]["weight_version"] == "0"
         assert (record.num_rows, record.num_tokens) == (record.num_prompt_tokens + 6, record.num_prompt_tokens + 7)
     assert not np.array_equal(records[0], records[1]), "the choices must differ for this to say anything"
@@ -78,12 +78,12 @@ def test_int32_is_where_rl_frameworks_look(server, records):
 
 
 def test_vllm_021_splits_prompt_and_generation_without_being_asked(peers, records):
-    said = peers["vllm021"].post("/v1/completions", {**SAMPLED, "n": 3}).json()
-    prompt = np.array(said["prompt_routed_experts"])
-    for choice, wanted in zip(said["choices"], records, strict=True):
+    output = peers["vllm021"].post("/v1/completions", {**SAMPLED, "n": 3}).json()
+    prompt = np.array(output["prompt_routed_experts"])
+    for choice, expected in zip(output["choices"], records, strict=True):
         generated = np.array(choice["routed_experts"])
         assert generated.shape == (6, M, K), "gen_len - 1 rows, MoE layers alone"
-        assert np.array_equal(np.concatenate([prompt, generated]), wanted[:, 1:])
+        assert np.array_equal(np.concatenate([prompt, generated]), expected[:, 1:])
     quiet = peers["vllm021"].post("/v1/completions", {**SAMPLED, "return_routed_experts": False}).json()
     assert "prompt_routed_experts" not in quiet and "routed_experts" not in quiet["choices"][0]
     error = error_of(peers["vllm021"].post("/v1/completions", {"prompt": ["a", "b"]}), 400)
@@ -91,16 +91,16 @@ def test_vllm_021_splits_prompt_and_generation_without_being_asked(peers, record
 
 
 def test_vllm_033_sends_an_npy_of_all_layers(peers, records):
-    said = (
+    output = (
         peers["vllm"]
         .post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3})
         .json()
     )
-    loaded = np.load(io.BytesIO(base64.b64decode(said["choices"][0]["routed_experts"])), allow_pickle=False)
+    loaded = np.load(io.BytesIO(base64.b64decode(output["choices"][0]["routed_experts"])), allow_pickle=False)
     assert loaded.dtype == np.uint8 and loaded.shape[1:] == (L, K) and not loaded[:, 0].any()
-    assert loaded.shape[0] == said["usage"]["total_tokens"] - 1
-    said = peers["vllm"].post("/v1/completions", SAMPLED).json()["choices"][0]
-    assert np.array_equal(rows(said), records[0])
+    assert loaded.shape[0] == output["usage"]["total_tokens"] - 1
+    output = peers["vllm"].post("/v1/completions", SAMPLED).json()["choices"][0]
+    assert np.array_equal(rows(output), records[0])
     asked = peers["vllm"].post("/v1/completions", {**SAMPLED, "routed_experts_format": "int32"}).json()["choices"][0]
     assert "routed_experts" not in asked and np.array_equal(rows(asked), records[0]), (
         "a named format stands in its own place"
@@ -125,33 +125,33 @@ def test_no_new_tokens_give_a_row_for_every_token(server, records, engine):
         ("/v1/completions", {"prompt": ids, "max_tokens": 0}),
         ("/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 0}}),
     ):
-        said = server.post(path, {**body, "return_routed_experts": True}).json()
-        record = record_from_response(said)
+        output = server.post(path, {**body, "return_routed_experts": True}).json()
+        record = record_from_response(output)
         assert record.num_rows == record.num_tokens == len(ids)
         assert np.array_equal(record.ids, records[0][: len(ids), 1:])
         if path == "/generate":
-            meta = said["meta_info"]
-            assert said["text"] == "" and said["output_ids"] == [] and meta["completion_tokens"] == 0
+            meta = output["meta_info"]
+            assert output["text"] == "" and output["output_ids"] == [] and meta["completion_tokens"] == 0
             assert meta["finish_reason"] == {"type": "length", "length": 0}
 
 
 def test_a_ref_is_fetched_from_its_url(server, records):
     body = {**SAMPLED, "n": 2, "return_routed_experts": True, "routed_experts_format": "ref", "request_id": "r1"}
-    said = server.post("/v1/completions", body).json()
-    for choice, wanted in zip(said["choices"], records, strict=False):
+    output = server.post("/v1/completions", body).json()
+    for choice, expected in zip(output["choices"], records, strict=False):
         meta = choice["meta_info"]
         assert meta["routed_experts_ref"] == f"/v1/routing/r1?choice={choice['index']}" and "routed_experts" not in meta
         answer = server.client.get(meta["routed_experts_ref"])
         record = record_from_npy(answer.content, json.loads(answer.headers["x-routed-experts-info"]))
-        assert np.array_equal(record.ids, wanted[:, 1:])
+        assert np.array_equal(record.ids, expected[:, 1:])
         assert json.loads(answer.headers["x-routed-experts-info"]) == meta["routed_experts_info"]
         assert answer.headers["etag"] == f'"{hashlib.sha256(answer.content).hexdigest()}.npy"'
         assert int(answer.headers["content-length"]) == len(answer.content)
         head = server.client.head(meta["routed_experts_ref"])
         assert head.content == b"" and head.headers["etag"] == answer.headers["etag"]
         packed = server.client.get(meta["routed_experts_ref"] + "&format=safetensors").content
-        found, tokens = decode_record_and_tokens(packed)
-        assert found == record and tokens.size == record.num_tokens
+        decoded, tokens = decode_record_and_tokens(packed)
+        assert decoded == record and tokens.size == record.num_tokens
         assert (
             server.client.get(meta["routed_experts_ref"], headers={"if-none-match": answer.headers["etag"]}).status_code
             == 304
@@ -161,7 +161,7 @@ def test_a_ref_is_fetched_from_its_url(server, records):
     assert error_of(server.client.get("/v1/routing/r1?format=pickle"), 400)["code"] == "unknown_format"
     assert server.client.delete("/v1/routing/r1").status_code == 204
     assert error_of(server.client.get("/v1/routing/r1"), 404)["code"] == "routing_not_found"
-    assert server.service.store.nbytes == 0
+    assert server.state.store.nbytes == 0
 
 
 def test_a_native_ref_and_its_stream(server, records):
@@ -215,10 +215,10 @@ def test_asking_where_nothing_is_recorded_is_a_400_and_the_server_lives(dialect,
 
 def test_a_server_without_a_tokenizer_serves_ids(engine_factory):
     with engine_factory(skip_tokenizer_init=True) as plain, running(plain) as server:
-        said = server.post(
+        output = server.post(
             "/v1/completions", {"prompt": [5, 6], "max_tokens": 3, "logprobs": 1, "return_token_ids": True}
         ).json()
-        (choice,) = said["choices"]
+        (choice,) = output["choices"]
         assert choice["text"] == "" and len(choice["token_ids"]) == 3
         assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
         assert (
@@ -245,9 +245,9 @@ def test_native_rows_in_every_format(server, records):
         "sampling_params": {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True},
     }
     for form in ("int32", "npy", "list"):
-        said = server.post("/generate", {**body, "return_routed_experts": True, "routed_experts_format": form}).json()
-        assert np.array_equal(record_from_meta_info(said).ids, records[0][:, 1:])
-        assert said["meta_info"]["routed_experts_info"]["layers"] == ("all" if form == "int32" else "moe")
+        output = server.post("/generate", {**body, "return_routed_experts": True, "routed_experts_format": form}).json()
+        assert np.array_equal(record_from_meta_info(output).ids, records[0][:, 1:])
+        assert output["meta_info"]["routed_experts_info"]["layers"] == ("all" if form == "int32" else "moe")
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_a_store_of_no_bytes_refuses_refs(engine):
 def joined(pieces):
     """Increments put together: (rows [R, L, K], start of the first); each begins where the one before ended."""
     starts = [record.start for record in pieces]
-    assert starts == [starts[0] + sum(one.num_rows for one in pieces[:place]) for place in range(len(pieces))]
+    assert starts == [starts[0] + sum(one.num_rows for one in pieces[:index]) for index in range(len(pieces))]
     return np.concatenate([record.ids for record in pieces]), starts[0]
 
 
@@ -355,7 +355,7 @@ def test_rows_that_are_streamed_come_with_their_tokens_and_join_to_the_whole(ser
         "routed_experts_start_len": start,
     }
     chunks = stream(server, "/v1/completions", {**SAMPLED, "n": 2, **wish})
-    for index, wanted in enumerate(records[:2]):
+    for index, expected in enumerate(records[:2]):
         mine = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
         holders = [chunk for chunk in mine if "routed_experts_info" in json.dumps(chunk)]
         if form == "list":
@@ -365,10 +365,10 @@ def test_rows_that_are_streamed_come_with_their_tokens_and_join_to_the_whole(ser
             record_from_response({**chunk, "choices": [{**chunk["choices"][0], "index": 0}]}) for chunk in holders
         ]
         ids, first = joined(pieces)
-        assert first == start and np.array_equal(ids, wanted[start:, 1:])
+        assert first == start and np.array_equal(ids, expected[start:, 1:])
         assert pieces[0].num_rows == prompt_len - start, "the prompt's rows come with the first token"
-        for place, piece in enumerate(pieces):
-            assert piece.num_tokens == prompt_len + place + 1 == piece.start + piece.num_rows + 1, (
+        for index, piece in enumerate(pieces):
+            assert piece.num_tokens == prompt_len + index + 1 == piece.start + piece.num_rows + 1, (
                 "no row before its token is told"
             )
     body = {
@@ -388,13 +388,13 @@ def test_streamed_rows_of_a_long_prompt_come_in_pieces(server, engine):
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 3, "ignore_eos": True, "temperature": 0}}
     wish = {"return_routed_experts": True, "routed_experts_stream": True}
     whole = record_from_meta_info(server.post("/generate", {**body, "return_routed_experts": True}).json())
-    for path, said in (
+    for path, output in (
         ("/generate", body),
         ("/v1/completions", {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "temperature": 0}),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("routed_experts.server.routing.response.MAX_EVENT_PAYLOAD", 8 * 1024)
-            events = stream(server, path, {**said, **wish})
+            events = stream(server, path, {**output, **wish})
         holders = [one for one in events if "routed_experts_info" in json.dumps(one)]
         pieces = [record_from_response(one) for one in holders]
         assert len(holders) > 5 and np.array_equal(joined(pieces)[0], whole.ids)
@@ -409,5 +409,5 @@ def test_streamed_rows_of_a_long_prompt_come_in_pieces(server, engine):
 
 def test_the_engine_streams_rows_too(engine, records):
     params = {"max_new_tokens": 7, "temperature": 1.0, "seed": 11, "ignore_eos": True}
-    told = list(engine.generate(PROMPT, params, stream=True, return_routed_experts=True, routed_experts_stream=True))
-    assert np.array_equal(joined([record_from_meta_info(one) for one in told])[0], records[0][:, 1:])
+    outputs = list(engine.generate(PROMPT, params, stream=True, return_routed_experts=True, routed_experts_stream=True))
+    assert np.array_equal(joined([record_from_meta_info(one) for one in outputs])[0], records[0][:, 1:])

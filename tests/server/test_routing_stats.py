@@ -35,24 +35,26 @@ def record(server, engine):
 
 
 def test_counts_are_those_of_the_rows(server, record):
-    said = server.client.get("/v1/routing/stats").json()
-    assert (said["layer_ids"], said["num_experts"], said["top_k"]) == ([1, 2, 3], 16, 4)
-    assert said["num_tokens"] == {"prompt": 37, "generated": 9}
+    output = server.client.get("/v1/routing/stats").json()
+    assert (output["layer_ids"], output["num_experts"], output["top_k"]) == ([1, 2, 3], 16, 4)
+    assert output["num_tokens"] == {"prompt": 37, "generated": 9}
     prompt, generated = counted(record, range(37)), counted(record, range(37, 46))
-    assert np.array_equal(said["counts"]["prompt"], prompt) and np.array_equal(said["counts"]["generated"], generated)
-    assert said["window"] == {"num_tokens": 46, "counts": said["counts"]}
+    assert np.array_equal(output["counts"]["prompt"], prompt) and np.array_equal(
+        output["counts"]["generated"], generated
+    )
+    assert output["window"] == {"num_tokens": 46, "counts": output["counts"]}
     load = prompt + generated
     for layer in range(3):
         share = [count / load[layer].sum() for count in load[layer] if count]
-        assert said["imbalance"][layer] == pytest.approx(max(load[layer]) * 16 / sum(load[layer]))
-        assert said["entropy"][layer] == pytest.approx(-sum(p * np.log(p) for p in share) / np.log(16))
-        assert said["dead_experts"][layer] == sum(count == 0 for count in load[layer])
+        assert output["imbalance"][layer] == pytest.approx(max(load[layer]) * 16 / sum(load[layer]))
+        assert output["entropy"][layer] == pytest.approx(-sum(p * np.log(p) for p in share) / np.log(16))
+        assert output["dead_experts"][layer] == sum(count == 0 for count in load[layer])
 
 
 def test_metrics_say_the_same(server, record, engine):
-    said = server.client.get("/v1/routing/stats").json()
+    output = server.client.get("/v1/routing/stats").json()
     lines = server.client.get("/metrics").text.splitlines()
-    told = {
+    metrics = {
         name: float(value)
         for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith("routed_experts_"))
     }
@@ -61,8 +63,10 @@ def test_metrics_say_the_same(server, record, engine):
         ("expert_entropy", "entropy"),
         ("dead_experts", "dead_experts"),
     ):
-        assert [told[f'routed_experts_{name}{{layer="{layer}"}}'] for layer in (1, 2, 3)] == pytest.approx(said[key])
-    assert not [name for name in told if "expert_tokens" in name], "many series come only when they are wanted"
+        assert [metrics[f'routed_experts_{name}{{layer="{layer}"}}'] for layer in (1, 2, 3)] == pytest.approx(
+            output[key]
+        )
+    assert not [name for name in metrics if "expert_tokens" in name], "many series come only when they are wanted"
     with running(engine, expert_metrics=True) as other:
         text = other.client.get("/metrics").text
     each = [line for line in text.splitlines() if line.startswith("routed_experts_expert_tokens_total{")]

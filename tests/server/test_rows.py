@@ -19,13 +19,13 @@ def test_the_last_token_has_its_row_if_it_is_wanted(server, path, max_tokens):
             "sampling_params": {"max_new_tokens": max_tokens, "n": 2, "sampling_seed": 11, "ignore_eos": True},
         }
     for streamed in (False, True):
-        said = stream(server, path, {**body, **asked}) if streamed else server.post(path, {**body, **asked}).json()
+        output = stream(server, path, {**body, **asked}) if streamed else server.post(path, {**body, **asked}).json()
         if path == "/generate":
-            ended = [one for one in said if one["meta_info"]["finish_reason"]]
+            ended = [one for one in output if one["meta_info"]["finish_reason"]]
         else:
             ended = [
                 {"choices": [choice]}
-                for one in (said if streamed else [said])
+                for one in (output if streamed else [output])
                 for choice in one["choices"]
                 if "meta_info" in choice
             ]
@@ -61,11 +61,11 @@ def test_parts_of_a_ref_join_to_the_whole(server):
         (f"bytes=50-{size + 9}", 50, size - 1),
         (f"bytes=-{size + 9}", 0, size - 1),
     ):
-        found = part(asked, **{"if-range": tag})
-        assert found.status_code == 206 and found.content == whole.content[first : last + 1], asked
-        assert found.headers["content-range"] == f"bytes {first}-{last}/{size}"
-        assert int(found.headers["content-length"]) == last - first + 1
-        assert found.headers["etag"] == tag and "x-routed-experts-info" in found.headers
+        response = part(asked, **{"if-range": tag})
+        assert response.status_code == 206 and response.content == whole.content[first : last + 1], asked
+        assert response.headers["content-range"] == f"bytes {first}-{last}/{size}"
+        assert int(response.headers["content-length"]) == last - first + 1
+        assert response.headers["etag"] == tag and "x-routed-experts-info" in response.headers
     for asked in ("bytes=0-1,5-6", "rows=0-1", "bytes=9-5", "bytes=-", "bytes=a-b", "bytes=\u0665-"):
         assert part(asked.encode()).content == whole.content, asked
     assert part("bytes=0-1", **{"if-range": '"another"'}).status_code == 200

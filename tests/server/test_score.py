@@ -24,16 +24,16 @@ def score(server, **body):
 
 
 def test_scores_are_the_engines(engine, server):
-    said = score(server, token_ids=[TOKENS, OTHERS, [4]])
-    wanted = engine.score([TOKENS, OTHERS, [4]])
-    assert [one["index"] for one in said["data"]] == [0, 1, 2] and said["usage"]["total_tokens"] == 12
-    for one, output in zip(said["data"], wanted, strict=True):
+    response = score(server, token_ids=[TOKENS, OTHERS, [4]])
+    expected = engine.score([TOKENS, OTHERS, [4]])
+    assert [one["index"] for one in response["data"]] == [0, 1, 2] and response["usage"]["total_tokens"] == 12
+    for one, output in zip(response["data"], expected, strict=True):
         assert np.array_equal(np.asarray(one["logprobs"], np.float32), output.logprobs)
         assert one["meta_info"] == {
             "prompt_tokens": output.token_ids.size,
             "weight_version": str(output.weight_version),
         }
-    assert score(server, token_ids=TOKENS)["data"][0]["logprobs"] == said["data"][0]["logprobs"], (
+    assert score(server, token_ids=TOKENS)["data"][0]["logprobs"] == response["data"][0]["logprobs"], (
         "one sequence needs no list"
     )
 
@@ -46,47 +46,49 @@ def test_a_row_of_every_token_comes_in_every_format(engine, server, form):
         "routed_experts_start_len": 3,
         "request_id": "scored",
     }
-    (said,) = score(server, token_ids=TOKENS, **fields)["data"]
-    wanted = engine.score(TOKENS).routed_experts[3:]
+    (response,) = score(server, token_ids=TOKENS, **fields)["data"]
+    expected = engine.score(TOKENS).routed_experts[3:]
     if form == "ref":
-        answer = server.client.get(said["meta_info"]["routed_experts_ref"])
+        answer = server.client.get(response["meta_info"]["routed_experts_ref"])
         record = record_from_npy(answer.content, json.loads(answer.headers["x-routed-experts-info"]))
         server.client.delete("/v1/routing/scored")
     else:
-        record = record_from_response({"choices": [said], "prompt_routed_experts": said.get("prompt_routed_experts")})
-    assert record == wanted and record.num_rows == len(TOKENS) - 3
-    info = said.get("routed_experts_info") or said["meta_info"]["routed_experts_info"]
+        record = record_from_response(
+            {"choices": [response], "prompt_routed_experts": response.get("prompt_routed_experts")}
+        )
+    assert record == expected and record.num_rows == len(TOKENS) - 3
+    info = response.get("routed_experts_info") or response["meta_info"]["routed_experts_info"]
     assert info["include_last"] is True
 
 
 def test_rows_of_an_answer_played_back_give_its_logprobs(server):
     """Capture, then teacher forcing on the captured routes, both over HTTP."""
     body = {"input_ids": TOKENS, "sampling_params": {"max_new_tokens": 12, "seed": 3}, "return_logprob": True}
-    said = server.post("/generate", {**body, "return_routed_experts": True}).json()
-    sequence = TOKENS + said["output_ids"]
-    (replayed,) = score(server, token_ids=sequence, routed_experts=said["meta_info"])["data"]
-    told = [entry[0] for entry in said["meta_info"]["output_token_logprobs"]]
-    np.testing.assert_allclose(replayed["logprobs"][len(TOKENS) - 1 :], told, atol=1e-5)
+    response = server.post("/generate", {**body, "return_routed_experts": True}).json()
+    sequence = TOKENS + response["output_ids"]
+    (replayed,) = score(server, token_ids=sequence, routed_experts=response["meta_info"])["data"]
+    logprobs = [entry[0] for entry in response["meta_info"]["output_token_logprobs"]]
+    np.testing.assert_allclose(replayed["logprobs"][len(TOKENS) - 1 :], logprobs, atol=1e-5)
 
 
 def test_routes_that_no_router_takes_are_executed(engine, server):
     record = engine.score(TOKENS).routed_experts
     drifted = dataclasses.replace(record, ids=((record.ids + 5) % 16).astype(np.uint8))
-    given = encode_routed_experts(drifted, payload_format="npy", layers="moe")
-    said = score(server, token_ids=[TOKENS, OTHERS], routed_experts=[given, None], return_routed_experts=True)
-    wanted = engine.score([TOKENS, OTHERS], routed=[drifted, None])
-    for one, output in zip(said["data"], wanted, strict=True):
+    payload = encode_routed_experts(drifted, payload_format="npy", layers="moe")
+    response = score(server, token_ids=[TOKENS, OTHERS], routed_experts=[payload, None], return_routed_experts=True)
+    expected = engine.score([TOKENS, OTHERS], routed=[drifted, None])
+    for one, output in zip(response["data"], expected, strict=True):
         assert np.array_equal(np.asarray(one["logprobs"], np.float32), output.logprobs)
-    assert np.array_equal(record_from_response({"choices": said["data"]}, 0).ids, drifted.ids), (
+    assert np.array_equal(record_from_response({"choices": response["data"]}, 0).ids, drifted.ids), (
         "what ran is what was given"
     )
-    assert score(server, token_ids=TOKENS)["data"][0]["logprobs"] != said["data"][0]["logprobs"]
+    assert score(server, token_ids=TOKENS)["data"][0]["logprobs"] != response["data"][0]["logprobs"]
 
 
 def test_many_tokens_are_scored_some_after_the_others(engine, server, monkeypatch):
     monkeypatch.setattr("routed_experts.server.routing.score.SCORE_CHUNK_TOKENS", len(TOKENS))
-    told = score(server, token_ids=[TOKENS, OTHERS, TOKENS])["data"]
-    for one, alone in zip(told, engine.score([TOKENS, OTHERS, TOKENS]), strict=True):
+    scores = score(server, token_ids=[TOKENS, OTHERS, TOKENS])["data"]
+    for one, alone in zip(scores, engine.score([TOKENS, OTHERS, TOKENS]), strict=True):
         np.testing.assert_allclose(one["logprobs"], alone.logprobs, atol=1e-5)
     monkeypatch.setattr("routed_experts.server.routing.score.MAX_SCORED_TOKENS", 10)
     assert "at most 10 a call" in error_of(server.post("/v1/score", {"token_ids": [TOKENS] * 11}), 400)["message"]
@@ -124,8 +126,8 @@ def test_a_wrong_score_is_a_400_that_names_the_field(server, body, param):
 
 
 def test_rows_of_another_sequence_are_refused(engine, server):
-    said = score(server, token_ids=OTHERS, return_routed_experts=True)["data"][0]
-    error = error_of(server.post("/v1/score", {"token_ids": TOKENS, "routed_experts": said}), 400)
+    response = score(server, token_ids=OTHERS, return_routed_experts=True)["data"][0]
+    error = error_of(server.post("/v1/score", {"token_ids": TOKENS, "routed_experts": response}), 400)
     assert error["code"] == "routing_alignment" and error["param"] == "routed_experts"
 
 
@@ -139,7 +141,7 @@ def test_where_nothing_is_recorded_nothing_is_replayed(server, engine_factory):
 
 
 def test_a_score_too_many_is_told_to_come_back(server):
-    room = server.service.score_executor
+    room = server.state.score_executor
     room.num_running += MAX_SCORING_CALLS
     try:
         assert error_of(server.post("/v1/score", {"token_ids": TOKENS}), 503)["code"] == "too_many_requests"
@@ -157,8 +159,10 @@ def test_a_version_is_named_anew_and_old_prefixes_are_not_matched(tmp_path):
         for _ in range(2):
             old = server.post("/generate", body).json()["meta_info"]
         assert old["cached_tokens"] and old["weight_version"] == "0"
-        said = server.post("/update_weight_version", {"new_version": "12"}).json()
-        assert said["success"] is True and server.client.get("/get_weight_version").json() == {"weight_version": "12"}
+        response = server.post("/update_weight_version", {"new_version": "12"}).json()
+        assert response["success"] is True and server.client.get("/get_weight_version").json() == {
+            "weight_version": "12"
+        }
         new = server.post("/generate", body).json()["meta_info"]
         assert new["cached_tokens"] == 0 and new["weight_version"] == "12"
         assert [span[2] for span in new["routed_experts_info"]["version_spans"]] == [12]

@@ -61,20 +61,20 @@ def process():
     running = start(
         "--enable-return-routed-experts", "--api-key", KEY, "--served-model-name", "demo", "--shutdown-timeout", "0.5"
     )
-    told, planned = [], threading.Event()
+    log_lines, planned = [], threading.Event()
 
     def read():  # a full pipe would stop it
         for line in running.stderr:
-            told.append(line)
+            log_lines.append(line)
             if line.startswith("self-check"):  # the last phase
                 planned.set()
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     line = running.stdout.readline()
-    assert READY.fullmatch(line), (line, told)
+    assert READY.fullmatch(line), (line, log_lines)
     assert planned.wait(10)
-    yield running, READY.fullmatch(line)[1], told
+    yield running, READY.fullmatch(line)[1], log_lines
     if running.poll() is None:
         running.kill()
         running.wait(20)
@@ -112,15 +112,15 @@ def test_openai_lists_and_completes(client):
 
 
 def test_openai_gets_routed_experts_through_extra_body(client):
-    said = client.chat.completions.create(
+    output = client.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": "hello"}],
         max_tokens=5,
         extra_body={"return_routed_experts": True},
     )
-    record = record_from_response(said.model_dump())
-    assert record.num_rows == said.usage.total_tokens - 1
-    meta = said.choices[0].meta_info
+    record = record_from_response(output.model_dump())
+    assert record.num_rows == output.usage.total_tokens - 1
+    meta = output.choices[0].meta_info
     assert meta["routed_experts_info"]["shape"] == [record.num_rows, 6, 4]
     text = client.completions.create(
         model="demo",
@@ -158,16 +158,16 @@ def test_openai_streams_chat_with_usage(client):
 
 
 def test_openai_meets_typed_errors(client, process):
-    with pytest.raises(openai.BadRequestError) as told:
+    with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="demo", prompt="a", temperature=-1)
-    assert (told.value.param, told.value.code, told.value.type) == (
+    assert (caught.value.param, caught.value.code, caught.value.type) == (
         "temperature",
         "invalid_request",
         "invalid_request_error",
     )
-    with pytest.raises(openai.NotFoundError) as told:
+    with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt", prompt="a")
-    assert told.value.code == "model_not_found"
+    assert caught.value.code == "model_not_found"
     with (
         openai.OpenAI(base_url=f"{process[1]}/v1", api_key="wrong-key", max_retries=0) as other,
         pytest.raises(openai.AuthenticationError),
@@ -197,8 +197,8 @@ def test_int32_through_httpx_is_the_users_own_snippet(process):
         base_url=process[1], headers={"authorization": f"Bearer {KEY}"}, timeout=30, trust_env=False
     ) as http:
         body = {"text": "The sea", "sampling_params": {"max_new_tokens": 4}, "return_routed_experts": True}
-        said = http.post("/generate", json=body).json()
-    meta = said["meta_info"]
+        output = http.post("/generate", json=body).json()
+    meta = output["meta_info"]
     rows = np.frombuffer(pybase64.b64decode(meta["routed_experts"].encode()), np.int32).reshape(-1, 6, 4)
     assert rows.shape[0] == meta["prompt_tokens"] + meta["completion_tokens"] - 1
 
@@ -220,7 +220,7 @@ def test_a_port_in_use_ends_with_one(process):
 
 def test_sigterm_lets_the_running_end_with_what_they_have_and_exits_0(process):
     """The last test of this process: long requests run when the signal comes, and end as aborts with their rows."""
-    running, url, told = process
+    running, url, log_lines = process
     with httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=30, trust_env=False) as http:
         body = {
             "input_ids": [5],
@@ -244,7 +244,7 @@ def test_sigterm_lets_the_running_end_with_what_they_have_and_exits_0(process):
     record = record_from_response(last)
     assert record.num_rows == len(last["output_ids"])  # one prompt token
     assert running.wait(10) == 0
-    assert not [line for line in told if "Traceback" in line]
+    assert not [line for line in log_lines if "Traceback" in line]
 
 
 def test_a_killed_server_leaves_nothing_in_the_way_of_the_next_on_its_port():
@@ -274,7 +274,7 @@ def test_a_signal_while_the_model_loads_ends_at_once():
 
 
 @pytest.mark.parametrize(
-    ("argv", "code", "told"),
+    ("argv", "code", "message"),
     [
         (["serve"], 2, "MODEL"),
         (["serve", "/no/such/model"], 2, "no checkpoint folder"),
@@ -286,13 +286,13 @@ def test_a_signal_while_the_model_loads_ends_at_once():
         (["serve", ".", "--api-key-file", "/no/such/file"], 1, "/no/such/file"),
     ],
 )
-def test_a_wrong_start_ends_with_a_sentence(argv, code, told, capsys):
+def test_a_wrong_start_ends_with_a_sentence(argv, code, message, capsys):
     try:
-        came = main(argv)
+        exit_code = main(argv)
     except SystemExit as exit_:
-        came = exit_.code
+        exit_code = exit_.code
     err = capsys.readouterr().err
-    assert came == code and told in err and err.count("\n") <= 3 and "Traceback" not in err
+    assert exit_code == code and message in err and err.count("\n") <= 3 and "Traceback" not in err
 
 
 def test_a_folder_that_is_no_model_ends_with_two(tmp_path):
@@ -302,8 +302,11 @@ def test_a_folder_that_is_no_model_ends_with_two(tmp_path):
 
 
 def test_flags_of_others_are_known():
-    said = "--max-model-len 64 --max-num-seqs 4 --block-size 8 --no-enable-prefix-caching --seed 3 --routing-store-bytes 2MiB --host ::1"
-    options = make_parser().parse_args(["serve", "MODEL", *said.split()])
+    flags = (
+        "--max-model-len 64 --max-num-seqs 4 --block-size 8 --no-enable-prefix-caching --seed 3 "
+        "--routing-store-bytes 2MiB --host ::1"
+    )
+    options = make_parser().parse_args(["serve", "MODEL", *flags.split()])
     assert (options.context_length, options.max_running_requests, options.page_size, options.random_seed) == (
         64,
         4,
@@ -320,8 +323,8 @@ def test_an_engine_that_dies_ends_its_requests_once_and_the_process_with_3(tmp_p
     listener = bind(settings)
     url, ready, codes = url_of(listener), threading.Event(), []
     opened = routed_experts.Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL)
-    service = ServerState(settings, model_path="tiny")
-    process = ServerProcess(service, listener, version="0", load=lambda: AsyncEngine(opened), on_ready=ready.set)
+    state = ServerState(settings, model_path="tiny")
+    process = ServerProcess(state, listener, version="0", load=lambda: AsyncEngine(opened), on_ready=ready.set)
     thread = threading.Thread(target=lambda: codes.append(process.run()))
     thread.start()
     assert ready.wait(30)

@@ -77,7 +77,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_start_that_cannot_work_ends_with_a_sentence(case, tmp_path, capfd):
-    spoil, flags, code, told = CASES[case]
+    spoil, flags, code, message = CASES[case]
     folder = write_tiny_checkpoint(tmp_path / "model")
     if spoil is not None:
         spoil(folder)
@@ -85,13 +85,13 @@ def test_a_start_that_cannot_work_ends_with_a_sentence(case, tmp_path, capfd):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     try:
-        came = main(["serve", str(folder), "--port", str(port), *SIZES, *flags])
+        exit_code = main(["serve", str(folder), "--port", str(port), *SIZES, *flags])
     except SystemExit as exit_:
-        came = exit_.code
+        exit_code = exit_.code
     out, err = capfd.readouterr()
     complaint = [line for line in err.splitlines() if "error:" in line]
-    assert came == code, err
-    assert len(complaint) == 1 and re.search(told, complaint[0]), err
+    assert exit_code == code, err
+    assert len(complaint) == 1 and re.search(message, complaint[0]), err
     assert "Traceback" not in err and "compile" not in err and "ready" not in out
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0, "the port is free again"

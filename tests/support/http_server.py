@@ -1,5 +1,4 @@
-"""A real HTTP server over an engine of the test's process, on a loopback port: many settings, one engine. Knows no
-test."""
+"""A real HTTP server over an engine of the test's process, on a loopback port: many settings, one engine."""
 
 import asyncio
 import contextlib
@@ -21,8 +20,8 @@ from routed_experts.server.state import ServerState
 @dataclasses.dataclass(frozen=True)
 class Running:
     url: str
-    service: ServerState
-    gate: RequestMiddleware
+    state: ServerState
+    middleware: RequestMiddleware
     client: httpx.Client
     loop: asyncio.AbstractEventLoop
 
@@ -36,18 +35,18 @@ class Running:
 
     def wait_idle(self, timeout=20):
         """Wait until every request has been answered or given up."""
-        asyncio.run_coroutine_threadsafe(self.gate.idle.wait(), self.loop).result(timeout)
+        asyncio.run_coroutine_threadsafe(self.middleware.idle.wait(), self.loop).result(timeout)
 
 
 @contextlib.contextmanager
 def running(engine, **settings):
     """Serve `engine` until the block ends; with engine None the server stays in its start-up. Every token is an event
     of its own."""
-    service = ServerState(ServerSettings(port=0, **{"stream_interval": 0.0, **settings}), model_path="tiny")
+    state = ServerState(ServerSettings(port=0, **{"stream_interval": 0.0, **settings}), model_path="tiny")
     if engine is not None:
-        service.set_ready(AsyncEngine(engine))
-    listener = bind(service.settings)
-    app, gate = make_app(service, version="0")
+        state.set_ready(AsyncEngine(engine))
+    listener = bind(state.settings)
+    app, middleware = make_app(state, version="0")
     server = uvicorn.Server(server_config(app))
     started = threading.Event()
     loops = []
@@ -60,10 +59,10 @@ def running(engine, **settings):
     thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
     assert started.wait(10)
-    headers = {"authorization": f"Bearer {service.settings.api_key}"} if service.settings.api_key else {}
+    headers = {"authorization": f"Bearer {state.settings.api_key}"} if state.settings.api_key else {}
     url = url_of(listener)
     with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
-        yield Running(url, service, gate, client, loops[0])
+        yield Running(url, state, middleware, client, loops[0])
     server.should_exit = True
     thread.join(15)
     assert not thread.is_alive(), "the server did not stop"
