@@ -14,7 +14,7 @@ random checkpoints in the true format.
 In the routing laws, z are a router's logits and s its scores. b is a bias that changes the choice and no weight, and
 v are the scores of the chosen experts.
 
-| family | checkpoints | architecture | routing law | captured | refused | test |
+| family | checkpoints | architecture | routing routing | captured | refused | test |
 |---|---|---|---|---|---|---|
 """
 _FOOT = """
@@ -39,15 +39,15 @@ def render() -> str:
 
 
 def _row(architecture: str, family: Family) -> str:
-    captured = "K ids of each MoE layer" if family.law else "nothing"
+    captured = "K ids of each MoE layer" if family.routing else "nothing"
     cells = (
         family.title,
         family.checkpoints,
         f"`{architecture}`",
-        family.law or "dense",
+        family.routing or "dense",
         captured,
         family.refused or "-",
-        f"`{family.proof}`",
+        f"`{family.test}`",
     )
     return f"| {' | '.join(cells)} |\n"
 

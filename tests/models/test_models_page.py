@@ -18,6 +18,6 @@ def test_the_page_of_models_is_current():
 
 def test_every_family_names_a_test_that_exists():
     for architecture, family in FAMILIES.items():
-        file, _, case = family.proof.rstrip("]").partition("[")
+        file, _, case = family.test.rstrip("]").partition("[")
         assert (ROOT / "tests" / "models" / file).is_file(), architecture
         assert not case or case in CASES, architecture

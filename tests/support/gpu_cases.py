@@ -99,8 +99,8 @@ def moe_case(seed, shape, kind, tiles: MoeTiles, dtype) -> Case:
         expected = np.concatenate([np.asarray(jax.jit(reference_experts)(part), np.float64) for part in parts])
         return Outcome(distance=distance(actual, expected), wrong_ids=0, bound=bound(dtype))
 
-    listed = "lists" if tiles.listed else "slots"
-    return Case(kernel="moe", name=f"N,K,E,D,F={shape} {kind}, {listed}, tile {tiles.gate_up.rows}", run=run)
+    sorted_slots = "lists" if tiles.sorted_slots else "slots"
+    return Case(kernel="moe", name=f"N,K,E,D,F={shape} {kind}, {sorted_slots}, tile {tiles.gate_up.rows}", run=run)
 
 
 def router_case(seed, rows, experts, top_k, flags) -> Case:
@@ -286,7 +286,7 @@ def residual_case(seed, rows, dim, *, parts, top_k, dtype=jnp.float32) -> Case:
 
 SMALL_TILE = Tile(rows=16, out=16, inner=16, warps=4, stages=2)
 LISTS = MoeTiles(slots=2**31, gate_up=SMALL_TILE, down=SMALL_TILE)
-SLOTS = dataclasses.replace(LISTS, listed=False)
+SLOTS = dataclasses.replace(LISTS, sorted_slots=False)
 KINDS = ("spread", "padding", "one hot expert", "few experts")
 
 

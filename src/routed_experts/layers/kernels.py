@@ -33,13 +33,13 @@ class FusedRouter:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FusedSteps:
-    """What stands between the matrices of a layer as few kernels, for steps of at most `most_tokens` tokens, where
+    """What stands between the matrices of a layer as few kernels, for steps of at most `max_tokens` tokens, where
     launches count. `product`: (x, matrices [R D O], layer) -> S parts of the sums, which the kernel that follows adds
     up. `add_parts`: (x, parts, norms [R D], layer, eps) -> (x plus the parts, its norm). `slots`: each slot's expert
     applied to its row, by a call whose `first_expert` is the layer's place in the run. `add_slots`: (x, slots, weights,
     valid, norms, layer, eps) -> (x plus the weighted slots, its norm)."""
 
-    most_tokens: int
+    max_tokens: int
     product: Callable[[Float[Array, "N D"], Float[Array, "R D O"], Int[Array, ""]], Float[Array, "S N O"]]
     add_parts: Callable[..., tuple[Float[Array, "N D"], Float[Array, "N D"]]]
     slots: Callable[[ExpertCall], Float[Array, "NK D"]]

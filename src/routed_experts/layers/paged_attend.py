@@ -41,7 +41,7 @@ class PagedAttend:
         assert self.backend.run_with_features is not None, self.backend.name
         return self.backend.run_with_features(queries, pool, first_page, batch, features), pool
 
-    def from_projected(
+    def attend_fused(
         self, projected: FusedQKV, pool: Float[Array, "LP page 2G C"], layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
         """The same from the projection's own output, for a backend that does it all."""

@@ -43,15 +43,15 @@ def _run_replicated(call: ExpertCall, backend: MoeBackend, group: AxisGroup) -> 
     ids = jnp.where(call.valid[:, None], call.ids if call.instances is None else call.instances, -1)
     if call.replicas is not None and call.instances is None:
         ids = waterfill_replicas(ids, call.replicas, num_devices=group.count, num_instances=group.instances)
-    held = (ids >= group.rank * share) & (ids < (group.rank + 1) * share)
+    local_experts = (ids >= group.rank * share) & (ids < (group.rank + 1) * share)
     ids = ids - group.rank * share
     outputs = backend.run(
         dataclasses.replace(
             call,
             x=jnp.repeat(call.x, top_k, axis=0),
-            ids=jnp.where(held, ids, 0).reshape(-1, 1),
+            ids=jnp.where(local_experts, ids, 0).reshape(-1, 1),
             weights=jnp.ones((num_rows * top_k, 1), call.weights.dtype),
-            valid=held.reshape(-1),
+            valid=local_experts.reshape(-1),
             first_expert=call.first_expert
             // call.num_experts
             * share,  # counted in the experts of each layer that are here

@@ -20,7 +20,7 @@ LARGEST_TILE, SMALLEST_TILE = 256, 16
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Places:
+class _RowMaps:
     """Where each slot stands among the tile rows, and which slot each tile row is; -1 where it is none."""
 
     row: Int[Array, "N K"]
@@ -28,49 +28,49 @@ class _Places:
 
 
 @jax.custom_vjp
-def _permute(x: Float[Array, "N D"], places: _Places) -> Float[Array, "P D"]:
+def _permute(x: Float[Array, "N D"], maps: _RowMaps) -> Float[Array, "P D"]:
     """The token of each tile row; rows that are no slot are 0."""
-    token = jnp.maximum(places.slot, 0) // places.row.shape[1]
-    return jnp.where(places.slot[:, None] < 0, 0, jnp.take(x, token, axis=0))
+    token = jnp.maximum(maps.slot, 0) // maps.row.shape[1]
+    return jnp.where(maps.slot[:, None] < 0, 0, jnp.take(x, token, axis=0))
 
 
-def _into_forward(x: Float[Array, "N D"], places: _Places) -> tuple[Float[Array, "P D"], _Places]:
-    return _permute(x, places), places
+def _permute_forward(x: Float[Array, "N D"], maps: _RowMaps) -> tuple[Float[Array, "P D"], _RowMaps]:
+    return _permute(x, maps), maps
 
 
-def _into_backward(places: _Places, gradient: Float[Array, "P D"]) -> tuple[Float[Array, "N D"], None]:
-    mine = jnp.take(gradient, places.row, axis=0)  # [N, K, D]
+def _permute_backward(maps: _RowMaps, gradient: Float[Array, "P D"]) -> tuple[Float[Array, "N D"], None]:
+    mine = jnp.take(gradient, maps.row, axis=0)  # [N, K, D]
     return jnp.sum(mine.astype(jnp.float32), axis=1).astype(gradient.dtype), None
 
 
-_permute.defvjp(_into_forward, _into_backward)
+_permute.defvjp(_permute_forward, _permute_backward)
 
 
 @jax.custom_vjp
-def _unpermute(rows: Float[Array, "P D"], places: _Places) -> Float[Array, "N K D"]:
+def _unpermute(rows: Float[Array, "P D"], maps: _RowMaps) -> Float[Array, "N K D"]:
     """The tile row of each slot."""
-    return jnp.take(rows, places.row, axis=0)
+    return jnp.take(rows, maps.row, axis=0)
 
 
-def _out_forward(rows: Float[Array, "P D"], places: _Places) -> tuple[Float[Array, "N K D"], _Places]:
-    return _unpermute(rows, places), places
+def _unpermute_forward(rows: Float[Array, "P D"], maps: _RowMaps) -> tuple[Float[Array, "N K D"], _RowMaps]:
+    return _unpermute(rows, maps), maps
 
 
-def _out_backward(places: _Places, gradient: Float[Array, "N K D"]) -> tuple[Float[Array, "P D"], None]:
+def _unpermute_backward(maps: _RowMaps, gradient: Float[Array, "N K D"]) -> tuple[Float[Array, "P D"], None]:
     flat = gradient.reshape(-1, gradient.shape[-1])
-    return jnp.where(places.slot[:, None] < 0, 0, jnp.take(flat, jnp.maximum(places.slot, 0), axis=0)), None
+    return jnp.where(maps.slot[:, None] < 0, 0, jnp.take(flat, jnp.maximum(maps.slot, 0), axis=0)), None
 
 
-_unpermute.defvjp(_out_forward, _out_backward)
+_unpermute.defvjp(_unpermute_forward, _unpermute_backward)
 
 
-def _places(plan: TilePlan, shape: tuple[int, int], tile: int) -> _Places:
+def _row_maps(plan: TilePlan, shape: tuple[int, int], tile: int) -> _RowMaps:
     """Both ways of the permutation. A tile row past its expert's last is no slot: that slot's own row is elsewhere."""
     at = (plan.tile_start[:, None] + jnp.arange(tile)).reshape(-1)
     slot = jnp.take(plan.order, jnp.minimum(at, plan.order.shape[0] - 1))
     used = jnp.repeat(jnp.arange(plan.tile_start.shape[0]) < plan.num_tiles, tile)
     own = used & (jnp.take(plan.row, slot) == jnp.arange(slot.shape[0]))
-    return _Places(plan.row.reshape(shape), jnp.where(own, slot, -1))
+    return _RowMaps(plan.row.reshape(shape), jnp.where(own, slot, -1))
 
 
 def tile_size(num_slots: int, num_experts: int) -> int:
@@ -86,7 +86,7 @@ def permuted_experts(call: ExpertCall) -> Float[Array, "N D"]:
     shape, width = call.ids.shape, call.x.shape[1]
     tile = tile_size(call.ids.size, call.num_experts)
     plan = plan_tiles(call.ids, call.valid, num_experts=call.num_experts, tile=tile)
-    places = _places(plan, (shape[0], shape[1]), tile)
+    maps = _row_maps(plan, (shape[0], shape[1]), tile)
     expert = jnp.where(jnp.arange(plan.tile_expert.shape[0]) < plan.num_tiles, plan.tile_expert, 0)
 
     def of_tiles(weights: Float[Array, "E A B"]) -> Float[Array, "tiles A B"]:
@@ -97,12 +97,12 @@ def permuted_experts(call: ExpertCall) -> Float[Array, "N D"]:
     gate_up, down = (
         lax.dynamic_slice_in_dim(w, call.first_expert, call.num_experts) for w in (call.gate_up, call.down)
     )
-    rows = _permute(call.x, places).reshape(-1, tile, width)
+    rows = _permute(call.x, maps).reshape(-1, tile, width)
     hidden = jnp.einsum("itd,idf->itf", rows, of_tiles(gate_up))
     hidden = gated(biased(hidden, call.gate_up_bias, at), call.activation)
     outputs = jnp.einsum("itf,ifd->itd", hidden, of_tiles(down))
     outputs = biased(outputs, call.down_bias, at).reshape(-1, width)
-    return combine(_unpermute(outputs, places), call.weights, call.valid)
+    return combine(_unpermute(outputs, maps), call.weights, call.valid)
 
 
 PERMUTED = MoeBackend(name="permuted", run=permuted_experts, takes_stacked=False, features=ALL_EXPERTS)

@@ -87,7 +87,7 @@ def processed_logits(logits: Float[Array, "B V"], batch: SamplingBatch, mode: Sa
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     scores = shifted / jnp.maximum(batch.temperature, jnp.finfo(jnp.float32).tiny)[:, None]
     if mode >= SamplingMode.FILTERED:
-        scores = _filter(scores, batch)
+        scores = _apply_top_k_top_p(scores, batch)
     return jnp.where(is_greedy(batch)[:, None], logits, scores)
 
 
@@ -142,42 +142,42 @@ def _threefry(keys: _Words, high: UInt32[Array, "..."], low: UInt32[Array, "..."
     schedule = (*keys, keys[0] ^ keys[1] ^ jnp.uint32(_PARITY))
     high, low = high + schedule[0], low + schedule[1]
     for block in range(5):
-        for turn in _ROTATIONS[block % 2]:
+        for rotation in _ROTATIONS[block % 2]:
             high = high + low
-            low = high ^ ((low << jnp.uint32(turn)) | (low >> jnp.uint32(32 - turn)))
+            low = high ^ ((low << jnp.uint32(rotation)) | (low >> jnp.uint32(32 - rotation)))
         high, low = high + schedule[(block + 1) % 3], low + schedule[(block + 2) % 3] + jnp.uint32(block + 1)
     return high, low
 
 
-def _filter(scores: Float[Array, "B V"], batch: SamplingBatch) -> Float[Array, "B V"]:
+def _apply_top_k_top_p(scores: Float[Array, "B V"], batch: SamplingBatch) -> Float[Array, "B V"]:
     """Drop what top-k, top-p and min-p drop. Scores are <= 0 and the best of each row is 0.
 
     No branch looks at the batch: a GPU would have to wait for the answer before it could be given the next step."""
 
-    def enough_tokens(border: Float[Array, " B"]) -> Bool[Array, " B"]:
-        return jnp.sum(scores >= border[:, None], axis=-1, dtype=jnp.int32) >= batch.top_k
+    def reaches_count(threshold: Float[Array, " B"]) -> Bool[Array, " B"]:
+        return jnp.sum(scores >= threshold[:, None], axis=-1, dtype=jnp.int32) >= batch.top_k
 
     limited = (batch.top_k > 0) & (batch.top_k < scores.shape[-1])
-    at_top_k = jnp.where(limited, _border(enough_tokens, scores.shape[0]), -jnp.inf)
-    left = jnp.where(scores >= at_top_k[:, None], scores, -jnp.inf)
-    weights = jnp.exp(left)
-    wanted = batch.top_p * jnp.sum(weights, axis=-1)
+    at_top_k = jnp.where(limited, _threshold(reaches_count, scores.shape[0]), -jnp.inf)
+    remaining = jnp.where(scores >= at_top_k[:, None], scores, -jnp.inf)
+    weights = jnp.exp(remaining)
+    target_mass = batch.top_p * jnp.sum(weights, axis=-1)
 
-    def enough_mass(border: Float[Array, " B"]) -> Bool[Array, " B"]:
-        # Terms are >= 0 and added in one fixed order, so the mass never falls as the border does: bisection is exact.
-        return jnp.sum(jnp.where(left >= border[:, None], weights, jnp.float32(0)), axis=-1) >= wanted
+    def reaches_mass(threshold: Float[Array, " B"]) -> Bool[Array, " B"]:
+        # Terms are >= 0 and added in one fixed order, so the mass never falls as the threshold does: bisection is exact.
+        return jnp.sum(jnp.where(remaining >= threshold[:, None], weights, jnp.float32(0)), axis=-1) >= target_mass
 
-    at_top_p = jnp.where(batch.top_p < 1, _border(enough_mass, scores.shape[0]), -jnp.inf)
-    border = jnp.maximum(at_top_p, jnp.log(batch.min_p))  # min-p: p >= min_p * p_best, and log 0 is off
-    return jnp.where(left >= border[:, None], left, -jnp.inf)
+    at_top_p = jnp.where(batch.top_p < 1, _threshold(reaches_mass, scores.shape[0]), -jnp.inf)
+    threshold = jnp.maximum(at_top_p, jnp.log(batch.min_p))  # min-p: p >= min_p * p_best, and log 0 is off
+    return jnp.where(remaining >= threshold[:, None], remaining, -jnp.inf)
 
 
-def _border(reaches: Callable[[Float[Array, " B"]], Bool[Array, " B"]], num_rows: int) -> Float[Array, " B"]:
-    """Return per row the highest border <= 0 for which `reaches(border)` holds, or the lowest finite one if none does.
+def _threshold(reaches: Callable[[Float[Array, " B"]], Bool[Array, " B"]], num_rows: int) -> Float[Array, " B"]:
+    """Return per row the highest threshold <= 0 for which `reaches(threshold)` holds, or the lowest finite one if none does.
 
-    `reaches` must not turn false as the border falls. Exact to the last bit of a float32."""
+    `reaches` must not turn false as the threshold falls. Exact to the last bit of a float32."""
 
-    def as_border(bits: Int[Array, " B"]) -> Float[Array, " B"]:
+    def as_threshold(bits: Int[Array, " B"]) -> Float[Array, " B"]:
         return -lax.bitcast_convert_type(bits, jnp.float32)
 
     def halve(
@@ -185,8 +185,8 @@ def _border(reaches: Callable[[Float[Array, " B"]], Bool[Array, " B"]], num_rows
     ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
         low, high = span  # the answer is in low..high
         middle = low + (high - low) // 2
-        reached = reaches(as_border(middle))
+        reached = reaches(as_threshold(middle))
         return jnp.where(reached, low, middle + 1), jnp.where(reached, middle, high)
 
     span = jnp.zeros(num_rows, jnp.int32), jnp.full(num_rows, _MAX_FINITE_BITS, jnp.int32)
-    return as_border(lax.fori_loop(0, _BISECTIONS, halve, span)[1])
+    return as_threshold(lax.fori_loop(0, _BISECTIONS, halve, span)[1])

@@ -56,7 +56,7 @@ class ModelFolder:
         format."""
         if load_format not in LOAD_FORMATS:
             raise ConfigError(f"load_format={load_format!r} is unknown; choose one of {', '.join(LOAD_FORMATS)}")
-        values = read_config(path, architectures={name: family.tolerated for name, family in FAMILIES.items()})
+        values = read_config(path, architectures={name: family.accepted_quirks for name, family in FAMILIES.items()})
         family = FAMILIES[architecture_of(values)]
         family = family.in_parts() if in_parts else family
         config = family.read_config(ConfigReader(values, Path(path) / "config.json"))

@@ -83,7 +83,7 @@ def _decode(
     lanes, head = jnp.arange(power_of_two(dim)), jnp.arange(rows)
     mine = (head < share)[:, None] & (lanes < dim)[None, :]
     heads = jnp.where(head < share, group * share + head, queries.shape[1])
-    turned = plgpu.load(queries.at[request, heads[:, None], lanes[None, :]], mask=mine, other=0.0)
+    rotated = plgpu.load(queries.at[request, heads[:, None], lanes[None, :]], mask=mine, other=0.0)
     length, first = lens[request], first_page[0] * stride
     size = pl.cdiv(pl.cdiv(length, splits), keys) * keys
     start = split * size
@@ -92,7 +92,7 @@ def _decode(
     def step(index: Array, state: State) -> State:
         places = start + index * keys + jnp.arange(keys)
         k, v = _load_keys(pool, table, first, request, places, end, group)
-        return _add_keys(state, turned, k, v, (places < end)[None, :], dim**-0.5)
+        return _add_keys(state, rotated, k, v, (places < end)[None, :], dim**-0.5)
 
     top, total, mixed = lax.fori_loop(0, pl.cdiv(jnp.maximum(end - start, 0), keys), step, _empty(rows, lanes.shape[0]))
     if splits == 1:
@@ -104,7 +104,7 @@ def _decode(
     plgpu.store(outs[2].at[request, split, heads], total, mask=head < share)
 
 
-def _join(parts: Any, tops: Any, totals: Any, out: Any, *, splits: int) -> None:
+def _combine_splits(parts: Any, tops: Any, totals: Any, out: Any, *, splits: int) -> None:
     """Block (head, request): the splits of one row in their order."""
     head, request = pl.program_id(0), pl.program_id(1)
     dim = out.shape[2]
@@ -160,7 +160,7 @@ def decode_attention(
     if splits == 1:
         return outs[0]
     return pl.pallas_call(
-        functools.partial(_join, splits=splits),
+        functools.partial(_combine_splits, splits=splits),
         whole,
         grid=(heads, num_rows),
         compiler_params=plgpu.CompilerParams(num_warps=1 if splits <= 8 else 4, num_stages=1),
@@ -205,13 +205,13 @@ def _extend(
         there = (tokens < last) & (head < share)
         mask = there[:, None] & (lanes < dim)[None, :]
         at = jnp.where(there, tokens, num_tokens)[:, None], (group * share + head)[:, None], lanes[None, :]
-        turned = plgpu.load(queries.at[at], mask=mask, other=0.0)
+        rotated = plgpu.load(queries.at[at], mask=mask, other=0.0)
         place = plgpu.load(positions.at[tokens], mask=there, other=0)
 
         def step(owned: bool, number: Array, state: State) -> State:
             places = number * keys + jnp.arange(keys)
             k, v = _load_keys(pool, table, first, request, places, None if owned else end, group)
-            return _add_keys(state, turned, k, v, None if owned else places[None, :] <= place[:, None], dim**-0.5)
+            return _add_keys(state, rotated, k, v, None if owned else places[None, :] <= place[:, None], dim**-0.5)
 
         end = positions[last - 1] + 1
         whole = (positions[start] + 1) // keys  # steps whose keys every row of the tile sees

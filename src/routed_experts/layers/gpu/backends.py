@@ -21,7 +21,7 @@ def gpu_kernels(*, interpret: bool) -> Kernels:
 
     linear = LinearBackend(name="gpu", run=functools.partial(linear_in_place, interpret=interpret), takes_stacked=True)
     fused = FusedSteps(
-        most_tokens=LARGEST,
+        max_tokens=LARGEST,
         product=functools.partial(partial_sums, interpret=interpret),
         add_parts=functools.partial(add_parts, interpret=interpret),
         slots=slots,

@@ -37,22 +37,22 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoeTiles:
-    """What both products use up to `slots` slots. `listed` False: a slot is a tile."""
+    """What both products use up to `slots` slots. `sorted_slots` False: a slot is a tile."""
 
     slots: int
     gate_up: Tile
     down: Tile
-    listed: bool = True
+    sorted_slots: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Static:
+class KernelConfig:
     """What a product is compiled for."""
 
     tile: Tile
     num_experts: int
     top_k: int
-    listed: bool
+    sorted_slots: bool
     stride: int
 
 
@@ -62,7 +62,7 @@ def _tile(rows: int, out: int, inner: int, warps: int, stages: int) -> Tile:
 
 # Measured best on an H200 at 128 experts of 2048 x 768, top-8, for 1, 16, 64, 256, 2048 and 16384 tokens.
 TILES = (
-    MoeTiles(slots=16, gate_up=_tile(16, 64, 128, 4, 4), down=_tile(16, 64, 64, 4, 6), listed=False),
+    MoeTiles(slots=16, gate_up=_tile(16, 64, 128, 4, 4), down=_tile(16, 64, 64, 4, 6), sorted_slots=False),
     MoeTiles(slots=1024, gate_up=_tile(16, 128, 64, 4, 3), down=_tile(16, 256, 64, 4, 3)),
     MoeTiles(slots=4096, gate_up=_tile(32, 128, 64, 4, 3), down=_tile(32, 256, 64, 4, 3)),
     MoeTiles(slots=2**31, gate_up=_tile(128, 128, 64, 8, 3), down=_tile(128, 256, 64, 8, 3)),
@@ -103,7 +103,7 @@ def _list_slots(ids: Any, valid: Any, counts: Any, order: Any, *, slots: int, to
     lax.fori_loop(0, steps, write, start)
 
 
-def list_slots(
+def sort_slots(
     ids: Int[Array, "N K"], valid: Bool[Array, " N"], *, num_experts: int, interpret: bool
 ) -> tuple[Int[Array, " E"], Int[Array, " NK"]]:
     """Count the slots of each expert and list them, expert by expert; slots of padding rows are left out."""
@@ -117,7 +117,7 @@ def list_slots(
         grid=(num_experts,),
         compiler_params=plgpu.CompilerParams(num_warps=8 if chunk >= 2048 else 4, num_stages=1),
         interpret=interpret,
-        name="list_slots",
+        name="sort_slots",
     )
     counts, order = call(ids.reshape(-1), valid)
     return counts, order
@@ -138,11 +138,11 @@ def _find_tile(counts: Any, rows: int, num_experts: int) -> tuple[Array, Array, 
     return jnp.where(expert >= power_of_two(num_experts), num_experts, expert), start + (tile - first) * rows, end
 
 
-def _with_tile(refs: tuple[Any, ...], static: Static, body: Callable[[Array, Array, Array], None]) -> None:
+def _with_tile(refs: tuple[Any, ...], static: KernelConfig, body: Callable[[Array, Array, Array], None]) -> None:
     """Run `body(expert, slots, mask)` for the block's tile, if there is one."""
     first, valid, ids, counts, order = refs
     tile = static.tile
-    if not static.listed:
+    if not static.sorted_slots:
         slot = pl.program_id(1)
         rows = jnp.arange(tile.rows)
         expert = ids[slot]
@@ -161,7 +161,7 @@ def _with_tile(refs: tuple[Any, ...], static: Static, body: Callable[[Array, Arr
         body(first[0] * static.stride + expert, plgpu.load(order.at[places], mask=mask, other=order.shape[0]), mask)
 
 
-def _gate_up(*refs: Any, static: Static) -> None:
+def _gate_up(*refs: Any, static: KernelConfig) -> None:
     """SiLU(gate) * up of the block's rows and columns, written under the slot."""
     x, weights, out = refs[-3:]
     tile, inner_size, width = static.tile, weights.shape[1], weights.shape[2] // 2
@@ -193,7 +193,7 @@ def _gate_up(*refs: Any, static: Static) -> None:
     _with_tile(refs[:5], static, body)
 
 
-def _down(*refs: Any, static: Static) -> None:
+def _down(*refs: Any, static: KernelConfig) -> None:
     """The second product of the block's rows and columns, written under the slot."""
     hidden, weights, out = refs[-3:]
     tile, inner_size, width = static.tile, weights.shape[1], weights.shape[2]
@@ -232,16 +232,18 @@ def slot_outputs(call: ExpertCall, tiles: MoeTiles, *, stride: int = 1, interpre
     (num_rows, top_k), dim, width = call.ids.shape, call.x.shape[1], call.down.shape[1]
     slots, flat = num_rows * top_k, call.ids.reshape(-1)
     valid = call.valid
-    if tiles.listed:
-        counts, order = list_slots(call.ids, call.valid, num_experts=call.num_experts, interpret=interpret)
+    if tiles.sorted_slots:
+        counts, order = sort_slots(call.ids, call.valid, num_experts=call.num_experts, interpret=interpret)
     else:
         counts, order = flat, flat  # not read
     first = call.first_expert.reshape(1)
 
     def product(kernel: Callable[..., None], name: str, tile: Tile, x: Array, weights: Array, columns: int) -> Array:
-        num_tiles = min(slots, slots // tile.rows + call.num_experts) if tiles.listed else slots
+        num_tiles = min(slots, slots // tile.rows + call.num_experts) if tiles.sorted_slots else slots
         tile = dataclasses.replace(tile, inner=steps_of(tile.inner, x.dtype))
-        static = Static(tile=tile, num_experts=call.num_experts, top_k=top_k, listed=tiles.listed, stride=stride)
+        static = KernelConfig(
+            tile=tile, num_experts=call.num_experts, top_k=top_k, sorted_slots=tiles.sorted_slots, stride=stride
+        )
         return pl.pallas_call(
             functools.partial(kernel, static=static),
             jax.ShapeDtypeStruct((slots, columns), x.dtype),

@@ -17,7 +17,7 @@ from routed_experts.layers.attention import FusedQKV, PagedBatch
 from routed_experts.layers.gpu.blocks import power_of_two
 
 
-def _turn(
+def _norm_and_rotate(
     part: Array, partner: Array, scale: Array, partner_scale: Array, angles: tuple[Array, Array], eps: float, dim: int
 ) -> Array:
     """Norm and rotary of one head; `partner` holds each column's other half."""
@@ -29,7 +29,7 @@ def _turn(
     return (wide * angles[0] + other * angles[1]).astype(dtype)
 
 
-def _prepare(*refs: Any, heads: int, groups: int, eps: float, rows: int, page_size: int, stride: int) -> None:
+def _qk_norm_rope(*refs: Any, heads: int, groups: int, eps: float, rows: int, page_size: int, stride: int) -> None:
     layer, first_page, qkv, q_norm, k_norm, cos, sin, positions, token_rows, valid, table, _, queries, pool = refs
     num_tokens, dim = queries.shape[0], queries.shape[2]
     block, head = pl.program_id(1), pl.program_id(0)
@@ -46,13 +46,13 @@ def _prepare(*refs: Any, heads: int, groups: int, eps: float, rows: int, page_si
 
     part = projected(lanes)
 
-    def turned(norm: Any) -> Array:
+    def rotated(norm: Any) -> Array:
         partner = projected(partners)
         scales = [plgpu.load(norm.at[layer[0], index], mask=lanes < dim, other=0.0) for index in (lanes, partners)]
         cosines = plgpu.load(cos.at[tokens[:, None], lanes[None, :]], mask=inside & real, other=0.0)
         sines = plgpu.load(sin.at[tokens[:, None], lanes[None, :]], mask=inside & real, other=0.0)
         sines = jnp.where((lanes < half)[None, :], -sines, sines)
-        return _turn(part, partner, scales[0], scales[1], (cosines, sines), eps, dim)
+        return _norm_and_rotate(part, partner, scales[0], scales[1], (cosines, sines), eps, dim)
 
     def write(value: Array, row: Array) -> None:
         kept = plgpu.load(valid.at[tokens], mask=tokens < num_tokens, other=False)
@@ -67,11 +67,11 @@ def _prepare(*refs: Any, heads: int, groups: int, eps: float, rows: int, page_si
     @pl.when(head < heads)
     def _() -> None:
         there = jnp.where(tokens < num_tokens, tokens, num_tokens)
-        plgpu.store(queries.at[there[:, None], head, lanes[None, :]], turned(q_norm), mask=inside & real)
+        plgpu.store(queries.at[there[:, None], head, lanes[None, :]], rotated(q_norm), mask=inside & real)
 
     @pl.when((head >= heads) & (head < heads + groups))
     def _() -> None:
-        write(turned(k_norm), 2 * (head - heads))
+        write(rotated(k_norm), 2 * (head - heads))
 
     @pl.when(head >= heads + groups)
     def _() -> None:
@@ -87,14 +87,14 @@ def prepare(
     stride: int = 1,
     interpret: bool = False,
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-    """Queries, normalised and turned, and the pool with the new keys and values. `first_page` counts in steps of
+    """Queries, normalised and rotated, and the pool with the new keys and values. `first_page` counts in steps of
     `stride`."""
     groups, dim = pool.shape[2] // 2, pool.shape[3]
     qkv = projected.qkv.reshape(-1, *projected.qkv.shape[-2:])  # [S, N, HGGC]
     num_tokens, heads = qkv.shape[1], qkv.shape[2] // dim - 2 * groups
     rows = 1 if num_tokens <= 64 else 16
     kernel = functools.partial(
-        _prepare, heads=heads, groups=groups, eps=projected.eps, rows=rows, page_size=pool.shape[1], stride=stride
+        _qk_norm_rope, heads=heads, groups=groups, eps=projected.eps, rows=rows, page_size=pool.shape[1], stride=stride
     )
     scalars = [jnp.asarray(value, jnp.int32).reshape(1) for value in (projected.layer, first_page)]
     arrays = [qkv, projected.q_norm, projected.k_norm, projected.cos, projected.sin]

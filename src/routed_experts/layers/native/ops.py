@@ -69,8 +69,8 @@ def native_qk_norm_rope(
     layer, first = (jnp.asarray(index, jnp.int32).reshape(1) for index in (projected.layer, first_page))
     norms, angles = (projected.q_norm, projected.k_norm), (projected.cos, projected.sin)
     places = (batch.positions, batch.token_rows, batch.valid, batch.page_table)
-    turned, pool = run(qkv, *norms, layer, *angles, pool, first, *places, eps=np.float32(projected.eps))
-    return turned, pool
+    rotated, pool = run(qkv, *norms, layer, *angles, pool, first, *places, eps=np.float32(projected.eps))
+    return rotated, pool
 
 
 def native_fused_attention(

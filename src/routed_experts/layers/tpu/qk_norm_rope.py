@@ -55,7 +55,7 @@ def prepare(
     *,
     interpret: Any = False,
 ) -> tuple[Float[Array, "N H C"], Float[Array, "LP page 2G C"]]:
-    """Queries, normalised and turned, and the pool with the new keys and values. Heads narrower than the pool's rows,
+    """Queries, normalised and rotated, and the pool with the new keys and values. Heads narrower than the pool's rows,
     which cannot be cut out of the projection as whole lanes, take array code."""
     if projected.cos.shape[1] != pool.shape[3]:
         return prepare_plainly(projected, pool, first_page, batch)

@@ -70,14 +70,14 @@ def read_config(
     config = read_json_object(file)
     found = config.get("architectures")
     only = str(found[0]) if isinstance(found, list) and len(found) == 1 else ""
-    tolerated = architectures.get(only, NOTHING) if isinstance(architectures, Mapping) else NOTHING
-    if config.get("auto_map") is not None and not tolerated.code:
+    accepted = architectures.get(only, NOTHING) if isinstance(architectures, Mapping) else NOTHING
+    if config.get("auto_map") is not None and not accepted.code:
         raise CheckpointError(
             f"{file} has auto_map, which names Python code of the checkpoint; remote code is never run here; wanted a "
             "config without; if "
             f"the weights are of one of the architectures {_listed(architectures)}, remove auto_map from config.json"
         )
-    _refuse_quantized(folder, config, tolerated)
+    _refuse_quantized(folder, config, accepted)
     if only not in architectures:
         raise CheckpointError(
             f"{file}: architectures={found!r} is not known here; wanted one of {_listed(architectures)}"
@@ -85,7 +85,7 @@ def read_config(
     return config
 
 
-def _refuse_quantized(folder: Path, config: Mapping[str, object], tolerated: AcceptedQuirks) -> None:
+def _refuse_quantized(folder: Path, config: Mapping[str, object], accepted: AcceptedQuirks) -> None:
     """Raise where config.json, its text model's part, or a file beside it says that weights are quantised in a way we
     cannot read."""
     inner = config.get("text_config")
@@ -93,10 +93,10 @@ def _refuse_quantized(folder: Path, config: Mapping[str, object], tolerated: Acc
         for key in ("quantization_config", "compression_config"):
             quantized = section.get(key)
             method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-            if quantized is None or method in tolerated.quantization:
+            if quantized is None or method in accepted.quantization:
                 continue
             named = "" if method is None else f" of quant_method={method!r}"
-            readable = f" or {', '.join(tolerated.quantization)}" if tolerated.quantization else ""
+            readable = f" or {', '.join(accepted.quantization)}" if accepted.quantization else ""
             raise CheckpointError(
                 f"{folder / 'config.json'} has {key}{named}; wanted plain bfloat16, float16 or float32 "
                 f"weights{readable}; "

@@ -42,7 +42,7 @@ def qk_norm_attention(
     num_tokens, (cos, sin) = qkv.shape[0], angles
     if isinstance(attend, PagedAttend) and attend.backend.fused is not None:
         arrays = {"q_norm": norms.run_q_norm, "k_norm": norms.run_k_norm, "layer": norms.place, "cos": cos, "sin": sin}
-        attended, cache = attend.from_projected(FusedQKV(qkv=qkv, **arrays, eps=norms.eps), cache, layer)
+        attended, cache = attend.attend_fused(FusedQKV(qkv=qkv, **arrays, eps=norms.eps), cache, layer)
         return attended.reshape(num_tokens, -1), cache
     mixed = qkv.reshape(num_tokens, heads + 2 * groups, -1)
     queries, keys, values = mixed[:, :heads], mixed[:, heads : heads + groups], mixed[:, heads + groups :]

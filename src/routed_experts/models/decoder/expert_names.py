@@ -10,25 +10,25 @@ from routed_experts.models.decoder.layer_parts import CheckpointScope
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stacked:
-    """A tensor of all experts of a layer, for our array `to`: [E, D, 2F], [E, F, D], [E, 2F] or [E, D]. `turned`: the
-    last two axes stand the other way round. `half`: "gate" or "up" alone."""
+    """A tensor of all experts of a layer, for our array `to`: [E, D, 2F], [E, F, D], [E, 2F] or [E, D]. `transposed`: the last two
+    axes are swapped. `half`: "gate" or "up" alone."""
 
     name: str
     to: str
-    turned: bool = False
+    transposed: bool = False
     half: str = ""
 
     def source(self, scope: CheckpointScope, experts: int, hidden: int, width: int) -> WeightSource:
         """Its place behind the experts of the layers before."""
         outputs = hidden if self.to.startswith("down") else width * (1 if self.half else 2)
         inputs = () if self.to.endswith("bias") else (width if self.to == "down" else hidden,)
-        shape = (experts, outputs, *inputs) if self.turned else (experts, *inputs, outputs)
+        shape = (experts, outputs, *inputs) if self.transposed else (experts, *inputs, outputs)
         return WeightSource(
             name=scope.prefix + self.name,
             shape=shape,
             target=f"{scope.target}.{self.to}",
             first=scope.row * experts,
-            transpose=self.turned,
+            transpose=self.transposed,
             offset=width if self.half == "up" else 0,
         )
 

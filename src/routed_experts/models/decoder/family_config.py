@@ -22,16 +22,16 @@ from routed_experts.models.decoder.layer_parts import CheckpointScope
 
 _LONGEST_PATTERN = 8
 
-Mixing = GroupedAttention | LatentAttention | DeltaAttention
-Feeding = Dense | Sparse
+AnyMixer = GroupedAttention | LatentAttention | DeltaAttention
+AnyFeedForward = Dense | Sparse
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer: x + mixer(norm(x)), then x + feed(norm(x))."""
 
-    mixer: Mixing
-    feed: Feeding
+    mixer: AnyMixer
+    feed: AnyFeedForward
 
     def shard(self, parallel: ParallelConfig) -> "LayerSpec":
         """What one device does of it."""

@@ -61,8 +61,8 @@ class Dense:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
     """K of E experts a token. `shared_width`: of the experts that every token runs, 0 for none; `shared_gated`: times
-    the sigmoid of a projection. `wide_router`: its matrix stays float32. `weigh_inputs`: the weight multiplies what
-    enters the expert (K = 1). `held`: experts that are here, 0 for all; `replicas`: instances that an expert may have,
+    the sigmoid of a projection. `wide_router`: its matrix stays float32. `weight_inputs`: the weight multiplies what
+    enters the expert (K = 1). `local_experts`: experts that are here, 0 for all; `replicas`: instances that an expert may have,
     0 where none has several; `bounded`: these have capacities."""
 
     router: RouterSpec
@@ -74,8 +74,8 @@ class Sparse:
     router_bias: bool = False
     biased: bool = False
     activation: str = "silu"
-    weigh_inputs: bool = False
-    held: int = 0
+    weight_inputs: bool = False
+    local_experts: int = 0
     replicas: int = 0
     bounded: bool = False
 
@@ -87,8 +87,10 @@ class Sparse:
 
     def shard(self, parallel: ParallelConfig) -> "Sparse":
         """One device's share of the experts or of their width, and of the shared ones' width."""
-        held = (parallel.instances or self.router.num_experts) // parallel.devices
-        share = {"held": held} if parallel.expert_parallel else {"width": self.width // parallel.devices}
+        local_experts = (parallel.instances or self.router.num_experts) // parallel.devices
+        share = (
+            {"local_experts": local_experts} if parallel.expert_parallel else {"width": self.width // parallel.devices}
+        )
         return dataclasses.replace(
             self,
             shared_width=self.shared_width // parallel.devices,
@@ -99,14 +101,20 @@ class Sparse:
 
     def weights(self, hidden: int) -> tuple[ParamSpec, ...]:
         """Router, experts, and what a family adds."""
-        experts, held, width = self.router.num_experts, self.held or self.router.num_experts, self.width
+        experts, local_experts, width = (
+            self.router.num_experts,
+            self.local_experts or self.router.num_experts,
+            self.width,
+        )
         by_width = _halves(width, "columns of an expert")
         found = [
             ParamSpec(name="router", shape=(hidden, experts), wide=self.wide_router),
-            ParamSpec(name="gate_up", shape=(held, hidden, 2 * width), kind=ParamKind.EXPERTS, partition=by_width),
+            ParamSpec(
+                name="gate_up", shape=(local_experts, hidden, 2 * width), kind=ParamKind.EXPERTS, partition=by_width
+            ),
             ParamSpec(
                 name="down",
-                shape=(held, width, hidden),
+                shape=(local_experts, width, hidden),
                 kind=ParamKind.EXPERTS,
                 partition=row_parallel(width, width, "columns of an expert"),
             ),
@@ -118,10 +126,14 @@ class Sparse:
         if self.biased:
             found.append(
                 ParamSpec(
-                    name="gate_up_bias", shape=(held, 2 * width), kind=ParamKind.EXPERTS, fill=0.0, partition=by_width
+                    name="gate_up_bias",
+                    shape=(local_experts, 2 * width),
+                    kind=ParamKind.EXPERTS,
+                    fill=0.0,
+                    partition=by_width,
                 )
             )
-            found.append(ParamSpec(name="down_bias", shape=(held, hidden), kind=ParamKind.EXPERTS, fill=0.0))
+            found.append(ParamSpec(name="down_bias", shape=(local_experts, hidden), kind=ParamKind.EXPERTS, fill=0.0))
         if self.replicas:
             found.append(ParamSpec(name="replicas", shape=(experts, self.replicas)))
         if self.bounded:
@@ -151,7 +163,7 @@ class Sparse:
         capture: RoutedExpertsDeviceCache | None,
     ) -> tuple[Float[Array, "N D"], RoutedExpertsDeviceCache | None]:
         """Route, record, run; experts that are shared come on top."""
-        fed, routing, capture = self.choose(x, params, step, replay, capture)
+        fed, routing, capture = self.route_and_record(x, params, step, replay, capture)
         experts = params.experts(self.router.num_experts)
         replicas = params.plain("replicas") if self.replicas else None
         how, activation = (fed, routing, step.valid, experts), self.activation
@@ -159,7 +171,7 @@ class Sparse:
         shared = self.run_shared(x, params)
         return step.kernels.group.all_reduce(y if shared is None else y + shared), capture
 
-    def choose(
+    def route_and_record(
         self,
         x: Float[Array, "N D"],
         params: LayerParams,
@@ -180,7 +192,7 @@ class Sparse:
             routing, capture = route(
                 logits, replay.routed, replay.moe_layer, capture, spec=self.router, kernels=step.kernels, bias=bias
             )
-        if not self.weigh_inputs:
+        if not self.weight_inputs:
             return x, routing, capture
         return x * routing.weights.astype(x.dtype), _unweighed(routing), capture
 

@@ -36,7 +36,7 @@ def find_fused_path(
         return stack
     if fused is None or router is None or not router.supports(spec) or attend.backend.fused is None:
         return None
-    return fused if num_tokens <= fused.most_tokens else None
+    return fused if num_tokens <= fused.max_tokens else None
 
 
 def run_fused(
@@ -89,7 +89,7 @@ def _run_fused_layers(
         x, normed, cache, capture = carry
         arrays = {"q_norm": run.q_norm, "k_norm": run.k_norm, "cos": step.cos, "sin": step.sin}
         projected = FusedQKV(qkv=fused.product(normed, run.qkv, place), layer=place, **arrays, eps=run.eps)
-        mixed, cache = attend.from_projected(projected, cache, place + places.first_layer)
+        mixed, cache = attend.attend_fused(projected, cache, place + places.first_layer)
         parts = fused.product(mixed.reshape(x.shape[0], -1), run.out, place)
         x, normed = fused.add_parts(x, parts, run.post_norm, place, eps=run.eps)
         logits = fused.product(normed, run.router, place)

@@ -40,7 +40,7 @@ USUAL_NAMES = AttentionNames()
 class GroupedAttention:
     """`qk_norm`: "", "head" or "whole". `norm_offset`: added to the scale of a q/k norm. `scale`: of the scores, 0 for
     C^-0.5. `gated`: each head's output is multiplied by a sigmoid of its own projection. `clip`: bounds of q, k and v,
-    0 for none. `turned_norm`: a norm without a scale after positions. `tuning` (f, s): queries times 1 + s log(1 +
+    0 for none. `norm_after_rope`: a norm without a scale after positions. `tuning` (f, s): queries times 1 + s log(1 +
     floor((position + 1) / f))."""
 
     num_heads: int
@@ -58,7 +58,7 @@ class GroupedAttention:
     gated: bool = False
     scale: float = 0.0
     clip: float = 0.0
-    turned_norm: bool = False
+    norm_after_rope: bool = False
     tuning: tuple[float, float] = (0.0, 0.0)
     names: AttentionNames = USUAL_NAMES
 
@@ -163,7 +163,7 @@ class GroupedAttention:
             queries, keys, values = (jnp.clip(part, -self.clip, self.clip) for part in (queries, keys, values))
         if self.rotary is not None:
             queries, keys = (self.rotary.apply(part, step.cos_sin[self.rotary]) for part in (queries, keys))
-        if self.turned_norm:
+        if self.norm_after_rope:
             queries, keys = (
                 rms_norm(part, jnp.ones(self.head_dim, part.dtype), eps=self.eps) for part in (queries, keys)
             )

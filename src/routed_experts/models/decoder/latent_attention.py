@@ -97,11 +97,11 @@ class LatentAttention:
         queries = params.project(fed, "q").reshape(x.shape[0], self.num_heads, -1)
         compressed = params.project(x, "kv_down")
         row = rms_norm(compressed[:, : self.rank], params.plain("kv_norm"), eps=_EPS)
-        turned = self.rotary.apply(compressed[:, None, self.rank :], angles)
+        rotated = self.rotary.apply(compressed[:, None, self.rank :], angles)
         up = params.plain("kv_up").reshape(self.rank, self.num_heads, -1)
         absorbed = jnp.einsum("nhc,rhc->nhr", queries[..., : self.key_dim], up[..., : self.key_dim])
         queries = jnp.concatenate([absorbed, self.rotary.apply(queries[..., self.key_dim :], angles)], axis=-1)
-        rows = jnp.concatenate([row[:, None], turned], axis=-1)
+        rows = jnp.concatenate([row[:, None], rotated], axis=-1)
         mixed, cache = step.attend(
             queries, rows, None, cache, layer, AttentionFeatures(latent=self.rank, scale=self.scale)
         )

@@ -61,15 +61,15 @@ class CheckpointScope:
         transpose: bool | None = None,
         optional: bool = False,
     ) -> WeightSource:
-        """A tensor of this layer; matrices are turned unless `transpose` says otherwise."""
-        turn = len(shape) == 2 if transpose is None else transpose
+        """A tensor of this layer; matrices are transposed unless `transpose` says otherwise."""
+        swap = len(shape) == 2 if transpose is None else transpose
         index = (self.row if row is None else row,)
         return WeightSource(
             name=self.prefix + name,
             shape=shape,
             target=f"{self.target}.{to}",
             index=index,
-            transpose=turn,
+            transpose=swap,
             offset=offset,
             optional=optional,
         )

@@ -1,5 +1,5 @@
 """Bailing MoE v2, that is Ling 2.0 (inclusionAI 2025): grouped-query attention with a norm on each head's queries and
-keys, half of a head turned by position; DeepSeek-V3's grouped sigmoid routing; dense layers first. Its checkpoints
+keys, half of a head rotated by position; DeepSeek-V3's grouped sigmoid routing; dense layers first. Its checkpoints
 bring code, which is never run: the architecture is written here."""
 
 import dataclasses

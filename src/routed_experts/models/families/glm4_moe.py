@@ -1,4 +1,4 @@
-"""GLM-4.5 (GLM-4.5 Team 2025): DeepSeek-V3's routing on grouped-query attention, half of each head turned by position,
+"""GLM-4.5 (GLM-4.5 Team 2025): DeepSeek-V3's routing on grouped-query attention, half of each head rotated by position,
 with or without a norm on queries and keys; dense layers first, one shared expert."""
 
 import dataclasses

@@ -16,7 +16,7 @@ from routed_experts.models.decoder.expert_names import ExpertNames, Stacked
 from routed_experts.models.decoder.family_config import FamilyConfig, LayerSpec
 from routed_experts.models.decoder.feed_forward import Sparse
 from routed_experts.models.families.common_config import read_experts, read_sizes, refuse
-from routed_experts.models.loading.virtual_tensors import DerivedCheckpoint, Header, Mxfp4, Strided, VirtualTensor
+from routed_experts.models.loading.virtual_tensors import Header, Mxfp4, Strided, VirtualCheckpoint, VirtualTensor
 
 _NAMES = ExpertNames(
     router="mlp.router.weight",
@@ -69,21 +69,21 @@ def read_gpt_oss(reader: ConfigReader) -> FamilyConfig:
     return sizes.within(rotary).decoder([LayerSpec(mixer=mixers[kind], feed=sparse) for kind in kinds])
 
 
-def open_gpt_oss(path: Path | str) -> DerivedCheckpoint:
+def open_gpt_oss(path: Path | str) -> VirtualCheckpoint:
     """The checkpoint with gate and up apart, and with what is packed unpacked."""
-    return DerivedCheckpoint(path, _derive)
+    return VirtualCheckpoint(path, _virtual_tensors)
 
 
-def _derive(headers: Mapping[str, Header]) -> dict[str, VirtualTensor]:
-    derived: dict[str, VirtualTensor] = {}
+def _virtual_tensors(headers: Mapping[str, Header]) -> dict[str, VirtualTensor]:
+    virtual: dict[str, VirtualTensor] = {}
     for name in headers:
         if found := _INTERLEAVED.fullmatch(name):
             kind = "" if found["kind"] == "_blocks" else found["kind"]
             for start, half in enumerate(("gate", "up")):
                 packed = Mxfp4(name, f"{found['at']}gate_up_proj_scales", start)
-                derived[f"{found['at']}{half}_proj{kind}"] = (
+                virtual[f"{found['at']}{half}_proj{kind}"] = (
                     packed if found["kind"] == "_blocks" else Strided(name, start)
                 )
         elif found := _PACKED.fullmatch(name):
-            derived[found["at"]] = Mxfp4(name, f"{found['at']}_scales")
-    return derived
+            virtual[found["at"]] = Mxfp4(name, f"{found['at']}_scales")
+    return virtual

@@ -14,8 +14,8 @@ from routed_experts.models.families.common_config import read_experts, read_size
 _NAMES = ExpertNames(
     router="block_sparse_moe.router.layer.weight",
     stacked=(
-        Stacked(name="block_sparse_moe.input_linear.weight", to="gate_up", turned=True),
-        Stacked(name="block_sparse_moe.output_linear.weight", to="down", turned=True),
+        Stacked(name="block_sparse_moe.input_linear.weight", to="gate_up", transposed=True),
+        Stacked(name="block_sparse_moe.output_linear.weight", to="down", transposed=True),
     ),
 )
 

@@ -33,17 +33,19 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
     experts, top_k = read_experts(reader, key="num_local_experts", scoring="sigmoid")
     reader.require(top_k == 1, "num_experts_per_tok", "1: weights multiply what enters an expert")
     interval = reader.int("no_rope_layer_interval", minimum=1, default=4)
-    turned = reader.ints("no_rope_layers", default=()) or tuple(
+    uses_rope = reader.ints("no_rope_layers", default=()) or tuple(
         int((at + 1) % interval != 0) for at in range(sizes.num_layers)
     )
     reader.require(
-        len(turned) >= sizes.num_layers,
+        len(uses_rope) >= sizes.num_layers,
         "no_rope_layers",
         f"at least {sizes.num_layers} numbers, 1 for a layer that turns",
     )
-    kinds = tuple(_LAYER_TYPES[turns != 0] for turns in turned)
-    told = reader.words("layer_types", choices=_LAYER_TYPES, default=kinds)
-    reader.require(told == kinds, "layer_types", "chunked_attention where no_rope_layers is 1, else full_attention")
+    kinds = tuple(_LAYER_TYPES[flag != 0] for flag in uses_rope)
+    layer_types = reader.words("layer_types", choices=_LAYER_TYPES, default=kinds)
+    reader.require(
+        layer_types == kinds, "layer_types", "chunked_attention where no_rope_layers is 1, else full_attention"
+    )
     step = reader.int("interleave_moe_layer_step", minimum=1, default=1)
     sparse_layers = reader.ints("moe_layers", default=tuple(range(step - 1, sizes.num_layers, step)))
     plain = sizes.attention(None)
@@ -51,7 +53,7 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
     chunked = dataclasses.replace(
         plain,
         rotary=rotary.spec,
-        turned_norm=reader.bool("use_qk_norm", default=True),
+        norm_after_rope=reader.bool("use_qk_norm", default=True),
         chunk=chunk if chunk < sizes.context_length else 0,
     )
     if _is_tuned(reader):
@@ -59,10 +61,10 @@ def read_llama4_text(reader: ConfigReader) -> FamilyConfig:
         plain = dataclasses.replace(plain, tuning=(float(floor), reader.float("attn_scale", default=0.1)))
     width = reader.int("intermediate_size", minimum=1)
     router = RouterSpec(num_experts=experts, top_k=top_k, renormalize=False, scoring_func="sigmoid")
-    sparse = Sparse(router=router, width=width, names=_NAMES, shared_width=width, weigh_inputs=True)
+    sparse = Sparse(router=router, width=width, names=_NAMES, shared_width=width, weight_inputs=True)
     dense = Dense(width=reader.int("intermediate_size_mlp", minimum=1, default=16_384), at=_AT)
     layers = [
-        LayerSpec(mixer=chunked if turned[at] else plain, feed=sparse if at in sparse_layers else dense)
+        LayerSpec(mixer=chunked if uses_rope[at] else plain, feed=sparse if at in sparse_layers else dense)
         for at in range(sizes.num_layers)
     ]
     return sizes.within(rotary).decoder(layers)

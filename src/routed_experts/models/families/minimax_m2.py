@@ -1,5 +1,5 @@
 """MiniMax-M2 (MiniMax 2025): sigmoid scores with a bias that moves the choice alone, no shared experts, queries and
-keys normed over the whole projection, a part of each head turned by position."""
+keys normed over the whole projection, a part of each head rotated by position."""
 
 import dataclasses
 

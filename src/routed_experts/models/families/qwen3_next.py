@@ -1,5 +1,5 @@
 """Qwen3-Next (Qwen Team 2025) and Qwen3.5-MoE: three of four layers are linear attention with a state that does not
-grow, the fourth is grouped-query attention with gated heads, a quarter of each head turned by position; experts and a
+grow, the fourth is grouped-query attention with gated heads, a quarter of each head rotated by position; experts and a
 gated shared expert in every layer; norms scale by 1 + w. Since states cannot be cut where a prefix ends, prefixes are
 not cached for these models."""
 

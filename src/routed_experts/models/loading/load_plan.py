@@ -22,7 +22,7 @@ from routed_experts.models.sharding import ModelSharding
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorRead:
     """The part of one tensor that falls into one part of a target."""
 
     name: str
@@ -40,8 +40,8 @@ class Piece:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
-    def slabs(self, most_bytes: int) -> "list[Piece]":
-        """The piece, or if it is larger than `most_bytes`, blocks of the rows of its tensor's first axis."""
+    def chunks(self, most_bytes: int) -> "list[TensorRead]":
+        """The read, or if it is larger than `most_bytes`, blocks of the rows of its tensor's first axis."""
         first, rows = self.box[0].start, self.box[0].stop - self.box[0].start
         depth = max(1, rows * most_bytes // max(1, self.num_bytes))
         if depth >= rows:
@@ -49,23 +49,23 @@ class Piece:
         axis = len(self.shape) - (
             1 if self.transpose and len(self.box) == 2 else len(self.box)
         )  # where that axis stands in the part
-        slabs: list[Piece] = []
+        chunks: list[TensorRead] = []
         for low in range(0, rows, depth):
             high = min(low + depth, rows)
             start, shape = list(self.start), list(self.shape)
             start[axis], shape[axis] = start[axis] + low, high - low
             box = (slice(first + low, first + high), *self.box[1:])
-            slabs.append(replace(self, box=box, start=tuple(start), shape=tuple(shape)))
-        return slabs
+            chunks.append(replace(self, box=box, start=tuple(start), shape=tuple(shape)))
+        return chunks
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardRead:
     """What the given devices hold of one target: all of it, or one shard."""
 
     shape: tuple[int, ...]
     devices: tuple[Any, ...]
-    pieces: tuple[Piece, ...]
+    reads: tuple[TensorRead, ...]
 
 
 _Bounds = tuple[tuple[int, int], ...]  # [first, end) along each axis of a target
@@ -94,7 +94,7 @@ class ShardBoxes:
         return tuple(sides)
 
 
-def boxes_of(
+def shard_boxes(
     target: str, struct: jax.ShapeDtypeStruct, sharding: Sharding, shards: ModelSharding | None
 ) -> list[ShardBoxes]:
     """What the devices of this host hold of a target."""
@@ -108,17 +108,17 @@ def boxes_of(
     axis, whole = partition.axis % len(struct.shape), [(0, size) for size in struct.shape]
     for number, device in enumerate(shards.mesh.devices.flat):
         if device.process_index == jax.process_index():
-            pieces = partition.pieces(number, shards.parallel.devices)
-            holders[tuple((*whole[:axis], piece, *whole[axis + 1 :]) for piece in pieces)].append(device)
+            slices = partition.pieces(number, shards.parallel.devices)
+            holders[tuple((*whole[:axis], piece, *whole[axis + 1 :]) for piece in slices)].append(device)
     return [ShardBoxes(axis, bounds, tuple(devices)) for bounds, devices in holders.items()]
 
 
-def plan_parts(
+def plan_reads(
     sources: Sequence[WeightSource],
     headers: Mapping[str, tuple[tuple[int, ...], str]],
     struct: jax.ShapeDtypeStruct,
     boxes: Sequence[ShardBoxes],
-) -> list[Part]:
+) -> list[ShardRead]:
     """Cut the sources of one target along the parts that this host's devices hold of it."""
     covered = sum(math.prod(source.shape) for source in sources)
     if covered != math.prod(struct.shape):
@@ -126,19 +126,19 @@ def plan_parts(
             f"{len(sources)} tensors hold {covered} of the {math.prod(struct.shape)} values of {sources[0].target}; "
             "wanted all of them or, where they are optional, none; copy the checkpoint again"
         )
-    parts: list[Part] = []
+    parts: list[ShardRead] = []
     for held in boxes:
         places = held.places()
         ends = [bounds[held.axis][1] for _, bounds in places]  # in order: a source meets few of many boxes
-        pieces: list[Piece] = []
+        reads: list[TensorRead] = []
         for source in sources:
             start, placed = _start(source), source.placed_shape
             for place, bounds in places[bisect.bisect_right(ends, start[held.axis]) :]:
                 if bounds[held.axis][0] >= start[held.axis] + placed[held.axis]:
                     break
-                piece = _cut(source, headers[source.name][1], bounds, (held.axis, place))
-                pieces += [] if piece is None else [piece]
-        parts.append(Part(held.shape, held.devices, tuple(pieces)))
+                read = _cut(source, headers[source.name][1], bounds, (held.axis, place))
+                reads += [] if read is None else [read]
+        parts.append(ShardRead(held.shape, held.devices, tuple(reads)))
     return parts
 
 
@@ -153,7 +153,7 @@ def _start(source: WeightSource) -> list[int]:
     return start
 
 
-def _cut(source: WeightSource, dtype: str, bounds: _Bounds, at: tuple[int, int]) -> Piece | None:
+def _cut(source: WeightSource, dtype: str, bounds: _Bounds, at: tuple[int, int]) -> TensorRead | None:
     """What falls into one box, which begins at (axis, place) of its part."""
     start, placed = _start(source), source.placed_shape
     assert len(placed) == len(bounds), (source, bounds)
@@ -169,4 +169,4 @@ def _cut(source: WeightSource, dtype: str, bounds: _Bounds, at: tuple[int, int])
     begins = [first - begin for first, (begin, _) in zip(low, bounds, strict=True)]
     begins[at[0]] += at[1]
     shape = tuple(stop - first for first, stop in zip(low, high, strict=True))
-    return Piece(source.name, dtype, tuple(box), tuple(begins), shape, source.transpose)
+    return TensorRead(source.name, dtype, tuple(box), tuple(begins), shape, source.transpose)

@@ -92,27 +92,27 @@ def dequantize_mxfp4(
     return numbers.reshape(*blocks.shape[:2], -1)
 
 
-class DerivedCheckpoint(Checkpoint):
-    """A checkpoint that shows derived tensors instead of those that they are made of."""
+class VirtualCheckpoint(Checkpoint):
+    """A checkpoint that shows virtual tensors instead of those that they are made of."""
 
     def __init__(self, path: Path | str, derive: Callable[[Mapping[str, Header]], Mapping[str, VirtualTensor]]) -> None:
         super().__init__(path)
         stored = super().names()
-        self._derived = dict(derive(stored))
-        used = {name for tensor in self._derived.values() for name in tensor.needs}
+        self._virtual = dict(derive(stored))
+        used = {name for tensor in self._virtual.values() for name in tensor.needs}
         self._shown = {name: header for name, header in stored.items() if name not in used}
-        self._shown |= {name: tensor.header(stored) for name, tensor in self._derived.items()}
+        self._shown |= {name: tensor.header(stored) for name, tensor in self._virtual.items()}
 
     def names(self) -> dict[str, Header]:
-        """Shape and dtype of every tensor, derived ones among them."""
+        """Shape and dtype of every tensor, virtual ones among them."""
         return dict(self._shown)
 
     def read(self, name: str, box: tuple[slice, ...] = ()) -> np.ndarray:
         """Copy one tensor, or the part of it that `box` names, to the host."""
-        if name not in self._derived:
+        if name not in self._virtual:
             return super().read(name, box)
         shape = self._shown[name][0]
-        array = self._derived[name].read(self, box or tuple(slice(0, size) for size in shape))
+        array = self._virtual[name].read(self, box or tuple(slice(0, size) for size in shape))
         assert (
             math.prod(array.shape) == math.prod(side.stop - side.start for side in box) if box else array.shape == shape
         ), (name, box)

@@ -24,7 +24,7 @@ from jaxtyping import Array, Int, Shaped
 
 from routed_experts.models.base.weight_source import WeightSource
 from routed_experts.models.loading.checkpoint import Checkpoint
-from routed_experts.models.loading.load_plan import Part, Piece, boxes_of, plan_parts
+from routed_experts.models.loading.load_plan import ShardRead, TensorRead, plan_reads, shard_boxes
 from routed_experts.models.sharding import ModelSharding
 
 
@@ -54,10 +54,12 @@ def load(
     if shards is not None:
         places = {target: shards.sharding(target, len(targets[target].shape)) for target in grouped}
     plans = {
-        target: plan_parts(group, headers, targets[target], boxes_of(target, targets[target], places[target], shards))
+        target: plan_reads(
+            group, headers, targets[target], shard_boxes(target, targets[target], places[target], shards)
+        )
         for target, group in grouped.items()
     }
-    total = sum(piece.num_bytes for parts in plans.values() for part in parts for piece in part.pieces)
+    total = sum(read.num_bytes for parts in plans.values() for part in parts for read in part.reads)
     if host_bytes is None:
         host_bytes = (4 if jax.default_backend() == "cpu" else 64) << 20
     loader = _Loader(checkpoint, host_bytes, total, progress)
@@ -82,46 +84,48 @@ class _Loader:
     in_flight: int = 0
     pending_writes: list[jax.Array] = field(default_factory=list)
 
-    def fill(self, part: Part, dtype: np.dtype) -> list[jax.Array]:
+    def fill(self, part: ShardRead, dtype: np.dtype) -> list[jax.Array]:
         """Fill the part on each of its devices."""
         size = math.prod(part.shape) * dtype.itemsize
         if size <= self.host_bytes:
             self._reserve(size)
             whole = np.empty(part.shape, dtype)
-            for piece in part.pieces:
-                window = tuple(slice(first, first + side) for first, side in zip(piece.start, piece.shape, strict=True))
-                tensor = self._read(piece)
+            for read in part.reads:
+                window = tuple(slice(first, first + side) for first, side in zip(read.start, read.shape, strict=True))
+                tensor = self._read(read)
                 with np.errstate(over="ignore"):  # float32 beyond float16 is inf on a device too
-                    whole[window] = (np.swapaxes(tensor, -1, -2) if piece.transpose else tensor).reshape(piece.shape)
+                    whole[window] = (np.swapaxes(tensor, -1, -2) if read.transpose else tensor).reshape(read.shape)
             return [jax.device_put(whole, device) for device in part.devices]
-        shards = [jnp.zeros(part.shape, _carrier(dtype, device), device=device) for device in part.devices]
-        alike: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
-        for piece in [slab for whole in part.pieces for slab in whole.slabs(self.host_bytes // 2)]:
-            alike[piece.shape, piece.read_shape, piece.transpose, piece.dtype].append(piece)
-        for pieces in alike.values():
-            depth = max(1, min(len(pieces), self.host_bytes // 2 // max(1, pieces[0].num_bytes)))
-            for first in range(0, len(pieces), depth):
-                shards = self._write(shards, pieces[first : first + depth], depth, dtype)
-        return [_carried(shard, dtype, device) for shard, device in zip(shards, part.devices, strict=True)]
+        shards = [jnp.zeros(part.shape, _transfer_dtype(dtype, device), device=device) for device in part.devices]
+        alike: dict[tuple[object, ...], list[TensorRead]] = defaultdict(list)
+        for read in [chunk for whole in part.reads for chunk in whole.chunks(self.host_bytes // 2)]:
+            alike[read.shape, read.read_shape, read.transpose, read.dtype].append(read)
+        for reads in alike.values():
+            depth = max(1, min(len(reads), self.host_bytes // 2 // max(1, reads[0].num_bytes)))
+            for first in range(0, len(reads), depth):
+                shards = self._write(shards, reads[first : first + depth], depth, dtype)
+        return [_bitcast_back(shard, dtype, device) for shard, device in zip(shards, part.devices, strict=True)]
 
-    def _write(self, shards: list[jax.Array], pieces: Sequence[Piece], depth: int, dtype: np.dtype) -> list[jax.Array]:
-        """Send one stack, always of `depth` rows so that it compiles once; rows past the last piece are not looked
+    def _write(
+        self, shards: list[jax.Array], reads: Sequence[TensorRead], depth: int, dtype: np.dtype
+    ) -> list[jax.Array]:
+        """Send one stack, always of `depth` rows so that it compiles once; rows past the last read are not looked
         at."""
-        self._reserve(depth * pieces[0].num_bytes)
-        stack = np.empty((depth, *pieces[0].read_shape), pieces[0].dtype)
-        starts = np.zeros((depth, len(pieces[0].start)), np.int32)
-        for row, piece in enumerate(pieces):
-            stack[row], starts[row] = self._read(piece), piece.start
+        self._reserve(depth * reads[0].num_bytes)
+        stack = np.empty((depth, *reads[0].read_shape), reads[0].dtype)
+        starts = np.zeros((depth, len(reads[0].start)), np.int32)
+        for row, read in enumerate(reads):
+            stack[row], starts[row] = self._read(read), read.start
         written: list[jax.Array] = []
         for shard in shards:
-            place = pieces[0].transpose, pieces[0].shape, dtype
-            filled, receipt = _write_pieces(shard, stack, starts, np.int32(len(pieces)), *place)
+            place = reads[0].transpose, reads[0].shape, dtype
+            filled, written_marker = _write_pieces(shard, stack, starts, np.int32(len(reads)), *place)
             written.append(filled)
-            self.pending_writes.append(receipt)
+            self.pending_writes.append(written_marker)
         return written
 
-    def _read(self, piece: Piece) -> np.ndarray:
-        tensor = self.checkpoint.read(piece.name, piece.box)
+    def _read(self, read: TensorRead) -> np.ndarray:
+        tensor = self.checkpoint.read(read.name, read.box)
         self.read_bytes += tensor.nbytes
         if self.progress is not None:
             self.progress(self.read_bytes, self.total_bytes)
@@ -134,13 +138,13 @@ class _Loader:
         self.in_flight += size
 
 
-def _carrier(dtype: np.dtype, device: Any) -> np.dtype:
+def _transfer_dtype(dtype: np.dtype, device: Any) -> np.dtype:
     """The dtype that a large part is filled in: its own, but the bits of half precision on CPU. There XLA would turn
     the whole part into float32 and back for each stack."""
     return np.dtype(np.uint16) if device.platform == "cpu" and dtype.itemsize == 2 else dtype
 
 
-def _carried(shard: jax.Array, dtype: np.dtype, device: Any) -> jax.Array:
+def _bitcast_back(shard: jax.Array, dtype: np.dtype, device: Any) -> jax.Array:
     """What the carrier holds, without a copy."""
     if shard.dtype == dtype:
         return shard
@@ -158,9 +162,9 @@ def _write_pieces(
     dtype: np.dtype | None = None,
 ) -> tuple[Shaped[Array, "..."], Int[Array, ""]]:
     def write(row: Int[Array, ""], target: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        piece = lax.dynamic_index_in_dim(stack, row, keepdims=False)
-        piece = (jnp.swapaxes(piece, -1, -2) if transpose else piece).reshape(shape).astype(dtype or target.dtype)
-        piece = piece if piece.dtype == target.dtype else lax.bitcast_convert_type(piece, target.dtype)
-        return lax.dynamic_update_slice(target, piece, list(lax.dynamic_index_in_dim(starts, row, keepdims=False)))
+        read = lax.dynamic_index_in_dim(stack, row, keepdims=False)
+        read = (jnp.swapaxes(read, -1, -2) if transpose else read).reshape(shape).astype(dtype or target.dtype)
+        read = read if read.dtype == target.dtype else lax.bitcast_convert_type(read, target.dtype)
+        return lax.dynamic_update_slice(target, read, list(lax.dynamic_index_in_dim(starts, row, keepdims=False)))
 
     return lax.fori_loop(0, count, write, target), count + 1

@@ -128,7 +128,7 @@ def attention_and_router(
     if not isinstance(layer.feed, Sparse):
         y, capture = layer.feed.run(normed, params, step, None, stream.capture)
         return Stream(x + (y * scale if scale != 1.0 else y), capture, stream.tally), None, cache
-    fed, routing, capture = layer.feed.choose(
+    fed, routing, capture = layer.feed.route_and_record(
         normed, params, step, ReplayInputs(numbers.column, routed), stream.capture
     )
     slots = lax.dynamic_index_in_dim(slot_of, numbers.column, keepdims=False)[routing.ids]
@@ -145,7 +145,7 @@ def attention_and_router(
         away=away,
         later=later,
         weights=routing.weights,
-        normed=normed if layer.feed.weigh_inputs and layer.feed.shared_width else None,
+        normed=normed if layer.feed.weight_inputs and layer.feed.shared_width else None,
     )
     return Stream(x, capture, stream.tally.at[numbers.column].add(jnp.stack([*counted, late]))), errand, cache
 
