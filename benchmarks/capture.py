@@ -1,20 +1,23 @@
-"""What capture costs: off, on and asked by none, on and asked by all; interleaved step by step in one process.
+"""What capture costs: throughput with capture off (twice), on and not asked, on and asked, step by step in one
+process.
 
     python benchmarks/capture.py [--rounds 8] [--batches 8 32] [--new 128] [--block 16]
-    python benchmarks/capture.py --dummy --batches 1 16 --block 16 --new 384 --rounds 3 --name capture_h200
+    python benchmarks/capture.py --dummy --batches 1 16 --block 16 --new 384 --rounds 3 --name capture_h200      # a GPU
+    python benchmarks/capture.py --pool FILE.json ...      # joins runs: writes `pooled` from the `runs` of each file
+    python benchmarks/capture.py --small                   # does it run
 
-The benchmark model in float32; with --dummy Qwen3-30B-A3B in bfloat16 with random weights (benchmarks/step.py), for a
-GPU. Engine cores over the same weights take steps in turn, in an order that is drawn anew for every step, each step
-from its dispatch to its tokens on the host, so that neighbours in time are compared and drift of the machine falls on
-all alike. Where in memory a pool happens to lie moves a step by a percent or two, so the pools change hands with every
-round, and a second engine without capture shows what is left of such luck. `ratio` is throughput relative to off: the
-median over groups of neighbouring steps, `+-` the standard error of that median (1.25 sigma / sqrt(n), sigma from the
-quartiles). A median does not see what few steps do, so that is timed by itself: `seldom us` is the time by the step in
-which rows were filed and experts counted (the engine's thread, and what the worker's had of a core, as if nothing else
-had wanted it), and `with it` the ratio with that added to every step; where steps overlap that is a bound, for filing
-overlaps too. For prefill alone: --new 8, so that no request ends while another one's prompt is read. `on, both` are the
-two engines with capture beside the two without, group by group: the programs are the same whether rows are asked for or
-not. `whole` is that of all steps together, the last one of a request, which gathers its rows, among them."""
+The benchmark model in float32; with --dummy Qwen3-30B-A3B in bfloat16 with random weights. Engine cores over the
+same weights take steps in turn, in an order that is drawn for every step, so drift of the machine falls on all
+alike. A step counts from its dispatch to its tokens on the host. The address of a pool moves a step by a percent or
+two, so the pools change places with every round; a second engine without capture shows the remaining noise. For
+prefill alone: --new 8.
+
+`ratio`: throughput over "off", the median over groups of neighbouring steps; `+-`: the standard error of that median
+(1.25 sigma / sqrt(n), sigma from the quartiles). A median does not see what few steps do, so that is timed by
+itself: `rare us` is the time a step in which rows are filed and experts counted, on all threads, and `with it` the
+ratio with that added to every step; where steps overlap it is a bound. `on, both` are the two engines with capture
+over the two without. `whole` is the ratio of all steps together. With --pool, ratios are weighted by 1 / (+-)^2 and
+the rest is a mean of runs."""
 
 import argparse
 import json
@@ -27,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from common import Prompts, benchmark_model, build, print_table, write_result
+from common import Prompts, benchmark_model, build, print_table, progress, write_result
 from step import QWEN3_30B_A3B
 
 from routed_experts.engine.loop.core import EngineCore
@@ -36,10 +39,9 @@ from routed_experts.models.model_folder import ModelFolder
 VARIANTS = ("off", "off again", "on, unasked", "on, asked")
 
 
-def some_steps(core: EngineCore, count: int) -> float:
-    """Seconds a step. A single step counts from its dispatch to the last outputs on the host, news of ended requests
-    included. Of more, each is dispatched before the one before it is read, as the engine does: from one return to the
-    next, the first two steps left out."""
+def time_steps(core: EngineCore, count: int) -> float:
+    """Seconds a step. One step counts from its dispatch to the last outputs on the host. Of several, each is dispatched
+    before the previous one is read, as the engine does; the first two are left out."""
     if count == 1:
         start = time.perf_counter()
         core.step()
@@ -55,11 +57,11 @@ def some_steps(core: EngineCore, count: int) -> float:
     return taken / (count - 2)
 
 
-class Seldom:
-    """Seconds of a core in which rows are filed and experts counted."""
+class RareWork:
+    """Times the work of a core that few steps do: filing rows, counting experts."""
 
     def __init__(self, core: EngineCore) -> None:
-        self._taken: dict[str, float] = {"file": 0.0, "add": 0.0}  # each is one thread's
+        self._taken: dict[str, float] = {"file": 0.0, "add": 0.0}  # each written by one thread
         self._counts: Any = None
         if core.capturer.enabled:
             cache: Any = core.capturer.host_cache
@@ -69,7 +71,7 @@ class Seldom:
 
     @property
     def seconds(self) -> float:
-        """Until now; waits for the worker."""
+        """So far; waits for the worker."""
         if self._counts is not None:
             self._counts._worker.submit(lambda: None).result()
         return sum(self._taken.values())
@@ -83,8 +85,8 @@ class Seldom:
         return timed
 
 
-def pools_change_hands(cores: list[EngineCore]) -> None:
-    """Each idle core gets the KV pool of the next; what lies in it belongs to no request."""
+def rotate_pools(cores: list[EngineCore]) -> None:
+    """Give each idle core the KV pool of the next."""
     pools = [core.runner._pool for core in cores]
     for core, pool in zip(cores, [*pools[1:], pools[0]], strict=True):
         core.flush_cache()
@@ -103,17 +105,19 @@ def count_of(args: argparse.Namespace, phase: str) -> int:
     return args.block if phase == "decode" else 1
 
 
-def decodes(core: EngineCore) -> bool:
+def is_decoding(core: EngineCore) -> bool:
     """Whether no prompt waits or is being read."""
     return all(req.is_prefilled for req in core.scheduler.running) and not core.scheduler.waiting
 
 
-def halves(taken: dict[str, list[float]]) -> tuple[tuple[list[float], list[float]], tuple[list[float], list[float]]]:
+def off_and_on(
+    taken: dict[str, list[float]],
+) -> tuple[tuple[list[float], list[float]], tuple[list[float], list[float]]]:
     """Steps of the two engines without capture, and of the two with it."""
     return (taken["off"], taken["off again"]), (taken["on, unasked"], taken["on, asked"])
 
 
-def compared(base: list[float], mine: list[float], rare: float) -> dict[str, object]:
+def compare_steps(base: list[float], mine: list[float], rare: float) -> dict[str, object]:
     """Steps of one engine beside those of another that were taken next to them; `rare`: seconds by the step that a
     median does not see."""
     ratios = sorted(a / b for a, b in zip(base, mine, strict=True))
@@ -123,65 +127,115 @@ def compared(base: list[float], mine: list[float], rare: float) -> dict[str, obj
         "median ms": statistics.median(mine) * 1e3,
         "ratio": ratio,
         "+-": 1.25 * (ratios[-1 - quarter] - ratios[quarter]) / 1.35 / len(ratios) ** 0.5,
-        "seldom us": rare * 1e6,
+        "rare us": rare * 1e6,
         "with it": 1 / (1 / ratio + rare / statistics.median(base)),
         "quartiles": f"{ratios[quarter]:.3f}..{ratios[-1 - quarter]:.3f}",
         "whole": sum(base) / sum(mine),
     }
 
 
+def pool(runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row for each batch, phase and engine of these runs."""
+    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for row in (row for rows in runs for row in rows):
+        groups.setdefault((row["batch"], row["phase"], row["capture"]), []).append(row)
+    return [join_rows(rows) for rows in groups.values() if all(row["+-"] for row in rows)]
+
+
+def join_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    weights = [row["+-"] ** -2 for row in rows]
+
+    def weighted(name: str) -> float:
+        return sum(weight * row[name] for weight, row in zip(weights, rows, strict=True)) / sum(weights)
+
+    return {
+        **{name: rows[0][name] for name in ("batch", "phase", "capture")},
+        "runs": len(rows),
+        "steps": sum(row["steps"] for row in rows),
+        "ratio": weighted("ratio"),
+        "+-": sum(weights) ** -0.5,
+        "rare us": statistics.mean(row["rare us"] for row in rows),
+        "with it": weighted("with it"),
+        "whole": statistics.mean(row["whole"] for row in rows),
+    }
+
+
+def measure(
+    cores: dict[str, EngineCore], rare_work: dict[str, RareWork], batch: int, args: argparse.Namespace
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
+    """Seconds of steps, and of rare work, by engine and phase."""
+    order = random.Random(batch)
+    steps: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in VARIANTS}
+    extra = {name: {"prefill": 0.0, "decode": 0.0} for name in VARIANTS}
+    for turn in range(-1, args.rounds):  # the first round warms up
+        progress(f"batch {batch}, round {turn + 1} of {args.rounds}")
+        rotate_pools(list(cores.values()))
+        for name, core in cores.items():
+            core.flush_cache()
+            ask = name == "on, asked"
+            core.add(Prompts(turn + 1).requests(batch, prompt=args.prompt, new=args.new, ask=ask))  # the same for all
+        while not all(core.is_idle for core in cores.values()):
+            phase = (
+                "decode" if all([is_decoding(core) for core in cores.values()]) else "prefill"
+            )  # reads all cores: that puts them in the CPU's cache
+            count = count_of(args, phase)
+            for name in order.sample(VARIANTS, len(VARIANTS)):
+                before = rare_work[name].seconds
+                seconds = time_steps(cores[name], count)
+                if turn >= 0:
+                    steps[name][phase].append(seconds)
+                    extra[name][phase] += rare_work[name].seconds - before
+    return steps, extra
+
+
+def pool_files(paths: list[Path]) -> None:
+    """Write `pooled` of each result from its `runs`."""
+    for path in paths:
+        result = json.loads(path.read_text())
+        result["pooled"] = {name: pool(runs) for name, runs in result["runs"].items()}
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        for name, rows in result["pooled"].items():
+            print(name)
+            print_table(rows)
+
+
 def main() -> None:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--block", type=int, default=1, help="decode steps that overlap; 1: none")
     parser.add_argument("--name", default="capture_cpu")
-    parser.add_argument("--dummy", action="store_true")
+    parser.add_argument("--dummy", action="store_true", help="Qwen3-30B-A3B with random weights, for a GPU")
+    parser.add_argument("--small", action="store_true", help="one short round")
+    parser.add_argument("--pool", type=Path, nargs="+", metavar="FILE", help="join the runs of these results")
     args = parser.parse_args()
+    if args.pool:
+        return pool_files(args.pool)
+    if args.small:
+        vars(args).update(rounds=2, batches=[2], prompt=8, new=12)
     model = dummy_model() if args.dummy else benchmark_model(jnp.dtype("float32"))
     sizes = {"precompile_bs_paddings": tuple(sorted(args.batches))} if args.dummy else {}
     cores = {name: build(model, capture=name.startswith("on"), **sizes).core for name in VARIANTS}
-    seldom = {name: Seldom(core) for name, core in cores.items()}
+    rare_work = {name: RareWork(core) for name, core in cores.items()}
     rows: list[dict[str, object]] = []
-    order = random.Random(0)
     for batch in args.batches:
-        steps: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in VARIANTS}
-        extra = {name: {"prefill": 0.0, "decode": 0.0} for name in VARIANTS}
-        for turn in range(-1, args.rounds):  # the first round warms up
-            pools_change_hands(list(cores.values()))
-            for name, core in cores.items():
-                core.flush_cache()
-                ask = name == "on, asked"
-                core.add(
-                    Prompts(turn + 1).requests(batch, prompt=args.prompt, new=args.new, ask=ask)
-                )  # the same for all
-            while not all(core.is_idle for core in cores.values()):
-                phase = (
-                    "decode" if all([decodes(core) for core in cores.values()]) else "prefill"
-                )  # looks at all: who is seen is in cache
-                count = count_of(args, phase)
-                for name in order.sample(VARIANTS, len(VARIANTS)):
-                    before = seldom[name].seconds
-                    seconds = some_steps(cores[name], count)
-                    if turn >= 0:
-                        steps[name][phase].append(seconds)
-                        extra[name][phase] += seldom[name].seconds - before
+        steps, extra = measure(cores, rare_work, batch, args)
         for phase in ("prefill", "decode"):
             taken = {name: of_phase[phase] for name, of_phase in steps.items()}
             rare = {
                 name: of_phase[phase] / len(taken[name]) / count_of(args, phase) for name, of_phase in extra.items()
             }
             taken["off, both"], taken["on, both"] = (
-                [sum(pair) / 2 for pair in zip(*pairs, strict=True)] for pairs in halves(taken)
+                [sum(pair) / 2 for pair in zip(*pairs, strict=True)] for pairs in off_and_on(taken)
             )
             rare["off, both"], rare["on, both"] = 0.0, statistics.mean((rare["on, unasked"], rare["on, asked"]))
             for name in (*VARIANTS, "on, both"):
                 base = taken["off, both" if name == "on, both" else "off"]
                 rows.append(
-                    {"batch": batch, "phase": phase, "capture": name, **compared(base, taken[name], rare[name])}
+                    {"batch": batch, "phase": phase, "capture": name, **compare_steps(base, taken[name], rare[name])}
                 )
         print_table(rows[-2 * (len(VARIANTS) + 1) :])
         write_result(args.name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new)

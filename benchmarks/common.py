@@ -1,4 +1,4 @@
-"""What the benchmarks share: the benchmark model, prompts, and the form of a result.
+"""Shared by the benchmarks: the benchmark model, prompts, progress lines, tables and results.
 
 The model is the one of the peers' table: Qwen3-MoE, hidden 512, 6 layers, 8 query and 4 key-value heads of 128, 32
 experts of width 256, top-4, vocabulary 8,192; random weights, with a router spread enough that routing is diverse."""
@@ -83,7 +83,7 @@ def benchmark_model(dtype: jnp.dtype) -> Qwen3Moe:
 
 
 def write_checkpoint(model: Qwen3Moe, folder: Path) -> Path:
-    """The same weights as a Hugging Face folder, for peers."""
+    """The same weights as a Hugging Face folder, for other engines."""
     flat = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model))}
     tensors: dict[str, np.ndarray] = {}
     for source in Qwen3Moe.weight_sources(model.config):
@@ -96,13 +96,13 @@ def write_checkpoint(model: Qwen3Moe, folder: Path) -> Path:
 
 
 def build(model: Qwen3Moe, *, capture: bool, **changes: object) -> EngineComponents:
-    """An engine core over the benchmark model; no thread, so that steps can be timed."""
+    """Components of an engine over the benchmark model, without a thread, so that steps can be timed."""
     args = ServerArgs(enable_return_routed_experts=capture, max_total_tokens=16_384, **changes)
     return build_engine(args, model=model)
 
 
 class Prompts:
-    """Random prompts, never twice the same, so that no prefix is cached."""
+    """Random prompts, all different, so that no prefix is cached."""
 
     def __init__(self, seed: int = 0, vocabulary: int = VOCABULARY) -> None:
         self._noise, self._count, self._vocabulary = np.random.default_rng(seed), 0, vocabulary
@@ -114,7 +114,7 @@ class Prompts:
         drawn = (self._noise.integers(0, self._vocabulary, size=prompt).astype(np.int32) for _ in range(batch))
         return [self._request(ids, new, ask, temperature, logprobs) for ids in drawn]
 
-    def given(self, prompts: list[np.ndarray], *, new: int, ask: bool) -> list[Req]:
+    def requests_of(self, prompts: list[np.ndarray], *, new: int, ask: bool) -> list[Req]:
         """Requests of these prompts, as `requests` makes them."""
         return [self._request(ids, new, ask, 0.0, False) for ids in prompts]
 
@@ -140,7 +140,7 @@ class Prompts:
 
 
 def machine() -> dict[str, object]:
-    """Where a figure was taken."""
+    """The machine and the versions that a figure was measured with."""
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         "unknown",
@@ -156,13 +156,18 @@ def machine() -> dict[str, object]:
     }
 
 
-def write_result(name: str, rows: list[dict[str, object]], **more: object) -> Path:
-    """Write JSON beside this file: the command, the machine, the rows."""
+def progress(text: str) -> None:
+    """A line on standard error: what runs now."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def write_result(name: str, rows: list[dict[str, object]], **more: object) -> Path | str:
+    """Write the command, the machine and the rows as JSON to results/, unless the run is a small one."""
+    if "--small" in sys.argv:
+        return "--small: no result is written"
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"{name}.json"
-    arguments = [
-        re.sub(r"/\S*/", "", argument) for argument in sys.argv[1:]
-    ]  # folders of one machine say nothing on another
+    arguments = [re.sub(r"/\S*/", "", argument) for argument in sys.argv[1:]]  # without folders of this machine
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
     file.write_text(json.dumps({"command": command, "machine": machine(), **more, "rows": rows}, indent=1) + "\n")
     return file

@@ -1,16 +1,17 @@
-"""Where a step on the CPU spends its time: each part of the native kernels beside what memory and arithmetic allow it.
+"""Where a step on the CPU spends its time: each part of the native kernels beside what memory and arithmetic allow
+it.
 
     python benchmarks/cpu_parts.py [--batches 1 8 32] [--dtypes float32 bfloat16] [--rounds 3]
 
 The engine runs on its own kernels, compiled here once more with a clock at each part (cpu_parts.cpp includes the
-sources as they are), so parts are timed where they stand: same buffers, same threads awake. Steps are taken one by one,
-from scheduling to tokens and rows on the host, nothing overlapped; `overlapped` is what a decode step takes when they
-do. A part's floor is the longer of its bytes (weights that are read, of experts those that were chosen; keys and
-values) over the rate at which this machine's cores read memory, and its arithmetic over the rate at which they multiply
-and add in registers, float32 or, with weights of bfloat16, pairs of bfloat16; both measured first (a float32 product of
-NumPy's is told beside). What fits the caches can be read faster than that. `norms` is the rest of the layers' kernel;
-`programs` the rest between dispatch and read-back: packing, starting two programs, embedding, angles, gathering; `host`
-all Python around. `sum / step` is of the medians of all of them over that of the step."""
+sources as they are), so parts are timed where they stand: same buffers, same threads awake. Steps are taken one by
+one, from scheduling to tokens and rows on the host, nothing overlapped; `overlapped` is what a decode step takes
+when they do. A part's floor is the longer of its bytes (weights that are read, of experts those that were chosen;
+keys and values) over the rate at which this machine's cores read memory, and its arithmetic over the rate at which
+they multiply and add in registers, float32 or, with weights of bfloat16, pairs of bfloat16; both measured first (a
+float32 product of NumPy's is told beside). What fits the caches can be read faster than that. `norms` is the rest of
+the layers' kernel; `programs` the rest between dispatch and read-back: packing, starting two programs, embedding,
+angles, gathering; `host` all Python around. `sum / step` is of the medians of all of them over that of the step."""
 
 import argparse
 import ctypes
@@ -190,7 +191,7 @@ def rows_of(steps: list[dict[str, object]], rates: dict[str, float], **said: obj
 
 def main() -> None:
     """Probe, run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=3)

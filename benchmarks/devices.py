@@ -3,16 +3,16 @@ fast is it.
 
     python benchmarks/devices.py [--tp 2] [--config CONFIG.json] [--layers N] [--dtype float32] [--batch 16] [--prompt
     128] [--new 64]
-    python benchmarks/devices.py --quick [--backends plain]     # float32, 3 layers of the small model, 4 x 16 tokens
+    python benchmarks/devices.py --small [--backends plain]     # float32, 3 layers of the small model, 4 x 16 tokens
 
-Random weights of a config (Qwen3-30B-A3B's shapes with --layers of its layers, unless named); one device, then --tp of
-them by width of each expert, by whole experts, and by whole experts of which the busiest have two instances (`placed`).
-The answers of one device are scored by the others: `routes differ` is the share of (token, layer) whose live choice is
-another, `logprob` the largest difference with the same routes forced. In float32, computed at the highest precision,
-the script ends with 1 where more than 0.1 % of tokens or routes differ or a logprob by more than 1e-3; in bfloat16
-rounding moves them all, and they are only told. A line is printed as soon as its engine has answered. --backends plain:
-array code on every platform, which compiles quickly. On a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=2, and
-a --config that suits it."""
+Random weights of a config (Qwen3-30B-A3B's shapes with --layers of its layers, unless named); one device, then --tp
+of them by width of each expert, by whole experts, and by whole experts of which the busiest have two instances
+(`placed`). The answers of one device are scored by the others: `routes differ` is the share of (token, layer) whose
+live choice is another, `logprob` the largest difference with the same routes forced. In float32, computed at the
+highest precision, the script ends with 1 where more than 0.1 % of tokens or routes differ or a logprob by more than
+1e-3; in bfloat16 rounding moves them all, and they are only told. A line is printed as soon as its engine has
+answered. --backends plain: array code on every platform, which compiles quickly. On a CPU:
+XLA_FLAGS=--xla_force_host_platform_device_count=2, and a --config that suits it."""
 
 import argparse
 import dataclasses
@@ -86,8 +86,8 @@ class First:
 
 
 def options() -> argparse.Namespace:
-    """The command line; --quick is a set of its other flags."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """The command line; --small is a set of its other flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--config", help="config.json; 'small' is the benchmark model of the CPU")
     parser.add_argument("--layers", type=int, default=12)
@@ -97,11 +97,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--backends", default="auto", choices=("auto", "plain"))
     parser.add_argument(
-        "--quick", action="store_true", help="--config small --layers 3 --dtype float32 --batch 4 --prompt 16 --new 16"
+        "--small", action="store_true", help="--config small --layers 3 --dtype float32 --batch 4 --prompt 16 --new 16"
     )
     parser.add_argument("--name", default="devices")
     args = parser.parse_args()
-    if args.quick:
+    if args.small:
         vars(args).update(config="small", layers=3, dtype="float32", batch=4, prompt=16, new=16)
     return args
 

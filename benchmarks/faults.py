@@ -1,6 +1,6 @@
-"""Faults of a whole server process with their trials: readers and clients that dawdle, SIGTERM idle and busy, SIGKILL
-and a new start on the same port. After each kind every accepted request has one outcome, nothing is held, and a request
-is served. The demo model, on CPU.
+"""Faults of a whole server process with their trials: readers and clients that dawdle, SIGTERM idle and busy,
+SIGKILL and a new start on the same port. After each kind every accepted request has one outcome, nothing is held,
+and a request is served. The demo model, on CPU.
 
     python benchmarks/faults.py [--only NAME]
 
@@ -209,7 +209,7 @@ KINDS: dict[str, Callable[[], Row]] = {
 
 def main() -> int:
     """Run all kinds; a failure is told and the others run all the same."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=KINDS, action="append")
     chosen = parser.parse_args().only or list(KINDS)
     rows: list[dict[str, object]] = []

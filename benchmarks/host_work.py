@@ -55,7 +55,7 @@ class TimedRunner:
 
 def main() -> None:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--new", type=int, default=200)
     args = parser.parse_args()

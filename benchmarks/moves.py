@@ -2,18 +2,19 @@
 costs.
 
     python benchmarks/moves.py [--devices 2] [--layers 4] [--batches 16 64] [--parts steps moves follow]
-    XLA_FLAGS=--xla_force_host_platform_device_count=2 python benchmarks/moves.py --quick      # CPU, a small model in float32
+    JAX_NUM_CPU_DEVICES=2 python benchmarks/moves.py --small      # CPU, a small model in float32
 
 Random weights under Qwen3-30B-A3B's config at a few layers, with routers that prefer some experts in each of two
-domains of tokens (domains.py); tokens are drawn at temperature 1. One expert in eight has a second instance, at first
-by chance. `steps`: decode steps by whole experts without a placement, with replicas (water-filled), and with capacities
-(1.25 of the mean, and without bound); the engines take turns, ratios are over `replicas`. `rerouted`: share of slots
-that capacities led to another expert. `moves`: between decode steps a plan for this very load is moved to, a layer at a
-time. `move ms` is from draining the step in flight until the layer's arrays are there, GB/s what its copies carried in
-that time; step times with a move and without; `same` are tokens equal to those of a run without moves (and of a run
-after all moves): 1 in float32, but for a sum whose order tips a draw; balancedness (weighted) is of all steps of a run,
-before and after. `follow`: an engine that rebalances by itself while the domain changes half way: what the gate did,
-how long its moves took, balancedness before the change, after it, and at the end."""
+domains of tokens (domains.py); tokens are drawn at temperature 1. One expert in eight has a second instance, at
+first by chance. `steps`: decode steps by whole experts without a placement, with replicas (water-filled), and with
+capacities (1.25 of the mean, and without bound); the engines take turns, ratios are over `replicas`. `rerouted`:
+share of slots that capacities led to another expert. `moves`: between decode steps a plan for this very load is
+moved to, a layer at a time. `move ms` is from draining the step in flight until the layer's arrays are there, GB/s
+what its copies carried in that time; step times with a move and without; `same` are tokens equal to those of a run
+without moves (and of a run after all moves): 1 in float32, but for a sum whose order tips a draw; balancedness
+(weighted) is of all steps of a run, before and after. `follow`: an engine that rebalances by itself while the domain
+changes half way: what the gate did, how long its moves took, balancedness before the change, after it, and at the
+end."""
 
 import argparse
 import dataclasses
@@ -281,10 +282,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--link", type=float, default=100e9, help="bytes a second between devices, as the gate assumes")
     parser.add_argument("--skew", type=float, default=0.4)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quick", action="store_true", help="a small model in float32, short runs")
+    parser.add_argument("--small", action="store_true", help="a small model in float32, short runs")
     parser.add_argument("--name", default="moves")
     args = parser.parse_args()
-    if args.quick:
+    if args.small:
         vars(args).update(dtype="float32", layers=2, batches=[4], new=32, rounds=1, every=16, follow=2, link=1e12)
     return args
 
@@ -294,7 +295,7 @@ def main() -> None:
     args = parsed()
     if args.dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
-    config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.quick else {})
+    config = QWEN3_30B_A3B | {"num_hidden_layers": args.layers} | (SMALL if args.small else {})
     found = dict[str, list[Row]]()
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(config))

@@ -1,13 +1,13 @@
-"""Decode and prefill beside other engines, on the same weights and prompts. Each peer is a process of its own and waits
-for its turn.
+"""Decode and prefill beside other engines, on the same weights and prompts. Each peer is a process of its own and
+waits for its turn.
 
     python benchmarks/peers.py [--rounds 3] [--batches 1 8 32] [--dtype float32] [--peer NAME=PYTHON ...]
 
-NAME is transformers, vllm or llama_cpp (peer_programs/), PYTHON the interpreter of an environment that has it; without
---peer, transformers of this environment. Ours runs with capture on and asked for by every request. Prefill is a run of
-one new token, and decode what the whole run takes more, for all alike. Rounds alternate, with half a second between two
-turns; a ratio is that of one round; medians are given. `same` is the share of greedy tokens before the first difference
-that equal ours: a peer that computes something else would be no peer."""
+NAME is transformers, vllm or llama_cpp (peer_programs/), PYTHON the interpreter of an environment that has it;
+without --peer, transformers of this environment. Ours runs with capture on and asked for by every request. Prefill
+is a run of one new token, and decode what the whole run takes more, for all alike. Rounds alternate, with half a
+second between two turns; a ratio is that of one round; medians are given. `same` is the share of greedy tokens
+before the first difference that equal ours: a peer that computes something else would be no peer."""
 
 import argparse
 import dataclasses
@@ -72,7 +72,7 @@ def ours_of(core: EngineCore, prompts: Prompts, ids: list[np.ndarray], new: int)
     """One round of this engine, measured as its peers are."""
     seconds, reqs = [], []
     for count in (1, new):
-        reqs = prompts.given(ids, new=count, ask=True)
+        reqs = prompts.requests_of(ids, new=count, ask=True)
         core.flush_cache()
         start = time.perf_counter()
         core.add(reqs)
@@ -119,7 +119,7 @@ def table(batch: int, ours: list[Timing], theirs: dict[str, list[Timing]]) -> li
 
 def main() -> None:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=128)
@@ -155,7 +155,7 @@ def main() -> None:
     versions = {peer.name: peer.version for peer in peers}
     for peer in peers:
         peer.close()
-    name = "peers_cpu" if args.dtype == "float32" else f"peers_cpu_{args.dtype}"
+    name = f"peers_{args.dtype}_cpu"
     print(
         write_result(name, rows, rounds=args.rounds, prompt=args.prompt, new=args.new, dtype=args.dtype, peers=versions)
     )

@@ -1,10 +1,11 @@
-"""Plans from real routing of the demo model, judged on routing that they have not seen; and what making a plan takes.
+"""Plans from real routing of the demo model, judged on routing that they have not seen; and what making a plan
+takes.
 
-    python benchmarks/placement.py                              # CPU: tables, results/placement_cpu.json and docs/images/placement.png
+    python benchmarks/placement.py      # CPU: tables, results/placement_cpu.json and docs/images/placement.png
 
-Two domains are generated with capture: English (tales, novels, speeches, verse) and Python. Each is cut in half: plans
-learn from one half of a domain, of the other domain or of both, and are judged on the other half. Ratios and counts do
-not depend on the machine; the milliseconds do."""
+Two domains are generated with capture: English (tales, novels, speeches, verse) and Python. Each is cut in half:
+plans learn from one half of a domain, of the other domain or of both, and are judged on the other half. Ratios and
+counts do not depend on the machine; the milliseconds do."""
 
 import argparse
 import time
@@ -71,7 +72,8 @@ def main() -> None:
         f"{DEVICES} devices as they come": placement.simulate(judged["python"], before).device_load,
         f"{INSTANCES} instances, planned": placement.simulate(judged["python"], plan).device_load,
     }
-    title = f"Demo model, Python text: planned on one half, judged on {sum(r.num_rows for r in judged['python']):,} tokens of the other"
+    num_tokens = sum(record.num_rows for record in judged["python"])
+    title = f"Demo model, Python text: planned on one half, judged on {num_tokens:,} tokens of the other"
     draw_plans(
         DOCS / "images" / "placement.png",
         judged["python"],

@@ -1,8 +1,9 @@
-"""Draw the pictures of docs/performance.md from results/: a decode step against batch (step_h200.json), layers and
-context (curves_h200.json), and a CPU beside other engines (peers_cpu.json, peers_cpu_bfloat16.json).
+"""Draws the pictures of docs/performance.md from results/: a decode step against batch, layers and context, and a CPU
+beside other engines.
 
-python benchmarks/plots.py"""
+    python benchmarks/plots.py"""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -14,15 +15,15 @@ IMAGES = Path(__file__).parent.parent / "docs" / "images"
 FLOOR = "floor: bytes that must be read / 4.3 TB/s"
 
 
-def curve(axes: Axes, rows: list[dict], along: str, title: str) -> None:
+def draw_curve(axes: Axes, rows: list[dict], along: str, title: str) -> None:
     """Step and floor of the rows, against one of their columns."""
     points = sorted({(row[along], row["step ms"], row["floor ms"]) for row in rows})
-    places, steps, floors = zip(*points, strict=True)
-    axes.plot(places, steps, "o-", label="step, capture on, asked")
-    axes.plot(places, floors, "k:", label=FLOOR)
+    values, steps, floors = zip(*points, strict=True)
+    axes.plot(values, steps, "o-", label="step, capture on, asked")
+    axes.plot(values, floors, "k:", label=FLOOR)
     axes.set(xlabel=along, ylabel="ms", title=title, ylim=(0, None))
-    axes.set_xticks(places, [f"{place:,}" for place in places])
-    axes.tick_params(axis="x", rotation=30 if max(places) > 1000 else 0)
+    axes.set_xticks(values, [f"{value:,}" for value in values])
+    axes.tick_params(axis="x", rotation=30 if max(values) > 1000 else 0)
     axes.grid(alpha=0.3)
 
 
@@ -31,7 +32,7 @@ def draw_engines() -> Figure:
     figure = Figure(figsize=(11.5, 3.4), layout="constrained")
     for axes, (dtype, name) in zip(
         figure.subplots(1, 2, sharey=True),
-        {"float32": "peers_cpu", "bfloat16": "peers_cpu_bfloat16"}.items(),
+        {"float32": "peers_float32_cpu", "bfloat16": "peers_bfloat16_cpu"}.items(),
         strict=True,
     ):
         rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
@@ -60,20 +61,21 @@ def draw_engines() -> Figure:
 
 def main() -> None:
     """Read, draw, write."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     by_batch = [
         row for row in json.loads((RESULTS / "step_h200.json").read_text())["rows"] if row["capture"] == "on, asked"
     ]
-    measured = json.loads((RESULTS / "curves_h200.json").read_text())["rows"]
-    points = {(row["layers"], row["context"]): row for row in measured}  # of a point that was measured twice, the last
+    measured = json.loads((RESULTS / "step_curves_h200.json").read_text())["rows"]
+    points = {(row["layers"], row["context"]): row for row in measured}  # of a point measured twice, the last
     deep, short = max(layers for layers, _ in points), min(context for _, context in points)
     figure = Figure(figsize=(11.5, 3.4), layout="constrained")
     batch, layers, context = figure.subplots(1, 3)
-    curve(batch, by_batch, "batch", "1,024 tokens in (batch 1: 128)")
+    draw_curve(batch, by_batch, "batch", "1,024 tokens in (batch 1: 128)")
     batch.set_xscale("log")
     batch.set_xticks([1, 16, 64, 256], ["1", "16", "64", "256"])
     batch.minorticks_off()
-    curve(layers, [row for row in points.values() if row["context"] == short], "layers", "batch 16")
-    curve(context, [row for row in points.values() if row["layers"] == deep], "context", "batch 16, 48 layers")
+    draw_curve(layers, [row for row in points.values() if row["context"] == short], "layers", "batch 16")
+    draw_curve(context, [row for row in points.values() if row["layers"] == deep], "context", "batch 16, 48 layers")
     layers.legend(fontsize="small", loc="lower right")
     figure.suptitle("Decode step, Qwen3-30B-A3B shapes, one H200")
     for name, picture in {"performance": figure, "cpu_engines": draw_engines()}.items():

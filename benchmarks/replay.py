@@ -3,13 +3,13 @@ record.
 
     python benchmarks/replay.py [--small | --schedules 1000]
 
-Steps are forward and backward of the benchmark model, interleaved pair by pair in one process, medians and the median
-ratio given. The record is 32,768 tokens of 48 layers and top-8 of 128 experts (12.6 MB): read from the bytes of its
-.npy, checked, and laid out as a batch; `base64_ms` is what the text form would add. `..._copies`: the most memory that
-a stage held beside its input, in sizes of the record: reading copies nothing, and laying out writes the batch, the one
-array that goes to the device. --schedules runs so many random schedules of the engine instead (chunks, prefix hits, n >
-1, retraction, aborts and continuation, flushes, weight updates) and compares each row with a tap before the experts.
-Dims: B sequences, S tokens of a sequence."""
+Steps are forward and backward of the benchmark model, interleaved pair by pair in one process, medians and the
+median ratio given. The record is 32,768 tokens of 48 layers and top-8 of 128 experts (12.6 MB): read from the bytes
+of its .npy, checked, and laid out as a batch; `base64_ms` is what the text form would add. `..._copies`: the most
+memory that a stage held beside its input, in sizes of the record: reading copies nothing, and laying out writes the
+batch, the one array that goes to the device. --schedules runs so many random schedules of the engine instead
+(chunks, prefix hits, n > 1, retraction, aborts and continuation, flushes, weight updates) and compares each row with
+a tap before the experts. Dims: B sequences, S tokens of a sequence."""
 
 import argparse
 import dataclasses
@@ -164,7 +164,7 @@ def judge_schedules(count: int) -> dict[str, object]:
 
 def main() -> None:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a few tokens and one pair: does it run; writes nothing")
     parser.add_argument(
         "--schedules", type=int, default=0, help="random schedules whose rows are judged, and nothing else"

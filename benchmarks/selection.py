@@ -6,8 +6,8 @@ sequential loop.
 Experts have lognormal popularity of the given spread, and the replicas are placed by it. "choice" is the choice of
 experts alone, in parallel rounds; "native" is the CPU kernel, experts and instances at once; "whole" is the public
 operation as it comes, weights and counts included. All pairs are interleaved; medians. Second table: water-filling
-beside the linear programme's lowest load of the fullest device (1 is the optimum). The cases and the linear programme
-are those of tests/oracles."""
+beside the linear programme's lowest load of the fullest device (1 is the optimum). The cases and the linear
+programme are those of tests/oracles."""
 
 import argparse
 import functools
@@ -129,7 +129,7 @@ def waterfill_row(num_instances: int, num_devices: int, repeats: int, seeds: int
 
 def main() -> None:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
     rows = [selection_row(spread, factor, args.repeats) for spread, factor in REGIMES]

@@ -1,28 +1,59 @@
-"""Time until ready, cold and warm, and the time of each program: Qwen3-30B-A3B with random weights made on the device.
+"""What a start costs: time until ready, loading of a checkpoint, and compile time against the number of layers.
 
-    python benchmarks/startup.py [--warm 1] [--programs] [--layers N] [--config CONFIG.json]
+    python benchmarks/startup.py ready [--warm 1] [--programs] [--layers N] [--config CONFIG.json]      # a GPU
+    python benchmarks/startup.py loading [--megabytes 2000] [--folder FOLDER]                           # a CPU
+    python benchmarks/startup.py compiling [--layers 4 48] [--rounds 3]                                 # a CPU
 
-Each start is a process of its own, as a user has it, with a home folder of its own for the compilation cache: the first
-is cold, the others warm. `s` of a process counts from its first line to ready, the import of JAX among it. --programs
-then lowers and compiles the programs of one engine one by one, with no cache."""
+ready: Qwen3-30B-A3B with random weights made on the device. Each start is a process of its own with a home folder of
+its own for the compilation cache: the first is cold, the others warm. `s` counts from the first line of the process
+to ready, the import of JAX included. --programs then lowers and compiles the programs of one engine one by one, with
+no cache.
+
+loading: a random Qwen3-MoE checkpoint in bfloat16 is written, one tensor an expert, several files; a fresh process
+loads it. `peak_ratio` is the peak of its resident memory (VmHWM) over the checkpoint's bytes; `less_before` without
+what the process held before it opened the checkpoint (Python, JAX).
+
+compiling: size of the lowered step and seconds to compile it, of a family whose layers alternate (GPT-OSS), one with
+dense layers first (DeepSeek-V3) and one with states (Qwen3-Next), at tiny sizes: the program depends on the kinds of
+layers, not on their width. Nothing is read from a cache."""
 
 import argparse
 import json
 import os
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 
-from common import print_table, write_result
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from common import HF_CONFIG, print_table, progress, write_result
+from flax import nnx
+from safetensors.numpy import save_file
+
+from routed_experts.core.model_worker_batch import ForwardMode
+from routed_experts.core.server_args import ServerArgs
+from routed_experts.engine.build.backends import DEFAULT_BACKENDS
+from routed_experts.execution.aot_programs import RunnerConfig, lowerings
+from routed_experts.execution.forward_batch import BatchShape
+from routed_experts.execution.programs import ProgramSpec
+from routed_experts.memory.kv_pool import KVPoolSpec
+from routed_experts.models.base.config_reader import ConfigReader
+from routed_experts.models.model_folder import ModelFolder
+from routed_experts.models.registry import FAMILIES
 
 CHILD = "--child"
 
 
-def start(folder: str) -> None:
+def start_here(folder: str) -> None:
     """A start as a user has it; prints its phases as one JSON line."""
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     from routed_experts.core.server_args import ServerArgs
     from routed_experts.engine.build.builder import PhaseClock, build_engine
     from routed_experts.execution.compilation_cache import enable_compilation_cache
@@ -31,7 +62,7 @@ def start(folder: str) -> None:
     phases: list[dict[str, object]] = []
     clock = PhaseClock(lambda phase: phases.append({"phase": phase.name, "s": phase.seconds, "detail": phase.detail}))
     build_engine(arguments(ServerArgs, folder), clock=clock, load_format="dummy")
-    total = time.perf_counter() - began
+    total = time.perf_counter() - start_s
     print(json.dumps({"phases": phases, "s": total}))
 
 
@@ -61,17 +92,21 @@ def programs(folder: str) -> list[dict[str, object]]:
     jax.clear_caches()
     rows: list[dict[str, object]] = []
     for key, job in lowerings(runner.state, runner.spec, runner.config).items():
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         lowered = job()
         middle = time.perf_counter()
         lowered.compile()
         rows.append(
-            {"program": " ".join(map(_said, key)), "lower s": middle - began, "compile s": time.perf_counter() - middle}
+            {
+                "program": " ".join(map(name_part, key)),
+                "lower s": middle - start_s,
+                "compile s": time.perf_counter() - middle,
+            }
         )
     return rows
 
 
-def _said(part: object) -> str:
+def name_part(part: object) -> str:
     names = ("num_tokens", "num_requests", "table_width")
     return (
         " ".join(f"{name}={getattr(part, name)}" for name in names)
@@ -80,37 +115,218 @@ def _said(part: object) -> str:
     )
 
 
-def main() -> None:
-    """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--warm", type=int, default=1)
-    parser.add_argument("--programs", action="store_true")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--name", default="startup_h200")
-    parser.add_argument(CHILD, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        return start(args.child)
+LOADING_SIZES = {
+    "hidden_size": 1024,
+    "num_experts": 64,
+    "moe_intermediate_size": 512,
+    "vocab_size": 32_768,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_checkpoint(folder: Path, megabytes: int) -> None:
+    """Write as many layers as come near the size, one file each."""
+    per_layer = (
+        2 * 3 * LOADING_SIZES["num_experts"] * LOADING_SIZES["hidden_size"] * LOADING_SIZES["moe_intermediate_size"]
+    )
+    config = (
+        HF_CONFIG
+        | LOADING_SIZES
+        | {"num_hidden_layers": max(1, round((megabytes * 1e6 - 4 * 32_768 * 1024) / per_layer))}
+    )
+    family = FAMILIES["Qwen3MoeForCausalLM"]
+    files: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
+    for source in family.weight_sources(family.read_config(ConfigReader(config, "config.json"))):
+        match = re.search(r"layers\.(\d+)\.", source.name)
+        files[f"model-{match[1] if match else 'ends'}.safetensors"].append((source.name, source.shape))
+    rng = np.random.default_rng(0)
+    for file, tensors in files.items():
+        values = {name: (rng.random(shape, np.float32) * 0.1).astype(ml_dtypes.bfloat16) for name, shape in tensors}
+        save_file(values, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, tensors in files.items() for name, _ in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def memory(key: str) -> int:
+    """Bytes of one line of /proc/self/status."""
+    match = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match is not None, key
+    return int(match[1]) * 1024
+
+
+def load_here(folder: Path) -> dict[str, float]:
+    """Load in this process."""
+    jax.block_until_ready(jnp.zeros(3) + 1)
+    before, start = memory("VmRSS"), time.perf_counter()
+    opened = ModelFolder.open(folder)
+    model = opened.load(opened.dtype("auto"))
+    jax.block_until_ready(model)
+    return {"seconds": time.perf_counter() - start, "before": before, "peak": memory("VmHWM"), "after": memory("VmRSS")}
+
+
+COMPILE_SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 256,
+}
+CONFIGS = {
+    "GptOssForCausalLM": {"num_local_experts": 16, "sliding_window": 32},
+    "DeepseekV3ForCausalLM": {
+        "n_routed_experts": 16,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 10,
+        "num_key_value_heads": 4,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "Qwen3NextForCausalLM": {
+        "num_experts": 16,
+        "shared_expert_intermediate_size": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    },
+}
+PAGES, PAGE, ROWS = 9, 16, 4
+
+
+def lower(architecture: str, num_layers: int) -> jax.stages.Lowered:
+    """The forward step of 32 tokens, lowered; no weight is made."""
+    values = COMPILE_SIZES | CONFIGS[architecture] | {"num_hidden_layers": num_layers}
+    family = FAMILIES[architecture]
+    config = family.read_config(ConfigReader(values, "config.json"))
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: family.build(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(jnp.float32)))
+    )
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state)
+    layout = config.cache
+    pool = KVPoolSpec(
+        num_layers=layout.num_layers,
+        num_pages=PAGES,
+        page_size=PAGE,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=jnp.dtype(jnp.float32),
+        latent=layout.latent,
+        num_recurrent=layout.num_recurrent,
+        recurrent=layout.recurrent,
+        num_requests=ROWS + 1,
+    )
+    kernels, attention = DEFAULT_BACKENDS.choose(ServerArgs(), config.needs)
+    spec = ProgramSpec(
+        graphdef=graphdef,
+        capture=config.capture_spec,
+        kernels=kernels,
+        attention=attention,
+        num_pages=PAGES,
+        raw_logprobs=False,
+    )
+    shape = BatchShape(mode=ForwardMode.EXTEND, num_tokens=32, num_requests=ROWS, table_width=8)
+    runner = RunnerConfig(pool=pool, num_request_slots=ROWS + 1, shapes=(shape,), vocab_size=config.vocab_size)
+    return lowerings(state, spec, runner)["forward", shape]()
+
+
+def measure_ready(args: argparse.Namespace) -> None:
+    """Starts in processes of their own, cold and warm."""
     from step import QWEN3_30B_A3B
 
     config = dict(QWEN3_30B_A3B) if args.config is None else json.loads(args.config.read_text())
-    config |= {} if args.layers is None else {"num_hidden_layers": args.layers}
+    config |= {} if args.layers is None else {"num_hidden_layers": args.layers[0]}
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as home:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         for turn in range(1 + args.warm):
+            kind = "cold" if turn == 0 else "warm"
+            progress(f"{kind} start")
             environment = os.environ | {"HOME": home, "XDG_CACHE_HOME": f"{home}/.cache"}
-            command = [sys.executable, __file__, CHILD, folder]
+            command = [sys.executable, __file__, "ready", CHILD, folder]
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            told, kind = json.loads(done.stdout.splitlines()[-1]), "cold" if turn == 0 else "warm"
-            rows += [{"start": kind, **phase} for phase in told["phases"]]
-            rows.append({"start": kind, "phase": "all", "s": told["s"], "detail": ""})
+            measured = json.loads(done.stdout.splitlines()[-1])
+            rows += [{"start": kind, **phase} for phase in measured["phases"]]
+            rows.append({"start": kind, "phase": "all", "s": measured["s"], "detail": ""})
         print_table(rows)
         each = programs(folder) if args.programs else []
         if each:
             print_table(each)
-    print(write_result(args.name, rows, programs=each))
+    print(write_result(args.name or "startup_h200", rows, programs=each))
+
+
+def measure_loading(args: argparse.Namespace) -> None:
+    """Write a checkpoint, load it in a fresh process."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        progress(f"writing {args.megabytes} MB")
+        write_checkpoint(folder, args.megabytes)
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        progress("loading in a fresh process")
+        command = [sys.executable, __file__, "loading", CHILD, str(folder)]
+        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    measured = json.loads(run.stdout.splitlines()[-1])
+    row = {
+        "checkpoint_mb": size / 1e6,
+        "seconds": measured["seconds"],
+        "before_mb": measured["before"] / 1e6,
+        "peak_mb": measured["peak"] / 1e6,
+        "peak_ratio": measured["peak"] / size,
+        "peak_ratio_less_before": (measured["peak"] - measured["before"]) / size,
+    }
+    print_table([row])
+    print(write_result(args.name or "loading_cpu", [row]))
+
+
+def measure_compiling(args: argparse.Namespace) -> None:
+    """Lower and compile the step of each family at each number of layers."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    depths = args.layers or [4, 48]
+    lower("GptOssForCausalLM", depths[0]).compile()  # what a process pays once
+    rows: list[dict[str, object]] = []
+    for architecture in CONFIGS:
+        for num_layers in depths:
+            progress(f"{architecture}, {num_layers} layers")
+            seconds, size = [], 0
+            for _ in range(args.rounds):
+                lowered = lower(architecture, num_layers)
+                size, start = len(lowered.as_text()), time.perf_counter()
+                lowered.compile()
+                seconds.append(time.perf_counter() - start)
+            row = {"architecture": architecture, "layers": num_layers, "lowered_characters": size}
+            rows.append(row | {"compile_s": round(statistics.median(seconds), 3)})
+    print_table(rows)
+    print(write_result(args.name or "compiling_cpu", rows, rounds=args.rounds))
+
+
+def main() -> None:
+    """Measure one of the three."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["ready", "loading", "compiling"])
+    parser.add_argument("--warm", type=int, default=1, help="ready: warm starts")
+    parser.add_argument("--programs", action="store_true", help="ready: time each program")
+    parser.add_argument("--config", type=Path, help="ready: another model")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", help="ready: layers of the model; compiling: numbers of layers"
+    )
+    parser.add_argument("--megabytes", type=int, default=2000, help="loading: size of the checkpoint")
+    parser.add_argument("--folder", type=Path, help="loading: write the checkpoint here and leave it")
+    parser.add_argument("--rounds", type=int, default=3, help="compiling: the figure is the median of these")
+    parser.add_argument("--name", help="of the result")
+    parser.add_argument(CHILD, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        return start_here(args.child) if args.what == "ready" else print(json.dumps(load_here(Path(args.child))))
+    {"ready": measure_ready, "loading": measure_loading, "compiling": measure_compiling}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
-"""The whole step at full size with random weights: prefill and decode by batch, capture off, on and asked by none or by
-all.
+"""The decode step of Qwen3-30B-A3B's shapes on a GPU, with random weights, beside the bytes that it must read.
 
-    python benchmarks/step.py [--batches 1 16 64 256] [--new 128] [--rounds 2] [--config CONFIG.json] [--layers N]
-    [--profile 1 16 64 256]
+    python benchmarks/step.py [--batches 1 16 64 256] [--new 128] [--rounds 2] [--profile 1 16] [--config CONFIG.json]
+    python benchmarks/step.py --against context layers [--contexts 1024 32768] [--depths 12 48] [--batch 16]
+    python benchmarks/step.py --small      # a CPU, a small model: does it run
 
-Two engine cores share the weights, one with capture and one without; whole runs of each variant take turns in one
-process. A decode step is the time from one return of `core.step()` to the next while the next step is in flight, its
-median over a run's steps; ratios are medians over neighbouring runs. Experts read in a step are counted from the
-recorded rows. The floor is the bytes that a step must read (weights of the experts that were chosen, all other
-matrices, keys and values) over --bandwidth. A run whose logprobs are not finite fails: the residual stream would carry
-a NaN of any layer to the end."""
+By batch: two engine cores share the weights, one with capture and one without; whole runs of "off", "on, unasked"
+and "on, asked" take turns. A decode step is the time from one return of `core.step()` to the next while the next
+step is in flight; the figure is the median over a run's steps, and a ratio is a median over neighbouring runs.
+Against context and layers: capture is on and asked, and a step is timed while all requests of the batch decode. The
+floor is the bytes that a step must read (weights of the chosen experts, counted from the recorded rows, all other
+matrices, keys and values) over --bandwidth. A run whose logprobs are not finite fails. A card of 141 GB needs
+XLA_PYTHON_CLIENT_MEM_FRACTION=0.95."""
 
 import argparse
 import dataclasses
+import gc
 import json
 import statistics
 import tempfile
@@ -23,7 +25,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from common import Prompts, print_table, write_result
+from common import HF_CONFIG, Prompts, print_table, progress, write_result
 
 from routed_experts.core.io_struct import TokenIDOut
 from routed_experts.core.server_args import ServerArgs
@@ -55,6 +57,16 @@ QWEN3_30B_A3B = {
     "torch_dtype": "bfloat16",
 }
 VARIANTS = ("off", "on, unasked", "on, asked")
+SMALL = {
+    "batches": [2],
+    "prompt": 8,
+    "new": 16,
+    "rounds": 1,
+    "prefill_batch": 2,
+    "prefill_tokens": 64,
+    "dtype": "float32",
+}
+SMALL |= {"against": [], "contexts": [64], "depths": [2], "batch": 2, "chunk": 64}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,12 +242,82 @@ def measure(
     return rows
 
 
+def core_of(config: dict[str, object], layers: int, args: argparse.Namespace, longest: int) -> EngineCore:
+    """An engine core of that many layers, whose pool holds a whole batch of `longest` tokens each."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+        model = ModelFolder.open(Path(folder), load_format="dummy").load(jax.numpy.dtype(args.dtype))
+        server = ServerArgs(
+            model_path=folder,
+            context_length=longest,
+            max_total_tokens=args.batch * (longest + 64),
+            precompile_bs_paddings=(args.batch,),
+            precompile_token_paddings=(args.chunk,),
+            mem_fraction_static=0.95,
+            skip_tokenizer_init=True,
+            enable_return_routed_experts=True,
+        )
+        return build_engine(server, model=model).core
+
+
+def longest_of(context: int, args: argparse.Namespace) -> int:
+    """Tokens of a request at its end."""
+    return context + args.new + -(-args.batch * context // args.chunk) + 16
+
+
+def measure_point(
+    core: EngineCore, config: dict[str, object], layers: int, context: int, args: argparse.Namespace
+) -> dict[str, object]:
+    """The step time at one context and depth, after one run that warms up."""
+    prefill_steps = -(-args.batch * context // args.chunk)
+    new, vocabulary = args.new + prefill_steps, int(str(config["vocab_size"]))
+    for turn in range(2):
+        run = drive(core, Prompts(turn + context, vocabulary), args.batch, prompt=context, new=new, ask=True)
+    assert len(run.outs) == args.batch and core.scheduler.num_retracted == 0
+    together = len(run.steps) - prefill_steps  # the first request to decode ends so many steps before the last
+    assert together > args.new // 2, f"{len(run.steps)} steps after the last prompt, {prefill_steps} of prefill"
+    experts = float(experts_a_step(run, context).mean())
+    floor = floor_bytes(config, layers, args.batch, context + new / 2, experts) / args.bandwidth
+    step = statistics.median(run.steps[:together])
+    return {
+        "layers": layers,
+        "context": context,
+        "step ms": step * 1e3,
+        "floor ms": floor * 1e3,
+        "step/floor": step / floor,
+        "prefill tok/s": args.batch * context / run.prefill,
+    }
+
+
+def measure_curves(config: dict[str, object], args: argparse.Namespace, shortest: int = 1024) -> None:
+    """Step times against layers (at the shortest context) and against context (at the deepest model)."""
+    rows: list[dict[str, object]] = []
+    shortest = min(shortest, *args.contexts)
+    points = [(layers, [shortest]) for layers in args.depths] if "layers" in args.against else []
+    points += [(max(args.depths), args.contexts)] if "context" in args.against else []
+    for layers, contexts in points:
+        core = core_of(config, layers, args, longest_of(max(contexts), args))
+        for context in contexts:
+            progress(f"{layers} layers, context {context}")
+            rows.append(measure_point(core, config, layers, context, args))
+            print_table(rows[-1:])
+        del core
+        gc.collect()  # the next engine needs the memory
+    print_table(rows)
+    print(write_result(args.name or "step_curves_h200", rows, batch=args.batch, new=args.new))
+
+
 def main() -> None:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", nargs="+", choices=["context", "layers"], default=[])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16_384, 32_768])
+    parser.add_argument("--depths", type=int, nargs="+", default=[12, 24, 36, 48], help="numbers of layers")
+    parser.add_argument("--batch", type=int, default=16, help="batch of --against")
+    parser.add_argument("--chunk", type=int, default=8192, help="prefill tokens a step of --against")
     parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--new", type=int, help="tokens of an answer (128; with --against 32)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--prefill-batch", type=int, default=16)
     parser.add_argument("--prefill-tokens", type=int, default=16_384)
@@ -244,38 +326,43 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second that a copy on the card moves")
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches whose kernels are timed one by one")
-    parser.add_argument("--build-only", action="store_true", help="print the phases of start-up and end")
-    parser.add_argument("--name", default="step_h200")
+    parser.add_argument("--small", action="store_true", help="a small model on any machine")
+    parser.add_argument("--name", help="of the result (step_h200; with --against step_curves_h200)")
     args = parser.parse_args()
     config = dict(QWEN3_30B_A3B) if args.config is None else json.loads(args.config.read_text())
+    if args.small:
+        config = HF_CONFIG | {"num_hidden_layers": 2}
+        vars(args).update(SMALL)
     config |= {} if args.layers is None else {"num_hidden_layers": args.layers}
+    args.new = args.new or (32 if args.against else 128)
+    if args.against:
+        measure_curves(config, args)
+    else:
+        measure_batches(config, args)
+
+
+def measure_batches(config: dict[str, object], args: argparse.Namespace) -> None:
+    """All variants at every batch; the result is written after each."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        built, phases = build(Path(folder), args)
+        progress("building two engines")
+        components, phases = build(Path(folder), args)
     print_table(phases)
-    if args.build_only:
-        return
-    cores = {name: assembly.core for name, assembly in built.items()}
+    cores = {name: part.core for name, part in components.items()}
     rows, kernels = [], {}
     for batch in args.batches:
+        progress(f"batch {batch}")
         rows += measure(cores, config, args, batch)
-        write_result(
-            args.name, rows, phases=phases, kernels=kernels, prompt=args.prompt, new=args.new, rounds=args.rounds
-        )
         print_table(rows[-len(VARIANTS) :])
         if batch in args.profile:
             for name, core in cores.items():
                 prompts = Prompts(99, int(config["vocab_size"]))
-                told = kernels[f"{batch} {name}"] = kernel_times(
-                    core, prompts, batch, args.prompt if batch > 1 else 128
-                )
-                print_table(told)
+                kernels[f"{batch} {name}"] = kernel_times(core, prompts, batch, args.prompt if batch > 1 else 128)
+                print_table(kernels[f"{batch} {name}"])
+        sizes = {"prompt": args.prompt, "new": args.new, "rounds": args.rounds}
+        path = write_result(args.name or "step_h200", rows, phases=phases, kernels=kernels, **sizes)
     print_table(rows)
-    print(
-        write_result(
-            args.name, rows, phases=phases, kernels=kernels, prompt=args.prompt, new=args.new, rounds=args.rounds
-        )
-    )
+    print(path)
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def test_links_and_named_source_files_exist(page):
     for name in re.findall(r"`((?:tests|scripts|benchmarks|examples|docs)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`(?:benchmarks/results/)?(\w+\.json)`", text):
-        if re.search(r"_(cpu|h200)\.json|_report\.json|_fp32", name):
+        if re.search(r"_(cpu|h200)\.json|compiled_\w+\.json", name):
             assert (ROOT / "benchmarks" / "results" / name).is_file(), name
 
 

@@ -3,7 +3,7 @@ bounded, and what capture adds is counted. Proves no value and no time; sizes an
 tests/support/tpu_programs.py.
 
 The backends are those that an engine picks by itself on a TPU, layers/tpu/; the plain ones stand beside them for
-comparison. The full report, with Qwen3-30B-A3B on a v5p: benchmarks/tpu_report.py."""
+comparison. The full report, with Qwen3-30B-A3B on a v5p: benchmarks/compiled.py."""
 
 import dataclasses
 import functools

@@ -19,12 +19,12 @@ SHAPE, VOCAB = (3, 24), 50
 
 
 def trainer_of(model):
-    """Of benchmarks/hf_trainer.py, by its path: that folder on the search path would hide packages of tests."""
-    found = importlib.util.spec_from_file_location(
-        "hf_trainer", Path(__file__).parents[2] / "benchmarks" / "hf_trainer.py"
+    """The trainer of benchmarks/training/hf_trainer.py, loaded by its path: its folder is not on the search path."""
+    spec = importlib.util.spec_from_file_location(
+        "hf_trainer", Path(__file__).parents[2] / "benchmarks" / "training" / "hf_trainer.py"
     )
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module.Trainer(model, torch.float32)
 
 

@@ -26,8 +26,8 @@ def open_engine(folder, **args):
 
 @contextlib.contextmanager
 def shared_engine(**args):
-    """The engine of these settings that all test files of a process share: compiling takes most of a test. Its
-    cache is empty, and it must be idle at the end."""
+    """The engine of these settings that all test files of a process share, because compiling is slow. Its cache is
+    empty, and it must be idle at the end."""
     engine = _shared(**args)
     engine.flush_cache()
     yield engine
@@ -43,7 +43,7 @@ def _shared(**args):
 
 @contextlib.contextmanager
 def assert_nothing_allocated():
-    """No array is alive at the end of the block that was not alive before it. Arrays of others may be freed meanwhile."""
+    """No array is alive at the end of the block that was not alive before it. Other arrays may be freed meanwhile."""
     before = jax.live_arrays()  # held: the id of a freed array could be that of a new one
     known = {id(array) for array in before}
     try:

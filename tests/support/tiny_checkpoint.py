@@ -1,7 +1,7 @@
-"""The tiny MoE that all tests share: 4 layers (layer 0 dense), E=16, K=4, D=64, vocabulary 313 with its own tokenizer.
+"""The tiny MoE of all tests: 4 layers (layer 0 dense), E=16, K=4, D=64, vocabulary 313 with its own tokenizer.
 
-`write_tiny_checkpoint` needs NumPy alone and writes config.json as the published Qwen3-MoE checkpoints spell it;
-`write_hf_qwen3_moe` lets transformers write, and returns its model as an oracle. Weights are wide, the router's wider,
+`write_tiny_checkpoint` needs NumPy alone and writes config.json with the keys of published Qwen3-MoE checkpoints;
+`write_hf_qwen3_moe` writes with transformers and returns its model as an oracle. Weights are wide, the router's wider,
 so that routing differs by token and greedy text is not a constant."""
 
 import json
@@ -24,11 +24,18 @@ CHAT_TEMPLATE = (
     "    {{- '<|im_start|>assistant\\n' }}\n"
     "{%- endif %}\n"
 )
-_TEXT = """A mixture of experts has many small networks and a router. The router scores every expert for every token and the
-token goes to the few that score best; the others rest. What the router chose is data: it can be kept, looked at, and played back.
-When a model is trained on text that it wrote itself, the training pass should send each token to the experts that wrote it. If it
-does not, the two passes disagree, and the gradient learns from the difference and not from the reward. Keeping the choice is cheap:
-one byte for each expert of each layer of each token. The cat sat on the mat and counted the experts: one, two, three, four."""
+_TEXT = (
+    "A mixture of experts has many small networks and a router. The router scores every expert for every "
+    "token and the\n"
+    "token goes to the few that score best; the others rest. What the router chose is data: it can be "
+    "kept, looked at, and played back.\n"
+    "When a model is trained on text that it wrote itself, the training pass should send each token to "
+    "the experts that wrote it. If it\n"
+    "does not, the two passes disagree, and the gradient learns from the difference and not from the "
+    "reward. Keeping the choice is cheap:\n"
+    "one byte for each expert of each layer of each token. The cat sat on the mat and counted the "
+    "experts: one, two, three, four."
+)
 _CONFIG: dict[str, object] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "attention_bias": False,
@@ -61,7 +68,7 @@ _CONFIG: dict[str, object] = {
 
 
 def tiny_config(**overrides) -> dict[str, object]:
-    """config.json of the tiny MoE; an override that is no key of it is a mistake."""
+    """config.json of the tiny MoE; an unknown key is an error."""
     assert overrides.keys() <= _CONFIG.keys() | {"auto_map", "quantization_config"}, overrides
     return {**_CONFIG, **overrides}
 
@@ -86,8 +93,7 @@ def write_tiny_checkpoint(path, *, seed=0, dtype="float32", tokenizer=True, **ov
 
 
 def write_hf_qwen3_moe(path, seed=0, **config):
-    """Let transformers make and write a Qwen3-MoE; returns its torch model, the oracle. Keys are those of
-    Qwen3MoeConfig."""
+    """Write a Qwen3-MoE with transformers and return its torch model, the oracle. Keys are those of Qwen3MoeConfig."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -140,20 +146,23 @@ def _tensor_shapes(config):
     queries, keys = config["num_attention_heads"] * c, config["num_key_value_heads"] * c
     yield "model.embed_tokens.weight", (vocab, dim)
     for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        yield f"{at}.input_layernorm.weight", (dim,)
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (dim,)
         yield from (
-            (f"{at}.self_attn.{x}_proj.weight", (rows, dim)) for x, rows in (("q", queries), ("k", keys), ("v", keys))
+            (f"{prefix}.self_attn.{x}_proj.weight", (rows, dim))
+            for x, rows in (("q", queries), ("k", keys), ("v", keys))
         )
-        yield f"{at}.self_attn.o_proj.weight", (dim, queries)
-        yield from ((f"{at}.self_attn.{x}_norm.weight", (c,)) for x in "qk")
-        yield f"{at}.post_attention_layernorm.weight", (dim,)
+        yield f"{prefix}.self_attn.o_proj.weight", (dim, queries)
+        yield from ((f"{prefix}.self_attn.{x}_norm.weight", (c,)) for x in "qk")
+        yield f"{prefix}.post_attention_layernorm.weight", (dim,)
         sparse = layer not in config["mlp_only_layers"] and (layer + 1) % config["decoder_sparse_step"] == 0
         width = config["moe_intermediate_size" if sparse else "intermediate_size"]
         if sparse:
-            yield f"{at}.mlp.gate.weight", (config["num_experts"], dim)
+            yield f"{prefix}.mlp.gate.weight", (config["num_experts"], dim)
         for mlp in (
-            [f"{at}.mlp.experts.{expert}" for expert in range(config["num_experts"])] if sparse else [f"{at}.mlp"]
+            [f"{prefix}.mlp.experts.{expert}" for expert in range(config["num_experts"])]
+            if sparse
+            else [f"{prefix}.mlp"]
         ):
             yield from ((f"{mlp}.{x}_proj.weight", (width, dim)) for x in ("gate", "up"))
             yield f"{mlp}.down_proj.weight", (dim, width)

@@ -4,7 +4,7 @@ A pytree value made inside the jitted step: each write returns a new value, so i
 tracer behind. It stays int32 and token-minor, [M*K, N], until `rows` narrows and turns all of it at once, or `words`
 packs it, to leave among what a step tells. On TPU small operations count, not bytes, and top-k leaves its ids
 token-minor: so a layer's write is one or two operations and a step adds two to four; a block [M, N*K] took three a
-layer and six or seven a step (benchmarks/tpu_report.py counts them). What is not written holds -1, which narrows to an
+layer and six or seven a step (benchmarks/compiled.py counts them). What is not written holds -1, which narrows to an
 id no router gives (255 of 256 experts excepted: then the row repeats it). Dims: N padded tokens, M MoE layers, K
 experts per token, W words of a packed row; run: layers of a run."""
 

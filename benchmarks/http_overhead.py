@@ -1,13 +1,11 @@
-"""What HTTP adds: tokens a second through /generate streams beside the same engine in process, time to the first byte,
-and what returning routes costs. The demo model, on CPU; the client is a process of its own that reads bytes and parses
-none.
+"""What HTTP adds: tokens a second through /generate streams over the same engine in process, first byte, cost of rows.
 
-    python benchmarks/over_http.py [--batch 32] [--new 256] [--rounds 20]
+    python benchmarks/http_overhead.py [--batch 32] [--new 256] [--rounds 20] [--small]
 
-Each way runs between two calls that wait for all at once, and is compared with their mean: the speed of a shared
-machine changes within a second. Every run has prompts that no cache knows. On a machine of two cores the client takes
-some of one from the engine: its CPU seconds are given. The routes are a synthetic record of 4,096 tokens, 48 layers,
-top-8, 128 experts."""
+The demo model on CPU. The client is a process of its own that reads bytes and parses none. Each way runs between two
+calls that wait for all answers at once, and is compared with their mean, because the speed of a shared machine changes
+within a second. Every run has new prompts. On two cores the client takes CPU time from the engine: its CPU seconds are
+given. The cost of rows is that of a synthetic record of 4,096 tokens, 48 layers, top-8 of 128 experts."""
 
 import argparse
 import asyncio
@@ -21,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 import uvicorn
-from common import print_table, write_result
+from common import print_table, progress, write_result
 
 from routed_experts import Engine
 from routed_experts.core.routed_experts import RoutedExperts
@@ -38,14 +36,17 @@ PROMPT = 16
 
 def main() -> None:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--small", action="store_true", help="one short round: does it run")
     parser.add_argument(
         "--client", metavar="PORT", type=int, help="be the client: lists of bodies come on standard input"
     )
     args = parser.parse_args()
+    if args.small:
+        vars(args).update(batch=4, new=16, rounds=1)
     if args.client:
         for line in sys.stdin:
             print(json.dumps(asyncio.run(read_all(args.client, json.loads(line)))), flush=True)
@@ -58,16 +59,18 @@ def main() -> None:
     with Engine(str(demo_model_path()), enable_return_routed_experts=True, max_total_tokens=32_768, **sizes) as engine:
         command = [sys.executable, __file__, "--client", str(serve(engine))]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
-            noise = np.random.default_rng(0)
-            rounds = [one_round(engine, client, args, noise) for _ in range(args.rounds + 2)][
-                2:
-            ]  # the first two warm up
+            rng = np.random.default_rng(0)
+            rounds = []
+            for turn in range(-2, args.rounds):  # the first two warm up
+                progress(f"round {turn + 1} of {args.rounds}")
+                rounds.append(one_round(engine, client, args, rng))
+            del rounds[:2]
             client.stdin.close()
     rows: list[dict[str, object]] = []
     for name in rounds[0]:
-        speed = [found[name]["tokens/s"] for found in rounds]
-        ratio = [found[name]["of at once"] for found in rounds]
-        first = [seconds for found in rounds for seconds in found[name].get("first", ())]
+        speed = [measured[name]["tokens/s"] for measured in rounds]
+        ratio = [measured[name]["of at once"] for measured in rounds]
+        first = [seconds for measured in rounds for seconds in measured[name].get("first", ())]
         rows.append(
             {
                 "how": name,
@@ -76,7 +79,7 @@ def main() -> None:
                 "quartiles": [float(np.percentile(ratio, share)) for share in (25, 75)],
                 "first byte p50 ms": 1e3 * float(np.percentile(first, 50)) if first else "-",
                 "first byte p99 ms": 1e3 * float(np.percentile(first, 99)) if first else "-",
-                "client CPU s": statistics.median(found[name].get("cpu", 0.0) for found in rounds),
+                "client CPU s": statistics.median(measured[name].get("cpu", 0.0) for measured in rounds),
             }
         )
     print_table(rows)
@@ -97,37 +100,41 @@ def serve(engine: Engine) -> int:
 
 
 def one_round(
-    engine: Engine, client: subprocess.Popen, args: argparse.Namespace, noise: np.random.Generator
+    engine: Engine, client: subprocess.Popen, args: argparse.Namespace, rng: np.random.Generator
 ) -> dict[str, dict]:
     """Every way once, each between two calls at once."""
 
     def prompts() -> list[list[int]]:
-        return noise.integers(0, 2000, size=(args.batch, PROMPT)).tolist()
+        return rng.integers(0, 2000, size=(args.batch, PROMPT)).tolist()
 
     sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": args.new}
 
-    def in_process(**said: object) -> dict[str, object]:
-        began = time.perf_counter()
-        result = engine.generate(input_ids=prompts(), sampling_params=sampling, **said)
-        if said.get("stream"):
+    def in_process(**options: object) -> dict[str, object]:
+        start = time.perf_counter()
+        result = engine.generate(input_ids=prompts(), sampling_params=sampling, **options)
+        if options.get("stream"):
             for _ in result:
                 continue
-        return {"tokens/s": args.batch * args.new / (time.perf_counter() - began)}
+        return {"tokens/s": args.batch * args.new / (time.perf_counter() - start)}
 
-    def over_http(**said: object) -> dict[str, object]:
+    def through_http(**options: object) -> dict[str, object]:
         bodies = [
-            json.dumps({"input_ids": ids, "sampling_params": sampling, "stream": True, **said}) for ids in prompts()
+            json.dumps({"input_ids": ids, "sampling_params": sampling, "stream": True, **options}) for ids in prompts()
         ]
         client.stdin.write(json.dumps(bodies) + "\n")
         client.stdin.flush()
-        told = json.loads(client.stdout.readline())
-        return {"tokens/s": args.batch * args.new / told["seconds"], "first": told["first"], "cpu": told["cpu"]}
+        measured = json.loads(client.stdout.readline())
+        return {
+            "tokens/s": args.batch * args.new / measured["seconds"],
+            "first": measured["first"],
+            "cpu": measured["cpu"],
+        }
 
     ways: dict[str, Callable[[], dict[str, object]]] = {
         "streamed in process": lambda: in_process(stream=True),
         "rows too, in process": lambda: in_process(return_routed_experts=True),
-        "HTTP": over_http,
-        "HTTP with rows": lambda: over_http(return_routed_experts=True),
+        "HTTP": through_http,
+        "HTTP with rows": lambda: through_http(return_routed_experts=True),
     }
 
     def run(way: Callable[[], dict[str, object]]) -> dict[str, object]:
@@ -135,32 +142,32 @@ def one_round(
         return way()
 
     before = run(in_process)
-    found: dict[str, dict[str, object]] = {"at once": {**before, "of at once": 1.0}}
+    measured: dict[str, dict[str, object]] = {"at once": {**before, "of at once": 1.0}}
     for name, way in ways.items():
-        told, after = run(way), run(in_process)
-        seconds = [1 / one["tokens/s"] for one in (before, told, after)]
-        found[name] = {**told, "of at once": (seconds[0] + seconds[2]) / 2 / seconds[1]}
+        result, after = run(way), run(in_process)
+        seconds = [1 / run_["tokens/s"] for run_ in (before, result, after)]
+        measured[name] = {**result, "of at once": (seconds[0] + seconds[2]) / 2 / seconds[1]}
         before = after
-    return found
+    return measured
 
 
 async def read_all(port: int, bodies: list[str]) -> dict[str, object]:
     """Send every body on a connection of its own, at once, and read to the ends."""
     wires = [await asyncio.open_connection("127.0.0.1", port, limit=1 << 22) for _ in bodies]
-    began, cpu = time.perf_counter(), time.process_time()
+    start, cpu = time.perf_counter(), time.process_time()
 
-    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: str) -> float:
+    async def read_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: str) -> float:
         head = "POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json"
         writer.write(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
         await reader.readuntil(b"data: ")
-        first, last = time.perf_counter() - began, b""
+        first, last = time.perf_counter() - start, b""
         while chunk := await reader.read(1 << 18):
             last = (last + chunk)[-32:]
         assert b"data: [DONE]" in last, last
         return first
 
-    first = await asyncio.gather(*(one(*wire, body) for wire, body in zip(wires, bodies, strict=True)))
-    return {"seconds": time.perf_counter() - began, "first": sorted(first), "cpu": time.process_time() - cpu}
+    first = await asyncio.gather(*(read_one(*wire, body) for wire, body in zip(wires, bodies, strict=True)))
+    return {"seconds": time.perf_counter() - start, "first": sorted(first), "cpu": time.process_time() - cpu}
 
 
 def encoding_costs() -> list[dict[str, object]]:
@@ -181,9 +188,9 @@ def encoding_costs() -> list[dict[str, object]]:
     for form in ("npy", "int32"):
         taken = []
         for _ in range(20):
-            began = time.thread_time()
+            start = time.thread_time()
             encode_meta_info(record, payload_format=form, layers="all" if form == "int32" else "moe")
-            taken.append(1e3 * (time.thread_time() - began))
+            taken.append(1e3 * (time.thread_time() - start))
         limit = 5 if form == "npy" else 25
         rows.append(
             {"format": form, "median ms": statistics.median(taken), "p90 ms": sorted(taken)[17], "at most ms": limit}

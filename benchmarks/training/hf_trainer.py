@@ -1,11 +1,11 @@
-"""Hugging Face's transformers as the trainer: logprobs of a rollout in bfloat16, on its own routers' choice or on
-recorded rows.
+"""Hugging Face's transformers as the trainer: logprobs of a rollout in bfloat16, with its own routing or recorded
+rows.
 
-The model is written as a Hugging Face folder and read back by transformers. Its routers are replaced in place: the same
-linear map, softmax over all experts and top-k, then the recorded ids where a row is valid, and the weights are its own
-scores at the executed ids, renormalised. With no row valid that is what transformers computes: how far it lies from
-that is told first, and should be 0. Dims: B sequences, S tokens of a sequence, G tokens of an answer, N tokens of a
-batch, M MoE layers, K experts per token, E experts."""
+The model is written as a Hugging Face folder and read back by transformers. Its routers are replaced in place: the
+same linear map, softmax over all experts and top-k, then the recorded ids where a row is valid. The weights are its
+own scores at the executed ids, renormalised. With no valid row that is what transformers computes. Dims: B
+sequences, S tokens of a sequence, G tokens of an answer, N tokens of a batch, M MoE layers, K experts per token, E
+experts."""
 
 import tempfile
 from pathlib import Path
@@ -25,12 +25,12 @@ BATCH = 64  # sequences of a forward
 
 
 def versions() -> dict[str, str]:
-    """Who judges."""
+    """Versions and device of the trainer."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {"torch": torch.__version__, "transformers": transformers.__version__, "device": device}
 
 
-def settings_of(model: Qwen3Moe) -> dict[str, Any]:
+def hf_config(model: Qwen3Moe) -> dict[str, Any]:
     """config.json of the model."""
     config = model.config
     return {
@@ -69,7 +69,7 @@ class Trainer:
 
     def __init__(self, model: Qwen3Moe, dtype: torch.dtype = torch.bfloat16) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            save(Path(folder), settings_of(model), hugging_face_tensors(model, Qwen3Moe.weight_sources(model.config)))
+            save(Path(folder), hf_config(model), hugging_face_tensors(model, Qwen3Moe.weight_sources(model.config)))
             read = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = read.to(self.device).eval()
@@ -80,23 +80,23 @@ class Trainer:
         """[B S-1], float64, of each next token."""
         with torch.inference_mode():
             ids = torch.as_tensor(tokens, dtype=torch.int64, device=self.device)
-            told = torch.log_softmax(self.model(ids, use_cache=False).logits[:, :-1].float(), dim=-1)
-            return told.gather(-1, ids[:, 1:, None])[..., 0].double().cpu().numpy()
+            logprobs = torch.log_softmax(self.model(ids, use_cache=False).logits[:, :-1].float(), dim=-1)
+            return logprobs.gather(-1, ids[:, 1:, None])[..., 0].double().cpu().numpy()
 
     def replay(self, ids: np.ndarray, valid: np.ndarray) -> list[torch.Tensor]:
-        """Let the next forwards run rows ids [B S M K] where `valid` [B S]; gives, as they run, each layer's share of
-        replaced slots."""
+        """The next forwards run ids [B S M K] where `valid` [B S]. They fill the list that is returned with each
+        layer's share of replaced slots."""
         rows, flags = (
             torch.as_tensor(ids.astype(np.int64), device=self.device),
             torch.as_tensor(valid.reshape(-1), device=self.device),
         )
         missed: list[torch.Tensor] = []
-        for place, router in enumerate(self.routers):
-            router.forward = forced(router, rows[:, :, place].reshape(-1, rows.shape[-1]), flags, missed)
+        for column, router in enumerate(self.routers):
+            router.forward = replay_router(router, rows[:, :, column].reshape(-1, rows.shape[-1]), flags, missed)
         return missed
 
 
-def forced(router: Any, ids: torch.Tensor, valid: torch.Tensor, missed: list[torch.Tensor]) -> Any:
+def replay_router(router: Any, ids: torch.Tensor, valid: torch.Tensor, missed: list[torch.Tensor]) -> Any:
     """A router's forward on rows: hidden [N D] -> (logits [N E], weights [N K], ids [N K]), as Qwen3MoeTopKRouter gives
     them."""
 
@@ -115,23 +115,25 @@ def forced(router: Any, ids: torch.Tensor, valid: torch.Tensor, missed: list[tor
     return run
 
 
-def judged(
+def training_logprobs(
     model: Qwen3Moe, tokens: np.ndarray, records: list[RoutedExperts], prompt: int
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Logprobs [B G] of the answers: live, replayed, and of the first sequences with no row valid; and of the first two
     the canary, the share of slots that the trainer's router would not choose."""
-    trainer, told, missed = Trainer(model), dict[str, np.ndarray](), list[torch.Tensor]()
+    trainer, logprobs_by, missed = Trainer(model), dict[str, np.ndarray](), list[torch.Tensor]()
     parts = [slice(first, first + BATCH) for first in range(0, len(tokens), BATCH)]
-    told["live"] = np.concatenate([trainer.logprobs(tokens[part]) for part in parts])  # with its own routers, untouched
+    logprobs_by["live"] = np.concatenate(
+        [trainer.logprobs(tokens[part]) for part in parts]
+    )  # with its own routers, untouched
     samples = [Sample(record, tokens.shape[1]) for record in records]
     routed = align(samples, layout="pad_right", seq_len=tokens.shape[1], spec=model.config.capture_spec)
     trainer.replay(routed.ids[parts[0]], np.zeros_like(routed.valid[parts[0]]))
-    told["nothing"] = trainer.logprobs(tokens[parts[0]])
+    logprobs_by["no valid row"] = trainer.logprobs(tokens[parts[0]])
     replayed: list[np.ndarray] = []
     for part in parts:
         shares = trainer.replay(routed.ids[part], routed.valid[part])
         replayed.append(trainer.logprobs(tokens[part]))
         missed += shares
-    told["replayed"] = np.concatenate(replayed)
+    logprobs_by["replayed"] = np.concatenate(replayed)
     canaries = {"live": 0.0, "replayed": float(torch.stack(missed).mean())}
-    return {name: logprobs[:, prompt - 1 :] for name, logprobs in told.items()}, canaries
+    return {name: logprobs[:, prompt - 1 :] for name, logprobs in logprobs_by.items()}, canaries

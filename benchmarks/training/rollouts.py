@@ -1,4 +1,4 @@
-"""A rollout by an engine core against a training forward, live and replayed: k3 and shares beyond a ratio, by sequence.
+"""A rollout by an engine core, judged by a training forward, live and replayed: k3 and shares beyond a ratio.
 
 Intervals are 95 % percentile bootstraps over sequences; live and replayed are resampled together, so their ratio has
 its own. Dims: B sequences, S tokens of a sequence, G tokens of an answer."""
@@ -27,16 +27,16 @@ def roll_out(
     reqs = [request(f"r{i}", prompt, new, temperature=1.0, seed=i) for i, prompt in enumerate(prompts)]
     start = time.perf_counter()
     core.add(reqs)
-    told = {}
+    outputs = {}
     while not core.is_idle:
-        told |= {out.rid: out for out in core.step().outs}
-    spent = time.perf_counter() - start
-    ends = [told[req.rid] for req in reqs]  # without streaming, an end tells all
+        outputs |= {out.rid: out for out in core.step().outs}
+    seconds = time.perf_counter() - start
+    ends = [outputs[req.rid] for req in reqs]  # without streaming, the last output has everything
     tokens = np.stack(
         [np.concatenate([prompt, out.new_token_ids]) for prompt, out in zip(prompts, ends, strict=True)]
     ).astype(np.int32)
     logprobs = np.array([out.output_logprobs.values for out in ends])
-    return tokens, logprobs, [out.routed_experts for out in ends if out.routed_experts is not None], spent
+    return tokens, logprobs, [out.routed_experts for out in ends if out.routed_experts is not None], seconds
 
 
 def by_sequence(d: np.ndarray) -> dict[str, np.ndarray]:
@@ -47,25 +47,28 @@ def by_sequence(d: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def interval(values: np.ndarray) -> list[float]:
-    """2.5 % and 97.5 % of what resampling gave."""
+    """The 2.5 % and 97.5 % percentiles of resampled values."""
     return np.percentile(values, [2.5, 97.5]).tolist()
 
 
-def compared(live: np.ndarray, replayed: np.ndarray) -> list[dict[str, object]]:
+def compare(live: np.ndarray, replayed: np.ndarray) -> list[dict[str, object]]:
     """Live against replayed, both d [B G]; sequences are resampled together, so the ratio has its own interval."""
     picks = np.random.default_rng(0).integers(0, len(live), (2000, len(live)))
-    one, other, lines = by_sequence(live), by_sequence(replayed), list[dict[str, object]]()
-    for name in one:
-        drawn = [side[name][picks].mean(axis=1) for side in (one, other)]
-        line: dict[str, object] = {"what": name, "live": one[name].mean(), "live, 95 %": interval(drawn[0])}
-        line |= {"replayed": other[name].mean(), "replayed, 95 %": interval(drawn[1])}
+    of_live, of_replayed, lines = by_sequence(live), by_sequence(replayed), list[dict[str, object]]()
+    for name in of_live:
+        drawn = [side[name][picks].mean(axis=1) for side in (of_live, of_replayed)]
+        line: dict[str, object] = {"what": name, "live": of_live[name].mean(), "live, 95 %": interval(drawn[0])}
+        line |= {"replayed": of_replayed[name].mean(), "replayed, 95 %": interval(drawn[1])}
         if np.all(drawn[1] > 0):
-            line |= {"ratio": one[name].mean() / other[name].mean(), "ratio, 95 %": interval(drawn[0] / drawn[1])}
+            line |= {
+                "ratio": of_live[name].mean() / of_replayed[name].mean(),
+                "ratio, 95 %": interval(drawn[0] / drawn[1]),
+            }
         lines.append(line)
     return lines
 
 
-def judged(
+def training_logprobs(
     model: Any, tokens: np.ndarray, records: list[RoutedExperts], prompt: int, backend: MoeBackend
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Logprobs [B G] of the answers by the training forward, live and replayed, and the canary of either."""
@@ -78,7 +81,7 @@ def judged(
         logprobs = jnp.take_along_axis(jax.nn.log_softmax(out.logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
         return logprobs[:, prompt - 1 :], None if routed is None else canary(out.slot_miss, routed)
 
-    told: dict[str, list[np.ndarray]] = {"live": [], "replayed": []}
+    logprobs_by: dict[str, list[np.ndarray]] = {"live": [], "replayed": []}
     shares: list[float] = []
     for first in range(0, len(tokens), 128):
         part = slice(first, first + 128)
@@ -86,9 +89,9 @@ def judged(
         routed = align(samples, layout="pad_right", seq_len=length, spec=model.config.capture_spec)
         for name, batch in (("live", None), ("replayed", routed)):
             logprobs, share = run(state, jnp.asarray(tokens[part]), batch)
-            told[name].append(np.asarray(logprobs, np.float64))
+            logprobs_by[name].append(np.asarray(logprobs, np.float64))
             shares += [] if share is None else [float(share)]
-    return {name: np.concatenate(parts) for name, parts in told.items()}, {
+    return {name: np.concatenate(parts) for name, parts in logprobs_by.items()}, {
         "live": 0.0,
         "replayed": float(np.mean(shares)),
     }

@@ -1,10 +1,10 @@
-"""A byte model that is trained where it is measured: 12 layers, 64 experts, top-8, hidden 512; some minutes on one
-card. Knows no replay.
+"""A byte-level Qwen3-MoE that is trained where it is measured: 12 layers, 64 experts, top-8, hidden 512; minutes on
+a GPU.
 
-The text is the source of Python's standard library, which every machine has; each 20th file is held out. Master weights
-and Adam are float32, forward and backward bfloat16. Text, sampling of windows and steps stay on the device: the host
-sees one number in --block steps. Dims: B sequences, S tokens of a sequence, N tokens of a step, K experts per token, E
-experts."""
+The text is the source of Python's standard library, which every machine has; every 20th file is held out. Master
+weights and Adam are float32, forward and backward bfloat16. Text, sampling of windows and steps stay on the device:
+the host reads one number in `block` steps. Dims: B sequences, S tokens of a sequence, N tokens of a step, K experts
+per token, E experts."""
 
 import dataclasses
 import functools
@@ -23,34 +23,10 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from routed_experts.layers.moe import ExpertCall, MoeBackend
 from routed_experts.layers.permuted_moe import PERMUTED
-from routed_experts.layers.routing import RouterSpec
 from routed_experts.models.families.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from routed_experts.replay import forward
 
 HELD_OUT = 20
-
-
-def config_of(
-    *, hidden: int = 512, layers: int = 12, experts: int = 64, top_k: int = 8, width: int = 256, head: int = 64
-) -> Qwen3MoeConfig:
-    """Bytes in, bytes out; two query heads to a key-value head."""
-    heads = max(2, hidden // head)
-    return Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads // 2,
-        head_dim=head,
-        dense_width=4 * width,
-        expert_width=width,
-        router=RouterSpec(num_experts=experts, top_k=top_k, renormalize=True),
-        moe_layers=tuple(range(layers)),
-        rope_theta=1e4,
-        norm_eps=1e-6,
-        tie_embeddings=False,
-        context_length=1024,
-    )
 
 
 def read_text(most_bytes: int) -> tuple[UInt8[np.ndarray, " T"], UInt8[np.ndarray, " H"]]:
@@ -101,7 +77,7 @@ class Plan:
     length: int = 256
     peak: float = 1e-3
     warmup: int = 200
-    block: int = 20  # steps between two looks of the host
+    block: int = 20  # steps between two reads of the loss
     balance: float = 0.01
 
 
@@ -132,18 +108,18 @@ def make_steps(graphdef: nnx.GraphDef[Any], optimizer: optax.GradientTransformat
     return steps
 
 
-def start(config: Qwen3MoeConfig, file: Path | None) -> tuple[nnx.GraphDef[Any], Any]:
+def init(config: Qwen3MoeConfig, file: Path | None) -> tuple[nnx.GraphDef[Any], Any]:
     """The module and its float32 weights: random ones, or those of `file` where it is there."""
     graphdef, params = nnx.split(Qwen3Moe(config, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")))
     if file is None or not file.exists():
         return graphdef, params
-    with np.load(file) as kept:
+    with np.load(file) as stored:
         return graphdef, jax.tree.unflatten(
-            jax.tree.structure(params), [jnp.asarray(kept[f"leaf{i}"]) for i in range(len(kept.files))]
+            jax.tree.structure(params), [jnp.asarray(stored[f"leaf{i}"]) for i in range(len(stored.files))]
         )
 
 
-def keep(params: Any, file: Path) -> None:
+def save_weights(params: Any, file: Path) -> None:
     """Write the weights for a later run."""
     np.savez(file, **{f"leaf{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(params))})
 
@@ -153,26 +129,28 @@ def train(
     params: Any,
     text: UInt8[np.ndarray, " T"],
     plan: Plan,
-    tell: Callable[[dict[str, float]], None],
+    report: Callable[[dict[str, float]], None],
 ) -> Any:
-    """Train for so many seconds, compilation not counted; `tell` hears step, seconds, loss (nats a byte) and tokens a
-    second."""
+    """Train for so many seconds, compilation not counted. `report` receives step, seconds, loss (nats a byte) and
+    tokens a second."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.95))
     moments, steps = jax.jit(optimizer.init)(params), make_steps(graphdef, optimizer, plan)
-    there, key = jax.device_put(text), jax.random.key(time.time_ns() % 2**31)  # a later run sees other windows
-    params, moments, loss = steps(params, moments, key, there, jnp.zeros(()))  # compiles; at rate 0 nothing is learnt
+    on_device, key = jax.device_put(text), jax.random.key(time.time_ns() % 2**31)  # a later run sees other windows
+    params, moments, loss = steps(
+        params, moments, key, on_device, jnp.zeros(())
+    )  # compiles; a rate of 0 changes no weight
     jax.block_until_ready(loss)
-    start, block, told = time.perf_counter(), 0, 0.0
+    start, block, reported = time.perf_counter(), 0, 0.0
     while (spent := time.perf_counter() - start) < plan.seconds:
         fall = min(1.0, max(0.02, (1 - spent / plan.seconds) / 0.2))
         rate = plan.peak * min(1.0, (block + 1) * plan.block / plan.warmup) * fall
-        params, moments, loss = steps(params, moments, jax.random.fold_in(key, block), there, jnp.float32(rate))
+        params, moments, loss = steps(params, moments, jax.random.fold_in(key, block), on_device, jnp.float32(rate))
         value, block = float(loss), block + 1  # waits for the block
         assert np.isfinite(value), f"the loss is {value} after {block * plan.block} steps"
         seconds, tokens = time.perf_counter() - start, block * plan.block * plan.batch * plan.length
-        if seconds - told > 10 or seconds >= plan.seconds:
-            told = seconds
-            tell(
+        if seconds - reported > 10 or seconds >= plan.seconds:
+            reported = seconds
+            report(
                 {
                     "step": block * plan.block,
                     "seconds": seconds,

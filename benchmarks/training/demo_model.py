@@ -1,30 +1,20 @@
-"""What replay leaves of the mismatch on the demo model, and where it comes from: bfloat16 rounds in many places,
-routing is one of them.
+"""The demo model's rollout in bfloat16: what replay leaves of the mismatch, and where the rest comes from.
 
-    python benchmarks/rounding.py [--sequences 768] [--places 128]
+`by_site` rounds a plain float32 forward on the rollout's routes to bfloat16 at one site of every layer and nowhere
+else (`alone`), or everywhere but there (`without`): k3 against no rounding. Dims: B sequences, S tokens, G tokens of
+an answer, D hidden."""
 
-First table: rollout by the engine in bfloat16 against the training forward in float32, live and replayed, intervals
-over sequences. Second: a plain float32 forward on the rollout's routes, which rounds to bfloat16 in one place of every
-layer and nowhere else (`alone`), or everywhere but there (`without`): k3 against no rounding. The first --places
-sequences. Dims: B sequences, S tokens, G tokens of an answer, D hidden."""
-
-import argparse
 import functools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import print_table, write_result
 from flax import nnx
 from jaxtyping import Array, Float
-from rollouts import compared, judged, roll_out
 from tokenizers import Tokenizer
+from training.rollouts import compare, roll_out, training_logprobs
 
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.demo import demo_model_path
@@ -35,11 +25,14 @@ from routed_experts.models.model_folder import ModelFolder
 from routed_experts.replay import RoutedBatch, Sample, align
 
 PROMPT, NEW = 32, 96
-TEXT = "Once upon a time there was a sea captain who counted the stars. What is the capital of France? def add(a, b): return a + b "
-PLACES = {
+TEXT = (
+    "Once upon a time there was a sea captain who counted the stars. What is the capital of France? "
+    "def add(a, b): return a + b "
+)
+SITES = {
     "stream": "the residual stream, after each addition",
     "norm": "norms of layers, before and after the scale",
-    "heads": "queries and keys: norms and turning",
+    "heads": "queries and keys: norms and rotation",
     "qkv": "projections to queries, keys, values",
     "mixed": "attention's output, and its projection",
     "inner": "experts: gate, up, and their product",
@@ -54,14 +47,14 @@ def attention(h: Float[Array, "B S D"], run: Any, layer: int, config: Any, r: Ro
     cos, sin = rotary_cos_sin(jnp.arange(length), head_dim=c, theta=config.rope_theta)
     qkv = r("qkv", h @ run["qkv"][layer]).reshape(batch, length, heads + 2 * groups, c)
 
-    def turned(x: Array, scale: Array) -> Array:
+    def rotated(x: Array, scale: Array) -> Array:
         x = norm(x, scale, config, lambda _, value: r("heads", value))
         low, high = jnp.split(x, 2, axis=-1)
         return r("heads", x * cos[None, :, None] + jnp.concatenate([-high, low], axis=-1) * sin[None, :, None])
 
     q, k = (
-        turned(qkv[:, :, :heads], run["q_norm"][layer]),
-        turned(qkv[:, :, heads : heads + groups], run["k_norm"][layer]),
+        rotated(qkv[:, :, :heads], run["q_norm"][layer]),
+        rotated(qkv[:, :, heads : heads + groups], run["k_norm"][layer]),
     )
     q = q.reshape(batch, length, groups, heads // groups, c)
     scores = jnp.einsum("bsgrc,btgc->bgrst", q, k) * c**-0.5
@@ -93,11 +86,11 @@ def sparse(
     return r("experts", jnp.einsum("bskd,bsk->bsd", jnp.take_along_axis(outputs, ids[..., None], axis=2), weights))
 
 
-def forward(weights: Any, tokens: Array, ids: Array, config: Any, places: frozenset[str]) -> Float[Array, "B G"]:
-    """Logprobs of the answers by plain float32 code that rounds at `places`."""
+def forward(weights: Any, tokens: Array, ids: Array, config: Any, sites: frozenset[str]) -> Float[Array, "B G"]:
+    """Logprobs of the answers by plain float32 code that rounds at `sites`."""
 
-    def r(place: str, x: Array) -> Array:
-        return jax.lax.reduce_precision(x, 8, 7) if place in places else x
+    def r(site: str, x: Array) -> Array:
+        return jax.lax.reduce_precision(x, 8, 7) if site in sites else x
 
     x, column = weights["embed"][tokens], 0
     for index, (first, end) in enumerate(config.blocks):
@@ -116,62 +109,51 @@ def forward(weights: Any, tokens: Array, ids: Array, config: Any, places: frozen
     return logprobs[:, PROMPT - 1 :]
 
 
-def by_place(model: Any, tokens: np.ndarray, routed: RoutedBatch) -> list[dict[str, object]]:
-    """k3 of each place against no rounding, routes given everywhere (the last row, of which nothing is known, does not
+def by_site(model: Any, tokens: np.ndarray, routed: RoutedBatch) -> list[dict[str, object]]:
+    """k3 of each site against no rounding, routes given everywhere (the last row, of which nothing is known, does not
     matter)."""
     weights = nnx.to_pure_dict(nnx.split(model)[1])
-    run = jax.jit(functools.partial(forward, config=model.config), static_argnames="places")
+    run = jax.jit(functools.partial(forward, config=model.config), static_argnames="sites")
 
-    def logprobs(places: set[str]) -> np.ndarray:
+    def logprobs(sites: set[str]) -> np.ndarray:
         parts = (slice(first, first + 32) for first in range(0, len(tokens), 32))
         made = [
-            run(weights, jnp.asarray(tokens[p]), jnp.asarray(routed.ids[p], jnp.int32), places=frozenset(places))
+            run(weights, jnp.asarray(tokens[p]), jnp.asarray(routed.ids[p], jnp.int32), sites=frozenset(sites))
             for p in parts
         ]
         return np.concatenate([np.asarray(part, np.float64) for part in made])
 
-    def k3(places: set[str]) -> float:
-        d = exact - logprobs(places)
+    def k3(sites: set[str]) -> float:
+        d = exact - logprobs(sites)
         return float(np.mean(np.exp(d) - 1 - d))
 
-    exact, every = logprobs(set()), set(PLACES)
+    exact, every = logprobs(set()), set(SITES)
     rows: list[dict[str, object]] = [
-        {"place": "everywhere", "alone": k3(every), "without": 0.0, "what": "as plain bfloat16 layers round"}
+        {"site": "everywhere", "alone": k3(every), "without": 0.0, "what": "as plain bfloat16 layers round"}
     ]
     return rows + [
-        {"place": name, "alone": k3({name}), "without": k3(every - {name}), "what": what}
-        for name, what in PLACES.items()
+        {"site": name, "alone": k3({name}), "without": k3(every - {name}), "what": what} for name, what in SITES.items()
     ]
 
 
-def main() -> None:
-    """LayerBlock, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=768)
-    parser.add_argument("--places", type=int, default=128)
-    args = parser.parse_args()
+def measure(
+    sequences: int, rounded: int, new: int = NEW
+) -> tuple[list[dict[str, object]], list[dict[str, object]], int]:
+    """k3 live and replayed of so many answers; k3 by site of the first `rounded`; and the number of tokens."""
     folder = demo_model_path()
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT * (args.sequences // 4 + 8)).ids
-    prompts = np.array([ids[7 * index : 7 * index + PROMPT] for index in range(args.sequences)], np.int32)
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT * (sequences // 4 + 8)).ids
+    prompts = np.array([ids[7 * index : 7 * index + PROMPT] for index in range(sequences)], np.int32)
     sizes = {
-        "precompile_bs_paddings": (256,),
+        "precompile_bs_paddings": (min(256, sequences),),
         "precompile_token_paddings": (1024,),
         "max_total_tokens": 256 * 160,
         "context_length": 256,
     }
     server = ServerArgs(model_path=str(folder), dtype="bfloat16", enable_return_routed_experts=True, **sizes)
-    tokens, said, records, _ = roll_out(build_engine(server).core, prompts, NEW)
+    tokens, sampled, records, _ = roll_out(build_engine(server).core, prompts, new)
     model = ModelFolder.open(folder).load(jnp.dtype("float32"))
-    told, _ = judged(model, tokens, records, PROMPT, MOE_BACKENDS["grouped"])
-    gains = compared(told["live"] - said, told["replayed"] - said)
-    samples = [Sample(record, PROMPT + NEW) for record in records[: args.places]]
-    routed = align(samples, layout="pad_right", seq_len=PROMPT + NEW, spec=model.config.capture_spec)
-    rows = by_place(model, tokens[: args.places], routed)
-    for row in gains:
-        print_table([row])
-    print_table(rows)
-    print(write_result("rounding_cpu", rows, sequences=args.sequences, tokens=said.size, engine=gains))
-
-
-if __name__ == "__main__":
-    main()
+    logprobs, _ = training_logprobs(model, tokens, records, PROMPT, MOE_BACKENDS["grouped"])
+    gains = compare(logprobs["live"] - sampled, logprobs["replayed"] - sampled)
+    samples = [Sample(record, tokens.shape[1]) for record in records[:rounded]]
+    routed = align(samples, layout="pad_right", seq_len=tokens.shape[1], spec=model.config.capture_spec)
+    return gains, by_site(model, tokens[:rounded], routed), sampled.size
