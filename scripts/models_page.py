@@ -14,7 +14,7 @@ random checkpoints in the true format.
 In the routing laws, z are a router's logits and s its scores. b is a bias that changes the choice and no weight, and
 v are the scores of the chosen experts.
 
-| family | checkpoints | architecture | routing routing | captured | refused | test |
+| family | checkpoints | architecture | routing | captured | refused | test |
 |---|---|---|---|---|---|---|
 """
 _FOOT = """
