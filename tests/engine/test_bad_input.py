@@ -456,7 +456,7 @@ def test_a_missing_tokenizer_is_refused_where_text_is_served(tmp_path, folder):
     [
         (
             {"architectures": ["FalconForCausalLM"]},
-            "FalconForCausalLM.* is not known here; wanted one of .*Qwen3MoeForCausalLM",
+            "FalconForCausalLM.* is not known here; expected one of .*Qwen3MoeForCausalLM",
         ),
         ({"architectures": None}, "architectures"),
         ({"num_experts_per_tok": 17}, "num_experts_per_tok"),

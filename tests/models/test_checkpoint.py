@@ -174,7 +174,7 @@ def test_good_config_is_returned_whole(tmp_path):
     ],
 )
 def test_reader_names_file_key_and_what_was_wanted(value, read):
-    with pytest.raises(ConfigError, match=r"^some/config\.json: key.*; wanted .+; correct the file$") as caught:
+    with pytest.raises(ConfigError, match=r"^some/config\.json: key.*; expected .+; correct the file$") as caught:
         read(ConfigReader({"key": value}, "some/config.json"))
     assert len(str(caught.value)) < 300
 
@@ -198,7 +198,7 @@ def test_reader_takes_good_values_and_defaults():
     assert reader.has("b")
     assert not reader.has("null")
     assert not reader.has("no")
-    with pytest.raises(ConfigError, match="c: i=4; wanted an even prime"):
+    with pytest.raises(ConfigError, match="c: i=4; expected an even prime"):
         reader.require(False, "i", "an even prime")
 
 
@@ -451,10 +451,13 @@ folder = sys.argv[1]
 table = list(expert_table(2, 4, 8, 6))
 wanted = by_hand(random_tensors(table, np.float32), 2, 4, np.float32)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("ep", "tp"))
-specs = {"embed": P(None, "tp"), "blocks.0.norm": P(), "blocks.0.gate_up": P("ep", None, "tp"), "blocks.0.down": P(None, "ep", "tp", None)}
+specs = {"embed": P(None, "tp"), "blocks.0.norm": P(), "blocks.0.gate_up": P("ep", None, "tp")}
+specs["blocks.0.down"] = P(None, "ep", "tp", None)
 for host_bytes in (1 << 20, 100):
     targets = {
-        name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, specs[name]) if name != "embed" else None)
+        name: jax.ShapeDtypeStruct(
+            s.shape, s.dtype, sharding=NamedSharding(mesh, specs[name]) if name != "embed" else None
+        )
         for name, s in targets_of(2, 4, 8, 6, "float32").items()
     }
     told = []

@@ -63,7 +63,7 @@ CASES = {
         lambda folder: rewrite_config(folder, moe_intermediate_size=64),
         [],
         2,
-        "shape|wanted",
+        "shape|expected",
     ),
     "pickled weights": (pickled, [], 2, "safetensors"),
     "no tokenizer": (no_tokenizer, [], 2, "tokenizer"),

@@ -26,7 +26,7 @@ DECODE_BLOCK = 64  # of every request at once: the gathered keys and values shou
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedBatch:
-    """Where the tokens of a step stand. Tokens of one request are neighbours, in order of position.
+    """Positions and pages of a step's tokens. Tokens of one request are neighbours, in order of position.
 
     `decode` says that token n is the only token of request n; a backend may use it, none may need it."""
 
@@ -56,7 +56,7 @@ class FusedQKV:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend:
     """A way to attend to the pool: (queries [N H C], pool, first page of the layer, batch) -> [N H C]. `fused`, where
-    there is one, does what stands before it too, norms, angles and the write to the pool: (projected, pool, layer,
+    there is one, also does norms, rotation and the write to the pool: (projected, pool, layer,
     batch, pages of a layer) -> (mixed values, pool)."""
 
     name: str
@@ -204,7 +204,7 @@ def _decode_attention(
         scores, values = (jnp.where(mask[:, :, None, None], *pair) for pair in ((scores, MASK_VALUE), (values, 0.0)))
         row_max = jnp.maximum(state.row_max, jnp.max(scores, axis=1))
         shrink, weights = jnp.exp(state.row_max - row_max), jnp.exp(scores - row_max[:, None])
-        mixed = jnp.sum(weights[..., None] * values[:, :, :, None], axis=1)  # a sum over T reads the values as they lie
+        mixed = jnp.sum(weights[..., None] * values[:, :, :, None], axis=1)  # a sum over T reads the values in place
         return OnlineSoftmax(
             row_max, state.row_sum * shrink + jnp.sum(weights, axis=1), state.acc * shrink[..., None] + mixed
         )

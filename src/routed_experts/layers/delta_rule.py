@@ -164,7 +164,7 @@ def delta_sequence(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChunkInputs:
-    """C neighbouring tokens of one sequence; those that are not `there` stand last. `segment` counts the sequences that
+    """C neighbouring tokens of one sequence; those that are not `valid` are last. `segment` counts the sequences that
     began among them: tokens of segment 0 go on from the state."""
 
     mixed: Float[Array, "C Q"]
@@ -191,16 +191,16 @@ def delta_chunk(
     sums = jnp.cumsum(usable.decay, axis=0).T  # [H, C]
     earlier = (places[:, None] >= places) & (segment[:, None] == segment)
     ratio = jnp.exp(jnp.where(earlier, sums[:, :, None] - sums[:, None], _NEVER))  # [H, C, C]
-    kept = jnp.where(segment == 0, jnp.exp(sums), 0.0)[..., None]
+    decayed = jnp.where(segment == 0, jnp.exp(sums), 0.0)[..., None]
     recurrent, beta = jnp.where(jnp.isfinite(state.recurrent), state.recurrent, 0.0), usable.beta.T[..., None]
     system = jnp.where(places[:, None] > places, beta * ratio * _dot("htk,hik->hti", keys, keys), 0.0)
-    wanted = beta * (values - kept * _dot("htk,hkv->htv", keys, recurrent))
-    added = lax.linalg.triangular_solve(system, wanted, left_side=True, lower=True, unit_diagonal=True)
-    read = _dot("hti,hiv->htv", ratio * _dot("htk,hik->hti", queries, keys), added) + kept * _dot(
+    targets = beta * (values - decayed * _dot("htk,hkv->htv", keys, recurrent))
+    added = lax.linalg.triangular_solve(system, targets, left_side=True, lower=True, unit_diagonal=True)
+    read = _dot("hti,hiv->htv", ratio * _dot("htk,hik->hti", queries, keys), added) + decayed * _dot(
         "htk,hkv->htv", queries, recurrent
     )
     left = jnp.where(segment == segment[-1], jnp.exp(sums[:, -1:] - sums), 0.0)[..., None]
-    recurrent = kept[:, -1:] * recurrent + _dot("htk,htv->hkv", left * keys, added)
+    recurrent = decayed[:, -1:] * recurrent + _dot("htk,htv->hkv", left * keys, added)
     read = jnp.where(spoiled[:, None, None], jnp.nan, jnp.swapaxes(read, 0, 1))
     window = jnp.where(jnp.pad(segment, (shape.width - 1, 0))[:, None] == segment[-1], window, 0)
     conv = lax.dynamic_slice_in_dim(window, jnp.sum(rows.valid), shape.width - 1)

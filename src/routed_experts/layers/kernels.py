@@ -33,7 +33,7 @@ class FusedRouter:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FusedSteps:
-    """What stands between the matrices of a layer as few kernels, for steps of at most `max_tokens` tokens, where
+    """The operations between the matrices of a layer as few kernels, for steps of at most `max_tokens` tokens, where
     launches count. `product`: (x, matrices [R D O], layer) -> S parts of the sums, which the kernel that follows adds
     up. `add_parts`: (x, parts, norms [R D], layer, eps) -> (x plus the parts, its norm). `slots`: each slot's expert
     applied to its row, by a call whose `first_expert` is the layer's place in the run. `add_slots`: (x, slots, weights,
@@ -63,7 +63,7 @@ class Kernels:
 
     @property
     def lm_head(self) -> LinearBackend:
-        """What multiplies by the matrix of the vocabulary, whose rows are dealt out."""
+        """The product with the vocabulary matrix, whose rows are sharded."""
         return row_parallel_linear(self.linear, self.group)
 
     def with_group(self, group: AxisGroup) -> "Kernels":

@@ -44,7 +44,7 @@ class StepInputs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StackOffsets:
-    """Where the run stands: its first layer in the pool, its first column in the block of ids."""
+    """Where the stack begins: its first layer in the pool, and its first MoE layer in the block of ids."""
 
     first_layer: int
     first_moe_layer: int

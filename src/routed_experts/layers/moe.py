@@ -31,7 +31,7 @@ class ExpertCall:
     gate_up_bias: Float[Array, "RE 2F"] | None = None
     down_bias: Float[Array, "RE D"] | None = None
     activation: str = dataclasses.field(default="silu", metadata={"static": True})  # a key of ACTIVATIONS
-    replicas: Int[Array, "E J"] | None = None  # instances of each expert, where experts stand on several devices
+    replicas: Int[Array, "E J"] | None = None  # instances of each expert, where experts are on several devices
     instances: Int[Array, "N K"] | None = None  # those that run each slot, where the router has chosen them; -1: none
 
     @property

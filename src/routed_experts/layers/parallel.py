@@ -35,9 +35,10 @@ Rerouter = Callable[
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AxisGroup:
-    """`count` devices on the mesh axis `axis`, inside a `shard_map` over it; 1: nobody else. `expert_parallel`: each
-    holds some experts, all of them, and not a share of every expert; `instances` of them are on all devices together,
-    0: one an expert. `rerouter`: routes where instances have capacities; None: they have not."""
+    """`count` devices on the mesh axis `axis`, inside a `shard_map` over it; 1: this device alone.
+    `expert_parallel`: each holds some experts, all of them, and not a share of every expert; `instances` of them are
+    on all devices together, 0: one an expert. `rerouter`: routes where instances have capacities; None: they have
+    not."""
 
     axis: str = ""
     count: int = 1

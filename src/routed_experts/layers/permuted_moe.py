@@ -21,7 +21,7 @@ LARGEST_TILE, SMALLEST_TILE = 256, 16
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _RowMaps:
-    """Where each slot stands among the tile rows, and which slot each tile row is; -1 where it is none."""
+    """The tile row of each slot, and the slot of each tile row; -1 where it is none."""
 
     row: Int[Array, "N K"]
     slot: Int[Array, " P"]

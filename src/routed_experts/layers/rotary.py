@@ -17,7 +17,8 @@ def apply_rotary(x: Float[Array, "N H C"], cos: Float[Array, "N C"], sin: Float[
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RotarySpec:
-    """Frequencies as numbers, whatever scaling they came from. The first 2F dims of a head turn, the others stand.
+    """Frequencies as numbers, whatever scaling they came from. The first 2F dims of a head are rotated, the others are
+    not.
 
     `interleaved`: dims 2i and 2i + 1 are a pair, instead of i and i + F. `magnitude` multiplies queries and keys
     (yarn)."""
@@ -50,7 +51,7 @@ class RotarySpec:
 def rotary_cos_sin(
     positions: Int[Array, " N"], *, head_dim: int, theta: float, scaled: RotarySpec | None = None
 ) -> tuple[Float[Array, "N C"], Float[Array, "N C"]]:
-    """Give float32 cosines and sines of every position, for `apply_rotary`; each of the C/2 frequencies stands twice.
+    """Give float32 cosines and sines of every position, for `apply_rotary`; each of the C/2 frequencies is there twice.
     Frequencies are those of `theta`, or of `scaled`."""
     if scaled is not None:
         cos, sin = (jnp.concatenate([part, part], axis=-1) for part in scaled.cos_sin(positions))

@@ -164,7 +164,8 @@ def _apply_top_k_top_p(scores: Float[Array, "B V"], batch: SamplingBatch) -> Flo
     target_mass = batch.top_p * jnp.sum(weights, axis=-1)
 
     def reaches_mass(threshold: Float[Array, " B"]) -> Bool[Array, " B"]:
-        # Terms are >= 0 and added in one fixed order, so the mass never falls as the threshold does: bisection is exact.
+        # Terms are >= 0 and added in one fixed order, so the mass never falls as the threshold does: bisection is
+        # exact.
         return jnp.sum(jnp.where(remaining >= threshold[:, None], weights, jnp.float32(0)), axis=-1) >= target_mass
 
     at_top_p = jnp.where(batch.top_p < 1, _threshold(reaches_mass, scores.shape[0]), -jnp.inf)
@@ -173,7 +174,8 @@ def _apply_top_k_top_p(scores: Float[Array, "B V"], batch: SamplingBatch) -> Flo
 
 
 def _threshold(reaches: Callable[[Float[Array, " B"]], Bool[Array, " B"]], num_rows: int) -> Float[Array, " B"]:
-    """Return per row the highest threshold <= 0 for which `reaches(threshold)` holds, or the lowest finite one if none does.
+    """Return per row the highest threshold <= 0 for which `reaches(threshold)` holds, or the lowest finite one if none
+    does.
 
     `reaches` must not turn false as the threshold falls. Exact to the last bit of a float32."""
 

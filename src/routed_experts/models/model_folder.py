@@ -70,12 +70,12 @@ class ModelFolder:
             _check_tied(checkpoint, sources)
         return ModelFolder(path=Path(path), family=family, config=config, checkpoint=checkpoint, sources=sources)
 
-    def dtype(self, wanted: str) -> jnp.dtype:
-        """The compute dtype: `wanted`, or with "auto" the one that most bytes of the model's tensors have (bfloat16
+    def dtype(self, expected: str) -> jnp.dtype:
+        """The compute dtype: `expected`, or with "auto" the one that most bytes of the model's tensors have (bfloat16
         without them). Whatever another dtype has is cast as it is loaded, but for numbers that choose experts, which
         are float32 in any case."""
-        if wanted != "auto":
-            return jnp.dtype(wanted)
+        if expected != "auto":
+            return jnp.dtype(expected)
         if self.checkpoint is None:
             return jnp.dtype("bfloat16")
         headers, sizes = self.checkpoint.names(), Counter[str]()
@@ -91,14 +91,14 @@ class ModelFolder:
                 f"kt_weight_path={str(path)!r} with load_format='dummy', which reads no weight; leave one of them out"
             )
         other = self.family.open(path)
-        wanted = tuple(
+        expected = tuple(
             fuse_experts(
                 filter(lambda source: targets(source.target), self.family.weight_sources(self.config)), other.names()
             )
         )
-        check(wanted, other, ignore=("*",))
+        check(expected, other, ignore=("*",))
         kept = tuple(source for source in self.sources if not targets(source.target))
-        return dataclasses.replace(self, sources=kept, others=(other, wanted))
+        return dataclasses.replace(self, sources=kept, others=(other, expected))
 
     def load(
         self,
@@ -112,9 +112,9 @@ class ModelFolder:
         array of a dotted name is to be; None: the default one. With `shards` each device reads and gets its own part
         instead, and the model's arrays are the global ones: it runs only in parts."""
         if self.checkpoint is None:
-            deal_out = None if shards is None else shards.put_array
+            put = None if shards is None else shards.put_array
             build = functools.partial(self.family.build, self.config, dtype=dtype)
-            return dummy_model(lambda: build(rngs=nnx.Rngs(0)), place=place, deal_out=deal_out)
+            return dummy_model(lambda: build(rngs=nnx.Rngs(0)), place=place, put=put)
         graphdef, state = self._split(dtype)
         flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
         placed = {name: None if (device := place(name)) is None else SingleDeviceSharding(device) for name in flat}
@@ -143,7 +143,7 @@ def _check_tied(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None
         if shape != embed.shape or not _same(checkpoint, embed.name, head, shape):
             raise CheckpointError(
                 f"{checkpoint.path}: config.json says tie_word_embeddings=true, but {head} differs from {embed.name}; "
-                "wanted the same "
+                "expected the same "
                 "numbers or no head; set tie_word_embeddings to false, or remove the tensor"
             )
 

@@ -81,7 +81,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             read_config=read_phimoe,
             title="PhiMoE",
             checkpoints="as transformers writes them",
-            routing="sparsemixer: best z, then best of the rest; each a softmax over the z within 2 `router_jitter_noise` of it",
+            routing="sparsemixer: best z, then best of the rest; each a softmax over the z within "
+            "2 `router_jitter_noise` of it",
             refused="longrope past `original_max_position_embeddings`",
             test="test_families.py[Phimoe]",
         ),
@@ -115,7 +116,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             accepted_quirks=AcceptedQuirks(code=True),
             title="DeepSeek-V2",
             checkpoints="DeepSeek-V2, V2-Lite, Coder-V2",
-            routing="groups ranked by their best softmax(z), top-k among those kept; v * `routed_scaling_factor`; shared experts",
+            routing="groups ranked by their best softmax(z), top-k among those kept; v * `routed_scaling_factor`; "
+            "shared experts",
             refused="`norm_topk_prob`, fp8 weights",
             test="test_families.py[DeepseekV2]",
         ),
@@ -124,7 +126,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             accepted_quirks=AcceptedQuirks(code=True),
             title="DeepSeek-V3",
             checkpoints="DeepSeek-V3, R1, Kimi-K2, Moonlight in bfloat16",
-            routing="s = sigmoid(z); groups ranked by their two best s + b, top-k of s + b among those kept; v / sum v * "
+            routing="s = sigmoid(z); groups ranked by their two best s + b, top-k of s + b among those kept; "
+            "v / sum v * "
             "`routed_scaling_factor`; shared experts",
             refused="fp8 weights; layers that predict further tokens are not run",
             test="test_families.py[DeepseekV3]",

@@ -1,7 +1,7 @@
 """A model's weights sharded over a mesh of one axis: which part of an array each device holds, and how arrays get
 there.
 
-Parts of one array stand side by side along the axis of its partition, in the order of the devices, as one global
+Parts of one array are side by side along the axis of its partition, in the order of the devices, as one global
 array. Where segments are partitioned separately, its columns are in another order than in the model's own array.
 Dims: V devices."""
 
@@ -26,8 +26,8 @@ AXIS = "tensor"
 
 @dataclasses.dataclass(frozen=True)
 class ModelSharding:
-    """`parallel.devices` devices and how each array of a model is dealt out to them; arrays without a cut are whole on
-    each."""
+    """`parallel.devices` devices and how each array of a model is sharded over them; arrays without a partition are
+    replicated."""
 
     parallel: ParallelConfig
     partitions: Mapping[str, AxisPartition]  # by dotted path
@@ -127,7 +127,7 @@ class ModelSharding:
 
 
 def buffers_of(array: Array) -> set[int]:
-    """Where an array lies on the devices of this process."""
+    """Addresses of an array's buffers on the devices of this process."""
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
 
@@ -154,7 +154,7 @@ class DonatedBuffers:
 def _take(
     array: Array | np.ndarray, partition: AxisPartition, device: int, devices: int
 ) -> Shaped[Array, "..."] | np.ndarray:
-    """A device's part of a whole array, where that array lies."""
+    """A device's part of a whole array, on that array's device."""
     axis, pieces = partition.axis % array.ndim, partition.pieces(device, devices)
     places = np.concatenate([np.arange(first, end) for first, end in pieces])
     return np.take(array, places, axis=axis) if isinstance(array, np.ndarray) else jnp.take(array, places, axis=axis)

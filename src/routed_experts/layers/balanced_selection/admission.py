@@ -28,7 +28,7 @@ NEVER = jnp.iinfo(jnp.int32).min  # the key of what cannot be chosen
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SelectionInputs:
-    """What selection decides on. `scores` holds no NaN, capacities lie in 0 .. K*N; V = 1: one order for all
+    """Inputs of a selection. `scores` holds no NaN, capacities lie in 0 .. K*N; V = 1: one order for all
     sources."""
 
     scores: Float[Array, "N E"]

@@ -68,7 +68,7 @@ def reroute_topk(
 def instance_capacity(
     factor: Int[Array, " 2"], valid: Bool[Array, " N"], *, top_k: int, num_instances: int
 ) -> Int[Array, " I"]:
-    """Slots of every instance: max(1, ceil(factor * tokens * K / I)); `expert_capacity` computes the same on the host."""
+    """Slots of every instance: max(1, ceil(factor * tokens * K / I)), as `expert_capacity` computes on the host."""
     if valid.size * top_k * MAX_TERM > jnp.iinfo(jnp.int32).max:
         raise ConfigError(
             f"{valid.size} tokens of {top_k} slots under capacities are counted in int32; lower "

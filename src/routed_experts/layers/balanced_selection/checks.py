@@ -72,7 +72,7 @@ def _listed(row: Int[ndarray, " J"]) -> list[int]:
 
 
 def check_capacity(capacity: Any, num_instances: int) -> Int[ndarray, " I"]:
-    """Return the capacities, in slots per instance, as int32 [I]: none below 0, at least one above. Raises ConfigError."""
+    """Return the capacities (slots per instance) as int32 [I]: none below 0, at least one above. Raises ConfigError."""
     slots = np.asarray(capacity)
     if slots.shape != (num_instances,) or not np.issubdtype(slots.dtype, np.integer):
         raise ConfigError(

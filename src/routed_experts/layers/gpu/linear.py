@@ -51,9 +51,9 @@ def choose_tile(num_rows: int, inner: int, outputs: int) -> LinearTile:
     return LinearTile(rows=128, out=128, inner=64, warps=8 if splits == 1 else 4, stages=4, splits=splits)
 
 
-def _splits(inner: int, wanted: int) -> int:
-    """The largest number of parts of one length that is not above `wanted`, 16 at most."""
-    return next((count for count in (16, 8, 4, 2) if count <= wanted and inner % count == 0), 1)
+def _splits(inner: int, limit: int) -> int:
+    """The largest number of parts of one length that is not above `limit`, 16 at most."""
+    return next((count for count in (16, 8, 4, 2) if count <= limit and inner % count == 0), 1)
 
 
 def _product(x: Any, weights: Any, layer: Any, out: Any, *, tile: LinearTile) -> None:

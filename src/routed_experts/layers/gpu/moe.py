@@ -177,9 +177,9 @@ def _gate_up(*refs: Any, static: KernelConfig) -> None:
             taken = load_or_zero(
                 x.at[rows[:, None], depth[None, :]], both(there, None if deep is None else deep[None, :])
             )
-            wanted = both(None if deep is None else deep[:, None], inside)
-            gate = load_or_zero(weights.at[expert, depth[:, None], columns[None, :]], wanted)
-            up = load_or_zero(weights.at[expert, depth[:, None], width + columns[None, :]], wanted)
+            mask = both(None if deep is None else deep[:, None], inside)
+            gate = load_or_zero(weights.at[expert, depth[:, None], columns[None, :]], mask)
+            up = load_or_zero(weights.at[expert, depth[:, None], width + columns[None, :]], mask)
             return sums[0] + jnp.dot(taken, gate, preferred_element_type=jnp.float32), sums[1] + jnp.dot(
                 taken, up, preferred_element_type=jnp.float32
             )

@@ -41,7 +41,7 @@ def cache_folder() -> Path:
     try:
         folder = Path.home() / ".cache" / "routed-experts" / "native"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: nobody's home
+    except (OSError, RuntimeError):  # RuntimeError: no home folder
         return Path(tempfile.mkdtemp(prefix="routed-experts-"))
     return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="routed-experts-"))
 
@@ -92,11 +92,11 @@ def simd_flags() -> tuple[str, ...]:
 
 
 def _checksum(command: tuple[str, ...]) -> str:
-    told = subprocess.run(
+    version_text = subprocess.run(
         [*command, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
     ).stdout
     sources = [file.read_text() for file in sorted(HERE.glob("*.h")) + sorted(HERE.glob("*.cpp"))]
-    parts = [*sources, *FLAGS, version("jaxlib"), told, platform.machine(), _processor()]
+    parts = [*sources, *FLAGS, version("jaxlib"), version_text, platform.machine(), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

@@ -7,7 +7,7 @@ tiles too. A request of one token runs alone, so that decode multiplies no row f
 attention (jax.experimental.pallas.ops.tpu) has the same pool and no form that runs on a CPU, where ours is tested; it
 multiplies a tile's rows for every decode token.
 
-    pool row of a token, bfloat16:  k0 v0 k1 v1 ...   one 32-bit word holds a lane of (k, v): a strided load of words takes a head
+    pool row of a token, bfloat16:  k0 v0 k1 v1 ...   a 32-bit word holds a lane of (k, v): a strided load takes a head
 
 Masked slots may hold NaN: scores are selected, and values past a segment's last key are set to 0. Rows of no request
 yield 0. Dims: N tokens, B requests, W pages of a request, H query heads, G kv heads, S heads of a group, C head dim, L

@@ -26,7 +26,7 @@ def tpu_kernels(*, interpret: Any = False) -> Kernels:
 
 
 def tpu_attention(*, interpret: Any = False) -> AttentionBackend:
-    """Attention over the pool, and what stands before it."""
+    """Attention over the pool, with q/k norm, rotary positions and the write of keys and values."""
     run, fused = (
         functools.partial(_attend, interpret=interpret),
         functools.partial(_prepare_and_attend, interpret=interpret),

@@ -101,7 +101,7 @@ def sorted_experts(
     )
     outputs = jnp.take(outputs, place, axis=0, mode="clip").reshape(top_k, num_tokens, dim)
     mixed = jnp.zeros(call.x.shape, jnp.float32)
-    for k in range(top_k):  # as one sum over k, all of it would stand in memory in float32
+    for k in range(top_k):  # one sum over k would hold all of it in memory in float32
         mixed += outputs[k].astype(jnp.float32) * call.weights[:, k, None]
     return jnp.where(call.valid[:, None], mixed, 0.0).astype(call.x.dtype)
 

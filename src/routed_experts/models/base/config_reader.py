@@ -30,17 +30,17 @@ def read_json_object(file: Path) -> dict[str, object]:
         value: object = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{file} does not exist; wanted the file that every Hugging Face checkpoint has; check the path"
+            f"{file} does not exist; expected the file that every Hugging Face checkpoint has; check the path"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror}); make it readable") from error
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise CheckpointError(
-            f"{file} is not JSON ({error}); wanted one JSON object; copy the checkpoint again"
+            f"{file} is not JSON ({error}); expected one JSON object; copy the checkpoint again"
         ) from error
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{file} holds a JSON {type(value).__name__}; wanted one object; copy the checkpoint again"
+            f"{file} holds a JSON {type(value).__name__}; expected one object; copy the checkpoint again"
         )
     return value
 
@@ -64,7 +64,7 @@ def read_config(
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(
-            f"no checkpoint folder {folder}; wanted a folder with config.json and safetensors; check the path"
+            f"no checkpoint folder {folder}; expected a folder with config.json and safetensors; check the path"
         )
     file = folder / "config.json"
     config = read_json_object(file)
@@ -73,14 +73,15 @@ def read_config(
     accepted = architectures.get(only, NOTHING) if isinstance(architectures, Mapping) else NOTHING
     if config.get("auto_map") is not None and not accepted.code:
         raise CheckpointError(
-            f"{file} has auto_map, which names Python code of the checkpoint; remote code is never run here; wanted a "
+            f"{file} has auto_map, which names Python code of the checkpoint; remote code is never run here; expected "
+            "a "
             "config without; if "
             f"the weights are of one of the architectures {_listed(architectures)}, remove auto_map from config.json"
         )
     _refuse_quantized(folder, config, accepted)
     if only not in architectures:
         raise CheckpointError(
-            f"{file}: architectures={found!r} is not known here; wanted one of {_listed(architectures)}"
+            f"{file}: architectures={found!r} is not known here; expected one of {_listed(architectures)}"
         )
     return config
 
@@ -98,14 +99,14 @@ def _refuse_quantized(folder: Path, config: Mapping[str, object], accepted: Acce
             named = "" if method is None else f" of quant_method={method!r}"
             readable = f" or {', '.join(accepted.quantization)}" if accepted.quantization else ""
             raise CheckpointError(
-                f"{folder / 'config.json'} has {key}{named}; wanted plain bfloat16, float16 or float32 "
+                f"{folder / 'config.json'} has {key}{named}; expected plain bfloat16, float16 or float32 "
                 f"weights{readable}; "
                 "use an unquantised one"
             )
     for name, method in _QUANTIZATION_FILES.items():
         if (folder / name).exists():
             raise CheckpointError(
-                f"{folder / name} says that weights are quantised by {method}; wanted plain bfloat16, float16 or "
+                f"{folder / name} says that weights are quantised by {method}; expected plain bfloat16, float16 or "
                 "float32 weights; "
                 "use an unquantised one, or remove the file if it is a leftover"
             )
@@ -139,10 +140,10 @@ class ConfigReader:
         """Whether the key, or its other spelling, is there and not null."""
         return self._find(key) is not None
 
-    def require(self, holds: builtins.bool, key: str, wanted: str) -> None:
-        """Raise unless `holds`; `wanted` says what the value of `key` should have been."""
+    def require(self, holds: builtins.bool, key: str, expected: str) -> None:
+        """Raise unless `holds`; `expected` says what the value of `key` should have been."""
         if not holds:
-            raise self._error(key, wanted)
+            raise self._error(key, expected)
 
     def int(
         self,
@@ -174,10 +175,10 @@ class ConfigReader:
     def str(
         self, key: builtins.str, *, default: builtins.str | None = None, choices: Collection[builtins.str] = ()
     ) -> builtins.str:
-        wanted = f"one of {_listed(choices)}" if choices else "a string"
-        value = self._value(key, default, wanted)
+        expected = f"one of {_listed(choices)}" if choices else "a string"
+        value = self._value(key, default, expected)
         if not isinstance(value, builtins.str) or (choices and value not in choices):
-            raise self._error(key, wanted)
+            raise self._error(key, expected)
         return value
 
     def ints(self, key: builtins.str, *, default: tuple[builtins.int, ...] | None = None) -> tuple[builtins.int, ...]:
@@ -223,20 +224,20 @@ class ConfigReader:
         found = [self.values[name] for name in spellings]
         if any(value != found[0] for value in found):
             raise CheckpointError(
-                f"{self.path}: {' and '.join(spellings)} differ: {found}; wanted one value; correct the file"
+                f"{self.path}: {' and '.join(spellings)} differ: {found}; expected one value; correct the file"
             )
         return found[0] if found else None
 
-    def _value(self, key: builtins.str, default: object, wanted: builtins.str) -> object:
+    def _value(self, key: builtins.str, default: object, expected: builtins.str) -> object:
         value = self._find(key)
         if value is None and default is None:
-            raise CheckpointError(f"{self.path}: {key} is missing; wanted {wanted}; correct the file")
+            raise CheckpointError(f"{self.path}: {key} is missing; expected {expected}; correct the file")
         return default if value is None else value
 
-    def _error(self, key: builtins.str, wanted: builtins.str) -> CheckpointError:
+    def _error(self, key: builtins.str, expected: builtins.str) -> CheckpointError:
         shown = repr(self._find(key))
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return CheckpointError(f"{self.path}: {key}={shown}; wanted {wanted}; correct the file")
+        return CheckpointError(f"{self.path}: {key}={shown}; expected {expected}; correct the file")
 
 
 def _is_int(value: object) -> TypeGuard[int]:

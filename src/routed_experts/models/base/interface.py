@@ -87,9 +87,7 @@ class DecoderConfig(Protocol):
     @property
     def needs(self) -> RequiredFeatures: ...
     def shard(self, parallel: ParallelConfig) -> "DecoderConfig": ...  # as one of several devices runs it
-    def partitions(
-        self, *, by_expert: bool
-    ) -> dict[str, AxisPartition]: ...  # how arrays are dealt out, by dotted path
+    def partitions(self, *, by_expert: bool) -> dict[str, AxisPartition]: ...  # how arrays are sharded, by dotted path
 
 
 class Decoder(Protocol):

@@ -85,7 +85,7 @@ class IndexedPartition(AxisPartition):
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Over how many devices a model is dealt out. `expert_parallel`: by experts, not by the width of each. `instances`:
+    """Over how many devices a model is sharded. `expert_parallel`: by experts, not by the width of each. `instances`:
     of experts, in each layer, if some have several, `replicas` at most of one; 0: one each. `bounded`: they have
     capacities."""
 

@@ -17,7 +17,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
     """The frequencies, their base and kind; what yarn multiplies the scale of attention by where `mscale_all_dim` is
-    set (DeepSeek); and the length up to which they hold, None where the config's own length stands."""
+    set (DeepSeek); and the length up to which they hold, None where the config's own length holds."""
 
     spec: RotarySpec
     theta: float
@@ -45,8 +45,8 @@ def read_rotary(
     _holder(reader, section, "rope_theta").require(base > 0, "rope_theta", "a positive number")
     share = _either(reader, section, "partial_rotary_factor", part or 1.0)
     size, holder = int(head_dim * share), _holder(reader, section, "partial_rotary_factor")
-    holds, wanted = 2 <= size <= head_dim and size % 2 == 0, f"an even part of head_dim={head_dim}"
-    holder.require(holds, "partial_rotary_factor", wanted)
+    holds, expected = 2 <= size <= head_dim and size % 2 == 0, f"an even part of head_dim={head_dim}"
+    holder.require(holds, "partial_rotary_factor", expected)
     holder.require(
         part is not None or share == 1.0, "partial_rotary_factor", "1.0: heads of this architecture turn whole"
     )
@@ -100,7 +100,7 @@ def _section(reader: ConfigReader) -> ConfigReader:
 
 
 def _either(reader: ConfigReader, section: ConfigReader, key: str, default: float | None) -> float:
-    """A number that stands in the section, or beside it."""
+    """A number given in the section, or beside it."""
     value = section.float(key, default=reader.float(key, default=default))
     section.require(reader.float(key, default=value) == value, key, "the same number as beside it")
     return value

@@ -19,6 +19,6 @@ class WeightSource:
 
     @property
     def placed_shape(self) -> tuple[int, ...]:
-        """The tensor's shape once it stands in the target."""
+        """The tensor's shape in the target."""
         tail = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transpose else self.shape
         return (1,) * len(self.index) + tail

@@ -1,6 +1,6 @@
 """The decoder of all families and its parts: attention, feed-forward, their parameters and the fused path.
 
-family_config.py   FamilyConfig: every layer as a LayerSpec (a mixer and a feed-forward), grouped into blocks for the scan
+family_config.py   FamilyConfig: every layer as a LayerSpec (mixer and feed-forward), grouped into blocks for the scan
 decoder.py         FamilyDecoder, which runs a FamilyConfig
 grouped_attention.py, latent_attention.py, delta_attention.py   the mixers
 feed_forward.py    Dense and Sparse; sparse_block.py: route, record, run experts; expert_names.py: tensor names

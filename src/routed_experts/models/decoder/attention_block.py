@@ -1,6 +1,6 @@
-"""Attention between its two projections: queries and keys are normalised a head at a time and rotated, values are mixed.
-Attention and its cache are arguments. Dims: N tokens, H query heads, G kv heads, C head dim, R layers of
-the stack."""
+"""Attention between its two projections: queries and keys are normalised a head at a time and rotated, values are
+mixed. Attention and its cache are arguments. Dims: N tokens, H query heads, G kv heads, C head dim, R layers of the
+stack."""
 
 import dataclasses
 from typing import Any

@@ -21,7 +21,7 @@ from routed_experts.models.decoder.layer_parts import CheckpointScope, LayerCont
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaAttention:
-    """`by_key_head`: a checkpoint has two projections, whose outputs stand together for each key head (Qwen3-Next);
+    """`by_key_head`: a checkpoint has two projections, whose outputs are grouped by key head (Qwen3-Next);
     else four, one for each purpose (Qwen3.5), of which queries, keys and values are one."""
 
     shape: DeltaShape
@@ -34,7 +34,7 @@ class DeltaAttention:
         return frozenset()
 
     def shard(self, parallel: ParallelConfig) -> "DeltaAttention":
-        """All of it on every device, whose states are alike."""
+        """Replicated on every device."""
         return self
 
     @property

@@ -10,8 +10,8 @@ from routed_experts.models.decoder.layer_parts import CheckpointScope
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stacked:
-    """A tensor of all experts of a layer, for our array `to`: [E, D, 2F], [E, F, D], [E, 2F] or [E, D]. `transposed`: the last two
-    axes are swapped. `half`: "gate" or "up" alone."""
+    """A tensor of all experts of a layer, for our array `to`: [E, D, 2F], [E, F, D], [E, 2F] or [E, D].
+    `transposed`: the last two axes are swapped. `half`: "gate" or "up" alone."""
 
     name: str
     to: str

@@ -169,7 +169,7 @@ class FamilyConfig:
         return dataclasses.replace(self, layers=tuple(layer.shard(parallel) for layer in self.layers))
 
     def partitions(self, *, by_expert: bool) -> dict[str, AxisPartition]:
-        """How arrays are dealt out to devices, by dotted path; those that are not named are on all."""
+        """How arrays are sharded, by dotted path; arrays that are not named are replicated."""
         found = embedding_partition(self.hidden_size, tied=self.tie_embeddings)
         for number, run in enumerate(self.blocks):
             for kind, layer in enumerate(run.pattern):

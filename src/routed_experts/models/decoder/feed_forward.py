@@ -60,10 +60,10 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
-    """K of E experts a token. `shared_width`: of the experts that every token runs, 0 for none; `shared_gated`: times
-    the sigmoid of a projection. `wide_router`: its matrix stays float32. `weight_inputs`: the weight multiplies what
-    enters the expert (K = 1). `local_experts`: experts that are here, 0 for all; `replicas`: instances that an expert may have,
-    0 where none has several; `bounded`: these have capacities."""
+    """K of E experts a token. `shared_width`: of the experts that every token runs, 0 for none; `shared_gated`:
+    times the sigmoid of a projection. `wide_router`: its matrix stays float32. `weight_inputs`: the weight
+    multiplies what enters the expert (K = 1). `local_experts`: experts that are here, 0 for all; `replicas`:
+    instances that an expert may have, 0 where none has several; `bounded`: these have capacities."""
 
     router: RouterSpec
     width: int

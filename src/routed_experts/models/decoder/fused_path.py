@@ -27,7 +27,7 @@ from routed_experts.models.decoder.sparse_block import route
 def find_fused_path(
     kernels: Kernels, attend: AttentionFn, routed: TokenRouting | None, num_tokens: int, spec: RouterSpec
 ) -> LayerStackKernel | FusedSteps | None:
-    """The shortest way for all layers of a run that this step can take: one kernel, or few; None: layer by layer, as
+    """The shortest way for all layers of a block that this step can take: one kernel, or few; None: layer by layer, as
     weights that are replayed go, attention that is not paged, and a routing law that the kernels do not know."""
     if not isinstance(attend, PagedAttend) or (routed is not None and routed.weights is not None):
         return None

@@ -69,7 +69,7 @@ class GroupedAttention:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Outputs of each projection, in the order in which they stand side by side."""
+        """Outputs of each projection, in the order in which they are concatenated."""
         keys = self.num_kv_heads * self.head_dim
         return {"q": self.query_rows, "k": keys, "v": keys}
 
@@ -103,7 +103,7 @@ class GroupedAttention:
         return query, key, key
 
     def weights(self, hidden: int) -> tuple[ParamSpec, ...]:
-        """Queries, keys and values stand side by side in one matrix."""
+        """Queries, keys and values are one matrix, side by side."""
         mixed, total = self.num_heads * self.head_dim, sum(self.widths.values())
         query, key, value = self._segments()
         heads = row_parallel(mixed, self.num_heads, query.what)
@@ -153,7 +153,7 @@ class GroupedAttention:
     def run(
         self, x: Float[Array, "N D"], params: LayerParams, step: LayerContext, cache: Any, layer: Int[Array, ""]
     ) -> tuple[Float[Array, "N D"], Any]:
-        """Project, norm, turn, mix, project."""
+        """Project, normalise, rotate, attend, project."""
         mixed = params.project(x, "qkv")
         if self.clip:
             mixed = jnp.clip(mixed, -self.clip, self.clip) if not self.qk_norm else mixed
@@ -194,7 +194,7 @@ class GroupedAttention:
         )
         if not self.gated:
             return None, queries, keys, values
-        return queries[:, 1::2], queries[:, 0::2], keys, values  # each head's query and gate stand side by side
+        return queries[:, 1::2], queries[:, 0::2], keys, values  # each head's query and gate are side by side
 
     def _norm(self, x: Float[Array, "N H C"], name: str, params: LayerParams) -> Float[Array, "N H C"]:
         if not self.qk_norm:

@@ -44,7 +44,7 @@ class ParamSpec:
     partition: AxisPartition | None = None
 
     def partition_in(self, num_layers: int, *, by_expert: bool) -> AxisPartition | None:
-        """How the array of a run is dealt out; `by_expert`: whole experts."""
+        """How the array of a block is sharded; `by_expert`: whole experts."""
         return (
             expert_parallel(self.shape[0], num_layers)
             if by_expert and self.kind is ParamKind.EXPERTS

@@ -29,7 +29,7 @@ class ExpertWeights:
 
 
 def router_is_stacked(kernels: Kernels) -> bool:
-    """Whether the routers of a whole run are read where they stand."""
+    """Whether the routers of a whole stack are read in place."""
     return kernels.router is not None and kernels.router.linear is not None
 
 
@@ -40,7 +40,7 @@ def router_logits(
     place: Int[Array, ""],
     kernels: Kernels,
 ) -> Float[Array, "N E"]:
-    """Scores of the experts before any law, float32: by the layer's `own` router, or by the run's in place where that
+    """Router logits, float32: by the layer's `own` router, or by the run's in place where that
     is None."""
     if own is not None:
         return jnp.dot(x, own, preferred_element_type=jnp.float32)

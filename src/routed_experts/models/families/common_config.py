@@ -98,7 +98,7 @@ def read_experts(
 def check_routing(
     reader: ConfigReader, *, scoring: str = "softmax", methods: Collection[str] = ("greedy",), grouped: bool = False
 ) -> None:
-    """Raise where a config names another routing law than its family's: most configs leave these keys out, and then the
+    """Raise where a config names another routing than its family's: most configs leave these keys out, and then the
     family's holds."""
     for word in ("scoring_func", "score_function"):
         reader.str(word, default=scoring, choices=(scoring,))
@@ -108,7 +108,7 @@ def check_routing(
 
 
 def refuse(reader: ConfigReader, key: str, *, allowed: Collection[bool] = (False,), default: bool = False) -> None:
-    """Raise where a switch stands on what is not served."""
+    """Raise where a switch has a value that is not served."""
     words = " or ".join("true" if value else "false" for value in allowed)
     reader.require(reader.bool(key, default=default) in allowed, key, words)
 

@@ -71,7 +71,7 @@ def read_groups(
 
 
 def num_predicting(reader: ConfigReader) -> int:
-    """Layers that predict further tokens; they stand behind the last one and are not run."""
+    """Layers that predict further tokens; they come after the last one and are not run."""
     return reader.int("num_nextn_predict_layers", minimum=0, default=0)
 
 
@@ -86,8 +86,8 @@ def _decoder(
     refuse(reader, "attention_bias")
     refuse(reader, "mlp_bias")
     reader.require(reader.int("moe_layer_freq", minimum=1, default=1) == 1, "moe_layer_freq", "1")
-    wanted = f"num_attention_heads={sizes.num_heads}: every head has keys of its own"
-    reader.require(sizes.num_kv_heads == sizes.num_heads, "num_key_value_heads", wanted)
+    expected = f"num_attention_heads={sizes.num_heads}: every head has keys of its own"
+    reader.require(sizes.num_kv_heads == sizes.num_heads, "num_key_value_heads", expected)
     key_dim, rotary_dim = reader.int("qk_nope_head_dim", minimum=1), reader.int("qk_rope_head_dim", minimum=2)
     rotary = read_rotary(reader, rotary_dim, interleaved=interleaved)
     attention = LatentAttention(

@@ -2,7 +2,7 @@
 routers have biases, the gate is clamped. Experts come as bfloat16, or packed in 4 bits (MXFP4) and are unpacked as they
 are loaded.
 
-A checkpoint interleaves gate and up; here they stand side by side, so that all kernels see one layout."""
+A checkpoint interleaves gate and up; here they are side by side, so that all kernels see one layout."""
 
 import dataclasses
 import re

@@ -1,5 +1,6 @@
-"""Mixtral (Jiang et al. 2024): grouped-query attention, in every layer 8 experts of which 2 run, weighed by a softmax
-over the two. PhiMoE (Abdin et al. 2024) is built alike, with layer norms, biases, longrope and sparsemixer routing."""
+"""Mixtral (Jiang et al. 2024): grouped-query attention, in every layer 8 experts of which 2 run, weighed by a
+softmax over the two. PhiMoE (Abdin et al. 2024) has the same structure, with layer norms, biases, longrope and
+sparsemixer routing."""
 
 import dataclasses
 

@@ -77,7 +77,7 @@ class Qwen3MoeConfig:
         )
 
     def partitions(self, *, by_expert: bool) -> dict[str, AxisPartition]:
-        """How arrays are dealt out to devices, by dotted path; those that are not named are on all."""
+        """How arrays are sharded, by dotted path; arrays that are not named are replicated."""
         found = embedding_partition(self.hidden_size, tied=self.tie_embeddings)
         query = Segment(self.num_heads * self.head_dim, self.num_heads, "query heads")
         key = Segment(self.num_kv_heads * self.head_dim, self.num_kv_heads, "kv heads", repeated=True)

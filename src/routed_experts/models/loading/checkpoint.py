@@ -82,7 +82,7 @@ class Checkpoint:
             )
         if twice := sorted(set(self._names) & set(found)):
             raise CheckpointError(
-                f"{file} holds {_some(twice)}, which another shard holds too; wanted each tensor once"
+                f"{file} holds {_some(twice)}, which another shard holds too; expected each tensor once"
             )
         for name, tensor in found.items():
             self._names[name], self._files[name] = (tensor.shape, tensor.dtype), opened
@@ -93,33 +93,33 @@ def check(sources: Iterable[WeightSource], checkpoint: Checkpoint, *, ignore: It
     read.
 
     `ignore` holds shell patterns of tensors that may be there without a use, such as "*.rotary_emb.inv_freq"."""
-    found, wanted = checkpoint.names(), {source.name: source for source in sources}
+    found, expected = checkpoint.names(), {source.name: source for source in sources}
     patterns = tuple(ignore)
-    shared = [(name, source.shape, *found[name]) for name, source in wanted.items() if name in found]
+    shared = [(name, source.shape, *found[name]) for name, source in expected.items() if name in found]
     if packed := sorted(
-        {method for name in found if name not in wanted for end, method in _PACKED.items() if name.endswith(end)}
+        {method for name in found if name not in expected for end, method in _PACKED.items() if name.endswith(end)}
     ):
         raise CheckpointError(
             f"{checkpoint.path} holds weights that look quantised by {' or '.join(packed)}, though its config.json "
-            "does not say so; wanted "
+            "does not say so; expected "
             "plain bfloat16, float16 or float32 weights; use an unquantised checkpoint"
         )
     faults = {
-        "missing": [name for name, source in wanted.items() if name not in found and not source.optional],
+        "missing": [name for name, source in expected.items() if name not in found and not source.optional],
         "unexpected": [
-            name for name in found if name not in wanted and not any(fnmatch.fnmatchcase(name, p) for p in patterns)
+            name for name in found if name not in expected and not any(fnmatch.fnmatchcase(name, p) for p in patterns)
         ],
         "misshapen": [
-            f"{name} is {list(shape)}, wanted {list(want)}" for name, want, shape, _ in shared if shape != want
+            f"{name} is {list(shape)}, expected {list(want)}" for name, want, shape, _ in shared if shape != want
         ],
         "of a dtype other than bfloat16, float16, float32": [
             f"{n} is {d}" for n, _, _, d in shared if d not in WEIGHT_DTYPES
         ],
     }
-    told = [f"{len(names)} {kind} ({_some(names)})" for kind, names in faults.items() if names]
-    if told:
+    messages = [f"{len(names)} {kind} ({_some(names)})" for kind, names in faults.items() if names]
+    if messages:
         raise CheckpointError(
-            f"{checkpoint.path} does not fit its config.json: {'; '.join(told)}; wanted the tensors of that "
+            f"{checkpoint.path} does not fit its config.json: {'; '.join(messages)}; expected the tensors of that "
             "architecture"
         )
 
@@ -130,11 +130,11 @@ def save(path: Path | str, config: Mapping[str, object], tensors: Mapping[str, n
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     whole = {name: np.require(tensor, requirements="C") for name, tensor in tensors.items()}
-    with atomic_write(folder / "config.json") as told, atomic_write(folder / "model.safetensors") as weights:
-        told.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with atomic_write(folder / "config.json") as config_file, atomic_write(folder / "model.safetensors") as weights:
+        config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         try:
             save_file(whole, weights, metadata={"format": "pt"})
-        except SafetensorError as error:  # what the system said stands in its text alone
+        except SafetensorError as error:  # its text alone holds the system's message
             raise OSError(errno.EIO, str(error), os.fspath(weights)) from error
     return folder
 
@@ -143,7 +143,7 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
     """The safetensors files of a folder, each with the tensors that an index promises to be there."""
     if not folder.is_dir():
         raise CheckpointError(
-            f"no checkpoint folder {folder}; wanted a folder with config.json and safetensors; check the path"
+            f"no checkpoint folder {folder}; expected a folder with config.json and safetensors; check the path"
         )
     if (folder / "model.safetensors").exists():
         return {folder / "model.safetensors": []}
@@ -154,7 +154,7 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
         )
         if pickled:
             raise CheckpointError(
-                f"{folder} holds pickled weights ({_some(pickled)}), which can run code and are never read; wanted "
+                f"{folder} holds pickled weights ({_some(pickled)}), which can run code and are never read; expected "
                 "model.safetensors; convert them with safetensors"
             )
         raise CheckpointError(
@@ -163,12 +163,12 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
     placed = read_json_object(index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise CheckpointError(
-            f"{index} has no weight_map; wanted tensor names and their files; copy the checkpoint again"
+            f"{index} has no weight_map; expected tensor names and their files; copy the checkpoint again"
         )
     files: dict[Path, list[str]] = defaultdict(list)
     for name, file in placed.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{index} places {name} in {file!r}; wanted a .safetensors file of the same folder")
+            raise CheckpointError(f"{index} places {name} in {file!r}; expected a .safetensors file of the same folder")
         files[folder / file].append(str(name))
     return files
 

@@ -27,10 +27,10 @@ def dummy_model(
     *,
     seed: int = 0,
     place: Callable[[str], Any] = lambda target: None,
-    deal_out: Callable[[str, Array], Array] | None = None,
+    put: Callable[[str, Array], Array] | None = None,
 ) -> Decoder:
     """The module that `build` describes, with random weights; nothing of what `build` itself would draw is drawn.
-    `place`: the device of the array of a dotted name, None for the default one; `deal_out` puts an array where it is
+    `place`: the device of the array of a dotted name, None for the default one; `put` puts an array where it is
     served before the next is drawn."""
     graphdef, state = nnx.split(nnx.eval_shape(build))
     filled = []
@@ -40,7 +40,7 @@ def dummy_model(
         with contextlib.nullcontext() if device is None else jax.default_device(device):
             key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
             drawn = _fill(key, name, leaf.shape, leaf.dtype)
-        filled.append((path, leaf.replace(drawn if deal_out is None else deal_out(name, drawn))))
+        filled.append((path, leaf.replace(drawn if put is None else put(name, drawn))))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 

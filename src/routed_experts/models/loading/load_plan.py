@@ -48,7 +48,7 @@ class TensorRead:
             return [self]
         axis = len(self.shape) - (
             1 if self.transpose and len(self.box) == 2 else len(self.box)
-        )  # where that axis stands in the part
+        )  # of that axis in the part
         chunks: list[TensorRead] = []
         for low in range(0, rows, depth):
             high = min(low + depth, rows)
@@ -73,7 +73,7 @@ _Bounds = tuple[tuple[int, int], ...]  # [first, end) along each axis of a targe
 
 @dataclass(frozen=True, slots=True)
 class ShardBoxes:
-    """Boxes of a target that stand side by side along `axis` in the part that the devices hold; one, if nothing is
+    """Boxes of a target that are side by side along `axis` in the part that the devices hold; one, if nothing is
     partition apart."""
 
     axis: int
@@ -124,7 +124,7 @@ def plan_reads(
     if covered != math.prod(struct.shape):
         raise CheckpointError(
             f"{len(sources)} tensors hold {covered} of the {math.prod(struct.shape)} values of {sources[0].target}; "
-            "wanted all of them or, where they are optional, none; copy the checkpoint again"
+            "expected all of them or, where they are optional, none; copy the checkpoint again"
         )
     parts: list[ShardRead] = []
     for held in boxes:

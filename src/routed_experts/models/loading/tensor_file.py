@@ -34,7 +34,7 @@ _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     }
 )
 WEIGHT_DTYPES = frozenset({"bfloat16", "float16", "float32"})
-_BLOCK_BYTES = 16 << 20  # read at once where only a part of each row is wanted
+_BLOCK_BYTES = 16 << 20  # read at once where only a part of each row is expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class TensorFile:
             raise
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(
-                f"{path} is damaged or cut short ({error}); wanted safetensors; copy it again"
+                f"{path} is damaged or cut short ({error}); expected safetensors; copy it again"
             ) from error
         tensors = {
             name: StoredTensor(
@@ -90,7 +90,7 @@ class TensorFile:
         dtype = _DTYPES.get(tensor.word)
         if dtype is None:
             raise CheckpointError(
-                f"{self.path}: {name} is {tensor.word}; wanted one of {', '.join(sorted(_DTYPES))}; convert it"
+                f"{self.path}: {name} is {tensor.word}; expected one of {', '.join(sorted(_DTYPES))}; convert it"
             )
         sides = (
             [side.indices(size)[:2] for side, size in zip(box, tensor.shape, strict=True)]
@@ -112,8 +112,8 @@ def _named(word: str) -> str:
 
 
 def _read_box(file: FileIO, begin: int, shape: tuple[int, ...], sides: list[tuple[int, int]], out: np.ndarray) -> None:
-    """Fill `out` with the box. Leading axes with one place are an offset; then rows that are wanted whole are one read,
-    others are read whole in blocks of rows and cut."""
+    """Fill `out` with the box. Leading axes with one place are an offset; then rows that are expected whole are one
+    read, others are read whole in blocks of rows and cut."""
     if out.size == 0:
         return
     axis, place = 0, 0
@@ -126,13 +126,13 @@ def _read_box(file: FileIO, begin: int, shape: tuple[int, ...], sides: list[tupl
     at = begin + (place + start * row) * out.itemsize
     if all(side == (0, size) for side, size in zip(sides[axis + 1 :], shape[axis + 1 :], strict=True)):
         return _fill(file, at, out)
-    wanted = out.reshape(stop - start, *out.shape[axis + 1 :])
+    expected = out.reshape(stop - start, *out.shape[axis + 1 :])
     cut = tuple(slice(*side) for side in sides[axis + 1 :])
     rows = max(1, _BLOCK_BYTES // (row * out.itemsize))
-    for first in range(0, len(wanted), rows):
-        block = np.empty((min(rows, len(wanted) - first), *shape[axis + 1 :]), out.dtype)
+    for first in range(0, len(expected), rows):
+        block = np.empty((min(rows, len(expected) - first), *shape[axis + 1 :]), out.dtype)
         _fill(file, at + first * row * out.itemsize, block)
-        wanted[first : first + rows] = block[(slice(None), *cut)]
+        expected[first : first + rows] = block[(slice(None), *cut)]
 
 
 def _fill(file: FileIO, at: int, array: np.ndarray) -> None:

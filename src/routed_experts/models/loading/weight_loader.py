@@ -4,7 +4,7 @@ Host memory stays near `host_bytes` or one row of a tensor, whichever is more; e
 an array:
 
     a shard that fits host_bytes    tensors -> one host array -------------------> device
-    a larger shard                  tensors -> stacks of <= host_bytes / 2 ------> written in place into the donated shard
+    a larger shard                  tensors -> stacks of <= host_bytes / 2 ------> written into the donated shard
 
 Letters: J reads of a stack, X axes of a target."""
 
@@ -40,10 +40,10 @@ def load(
 ) -> dict[str, jax.Array]:
     """Fill every target from its sources, cast to the target's dtype; `check` comes first.
 
-    A target stands where its own `sharding` says, else where the argument says, else on the first device; with `shards`
-    it is dealt out, and what is given is the global array. Targets whose sources are all optional and absent are left
-    out. `progress(done, total)` counts bytes read. `host_bytes` in flight: by default 64 MiB, but 4 on CPU, where they
-    stand beside the weights themselves."""
+    A target is placed by its own `sharding`, else by the argument, else on the first device. With `shards` it is
+    sharded, and the result is the global array. Targets whose sources are all optional and absent are left out.
+    `progress(done, total)` counts bytes read. `host_bytes` in flight: by default 64 MiB, but 4 on CPU, where they
+    are in memory beside the weights."""
     headers = checkpoint.names()
     grouped: dict[str, list[WeightSource]] = defaultdict(list)
     for source in sources:
