@@ -21,8 +21,8 @@ from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendEntry, BackendRegistry
 from routed_experts.engine.build.inspection import inspect_model
 from routed_experts.engine.build.memory_planning import kv_shapes
-from routed_experts.engine.control.served_model import load_model, shards_of
 from routed_experts.engine.control.score import Scorer
+from routed_experts.engine.control.served_model import load_model, shards_of
 from routed_experts.execution.aot_programs import RunnerConfig
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.memory_plan import plan_memory
@@ -65,7 +65,7 @@ class DeviceBench(Bench):
         plan = plan_memory(
             args,
             kv_shapes(args, served.part, state),
-            served.held,
+            served.as_loaded,
             self.spec,
             context_length=96,
             vocab_size=config.vocab_size,

@@ -206,7 +206,7 @@ def test_steps_that_cannot_be_are_an_error_and_not_a_crash():
 @pytest.mark.parametrize("field", ["moe_backend", "attention_backend"])
 def test_deterministic_mode_refuses_it_by_name(field):
     with pytest.raises(
-        ConfigError, match=f"{field}='native' with deterministic=True: its rows may depend on their company"
+        ConfigError, match=f"{field}='native' with deterministic=True: its rows may depend on the batch"
     ):
         DEFAULT_BACKENDS.choose(ServerArgs(deterministic=True, **{field: "native"}))
 

@@ -1,6 +1,6 @@
-"""Which kernels an engine runs on: the names that a user may type, what each needs, and the choice of `auto` by
-platform. Knows nothing of models. A backend's code is imported when it is chosen, so that no machine loads what it
-cannot run."""
+"""Registry of kernel backends: their names, what each requires, and the choice of `auto` by platform.
+
+A backend's code is imported when it is chosen, so no machine loads what it cannot run."""
 
 import dataclasses
 import functools
@@ -26,26 +26,27 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def _nothing() -> str | None:
+def _always_available() -> str | None:
     return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BackendEntry(Generic[T]):
-    """A backend by name: how to get it, the platform that it runs on (None: any), and why this machine cannot run it,
-    if so. `alone`: it runs on one device only."""
+    """A backend: how to load it, its platform (None: any), and the reason why this machine cannot run it.
+
+    `exclusive`: it runs on one device only."""
 
     load: Callable[[], T]
     platform: str | None = None
-    unavailable_reason: Callable[[], str | None] = _nothing
-    alone: bool = False
+    unavailable_reason: Callable[[], str | None] = _always_available
+    exclusive: bool = False
 
     def refusal(self, platform: str, devices: int = 1) -> str | None:
         """None where it runs; else the reason, with its remedy."""
         if self.platform not in (None, platform):
             return f"it runs on {self.platform}, and this machine's default device is a {platform}"
-        if self.alone and devices > 1:
-            return f"its kernels share out one CPU, and tp_size={devices} makes {devices} devices of it"
+        if self.exclusive and devices > 1:
+            return f"its kernels use all of one CPU, and tp_size={devices} makes {devices} devices of it"
         return self.unavailable_reason()
 
 
@@ -97,24 +98,24 @@ def _rerouter(instances: int, *, drops: bool) -> Rerouter:
     return functools.partial(reroute_topk, num_instances=instances, drops=drops)
 
 
-def _given(value: T) -> BackendEntry[T]:
+def _constant(value: T) -> BackendEntry[T]:
     return BackendEntry(load=lambda: value)
 
 
 KERNELS: Mapping[str, BackendEntry[Kernels]] = MappingProxyType(
-    {name: _given(Kernels(moe=backend)) for name, backend in MOE_BACKENDS.items()}
+    {name: _constant(Kernels(moe=backend)) for name, backend in MOE_BACKENDS.items()}
     | {
         "native": BackendEntry(
-            load=_native_kernels, platform="cpu", unavailable_reason=_native_unavailable_reason, alone=True
+            load=_native_kernels, platform="cpu", unavailable_reason=_native_unavailable_reason, exclusive=True
         )
     }
     | {"gpu": BackendEntry(load=_gpu_kernels, platform="gpu"), "tpu": BackendEntry(load=_tpu_kernels, platform="tpu")}
 )
 ATTENTION: Mapping[str, BackendEntry[AttentionBackend]] = MappingProxyType(
-    {name: _given(backend) for name, backend in ATTENTION_BACKENDS.items()}
+    {name: _constant(backend) for name, backend in ATTENTION_BACKENDS.items()}
     | {
         "native": BackendEntry(
-            load=_native_attention, platform="cpu", unavailable_reason=_native_unavailable_reason, alone=True
+            load=_native_attention, platform="cpu", unavailable_reason=_native_unavailable_reason, exclusive=True
         )
     }
     | {
@@ -122,12 +123,14 @@ ATTENTION: Mapping[str, BackendEntry[AttentionBackend]] = MappingProxyType(
         "tpu": BackendEntry(load=_tpu_attention, platform="tpu"),
     }
 )
-# What `auto` takes: the platform's own kernels where this machine can run them and they can do what the model needs;
-# else plain ones.
-OWN: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("native",), "gpu": ("gpu",), "tpu": ("tpu",)})
+# The choices of `auto`: the platform's native kernels where this machine can run them and they support the model; else
+# the plain ones.
+NATIVE_BY_PLATFORM: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"cpu": ("native",), "gpu": ("gpu",), "tpu": ("tpu",)}
+)
 REFERENCE_MOE, PLAIN_ATTENTION = ("tiled",), ("paged",)
-DEPENDENT = frozenset({"tiled", "grouped", "paged", "native", "gpu", "tpu"})
-DETERMINISTIC = ("reference",)  # rows that do not depend on one another
+BATCH_DEPENDENT = frozenset({"tiled", "grouped", "paged", "native", "gpu", "tpu"})
+DETERMINISTIC = ("reference",)  # rows are batch-invariant
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +143,9 @@ class BackendRegistry:
 
     def with_moe(self, backend: MoeBackend) -> "BackendRegistry":
         """The same registry with one more MoE backend."""
-        return dataclasses.replace(self, moe=MappingProxyType({**self.moe, backend.name: _given(Kernels(moe=backend))}))
+        return dataclasses.replace(
+            self, moe=MappingProxyType({**self.moe, backend.name: _constant(Kernels(moe=backend))})
+        )
 
     def choose(
         self,
@@ -150,32 +155,37 @@ class BackendRegistry:
         platform: str | None = None,
         placing: PlacementConfig | None = None,
     ) -> tuple[Kernels, AttentionBackend]:
-        """The backends that `args` name, for a model that `needs` some things and for `platform` (the default
-        device's); with several devices, each on its share; where `placing` says so, routers keep to capacities.
-        Deterministic mode runs on `reference` alone; a backend that hides the ids it runs is refused with capture on.
-        Raises ConfigError, CaptureUnsupportedError."""
+        """The backends of `args` for a model that `needs` features, on `platform` (default: the default device's).
+
+        With a capacity-limited `placing`, routers respect capacities. Deterministic mode uses `reference` only. A
+        backend that hides the ids it runs is refused with capture on. Raises ConfigError, CaptureUnsupportedError."""
         where = platform or jax.default_backend()
-        moe_auto, attention_auto = ((*OWN.get(where, ()), *plain) for plain in (REFERENCE_MOE, PLAIN_ATTENTION))
+        moe_auto, attention_auto = (
+            (*NATIVE_BY_PLATFORM.get(where, ()), *plain) for plain in (REFERENCE_MOE, PLAIN_ATTENTION)
+        )
         if args.deterministic:
             moe_auto = attention_auto = DETERMINISTIC
             check_batch_invariant(args)
 
-        def experts_lacking(kernels: Kernels) -> frozenset[str]:
+        def missing_expert_features(kernels: Kernels) -> frozenset[str]:
             return needs.experts - kernels.moe.features
 
-        def attention_lacking(attention: AttentionBackend) -> frozenset[str]:
+        def missing_attention_features(attention: AttentionBackend) -> frozenset[str]:
             return needs.attention if attention.run_with_features is None else frozenset()
 
         here = (where, args.tp_size)
-        kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, here, experts_lacking)
+        kernels = _pick("moe_backend", args.moe_backend, self.moe, moe_auto, here, missing_expert_features)
         attention = _pick(
-            "attention_backend", args.attention_backend, self.attention, attention_auto, here, attention_lacking
+            "attention_backend",
+            args.attention_backend,
+            self.attention,
+            attention_auto,
+            here,
+            missing_attention_features,
         )
         if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
-            raise CaptureUnsupportedError(
-                f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded; choose "
-                "another backend or enable_return_routed_experts=False"
-            )
+            text = f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded"
+            raise CaptureUnsupportedError(f"{text}; choose another backend or enable_return_routed_experts=False")
         instances = 0 if placing is None else placing.initial.num_instances
         rerouter = (
             None
@@ -189,41 +199,41 @@ class BackendRegistry:
 
 
 def check_batch_invariant(args: ServerArgs) -> None:
-    """Raise ConfigError for a backend whose rows are known to depend on how their requests were cut, or on one
-    another."""
+    """Raise ConfigError for a backend whose rows depend on the composition of the batch or on chunk boundaries."""
     for field, name in (("moe_backend", args.moe_backend), ("attention_backend", args.attention_backend)):
-        if name in DEPENDENT:
-            raise ConfigError(
-                f"{field}={name!r} with deterministic=True: its rows may depend on their company; choose auto or 'reference'"
-            )
+        if name in BATCH_DEPENDENT:
+            text = f"{field}={name!r} with deterministic=True: its rows may depend on the batch"
+            raise ConfigError(f"{text}; choose auto or 'reference'")
 
 
 def _pick(
     field: str,
     name: str,
-    offers: Mapping[str, BackendEntry[T]],
+    entries: Mapping[str, BackendEntry[T]],
     auto: tuple[str, ...],
     here: tuple[str, int],
-    lacking: Callable[[T], frozenset[str]],
+    missing: Callable[[T], frozenset[str]],
 ) -> T:
-    """The backend of that name, or the first of `auto` that this machine can run and that lacks nothing of what the
-    model needs; `here`: the platform, and how many of its devices."""
+    """The backend of that name, or the first of `auto` that this machine can run and that misses no required feature.
+    `here`: the platform and its number of devices."""
     if name == "auto":
         for choice in auto[:-1]:
-            refusal = offers[choice].refusal(*here)
+            refusal = entries[choice].refusal(*here)
             if refusal is not None:
                 logger.warning("%s: %r is passed over: %s", field, choice, refusal)
-            elif not lacking(backend := offers[choice].load()):
+            elif not missing(backend := entries[choice].load()):
                 return backend
-        return offers[auto[-1]].load()
-    if name not in offers:
-        raise ConfigError(f"{field}={name!r} is unknown; choose auto or one of {', '.join(sorted(offers))}")
-    refusal = offers[name].refusal(*here)
+        return entries[auto[-1]].load()
+    if name not in entries:
+        raise ConfigError(f"{field}={name!r} is unknown; choose auto or one of {', '.join(sorted(entries))}")
+    refusal = entries[name].refusal(*here)
     if refusal is not None:
         raise ConfigError(f"{field}={name!r} cannot run here: {refusal}; or choose auto")
-    backend = offers[name].load()
-    if words := lacking(backend):
-        raise ConfigError(f"{field}={name!r} cannot do {', '.join(sorted(words))}, which this model has; choose auto")
+    backend = entries[name].load()
+    if features := missing(backend):
+        raise ConfigError(
+            f"{field}={name!r} cannot do {', '.join(sorted(features))}, which this model has; choose auto"
+        )
     return backend
 
 

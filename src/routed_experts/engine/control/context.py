@@ -35,7 +35,11 @@ class EngineContext:
     def served_model(self) -> ServedModel:
         """The served model, with its experts where they are now."""
         runner, served = self.core.runner, self.components.served
-        return served.under(runner.placement, runner.factor) if isinstance(runner, ReplicatedExpertRunner) else served
+        return (
+            served.with_placement(runner.placement, runner.factor)
+            if isinstance(runner, ReplicatedExpertRunner)
+            else served
+        )
 
     @property
     def offload_runner(self) -> OffloadRunner | None:

@@ -11,7 +11,7 @@ from flax import nnx
 from routed_experts.core.error_text import short_repr
 from routed_experts.core.errors import InvalidRequestError
 from routed_experts.engine.control.context import EngineContext
-from routed_experts.engine.control.weights import Weights, state_of
+from routed_experts.engine.control.weights import Weights, to_state
 
 MEMORY_TAGS = ("kv_cache", "weights")
 
@@ -62,5 +62,5 @@ class MemoryControl:
 
         with self._context.weights_lock:
             served = self._context.served_model
-            arrays = None if state is None else served.placed(state_of(state, served.arrays))
+            arrays = None if state is None else served.device_put(to_state(state, served.arrays))
             self._context.thread.run_drained(lambda: resume(arrays))

@@ -1,5 +1,4 @@
-"""The model that an engine serves: as its folder describes it, and as it lies on one device or is dealt out to several.
-Knows nothing of steps or pools."""
+"""The served model: as its folder describes it, and as it is on one device or sharded over several."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,8 +23,8 @@ from routed_experts.models.sharding import ModelSharding
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """`config` and `arrays` (names, shapes and dtypes) are of the whole model; `graphdef` and `part` are what one
-    device runs: the same, where there is but one (`shards` None)."""
+    """`config` and `arrays` (names, shapes and dtypes) are of the whole model; `graphdef` and `part` are what one device
+    runs. On one device (`shards` None) both are the same."""
 
     config: DecoderConfig
     arrays: nnx.State[Any, Any]  # of ShapeDtypeStruct
@@ -37,7 +36,7 @@ class ServedModel:
     def of(
         config: DecoderConfig, graphdef: nnx.GraphDef[Any], arrays: nnx.State[Any, Any], shards: ModelSharding | None
     ) -> "ServedModel":
-        """Deal out a model."""
+        """Shard a model."""
         if shards is None:
             return ServedModel(config=config, arrays=arrays, graphdef=graphdef, part=config, shards=None)
         module: Any = nnx.merge(graphdef, arrays)
@@ -50,21 +49,21 @@ class ServedModel:
         )
 
     @property
-    def held(self) -> nnx.State[Any, Any]:
-        """Shapes of what one device holds of the model's arrays."""
+    def as_loaded(self) -> nnx.State[Any, Any]:
+        """Shapes of one device's part of the model's arrays."""
         return self.arrays if self.shards is None else self.shards.local_part(self.arrays)
 
-    def placed(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
-        """Whole arrays of this model, to each device its part; on one device as they are. `donate`: what was copied is
-        deleted."""
+    def device_put(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
+        """Put the whole arrays of this model on its devices, a part on each; with one device they stay as they are.
+        `donate`: arrays that were copied are deleted."""
         return (
             state
             if self.shards is None
             else with_replica_maps(self.shards.device_put(state, donate=donate), self.shards.put_maps())
         )
 
-    def under(self, placement: ExpertPlacement | None, factor: tuple[int, int] | None = None) -> "ServedModel":
-        """The same with its experts placed otherwise, under this capacity factor; None: as they are."""
+    def with_placement(self, placement: ExpertPlacement | None, factor: tuple[int, int] | None = None) -> "ServedModel":
+        """The same model with another placement of its experts and this capacity factor; None: unchanged."""
         if placement is None or self.shards is None:
             return self
         partitions, config = (
@@ -77,8 +76,8 @@ class ServedModel:
 
 
 def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig | None = None) -> ModelSharding | None:
-    """How a model is dealt out, None: not at all. Raises ConfigError where it cannot be shared so, PlacementError for a
-    placement of another model or of other devices."""
+    """The sharding of a model; None on one device. Raises ConfigError where it cannot be sharded so, PlacementError for
+    a placement of another model or of other devices."""
     parallel, partitions = (
         ParallelConfig(args.tp_size, expert_parallel=args.ep_size > 1),
         config.partitions(by_expert=args.ep_size > 1),
@@ -113,12 +112,11 @@ def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig 
 
 
 def check_single_process() -> None:
-    """Raise ConfigError where this process is one of several: each would file a part of the rows as if it were all."""
+    """Raise ConfigError where this process is one of several: each would record a part of the rows as if it were all."""
     if jax.process_count() > 1:
-        text = f"this is process {jax.process_index()} of {jax.process_count()} (jax.distributed), and an engine is one process"
-        raise ConfigError(
-            f"{text} in this release: it would see and record its own devices' part only; run an engine in each by itself"
-        )
+        process = f"this is process {jax.process_index()} of {jax.process_count()} (jax.distributed)"
+        text = f"{process}, and an engine is one process in this release: it would record its own devices' part only"
+        raise ConfigError(f"{text}; run an engine in each by itself")
 
 
 def load_model(
@@ -129,12 +127,12 @@ def load_model(
     dtype: str,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[ServedModel, nnx.State[Any, Any]]:
-    """The model and its arrays where they are served; a folder's go there straight, to each device its part. Raises
-    what `ModelFolder.load` raises."""
+    """The model and its arrays on their devices; a folder's tensors are loaded there directly. Raises what
+    `ModelFolder.load` raises."""
     if not isinstance(source, ModelFolder):
         graphdef, state = nnx.split(source)
         served = ServedModel.of(config, graphdef, shapes_of(state), shards)
-        return served, served.placed(state)
+        return served, served.device_put(state)
     computed = source.dtype(dtype)
     graphdef, state = nnx.split(source.load(computed, progress=progress, shards=shards))
     arrays = shapes_of(state) if shards is None else source.shapes(computed)

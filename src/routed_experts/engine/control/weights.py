@@ -1,7 +1,7 @@
-"""New weights in any form that a trainer has them, as the state that is served. Knows nothing of steps or versions.
+"""Converts a trainer's weights to the served state, and checks them.
 
-A form is an nnx.State, an nnx.Module of the same class, or nested (or dotted) mappings of arrays such as
-nnx.to_pure_dict gives."""
+Weights are an nnx.State, an nnx.Module of the same class, or nested (or dotted) mappings of arrays, as by
+nnx.to_pure_dict."""
 
 import dataclasses
 import gc
@@ -26,29 +26,35 @@ Weights = nnx.State[Any, Any] | nnx.Module | Mapping[str, Any]
 _SHOWN = 4
 
 
-def state_of(new: Weights, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+def to_state(new: Weights, served: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
     """The served state's tree with the arrays of `new`, which are checked by name, shape and dtype and not copied.
-    Raises WeightsMismatchError naming the first paths that differ, or
-    those that hold NaN or infinity."""
-    given = dict(_leaves(new))
-    wanted = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(served)}
-    told = {name: (given.get(name), leaf) for name, (_, leaf) in wanted.items()}
-    wrong = [f"{name}: {_said(came)} for {_said(leaf)}" for name, (came, leaf) in told.items() if not _fits(came, leaf)]
-    wrong += [f"{name}: {_said(leaf)} is not in the model" for name, leaf in given.items() if name not in wanted]
+
+    Raises WeightsMismatchError with the first paths that differ, or that hold NaN or infinity."""
+    inputs = dict(_leaves(new))
+    expected = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(served)}
+    wrong = [
+        f"{name}: {_describe(inputs.get(name))} for {_describe(leaf)}"
+        for name, (_, leaf) in expected.items()
+        if not _matches(inputs.get(name), leaf)
+    ]
+    wrong += [f"{name}: {_describe(leaf)} is not in the model" for name, leaf in inputs.items() if name not in expected]
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         text = f"{len(wrong)} arrays differ from the served weights: {'; '.join(wrong[:_SHOWN])}{more}"
         raise WeightsMismatchError(f"{text}; give the served names, shapes and dtypes", param="state")
-    _refuse_broken(given, param="state")
-    return nnx.from_flat_state([(path, leaf.replace(_held(given[name]))) for name, (path, leaf) in wanted.items()])
+    _check_finite(inputs, param="state")
+    return nnx.from_flat_state(
+        [(path, leaf.replace(_array_of(inputs[name]))) for name, (path, leaf) in expected.items()]
+    )
 
 
 def load_state(
     path: str | Path, served: ServedModel, *, place: Callable[[str], Any] = lambda name: None
 ) -> nnx.State[Any, Any]:
-    """Load a checkpoint of the served architecture, in the served dtype, to where it is served (on one accelerator and
-    its host: where `place` says, by name). Raises WeightsMismatchError where its config.json says another model, and
-    what ModelFolder.open raises where there is none that can be read."""
+    """Load a checkpoint of the served architecture, in the served dtype, to the serving devices.
+
+    `place` gives the device by name, on an accelerator and its host. Raises WeightsMismatchError for another model's
+    config.json, and what ModelFolder.open raises."""
     if not isinstance(path, str | Path):
         raise WeightsMismatchError(
             f"model_path={short_repr(path)} must be the path of a checkpoint folder", param="model_path"
@@ -56,20 +62,21 @@ def load_state(
     folder = ModelFolder.open(path, in_parts=isinstance(served.config, FamilyConfig))  # as it is served
     config: Any = served.config
     if folder.config != config:
-        there, here = dataclasses.asdict(folder.config), dataclasses.asdict(config)
-        names = [name for name in here if name not in there or there[name] != here[name]]
-        text = f"model_path={short_repr(str(path))} is another model: its config differs in {', '.join(names[:_SHOWN]) or 'architecture'}"
+        theirs, ours = dataclasses.asdict(folder.config), dataclasses.asdict(config)
+        names = [name for name in ours if name not in theirs or theirs[name] != ours[name]]
+        fields = ", ".join(names[:_SHOWN]) or "architecture"
+        text = f"model_path={short_repr(str(path))} is another model: its config differs in {fields}"
         raise WeightsMismatchError(f"{text}; build an Engine of its own for it", param="model_path")
     dtype = jnp.result_type(jax.tree.leaves(served.arrays)[0])
     state = nnx.split(folder.load(dtype, shards=served.shards, place=place))[1]
     gc.collect()  # nnx.merge leaves a cycle that holds every array: these would stay beside those that replace them
-    _refuse_broken(dict(_leaves(state)), param="model_path")
+    _check_finite(dict(_leaves(state)), param="model_path")
     return state if served.shards is None else with_replica_maps(state, served.shards.put_maps())
 
 
-def _refuse_broken(leaves: Mapping[str, object], *, param: str) -> None:
-    """Raise WeightsMismatchError where a number is none: with it every token of every request would be lost."""
-    broken = [name for name, leaf in leaves.items() if not _is_finite(_held(leaf))]
+def _check_finite(leaves: Mapping[str, object], *, param: str) -> None:
+    """Raise WeightsMismatchError for NaN or infinity, which would spoil every token of every request."""
+    broken = [name for name, leaf in leaves.items() if not _is_finite(_array_of(leaf))]
     if broken:
         more = f" and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
         text = f"{len(broken)} arrays hold NaN or infinity: {', '.join(broken[:_SHOWN])}{more}"
@@ -77,13 +84,13 @@ def _refuse_broken(leaves: Mapping[str, object], *, param: str) -> None:
 
 
 def _is_finite(array: Any) -> bool:
-    """Checked where the array lies: on the host without a copy, on an accelerator by a reduction there."""
-    there = isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices())
-    return bool(jnp.isfinite(array).all()) if there else bool(np.isfinite(np.asarray(array)).all())
+    """Checked where the array is: on the host without a copy, on an accelerator by a reduction there."""
+    on_accelerator = isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices())
+    return bool(jnp.isfinite(array).all()) if on_accelerator else bool(np.isfinite(np.asarray(array)).all())
 
 
 def _leaves(new: object) -> Iterator[tuple[str, object]]:
-    """Dotted names and arrays, whatever form they came in."""
+    """Dotted names and arrays of weights in any form."""
     if isinstance(new, nnx.Module):
         new = nnx.split(new)[1]
     if isinstance(new, Mapping | nnx.State):  # nnx.to_flat_state leaves a cycle that holds every array
@@ -101,20 +108,20 @@ def _is_array(array: object) -> bool:
     return isinstance(array, jax.Array | np.ndarray) and not isinstance(array, Tracer)
 
 
-def _fits(given: object, served: Any) -> bool:
-    array = _held(given)
+def _matches(new: object, served: Any) -> bool:
+    array = _array_of(new)
     if not _is_array(array) or (isinstance(array, jax.Array) and array.is_deleted()):
         return False
     return (array.dtype, array.shape) == (served.dtype, served.shape)
 
 
-def _held(leaf: object) -> Any:
+def _array_of(leaf: object) -> Any:
     """The array of a leaf without touching it: one that was donated cannot be read."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _said(leaf: object) -> str:
-    array = _held(leaf)
+def _describe(leaf: object) -> str:
+    array = _array_of(leaf)
     if array is None:
         return "nothing"
     if not _is_array(array) and not isinstance(array, jax.ShapeDtypeStruct):
