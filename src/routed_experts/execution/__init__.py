@@ -1,2 +1,1 @@
-"""Run a step: one put, a jitted forward, a jitted sampler, fresh outputs.
-Knows nothing of queues or text; a batch comes in, arrays go out one step late."""
+"""Runs the model: one batch in, arrays out one step late. Programs, their memory, and the runners that own device state."""

@@ -1,5 +1,4 @@
-"""The table of programs: every padded step of an engine, as calls that lower what it needs. Knows no arrays, only their
-shapes."""
+"""The table of programs of an engine: for every padded step, calls that lower what it needs, from shapes alone."""
 
 import dataclasses
 import functools

@@ -1,5 +1,6 @@
-"""Compiled programs are kept on disk, so that only a first start compiles. Knows nothing of what they compute.
-JAX's own persistent cache; who has set one, by jax.config or JAX_COMPILATION_CACHE_DIR, keeps it as it is."""
+"""Enables JAX's persistent compilation cache, so that only a first start compiles.
+
+A folder that was set by jax.config or JAX_COMPILATION_CACHE_DIR is kept."""
 
 import logging
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""ForwardBatch: one step on the device, unpacked from a single int32 array. Knows nothing of the model.
+"""ForwardBatch: one step on the device, unpacked from a single int32 array.
 
-All metadata of a step is one host-to-device put; floats travel as their bits. What the sampler reads stands first and
-depends on the padded requests alone, so that a sampler knows nothing of the step's tokens. Dims: N padded tokens, B
+All metadata of a step is one host-to-device put; floats travel as their bits. The sampler's part comes first and
+depends on the padded requests alone, so one sampler serves steps of any number of tokens. Dims: N padded tokens, B
 padded requests, R request slots, W pages of a request."""
 
 import dataclasses

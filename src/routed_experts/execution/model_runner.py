@@ -1,7 +1,7 @@
-"""ModelRunner: owns what lives on the device (weights, KV pool, slots' last tokens) and runs the compiled programs.
-Knows nothing of queues; it takes a ModelWorkerBatch and gives, one step late, a StepResult.
+"""ModelRunner: owns the device state (weights, KV pool, last tokens of slots) and runs the compiled programs.
 
-Host mutation: it rebinds what it donated. Every program is compiled before the first step; none afterwards."""
+It takes a ModelWorkerBatch and returns, one step late, a StepResult. Host mutation: it rebinds what it donated. Every
+program is compiled before the first step; none afterwards."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

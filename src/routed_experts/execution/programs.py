@@ -1,10 +1,10 @@
-"""The jitted programs of a step, as pure functions of arrays. Knows nothing of schedules, pools' owners or threads.
+"""The jitted programs of a step, as pure functions of arrays.
 
-A step is `forward` (tokens to hidden states and to scores of the vocabulary; writes the KV pool in place; hands out the
-routed experts, as one fresh array or behind the sampler's metadata) and the sampler's program, where there are
-penalties two (sampler.py). `score_prompt` follows where a prompt's logprobs were asked for. Capture off is None at
-trace time: the program is the one that never heard of it. Dims: N padded tokens, B padded requests, R request slots, V
-vocabulary, M MoE layers, K experts per token, T top logprobs."""
+A step is `forward` (tokens to hidden states and logits; writes the KV pool in place; returns the routed experts as one
+fresh array or behind the sampler's metadata) and the sampler's program, with penalties two (sampler.py). `score_prompt`
+follows where a prompt's logprobs are requested. Capture off is None at trace time: the program is the one without the
+feature. Dims: N padded tokens, B padded requests, R request slots, V vocabulary, M MoE layers, K experts per token, T
+top logprobs."""
 
 import dataclasses
 from typing import Any

@@ -1,5 +1,6 @@
-"""Steps of a model of which some layers attend to pages and others keep a state for each request slot. Knows no
-architecture. Dims: N padded tokens, B padded requests, H value heads, V value dim."""
+"""Attention over KV pages and recurrent states by request slot, for models that have layers of both kinds.
+
+Dims: N padded tokens, B padded requests, H value heads, V value dim."""
 
 import dataclasses
 

@@ -1,11 +1,9 @@
-"""The jitted programs behind the layers of a step, as pure functions of arrays: scores of the vocabulary to tokens.
-Knows no model.
+"""The jitted programs that follow the layers of a step, as pure functions of arrays: logits to tokens.
 
-`sample_tokens` depends on sizes (padded requests, request slots, vocabulary) and on how an engine tells logprobs, on
-nothing else of a step or of its model: steps of as many requests share it, and so do models of one vocabulary, through
-the compilation cache. But for decode steps whose rows of experts are told with the tokens: their width is the model's.
-In the FULL mode `update_token_counts` comes first. Dims: N padded tokens, B padded requests, R request slots, V vocabulary, X
-bias entries, T top logprobs."""
+`sample_tokens` depends only on sizes (padded requests, request slots, vocabulary) and on the logprobs mode. Steps of as
+many requests share it, and so do models of one vocabulary, through the compilation cache. The exception are decode
+steps whose rows leave with the tokens: their width is the model's. In the FULL mode `update_token_counts` comes first.
+Dims: N padded tokens, B padded requests, R request slots, V vocabulary, X bias entries, T top logprobs."""
 
 import dataclasses
 import functools

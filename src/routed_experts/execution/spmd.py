@@ -1,8 +1,7 @@
-"""A step on several devices: where its arrays lie, and the program of one device made the program of all. Knows no
-model.
+"""Runs the programs of a step on several devices: shardings of its arrays, and `shard_map` of one device's program.
 
-Every device runs the same program on its part of the weights and of the pool (`shard_map`, over a mesh of one axis);
-what a host reads or writes is the same on all. With one device there is no mesh, and a program is what it is."""
+Every device runs the same program on its part of the weights and of the pool, over a mesh of one axis; what the host
+reads or writes is replicated. With one device there is no mesh, and programs are unchanged."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from jaxtyping import Array
 from routed_experts.memory.kv_pool import HybridPool, KVPoolSpec
 
 REPLICATED = PartitionSpec()
-WEIGHTS, POOL = "weights", "pool"  # in `takes` and `gives`: what stands where the mesh says
+WEIGHTS, POOL = "weights", "pool"  # in `takes` and `gives`: sharded as the mesh says
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +28,8 @@ class MeshSpecs:
 
     @staticmethod
     def of(mesh: Mesh, weights: Sequence[Array], pool: KVPoolSpec) -> "MeshSpecs":
-        """For weights that lie on the mesh (or shapes with shardings) and one device's pool: heads are dealt out, rows
-        that all heads share and states of requests are not."""
+        """For weights on the mesh (or shapes with shardings) and one device's pool. Heads are sharded; rows shared by all
+        heads and states of requests are replicated."""
         pages = REPLICATED if pool.latent else PartitionSpec(None, None, mesh.axis_names[0])
         specs: list[PartitionSpec] = []
         for leaf in weights:
@@ -41,14 +40,14 @@ class MeshSpecs:
         )
 
     def specs(self, what: Any) -> Any:
-        """WEIGHTS and POOL by the specs that they stand for."""
+        """WEIGHTS and POOL replaced by their specs."""
         if isinstance(what, tuple):
             return tuple(self.specs(part) for part in what)
         return {WEIGHTS: list(self.weights), POOL: self.pool}[what] if isinstance(what, str) else what
 
     @property
     def everywhere(self) -> NamedSharding:
-        """The sharding of what all devices hold alike."""
+        """The sharding of replicated arrays."""
         return NamedSharding(self.mesh, REPLICATED)
 
 
@@ -61,19 +60,19 @@ def zeros(shapes: Any, on: MeshSpecs | None, specs: Any = REPLICATED) -> Any:
 
 
 def whole(shapes: Any, on: MeshSpecs | None, specs: Any = REPLICATED) -> Any:
-    """Global shapes of what each device holds `shapes` of, with their shardings; the same shapes without a mesh."""
+    """Global shapes, with shardings, of arrays of which each device holds `shapes`; unchanged without a mesh."""
     if on is None:
         return shapes
 
-    def one(spec: PartitionSpec, leaves: Any) -> Any:
+    def to_global(spec: PartitionSpec, leaves: Any) -> Any:
         return jax.tree.map(lambda leaf: _whole(leaf, on.mesh, spec), leaves)
 
-    return jax.tree.map(one, specs, shapes, is_leaf=_is_spec)
+    return jax.tree.map(to_global, specs, shapes, is_leaf=_is_spec)
 
 
 def shard_program(program: Callable[..., Any], on: MeshSpecs | None, *, takes: Any, gives: Any) -> Callable[..., Any]:
-    """The program of all devices, from that of one. `takes` and `gives` say of its arguments and results whether they
-    are the list of WEIGHTS, the POOL, or the same EVERYWHERE."""
+    """The program of all devices, from that of one. `takes` and `gives` are the specs of its arguments and results:
+    the list of WEIGHTS, the POOL, or REPLICATED."""
     if on is None:
         return program
     return jax.shard_map(program, mesh=on.mesh, in_specs=on.specs(takes), out_specs=on.specs(gives), check_vma=False)
@@ -82,7 +81,7 @@ def shard_program(program: Callable[..., Any], on: MeshSpecs | None, *, takes: A
 def jit_sharded(
     program: Callable[..., Any], on: MeshSpecs | None, *, takes: Any, gives: Any, donate_argnums: tuple[int, ...] = ()
 ) -> Any:
-    """The same, jitted, its arguments and results where that says."""
+    """The same, jitted, with arguments and results sharded so."""
     if on is None:
         return jax.jit(program, donate_argnums=donate_argnums)
     mesh = on.mesh

@@ -1,4 +1,4 @@
-"""What serving a checkpoint would take, said without loading a weight: shapes, experts, memory. Knows no requests."""
+"""Inspects a checkpoint without loading its weights: shapes, experts and memory plan."""
 
 import dataclasses
 import math

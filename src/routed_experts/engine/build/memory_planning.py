@@ -1,5 +1,4 @@
-"""From arguments and a model's shapes to the plan of its memory: the same for `inspect` and for an engine, before a
-weight is loaded. Knows no arrays."""
+"""Plans the memory of an engine from its arguments and the shapes of a model, for `inspect` and for the builder."""
 
 import dataclasses
 from typing import Any
@@ -22,8 +21,7 @@ from routed_experts.models.sharding import ModelSharding
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """What an engine will be: its memory, its padded sizes, the positions it serves, what it records (None:
-    nothing)."""
+    """The plan of an engine: memory, padded sizes, context length, and capture (None: off)."""
 
     memory: MemoryPlan
     buckets: Buckets

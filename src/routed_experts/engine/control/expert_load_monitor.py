@@ -1,8 +1,8 @@
-"""ExpertLoadMonitor: how evenly the devices of placed experts were loaded of late. Knows no plan and moves nothing.
+"""ExpertLoadMonitor: measures how evenly recent steps loaded the devices of placed experts.
 
-Steps count their experts on the device. Every tenth step (a beat) the counts are taken, and read with the next beat,
-when they have long been on the host: nothing waits. The placement of that moment says which device they loaded, an
-expert's slots divided evenly among its instances. Dims: M MoE layers, E experts, V devices, F phases (prompt,
+Steps count their experts on the device. Every tenth step (a sample) the counts are taken; they are read with the next
+sample, when they have long been on the host, so nothing waits. The placement of that moment assigns them to devices; an
+expert's slots are divided evenly among its instances. Dims: M MoE layers, E experts, V devices, F phases (prompt,
 generated)."""
 
 from collections.abc import Callable, Iterable

@@ -1,8 +1,8 @@
-"""Rebalancer: lets the experts of a serving engine follow the load: counts -> plan -> gate -> moves. Knows no request.
+"""Rebalancer: moves the experts of a serving engine with the load: counts -> plan -> cost estimate -> moves.
 
     engine thread   ... step | step, its window's counts are sent to the host | step | ... | step | a few layers move | step | ...
-    own thread                                                     waits for them, plans, weighs ^
-A plan that fails, or that is not worth its copies, leaves the experts where they are; no request hears of it."""
+    own thread                                                    waits for them, plans, estimates ^
+A plan that fails, or that is not worth its copies, leaves the experts where they are; no request is affected."""
 
 import logging
 import time
