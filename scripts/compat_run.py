@@ -299,7 +299,7 @@ def page(results: Sequence[Result]) -> str:
             "Clients marked CI run in each `.ci/run` (`scripts/compat --ci`). playwright-core drives headless Chromium",
             "over the page at `/`. The test suite has OpenAI's Python client and raw HTTP",
             "(`tests/server/test_serve_command.py`), and the checks of slime and verl on an answer",
-            "(`tests/server/test_native.py`).",
+            "(`tests/server/test_sglang_generate.py`).",
             "",
             "sglang-jax's `bench_serving.py` was not tried: no package index has it. The tests of `/generate` cover",
             "the fields that it reads.",

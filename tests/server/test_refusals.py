@@ -260,7 +260,7 @@ def test_another_content_type_is_a_415(server, kind):
     )
 
 
-def test_a_name_without_effect_is_told_and_a_typo_refused(server):
+def test_a_name_without_effect_is_named_in_a_header_and_a_typo_refused(server):
     unused = {"user": "me", "store": True, "brand_new_field": 5, "seed": None, "tools": None, "tool_choice": "none"}
     response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **unused})
     assert response.status_code == 200

@@ -271,7 +271,7 @@ def test_native_rows_in_every_format(server, records):
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
-def test_a_wish_that_cannot_be_met_is_refused_by_its_code(server, path, fields, status, code):
+def test_routing_options_that_cannot_be_met_are_refused_by_their_code(server, path, fields, status, code):
     prompt = {"/generate": {"text": "a"}, "/v1/completions": {"prompt": "a"}}.get(
         path, {"messages": [{"role": "user", "content": "a"}]}
     )
@@ -283,7 +283,7 @@ def test_a_wish_that_cannot_be_met_is_refused_by_its_code(server, path, fields, 
     [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})],
 )
 @pytest.mark.parametrize("asked", [[True], [False], []])
-def test_a_list_of_wishes_is_for_generate_alone(server, path, body, asked):
+def test_a_list_of_routing_options_is_for_generate_alone(server, path, body, asked):
     error = error_of(server.post(path, {**body, "return_routed_experts": asked}), 400)
     assert (error["code"], error["param"]) == ("invalid_request", "return_routed_experts")
 

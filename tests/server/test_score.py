@@ -140,14 +140,14 @@ def test_where_nothing_is_recorded_nothing_is_replayed(server, engine_factory):
             assert error["code"] == "capture_disabled" and error["param"] == next(iter(fields))
 
 
-def test_a_score_too_many_is_told_to_come_back(server):
-    room = server.state.score_executor
-    room.num_running += MAX_SCORING_CALLS
+def test_a_score_too_many_is_a_503(server):
+    executor = server.state.score_executor
+    executor.num_running += MAX_SCORING_CALLS
     try:
         assert error_of(server.post("/v1/score", {"token_ids": TOKENS}), 503)["code"] == "too_many_requests"
     finally:
-        room.num_running -= MAX_SCORING_CALLS
-    assert room.num_running == 0 and score(server, token_ids=TOKENS)
+        executor.num_running -= MAX_SCORING_CALLS
+    assert executor.num_running == 0 and score(server, token_ids=TOKENS)
 
 
 def test_a_version_is_named_anew_and_old_prefixes_are_not_matched(tmp_path):

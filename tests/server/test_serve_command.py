@@ -89,7 +89,7 @@ def client(process):
         yield client
 
 
-def test_phases_and_the_memory_plan_are_told_before_the_server_is_ready(process):
+def test_phases_and_the_memory_plan_are_printed_before_the_server_is_ready(process):
     names = [line.split()[0] for line in process[2] if re.match(r"[\w-]+ +[\d.]+ s ", line)]
     assert names == ["import", "config", "kernels", "plan", "load", "allocate", "compile", "self-check"]
     first = [line.split()[0] for line in process[2]]

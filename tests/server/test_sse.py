@@ -50,7 +50,7 @@ def test_the_last_words_are_one_message(together):
         assert send_all(chunks) == [(chunks[0], True), (chunks[1], True), (DONE, False)]
 
 
-def test_an_error_of_a_comment_is_told(monkeypatch, caplog):
+def test_an_error_of_a_comment_is_sent(monkeypatch, caplog):
     monkeypatch.setattr(sse, "SSE_COMMENT_S", 0.0)
     (first, _), (error, _), last = send_all([event({"a": 1}), event({"a": 2})], fail_on=b": waiting", hold=True)[-3:]
     assert json.loads(error.removeprefix(b"data: "))["error"]["type"] and last == (DONE, False)

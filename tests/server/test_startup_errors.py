@@ -97,7 +97,7 @@ def test_a_start_that_cannot_work_ends_with_a_sentence(case, tmp_path, capfd):
         assert probe.connect_ex(("127.0.0.1", port)) != 0, "the port is free again"
 
 
-def test_a_port_in_use_is_told_before_the_model_is_read(tmp_path, capfd):
+def test_a_port_in_use_is_reported_before_the_model_is_read(tmp_path, capfd):
     folder = write_tiny_checkpoint(tmp_path / "model")
     no_weights(folder)
     with socket.socket() as taken:

@@ -177,9 +177,9 @@ def _with_routing(call: GenerateRequest) -> GenerateRequest:
 
 def _sampling(call: GenerateRequest) -> tuple[dict[str, object], list[str]]:
     """Return the sampling parameters, and the names of those without effect, which are left out."""
-    given: Mapping[str, object] = call.sampling_params or {}
-    ignored = [name for name, value in given.items() if name in _IGNORED_SAMPLING or _is_empty_constraint(name, value)]
-    sampling = {name: value for name, value in given.items() if value is not None and name not in ignored}
+    fields: Mapping[str, object] = call.sampling_params or {}
+    ignored = [name for name, value in fields.items() if name in _IGNORED_SAMPLING or _is_empty_constraint(name, value)]
+    sampling = {name: value for name, value in fields.items() if value is not None and name not in ignored}
     for name in ("seed", "sampling_seed"):
         if isinstance(value := sampling.get(name), int):
             sampling[name] = to_seed(value)
@@ -192,9 +192,9 @@ def _is_empty_constraint(name: str, value: object) -> bool:
 
 def prefill_only(call: GenerateRequest, sampling: dict[str, object]) -> bool:
     """Whether 0 new tokens are requested; then `sampling` is changed to one token, which the response leaves out."""
-    lengths = [call.max_new_tokens, *(sampling.get(name) for name in _LENGTHS)]
-    given = [value for value in lengths if value is not None]
-    if not given or any(value != 0 or isinstance(value, bool) for value in given):
+    fields = [call.max_new_tokens, *(sampling.get(name) for name in _LENGTHS)]
+    lengths = [value for value in fields if value is not None]
+    if not lengths or any(value != 0 or isinstance(value, bool) for value in lengths):
         return False
     for name in (*_LENGTHS, "min_new_tokens", "min_tokens"):
         sampling.pop(name, None)
