@@ -1,8 +1,8 @@
-"""What a request says about sampling, and its limits. Knows nothing of tokenizers, vocabularies or surfaces.
+"""SamplingParams: the sampling values of one request, and their limits.
 
-A field that was not named is None: each surface has its own default, so unset is kept apart from set until `resolve`. A
-value is checked when it is named and never patched; what depends on the model (ids in the vocabulary, tokens that fit)
-is checked at the door of the engine."""
+An unset field is None: each surface has its own default, so unset and set stay apart until `resolve`. A value is checked
+when the object is made. What depends on the model (ids in the vocabulary, tokens that fit) is checked by the engine's
+input processor."""
 
 import dataclasses
 import numbers
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSampling:
-    """Sampling values with nothing unset. 0 and neutral values mean off; logprobs None means not asked for."""
+    """Sampling values with nothing unset. 0 and neutral values mean off; logprobs None means not requested."""
 
     n: int
     temperature: float
@@ -64,22 +64,22 @@ class ResolvedSampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Tell whether the best token is always taken."""
+        """Whether the best token is always taken."""
         return self.temperature == 0.0
 
     @property
     def is_filtered(self) -> bool:
-        """Tell whether top-k, top-p or min-p can drop a token."""
+        """Whether top-k, top-p or min-p can drop a token."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
     def is_penalized(self) -> bool:
-        """Tell whether the tokens so far change the scores."""
+        """Whether the tokens so far change the scores."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def seed_words(self) -> tuple[int, int]:
-        """Return the high and the low 32 bits of the seed, as the device takes it."""
+        """The high and the low 32 bits of the seed, as the device takes it."""
         return self.seed >> 32, self.seed & 0xFFFFFFFF
 
 
@@ -174,7 +174,7 @@ class SamplingParams:
         return cls(**named)  # pyright: ignore[reportArgumentType]  # __post_init__ checks every type
 
     def resolve(self, *, default_max_tokens: int = 128, default_seed: int = 0) -> ResolvedSampling:
-        """Fill what is unset. The surface owns the length; the engine owns the seed of a request that names none."""
+        """Replace unset fields by defaults. The surface owns the length, the engine the seed of a request without one."""
         stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         return ResolvedSampling(
             n=int(_either(self.n, 1)),
@@ -203,8 +203,8 @@ class SamplingParams:
 FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
-def _refuse(param: str, value: object, wanted: str, fix: str = "") -> NoReturn:
-    text = f"{PARAM} is {short_repr(value)}, but must be {wanted}" + (f"; {fix}" if fix else "")
+def _refuse(param: str, value: object, expected: str, fix: str = "") -> NoReturn:
+    text = f"{PARAM} is {short_repr(value)}, but must be {expected}" + (f"; {fix}" if fix else "")
     codes = {"start_len": "invalid_start", "format": "unknown_format", "layers": "unknown_layers"}
     raise InvalidRequestError(text, param=param, code=codes.get(param.removeprefix("routed_experts_")))
 
@@ -275,7 +275,7 @@ def _check_logit_bias(value: object) -> None:
 
 
 def _with_int_ids(value: object) -> object:
-    """Turn JSON's string keys into token ids. What is no id is left for the check to refuse."""
+    """Turn JSON's string keys into token ids; other keys are left for the check to refuse."""
     if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS_ENTRIES:
         return value
 

@@ -1,4 +1,4 @@
-"""Calls of an event loop that come together reach the engine together, each with an outcome of its own."""
+"""Calls of an event loop that arrive together are submitted together, each with an outcome of its own."""
 
 import asyncio
 import contextlib
@@ -16,13 +16,13 @@ PROMPTS = [[5 + number] * 4 for number in range(4)]
 SAMPLING = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
 
 
-def requests_of(door, prompt, **said):
-    given = GenerateReqInput(input_ids=prompt, sampling_params=SAMPLING, **said)
-    return door.process(given, default_max_tokens=5, routing=SGLANG_DEFAULTS)
+def requests_of(async_engine, prompt, **keywords):
+    request = GenerateReqInput(input_ids=prompt, sampling_params=SAMPLING, **keywords)
+    return async_engine.process(request, default_max_tokens=5, routing=SGLANG_DEFAULTS)
 
 
-async def answer(door, prompt, **said):
-    call = door.generate(requests_of(door, prompt, **said), max_backlog=100)
+async def answer(async_engine, prompt, **keywords):
+    call = async_engine.generate(requests_of(async_engine, prompt, **keywords), max_backlog=100)
     try:
         await call.submit()
         async for _ in call.outputs():
@@ -35,17 +35,17 @@ async def answer(door, prompt, **said):
 def test_those_that_come_together_share_their_first_step(engine_factory):
     with engine_factory(enable_return_routed_experts=True) as engine:
         before = engine.stats().num_steps
-        wanted = [one["output_ids"] for one in engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)]
+        expected = [result["output_ids"] for result in engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)]
         alone = engine.stats().num_steps - before
 
         async def run():
-            door = AsyncEngine(engine)
-            return await asyncio.gather(*(answer(door, prompt) for prompt in PROMPTS))
+            async_engine = AsyncEngine(engine)
+            return await asyncio.gather(*(answer(async_engine, prompt) for prompt in PROMPTS))
 
         for _ in range(10):  # by luck they share it now and then without being gathered
             engine.flush_cache()
             before = engine.stats().num_steps
-            assert asyncio.run(run()) == wanted
+            assert asyncio.run(run()) == expected
             assert engine.stats().num_steps - before == alone, "no step for one of them alone"
 
 
@@ -53,12 +53,12 @@ def test_an_abort_reaches_those_that_wait_for_company(engine_factory):
     with engine_factory(enable_return_routed_experts=True) as engine:
 
         async def run():
-            door = AsyncEngine(engine)
+            async_engine = AsyncEngine(engine)
             long = GenerateReqInput(input_ids=PROMPTS[0], sampling_params=SAMPLING | {"max_new_tokens": 20}, rid="x")
-            call = door.generate(door.process(long, default_max_tokens=5, routing=SGLANG_DEFAULTS), max_backlog=100)
+            call = async_engine.generate(async_engine.process(long, default_max_tokens=5, routing=SGLANG_DEFAULTS), max_backlog=100)
             accepted = asyncio.create_task(call.submit())
             await asyncio.sleep(0)  # it waits for company
-            door.flush_submissions()
+            async_engine.flush_submissions()
             aborted = await asyncio.to_thread(engine.abort, "x")
             await accepted
             async for _ in call.outputs():
@@ -72,15 +72,15 @@ def test_one_that_is_refused_refuses_no_other(engine_factory):
     with engine_factory(enable_return_routed_experts=True) as engine:
 
         async def run():
-            door = AsyncEngine(engine)
+            async_engine = AsyncEngine(engine)
             calls = [
-                answer(door, prompt, rid="same" if number in (1, 2) else f"r{number}")
+                answer(async_engine, prompt, rid="same" if number in (1, 2) else f"r{number}")
                 for number, prompt in enumerate(PROMPTS)
             ]
             return await asyncio.gather(*calls, return_exceptions=True)
 
-        said = asyncio.run(run())
-        assert [type(one) for one in said] == [list, list, InvalidRequestError, list] and said[
+        results = asyncio.run(run())
+        assert [type(result) for result in results] == [list, list, InvalidRequestError, list] and results[
             2
         ].code == "duplicate_request_id"
 
@@ -90,8 +90,8 @@ def test_one_that_leaves_before_it_is_handed_over_never_comes_in(engine_factory)
         before = engine.stats().accepted
 
         async def run():
-            door = AsyncEngine(engine)
-            leaving, staying = (asyncio.create_task(answer(door, prompt)) for prompt in PROMPTS[:2])
+            async_engine = AsyncEngine(engine)
+            leaving, staying = (asyncio.create_task(answer(async_engine, prompt)) for prompt in PROMPTS[:2])
             await asyncio.sleep(0)  # both wait for company
             leaving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -104,11 +104,11 @@ def test_one_that_leaves_before_it_is_handed_over_never_comes_in(engine_factory)
 
 def test_an_engine_that_has_ended_says_so_to_each(tmp_path):
     with Engine(str(write_tiny_checkpoint(tmp_path)), **SMALL) as engine:
-        door = AsyncEngine(engine)
+        async_engine = AsyncEngine(engine)
 
     async def run():
-        return await asyncio.gather(*(answer(door, prompt) for prompt in PROMPTS), return_exceptions=True)
+        return await asyncio.gather(*(answer(async_engine, prompt) for prompt in PROMPTS), return_exceptions=True)
 
-    assert [type(one) for one in asyncio.run(run())] == [EngineDeadError] * 4
+    assert [type(result) for result in asyncio.run(run())] == [EngineDeadError] * 4
     with pytest.raises(EngineDeadError):
         engine.generate(input_ids=PROMPTS[0])
