@@ -44,8 +44,8 @@ class CalledFiles:
             self.paths.add(frame.f_code.co_filename)
 
 
-def trace_generate(model: Path) -> set[str]:
-    """Files of the second of two equal calls."""
+def trace_generate(model: Path, out: Path) -> None:
+    """Write the files of the second of two equal calls."""
     called = CalledFiles()
     engine_class = importlib.import_module("routed_experts").Engine  # of the clone that is traced
     with engine_class(str(model), enable_return_routed_experts=True) as engine:
@@ -54,11 +54,11 @@ def trace_generate(model: Path) -> set[str]:
             called.records = records
             engine.generate(PROMPT, {"temperature": 0.0}, max_new_tokens=8, return_routed_experts=True)
             called.records = False
-    return called.paths
+    out.write_text(json.dumps(sorted(called.paths)), encoding="utf-8")
 
 
-def trace_chat(model: Path) -> set[str]:
-    """Files of the second of two equal requests to `routed-experts serve`, which runs in this process."""
+def trace_chat(model: Path, out: Path) -> None:
+    """Write the files of the second of two equal requests to `routed-experts serve`, which runs in this process."""
     called = CalledFiles()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -72,17 +72,13 @@ def trace_chat(model: Path) -> set[str]:
                 called.records = records
                 chat(f"{url}/v1/chat/completions")
                 called.records = False
+            out.write_text(json.dumps(sorted(called.paths)), encoding="utf-8")
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=ask).start()
     sys.argv = ["routed-experts", "serve", str(model), "--port", str(port), "--enable-return-routed-experts"]
-    try:
-        runpy.run_module("routed_experts", run_name="__main__", alter_sys=False)
-    except SystemExit as end:
-        if end.code not in (0, None):
-            raise
-    return called.paths
+    runpy.run_module("routed_experts", run_name="__main__")  # ends the process
 
 
 def wait_ready(url: str) -> None:
@@ -111,19 +107,20 @@ TRACES = {"generate": trace_generate, "chat": trace_chat}
 def run_trace(name: str, root: Path, model: Path) -> set[str]:
     """The files that a trace recorded, by their names in the package; each trace has a process of its own."""
     package = root / "src" / "routed_experts"
-    command = [sys.executable, str(Path(__file__).resolve()), "--trace", name, "--model", str(model)]
+    out = model.parent / f"{name}.json"
+    command = [sys.executable, str(Path(__file__).resolve()), "--trace", name, "--model", str(model), "--out", str(out)]
     print(f"tracing {name} ...", file=sys.stderr, flush=True)
-    paths = json.loads(run(command, root).splitlines()[-1])
+    run(command, root)
+    paths = json.loads(out.read_text(encoding="utf-8"))
     return {Path(path).relative_to(package).as_posix() for path in paths if Path(path).is_relative_to(package)}
 
 
-def run(command: list[str], root: Path) -> str:
-    """Run a command with the package of a clone; its output."""
+def run(command: list[str], root: Path) -> None:
+    """Run a command with the package of a clone."""
     env = {**os.environ, "PYTHONPATH": str(root / "src"), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return done.stdout
 
 
 def report(title: str, names: set[str], root: Path, *, show: bool) -> None:
@@ -147,10 +144,10 @@ def main() -> None:
     parser.add_argument("--files", action="store_true", help="name the files")
     parser.add_argument("--trace", choices=TRACES, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trace:
-        paths = TRACES[options.trace](options.model)
-        print(json.dumps(sorted(paths)), flush=True)
+        TRACES[options.trace](options.model, options.out)
         return
     root = options.root.resolve()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""An unknown keyword raises the error of the function that was called, with the nearest keyword; all else is Python's."""
+"""An unknown keyword raises the error of the function that was called; all other errors are Python's."""
 
 import asyncio
 import inspect

@@ -37,5 +37,5 @@ def test_the_keywords_of_generate_are_the_fields_of_a_request_with_their_default
 
 
 def test_an_unknown_keyword_of_llm_names_the_nearest():
-    with pytest.raises(ConfigError, match="max_num_seq is no parameter of LLM; did you mean max_num_seqs?"):
+    with pytest.raises(ConfigError, match=r"max_num_seq is no parameter of LLM; did you mean max_num_seqs\?"):
         LLM("nowhere", max_num_seq=4)

@@ -55,7 +55,9 @@ def test_an_abort_reaches_those_that_wait_for_company(engine_factory):
         async def run():
             async_engine = AsyncEngine(engine)
             long = GenerateReqInput(input_ids=PROMPTS[0], sampling_params=SAMPLING | {"max_new_tokens": 20}, rid="x")
-            call = async_engine.generate(async_engine.process(long, default_max_tokens=5, routing=SGLANG_DEFAULTS), max_backlog=100)
+            call = async_engine.generate(
+                async_engine.process(long, default_max_tokens=5, routing=SGLANG_DEFAULTS), max_backlog=100
+            )
             accepted = asyncio.create_task(call.submit())
             await asyncio.sleep(0)  # it waits for company
             async_engine.flush_submissions()

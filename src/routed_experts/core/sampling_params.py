@@ -1,8 +1,8 @@
 """SamplingParams: the sampling values of one request, and their limits.
 
-An unset field is None: each surface has its own default, so unset and set stay apart until `resolve`. A value is checked
-when the object is made. What depends on the model (ids in the vocabulary, tokens that fit) is checked by the engine's
-input processor."""
+An unset field is None: each surface has its own default, so unset and set stay apart until `resolve`. A value is
+checked when the object is made. What depends on the model (ids in the vocabulary, tokens that fit) is checked by the
+engine's input processor."""
 
 import dataclasses
 import numbers
@@ -174,7 +174,8 @@ class SamplingParams:
         return cls(**named)  # pyright: ignore[reportArgumentType]  # __post_init__ checks every type
 
     def resolve(self, *, default_max_tokens: int = 128, default_seed: int = 0) -> ResolvedSampling:
-        """Replace unset fields by defaults. The surface owns the length, the engine the seed of a request without one."""
+        """Replace unset fields by defaults. The surface owns the length, the engine the seed of a request without
+        one."""
         stop = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         return ResolvedSampling(
             n=int(_either(self.n, 1)),
