@@ -91,7 +91,7 @@ def test_a_module_of_two_dtypes_is_refused_when_an_engine_is_built(tmp_path, moe
     model = ModelFolder.open(Oracle(CASES["DeepseekV3"], tmp_path).folder).load(jnp.dtype(jnp.bfloat16))
     model.norm = nnx.Param(model.norm[...].astype(jnp.float32))
     with pytest.raises(
-        ConfigError, match=r"bfloat16 \(embed, .*; 1 are float32 \(norm, \.\.\.\); wanted one of .*; cast: nnx"
+        ConfigError, match=r"bfloat16 \(blocks.*, \.\.\.\); 1 are float32 \(norm, \.\.\.\); expected one of .*; cast: nnx"
     ) as caught:
         build_engine(ServerArgs(moe_backend=moe_backend, **ENGINE), model=model)
     assert "\n" not in str(caught.value)
@@ -102,5 +102,5 @@ def test_a_module_of_two_dtypes_is_refused_when_an_engine_is_built(tmp_path, moe
 def test_a_module_of_a_dtype_that_no_kernel_computes_in_is_refused(tmp_path):
     model = ModelFolder.open(Oracle(CASES["Llama"], tmp_path).folder).load(jnp.dtype(jnp.float32))
     nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.int8), nnx.state(model)))
-    with pytest.raises(ConfigError, match=r"are int8 .* wanted one of bfloat16, float16, float32"):
+    with pytest.raises(ConfigError, match=r"are int8 .* expected one of bfloat16, float16, float32"):
         build_engine(ServerArgs(**ENGINE), model=model)

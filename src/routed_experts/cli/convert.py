@@ -71,9 +71,8 @@ def run(options: argparse.Namespace, start_time: float) -> int:
         raise ConfigError(
             f"{target} ends in {target.suffix!r}; name a file that ends in .safetensors, .json, .npy or .npz"
         )
-    print(
-        f"wrote {target}: {record.num_rows} rows from token {record.start} on, {record.ids.shape[1]} MoE layers, top-{record.top_k}"
-    )
+    model = f"{record.ids.shape[1]} MoE layers, top-{record.top_k}"
+    print(f"wrote {target}: {record.num_rows} rows from token {record.start} on, {model}")
     return 0
 
 

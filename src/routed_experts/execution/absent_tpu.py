@@ -14,7 +14,7 @@ _GPUS = ("nvidia*", "kfd", "dxg")  # of NVIDIA, AMD and WSL, in /dev
 
 
 def has_tpu(root: Path = Path("/")) -> bool:
-    """Whether the machine shows a TPU: /dev/accelN, /dev/vfio/N, or a PCI device of Google. `root`: of the file system."""
+    """Whether the machine shows a TPU: /dev/accelN, /dev/vfio/N, or a PCI device of Google."""
     if any(root.glob("dev/accel*")) or any(root.glob("dev/vfio/[0-9]*")):
         return True
     devices = [file.parent for file in root.glob("sys/bus/pci/devices/*/vendor") if _read(file) == _GOOGLE]

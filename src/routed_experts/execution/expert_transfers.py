@@ -93,7 +93,7 @@ def move_experts(
     per_device: int,
     axis: str,
 ) -> list[Shaped[Array, "RL ..."]]:
-    """Run one device's part of the transfers of layer `row`, in every array of experts; in a `shard_map` over `axis`."""
+    """Run one device's part of the transfers of layer `row`, in every array of experts, in a `shard_map` of `axis`."""
     rank = lax.axis_index(axis)
 
     def move(table: Array) -> Array:

@@ -1,6 +1,6 @@
 """Estimates the device memory of an engine, and finds the flags that make a model fit.
 
-Every term but the weights depends on a flag, so each flag is searched for the fitting value nearest to the given one."""
+Every term but the weights depends on a flag, so each flag is searched for the nearest value that fits."""
 
 import bisect
 import dataclasses
@@ -108,7 +108,7 @@ def fitting_configs(demand: MemoryDemand) -> tuple[FlagChange, ...]:
 
 
 def _smallest_prefill(args: ServerArgs) -> int:
-    """Prompt tokens of a step for which no padding is compiled that a step of fewer would not need; one request runs."""
+    """The most prompt tokens of a step that cost no more than one; one request runs."""
     sizes = args.token_paddings
     least = max(next((size for size in sizes if size >= 2), sizes[-1]), args.batch_paddings[-1])
     return max(1, max(size for size in sizes if size <= least) - 1)

@@ -1,8 +1,8 @@
-"""Memory plan: what an engine will allocate, said before it allocates anything. Knows shapes, not arrays.
+"""Memory plan: what an engine will allocate, from shapes, before it allocates anything.
 
-The pools get what `mem_fraction_static` of the device leaves after the weights and what stands beside them; never more
-than every running request can use twice over (once running, once cached). What a step computes with is not planned: it
-has the rest."""
+The pools get what `mem_fraction_static` of the device leaves after the weights and the other arrays; at most what every
+running request can use twice over (once running, once cached). Temporaries of a step are not planned: they use the
+rest."""
 
 import dataclasses
 import math
@@ -46,16 +46,18 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """The plan as it is printed, one purpose a line."""
         tokens = (self.pool.num_pages - 1) * self.pool.page_size
+        rows = f"{self.pool.num_slots:,} slots of {self.row_bytes:,} bytes, one or two an id"
         each = f"each of {self.num_devices} devices, as is all of this but the host's part"
+        device = "the device" if self.num_devices == 1 else each
         store = f"experts, host   {size_of(self.experts_host)}  all of them; residents are among the weights, too"
         return [
             f"weights         {size_of(self.weights)}",
-            f"penalties       {size_of(self.penalties)}  token counts of each request slot: five bytes a token of the vocabulary",
+            f"penalties       {size_of(self.penalties)}  token counts of request slots, five bytes a vocabulary entry",
             f"KV pages        {size_of(self.kv)}  {tokens:,} tokens of {self.pool.bytes_per_token:,} bytes",
             f"capture, device {size_of(self.capture_device)}  rows of two steps",
-            f"capture, host   {size_of(self.capture_host)}  {self.pool.num_slots:,} slots of {self.row_bytes:,} bytes, one or two an id",
+            f"capture, host   {size_of(self.capture_host)}  {rows}",
             *([store] if self.experts_host else []),
-            f"limit           {size_of(self.limit)}  mem_fraction_static of {'the device' if self.num_devices == 1 else each}",
+            f"limit           {size_of(self.limit)}  mem_fraction_static of {device}",
         ]
 
 
@@ -107,13 +109,13 @@ def require_one_dtype(state: nnx.State[Any, Any]) -> None:
         if dtype != "float32" or not leaf.get_metadata("wide", False):
             found.setdefault(dtype, []).append(".".join(map(str, path)))
     if len(found) > 1 or not found.keys() <= set(_COMPUTED):
-        told = "; ".join(
+        listed = "; ".join(
             f"{len(names)} are {dtype} ({', '.join(names[:_LISTED])}, ...)" for dtype, names in found.items()
         )
-        raise ConfigError(
-            f"the arrays of this model cannot be computed with together: {told}; wanted one of {', '.join(_COMPUTED)} for all but those "
-            "that the architecture keeps in float32; cast: nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))"
-        )
+        text = f"the arrays of this model cannot be computed with together: {listed}"
+        expected = f"one of {', '.join(_COMPUTED)} for all but those that the architecture keeps in float32"
+        cast = "nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))"
+        raise ConfigError(f"{text}; expected {expected}; cast: {cast}")
 
 
 def device_bytes(devices: int = 1) -> int:

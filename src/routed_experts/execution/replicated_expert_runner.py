@@ -55,7 +55,7 @@ class ReplicatedExpertRunner(ModelRunner):
             raise PlacementError(f"{text}; this engine was built with {ours} and {widths[0]}: plan with these")
 
     def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, donate: bool = False) -> None:
-        """As a ModelRunner does. New weights are placed by `placement`, also where a change of it had been interrupted."""
+        """As a ModelRunner does. New weights are placed by `placement`, also after an interrupted change of it."""
         same = state is None or all(new is old for new, old in zip(jax.tree.leaves(state), self._weights, strict=False))
         super().update_weights(state, version=version, donate=donate)
         if not same:

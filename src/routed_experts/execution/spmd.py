@@ -28,8 +28,8 @@ class MeshSpecs:
 
     @staticmethod
     def of(mesh: Mesh, weights: Sequence[Array], pool: KVPoolSpec) -> "MeshSpecs":
-        """For weights on the mesh (or shapes with shardings) and one device's pool. Heads are sharded; rows shared by all
-        heads and states of requests are replicated."""
+        """For weights on the mesh (or shapes with shardings) and one device's pool. Heads are sharded; rows shared by
+        all heads and states of requests are replicated."""
         pages = REPLICATED if pool.latent else PartitionSpec(None, None, mesh.axis_names[0])
         specs: list[PartitionSpec] = []
         for leaf in weights:

@@ -184,8 +184,10 @@ class BackendRegistry:
             missing_attention_features,
         )
         if args.enable_return_routed_experts and not kernels.moe.reveals_ids:
-            text = f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs, so they cannot be recorded"
-            raise CaptureUnsupportedError(f"{text}; choose another backend or enable_return_routed_experts=False")
+            text = f"moe_backend={kernels.moe.name!r} hides the ids of the experts that it runs"
+            raise CaptureUnsupportedError(
+                f"{text}, so they cannot be recorded; choose another backend or enable_return_routed_experts=False"
+            )
         instances = 0 if placing is None else placing.initial.num_instances
         rerouter = (
             None

@@ -265,9 +265,8 @@ def _open(
     source = model or ModelFolder.open(str(args.model_path), load_format=load_format, in_parts=in_parts)
     config: DecoderConfig = source.config
     if args.enable_return_routed_experts and config.capture_spec is None:
-        raise CaptureUnsupportedError(
-            f"enable_return_routed_experts=True, but {args.model_path or 'this model'} has no MoE layer; serve it without the flag"
-        )
+        text = f"enable_return_routed_experts=True, but {args.model_path or 'this model'} has no MoE layer"
+        raise CaptureUnsupportedError(f"{text}; serve it without the flag")
     return source, config
 
 

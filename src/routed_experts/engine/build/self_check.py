@@ -28,11 +28,12 @@ def check_determinism(
     prompts = [noise.integers(0, vocab_size, size=length).astype(np.int32) for length in lengths]
     alone = [_run(new_core(), [(index, prompt)])[index] for index, prompt in enumerate(prompts)]
     together = _run(new_core(), list(enumerate(prompts))[::-1])
-    for index, one in enumerate(alone):
-        if _seen(one) != _seen(together[index]):
+    for index, out in enumerate(alone):
+        if _observed(out) != _observed(together[index]):
+            text = f"deterministic=True cannot hold: with {backends} a sequence of {lengths[index]} tokens"
+            text += " depends on the batch"
             raise ConfigError(
-                f"deterministic=True cannot hold: with {backends} a sequence of {lengths[index]} tokens comes out differently among "
-                "neighbours; use moe_backend='reference' and attention_backend='reference', or deterministic=False"
+                f"{text}; use moe_backend='reference' and attention_backend='reference', or deterministic=False"
             )
     return len(alone)
 
@@ -58,9 +59,10 @@ def check_replay(new_core: Callable[[], EngineCore], scorer: Scorer, *, vocab_si
         assert scored.routed_experts is not None, "rows are recorded"
         differs = (scored.routed_experts.ids[: record.num_rows] != forced.ids).any(axis=(1, 2))
         if differs.any():
+            text = f"the self-check played {record.num_rows} rows back, and {np.count_nonzero(differs)} of them ran on"
+            text += f" other experts, the first at token {np.argmax(differs)}"
             raise CaptureUnsupportedError(
-                f"the self-check played {record.num_rows} rows back, and {np.count_nonzero(differs)} of them ran on other experts, the "
-                f"first at token {np.argmax(differs)}; choose moe_backend='reference', or leave enable_return_routed_experts out"
+                f"{text}; choose moe_backend='reference', or leave enable_return_routed_experts out"
             )
     return record.num_rows
 
@@ -92,7 +94,7 @@ def _request(index: int, prompt: np.ndarray, *, capture: bool) -> TokenizedGener
     )
 
 
-def _seen(out: TokenIDOut) -> tuple[object, ...]:
+def _observed(out: TokenIDOut) -> tuple[object, ...]:
     rows = b"" if out.routed_experts is None else out.routed_experts.ids.tobytes()
     prompt = () if out.input_logprobs is None else out.input_logprobs.values
     return out.new_token_ids, out.output_logprobs.values, prompt, rows

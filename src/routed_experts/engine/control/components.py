@@ -1,4 +1,4 @@
-"""EngineComponents: the parts of an engine that is ready to step, as the builder hands them to control and entrances."""
+"""EngineComponents: the parts of an engine that is ready to step, made by the builder."""
 
 import dataclasses
 

@@ -1,7 +1,7 @@
 """Rebalancer: moves the experts of a serving engine with the load: counts -> plan -> cost estimate -> moves.
 
-    engine thread   ... step | step, its window's counts are sent to the host | step | ... | step | a few layers move | step | ...
-    own thread                                                    waits for them, plans, estimates ^
+    engine thread   step | step, sends its window's counts to the host | step ... step | a few layers move | step ...
+    own thread                                          waits for them, plans, estimates ^
 A plan that fails, or that is not worth its copies, leaves the experts where they are; no request is affected."""
 
 import logging
@@ -27,9 +27,10 @@ _WINDOWS = 32  # that are averaged
 
 
 class Rebalancer:
-    """Looks at every window of `rebalance_every` steps; while one is planned for, the next one waits and grows.
-    `move_estimate`: what the gate said of the last plan; `last_move_s`: from the first layer of the last move that it made to
-    the last one, the steps between them too."""
+    """Plans for every window of `rebalance_every` steps; while one is planned, the next one grows.
+
+    `move_estimate`: of the last plan; `last_move_s`: from the first layer of its last move to the last one, with the
+    steps between them."""
 
     def __init__(
         self, config: PlacementConfig, runner: ReplicatedExpertRunner, watch: ExpertLoadMonitor, *, top_k: int

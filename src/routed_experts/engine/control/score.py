@@ -161,7 +161,7 @@ class _ScoreRun:
 
 
 def _own_spec(spec: ProgramSpec, num_pages: int) -> ProgramSpec:
-    """The served programs on pages of a score's own, without counts, capacities and sampling: capacities would depend on
+    """The served programs on pages of a score's own, without counts, sampling, and capacities, which would depend on
     the batch."""
     kernels = dataclasses.replace(spec.kernels, group=dataclasses.replace(spec.kernels.group, rerouter=None))
     return dataclasses.replace(spec, num_pages=num_pages, kernels=kernels, counted=None, told=0, samples=False)

@@ -23,8 +23,8 @@ from routed_experts.models.sharding import ModelSharding
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """`config` and `arrays` (names, shapes and dtypes) are of the whole model; `graphdef` and `part` are what one device
-    runs. On one device (`shards` None) both are the same."""
+    """`config` and `arrays` (names, shapes and dtypes) are of the whole model; `graphdef` and `part` are of one device.
+    On one device (`shards` None) both are the same."""
 
     config: DecoderConfig
     arrays: nnx.State[Any, Any]  # of ShapeDtypeStruct
@@ -91,9 +91,8 @@ def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig 
         )
         raise PlacementError(f"{text}; build the engine with both equal to num_devices, at least 2")
     if args.deterministic:
-        raise ConfigError(
-            "deterministic=True with placement=: which instance runs depends on the batch, and so does the order of sums"
-        )
+        text = "deterministic=True with placement=: which instance runs depends on the batch"
+        raise ConfigError(f"{text}, and so does the order of sums")
     spec = config.capture_spec
     placement.check_model(*((0, 0) if spec is None else (spec.num_moe_layers, spec.num_experts)))
     if placing.on_exhausted == "drop" and args.enable_return_routed_experts:
@@ -112,7 +111,7 @@ def shards_of(args: ServerArgs, config: DecoderConfig, placing: PlacementConfig 
 
 
 def check_single_process() -> None:
-    """Raise ConfigError where this process is one of several: each would record a part of the rows as if it were all."""
+    """Raise ConfigError where this process is one of several: each would record only a part of the rows."""
     if jax.process_count() > 1:
         process = f"this is process {jax.process_index()} of {jax.process_count()} (jax.distributed)"
         text = f"{process}, and an engine is one process in this release: it would record its own devices' part only"
