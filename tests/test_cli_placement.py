@@ -140,7 +140,7 @@ def test_what_is_wrong_is_said(files, capsys, tmp_path):
         ([files / "stats.npz", "--residents", 1], "name files that end in .jsonl, .json, .safetensors"),
         (
             [out, "--plan-from", tmp_path / "other.safetensors", "--residents", 1],
-            "with 8 experts came for a model with (0, 1, 2) and 16",
+            "with 8 experts does not fit a model with (0, 1, 2) and 16",
         ),
         ([out, tmp_path / "other.safetensors", "--residents", 1], "expected records of one model"),
     ):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.records import random_record, text_of
-from routed_experts.analysis import RoutedText, pieces_of, printable
+from routed_experts.analysis import RoutedText, token_texts, printable
 from routed_experts.core.errors import RoutingAlignmentError
 
 
@@ -15,15 +15,15 @@ def test_pieces_join_to_the_text_however_its_bytes_are_cut(text, rng):
     encoded = text.encode()
     cuts = sorted(rng.randrange(len(encoded) + 1) for _ in range(5))
     tokens = [encoded[a:b] for a, b in zip([0, *cuts], [*cuts, len(encoded)], strict=True)]
-    pieces = pieces_of(tokens)
+    pieces = token_texts(tokens)
     assert len(pieces) == len(tokens)
     assert "".join(pieces) == text
 
 
 def test_a_character_belongs_to_the_token_that_completes_it():
-    assert pieces_of([b"a\xe2", b"\x82", b"\xacb"]) == ("a", "", "€b")
-    assert pieces_of([b"a", b"\xe2"]) == ("a", "\ufffd")
-    assert pieces_of([]) == ()
+    assert token_texts([b"a\xe2", b"\x82", b"\xacb"]) == ("a", "", "€b")
+    assert token_texts([b"a", b"\xe2"]) == ("a", "\ufffd")
+    assert token_texts([]) == ()
 
 
 @given(st.text())

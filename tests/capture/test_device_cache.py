@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from routed_experts.capture.device_cache import (
-    _counted_by_comparing,
-    _counted_by_scattering,
+    _count_by_comparing,
+    _count_by_scattering,
     _RoutedExpertsDeviceCache,
     create_device_cache,
 )
@@ -157,7 +157,7 @@ def test_off_is_an_empty_pytree():
     assert len(jax.tree.leaves(create_device_cache(spec_of(), NUM_TOKENS))) == 1
 
 
-@pytest.mark.parametrize("how", [_counted_by_scattering, _counted_by_comparing])
+@pytest.mark.parametrize("how", [_count_by_scattering, _count_by_comparing])
 def test_counts_grow_by_the_bincount_of_what_ran(how):
     """By phase, layer and expert; slots of padding, and those that are empty, are none."""
     rng, shape = np.random.default_rng(0), (2, 3, 5)

@@ -68,5 +68,5 @@ def test_residents_must_fit_the_model():
         ExpertOffloadConfig(kt_num_gpu_experts=9).residents_of(2, 8)
     with pytest.raises(ConfigError, match="no MoE layer"):
         ExpertOffloadConfig(kt_num_gpu_experts=1).residents_of(0, 0)
-    with pytest.raises(PlacementError, match="2 MoE layers x 8 experts came for a model of 3 x 8"):
+    with pytest.raises(PlacementError, match="2 MoE layers x 8 experts does not fit a model of 3 x 8"):
         ExpertOffloadConfig(residency=ResidencyMap.first_n(2, 8, 4)).residents_of(3, 8)

@@ -108,7 +108,7 @@ WRONG_PLACEMENTS = {
     ),
     "another model": (
         lambda: ExpertPlacement.identity(2, 4, 1).check_model(3, 4),
-        "2 MoE layers x 4 experts came for a model of 3 x 4",
+        "2 MoE layers x 4 experts does not fit a model of 3 x 4",
     ),
 }
 
@@ -193,7 +193,7 @@ WRONG_MAPS = {
     "epoch": (slots([0, 1], epoch=-1), "epoch=-1"),
     "another model": (
         lambda: ResidencyMap.first_n(2, 4, 1).check_model(2, 8),
-        "2 MoE layers x 4 experts came for a model of 2 x 8",
+        "2 MoE layers x 4 experts does not fit a model of 2 x 8",
     ),
 }
 

@@ -146,7 +146,8 @@ def test_records_of_two_models_are_refused():
     stats = RoutingStats.from_records([other])
     stats.check_model((1, 2, 3), 8)
     with pytest.raises(
-        PlacementError, match=re.escape("MoE layers (1, 2, 3) with 8 experts came for a model with (1, 2, 3) and 16")
+        PlacementError,
+        match=re.escape("MoE layers (1, 2, 3) with 8 experts does not fit a model with (1, 2, 3) and 16"),
     ):
         stats.check_model((1, 2, 3), 16)
 

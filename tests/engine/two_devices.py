@@ -511,7 +511,7 @@ def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path
 
     with pytest.raises(ConfigError, match="kt_num_gpu_experts=7 is above the 6 experts"):
         build({"kt_num_gpu_experts": 7})
-    with pytest.raises(PlacementError, match="3 MoE layers x 6 experts came for a model of 2 x 6"):
+    with pytest.raises(PlacementError, match="3 MoE layers x 6 experts does not fit a model of 2 x 6"):
         build({"residency": ResidencyMap.first_n(3, 6, 2)})
     with pytest.raises(ConfigError, match="deterministic=True with experts="):
         build({"kt_num_gpu_experts": 2}, deterministic=True)

@@ -105,23 +105,23 @@ def test_balance_is_that_of_a_loop_over_instances():
     weighted = sum(sum(row) / 4 for row in devices.tolist()) / sum(max(row) for row in devices.tolist())
     assert eplb_balancedness_weighted(devices) == pytest.approx(weighted)
     assert eplb_balancedness(np.zeros((1, 2))) == eplb_balancedness_weighted(np.zeros((1, 2))) == 1
-    with pytest.raises(PlacementError, match="2 MoE layers x 10 experts came for a model of 3 x 10"):
+    with pytest.raises(PlacementError, match="2 MoE layers x 10 experts does not fit a model of 3 x 10"):
         device_load(np.ones((3, 10)), new)
 
 
 def test_a_placement_is_applied_when_its_gain_pays_for_its_copies():
     now = ExpertPlacement.identity(1, 8, 4)
     same = estimate_move(np.ones((1, 8)), now, now, expert_time_s=1.0, expert_bytes=1, link_bytes_per_s=1)
-    assert (same.copies, same.gain_s, same.cost_s, same.worth) == (0, 0, 0, False)
+    assert (same.copies, same.gain_s, same.cost_s, same.pays_off) == (0, 0, 0, False)
     skewed = np.array([[4.0, 4, 1, 1, 1, 1, 1, 3]])  # devices 8 2 2 4: balance 16 / 4 / 8 = 1 / 2
     new = rebalance(skewed, num_instances=8, num_devices=4)  # 5 5 4 2: 4 / 5
     moved = int(num_copies(now, new).sum())
     told = estimate_move(skewed, now, new, expert_time_s=2.0, expert_bytes=10, link_bytes_per_s=1000)
     assert (told.balancedness_now, told.balancedness_new) == (pytest.approx(1 / 2), pytest.approx(4 / 5))
-    assert (told.gain_s, told.cost_s) == (pytest.approx(2 * (1 - 5 / 8)), pytest.approx(moved / 100)) and told.worth
-    assert not estimate_move(skewed, now, new, expert_time_s=2.0, expert_bytes=10**6, link_bytes_per_s=1000).worth
+    assert (told.gain_s, told.cost_s) == (pytest.approx(2 * (1 - 5 / 8)), pytest.approx(moved / 100)) and told.pays_off
+    assert not estimate_move(skewed, now, new, expert_time_s=2.0, expert_bytes=10**6, link_bytes_per_s=1000).pays_off
     level = np.array([[1.06, 1, 1, 1, 1, 1, 1, 1]])  # nothing to gain worth a change, were it free
     best = rebalance(level, num_instances=8, num_devices=4)
-    assert not estimate_move(level, now, best, expert_time_s=1e9, expert_bytes=0, link_bytes_per_s=1).worth
+    assert not estimate_move(level, now, best, expert_time_s=1e9, expert_bytes=0, link_bytes_per_s=1).pays_off
     with pytest.raises(PlacementError, match="link_bytes_per_s=0; expected a finite number above 0"):
         estimate_move(skewed, now, new, expert_time_s=1, expert_bytes=1, link_bytes_per_s=0)

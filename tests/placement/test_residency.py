@@ -132,7 +132,7 @@ WRONG = {
     ),
     "other model": (
         lambda: resident(np.ones((1, 4)), per_layer=2, previous=ResidencyMap.first_n(2, 4, 2)),
-        "came for a model of 1 x 4",
+        "does not fit a model of 1 x 4",
     ),
     "costs": (lambda: ExpertCosts(copy_s=-1.0), "copy_s=-1.0; expected a finite number of seconds"),
     "counts": (

@@ -124,7 +124,7 @@ def test_a_trace_of_another_model_is_refused(records):
         ResidencyMap.first_n(2, 16, 3),
         AdaptiveResidency.start(ResidencyMap.first_n(3, 8, 3)),
     ):
-        with pytest.raises(PlacementError, match=re.escape("came for a model of 3 x 16")):
+        with pytest.raises(PlacementError, match=re.escape("does not fit a model of 3 x 16")):
             placement.simulate(records, plan)
     other = skewed_record(np.random.default_rng(0), LOGITS[:, :8], 9)
     with pytest.raises(RoutingAlignmentError, match="expected records of one model"):

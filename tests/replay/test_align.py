@@ -209,7 +209,7 @@ WORDS = {
     ),
     "full": (
         dict(layout="packed", samples=[Sample(None, 12), Sample(None, 1)]),
-        "sample 1 begins at place 12 of a row of 12",
+        "sample 1 begins at position 12 of a row of 12",
     ),
 }
 

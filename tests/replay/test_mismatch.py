@@ -112,7 +112,8 @@ def shown(live, report, value):
     for name, one in (("live", live), ("replayed", report)):
         print(f"{name}: k3 {one.k3:.2e} [{one.k3_low:.1e}, {one.k3_high:.1e}]")
     print(
-        f"max |d| {live.max_abs:.3f} -> {report.max_abs:.3f}, F(1.1) {live.f_1_1:.2%} -> {report.f_1_1:.2%}, canary {value:.2%}"
+        f"max |d| {live.max_abs:.3f} -> {report.max_abs:.3f}, F(1.1) {live.f_1_1:.2%} -> {report.f_1_1:.2%}, canary "
+        f"{value:.2%}"
     )
 
 

@@ -83,7 +83,7 @@ def test_turns_that_do_not_fit_are_named():
     other = dataclasses.replace(record, num_hidden_layers=9)
     for turns, given, said in (
         ([], tokens, "turns is empty"),
-        ([(tokens, record), (tokens[:8], record)], tokens, "turn 1: the record is of 9 tokens, and 8 came with it"),
+        ([(tokens, record), (tokens[:8], record)], tokens, "turn 1: the record is of 9 tokens, and 8 are given"),
         ([(tokens, record), (tokens, other)], tokens, "turn 1: num_hidden_layers=9, but turn 0 has 4"),
         ([(tokens, record), (tokens, None)], tokens, "turn 1: the record is a NoneType"),
         ([(tokens, record)], [], "tokens are float64"),

@@ -1,6 +1,6 @@
-"""Numbers and pictures of routing, from records alone. Knows no model and no engine; NumPy is enough for the numbers.
+"""Metrics and figures of routing, from records alone; the metrics need NumPy only.
 
-Pictures: `draw_routing` needs routed-experts[plot], `routing_page` nothing."""
+`draw_routing` needs routed-experts[plot], `routing_page` nothing."""
 
 from routed_experts.analysis.figures import draw_routing
 from routed_experts.analysis.html import routing_page
@@ -15,7 +15,7 @@ from routed_experts.analysis.metrics import (
     routing_difference,
     utilization,
 )
-from routed_experts.analysis.routed_text import RoutedText, pieces_of, printable
+from routed_experts.analysis.routed_text import RoutedText, printable, token_texts
 
 __all__ = [
     "Balance",
@@ -27,9 +27,9 @@ __all__ = [
     "expert_counts",
     "known_rows",
     "layer_flow",
-    "pieces_of",
     "printable",
     "routing_difference",
     "routing_page",
+    "token_texts",
     "utilization",
 ]

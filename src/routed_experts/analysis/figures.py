@@ -1,6 +1,7 @@
-"""Pictures of routing, drawn by matplotlib: texts tinted by expert (F3) over the layer x expert load (F1). Knows no
-model. matplotlib (routed-experts[plot]) is imported when a picture is drawn, without pyplot and its global state. Dims:
-M MoE layers, E experts."""
+"""Figures of routing, drawn by matplotlib: texts tinted by expert (F3) over the layer x expert load (F1).
+
+matplotlib (routed-experts[plot]) is imported when a figure is drawn, without pyplot and its global state. Dims: M MoE
+layers, E experts."""
 
 import math
 import os
@@ -39,7 +40,7 @@ def draw_routing(
     texts: Sequence[RoutedText], path: str | os.PathLike[str], *, title: str, column: int | None = None, dpi: int = 160
 ) -> None:
     """Write a PNG, SVG or PDF, as `path` ends, else `path`.png; `column` is the MoE layer that tints the texts, the
-    middle one unless said.
+    middle one by default.
 
     Raises ConfigError where matplotlib is missing."""
     records = [text.record for text in texts]
@@ -51,8 +52,8 @@ def draw_routing(
     height = 0.7 + text_height + 0.35 + map_height + 0.95
     figure = _library("matplotlib.figure").Figure(figsize=(_WIDTH, height), facecolor="white")
     figure.text(_MARGIN / _WIDTH, 1 - 0.32 / height, title, fontsize=13, weight="bold", va="center", parse_math=False)
-    under = f"colour and number: the first of {first.top_k} experts, layer {first.layer_ids[column]}   ·   bold: generated   ·   "
-    under += "line above: prefix cache   ·   outlined: never fed, no row"
+    under = f"colour and number: the first of {first.top_k} experts, layer {first.layer_ids[column]}   ·   "
+    under += "bold: generated   ·   line above: prefix cache   ·   outlined: never fed, no row"
     figure.text(_MARGIN / _WIDTH, 1 - 0.58 / height, under, fontsize=8, color=_SOFT, va="center")
     box = (_MARGIN / _WIDTH, 1 - (0.7 + text_height) / height, 1 - 2 * _MARGIN / _WIDTH, text_height / height)
     axes = figure.add_axes(box)
@@ -79,8 +80,8 @@ def place_tokens(pieces: Sequence[str], *, columns: int) -> list[PlacedToken]:
     placed: list[PlacedToken] = []
     line = column = 0
     for token, piece in enumerate(pieces):
-        shown = printable(piece).replace("\n", "↵\n") or "·"
-        for part in shown.splitlines(keepends=True):
+        visible = printable(piece).replace("\n", "↵\n") or "·"
+        for part in visible.splitlines(keepends=True):
             rest = part.removesuffix("\n")
             if column and column + len(rest) > columns:
                 line, column = line + 1, 0
@@ -100,13 +101,13 @@ def _draw_text(axes: Any, text: RoutedText, placed: Sequence[PlacedToken], layer
     box, palette = _library("matplotlib.patches").FancyBboxPatch, expert_palette(text.record.num_experts)
     drawable, prompt = _drawable(), text.record.num_prompt_tokens
     cached = f" ({text.cached_tokens} from the prefix cache)" if text.cached_tokens else ""
-    said = f"{prompt} tokens of prompt{cached}, {text.record.num_tokens - prompt} generated"
+    subtitle = f"{prompt} tokens of prompt{cached}, {text.record.num_tokens - prompt} generated"
     title, small = (
         {"fontsize": 9.5, "weight": "bold", "va": "center", "parse_math": False},
         {"fontsize": 8, "color": _SOFT, "va": "center"},
     )
     named = axes.annotate(drawable(printable(text.title)), (0, top + 0.75 * _LINE_PT), **title)
-    axes.annotate(said, (1, 0.5), xycoords=named, xytext=(8, 0), textcoords="offset points", **small)
+    axes.annotate(subtitle, (1, 0.5), xycoords=named, xytext=(8, 0), textcoords="offset points", **small)
     start = top + 1.65 * _LINE_PT
     for part in placed:
         x, y, width = part.column * _CHAR_PT, start + part.line * _LINE_PT, len(part.text) * _CHAR_PT
@@ -139,14 +140,14 @@ def _draw_loads(figure: Any, texts: Sequence[RoutedText], column: int, *, bottom
     width = (1 - left - _MARGIN / _WIDTH - gap - bar) / 2
     drawn: Any = None
     inch = 1 / figure.get_figheight()
-    for place, (name, load) in enumerate(loads.items()):
-        axes = figure.add_axes((left + place * (width + gap), bottom, width, height))
+    for panel, (name, load) in enumerate(loads.items()):
+        axes = figure.add_axes((left + panel * (width + gap), bottom, width, height))
         drawn = axes.imshow(
             np.ma.masked_invalid(load), cmap=colormap, vmin=0, vmax=top, aspect="auto", interpolation="nearest"
         )
         axes.set_title(f"{name}, T = {len(known_rows(*spans[name])):,} rows", fontsize=9, loc="left")
-        _label_axes(axes, load, first.layer_ids, column, with_layers=place == 0)
-        strip = figure.add_axes((left + place * (width + gap), bottom - 0.11 * inch, width, 0.07 * inch))
+        _label_axes(axes, load, first.layer_ids, column, with_layers=panel == 0)
+        strip = figure.add_axes((left + panel * (width + gap), bottom - 0.11 * inch, width, 0.07 * inch))
         strip.imshow([np.arange(load.shape[1])], cmap="viridis", aspect="auto", interpolation="nearest")
         strip.set(yticks=[], xticks=_ticks(load.shape[1]))
         strip.tick_params(labelsize=7, length=2)
@@ -187,7 +188,7 @@ def _ticks(num_experts: int) -> list[int]:
 
 
 def _drawable() -> Callable[[str], str]:
-    """A function that puts ▯ for what the font cannot draw, which matplotlib would warn of."""
+    """Return a function that replaces characters without a glyph in the font, of which matplotlib would warn, by ▯."""
     manager = _library("matplotlib.font_manager")
     faces = [manager.get_font(manager.findfont(f"DejaVu Sans Mono:{weight}")) for weight in ("normal", "bold")]
     return lambda text: "".join(

@@ -1,6 +1,7 @@
 """One self-contained HTML page about routing: texts tinted by expert (F3) over the layer x expert load (F1).
-Knows no model. The page asks nothing of any network, and text of a model is text there, never markup.
-Dims: M MoE layers, E experts, K experts per token."""
+
+The page makes no network request, and text of a model is text in it, never markup. Dims: M MoE layers, E experts, K
+experts per token."""
 
 import base64
 import html
@@ -21,7 +22,7 @@ _CELL, _LABELS, _STRIP = 14, 34, 8  # heights and widths in SVG units
 
 
 def routing_page(texts: Sequence[RoutedText], *, title: str, column: int | None = None) -> str:
-    """Render the page; `column` is the MoE layer shown at first, the middle one unless said. All texts are of one
+    """Render the page; `column` is the MoE layer shown at first, the middle one by default. All texts are of one
     model."""
     records = [text.record for text in texts]
     num_rows, first = len(known_rows(*records)), records[0]
@@ -37,32 +38,33 @@ def routing_page(texts: Sequence[RoutedText], *, title: str, column: int | None 
     top = scale_top(*loads.values())
     values = {
         "title": html.escape(title),
-        "shapes": f"{len(texts)} texts · {num_rows} rows · {len(first.layer_ids)} MoE layers of {first.num_hidden_layers} · "
-        f"{first.num_experts} experts, top-{first.top_k}",
+        "shapes": f"{len(texts)} texts · {num_rows} rows · {len(first.layer_ids)} MoE layers of "
+        f"{first.num_hidden_layers} · {first.num_experts} experts, top-{first.top_k}",
         "column": str(column),
         "last_column": str(len(first.layer_ids) - 1),
         "layer_name": f"layer {first.layer_ids[column]}",
         "texts": "\n".join(
-            _section(text, place, column, expert_palette(first.num_experts)) for place, text in enumerate(texts)
+            _section(text, index, column, expert_palette(first.num_experts)) for index, text in enumerate(texts)
         ),
         "maps": "".join(_map(name, load, counts[name], first.layer_ids, top) for name, load in loads.items()),
         "scale": _scale(top),
-        "caption": f"u = c·E / (T·K), where c counts the rows of a layer that went to an expert; 1 is uniform. T = {counts['prompt']} rows "
-        f"of prompts and {counts['generated']} of generated tokens, K = {first.top_k}, E = {first.num_experts}.",
+        "caption": "u = c·E / (T·K), where c counts the rows of a layer that went to an expert; 1 is uniform. "
+        f"T = {counts['prompt']} rows of prompts and {counts['generated']} of generated tokens, K = {first.top_k}, E "
+        f"= {first.num_experts}.",
         "routing": _script_json(texts),
     }
     template = files("routed_experts.analysis").joinpath("page.html").read_text(encoding="utf-8")
-    return _PLACEHOLDER.sub(
-        lambda found: values[found[1]], template
-    )  # one pass: text that looks like a placeholder stays text
+    # One pass: text that looks like a placeholder stays text.
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 
 
-def _section(text: RoutedText, place: int, column: int, palette: Sequence[str]) -> str:
+def _section(text: RoutedText, index: int, column: int, palette: Sequence[str]) -> str:
     spans = "".join(_span(text, token, column, palette) for token in range(len(text.pieces)))
-    label = f"text {place + 1}; arrow keys walk its tokens"
+    label = f"text {index + 1}; arrow keys walk its tokens"
     return (
-        f'<section><h2>{html.escape(printable(text.title))}</h2><p class="soft">{text.record.num_prompt_tokens} tokens of prompt, '
-        f"{text.cached_tokens} of them from the prefix cache, {text.record.num_tokens - text.record.num_prompt_tokens} generated</p>"
+        f'<section><h2>{html.escape(printable(text.title))}</h2><p class="soft">'
+        f"{text.record.num_prompt_tokens} tokens of prompt, {text.cached_tokens} of them from the prefix cache, "
+        f"{text.record.num_tokens - text.record.num_prompt_tokens} generated</p>"
         f'<p class="text" tabindex="0" role="group" aria-label="{label}">{spans}</p></section>'
     )
 
@@ -76,8 +78,8 @@ def _span(text: RoutedText, token: int, column: int, palette: Sequence[str]) -> 
         kind += ", never fed: no row" if token == text.record.num_tokens - 1 else ", no row"
     colour = palette[experts[0]] if experts else ""
     style = f' style="background:{colour};color:{text_color(colour)}"' if experts else ""
-    shown = printable(text.pieces[token]).replace("\n", "↵\n") or "·"
-    return f'<span class="{classes}" data-kind="{kind}"{style}>{html.escape(shown)}</span>'
+    visible = printable(text.pieces[token]).replace("\n", "↵\n") or "·"
+    return f'<span class="{classes}" data-kind="{kind}"{style}>{html.escape(visible)}</span>'
 
 
 def _map(name: str, load: Float64[np.ndarray, "M E"], num_rows: int, layer_ids: Sequence[int], top: float) -> str:
@@ -90,43 +92,48 @@ def _map(name: str, load: Float64[np.ndarray, "M E"], num_rows: int, layer_ids: 
     for row, column in np.ndindex(layers, experts):
         u = float(load[row, column])
         fill = "var(--none)" if np.isnan(u) else colour_at(u / top, CIVIDIS)
-        said = f"layer {layer_ids[row]}, expert {column}: " + ("no row" if np.isnan(u) else f"{u:.2f} × uniform")
-        at = f'x="{_LABELS + column * _CELL}" y="{row * _CELL}" width="{_CELL - 1}" height="{_CELL - 1}"'
-        parts.append(f'<rect class="cell" data-at="{row} {column}" {at} fill="{fill}"><title>{said}</title></rect>')
+        label = f"layer {layer_ids[row]}, expert {column}: " + ("no row" if np.isnan(u) else f"{u:.2f} × uniform")
+        box = f'x="{_LABELS + column * _CELL}" y="{row * _CELL}" width="{_CELL - 1}" height="{_CELL - 1}"'
+        parts.append(f'<rect class="cell" data-at="{row} {column}" {box} fill="{fill}"><title>{label}</title></rect>')
     for expert, colour in enumerate(expert_palette(experts)):
-        at = f'x="{_LABELS + expert * _CELL}" y="{height + 4}" width="{_CELL - 1}" height="{_STRIP}"'
-        parts.append(f'<rect {at} fill="{colour}"><title>expert {expert}</title></rect>')
+        box = f'x="{_LABELS + expert * _CELL}" y="{height + 4}" width="{_CELL - 1}" height="{_STRIP}"'
+        parts.append(f'<rect {box} fill="{colour}"><title>expert {expert}</title></rect>')
     ticks = sorted({*range(0, experts, max(1, experts // 8)), experts - 1})
     parts += [
-        f'<text x="{_LABELS + (tick + 0.5) * _CELL}" y="{height + 24}" text-anchor="middle" class="soft-ink">{tick}</text>'
+        f'<text x="{_LABELS + (tick + 0.5) * _CELL}" y="{height + 24}" text-anchor="middle" class="soft-ink">'
+        f"{tick}</text>"
         for tick in ticks
         if tick == experts - 1 or experts - 1 - tick >= max(1, experts // 16)
     ]
     label = f"load of {experts} experts in {layers} layers, {name}"
     drawn = f'<svg viewBox="0 0 {width} {height + 28}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-    return f'<div class="map"><p class="soft">{name}, T = {num_rows} rows; layers downward, experts across</p>{drawn}</div>'
+    caption = f"{name}, T = {num_rows} rows; layers downward, experts across"
+    return f'<div class="map"><p class="soft">{caption}</p>{drawn}</div>'
 
 
 def _scale(top: float) -> str:
     stops = "".join(
-        f'<stop offset="{place / (len(CIVIDIS) - 1):.3f}" stop-color="#{colour}"/>'
-        for place, colour in enumerate(CIVIDIS)
+        f'<stop offset="{index / (len(CIVIDIS) - 1):.3f}" stop-color="#{colour}"/>'
+        for index, colour in enumerate(CIVIDIS)
     )
     uniform = 10 + 280 / top
     return (
-        f'<svg class="scale" viewBox="0 0 300 34" role="img" aria-label="colour scale, load 0 to {top:g}, uniform at 1">'
-        f'<defs><linearGradient id="load">{stops}</linearGradient></defs><rect x="10" y="2" width="280" height="10" fill="url(#load)"/>'
-        f'<path d="M{uniform:.1f} 0V15" stroke="currentColor" stroke-width="2"/><text x="10" y="26" text-anchor="middle">0</text>'
+        '<svg class="scale" viewBox="0 0 300 34" role="img" '
+        f'aria-label="colour scale, load 0 to {top:g}, uniform at 1">'
+        f'<defs><linearGradient id="load">{stops}</linearGradient></defs>'
+        '<rect x="10" y="2" width="280" height="10" fill="url(#load)"/>'
+        f'<path d="M{uniform:.1f} 0V15" stroke="currentColor" stroke-width="2"/>'
+        '<text x="10" y="26" text-anchor="middle">0</text>'
         f'<text x="{uniform:.1f}" y="26" text-anchor="middle">1 = uniform</text>'
         f'<text x="290" y="26" text-anchor="middle">{top:g}</text></svg>'
     )
 
 
 def _script_json(texts: Sequence[RoutedText]) -> str:
-    """What the script reads: ids as base64 of little-endian bytes, colours, and which rows are known."""
+    """Return the script's data: ids as base64 of little-endian bytes, colours, and which rows are known."""
     first = texts[0].record
     palette = expert_palette(first.num_experts)
-    told = {
+    data = {
         "layers": first.layer_ids,
         "top_k": first.top_k,
         "palette": palette,
@@ -146,4 +153,4 @@ def _script_json(texts: Sequence[RoutedText]) -> str:
             for text in texts
         ],
     }
-    return json.dumps(told, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,5 @@
-"""A text and its routing side by side: what the pictures show. Knows nothing of tokenizers or of how it is drawn.
+"""RoutedText: a text and its routing, token by token, as the figures show it.
+
 Dims: S tokens of the sequence, M MoE layers, K experts per token."""
 
 import codecs
@@ -14,8 +15,8 @@ _CONTROL_PICTURES = 0x2400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedText:
-    """One sequence: a piece of text for each of its S tokens, and the record of its rows. `cached_tokens` are those at
-    its beginning that came from the prefix cache."""
+    """One sequence: a piece of text for each of its S tokens, and the record of its rows. The first
+    `cached_tokens` came from the prefix cache."""
 
     title: str
     pieces: tuple[str, ...]
@@ -25,19 +26,21 @@ class RoutedText:
     def __post_init__(self) -> None:
         if len(self.pieces) != self.record.num_tokens:
             raise RoutingAlignmentError(
-                f"{self.title!r} has {len(self.pieces)} pieces of text and a record of {self.record.num_tokens} tokens; expected one a token"
+                f"{self.title!r} has {len(self.pieces)} pieces of text and a record of {self.record.num_tokens} "
+                "tokens; expected one a token"
             )
 
     def experts(self, token: int, column: int) -> tuple[int, ...]:
-        """The K ids of a token in MoE layer `column`, best first; () where no row is known."""
+        """Return the K ids of a token in MoE layer `column`, best first; () where no row is known."""
         row = token - self.record.start
         if not 0 <= row < self.record.num_rows or not (self.record.valid is None or self.record.valid[row]):
             return ()
         return tuple(self.record.ids[row, column].tolist())
 
 
-def pieces_of(token_bytes: Iterable[bytes]) -> tuple[str, ...]:
-    """Text of each token. A character that several tokens spell belongs to the last of them; the others are empty."""
+def token_texts(token_bytes: Iterable[bytes]) -> tuple[str, ...]:
+    """Return the text of each token. A character of several tokens belongs to the last of them; the others are
+    empty."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces = [decoder.decode(piece) for piece in token_bytes]
     rest = decoder.decode(b"", final=True)
@@ -45,8 +48,8 @@ def pieces_of(token_bytes: Iterable[bytes]) -> tuple[str, ...]:
 
 
 def printable(text: str) -> str:
-    """Make visible what steers a terminal or hides: controls become their pictures (␛), the rest of the invisible
-    U+FFFD. Spaces of any kind become plain ones; line feeds stay."""
+    """Replace control characters by their pictures (␛), other invisible ones by U+FFFD, and spaces of any kind by plain
+    ones; line feeds stay."""
     return "".join(_printable(character) for character in text)
 
 

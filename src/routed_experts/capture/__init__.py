@@ -1,4 +1,4 @@
-"""What was routed, recorded beside the KV cache.
+"""Capture of routed experts beside the KV cache.
 
 The capturer needs JAX; its names are imported on first use (PEP 562)."""
 

@@ -1,12 +1,13 @@
-"""Routed experts of one step, on the device. Knows nothing of requests, of KV slots or of the host.
+"""Routed experts of one step, on the device: a pytree value made inside the jitted step.
 
-A pytree value made inside the jitted step: each write returns a new value, so it rides in a scan's carry and leaves no
-tracer behind. It stays int32 and token-minor, [M*K, N], until `rows` narrows and turns all of it at once, or `words`
-packs it, to leave among what a step tells. On TPU small operations count, not bytes, and top-k leaves its ids
-token-minor: so a layer's write is one or two operations and a step adds two to four; a block [M, N*K] took three a
-layer and six or seven a step (benchmarks/compiled.py counts them). What is not written holds -1, which narrows to an
-id no router gives (255 of 256 experts excepted: then the row repeats it). Dims: N padded tokens, M MoE layers, K
-experts per token, W words of a packed row; run: layers of a run."""
+Each write returns a new value, which rides in a scan's carry and leaves no tracer behind. The ids stay int32 and
+token-minor, [M*K, N], until `rows` narrows and transposes them at once, or `packed_rows` packs them into the
+sampler's output. On TPU the number of small operations counts, and top-k leaves its ids token-minor: a layer's write
+is one or two operations and a step adds two to four (a block [M, N*K] takes three a layer and six or seven a step;
+benchmarks/compiled.py counts them).
+A slot that is not written holds -1, which narrows to an id that no router gives (with 255 or 256 experts the row
+then repeats an expert). Dims: N padded tokens, M MoE layers, K experts per token, W words of a packed row; run:
+layers of a run."""
 
 import functools
 from collections.abc import Callable
@@ -28,14 +29,13 @@ class _RoutedExpertsDeviceCache:
 
     ids: Int[Array, "M*K N"]
     spec: CaptureSpec = field(metadata={"static": True})
-    rerouting: Int[Array, "N 2"] | None = (
-        None  # slots that capacities moved to other experts, and left empty; None: there are none
-    )
+    # Slots that capacities moved to other experts, and slots left empty; None without capacities.
+    rerouting: Int[Array, "N 2"] | None = None
 
     @staticmethod
     def create(num_tokens: int, spec: CaptureSpec, *, capacity_limited: bool = False) -> "_RoutedExpertsDeviceCache":
-        """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time. `capacity_limited`:
-        under capacities."""
+        """Make the value of a step of `num_tokens` padded tokens; called inside the step, at trace time.
+        `capacity_limited`: instances of experts have capacities, and `rerouting` is counted."""
         shape = (spec.row_ids, num_tokens)
         rerouting = jnp.zeros((num_tokens, 2), jnp.int32) if capacity_limited else None
         return _RoutedExpertsDeviceCache(ids=jnp.full(shape, _NOT_WRITTEN, jnp.int32), spec=spec, rerouting=rerouting)
@@ -53,8 +53,8 @@ class _RoutedExpertsDeviceCache:
         probabilities: Callable[[], Float[Array, "N E"]] | None = None,
     ) -> "_RoutedExpertsDeviceCache":
         """Write the executed ids of one layer. `moe_layer` is its ordinal among MoE layers, traced or not; fused shared
-        experts are out. `native_ids`, what the live router chose, and its `probabilities` are for those who compare
-        (replay/recorder.py); here they are not kept."""
+        experts are left out. `native_ids`, the live router's choice, and its `probabilities` serve the recorder of a
+        training forward (replay/recorder.py); they are not stored here."""
         expected = (self.num_tokens, self.spec.top_k)
         assert topk_ids.shape == expected, (
             f"ids of a layer have the shape {topk_ids.shape}; expected {expected}, without shared experts"
@@ -72,31 +72,31 @@ class _RoutedExpertsDeviceCache:
         return self._write(first_moe_layer, topk_ids)
 
     def add_rerouting(self, changed: Int[Array, "N 2"]) -> "_RoutedExpertsDeviceCache":
-        """Add what the capacities of one layer changed."""
+        """Add the slots that the capacities of one layer moved or left empty."""
         return self if self.rerouting is None else replace(self, rerouting=self.rerouting + changed)
 
     def count_experts(
         self, counts: Int32[Array, "F M E"], valid: Bool[Array, " N"], generated: Bool[Array, " N"]
     ) -> Int32[Array, "F M E"]:
         """Add the step's slots to counts by phase (prompt, generated), MoE layer and expert; padding and empty slots
-        are none."""
+        do not count."""
         layers, experts = counts.shape[1:]
         block = self.ids.reshape(layers, self.spec.top_k, self.num_tokens)
         keys = jnp.where(valid & (block >= 0), block + generated.astype(jnp.int32) * experts, -1)  # [M, K, N]
-        return jax.lax.platform_dependent(counts, keys, tpu=_counted_by_comparing, default=_counted_by_scattering)
+        return jax.lax.platform_dependent(counts, keys, tpu=_count_by_comparing, default=_count_by_scattering)
 
     def rows(self) -> UInt[Array, "N M*K"]:
-        """Return the step's rows: one a token, narrowed to the spec's dtype."""
+        """Return the step's rows, one for each token, narrowed to the spec's dtype."""
         return self.ids.T.astype(self.spec.dtype)  # [M*K, N] -> [N, M*K]
 
     def packed_rows(self) -> Int32[Array, "W N"]:
-        """The same rows packed into words (CaptureSpec.row_words), token-minor still: a little-endian host sees them as
-        narrow ids."""
+        """Return the same rows packed into words (CaptureSpec.row_words), still token-minor: a little-endian host reads
+        them as narrow ids."""
         bits = 8 * self.spec.dtype.itemsize
         ids = self.ids & ((1 << bits) - 1)  # as `rows` narrows
         ids = jnp.pad(ids, ((0, self.spec.row_words * (32 // bits) - ids.shape[0]), (0, 0)))
         block = ids.reshape(self.spec.row_words, 32 // bits, self.num_tokens)
-        return functools.reduce(jnp.bitwise_or, (block[:, place] << bits * place for place in range(block.shape[1])))
+        return functools.reduce(jnp.bitwise_or, (block[:, byte] << bits * byte for byte in range(block.shape[1])))
 
     def _write(self, first: int | Int[Array, ""], topk_ids: Int[Array, "run N K"]) -> "_RoutedExpertsDeviceCache":
         if isinstance(first, int):  # a traced index cannot be checked here: dynamic_update_slice would clamp it
@@ -106,7 +106,7 @@ class _RoutedExpertsDeviceCache:
             )
         block = jnp.swapaxes(topk_ids.astype(jnp.int32), 1, 2).reshape(-1, self.num_tokens)  # [run, N, K] -> [run*K, N]
         row = jnp.asarray(first, jnp.int32) * self.spec.top_k
-        # No negative indices: to wrap one around would be three more operations a layer.
+        # Wrapping negative indices would take three more operations a layer.
         return replace(
             self, ids=jax.lax.dynamic_update_slice_in_dim(self.ids, block, row, axis=0, allow_negative_indices=False)
         )
@@ -118,26 +118,24 @@ RoutedExpertsDeviceCache = _RoutedExpertsDeviceCache  # the name for other modul
 def create_device_cache(
     spec: CaptureSpec | None, num_tokens: int, *, capacity_limited: bool = False
 ) -> RoutedExpertsDeviceCache | None:
-    """Make a step's cache, or None, the empty pytree, when nothing is recorded: a jitted step closes over `spec`
-    alone."""
+    """Make a step's cache; None, the empty pytree, when nothing is recorded. A jitted step closes over `spec` alone."""
     return (
         None if spec is None else _RoutedExpertsDeviceCache.create(num_tokens, spec, capacity_limited=capacity_limited)
     )
 
 
-def _counted_by_scattering(counts: Int32[Array, "F M E"], keys: Int32[Array, "M K N"]) -> Int32[Array, "F M E"]:
+def _count_by_scattering(counts: Int32[Array, "F M E"], keys: Int32[Array, "M K N"]) -> Int32[Array, "F M E"]:
     """Add 1 where each key points: phase * E + expert, of its layer; -1 points nowhere."""
     layers, experts = counts.shape[1:]
     layer = jnp.arange(layers, dtype=jnp.int32)[:, None, None]
-    places = jnp.where(keys < 0, counts.size, (keys // experts * layers + layer) * experts + keys % experts)
-    return counts.reshape(-1).at[places.reshape(-1)].add(1, mode="drop").reshape(counts.shape)
+    indices = jnp.where(keys < 0, counts.size, (keys // experts * layers + layer) * experts + keys % experts)
+    return counts.reshape(-1).at[indices.reshape(-1)].add(1, mode="drop").reshape(counts.shape)
 
 
-def _counted_by_comparing(counts: Int32[Array, "F M E"], keys: Int32[Array, "M K N"]) -> Int32[Array, "F M E"]:
-    """The same where scatters are slow: all keys are compared with all numbers, and summed in registers."""
+def _count_by_comparing(counts: Int32[Array, "F M E"], keys: Int32[Array, "M K N"]) -> Int32[Array, "F M E"]:
+    """Count where scatters are slow: compare all keys with all numbers and sum in registers."""
     phases, layers, experts = counts.shape
-    own = (
-        keys[:, None] == jnp.arange(phases * experts, dtype=jnp.int32)[:, None, None]
-    )  # [M, F*E, K, N], never in memory
-    added = jnp.sum(own, axis=(2, 3), dtype=jnp.int32)
+    # [M, F*E, K, N], never in memory
+    matches = keys[:, None] == jnp.arange(phases * experts, dtype=jnp.int32)[:, None, None]
+    added = jnp.sum(matches, axis=(2, 3), dtype=jnp.int32)
     return counts + jnp.swapaxes(added.reshape(layers, phases, experts), 0, 1)

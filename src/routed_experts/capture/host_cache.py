@@ -1,14 +1,13 @@
-"""Host store of routed experts, one row a KV slot. Knows nothing of JAX, requests or who owns a page.
+"""Host store of routed experts, one row for each KV slot.
 
 A row has the life of its slot: written by the pass that wrote the slot's keys and values, shared as they are shared,
-and forgotten when the page is handed out again. What stands in a row that is not valid is never to be returned.
-Validity is kept in the slot's weight version, below 0 where there is no row: filing is two writes. What steps bring is
-only noted, and filed many steps at a time, at the latest when somebody reads: between two steps the store, and above
-all the code that files, are cold in cache, and even to copy a step's rows at once would take longer than its share of
-filing. All that waits is written at once, whatever its order was: of two rows of one slot the later stays, and so does
-a row that came after its page was last forgotten. Experts are counted there too (`expert_counts.py`). Token-major: one
-token's row is one contiguous run of M*K bytes. Engine thread only. Dims: Z slots, P pages, R rows, N rows and padding,
-M MoE layers, K experts per token, W words of a packed row."""
+and invalid when the page is handed out again. An invalid row is never returned. The slot's weight version holds
+validity too (below 0: no row), so that filing is two writes. Rows of steps are buffered and filed many steps at a
+time, at the latest when a reader comes: between two steps the store and the filing code are cold in cache, and even
+a copy of one step's rows would take longer than its share of filing. All buffered steps are written at once: of two
+rows of one slot the later wins, and a row from before its page was last invalidated is dropped. Experts are counted
+here too (`expert_counts.py`). Token-major: a token's row is one contiguous run of M*K bytes. Engine thread only.
+Dims: Z slots, P pages, R rows, N rows and padding, M MoE layers, K experts per token, W words of a packed row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,21 +26,20 @@ from routed_experts.core.routing_stats import RoutingStats
 _NUM_SHOWN = 8
 _NO_ROW = -1  # a weight version that no weights have
 _INT32 = np.dtype(np.int32)
-_MAX_BUFFERED_STEPS = 128  # that wait to be filed
-_MAX_BUFFERED_ROWS = 4096  # of theirs together, padding among them, so that filing never holds a step up for long
+_MAX_BUFFERED_STEPS = 128
+_MAX_BUFFERED_ROWS = 4096  # padding included: bounds how long filing delays a step
 
-# A step that waits to be filed: slots, rows, version, which of them live, and where its tokens come from. Plain: making
-# it is all that
-# a step waits for.
+# A buffered step: slots, rows, version, which of them are live, origins of its tokens. A plain tuple: building it is
+# all that a step waits for.
 _Step = tuple[Int[np.ndarray, " R"], Any, int, Bool[np.ndarray, " R"] | None, TokenOrigins | None]
-# Pages that were forgotten when so many steps waited.
-_Forgotten = tuple[Int[np.ndarray, " P"], int]
+# Pages that were invalidated when so many steps were buffered.
+_Invalidated = tuple[Int[np.ndarray, " P"], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRows:
-    """Rows that a retracted request takes along, of its positions [0, R0). Where valid, they outrank what its new pages
-    hold."""
+    """Rows of positions [0, R0) that a retracted request keeps. Where valid, they take precedence over the rows of its
+    new pages."""
 
     ids: UInt[np.ndarray, "R0 M K"]
     valid: Bool[np.ndarray, " R0"]
@@ -53,16 +51,16 @@ class _RoutedExpertsHostCache:
 
     def __init__(self, num_slots: int, spec: CaptureSpec, *, page_size: int = 1) -> None:
         assert num_slots >= 1 and num_slots % page_size == 0, (
-            f"{num_slots} slots are no whole number of pages of {page_size}"
+            f"{num_slots} slots are no multiple of page_size {page_size}"
         )
         self._spec, self._page_size = spec, page_size
         self._store: UInt[np.ndarray, "Z M*K"] = np.zeros((num_slots, spec.row_ids), spec.dtype)
         self._rows = _as_items(self._store)
         self._versions: Int32[np.ndarray, " Z"] = np.full(num_slots, _NO_ROW, np.int32)
-        self._first_after: Int32[np.ndarray, " P"] = np.zeros(num_slots // page_size, np.int32)  # 0 but while filing
+        self._first_after: Int32[np.ndarray, " P"] = np.zeros(num_slots // page_size, np.int32)  # 0 except while filing
         self._counts = ExpertCounts(spec)
         self._steps: list[_Step] = []
-        self._forgotten: list[_Forgotten] = []
+        self._invalidated: list[_Invalidated] = []
         self._buffered_rows = 0
 
     @property
@@ -78,53 +76,55 @@ class _RoutedExpertsHostCache:
         live: Bool[np.ndarray, " R"] | None = None,
         origins: TokenOrigins | None = None,
     ) -> None:
-        """Take the rows of one step under the slots of its real tokens. `version`: of the weights that ran. `rows`:
-        anything that np.asarray reads as [N, M*K] of the spec's dtype, or as an int32 table whose last W columns are
-        packed rows (CaptureSpec.row_words), real tokens first; `live` says which of them to keep, None keeps all.
-        `origins` tells generated tokens from prompts; None counts all as prompts. The arrays are the store's from now
-        on; what is wrong with them is found when they are filed."""
+        """Buffer the rows of one step under the slots of its real tokens. `version`: of the weights that ran.
+        `rows`: anything that np.asarray reads as [N, M*K] of the spec's dtype, or as an int32 table whose last W
+        columns are packed rows (CaptureSpec.row_words), real tokens first; `live`: rows to file, None files all.
+        `origins` separates generated tokens from prompts; None counts all as prompts. The store owns the arrays from
+        now on and checks them when it files them."""
         self._steps.append((slots, rows, version, live, origins))
-        self._buffered_rows += len(rows)  # padding waits as well
+        self._buffered_rows += len(rows)  # padding is buffered too
         if self._buffered_rows >= _MAX_BUFFERED_ROWS or len(self._steps) >= _MAX_BUFFERED_STEPS:
             self.flush()
 
     def clear(self, slots: Int[np.ndarray, " R"]) -> None:
-        """Forget the rows of these slots."""
+        """Invalidate the rows of these slots."""
         self.flush()
         self._versions[slots] = _NO_ROW
 
     def clear_pages(self, pages: Int[np.ndarray, " P"]) -> None:
-        """Forget the rows of these pages; page p holds slots [p * page_size, (p + 1) * page_size)."""
-        self._forgotten.append((pages, len(self._steps)))
-        if len(self._forgotten) >= 2 * _MAX_BUFFERED_STEPS:
+        """Invalidate the rows of these pages; page p holds slots [p * page_size, (p + 1) * page_size)."""
+        self._invalidated.append((pages, len(self._steps)))
+        if len(self._invalidated) >= 2 * _MAX_BUFFERED_STEPS:
             self.flush()
 
     def flush(self) -> None:
-        """Write down in the store what steps brought; every reader does so first."""
+        """File all buffered rows; every reader does so first."""
         steps, self._steps, self._buffered_rows = self._steps, [], 0
-        forgotten, self._forgotten = self._forgotten, []
+        invalidated, self._invalidated = self._invalidated, []
         try:
-            if forgotten:
-                self._invalidate(forgotten)
+            if invalidated:
+                self._invalidate(invalidated)
             if steps:
                 self._write(steps)
-            for pages, _ in forgotten:
+            for pages, _ in invalidated:
                 self._first_after[pages] = 0
-        except BaseException:  # what was to be forgotten may stand there still: no row is known any more
+        except BaseException:  # stale rows may be left: no row is valid any more
             self._versions[:], self._first_after[:] = _NO_ROW, 0
             raise
 
-    def _invalidate(self, forgotten: Sequence[_Forgotten]) -> None:
-        """Forget what pages hold, and note for each which steps came later; of several times the last counts."""
-        pages = np.concatenate([pages for pages, _ in forgotten])
+    def _invalidate(self, invalidated: Sequence[_Invalidated]) -> None:
+        """Invalidate pages, and note for each the first step that came later; the last call for a page counts."""
+        pages = np.concatenate([pages for pages, _ in invalidated])
         self._versions.reshape(-1, self._page_size)[pages] = _NO_ROW
-        self._first_after[pages] = np.repeat([after for _, after in forgotten], [pages.size for pages, _ in forgotten])
+        self._first_after[pages] = np.repeat(
+            [after for _, after in invalidated], [pages.size for pages, _ in invalidated]
+        )
 
     def _write(self, steps: Sequence[_Step]) -> None:
         counts = [step[0].size for step in steps]
         slots = np.concatenate([step[0] for step in steps])
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: expected 0 to {self._versions.size - 1}"
-        ids = _ids_of(steps, counts, self._spec)
+        ids = _concatenate_ids(steps, counts, self._spec)
         assert len(ids) == slots.size, f"{len(ids)} rows for {slots.size} tokens"
         assert ids.max(initial=0) < self._spec.num_experts, (
             f"expert {ids.max()} of {self._spec.num_experts}"
@@ -145,8 +145,8 @@ class _RoutedExpertsHostCache:
         self._versions[slots] = versions
 
     def routing_stats(self, *, reset: bool, wait: bool) -> RoutingStats:
-        """Counts of the rows that were filed since the last reset; `reset` begins anew afterwards. Without `wait`, of
-        those that were filed and counted some steps ago."""
+        """Return counts of the rows filed since the last reset; `reset` sets them to zero afterwards. Without
+        `wait`, counts may lag some steps behind."""
         if not wait and not reset:
             return self._counts.snapshot()
         self.flush()
@@ -158,7 +158,7 @@ class _RoutedExpertsHostCache:
     def gather(
         self, slots: Int[np.ndarray, " R"]
     ) -> tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np.ndarray, " R"]]:
-        """Copy out ids, valid bits and versions; ids of a row that is not valid mean nothing."""
+        """Copy out ids, valid bits and versions; ids of an invalid row mean nothing."""
         assert slots.size == 0 or slots.min() >= 0, f"slot {slots.min()}: expected 0 to {self._versions.size - 1}"
         self.flush()
         ids = self._store.take(slots, axis=0).reshape(slots.size, self._spec.num_moe_layers, self._spec.top_k)
@@ -166,12 +166,12 @@ class _RoutedExpertsHostCache:
         return ids, versions > _NO_ROW, versions
 
     def poison(self) -> None:
-        """Fill every row that is not valid with the largest value of its dtype, so that a test sees it come back."""
+        """Fill every invalid row with the largest value of its dtype, so that a test detects its return."""
         self.flush()
         self._store[self._versions == _NO_ROW] = np.iinfo(self._store.dtype).max
 
     def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
-        """Check that no row is valid outside `owned_slots`, the slots of all pages that someone holds."""
+        """Check that no row is valid outside `owned_slots`, the slots of all pages that are held."""
         self.flush()
         valid = self._versions > _NO_ROW
         orphaned = valid.copy()
@@ -179,8 +179,9 @@ class _RoutedExpertsHostCache:
         num_orphaned = int(np.count_nonzero(orphaned))
         if num_orphaned == 0:
             return []
-        shown = np.flatnonzero(orphaned)[:_NUM_SHOWN].tolist()
-        detail = f"{num_orphaned} of {np.count_nonzero(valid)} valid rows are in slots whose page nobody owns, the first {shown}"
+        first = np.flatnonzero(orphaned)[:_NUM_SHOWN].tolist()
+        num_valid = np.count_nonzero(valid)
+        detail = f"{num_orphaned} of {num_valid} valid rows are in slots of pages without an owner, the first {first}"
         return [Violation(name="row_without_page", detail=detail)]
 
 
@@ -188,21 +189,20 @@ RoutedExpertsHostCache = _RoutedExpertsHostCache  # the name for other modules; 
 
 
 def _as_items(ids: UInt[np.ndarray, "R M*K"]) -> np.ndarray:
-    """The same rows [R], each as one item of so many bytes, which NumPy files by index faster than rows of single
-    ids."""
+    """View each row as one item: NumPy scatters such items faster than rows of single ids."""
     return ids.view(f"V{ids.shape[1] * ids.itemsize}")[:, 0]
 
 
-def _ids_of(steps: Sequence[_Step], counts: Sequence[int], spec: CaptureSpec) -> UInt[np.ndarray, "R M*K"]:
-    """The rows of these steps' real tokens, one behind the other."""
+def _concatenate_ids(steps: Sequence[_Step], counts: Sequence[int], spec: CaptureSpec) -> UInt[np.ndarray, "R M*K"]:
+    """Concatenate the rows of the steps' real tokens."""
     tables = [np.asarray(step[1]) for step in steps]
     if not any(table.dtype == _INT32 for table in tables):
         return np.ascontiguousarray(
-            np.concatenate([_checked(table, spec)[:count] for table, count in zip(tables, counts, strict=True)])
+            np.concatenate([_check_ids(table, spec)[:count] for table, count in zip(tables, counts, strict=True)])
         )
     parts = zip(tables, counts, strict=True)
     tables = [
-        table if table.dtype == _INT32 else _packed(_checked(table, spec)[:count], spec) for table, count in parts
+        table if table.dtype == _INT32 else _pack(_check_ids(table, spec)[:count], spec) for table, count in parts
     ]
     if [len(table) for table in tables] != counts or len(
         {table.shape[1] for table in tables}
@@ -213,7 +213,7 @@ def _ids_of(steps: Sequence[_Step], counts: Sequence[int], spec: CaptureSpec) ->
     return words.view(spec.dtype)[:, : spec.row_ids]
 
 
-def _checked(ids: Int[np.ndarray, "N any"], spec: CaptureSpec) -> UInt[np.ndarray, "N M*K"]:
+def _check_ids(ids: Int[np.ndarray, "N any"], spec: CaptureSpec) -> UInt[np.ndarray, "N M*K"]:
     assert ids.dtype == spec.dtype and ids.shape[1:] == (spec.row_ids,), (
         ids.dtype,
         ids.shape,
@@ -223,7 +223,7 @@ def _checked(ids: Int[np.ndarray, "N any"], spec: CaptureSpec) -> UInt[np.ndarra
     return ids
 
 
-def _packed(ids: UInt[np.ndarray, "R M*K"], spec: CaptureSpec) -> Int32[np.ndarray, "R W"]:
+def _pack(ids: UInt[np.ndarray, "R M*K"], spec: CaptureSpec) -> Int32[np.ndarray, "R W"]:
     words: Int32[np.ndarray, "R W"] = np.zeros((len(ids), spec.row_words), np.int32)
     words.view(spec.dtype)[:, : spec.row_ids] = ids
     return words
@@ -232,12 +232,12 @@ def _packed(ids: UInt[np.ndarray, "R M*K"], spec: CaptureSpec) -> Int32[np.ndarr
 def _dispatch_meta(
     steps: Sequence[_Step], counts: Sequence[int]
 ) -> tuple[Bool[np.ndarray, " R"] | None, Bool[np.ndarray, " R"]]:
-    """Which rows of these steps are kept, None for all, and which are of generated tokens."""
+    """Return which rows of these steps to file, None for all, and which are of generated tokens."""
     generated = np.ones(sum(counts), np.bool_)
     live = np.ones(sum(counts), np.bool_) if any(step[3] is not None for step in steps) else None
-    for (_, _, _, kept, origins), size, end in zip(steps, counts, accumulate(counts), strict=True):
-        if kept is not None and live is not None:
-            live[end - size : end] = kept
+    for (_, _, _, step_live, origins), size, end in zip(steps, counts, accumulate(counts), strict=True):
+        if step_live is not None and live is not None:
+            live[end - size : end] = step_live
         if origins is not ALL_GENERATED:
             generated[end - size : end] = origins is not None and origins.generated(size)
     return live, generated

@@ -1,13 +1,10 @@
-"""The capturer: files the rows of each step beside their KV pages and hands a sequence its record. Knows nothing of
-HTTP or scheduling.
+"""The capturer files the rows of each step beside their KV pages and assembles the record of a sequence.
 
-One capturer an engine; a draft model has its own or none. Off is `_RoutedExpertsCapturerNoop`, whose device cache is
-None, so that
-the compiled program never hears of it. Host methods run on the engine thread, never under jit.
-Order of a page's life: on_pages_allocated (old rows forgotten) -> on_forward_end of the steps that write it -> collect
-or save
--> page released. Rows of a step that is still in flight are filed before its requests are collected or saved.
-Dims: N padded tokens, R rows, M MoE layers, K experts per token, P pages."""
+One capturer for each engine; a draft model has its own or none. `_RoutedExpertsCapturerNoop` is capture switched
+off: its device cache is None, so that the compiled program is the one without capture. Host methods run on the
+engine thread, never under jit. Order of a page's life: on_pages_allocated (old rows invalid) -> on_forward_end of
+the steps that write it -> collect or save -> page released. Rows of a step in flight are filed before its requests
+are collected or saved. Dims: N padded tokens, R rows, M MoE layers, K experts per token, P pages."""
 
 from abc import ABC, abstractmethod
 from contextvars import ContextVar
@@ -30,11 +27,11 @@ GatheredRows = tuple[UInt[np.ndarray, "R M K"], Bool[np.ndarray, " R"], Int32[np
 
 
 class RoutedExpertsCapturer(ABC):
-    """What the engine asks of a capturer, on or off."""
+    """The interface between engine and capturer, on or off."""
 
     @staticmethod
     def create(spec: CaptureSpec | None, *, num_slots: int, page_size: int, enable: bool) -> "RoutedExpertsCapturer":
-        """Build the capturer of an engine; `spec` None is a model that routes nothing, which cannot be captured."""
+        """Build the capturer of an engine; `spec` None is a model without MoE layers, which cannot be captured."""
         if not enable:
             return _RoutedExpertsCapturerNoop()
         if spec is None:
@@ -54,7 +51,7 @@ class RoutedExpertsCapturer(ABC):
 
     @abstractmethod
     def on_pages_allocated(self, pages: Int[np.ndarray, " P"]) -> None:
-        """Forget what these pages held: they are handed out again."""
+        """Invalidate the rows of these pages: they are handed out again."""
 
     @abstractmethod
     def on_forward_end(
@@ -67,8 +64,8 @@ class RoutedExpertsCapturer(ABC):
     ) -> None:
         """File a step's rows under the slots its tokens were written to; `version` of the weights that ran. `rows`:
         anything that np.asarray reads as [N, M*K] of the spec's dtype, or as an int32 table whose last columns are
-        packed rows (CaptureSpec.row_words), the R real tokens first. `live`: which of them to file; None files all.
-        `origins` tells generated tokens from those of prompts; None counts all as prompts."""
+        packed rows (CaptureSpec.row_words), the R real tokens first. `live`: rows to file; None files all.
+        `origins` separates generated tokens from prompts; None counts all as prompts."""
 
     @abstractmethod
     def get_routed_experts(self, slots: Int[np.ndarray, " R"]) -> GatheredRows:
@@ -76,8 +73,8 @@ class RoutedExpertsCapturer(ABC):
 
     @abstractmethod
     def save(self, slots: Int[np.ndarray, " R0"], earlier: SavedRows | None = None) -> SavedRows:
-        """Take along the rows of positions [0, R0) before their pages go; `earlier` rows of the same request stay as
-        they are."""
+        """Copy the rows of positions [0, R0) before their pages are released; `earlier` rows of the same request
+        stay as they are."""
 
     @abstractmethod
     def collect(
@@ -93,22 +90,22 @@ class RoutedExpertsCapturer(ABC):
         """Assemble a sequence's record by the row law; slots[i] is the slot of token start + i.
 
         `include_last`: the last token was fed too (score, max_tokens 0, include_last). Slots past the last row are not
-        read, nor are those whose row was saved. A row that neither knows raises RoutingIncompleteError naming its
+        read, nor are those whose row was saved. A row that is in neither raises RoutingIncompleteError naming its
         token."""
 
     @abstractmethod
     def routing_stats(self, *, reset: bool = False, wait: bool = True) -> RoutingStats:
-        """How often each expert was chosen by the rows filed since the last reset; `reset` begins anew afterwards.
-        Without `wait`, by those that are counted by now, without windows."""
+        """Return how often each expert was chosen by the rows filed since the last reset; `reset` sets the counts to
+        zero afterwards. Without `wait`, counts may lag some steps behind and have no windows."""
 
     @abstractmethod
     def host_bytes(self) -> int:
-        """Host memory held, in bytes."""
+        """Return the host memory of the store, in bytes."""
 
     @abstractmethod
     def device_bytes(self, num_tokens: int) -> int:
-        """Device memory of a step of `num_tokens` padded tokens, in bytes: the int32 block and the rows that leave
-        (narrow ones)."""
+        """Return the device memory of a step of `num_tokens` padded tokens, in bytes: the int32 block and the narrow
+        rows that leave the step."""
 
     @abstractmethod
     def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
@@ -116,7 +113,7 @@ class RoutedExpertsCapturer(ABC):
 
 
 class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
-    """Records."""
+    """Capture switched on."""
 
     def __init__(self, spec: CaptureSpec, *, num_slots: int, page_size: int) -> None:
         self.spec = spec
@@ -147,7 +144,7 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
 
     def save(self, slots: Int[np.ndarray, " R0"], earlier: SavedRows | None = None) -> SavedRows:
         num_rows = slots.size if earlier is None else max(slots.size, earlier.valid.size)
-        ids, valid, versions = self._joined(slots, start=0, num_rows=num_rows, saved=earlier)
+        ids, valid, versions = self._read_rows(slots, start=0, num_rows=num_rows, saved=earlier)
         return SavedRows(ids=ids, valid=valid, versions=versions)
 
     def collect(
@@ -161,12 +158,14 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
         include_last: bool = False,
     ) -> RoutedExperts:
         num_rows = max(num_tokens - start - (0 if include_last else 1), 0)
-        ids, valid, versions = self._joined(slots, start=start, num_rows=num_rows, saved=saved)
+        ids, valid, versions = self._read_rows(slots, start=start, num_rows=num_rows, saved=saved)
         if not valid.all():
             missing = np.flatnonzero(~valid)
             raise RoutingIncompleteError(
-                f"the routing of token {start + int(missing[0])} is not known, nor that of {missing.size - 1} more of the {num_rows} rows "
-                f"from token {start} on; expected all of them, so the request fails: report this with the request"
+                f"the routing of token {start + int(missing[0])} is not known, nor that of {missing.size - 1} more of "
+                f"the {num_rows} rows from token {start} on; expected all of them, so the request fails: report this "
+                "with "
+                "the request"
             )
         return RoutedExperts(
             ids=ids,
@@ -192,10 +191,10 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
     def check_integrity(self, owned_slots: Int[np.ndarray, " owned"]) -> list[Violation]:
         return self.host_cache.check_integrity(owned_slots)
 
-    def _joined(
+    def _read_rows(
         self, slots: Int[np.ndarray, " R"], *, start: int, num_rows: int, saved: SavedRows | None
     ) -> GatheredRows:
-        """Read rows [start, start + num_rows): the slots' rows, and over them the saved ones, which were first."""
+        """Read rows [start, start + num_rows): the slots' rows, overwritten by the saved ones, which were first."""
         slots = slots[:num_rows]
         if saved is None and slots.size == num_rows:
             return self.host_cache.gather(slots)
@@ -205,13 +204,13 @@ class _RoutedExpertsCapturerReal(RoutedExpertsCapturer):
         ids[: slots.size], valid[: slots.size], versions[: slots.size] = self.host_cache.gather(slots)
         if saved is not None:
             first = slice(start, start + num_rows)
-            kept = np.flatnonzero(saved.valid[first])
-            ids[kept], versions[kept], valid[kept] = saved.ids[first][kept], saved.versions[first][kept], True
+            index = np.flatnonzero(saved.valid[first])
+            ids[index], versions[index], valid[index] = saved.ids[first][index], saved.versions[first][index], True
         return ids, valid, versions
 
 
 class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
-    """Records nothing: what the engine reports to it is dropped, and reading from it is an error."""
+    """Capture switched off: reports are dropped, and reading raises CaptureDisabledError."""
 
     @property
     def enabled(self) -> bool:
@@ -266,13 +265,13 @@ class _RoutedExpertsCapturerNoop(RoutedExpertsCapturer):
 
 def _refuse() -> NoReturn:
     raise CaptureDisabledError(
-        "routed experts were asked of an engine that records none; build it with Engine(..., enable_return_routed_experts=True)"
+        "routed experts were requested from an engine that records none; build it with "
+        "Engine(..., enable_return_routed_experts=True)"
     )
 
 
-# A thin door for scripts; nothing inside the engine reads it. A ContextVar rather than a module object: it holds no
-# state of its own,
-# a test or a task that sets it does not change it for another, and a thread that needs the capturer is handed it.
+# For scripts; nothing inside the engine reads it. A ContextVar: a test or task that sets it changes it for no other,
+# and a thread that needs the capturer is given it.
 _global_experts_capturer: ContextVar[RoutedExpertsCapturer | None] = ContextVar("global_experts_capturer", default=None)
 
 

@@ -161,7 +161,7 @@ def _pieces(recorded: RecordFile, tokenizer: "Tokenizer | None") -> tuple[str, .
     prompt = (
         cast("list[int]", answer["input_ids"]) if "input_ids" in answer else tokenizer.encode(str(answer["prompt"]))
     )
-    return analysis.pieces_of(
+    return analysis.token_texts(
         tokenizer.token_bytes(token) for token in [*prompt, *cast("list[int]", answer["output_ids"])]
     )
 

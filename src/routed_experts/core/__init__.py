@@ -1,1 +1,1 @@
-"""The nouns: what every other room talks about. Standard library and NumPy only; knows no device."""
+"""The nouns that all rooms share. Standard library and NumPy only."""

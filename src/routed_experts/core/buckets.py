@@ -1,4 +1,4 @@
-"""Padded sizes of a step: the few shapes that are compiled, and which of them a step takes. Knows no device.
+"""Buckets: the padded shapes of a step that are compiled, and the choice of one for a step.
 
 Decode steps are padded in requests, extend steps in tokens; deterministic mode has one shape for both."""
 
@@ -20,8 +20,8 @@ class Buckets:
 
     @staticmethod
     def from_args(args: ServerArgs, *, context_length: int) -> "Buckets":
-        """The shapes that `args` ask for, without those above what a step can take in: every running request's token,
-        and a prefill."""
+        """Build the shapes of `args`, without those above the largest step: one token of every running request, and a
+        prefill."""
         width = -(-context_length // args.page_size)
         requests, tokens = args.batch_paddings, args.token_paddings
         tokens = tokens[: 1 + sum(size < args.prefill_limit + args.running_limit for size in tokens)]
@@ -30,7 +30,7 @@ class Buckets:
         return Buckets(decode=requests, extend=tokens, max_requests=requests[-1], table_width=width)
 
     def shape(self, num_tokens: int, num_requests: int, *, all_decode: bool) -> tuple[ForwardMode, int, int]:
-        """(mode, padded tokens, padded requests) of the smallest shape that holds a step."""
+        """Return (mode, padded tokens, padded requests) of the smallest shape that holds a step."""
         if all_decode and self.decode:
             size = next(size for size in self.decode if size >= num_requests)
             return ForwardMode.DECODE, size, size
@@ -38,6 +38,6 @@ class Buckets:
         return ForwardMode.EXTEND, size, self.max_requests
 
     def all_shapes(self) -> tuple[tuple[ForwardMode, int, int], ...]:
-        """Every shape that `shape` can give."""
+        """Return every shape that `shape` can return."""
         decode = [(ForwardMode.DECODE, size, size) for size in self.decode]
         return (*decode, *((ForwardMode.EXTEND, size, self.max_requests) for size in self.extend))

@@ -1,5 +1,4 @@
-"""What a model's routing looks like: the shapes that every capture buffer and record follow. Knows nothing of arrays in
-use.
+"""CaptureSpec: the routing of a model, whose shapes every capture buffer and record follow.
 
 Invariant: layer_ids ascend within [0, num_hidden_layers); column m of a record is hidden layer layer_ids[m].
 Dims: M MoE layers, K experts per token, E experts."""
@@ -20,7 +19,8 @@ def expert_id_dtype(num_experts: int) -> ExpertIdDType:
     """Return the smallest unsigned dtype for logical ids: uint8 up to 256 experts, else uint16."""
     if not 1 <= num_experts <= MAX_NUM_EXPERTS:
         raise CaptureUnsupportedError(
-            f"{num_experts} experts cannot be captured; expected 1 to {MAX_NUM_EXPERTS}, so that an id fits two bytes; build without capture"
+            f"{num_experts} experts cannot be captured; expected 1 to {MAX_NUM_EXPERTS}, so that an id fits two bytes; "
+            "build without capture"
         )
     return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.uint16)
 
@@ -39,11 +39,12 @@ class CaptureSpec:
         expert_id_dtype(self.num_experts)
         if not self.layer_ids:
             raise CaptureUnsupportedError(
-                "a model without MoE layers routes nothing; expected at least one layer id; build without capture"
+                "a model without MoE layers has no routing; expected at least one layer id; build without capture"
             )
         if not all(a < b for a, b in pairwise((-1, *self.layer_ids, self.num_hidden_layers))):
             raise CaptureUnsupportedError(
-                f"layer_ids {self.layer_ids} cannot be captured; expected ascending indices in 0..{self.num_hidden_layers - 1}"
+                f"layer_ids {self.layer_ids} cannot be captured; expected ascending indices in "
+                f"0..{self.num_hidden_layers - 1}"
             )
         if not 1 <= self.top_k <= self.num_experts:
             raise CaptureUnsupportedError(
@@ -72,6 +73,5 @@ class CaptureSpec:
 
     @property
     def row_words(self) -> int:
-        """32-bit words of one token's row where its ids are packed, the first in the lowest byte; zeros fill the last
-        word."""
+        """32-bit words of one token's packed row, the first id in the lowest byte; zeros fill the last word."""
         return -(-self.row_bytes // 4)

@@ -1,7 +1,7 @@
-"""Every error a user of this package can meet. Knows nothing of where they are raised.
+"""Every error that this package raises to its users.
 
-Each class has one HTTP status and one stable code, so that a server needs no table of its own. Messages say what came,
-what was expected and what to do, in one line."""
+Each class has one HTTP status and one stable code. A message says what was received, what was expected and what to
+do, in one line."""
 
 from collections.abc import Mapping
 
@@ -24,13 +24,11 @@ class ConfigError(RoutedExpertsError):
 
 
 class MachineError(ConfigError):
-    """The machine cannot do what is asked of it: a device that is not there, or memory that does not suffice. Commands
-    exit with 1."""
+    """The machine cannot serve the configuration: a missing device, or too little memory. Commands exit with 1."""
 
 
 class WriteError(MachineError, OSError):
-    """A file that was asked for could not be written, such as on a full disk; nothing half-written stands under its
-    name."""
+    """A file could not be written, for example on a full disk; no partial file is left under its name."""
 
     status = 500
     code = "write_error"

@@ -1,8 +1,8 @@
-"""ExpertOffloadConfig: how a model's experts are shared out between the accelerator and the host. Knows no device and no
-weight.
+"""ExpertOffloadConfig: how a model's experts are shared out between the accelerator and the host. Knows no device and
+no weight.
 
-The names are those that KTransformers gave to SGLang; each says here what it means. Checked once, when
-it is made; what needs the model or the machine is checked when the engine is built, before anything is allocated."""
+The names are those that KTransformers gave to SGLang; each says here what it means. Checked once, when it is made;
+what needs the model or the machine is checked when the engine is built, before anything is allocated."""
 
 import dataclasses
 

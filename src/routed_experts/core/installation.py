@@ -28,7 +28,8 @@ def install_command(extra: str) -> str:
 
 
 def import_optional(module: str, *, purpose: str, extra: str, otherwise: str = "") -> Any:
-    """Import a module of an extra. Raises ConfigError with the command that installs it; `otherwise`: what else to do."""
+    """Import a module of an extra. Raises ConfigError with the command that installs it; `otherwise`: what else to
+    do."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

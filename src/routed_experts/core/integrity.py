@@ -1,7 +1,6 @@
-"""What every `check_integrity` answers: one broken invariant, named and with its numbers. Knows nothing of who checks
-what.
+"""Violation: one broken invariant, as every `check_integrity` returns it, with its numbers.
 
-An empty list means that all is well. `name` is stable snake_case (a metric label), `detail` is one line for a
+An empty list means that all invariants hold. `name` is stable snake_case (a metric label), `detail` is one line for a
 person."""
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""ModelWorkerBatch: one step, as the scheduler hands it to the runner. NumPy, padded to a bucket; knows no device.
+"""ModelWorkerBatch: one step, as the scheduler hands it to the runner. NumPy, padded to a bucket.
 
 Tokens of one request are neighbours, in order of position; requests stand in batch-row order. Padding tokens and rows
 are zeros at the end. Dims: N padded tokens, B padded requests, W pages of a request, X bias entries of a request."""
@@ -44,7 +44,7 @@ class SamplingMode(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingArrays:
-    """Sampling parameters by batch row; rows that sample nothing are greedy."""
+    """Sampling parameters by batch row; rows that do not sample are greedy."""
 
     temperature: Float[np.ndarray, " B"]
     top_k: Int[np.ndarray, " B"]
@@ -62,26 +62,25 @@ class SamplingArrays:
 
 
 class TokenOrigins(NamedTuple):
-    """Positions of a step's tokens, prompt lengths of its rows, and of which row each token is."""
+    """Positions of a step's tokens, prompt lengths of its rows, and the row of each token."""
 
     positions: Int[np.ndarray, " N"]
     prompt_len: Int[np.ndarray, " B"]
     token_rows: Int[np.ndarray, " N"]
 
     def generated(self, num_tokens: int) -> Bool[np.ndarray, " num_tokens"]:
-        """Which of the first `num_tokens` tokens were generated; the others are of prompts."""
+        """Return which of the first `num_tokens` tokens were generated; the others are of prompts."""
         return (self.positions >= self.prompt_len[self.token_rows])[:num_tokens]
 
 
-ALL_GENERATED: Final = TokenOrigins(
-    *np.zeros((3, 0), np.int32)
-)  # of a step without tokens of prompts: known without a look
+# Of a step without prompt tokens, recognised by identity.
+ALL_GENERATED: Final = TokenOrigins(*np.zeros((3, 0), np.int32))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWorkerBatch:
-    """One step. `return_routed_experts` tells which rows asked; rows of all are captured (DESIGN law 6).
-    `all_generated`: no token is of a prompt, which a step of one token a row may have too."""
+    """One step. `return_routed_experts`: the rows that requested routed experts; all rows are captured (DESIGN law 6).
+    `all_generated`: no token is of a prompt (a step of one token a row may have prompt tokens)."""
 
     step: int
     mode: ForwardMode
@@ -97,14 +96,14 @@ class ModelWorkerBatch:
     request_slots: Int[np.ndarray, " B"]
     page_table: Int[np.ndarray, "B W"]
     sampling: SamplingArrays
-    samples: tuple[bool, ...]  # by real row: does it sample a token, or is it a chunk before the last
-    prompt_targets: Int[np.ndarray, " N"] | None  # next prompt token of each token, when a row asks for prompt logprobs
+    samples: tuple[bool, ...]  # by real row: whether it samples a token; a chunk before the last does not
+    prompt_targets: Int[np.ndarray, " N"] | None  # next prompt token of each token, when a row requests prompt logprobs
     return_routed_experts: tuple[bool, ...]
     all_generated: bool = False
 
     @property
     def origins(self) -> TokenOrigins:
-        """What tells generated tokens of the step from those of prompts."""
+        """Separates generated tokens of the step from those of prompts."""
         return (
             ALL_GENERATED
             if self.all_generated
@@ -114,10 +113,10 @@ class ModelWorkerBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step computed, on the host. `rows` are its routed experts [N, M*K], or an int32 table whose last columns
-    are packed rows (CaptureSpec.row_words of them), real tokens first, or None without capture: any array that
-    np.asarray can read, which is left to who files them. `rerouting`: of each token, slots that capacities moved to other
-    experts and slots that they left empty; None: none."""
+    """The outputs of a step, on the host. `rows` are its routed experts [N, M*K], or an int32 table whose last
+    columns are packed rows (CaptureSpec.row_words of them), real tokens first, or None without capture: any array
+    that np.asarray can read; the host cache reads it when it files them. `rerouting`: of each token, slots that
+    capacities moved to other experts and slots left empty; None without capacities."""
 
     tokens: Int[np.ndarray, " B"]
     logprobs: Float[np.ndarray, " B"]

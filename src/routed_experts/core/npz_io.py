@@ -1,5 +1,4 @@
-"""Arrays in an .npz file, written whole and read with their dtypes and dims checked; nothing in the file runs code.
-Knows not what they mean."""
+"""Write arrays to an .npz file atomically, and read them with dtypes and dims checked. Loading never runs code."""
 
 import os
 import zipfile
@@ -15,25 +14,24 @@ ArraySpecs = Mapping[str, tuple[type[Any], int]]  # by name: dtype and number of
 
 
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write an .npz, with that suffix if `path` has another, as NumPy does. Raises WriteError; then nothing is left of
-    it."""
-    said = os.fspath(path)
-    with atomic_write(said if said.endswith(".npz") else f"{said}.npz") as part, part.open("wb") as stream:
+    """Write an .npz; the suffix is added if `path` has another, as NumPy does. Raises WriteError and leaves no file."""
+    name = os.fspath(path)
+    with atomic_write(name if name.endswith(".npz") else f"{name}.npz") as part, part.open("wb") as stream:
         np.savez(stream, allow_pickle=False, **arrays)
 
 
-def read_arrays(path: str | os.PathLike[str], forms: ArraySpecs, *, what: str) -> dict[str, np.ndarray]:
-    """Read the arrays of these forms; `what` names them in errors. Raises RoutingFormatError for another file or other
+def read_arrays(path: str | os.PathLike[str], specs: ArraySpecs, *, what: str) -> dict[str, np.ndarray]:
+    """Read the arrays of `specs`; `what` names them in errors. Raises RoutingFormatError for another file or other
     arrays."""
     try:
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
-            arrays: dict[str, np.ndarray] = {name: file[name] for name in forms}
+            arrays: dict[str, np.ndarray] = {name: file[name] for name in specs}
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
         raise RoutingFormatError(f"{path} holds no {what} ({error}); give what its save() wrote") from error
-    for name, (dtype, ndim) in forms.items():
+    for name, (dtype, ndim) in specs.items():
         if arrays[name].dtype != dtype or arrays[name].ndim != ndim:
-            came = f"{arrays[name].dtype} of {arrays[name].ndim} dims"
+            received = f"{arrays[name].dtype} of {arrays[name].ndim} dims"
             raise RoutingFormatError(
-                f"{path}: {name} is {came}; expected {np.dtype(dtype)} of {ndim}, as save() writes it"
+                f"{path}: {name} is {received}; expected {np.dtype(dtype)} of {ndim}, as save() writes it"
             )
     return arrays

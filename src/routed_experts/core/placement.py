@@ -1,5 +1,4 @@
-"""Where experts live: the instances of a layer's experts on devices, or the experts that stay on the accelerator. Knows
-no plan, no weight and no device.
+"""Where experts live: ExpertPlacement, their instances on devices, and ResidencyMap, the experts on the accelerator.
 
 Both are per MoE layer, by logical expert id, frozen, and checked when they are made; a change is a new value with a
 higher epoch. Dims: M MoE layers, E experts, I expert instances, J replica positions of an expert, V devices, N resident
@@ -15,7 +14,7 @@ from jaxtyping import Int, Int32
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.npz_io import read_arrays, write_arrays
 
-_PLACEMENT_FORMS = MappingProxyType(
+_PLACEMENT_SPECS = MappingProxyType(
     {
         "physical_to_logical_map": (np.int32, 2),
         "logical_to_physical_map": (np.int32, 3),
@@ -24,7 +23,7 @@ _PLACEMENT_FORMS = MappingProxyType(
         "epoch": (np.int64, 0),
     }
 )
-_RESIDENCY_FORMS = MappingProxyType({"slot_of": (np.int32, 2), "num_resident": (np.int64, 0), "epoch": (np.int64, 0)})
+_RESIDENCY_SPECS = MappingProxyType({"slot_of": (np.int32, 2), "num_resident": (np.int64, 0), "epoch": (np.int64, 0)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,7 +124,7 @@ class ExpertPlacement:
     def read(path: str | os.PathLike[str]) -> "ExpertPlacement":
         """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for maps that do not fit
         each other."""
-        arrays = read_arrays(path, _PLACEMENT_FORMS, what="placement")
+        arrays = read_arrays(path, _PLACEMENT_SPECS, what="placement")
         return ExpertPlacement(
             physical_to_logical_map=arrays["physical_to_logical_map"],
             logical_to_physical_map=arrays["logical_to_physical_map"],
@@ -167,7 +166,8 @@ class ResidencyMap:
             layer = int(wrong[0])
             used = np.sort(slot_of[layer][slot_of[layer] != -1]).tolist()
             raise PlacementError(
-                f"slot_of of MoE layer {layer} uses the slots {used}; expected each of 0 to {self.num_resident - 1} once and -1 elsewhere"
+                f"slot_of of MoE layer {layer} uses the slots {used}; expected each of 0 to {self.num_resident - 1} "
+                "once and -1 elsewhere"
             )
         slot_of.setflags(write=False)
 
@@ -212,14 +212,14 @@ class ResidencyMap:
         )
 
     def aligned_to(self, previous: "ResidencyMap") -> "ResidencyMap":
-        """The same residents, of which those of `previous`, a map of the same sizes, stay in their slots: the fewest
-        copies. One that comes takes the slot that it has here if somebody leaves it, else any that is left."""
-        held, expected = previous.experts, self.experts
+        """Return the same residents with those of `previous`, a map of the same sizes, in their slots: the fewest
+        copies. A new resident takes its slot in this map if that becomes free, else any free one."""
+        held, target = previous.experts, self.experts
         leaves = np.take_along_axis(self.slot_of, held.astype(np.intp), axis=1) < 0  # [M, N]
-        comes = np.take_along_axis(previous.slot_of, expected.astype(np.intp), axis=1) < 0
-        held = np.where(leaves & comes, expected, held)
-        for layer in range(self.num_layers):  # as many are left as have no slot
-            held[layer, leaves[layer] & ~comes[layer]] = expected[layer, comes[layer] & ~leaves[layer]]
+        comes = np.take_along_axis(previous.slot_of, target.astype(np.intp), axis=1) < 0
+        held = np.where(leaves & comes, target, held)
+        for layer in range(self.num_layers):  # as many slots are free as residents have none
+            held[layer, leaves[layer] & ~comes[layer]] = target[layer, comes[layer] & ~leaves[layer]]
         return ResidencyMap.from_experts(held, num_experts=self.num_experts, epoch=self.epoch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -230,7 +230,7 @@ class ResidencyMap:
     def read(path: str | os.PathLike[str]) -> "ResidencyMap":
         """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for a map that cannot
         be."""
-        arrays = read_arrays(path, _RESIDENCY_FORMS, what="residency map")
+        arrays = read_arrays(path, _RESIDENCY_SPECS, what="residency map")
         return ResidencyMap(
             slot_of=arrays["slot_of"], num_resident=int(arrays["num_resident"]), epoch=int(arrays["epoch"])
         )
@@ -245,7 +245,7 @@ def _save(plan: ExpertPlacement | ResidencyMap, path: str | os.PathLike[str]) ->
 
 
 def default_max_replicas(num_instances: int, num_experts: int) -> int:
-    """J where nothing else is said: what the spare instances allow one expert, at most 16."""
+    """Return the default J: what the spare instances allow one expert, at most 16."""
     return min(16, num_instances - num_experts + 1)
 
 
@@ -256,13 +256,14 @@ def _check_shapes(placement: ExpertPlacement) -> None:
         placement.logical_replica_count,
     )
     shapes = [array.shape for array in (held, listed, counts)]
-    told = f"maps of shapes {', '.join(str(list(shape)) for shape in shapes)} and dtypes {held.dtype}, {listed.dtype}, {counts.dtype}"
+    dtypes = f"{held.dtype}, {listed.dtype}, {counts.dtype}"
+    maps = f"maps of shapes {', '.join(str(list(shape)) for shape in shapes)} and dtypes {dtypes}"
     fits = (
         (held.ndim, listed.ndim) == (2, 3) and listed.shape[:2] == counts.shape and held.shape[:1] == counts.shape[:1]
     )
     if not fits or min(held.size, listed.size) == 0 or any(array.dtype != np.int32 for array in (held, listed, counts)):
         raise PlacementError(
-            f"{told}; expected int32 physical_to_logical_map [M, I], logical_to_physical_map [M, E, J], count [M, E]"
+            f"{maps}; expected int32 physical_to_logical_map [M, I], logical_to_physical_map [M, E, J], count [M, E]"
         )
     num_instances, num_experts = held.shape[1], counts.shape[1]
     if num_instances < num_experts:
@@ -288,14 +289,16 @@ def _check_replicas(placement: ExpertPlacement) -> None:
     if wrong.size:
         layer, expert = wrong[0]
         raise PlacementError(
-            f"MoE layer {layer}: expert {expert} has {counts[layer, expert]} instances; expected 1 to {listed.shape[2]}, the listed positions"
+            f"MoE layer {layer}: expert {expert} has {counts[layer, expert]} instances; expected 1 to "
+            f"{listed.shape[2]}, the listed positions"
         )
     real = np.arange(listed.shape[2]) < counts[:, :, None]  # [M, E, J]
     wrong = np.argwhere(np.where(real, (listed < 0) | (listed >= num_instances), listed != -1))
     if wrong.size:
         layer, expert, _ = wrong[0]
         raise PlacementError(
-            f"MoE layer {layer}: expert {expert} has {counts[layer, expert]} instances and the list {listed[layer, expert].tolist()}; "
+            f"MoE layer {layer}: expert {expert} has {counts[layer, expert]} instances and the list "
+            f"{listed[layer, expert].tolist()}; "
             f"expected that many of 0 to {num_instances - 1} without a gap, and -1 after them"
         )
     layers, experts, positions = np.nonzero(real)
@@ -333,6 +336,6 @@ def _check_epoch(epoch: int) -> None:
 def _check_model(name: str, ours: tuple[int, int], model: tuple[int, int]) -> None:
     if ours != model:
         raise PlacementError(
-            f"a {name} of {ours[0]} MoE layers x {ours[1]} experts came for a model of {model[0]} x {model[1]}; "
+            f"a {name} of {ours[0]} MoE layers x {ours[1]} experts does not fit a model of {model[0]} x {model[1]}; "
             "plan it from this model's routing"
         )

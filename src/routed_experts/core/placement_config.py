@@ -1,6 +1,6 @@
-"""PlacementConfig: where an engine's experts are at first, how their slots choose among instances, and whether they
-move by themselves. Knows no device and no weight. Checked once, when it is made; what needs the model is checked when
-the engine is built."""
+"""PlacementConfig: the initial placement of an engine's experts, how slots choose among instances, and rebalancing.
+
+Checked once, when it is made; what depends on the model is checked when the engine is built."""
 
 import dataclasses
 import math
@@ -18,27 +18,26 @@ UNBOUNDED = (1, 0)  # the fraction of a factor without bound
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """A first placement, and what becomes of it. Raises ConfigError for values that cannot work, naming field, value,
-    limit and fix.
+    """An initial placement and its policy. Raises ConfigError for values that cannot work, naming field, value, limit
+    and fix.
 
-    "replicas" changes no token: slots of an expert are spread over its instances. "reroute" gives every instance room
-    for max(1, ceil(capacity_factor * tokens of the step * K / I)) slots, and what finds none goes to the next replica,
-    then to the token's next best expert: it changes the model, a token's experts depend on the other requests, and
-    answers say so. `on_exhausted`: a slot whose token finds room nowhere runs its best expert all the same ("overflow")
-    or none ("drop"). With `rebalance_every` the load of that many steps is planned for and weighed, and where it pays
-    the experts move, `layers_per_step` MoE layers between two steps. The gain is weighed as `expert_share` of the wall
-    time that steps took (a step is one program, whose experts cannot be timed by themselves), the copies by
-    `link_bytes_per_s`."""
+    "replicas" changes no token: slots of an expert are spread over its instances. "reroute" gives every instance
+    room for max(1, ceil(capacity_factor * tokens of the step * K / I)) slots. A slot without room goes to the next
+    replica, then to the token's next best expert. This changes the model: a token's experts depend on the other
+    requests, and answers say so. `on_exhausted`: a slot whose token finds no room runs its best expert anyway
+    ("overflow") or none ("drop"). With `rebalance_every` a new plan is made from the load of that many steps; where
+    it pays, the experts move, `layers_per_step` MoE layers between two steps. The gain is estimated from
+    `expert_share` of the wall time of the steps (the experts of one program cannot be timed separately), the cost
+    from `link_bytes_per_s`."""
 
     plan: ExpertPlacement | str | os.PathLike[str]  # or the .npz that ExpertPlacement.save wrote
     mode: str = "replicas"
-    capacity_factor: Fraction | float | str | None = (
-        None  # such as 1.25 or "5/4", inf for no bound; of "reroute", which needs it
-    )
+    # Such as 1.25 or "5/4", inf for no bound; "reroute" needs it.
+    capacity_factor: Fraction | float | str | None = None
     on_exhausted: str = "overflow"
     rebalance_every: int = 0  # steps; 0: never
     layers_per_step: int = 1
-    num_groups: int = 1  # of experts, packed to nodes as wholes where num_nodes divides them
+    num_groups: int = 1  # of experts; a group stays on one node where num_nodes divides num_groups
     num_nodes: int = 1
     expert_share: float = 0.5
     link_bytes_per_s: float = 25e9
@@ -54,9 +53,10 @@ class PlacementConfig:
         if self.capacity_limited != (self.capacity_factor is not None) or (
             self.on_exhausted == "drop" and not self.capacity_limited
         ):
-            told = f"mode={self.mode!r}, capacity_factor={self.capacity_factor!r}, on_exhausted={self.on_exhausted!r}"
+            fields = f"mode={self.mode!r}, capacity_factor={self.capacity_factor!r}, on_exhausted={self.on_exhausted!r}"
             raise ConfigError(
-                f"{told}; a capacity factor and 'drop' go with mode='reroute', and 'reroute' needs a factor, such as 1.25"
+                f"{fields}; a capacity factor and 'drop' go with mode='reroute', and 'reroute' needs a factor, such "
+                "as 1.25"
             )
         parse_fraction(self.capacity_factor)
         for name, value, least in (
@@ -76,11 +76,14 @@ class PlacementConfig:
                 raise ConfigError(f"{name}={value!r} must be a finite number above 0")
 
     @staticmethod
-    def create(said: "ExpertPlacement | PlacementConfig | str | os.PathLike[str] | None") -> "PlacementConfig | None":
-        """What `Engine(placement=)` takes, its plan read. Raises ConfigError, PlacementError, RoutingFormatError."""
-        if said is None:
+    def create(
+        placement: "ExpertPlacement | PlacementConfig | str | os.PathLike[str] | None",
+    ) -> "PlacementConfig | None":
+        """Build from the argument of `Engine(placement=)` and read its plan. Raises ConfigError, PlacementError,
+        RoutingFormatError."""
+        if placement is None:
             return None
-        config = said if isinstance(said, PlacementConfig) else PlacementConfig(plan=said)
+        config = placement if isinstance(placement, PlacementConfig) else PlacementConfig(plan=placement)
         return (
             config
             if isinstance(config.plan, ExpertPlacement)
@@ -89,7 +92,7 @@ class PlacementConfig:
 
     @property
     def initial(self) -> ExpertPlacement:
-        """The plan, which has been read."""
+        """The initial plan, which `create` has read."""
         assert isinstance(self.plan, ExpertPlacement), "PlacementConfig.create reads it"
         return self.plan
 

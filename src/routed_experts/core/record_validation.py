@@ -75,7 +75,8 @@ def repeated_rows(ids: UInt[np.ndarray, "R M K"]) -> Bool[np.ndarray, "R M"]:
 
 
 def _repeated_in_lanes(ids: UInt[np.ndarray, " RK"], top_k: int) -> Bool[np.ndarray, " R"]:
-    """Compare all ids with those d positions on and mask what crosses a row: K - 1 passes over neighbours, no gather."""
+    """Compare all ids with those d positions on and mask what crosses a row: K - 1 passes over neighbours, no
+    gather."""
     lane, equal = _LANES[top_k], np.zeros(ids.size, np.bool_)
     repeated = np.zeros(ids.size // top_k, lane)
     inside = np.zeros(top_k, np.bool_)

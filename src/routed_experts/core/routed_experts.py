@@ -72,7 +72,8 @@ class RoutedExperts:
         """Cut the rows of tokens [a, b), absolute indices; tokens without a row are left out, S and prompt_len stay."""
         if not isinstance(tokens, slice):  # pyright: ignore[reportUnnecessaryIsInstance]  # iter() on a record ends here
             raise TypeError(
-                f"a record is indexed by {type(tokens).__name__}; expected a slice of absolute token indices, record[a:b]"
+                f"a record is indexed by {type(tokens).__name__}; expected a slice of absolute token indices, "
+                "record[a:b]"
             )
         low, high = (
             (0 if tokens.start is None else tokens.start),
@@ -80,7 +81,8 @@ class RoutedExperts:
         )
         if tokens.step not in (None, 1) or low < 0 or high < 0:
             raise IndexError(
-                f"record[{low}:{high}:{tokens.step}] is no run of tokens; expected absolute indices of at least 0 and no step"
+                f"record[{low}:{high}:{tokens.step}] is no run of tokens; expected absolute indices of at least 0 and "
+                "no step"
             )
         end = self.start + self.num_rows
         low = min(max(low, self.start), end)
@@ -115,7 +117,8 @@ class RoutedExperts:
             chosen = self.ids[row, column].tolist()
             slot = next(k for k, expert in enumerate(chosen) if expert in chosen[:k])
             raise RoutingFormatError(
-                f"token {self.start + row}, layer {self.layer_ids[column]}, slot {slot}: expert {chosen[slot]} is repeated in {chosen}; "
+                f"token {self.start + row}, layer {self.layer_ids[column]}, slot {slot}: expert {chosen[slot]} is "
+                f"repeated in {chosen}; "
                 f"expected {self.top_k} distinct experts"
             )
 
@@ -141,7 +144,8 @@ class RoutedExperts:
         ascending = all(a < b for a, b in pairwise((-1, *layer_ids, self.num_hidden_layers)))
         if len(layer_ids) != ids.shape[1] or not ascending:
             raise RoutingFormatError(
-                f"layer_ids {layer_ids} for {ids.shape[1]} columns; expected one each, ascending in 0..{self.num_hidden_layers - 1}"
+                f"layer_ids {layer_ids} for {ids.shape[1]} columns; expected one each, ascending in "
+                f"0..{self.num_hidden_layers - 1}"
             )
         if self.valid is not None and (self.valid.shape != ids.shape[:1] or self.valid.dtype != np.bool_):
             raise RoutingFormatError(
@@ -156,7 +160,8 @@ class RoutedExperts:
         end = self.start + self.num_rows
         if self.start < 0 or end > self.num_tokens or not 0 <= self.num_prompt_tokens <= self.num_tokens:
             raise RoutingFormatError(
-                f"rows of tokens [{self.start}, {end}) in a sequence of {self.num_tokens}, prompt {self.num_prompt_tokens}; "
+                f"rows of tokens [{self.start}, {end}) in a sequence of {self.num_tokens}, prompt "
+                f"{self.num_prompt_tokens}; "
                 "expected all of them inside the sequence"
             )
         check_version_spans(self.version_spans, self.start, end)

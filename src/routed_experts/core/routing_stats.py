@@ -1,9 +1,8 @@
-"""RoutingStats: how often each expert was chosen, prompts and generated tokens apart, in all and of late. Knows no
-placement.
+"""RoutingStats: how often each expert was chosen, separately for prompts and generated tokens, in total and recently.
 
-Counts are of logical ids, one a token, layer and slot. A window is the counts of a run of tokens, so that what changes
-with time can be seen; the last one may be short. What was counted before the oldest window that is kept is in `counts`
-alone. Dims: F phases (prompt, generated), M MoE layers, E experts, K experts per token, W windows, T tokens."""
+Counts are of logical ids, one for each token, layer and slot. A window holds the counts of a run of tokens, so that
+changes over time are visible; the last window may be short. Tokens before the oldest window are in `counts` alone.
+Dims: F phases (prompt, generated), M MoE layers, E experts, K experts per token, W windows, T tokens."""
 
 import os
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from routed_experts.core.routed_experts import RoutedExperts
 PHASES = ("prompt", "generated")
 WINDOW_TOKENS = 1024
 _FAST, _SLOW = 4.0, 32.0  # half-lives in windows
-_FORMS = MappingProxyType(
+_SPECS = MappingProxyType(
     {
         "counts": (np.int64, 3),
         "num_tokens": (np.int64, 1),
@@ -46,13 +45,16 @@ class RoutingStats:
         fits = self.counts.ndim == 3 and self.counts.shape[:2] == shape and self.windows.shape[1:] == self.counts.shape
         if not fits or self.num_tokens.shape != shape[:1] or self.top_k < 1:
             raise PlacementError(
-                f"counts {list(self.counts.shape)}, num_tokens {list(self.num_tokens.shape)}, windows {list(self.windows.shape)}, top_k "
-                f"{self.top_k}; expected [2, {shape[1]}, E], [2] and [W, 2, {shape[1]}, E] for the {shape[1]} layer_ids"
+                f"counts {list(self.counts.shape)}, num_tokens {list(self.num_tokens.shape)}, windows "
+                f"{list(self.windows.shape)}, top_k {self.top_k}; expected [2, {shape[1]}, E], [2] and [W, 2, "
+                f"{shape[1]}, E] for the {shape[1]} layer_ids"
             )
         slots = self.counts.sum(axis=2)
         if (slots != self.num_tokens[:, None] * self.top_k).any() or self.counts.min(initial=0) < 0:
-            told = f"of {self.num_tokens.tolist()} prompt and generated tokens"
-            raise PlacementError(f"counts add up to {slots.tolist()}; expected {self.top_k} a token and layer, {told}")
+            tokens = f"of {self.num_tokens.tolist()} prompt and generated tokens"
+            raise PlacementError(
+                f"counts add up to {slots.tolist()}; expected {self.top_k} a token and layer, {tokens}"
+            )
         for array in (self.counts, self.num_tokens, self.windows):
             array.setflags(write=False)
 
@@ -78,12 +80,12 @@ class RoutingStats:
                 part, keys = keys[:room], keys[room:]
                 windows[-1] += _count(part, shape)
                 room -= len(part)
-        kept = np.array(windows, np.int32).reshape(-1, *shape)
-        counts = kept.sum(axis=0, dtype=np.int64)
+        counted = np.array(windows, np.int32).reshape(-1, *shape)
+        counts = counted.sum(axis=0, dtype=np.int64)
         return RoutingStats(
             counts=counts,
             num_tokens=counts[:, 0].sum(axis=1) // first.top_k,
-            windows=kept,
+            windows=counted,
             layer_ids=first.layer_ids,
             top_k=first.top_k,
         )
@@ -95,12 +97,12 @@ class RoutingStats:
 
     @property
     def load(self) -> Int64[np.ndarray, "M E"]:
-        """How often each expert was chosen, in all."""
+        """How often each expert was chosen, in total."""
         return self.counts.sum(axis=0)
 
     @property
     def recent_load(self) -> Float64[np.ndarray, "M E"]:
-        """Slots a token of each expert, of late: the larger of two moving averages, with half-lives of 4 and 32
+        """Slots a token of each expert, recently: the larger of two moving averages, with half-lives of 4 and 32
         windows."""
         return recent_load(self.windows, self.top_k)
 
@@ -113,8 +115,9 @@ class RoutingStats:
         """Raise PlacementError unless these are counts of a model with these MoE layers and so many experts."""
         if (self.layer_ids, self.num_experts) != (layer_ids, num_experts):
             raise PlacementError(
-                f"routing of MoE layers {self.layer_ids} with {self.num_experts} experts came for a model with {layer_ids} and "
-                f"{num_experts}; take what this model recorded"
+                f"routing of MoE layers {self.layer_ids} with {self.num_experts} experts does not fit a model with "
+                f"{layer_ids} "
+                f"and {num_experts}; use routing that this model recorded"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -128,7 +131,7 @@ class RoutingStats:
     def read(path: str | os.PathLike[str]) -> "RoutingStats":
         """Read what `save` wrote. Raises RoutingFormatError for another file, PlacementError for arrays that do not
         fit."""
-        arrays = read_arrays(path, _FORMS, what="routing statistics")
+        arrays = read_arrays(path, _SPECS, what="routing statistics")
         return RoutingStats(
             counts=arrays["counts"],
             num_tokens=arrays["num_tokens"],
@@ -139,12 +142,12 @@ class RoutingStats:
 
 
 def recent_load(windows: Int[np.ndarray, "W F M E"], top_k: int) -> Float64[np.ndarray, "M E"]:
-    """What `RoutingStats.recent_load` is of windows, oldest first."""
+    """Return `RoutingStats.recent_load` of windows, oldest first."""
     return np.maximum(moving_average(windows, top_k, _FAST), moving_average(windows, top_k, _SLOW)).sum(axis=0)
 
 
 def moving_average(windows: Int[np.ndarray, "W F M E"], top_k: int, half_life: float) -> Float64[np.ndarray, "F M E"]:
-    """Slots a token of the windows, oldest first; one counts half as much as one `half_life` windows later."""
+    """Return slots a token of the windows, oldest first; one counts half as much as one `half_life` windows later."""
     weights = 0.5 ** (np.arange(len(windows))[::-1] / half_life)
     tokens = windows[:, :, 0].sum(axis=(1, 2)) / top_k
     return np.tensordot(weights, windows, axes=1) / max(float(weights @ tokens), 1.0)
@@ -152,15 +155,14 @@ def moving_average(windows: Int[np.ndarray, "W F M E"], top_k: int, half_life: f
 
 def _keys(record: RoutedExperts, first: RoutedExperts) -> Int[np.ndarray, "T M*K"]:
     """Number every slot of a record's known rows by phase, layer and expert."""
-    ours, theirs = ((one.layer_ids, one.num_experts, one.top_k) for one in (record, first))
+    ours, theirs = ((each.layer_ids, each.num_experts, each.top_k) for each in (record, first))
     if ours != theirs:
-        told = [f"MoE layers {layers}, {experts} experts, top-{top_k}" for layers, experts, top_k in (ours, theirs)]
-        raise PlacementError(f"a record of {told[0]} came with one of {told[1]}; expected records of one model")
-    known = np.ones(record.num_rows, np.bool_) if record.valid is None else record.valid
+        shapes = [f"MoE layers {layers}, {experts} experts, top-{top_k}" for layers, experts, top_k in (ours, theirs)]
+        raise PlacementError(f"a record of {shapes[0]} came with one of {shapes[1]}; expected records of one model")
     generated = np.arange(record.start, record.start + record.num_rows) >= record.num_prompt_tokens
     num_layers, num_experts = len(record.layer_ids), record.num_experts
     rows = (generated * num_layers)[:, None] + np.arange(num_layers)  # [R, M]
-    return (rows[:, :, None] * num_experts + record.ids)[known].reshape(-1, num_layers * record.top_k)
+    return (rows[:, :, None] * num_experts + record.ids)[record.known].reshape(-1, num_layers * record.top_k)
 
 
 def _count(keys: Int[np.ndarray, "T M*K"], shape: tuple[int, int, int]) -> Int32[np.ndarray, "F M E"]:

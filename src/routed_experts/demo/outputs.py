@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from routed_experts.analysis.routed_text import RoutedText, pieces_of
+from routed_experts.analysis.routed_text import RoutedText, token_texts
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.engine.engine import Engine
 from routed_experts.engine.requests.tokenizer import Tokenizer
@@ -78,5 +78,5 @@ def _to_output(title: str, prompt_ids: list[int], answer: Mapping[str, Any], tok
         wire_shape=flat.reshape(-1, record.num_hidden_layers, record.top_k).shape,
         cached_tokens=meta["cached_tokens"],
         seconds=meta["e2e_latency"],
-        pieces=pieces_of(tokenizer.token_bytes(token) for token in token_ids),
+        pieces=token_texts(tokenizer.token_bytes(token) for token in token_ids),
     )

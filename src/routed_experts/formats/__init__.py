@@ -1,7 +1,7 @@
 """Every form in which a record leaves the engine or comes back. NumPy only; names are imported on first use (PEP 562).
 
-A framework's layout is a module with `encode(record) -> array` and `decode(array, SequenceInfo(...)) -> RoutedExperts`; where
-the framework trains on padded batches, also `encode_batch` and `decode_batch`:
+A framework's layout is a module with `encode(record) -> array` and `decode(array, SequenceInfo(...)) -> RoutedExperts`;
+where the framework trains on padded batches, also `encode_batch` and `decode_batch`:
 
     layout    of one sequence                    a row that is not known
     sglang    int32 [R, L, K], dense -1 or 0     refused
@@ -14,8 +14,8 @@ the framework trains on padded batches, also `encode_batch` and `decode_batch`:
     tunix     int16 [S, M, K]                    with missing="gate": -1
     maxtext   int32 [S, M, K]                    with native=: ids of a live forward
 
-`wire` has the forms that the server speaks, `meta_info` reads answers, `archive` has files. Dims: S tokens, R rows, P and G
-rows of prompt and answer, L hidden layers, M MoE layers, K experts per token."""
+`wire` has the forms that the server speaks, `meta_info` reads answers, `archive` has files. Dims: S tokens, R rows,
+P and G rows of prompt and answer, L hidden layers, M MoE layers, K experts per token."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

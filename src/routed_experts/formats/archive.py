@@ -5,7 +5,7 @@ valid BOOL [R]; its metadata as JSON text in the header, under routed_experts_in
 
     token_ids       I32 [sum of S]         prompt and generated tokens of each answer, one answer after another
     token_offsets   I64 [n + 1]            answer i has token_ids[token_offsets[i] : token_offsets[i + 1]]
-    answers         U8  [bytes]            UTF-8 JSON lines: each answer without token ids and payload, with its metadata
+    answers         U8  [bytes]            UTF-8 JSON lines: answers without token ids and payload, with metadata
     routed_experts  U8 or U16 [sum of R, M, K], row_offsets I64 [n + 1], and routed_experts_weights F32 where present
 
 Dims: S tokens of a sequence, R rows, M MoE layers, K experts a token, n answers. An answer without a record has no

@@ -1,7 +1,7 @@
 """Shared parts of the framework layouts of whole batches. Host NumPy.
 
-A layout without a mark for "no row" refuses a token that lacks one, and names the sample. The last token of each sequence
-has none after a rollout and needs none. Dims: B samples, S positions, M MoE layers, K experts per token."""
+A layout without a mark for "no row" refuses a token that lacks one, and names the sample. The last token of each
+sequence has none after a rollout and needs none. Dims: B samples, S positions, M MoE layers, K experts per token."""
 
 from typing import Any, NamedTuple, Protocol
 

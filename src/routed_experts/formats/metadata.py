@@ -28,8 +28,8 @@ PayloadLayers = Literal["all", "moe"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExpertsMetadata:
-    """The metadata of one payload; fields are the keys of the JSON object. `valid` is base64 of packed bits (little-endian), present when missing_rows >
-    0."""
+    """The metadata of one payload; fields are the keys of the JSON object. `valid` is base64 of packed bits
+    (little-endian), present when missing_rows > 0."""
 
     format: PayloadFormat
     layers: PayloadLayers
@@ -59,7 +59,8 @@ class RoutedExpertsMetadata:
         expected_columns = self.num_hidden_layers if self.layers == "all" else len(self.moe_layer_ids)
         if (num_columns, num_slots) != (expected_columns, self.top_k):
             raise RoutingFormatError(
-                f"shape is {list(self.shape)}; expected [R, {expected_columns}, {self.top_k}] for layers {self.layers!r}"
+                f"shape is {list(self.shape)}; expected [R, {expected_columns}, {self.top_k}] for layers "
+                f"{self.layers!r}"
             )
         if not 1 <= self.num_experts <= MAX_NUM_EXPERTS:
             raise RoutingFormatError(f"num_experts is {self.num_experts}; expected 1 to {MAX_NUM_EXPERTS}")
@@ -182,7 +183,8 @@ def to_record(
     num_missing = 0 if valid is None else int(valid.size - np.count_nonzero(valid))
     if num_missing != metadata.missing_rows or (valid is not None and valid.shape != ids.shape[:1]):
         raise RoutingFormatError(
-            f"{num_missing} of {ids.shape[0]} rows are marked missing; expected {metadata.missing_rows}, as routed_experts_info says"
+            f"{num_missing} of {ids.shape[0]} rows are marked missing; expected {metadata.missing_rows}, as "
+            "routed_experts_info says"
         )
     if (weights is None) != (metadata.weights is None):
         received = "no weights" if weights is None else "weights"

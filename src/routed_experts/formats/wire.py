@@ -30,7 +30,8 @@ REF_KEY = "routed_experts_ref"
 def encode_routed_experts(
     record: RoutedExperts, *, payload_format: Literal["int32", "npy"], layers: PayloadLayers, aborted: bool = False
 ) -> dict[str, object]:
-    """Return the fields of meta_info or a choice: `routed_experts`, its metadata, and the weights if the record has them.
+    """Return the fields of meta_info or a choice: `routed_experts`, its metadata, and the weights if the record has
+    them.
 
     An aborted request that generated nothing has the payload None and no rows; any other record of 0 rows is not
     None."""
@@ -102,7 +103,8 @@ def decode_routed_experts(
         array = _rows_from_lists(payload, prompt_payload, metadata)
     else:
         raise RoutingFormatError(
-            f"the payload has the format {metadata.format!r}; expected int32, npy or list: a ref is fetched from its URL"
+            f"the payload has the format {metadata.format!r}; expected int32, npy or list: a ref is fetched from its "
+            "URL"
         )
     return to_record(_canonical_ids(array, metadata), metadata, weights=_decoded_weights(weights, metadata))
 

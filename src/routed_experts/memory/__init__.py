@@ -1,2 +1,1 @@
-"""Pages and pools: where keys and values live, which pages are free, shared or held, and who reads them. Knows nothing
-of models."""
+"""Pages and pools: where keys and values are stored, and which pages are free, shared or held."""

@@ -1,4 +1,4 @@
-"""Paged KV pool: where keys and values live on the device. Knows nothing of requests.
+"""Paged KV pool: keys and values of all requests on the device, addressed by slot.
 
 One array [L*P, page, 2G, C], donated to each step and returned by it, so that it is updated in place. Row 2g of a slot
 holds the keys of kv head g, row 2g+1 its values; page 0 of each layer takes the writes of padding. With latent
@@ -19,7 +19,7 @@ from routed_experts.layers.delta_rule import DeltaShape, DeltaState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HybridPool:
-    """Pages, and states [T R ...] of those layers that keep one."""
+    """Pages, and the recurrent states [T R ...] of the layers that have one."""
 
     pages: Any  # Float[Array, "LP page 2G C"], or its shape
     states: Any  # DeltaState, or its shapes
@@ -29,8 +29,8 @@ TPU_LANES = 128
 
 
 def row_width(head_dim: int, platform: str) -> int:
-    """C of a pool for heads of `head_dim`: on a TPU whole rows of lanes, with zeros beside narrower heads, because its
-    compiler would else turn the whole pool around in every layer."""
+    """Return C of a pool for heads of `head_dim`: on a TPU padded to complete lanes, because its compiler would
+    otherwise transpose the whole pool in every layer."""
     return -(-head_dim // TPU_LANES) * TPU_LANES if platform == "tpu" else head_dim
 
 
@@ -61,21 +61,21 @@ class KVPoolSpec:
         pages = jax.ShapeDtypeStruct(shape, self.dtype)
         if self.recurrent is None:
             return pages
-        one = jax.eval_shape(lambda: DeltaState.zeros(1, self.recurrent_shape, self.dtype))
+        state = jax.eval_shape(lambda: DeltaState.zeros(1, self.recurrent_shape, self.dtype))
         size = (self.num_recurrent, self.num_requests)
         return HybridPool(
-            pages, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*size, *leaf.shape[1:]), leaf.dtype), one)
+            pages, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*size, *leaf.shape[1:]), leaf.dtype), state)
         )
 
     @property
     def recurrent_shape(self) -> DeltaShape:
-        """Of layers with a state, where there are some."""
+        """The state shape of recurrent layers; only where the model has them."""
         assert self.recurrent is not None
         return self.recurrent
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of all layers that one token takes."""
+        """Bytes of one token in all layers."""
         return self.num_layers * self.rows * self.head_dim * self.dtype.itemsize
 
     @property
@@ -87,9 +87,9 @@ class KVPoolSpec:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the pool has places for, the padding page included."""
+        """Token slots of the pool, the padding page included."""
         return self.num_pages * self.page_size
 
     def allocate(self) -> Any:
-        """Make the pool, zeroed, on the default device."""
+        """Allocate the pool, zeroed, on the default device."""
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract)

@@ -1,7 +1,7 @@
-"""Free pages of the KV pool: who may write where. Knows nothing of requests, of prefixes, or of what a page holds.
+"""Free pages of the KV pool.
 
 Invariants: page 0 is the padding page and is never handed out; every other page is either free or used, never both;
-free + used == total. Reuse is LIFO: the pages freed last come first, in the order in which `free` was given them; a
+free + used == total. Reuse is LIFO: the pages freed last come first, in the order in which `free` received them; a
 fresh allocator hands out 1, 2, 3, ... Engine thread only. Dims: P pages."""
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class PageAllocator:
         return self.num_pages - 1
 
     def allocate(self, count: int) -> Int32[np.ndarray, " P"] | None:
-        """Take `count` pages, which the caller then owns; None, and nothing taken, when fewer are free."""
+        """Take `count` pages, which the caller then owns; None when fewer are free."""
         assert count >= 0, f"allocate({count}): expected 0 or more pages"
         if count > self._num_free:
             return None
@@ -49,7 +49,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Int32[np.ndarray, " P"]) -> None:
-        """Give pages back; all of them must be used, and each named once."""
+        """Return pages; all of them must be used, and each listed once."""
         if pages.size == 0:
             return
         outside = self._outside(pages)
@@ -66,17 +66,17 @@ class PageAllocator:
         self._num_free += pages.size
 
     def check_integrity(self, owners: Mapping[str, Int32[np.ndarray, " P"]] | None = None) -> list[Violation]:
-        """Compare the free list with the used bits and, when `owners` (name -> pages owned, shared pages under the
-        sharer only) is given, with every owner: one owner a page, no leak, no owner of a free page."""
+        """Compare the free list with the used bits and, given `owners` (name -> pages owned, shared pages under the
+        sharer only), with every owner: one owner a page, no leak, no owner of a free page."""
         free = self._stack[: self._num_free]
         empty = np.empty(0, dtype=np.int32)
         owned = np.concatenate([empty, *(owners or {}).values()])
         num_free, num_owned = self._count(free), self._count(owned)  # [num_pages] each
-        found: list[Violation] = []
+        violations: list[Violation] = []
 
         def expect_none(name: str, pages: Int[np.ndarray, " P"], what: str) -> None:
             if pages.size:
-                found.append(Violation(name=name, detail=f"{pages.size} {what}: {_shown(pages)}"))
+                violations.append(Violation(name=name, detail=f"{pages.size} {what}: {_shown(pages)}"))
 
         expect_none(
             "page_free_list_range",
@@ -91,11 +91,11 @@ class PageAllocator:
         num_used = int(np.count_nonzero(self._used))
         if self._num_free + num_used != self.num_total:
             counts = f"{self._num_free} free + {num_used} used != {self.num_total} total"
-            found.append(Violation(name="page_total", detail=counts))
+            violations.append(Violation(name="page_total", detail=counts))
         if owners is not None:
             for page in np.flatnonzero(num_owned > 1)[:_NUM_SHOWN].tolist():
                 names = [name for name, pages in owners.items() for _ in range(int(np.count_nonzero(pages == page)))]
-                found.append(
+                violations.append(
                     Violation(name="page_two_owners", detail=f"page {page} is owned {len(names)} times: {names}")
                 )
             expect_none(
@@ -109,13 +109,13 @@ class PageAllocator:
             expect_none(
                 "page_leaked", np.flatnonzero((num_owned == 0) & self._used), "pages are handed out but have no owner"
             )
-        return found
+        return violations
 
     def _outside(self, pages: Int32[np.ndarray, " P"]) -> Int32[np.ndarray, " P"]:
         return pages[(pages <= PADDING_PAGE) | (pages >= self.num_pages)]
 
     def _count(self, pages: Int32[np.ndarray, " P"]) -> Int[np.ndarray, " P"]:
-        """How often each page id of the pool occurs."""
+        """Count how often each page id of the pool occurs."""
         return np.bincount(pages[(pages > PADDING_PAGE) & (pages < self.num_pages)], minlength=self.num_pages)
 
 

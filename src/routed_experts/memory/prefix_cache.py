@@ -1,13 +1,12 @@
-"""Cached prefixes: a radix tree of pages with reference counts, LRU eviction and flush. Knows nothing of requests or of
-what a page holds.
+"""Cached prefixes: a radix tree of pages with reference counts, LRU eviction and flush.
 
 Ownership: the tree owns the pages of its nodes. A lock keeps a node and its path to the root: their pages are not
-evicted. A handle (node) or the pages of a match are good until the next `evict` or `flush` unless locked: match, then
-lock. Flush starts a new tree. What was locked stays, detached, for its holders: never matched, never inserted into
-again, its pages given back by the `unlock` that releases the last lock over them, exactly once. A holder whose node is
-detached does not insert (`is_attached` tells): it frees the pages of its own and unlocks. Invariants: those of
-prefix_tree.py; only pages with refs == 0 are evicted; every unlocked leaf is in the eviction queue. Engine thread only.
-Dims: S tokens of a sequence, P pages."""
+evicted. A handle (node) or the pages of a match are valid until the next `evict` or `flush` unless locked: match,
+then lock. Flush starts a new tree. Locked nodes stay, detached, for their holders: never matched, never inserted
+into again; the `unlock` that releases the last lock over their pages returns them, exactly once. A holder whose node
+is detached does not insert (`is_attached` says so): it frees its own pages and unlocks. Invariants: those of
+prefix_tree.py; only pages with refs == 0 are evicted; every unlocked leaf is in the eviction queue. Engine thread
+only. Dims: S tokens of a sequence, P pages."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ from routed_experts.memory.prefix_tree import (
     PrefixTree,
     check_pages,
     check_refs,
+    concatenate_pages,
     nodes_below,
-    pages_of,
     remove,
-    top_of,
+    root_of,
 )
 
 
@@ -48,12 +47,12 @@ class InsertResult:
 
 
 class PrefixCache:
-    """One tree to match, any number of flushed ones that wait for their holders."""
+    """One tree to match, and flushed trees that wait for their holders."""
 
     def __init__(self, page_size: int, *, hash_page: Callable[[bytes], int] = hash) -> None:
         assert page_size >= 1, f"page_size={page_size}: expected at least 1 token"
         self.page_size = page_size
-        self.num_cached = 0  # pages of the tree, locked or not; the three counts are for reading only
+        self.num_cached = 0  # pages of the tree, locked or not; the three counts are read-only
         self.num_evictable = 0  # pages of the tree that no lock covers
         self.num_detached = 0  # flushed pages that wait for their last unlock
         self._hash_page = hash_page
@@ -62,15 +61,15 @@ class PrefixCache:
         self._queue: list[tuple[int, int, PrefixNode]] = []  # heap of (age when queued, serial, node), one entry a node
 
     def match(self, token_ids: Int32[np.ndarray, " S"], namespace: Hashable) -> PrefixMatch:
-        """Find the longest cached prefix of whole pages and mark it as just used; the root and no pages when there is
-        none."""
+        """Find the longest cached prefix of whole pages and mark it as just used; without one, the root and no
+        pages."""
         node, pages = self._tree.descend(token_ids, namespace)
         return PrefixMatch(pages=pages, node=node)
 
     def lock(self, node: PrefixNode) -> None:
         """Keep the node and its path until as many unlocks. A detached node can be locked while another lock covers
         it."""
-        top = top_of(node)
+        top = root_of(node)
         assert top is self._tree.root or top in self._detached, (
             f"lock of {node}, which was evicted or flushed; match again"
         )
@@ -82,9 +81,8 @@ class PrefixCache:
             step = step.parent
 
     def unlock(self, node: PrefixNode) -> Int32[np.ndarray, " P"]:
-        """Release one lock. Returns the flushed pages that nobody holds any more, now the caller's to free; mostly
-        none."""
-        assert node.refs > 0, f"unlock of {node}, which nobody holds"
+        """Release one lock. Returns the flushed pages that have no holder any more, for the caller to free."""
+        assert node.refs > 0, f"unlock of {node}, which has no lock"
         attached = self.is_attached(node)
         freed: list[PrefixNode] = []
         step: PrefixNode | None = node
@@ -100,16 +98,15 @@ class PrefixCache:
                 freed.append(step)
                 remove(step)
             step = parent
-        pages = pages_of(freed)
+        pages = concatenate_pages(freed)
         self.num_detached -= pages.size
         return pages
 
     def insert(
         self, token_ids: Int32[np.ndarray, " S"], pages: Int32[np.ndarray, " P"], namespace: Hashable
     ) -> InsertResult:
-        """Add a sequence of whole pages. The tree takes the pages of tokens it did not know; where it knows the tokens
-        under another page, the caller's page comes back in `duplicates`. A caller whose lock is detached must not
-        insert."""
+        """Add a sequence of whole pages. The tree takes the pages of new tokens; where it has the tokens under another
+        page, the caller's page is returned in `duplicates`. A caller whose lock is detached must not insert."""
         size = self.page_size
         assert token_ids.size == pages.size * size, (
             f"insert of {token_ids.size} tokens in {pages.size} pages of {size}: not page-aligned"
@@ -118,40 +115,40 @@ class PrefixCache:
             f"insert of page {pages.min()}: expected pages above 0, the padding page"
         )
         if self._detached:
-            flushed = np.intersect1d(pages, pages_of(nodes_below(self._detached)))
+            flushed = np.intersect1d(pages, concatenate_pages(nodes_below(self._detached)))
             assert flushed.size == 0, (
                 f"insert of flushed pages {flushed[:8]}: if not is_attached(node), free your own pages and unlock"
             )
         node, known = self._tree.descend(token_ids, namespace)
-        given, tail = pages[: known.size], pages[known.size :]
+        covered, tail = pages[: known.size], pages[known.size :]
         if tail.size:
             node = self._tree.add(node, token_ids[known.size * size :], tail, namespace)
             self.num_cached += tail.size
             self.num_evictable += tail.size
             self._enqueue(node)
-        return InsertResult(node=node, pages=np.concatenate([known, tail]), duplicates=given[given != known])
+        return InsertResult(node=node, pages=np.concatenate([known, tail]), duplicates=covered[covered != known])
 
     def evict(self, num_pages: int) -> Int32[np.ndarray, " P"]:
         """Drop the `num_pages` least recently used unlocked pages, leaves first and each from its tail; fewer if there
-        are fewer. Returns them in that order, now the caller's to free."""
+        are fewer. Returns them in that order, for the caller to free."""
         assert num_pages >= 0, f"evict({num_pages}): expected 0 or more pages"
-        freed, expected = [NO_PAGES], num_pages
-        while expected > 0 and self._queue:
+        freed, remaining = [NO_PAGES], num_pages
+        while remaining > 0 and self._queue:
             queued_at, _, leaf = heappop(self._queue)
             leaf.queued = False
-            if queued_at != leaf.last_access:  # used since it was queued: back in line
+            if queued_at != leaf.last_access:  # used since it was queued: queue it again
                 self._enqueue(leaf)
             elif leaf.is_evictable:
-                keep = max(leaf.pages.size - expected, 0)
+                keep = max(leaf.pages.size - remaining, 0)
                 freed.append(leaf.pages[keep:][::-1])
-                expected -= leaf.pages.size - keep
+                remaining -= leaf.pages.size - keep
                 self._trim(leaf, keep)
-        self.num_cached -= num_pages - expected
-        self.num_evictable -= num_pages - expected
+        self.num_cached -= num_pages - remaining
+        self.num_evictable -= num_pages - remaining
         return np.concatenate(freed)
 
     def flush(self) -> Int32[np.ndarray, " P"]:
-        """Forget everything. Returns the pages that no lock covers, now the caller's to free; the rest is detached."""
+        """Drop the tree. Returns the pages that no lock covers, for the caller to free; the rest is detached."""
         root = self._tree.root
         idle = [node for node in nodes_below([root]) if node.refs == 0 and node is not root]
         for node in idle:
@@ -162,30 +159,29 @@ class PrefixCache:
         self.num_cached = self.num_evictable = 0
         self._queue.clear()
         self._tree = PrefixTree(self.page_size, self._hash_page)
-        return pages_of(idle)
+        return concatenate_pages(idle)
 
     def is_attached(self, node: PrefixNode) -> bool:
         """Whether the node is still part of the tree that is matched: not flushed, not evicted."""
-        return top_of(node) is self._tree.root
+        return root_of(node) is self._tree.root
 
     def owned_pages(self) -> Int32[np.ndarray, " P"]:
         """All pages the cache owns, detached ones too."""
-        return pages_of(nodes_below([self._tree.root, *self._detached]))
+        return concatenate_pages(nodes_below([self._tree.root, *self._detached]))
 
     def check_integrity(self, expected_refs: Mapping[PrefixNode, int] | None = None) -> list[Violation]:
-        """Walk everything. `expected_refs`: locks held on each handle, over all holders; given, every count is compared
-        with it."""
+        """Check all trees. `expected_refs`: locks held on each handle, over all holders, compared with every count."""
         attached, detached = nodes_below([self._tree.root]), nodes_below(self._detached)
         nodes = attached + detached
-        found = [violation for node in nodes for violation in self._tree.check_node(node)]
-        found += check_pages(nodes)
+        violations = [violation for node in nodes for violation in self._tree.check_node(node)]
+        violations += check_pages(nodes)
         if expected_refs is not None:
-            found += check_refs(nodes, expected_refs)
+            violations += check_refs(nodes, expected_refs)
         counts = (self.num_cached, self.num_evictable, self.num_detached)
         idle = [node for node in attached if node.refs == 0]
-        walked = (pages_of(attached).size, pages_of(idle).size, pages_of(detached).size)
+        walked = (concatenate_pages(attached).size, concatenate_pages(idle).size, concatenate_pages(detached).size)
         if counts != walked:
-            found.append(
+            violations.append(
                 Violation(
                     name="prefix_counts", detail=f"(cached, evictable, detached) says {counts}, the walk finds {walked}"
                 )
@@ -193,23 +189,23 @@ class PrefixCache:
         queued = {node for _, _, node in self._queue}
         lost = [str(node) for node in idle if node.is_evictable and node not in queued]
         if lost:
-            found.append(
+            violations.append(
                 Violation(
                     name="prefix_eviction_queue", detail=f"{len(lost)} unlocked leaves are not queued: {lost[:8]}"
                 )
             )
         unheld = [str(node) for node in detached if node.refs <= 0]
         if unheld:
-            found.append(
+            violations.append(
                 Violation(
                     name="prefix_detached_unheld",
-                    detail=f"{len(unheld)} flushed nodes are held by nobody: {unheld[:8]}",
+                    detail=f"{len(unheld)} flushed nodes have no holder: {unheld[:8]}",
                 )
             )
-        return found
+        return violations
 
     def _trim(self, leaf: PrefixNode, num_pages: int) -> None:
-        """Shorten a leaf; one without pages goes, and its parent may be the next leaf."""
+        """Shorten a leaf; one without pages is removed, and its parent may become a leaf."""
         parent = leaf.parent
         if num_pages:
             leaf.pages, leaf.tokens = leaf.pages[:num_pages].copy(), leaf.tokens[: num_pages * self.page_size].copy()

@@ -1,12 +1,11 @@
-"""Radix tree over whole pages of token ids: find, split, add, remove, walk, check. Knows nothing of locks, eviction or
-flush.
+"""Radix tree over whole pages of token ids: find, split, add, remove, walk, check.
 
-    root -- [5 9 | 2 2] -- [7 1]            page_size 2: every edge holds whole pages; siblings differ in their first page
+    root -- [5 9 | 2 2] -- [7 1]          page_size 2: every edge holds whole pages; siblings differ in their first page
                        `- [7 8 | 0 3]      (the namespace is part of it, so no page is shared between namespaces)
 
-Invariants: token ids are compared, a hash only picks the bucket; a page occurs once; refs of a node >= the sum of the
-refs of its children; a node is never older than what hangs below it. Time is a counter. Dims: S tokens of a sequence, P
-pages."""
+Invariants: token ids are compared, a hash only picks the bucket; a page occurs once; refs of a node >= the sum of
+the refs of its children; a node is never older than what hangs below it. Time is a counter. Dims: S tokens of a
+sequence, P pages."""
 
 import itertools
 from collections import Counter
@@ -23,7 +22,7 @@ NO_PAGES = np.empty(0, dtype=np.int32)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefixNode:
-    """One edge of the tree and what hangs below it. A handle for lock and unlock; only its cache changes it."""
+    """One edge of the tree and its subtree. A handle for lock and unlock; only the cache changes it."""
 
     key: tuple[Hashable, int]  # (namespace, hash of the first page): its bucket in the parent
     tokens: Int32[np.ndarray, " S"]
@@ -57,7 +56,7 @@ class PrefixTree:
         self, token_ids: Int32[np.ndarray, " S"], namespace: Hashable
     ) -> tuple[PrefixNode, Int32[np.ndarray, " P"]]:
         """Follow the tokens as far as whole pages go and mark the path as just used. A node they end inside is split,
-        so the node answered ends where the pages answered do."""
+        so the returned node ends where the returned pages do."""
         assert token_ids.dtype == np.int32, f"token ids are {token_ids.dtype}: expected int32"
         now = next(self._clock)
         node, pages = self.root, [NO_PAGES]
@@ -78,7 +77,7 @@ class PrefixTree:
     def add(
         self, parent: PrefixNode, tokens: Int32[np.ndarray, " S"], pages: Int32[np.ndarray, " P"], namespace: Hashable
     ) -> PrefixNode:
-        """Hang a leaf under the node where `descend` of its sequence just ended; it is as recent as its parent."""
+        """Add a leaf under the node where `descend` of its sequence just ended; it is as recent as its parent."""
         leaf = PrefixNode(
             key=self._key(namespace, tokens),
             tokens=tokens.copy(),
@@ -91,18 +90,18 @@ class PrefixTree:
         return leaf
 
     def check_node(self, node: PrefixNode) -> list[Violation]:
-        """Alignment, place in the parent, siblings, refs and age of one node."""
-        found: list[Violation] = []
+        """Check alignment, parent, siblings, refs and age of one node."""
+        violations: list[Violation] = []
         is_root = node.parent is None
         if node.tokens.size != node.pages.size * self.page_size or is_root != (node.pages.size == 0):
             detail = f"{node} holds {node.tokens.size} tokens, page_size {self.page_size}, root: {is_root}"
-            found.append(Violation(name="prefix_alignment", detail=detail))
+            violations.append(Violation(name="prefix_alignment", detail=detail))
         children = [child for bucket in node.children.values() for child in bucket]
         for key, bucket in node.children.items():
             for child in bucket:
                 stray = not is_root and key[0] != node.key[0]
                 if child.parent is not node or child.key != key or self._key(key[0], child.tokens) != key or stray:
-                    found.append(
+                    violations.append(
                         Violation(
                             name="prefix_place", detail=f"{child} of parent {child.parent} is below {node} under {key}"
                         )
@@ -110,7 +109,7 @@ class PrefixTree:
         firsts = Counter((child.key[0], child.tokens[: self.page_size].tobytes()) for child in children)
         shared = sum(count for count in firsts.values() if count > 1)
         if shared:
-            found.append(
+            violations.append(
                 Violation(
                     name="prefix_siblings",
                     detail=f"{shared} of {len(children)} children of {node} share their first page",
@@ -119,20 +118,20 @@ class PrefixTree:
         child_refs = sum(child.refs for child in children)
         if node.refs < child_refs or any(child.refs < 0 for child in children):
             detail = f"{node} has children with {[child.refs for child in children]} refs"
-            found.append(Violation(name="prefix_refs", detail=detail))
+            violations.append(Violation(name="prefix_refs", detail=detail))
         newest = max((child.last_access for child in children), default=0)
         if newest > node.last_access:
-            found.append(
+            violations.append(
                 Violation(name="prefix_age", detail=f"{node} was used at {node.last_access}, a child of it at {newest}")
             )
-        return found
+        return violations
 
     def _key(self, namespace: Hashable, tokens: Int32[np.ndarray, " S"]) -> tuple[Hashable, int]:
         return namespace, self._hash_page(tokens[: self.page_size].tobytes())
 
     def _split(self, node: PrefixNode, num_pages: int) -> PrefixNode:
-        """Give the first pages of a node to a new one above it. The old one stays the handle of who locked it: its path
-        is the same."""
+        """Move the first pages of a node to a new one above it. The old node stays the handle of its holders: its
+        path is the same."""
         cut = num_pages * self.page_size
         assert node.parent is not None, f"split of {node}, a root"
         upper = PrefixNode(
@@ -153,7 +152,7 @@ class PrefixTree:
 
 
 def remove(node: PrefixNode) -> None:
-    """Take a node out of its parent; from now on it is gone."""
+    """Detach a node from its parent."""
     assert node.parent is not None, f"removal of {node}, a root"
     bucket = node.parent.children[node.key]
     bucket.remove(node)
@@ -162,15 +161,15 @@ def remove(node: PrefixNode) -> None:
     node.parent = None
 
 
-def top_of(node: PrefixNode) -> PrefixNode:
-    """The root above a node; a node that is gone is its own."""
+def root_of(node: PrefixNode) -> PrefixNode:
+    """Return the root above a node; a removed node is its own root."""
     while node.parent is not None:
         node = node.parent
     return node
 
 
 def nodes_below(roots: Iterable[PrefixNode]) -> list[PrefixNode]:
-    """All nodes, the roots too. One that is reached twice is listed twice, what is below it once."""
+    """Return all nodes, roots included. A node reached twice is listed twice, its subtree once."""
     listed: list[PrefixNode] = []
     seen: set[PrefixNode] = set()
     ahead = list(roots)
@@ -183,27 +182,29 @@ def nodes_below(roots: Iterable[PrefixNode]) -> list[PrefixNode]:
     return listed
 
 
-def pages_of(nodes: Iterable[PrefixNode]) -> Int32[np.ndarray, " P"]:
-    """The pages of the nodes, one after the other."""
+def concatenate_pages(nodes: Iterable[PrefixNode]) -> Int32[np.ndarray, " P"]:
+    """Concatenate the pages of the nodes."""
     return np.concatenate([NO_PAGES, *(node.pages for node in nodes)])
 
 
 def check_pages(nodes: list[PrefixNode]) -> list[Violation]:
-    """Each page is reached once, and the padding page never."""
-    pages, counts = np.unique(pages_of(nodes), return_counts=True)
-    found: list[Violation] = []
+    """Check that each page is reached once, and the padding page never."""
+    pages, counts = np.unique(concatenate_pages(nodes), return_counts=True)
+    violations: list[Violation] = []
     twice = pages[counts > 1].tolist()
     if twice:
-        found.append(
+        violations.append(
             Violation(name="prefix_page_twice", detail=f"{len(twice)} pages are reached more than once: {twice[:8]}")
         )
     if pages.size and pages[0] <= 0:
-        found.append(Violation(name="prefix_padding_page", detail=f"page {pages[0]} is cached: expected pages above 0"))
-    return found
+        violations.append(
+            Violation(name="prefix_padding_page", detail=f"page {pages[0]} is cached: expected pages above 0")
+        )
+    return violations
 
 
 def check_refs(nodes: list[PrefixNode], held: Mapping[PrefixNode, int]) -> list[Violation]:
-    """The refs of every node are the locks held on it and below it."""
+    """Check that the refs of every node are the locks held on it and below it."""
     expected: Counter[PrefixNode] = Counter()
     for handle, count in held.items():
         node: PrefixNode | None = handle
@@ -211,15 +212,17 @@ def check_refs(nodes: list[PrefixNode], held: Mapping[PrefixNode, int]) -> list[
             expected[node] += count
             node = node.parent
     listed = set(nodes)
-    found = [
+    violations = [
         Violation(name="prefix_expected_refs", detail=f"{node}: its holders have {expected[node]} locks")
         for node in listed
         if node.refs != expected[node]
     ]
     gone = [str(node) for node, count in expected.items() if count and node not in listed]
     if gone:
-        found.append(Violation(name="prefix_lost_lock", detail=f"{len(gone)} locked nodes are in no tree: {gone[:8]}"))
-    return found
+        violations.append(
+            Violation(name="prefix_lost_lock", detail=f"{len(gone)} locked nodes are in no tree: {gone[:8]}")
+        )
+    return violations
 
 
 def _num_common_pages(left: Int32[np.ndarray, " S"], right: Int32[np.ndarray, " S"], page_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Which pages each running request reads, as one table. Knows nothing of who owns the pages or what they hold.
+"""ReqToTokenPool: the pages that each running request reads, as one table.
 
 Invariants: slot 0 is the padding row, never handed out, all zeros; a free slot's row is all zeros; the pages of a row
 come first, without a hole and without a repeat, then zeros (0 is the padding page). Engine thread only. Dims: R request
@@ -44,7 +44,7 @@ class ReqToTokenPool:
         return slot
 
     def free(self, slot: int) -> None:
-        """Empty the row and give its slot back; the pages stay with their owner."""
+        """Clear the row and free its slot; the pages stay with their owner."""
         self._assert_used(slot)
         self.pages[slot] = 0
         self._used[slot] = False
@@ -62,35 +62,35 @@ class ReqToTokenPool:
         self.pages[slot, start:end] = pages
 
     def rows(self, slots: Int[np.ndarray, " B"]) -> Int32[np.ndarray, "B W"]:
-        """A copy of the rows of `slots`; slot 0 gives a row of padding."""
+        """Copy the rows of `slots`; slot 0 gives a row of padding."""
         return self.pages.take(slots, axis=0)
 
     def check_integrity(self) -> list[Violation]:
-        """Compare the free slots with the used bits, and look at the form of every row."""
-        found: list[Violation] = []
+        """Compare the free slots with the used bits, and check every row."""
+        violations: list[Violation] = []
         free, used = self._free_slots, np.flatnonzero(self._used).tolist()
         twice = sorted(slot for slot, count in Counter(free).items() if count > 1)
         if twice:
-            found.append(
+            violations.append(
                 Violation(name="slot_free_list_duplicate", detail=f"slots {twice} are on the free list more than once")
             )
         if not all(PADDING_SLOT < slot <= self.num_total for slot in free):
-            found.append(
+            violations.append(
                 Violation(name="slot_free_list_range", detail=f"free slots {free} are not all in 1..{self.num_total}")
             )
         both = sorted(set(free) & set(used))
         if both:
-            found.append(Violation(name="slot_free_and_used", detail=f"slots {both} are both free and used"))
+            violations.append(Violation(name="slot_free_and_used", detail=f"slots {both} are both free and used"))
         if len(free) + len(used) != self.num_total:
             counts = f"{len(free)} free + {len(used)} used != {self.num_total} total"
-            found.append(Violation(name="slot_total", detail=counts))
+            violations.append(Violation(name="slot_total", detail=counts))
         for slot in np.flatnonzero(~self._used & self.pages.any(axis=1)).tolist():
             name = "slot_padding_row" if slot == PADDING_SLOT else "slot_free_row"
             count = int(np.count_nonzero(self.pages[slot]))
-            found.append(Violation(name=name, detail=f"row {slot} is not in use but holds {count} pages"))
+            violations.append(Violation(name=name, detail=f"row {slot} is not in use but holds {count} pages"))
         for slot in used:
-            found.extend(_check_row(slot, self.pages[slot]))
-        return found
+            violations.extend(_check_row(slot, self.pages[slot]))
+        return violations
 
     def _assert_used(self, slot: int) -> None:
         assert PADDING_SLOT < slot <= self.num_total, f"slot {slot}: expected 1..{self.num_total}"
@@ -98,18 +98,18 @@ class ReqToTokenPool:
 
 
 def _check_row(slot: int, row: Int32[np.ndarray, " W"]) -> list[Violation]:
-    found: list[Violation] = []
+    violations: list[Violation] = []
     held = row[row != 0]
     if row[held.size :].any():
         hole = int(np.flatnonzero(row == 0)[0])
-        found.append(
+        violations.append(
             Violation(name="slot_row_hole", detail=f"row {slot} holds {held.size} pages but column {hole} is empty")
         )
     if (row < 0).any():
-        found.append(Violation(name="slot_row_range", detail=f"row {slot} holds page {int(row.min())}"))
+        violations.append(Violation(name="slot_row_range", detail=f"row {slot} holds page {int(row.min())}"))
     num_distinct = np.unique(held).size
     if num_distinct != held.size:
-        found.append(
+        violations.append(
             Violation(name="slot_row_repeat", detail=f"row {slot} holds {held.size} pages, {num_distinct} distinct")
         )
-    return found
+    return violations

@@ -1,10 +1,10 @@
-"""How the slots of a recorded step choose among the instances of their expert. Knows no trace.
+"""How the slots of a recorded step are dispatched to the instances of their expert.
 
 "even": every instance takes the same share of its expert's slots, as over many steps. "waterfill": by the load that
 this step brings to the devices, with the serving operator; no token's experts change. "reroute": each instance has room
 for 1.25 times its mean share, and a slot that finds no instance of its expert with room goes to another expert, which
-changes the model. A record does not say which expert was next: such slots are counted, and sent nowhere. Dims: N tokens
-of a step, M MoE layers, E experts, J replica positions, K experts per token, I instances, V devices."""
+changes the model. A record does not hold the next expert: such slots are counted and sent nowhere. Dims: N tokens of a
+step, M MoE layers, E experts, J replica positions, K experts per token, I instances, V devices."""
 
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -23,17 +23,15 @@ DispatchFn = Callable[[UInt[np.ndarray, "N M K"]], DispatchResult]
 
 
 def dispatcher(placement: ExpertPlacement, dispatch: Dispatch, *, step_tokens: int) -> DispatchFn:
-    """The function that gives, for a step of at most `step_tokens` tokens, the slots on each device and how many of
-    each layer found no room. Raises PlacementError for a way that there is not."""
+    """Return the function that computes, for a step of at most `step_tokens` tokens, the slots on each device and the
+    slots of each layer without room. Raises PlacementError for an unknown `dispatch`."""
     if dispatch not in DISPATCHES:
         raise PlacementError(f"dispatch={dispatch!r}; choose one of {', '.join(DISPATCHES)}")
     none = np.zeros(placement.num_layers, np.int64)
     if dispatch == "even":
         return lambda rows: (device_load(count_experts(rows, placement.num_experts), placement), none)
-    from routed_experts.placement.operators import (  # JAX, which a plan does not need
-        choose_by_load,
-        dispatch_with_capacity,
-    )
+    # Here, because it imports JAX, which a plan does not need.
+    from routed_experts.placement.operators import choose_by_load, dispatch_with_capacity
 
     choose = choose_by_load(placement) if dispatch == "waterfill" else dispatch_with_capacity(placement)
 

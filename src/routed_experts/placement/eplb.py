@@ -5,11 +5,11 @@ instance goes to the expert of the largest load an instance; instances are packe
 where the nodes divide the groups, else one group on one node. The order of all choices is fixed: ties go to the lower
 index.
 
-`refine` then improves a row whose most loaded device is more than 0.8 % above a bound that no placement beats: exchanges
-between devices, then other numbers of replicas. Greedy placement alone misses the best by up to a third on small cases; a
-placement of hundreds of instances on few devices is seldom touched. Host NumPy, all layers at once. Dims: M MoE layers,
-R rows placed apart (a layer, or its part on one node), E experts, I instances, V devices, s = I / V slots, C candidates
-of a row."""
+`refine` then improves a row whose most loaded device is more than 0.8 % above a bound that no placement beats:
+exchanges between devices, then other numbers of replicas. Greedy placement alone misses the best by up to a third on
+small cases; a placement of hundreds of instances on few devices is seldom touched. Host NumPy, all layers at once.
+Dims: M MoE layers, R rows placed apart (a layer, or its part on one node), E experts, I instances, V devices, s = I
+/ V slots, C candidates of a row."""
 
 import numpy as np
 from jaxtyping import Float, Float64, Int64
@@ -18,12 +18,12 @@ from routed_experts.core.errors import PlacementError
 from routed_experts.core.placement import ExpertPlacement, default_max_replicas
 
 _CLOSE = 1.008
-_STRICTLY = 1 - 1e-12  # less than this share of what was is an improvement; what is nearer is rounding
+_STRICTLY = 1 - 1e-12  # below this share of the old value is an improvement; above it is rounding
 _ROUNDS, _MOST_CANDIDATES = 16, 512
-_ROUND_INSTANCES, _ALL_INSTANCES = 100_000, 400_000  # of all candidates: what bounds the time, about 1 us each
-# of instances that may change places, looked at together: what bounds the memory, 8 bytes each in a few arrays
+_ROUND_INSTANCES, _ALL_INSTANCES = 100_000, 400_000  # of all candidates; bounds the time, about 1 us each
+# Pairs of instances compared together; bounds the memory, 8 bytes each in a few arrays.
 _PAIRS = 4_000_000
-_NOISE = (0.0, 0.05, 0.1, 0.2, 0.4, 1.0)  # by how much (standard deviation of the logarithm) loads are taken for others
+_NOISE = (0.0, 0.05, 0.1, 0.2, 0.4, 1.0)  # standard deviation of the logarithm of perturbed loads
 _TRANSFERS = 5
 
 
@@ -46,25 +46,25 @@ def rebalance(
     Raises PlacementError."""
     load = checked_load(load)
     num_experts = load.shape[1]
-    most = default_max_replicas(num_instances, num_experts) if max_replicas is None else max_replicas
-    _check_sizes(num_experts, num_instances, num_devices, num_groups, num_nodes, most)
+    limit = default_max_replicas(num_instances, num_experts) if max_replicas is None else max_replicas
+    _check_sizes(num_experts, num_instances, num_devices, num_groups, num_nodes, limit)
     groups, nodes = (num_groups, num_nodes) if num_groups % num_nodes == 0 else (1, 1)
     experts = _experts_of_nodes(load, groups, nodes)  # [M * nodes, E / nodes]
     rows = np.take_along_axis(np.repeat(load, nodes, axis=0), experts, axis=1)
     rows[rows.sum(axis=1) == 0] = 1.0
-    held, counts = replicate(rows, num_instances // nodes, most)
-    places = pack(np.take_along_axis(rows / counts, held, axis=1), num_devices // nodes)
-    held = np.take_along_axis(held, places, axis=1)
+    held, counts = replicate(rows, num_instances // nodes, limit)
+    order = pack(np.take_along_axis(rows / counts, held, axis=1), num_devices // nodes)
+    held = np.take_along_axis(held, order, axis=1)
     if refined:
-        held = refine(rows, held, num_devices=num_devices // nodes, max_replicas=most, num_nodes=nodes)
+        held = refine(rows, held, num_devices=num_devices // nodes, max_replicas=limit, num_nodes=nodes)
     instances = np.take_along_axis(experts, held, axis=1).reshape(len(load), num_instances)
     return ExpertPlacement.of(
-        instances, num_experts=num_experts, num_devices=num_devices, max_replicas=most, epoch=epoch
+        instances, num_experts=num_experts, num_devices=num_devices, max_replicas=limit, epoch=epoch
     )
 
 
 def checked_load(load: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, "M E"]:
-    """The load as float64; raises PlacementError where it is no load."""
+    """Return the load as float64. Raises PlacementError for another shape and for negative or infinite values."""
     read = np.asarray(load, np.float64)
     if read.ndim != 2 or read.size == 0:
         raise PlacementError(
@@ -74,7 +74,8 @@ def checked_load(load: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, "M E"]:
     if wrong.size:
         layer, expert = wrong[0]
         raise PlacementError(
-            f"load of MoE layer {layer}, expert {expert} is {read[layer, expert]}; expected a finite number of at least 0"
+            f"load of MoE layer {layer}, expert {expert} is {read[layer, expert]}; expected a finite number of at "
+            "least 0"
         )
     return read
 
@@ -85,7 +86,7 @@ def _experts_of_nodes(
     """The experts of each node, group by group in the order in which the groups were packed."""
     num_layers, num_experts = load.shape
     size = num_experts // groups
-    packed = pack(load.reshape(num_layers, groups, size).sum(axis=2), nodes)  # [M, groups], the group of each place
+    packed = pack(load.reshape(num_layers, groups, size).sum(axis=2), nodes)  # [M, groups], the group at each position
     experts = packed[:, :, None] * size + np.arange(size)
     return experts.reshape(num_layers * nodes, num_experts // nodes)
 
@@ -104,11 +105,13 @@ def _check_sizes(
             raise PlacementError(f"{name}={value}; expected at least 1")
     if num_instances < num_experts:
         raise PlacementError(
-            f"num_instances={num_instances} for {num_experts} experts; expected at least one each, {num_experts} or more"
+            f"num_instances={num_instances} for {num_experts} experts; expected at least one each, {num_experts} or "
+            "more"
         )
     if num_instances > num_experts * max_replicas:
         raise PlacementError(
-            f"num_instances={num_instances} is above {num_experts} experts x max_replicas={max_replicas}; lower the one or raise the other"
+            f"num_instances={num_instances} is above {num_experts} experts x max_replicas={max_replicas}; lower the "
+            "one or raise the other"
         )
     for name, divisor, divided, value in (
         ("num_devices", num_devices, "num_instances", num_instances),
@@ -131,15 +134,15 @@ def replicate(
     made = np.empty((num_rows, num_instances), np.int64)
     made[:, :num_experts] = np.arange(num_experts)
     for instance in range(num_experts, num_instances):
-        dearest = np.where(counts < max_replicas, load / counts, -1.0).argmax(axis=1)
-        made[:, instance] = dearest
-        counts[rows, dearest] += 1
+        most_loaded = np.where(counts < max_replicas, load / counts, -1.0).argmax(axis=1)
+        made[:, instance] = most_loaded
+        counts[rows, most_loaded] += 1
     return made, counts
 
 
 def pack(weight: Float64[np.ndarray, "R I"], num_packs: int) -> Int64[np.ndarray, "R I"]:
-    """Put items into packs of equal size, heaviest first, each into the lightest pack with room. Returns the item of
-    each place; pack v has the places [v * I / num_packs, (v + 1) * I / num_packs), in the order in which they were
+    """Put items into packs of equal size, heaviest first, each into the lightest pack with room. Returns the item at
+    each position; pack v has positions [v * I / num_packs, (v + 1) * I / num_packs), in the order in which they were
     filled."""
     num_rows, num_items = weight.shape
     room = num_items // num_packs
@@ -179,12 +182,12 @@ def refine(
         if rows.size == 0 or spent > _ALL_INSTANCES:
             break
         loads = np.repeat(load[rows], count, axis=0)  # [R, E] -> [R * C, E]
-        found = _candidates(loads, np.repeat(held[rows], count, axis=0), num_devices, max_replicas, rng)
-        reached = exchange(loads, found, np.repeat(bound[rows], count), num_devices).reshape(rows.size, count)
+        candidates = _candidates(loads, np.repeat(held[rows], count, axis=0), num_devices, max_replicas, rng)
+        reached = exchange(loads, candidates, np.repeat(bound[rows], count), num_devices).reshape(rows.size, count)
         best = reached.argmin(axis=1)
         reached = reached[np.arange(rows.size), best]
         better = reached < peak[rows] * _STRICTLY
-        held[rows[better]] = found.reshape(rows.size, count, num_instances)[np.arange(rows.size), best][better]
+        held[rows[better]] = candidates.reshape(rows.size, count, num_instances)[np.arange(rows.size), best][better]
         peak[rows[better]] = reached[better]
     return held
 
@@ -217,18 +220,18 @@ def _exchange(
     weight = instance_load(load, held)
     rows = np.arange(num_rows)
     while rows.size:
-        at, weights = np.arange(rows.size), weight[rows]
+        row, weights = np.arange(rows.size), weight[rows]
         device = weights.reshape(-1, num_devices, slots).sum(axis=2)
         top = device.argmax(axis=1)
-        peak = device[at, top]
-        mine = top[:, None] * slots + np.arange(slots)  # [R, s], the places of the most loaded device
-        given = weights[at[:, None], mine][:, :, None] - weights[:, None, :]  # [R, s, I], what a swap takes off it
-        after = np.maximum(peak[:, None, None] - given, np.repeat(device, slots, axis=1)[:, None, :] + given)
-        after[at[:, None], :, mine] = np.inf
+        peak = device[row, top]
+        mine = top[:, None] * slots + np.arange(slots)  # [R, s], the instances of the most loaded device
+        moved = weights[row[:, None], mine][:, :, None] - weights[:, None, :]  # [R, s, I], what a swap takes off it
+        after = np.maximum(peak[:, None, None] - moved, np.repeat(device, slots, axis=1)[:, None, :] + moved)
+        after[row[:, None], :, mine] = np.inf
         flat = after.reshape(rows.size, -1)
         best = flat.argmin(axis=1)
-        helps = (flat[at, best] < peak * _STRICTLY) & (peak > bound[rows] * _CLOSE)
-        ours, theirs = mine[at, best // num_instances][helps], (best % num_instances)[helps]
+        helps = (flat[row, best] < peak * _STRICTLY) & (peak > bound[rows] * _CLOSE)
+        ours, theirs = mine[row, best // num_instances][helps], (best % num_instances)[helps]
         rows = rows[helps]
         for array in (held, weight):
             array[rows, ours], array[rows, theirs] = array[rows, theirs], array[rows, ours]

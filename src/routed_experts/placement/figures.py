@@ -1,6 +1,7 @@
-"""Pictures of plans, drawn by matplotlib: the load of each device before and after, and what residents catch. Knows no
-model. matplotlib (routed-experts[plot]) is imported when a picture is drawn, without pyplot and its global state. Dims:
-M MoE layers, E experts, V devices."""
+"""Figures of plans, drawn by matplotlib: the load of each device before and after, and the hits of residents.
+
+matplotlib (routed-experts[plot]) is imported when a figure is drawn, without pyplot and its global state. Dims: M MoE
+layers, E experts, V devices."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ def draw_plans(
     title: str = "Where experts would live",
 ) -> None:
     """Write a PNG, SVG or PDF, as `path` ends, else `path`.png. `learned` is the load that plans were made from,
-    `devices` the loads that replay found, by name; `residents` marks a number of them, None leaves residency out.
+    `devices` the simulated loads, by name; `residents` marks a number of them, None leaves residency out.
     Raises ConfigError where matplotlib is missing."""
     panels = len(devices) + (residents is not None)
     figure = _library("matplotlib.figure").Figure(
@@ -45,10 +46,10 @@ def draw_plans(
     axes = figure.subplots(1, panels, squeeze=False)[0]
     layer_ids = records[0].layer_ids
     top = max((float((load / load.mean(axis=1, keepdims=True)).max()) for load in devices.values()), default=1.0)
-    for place, (name, load) in enumerate(devices.items()):
-        shade = _draw_devices(axes[place], name, load, layer_ids, top)
-        if place == len(devices) - 1:
-            figure.colorbar(shade, ax=list(axes[: place + 1]), label="device load / mean", shrink=0.9)
+    for panel, (name, load) in enumerate(devices.items()):
+        shade = _draw_devices(axes[panel], name, load, layer_ids, top)
+        if panel == len(devices) - 1:
+            figure.colorbar(shade, ax=list(axes[: panel + 1]), label="device load / mean", shrink=0.9)
     if residents is not None:
         _draw_residency(axes[-1], records, learned, residents)
     figure.suptitle(title, fontsize=12, weight="bold", x=0.01, ha="left")
@@ -87,8 +88,8 @@ def _draw_residency(
     counts = count_experts(known_rows(*records), records[0].num_experts)
     order = np.argsort(-np.asarray(learned), axis=1, kind="stable")
     curves = {
-        "first": _caught(counts),
-        "static": _caught(np.take_along_axis(counts, order, axis=1)),
+        "first": _hit_curve(counts),
+        "static": _hit_curve(np.take_along_axis(counts, order, axis=1)),
         "static, of its own load": static_coverage(counts).mean(axis=0),
         "LRU": lru_coverage(*records).hits.mean(axis=0),
     }
@@ -103,7 +104,7 @@ def _draw_residency(
     axes.legend(fontsize=8, frameon=False, loc="lower right")
 
 
-def _caught(counts: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, " E1"]:
+def _hit_curve(counts: Float[np.ndarray, "M E"]) -> Float64[np.ndarray, " E1"]:
     """Mean share of the slots of the first n columns, for n of 0 to E."""
     share = np.cumsum(counts, axis=1) / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     return np.concatenate([[0.0], share.mean(axis=0)])

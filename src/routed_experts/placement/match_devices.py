@@ -1,8 +1,8 @@
-"""Name the devices of a new placement so that the fewest experts move. Knows no load: balance is as it was.
+"""Assign the devices of a new placement so that the fewest experts move; its balance does not change.
 
-Which device of a node carries which set of instances changes no balance, so the sets are matched to the devices that
-hold most of them already (an assignment problem, SciPy), and what stays on a device stays in its slot. Dims: M MoE
-layers, E experts, I instances, J replica positions, V devices, s = I / V slots, R = M * V."""
+Any device of a node can hold any set of instances, so the sets are matched to the devices that already hold most of
+them (an assignment problem, SciPy), and instances that stay on a device stay in their slots. Dims: M MoE layers, E
+experts, I instances, J replica positions, V devices, s = I / V slots, R = M * V."""
 
 from typing import Any
 
@@ -33,9 +33,9 @@ def check_alike(old: ExpertPlacement, new: ExpertPlacement) -> None:
 
 
 def relabel(new: ExpertPlacement, old: ExpertPlacement, *, num_nodes: int = 1) -> ExpertPlacement:
-    """Return `new` with devices renamed within their nodes and slots within their devices, as near to `old` as can be;
-    its epoch is the one after old's. Raises PlacementError where the sizes differ, ConfigError without SciPy
-    (routed-experts[placement])."""
+    """Return `new` with devices renamed within their nodes and slots within their devices, as close to `old` as
+    possible; its epoch follows that of `old`. Raises PlacementError where the sizes differ, ConfigError without
+    SciPy (routed-experts[placement])."""
     check_alike(old, new)
     if num_nodes < 1 or new.num_devices % num_nodes:
         raise PlacementError(
@@ -46,9 +46,9 @@ def relabel(new: ExpertPlacement, old: ExpertPlacement, *, num_nodes: int = 1) -
     after = new.physical_to_logical_map.reshape(shape).astype(np.int64)
     order = _match_devices(new, old, num_nodes)
     after = np.take_along_axis(after, order[:, :, None], axis=1)
-    kept = _keep_slots(after.reshape(-1, shape[2]), before.reshape(-1, shape[2]), new.num_experts)
+    aligned = _keep_slots(after.reshape(-1, shape[2]), before.reshape(-1, shape[2]), new.num_experts)
     return ExpertPlacement.of(
-        kept.reshape(new.num_layers, new.num_instances),
+        aligned.reshape(new.num_layers, new.num_instances),
         num_experts=new.num_experts,
         num_devices=new.num_devices,
         max_replicas=new.logical_to_physical_map.shape[2],
@@ -57,7 +57,7 @@ def relabel(new: ExpertPlacement, old: ExpertPlacement, *, num_nodes: int = 1) -
 
 
 def _match_devices(new: ExpertPlacement, old: ExpertPlacement, num_nodes: int) -> Int64[np.ndarray, "M V"]:
-    """For each old device, the device of the new placement that takes its name."""
+    """Return, for each old device, the device of the new placement that takes its id."""
     assign = _assignment()
     common = _common(new, old)
     num_layers, num_devices = common.shape[:2]
@@ -71,8 +71,7 @@ def _match_devices(new: ExpertPlacement, old: ExpertPlacement, num_nodes: int) -
 
 
 def _common(new: ExpertPlacement, old: ExpertPlacement) -> Int64[np.ndarray, "M V V"]:
-    """How many experts an old device (rows) and a new one both hold: over each expert, the pairs of devices that have
-    it."""
+    """Count the experts that an old device (rows) and a new one both hold."""
     before, after = _devices(old)[:, :, :, None], _devices(new)[:, :, None, :]  # [M, E, J, J], once they meet
     held = (before >= 0) & (after >= 0)
     num_layers, num_devices = new.num_layers, new.num_devices
@@ -81,7 +80,7 @@ def _common(new: ExpertPlacement, old: ExpertPlacement) -> Int64[np.ndarray, "M 
 
 
 def _devices(placement: ExpertPlacement) -> Int64[np.ndarray, "M E J"]:
-    """The devices that hold each expert, each once, and -1."""
+    """Return the devices that hold each expert, each once, then -1."""
     listed = placement.logical_to_physical_map
     devices = np.sort(np.where(listed >= 0, listed // placement.instances_per_device, -1), axis=2).astype(np.int64)
     devices[:, :, 1:][devices[:, :, 1:] == devices[:, :, :-1]] = -1
@@ -91,28 +90,27 @@ def _devices(placement: ExpertPlacement) -> Int64[np.ndarray, "M E J"]:
 def _keep_slots(
     after: Int64[np.ndarray, "R s"], before: Int64[np.ndarray, "R s"], num_experts: int
 ) -> Int64[np.ndarray, "R s"]:
-    """Order each device's new instances so that one that was there before keeps its slot; the others fill the rest in
-    order."""
+    """Order each device's new instances so that those it held before keep their slots; the others fill the rest."""
     same = (
         _numbered(after, num_experts)[:, :, None] == _numbered(before, num_experts)[:, None, :]
     )  # [R, new, old], one to one
     stays, stayed = same.any(axis=2), same.any(axis=1)
-    kept = np.empty_like(after)
-    comers = np.take_along_axis(after, np.argsort(stays, axis=1, kind="stable"), axis=1)  # those that come first
-    np.put_along_axis(kept, np.argsort(stayed, axis=1, kind="stable"), comers, axis=1)
-    rows, places = np.nonzero(stayed)
-    kept[rows, places] = before[rows, places]
-    return kept
+    aligned = np.empty_like(after)
+    arrivals = np.take_along_axis(after, np.argsort(stays, axis=1, kind="stable"), axis=1)  # those first
+    np.put_along_axis(aligned, np.argsort(stayed, axis=1, kind="stable"), arrivals, axis=1)
+    rows, slots = np.nonzero(stayed)
+    aligned[rows, slots] = before[rows, slots]
+    return aligned
 
 
 def _numbered(experts: Int64[np.ndarray, "R s"], num_experts: int) -> Int64[np.ndarray, "R s"]:
     """Tell instances of one expert on one device apart: expert + E times the number of those before it."""
     order = np.argsort(experts, axis=1, kind="stable")
     ordered = np.take_along_axis(experts, order, axis=1)
-    places = np.arange(experts.shape[1])
-    first = np.maximum.accumulate(np.where(np.diff(ordered, axis=1, prepend=-1) != 0, places, 0), axis=1)
+    slots = np.arange(experts.shape[1])
+    first = np.maximum.accumulate(np.where(np.diff(ordered, axis=1, prepend=-1) != 0, slots, 0), axis=1)
     numbered = np.empty_like(experts)
-    np.put_along_axis(numbered, order, ordered + num_experts * (places - first), axis=1)
+    np.put_along_axis(numbered, order, ordered + num_experts * (slots - first), axis=1)
     return numbered
 
 

@@ -1,4 +1,5 @@
-"""The serving operators on a recorded step: which instance every slot goes to. Knows no trace; one program a placement.
+"""The serving operators on a recorded step: the instance of every slot. One compiled program a placement.
+
 Dims: M MoE layers, N tokens of a step (-1 is padding), K experts per token, E experts, J replica positions, I
 instances."""
 
@@ -17,13 +18,12 @@ from routed_experts.layers.balanced_selection.waterfill import waterfill_replica
 
 CAPACITY_FACTOR = 1.25
 
-Choose = Callable[
-    [Int[np.ndarray, "M N K"], int], Int[np.ndarray, "M N K"]
-]  # ids and the number of real tokens to instances
+# (ids, number of real tokens) -> instances
+Choose = Callable[[Int[np.ndarray, "M N K"], int], Int[np.ndarray, "M N K"]]
 
 
 def choose_by_load(placement: ExpertPlacement) -> Choose:
-    """Instances by water-filling, each layer for itself."""
+    """Choose instances by water-filling, layer by layer."""
 
     def layer(ids: Int[Array, "N K"], order: Int[Array, "E J"]) -> Int[Array, "N K"]:
         return waterfill_replicas(ids, order, num_devices=placement.num_devices, num_instances=placement.num_instances)
@@ -33,7 +33,7 @@ def choose_by_load(placement: ExpertPlacement) -> Choose:
 
 
 def dispatch_with_capacity(placement: ExpertPlacement) -> Choose:
-    """Instances that have room, 1.25 times the mean share; -1 where none of the expert's has."""
+    """Choose instances with room, 1.25 times the mean share; -1 where no instance of the expert has."""
 
     def layer(inputs: tuple[Int[Array, "N K"], Int[Array, "E J"]], capacity: Int[Array, " I"]) -> Int[Array, "N K"]:
         ids, order = inputs

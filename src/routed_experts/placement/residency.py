@@ -1,9 +1,10 @@
-"""Which experts stay on the accelerator: the most used of a trace, or the recently used, exchanged while the model serves;
-and the coverage that any number of residents reaches.
+"""Which experts stay on the accelerator: the most used of a trace, or the recently used, exchanged while the model
+serves; and the coverage that any number of residents reaches.
 
-A miss does not wait for a copy (the host computes it), so a policy only has to be right on average. Rates are slots a
-token. `static_coverage(load)[m, n]` and `lru_coverage(records).hits[m, n]` are the shares of slots of MoE layer m that
-find their expert among n. Dims: T tokens, M MoE layers, E experts, N resident experts of a layer, K experts per token."""
+A miss does not wait for a copy (the host computes it), so a policy only has to be right on average. Rates are slots
+a token. `static_coverage(load)[m, n]` and `lru_coverage(records).hits[m, n]` are the shares of slots of MoE layer m
+that find their expert among n. Dims: T tokens, M MoE layers, E experts, N resident experts of a layer, K experts per
+token."""
 
 import dataclasses
 
@@ -19,17 +20,16 @@ from routed_experts.placement.eplb import checked_load
 
 _FAST, _SLOW = 256.0, 4096.0  # half-lives of the two averages, in tokens
 _HORIZON = 4096.0  # tokens over which a promoted expert is expected to stay as busy as it is
-_HYSTERESIS = 1.2  # how much busier than its victim an expert must be
-_MOST_SWAPS = 8  # of a layer at once
+_HYSTERESIS = 1.2  # ratio of loads from which an expert replaces a resident
+_MAX_SWAPS = 8  # of a layer at once
 EVERY = 8  # steps between two exchanges
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCosts:
-    """Seconds that one token takes in one expert on the host and on the accelerator, and that a copy of the expert's
-    weights takes.
+    """Seconds of one token in one expert on the host and on the accelerator, and of a copy of the expert's weights.
 
-    As computed for experts of Qwen3-30B-A3B in bfloat16, PCIe 4 and two channels of memory, unless said otherwise."""
+    Defaults: computed for Qwen3-30B-A3B in bfloat16, PCIe 4 and two memory channels."""
 
     host_s: float = 118e-6
     device_s: float = 6e-6
@@ -65,30 +65,30 @@ class AdaptiveResidency:
         """Begin with this map. Both averages begin with the rates of `learned`, at the weight of one half-life, or else
         with nothing."""
         shape = (residency.num_layers, residency.num_experts)
-        rate, known = np.zeros(shape), 0.0
+        rate, weight = np.zeros(shape), 0.0
         if learned is not None and learned.num_tokens.any():
             residency.check_model(*learned.load.shape)
-            rate, known = learned.load / learned.num_tokens.sum(), 1.0
+            rate, weight = learned.load / learned.num_tokens.sum(), 1.0
         return AdaptiveResidency(
             residency=residency,
             costs=costs or ExpertCosts(),
             fast=rate * _FAST,
             slow=rate * _SLOW,
-            fast_tokens=known * _FAST,
-            slow_tokens=known * _SLOW,
+            fast_tokens=weight * _FAST,
+            slow_tokens=weight * _SLOW,
         )
 
     @property
     def rate(self) -> Float64[np.ndarray, "M E"]:
-        """How busy each expert is, slots a token."""
+        """The recent load of each expert, slots a token."""
         return (self.fast / max(self.fast_tokens, 1.0) + self.slow / max(self.slow_tokens, 1.0)) / 2
 
     def observe(self, counts: Int[np.ndarray, "M E"], num_tokens: int, *, num_steps: int = 1) -> "AdaptiveResidency":
-        """Take in the slots of `num_steps` steps of `num_tokens` tokens in all; with every eighth step, exchange
-        experts."""
+        """Return the residency after `num_steps` more steps of `num_tokens` tokens in total; every eighth step
+        exchanges experts."""
         self.residency.check_model(*counts.shape)
         fast, slow = 0.5 ** (num_tokens / _FAST), 0.5 ** (num_tokens / _SLOW)
-        seen = dataclasses.replace(
+        observed = dataclasses.replace(
             self,
             fast=self.fast * fast + counts,
             slow=self.slow * slow + counts,
@@ -96,9 +96,9 @@ class AdaptiveResidency:
             slow_tokens=self.slow_tokens * slow + num_tokens,
             step=self.step + num_steps,
         )
-        if seen.step // EVERY == self.step // EVERY:
-            return seen
-        return dataclasses.replace(seen, residency=_exchanged(seen.residency, seen.rate, self.costs))
+        if observed.step // EVERY == self.step // EVERY:
+            return observed
+        return dataclasses.replace(observed, residency=_exchange_experts(observed.residency, observed.rate, self.costs))
 
 
 def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: ResidencyMap | None = None) -> ResidencyMap:
@@ -115,10 +115,10 @@ def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: Residenc
         raise PlacementError(
             f"per_layer={per_layer}, but previous has {previous.num_resident} slots a layer; plan with as many"
         )
-    expected = np.zeros(load.shape, np.bool_)
-    np.put_along_axis(expected, chosen, values=True, axis=1)
+    is_chosen = np.zeros(load.shape, np.bool_)
+    np.put_along_axis(is_chosen, chosen, values=True, axis=1)
     experts = previous.experts
-    stays = np.take_along_axis(expected, experts.astype(np.intp), axis=1)
+    stays = np.take_along_axis(is_chosen, experts.astype(np.intp), axis=1)
     for layer in range(len(load)):
         comers = np.setdiff1d(chosen[layer], experts[layer], assume_unique=True)
         experts[layer, ~stays[layer]] = comers
@@ -126,18 +126,18 @@ def most_used(load: Float[np.ndarray, "M E"], per_layer: int, previous: Residenc
 
 
 def num_promoted(old: ResidencyMap, new: ResidencyMap) -> Int64[np.ndarray, " M"]:
-    """Experts of each layer that `new` has on the accelerator and `old` had on the host: copies to be made."""
+    """Count the experts of each layer that `new` has on the accelerator and `old` has on the host: copies."""
     old.check_model(new.num_layers, new.num_experts)
     return np.count_nonzero((new.slot_of >= 0) & (old.slot_of < 0), axis=1)
 
 
-def _exchanged(residency: ResidencyMap, rate: Float64[np.ndarray, "M E"], costs: ExpertCosts) -> ResidencyMap:
-    """Put the busiest experts of the host into the slots of the idlest residents, pair by pair, where it pays."""
+def _exchange_experts(residency: ResidencyMap, rate: Float64[np.ndarray, "M E"], costs: ExpertCosts) -> ResidencyMap:
+    """Swap the busiest experts of the host with the idlest residents, pair by pair, where it pays."""
     experts = residency.experts.astype(np.int64)
-    most = min(_MOST_SWAPS, residency.num_resident, residency.num_experts - residency.num_resident)
-    here: Bool[np.ndarray, "M E"] = residency.slot_of >= 0
-    comers = np.argsort(np.where(here, np.inf, -rate), axis=1, kind="stable")[:, :most]
-    slots = np.argsort(np.take_along_axis(rate, experts, axis=1), axis=1, kind="stable")[:, :most]
+    count = min(_MAX_SWAPS, residency.num_resident, residency.num_experts - residency.num_resident)
+    resident: Bool[np.ndarray, "M E"] = residency.slot_of >= 0
+    comers = np.argsort(np.where(resident, np.inf, -rate), axis=1, kind="stable")[:, :count]
+    slots = np.argsort(np.take_along_axis(rate, experts, axis=1), axis=1, kind="stable")[:, :count]
     victims = np.take_along_axis(experts, slots, axis=1)
     new, old = np.take_along_axis(rate, comers, axis=1), np.take_along_axis(rate, victims, axis=1)
     pays = (new - old) * _HORIZON * (costs.host_s - costs.device_s) > costs.copy_s

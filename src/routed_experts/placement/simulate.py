@@ -1,8 +1,7 @@
-"""What a plan would have done for tokens that were recorded: balance, hits and copies, before a server is touched.
-Knows no engine.
+"""Simulate a plan on recorded tokens: balance, hits and copies, before a server is touched.
 
-Records are cut into steps of `step_tokens`, one record after the other; a step is what devices share and wait for each
-other in. Dims: T tokens, N tokens of a step, M MoE layers, E experts, K experts per token, V devices."""
+Records are cut into steps of `step_tokens`, one record after the other; the devices of a step wait for each other.
+Dims: T tokens, N tokens of a step, M MoE layers, E experts, K experts per token, V devices."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,10 +31,8 @@ class PlacementReport:
     num_steps: int
     device_load: Float64[np.ndarray, "M V"]  # slots
     balancedness: Float64[np.ndarray, " M"]
-    rerouted_slots: Int64[
-        np.ndarray, " M"
-    ]  # found no room, with dispatch "reroute": other experts than the record's would run
-    copies: Int64[np.ndarray, " M"]  # from the placement before; 0 without one
+    rerouted_slots: Int64[np.ndarray, " M"]  # without room, with dispatch "reroute": other experts would run
+    copies: Int64[np.ndarray, " M"]  # from the previous placement; 0 without one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,12 +71,11 @@ def simulate(
     step_tokens: int = STEP_TOKENS,
     previous: ExpertPlacement | ResidencyMap | None = None,
 ) -> PlacementReport | ResidencyReport:
-    """Run a plan, or a policy that adapts, over the known rows of records. `dispatch` says how a placement's slots
-    choose among the instances of their expert. `previous`: what the plan replaces; going from there to it is counted as
-    copies.
+    """Run a plan, or an adaptive policy, over the known rows of records. `dispatch`: how a placement's slots choose
+    among the instances of their expert. `previous`: the plan that is replaced; the move from it counts as copies.
 
-    Raises PlacementError for records of another model than the plan's, RoutingAlignmentError for records of two models
-    or none."""
+    Raises PlacementError for records of another model than the plan's, RoutingAlignmentError for records of two
+    models or none."""
     rows, num_experts = _join_rows(records, step_tokens)
     residency = plan.residency if isinstance(plan, AdaptiveResidency) else plan
     residency.check_model(rows.shape[1], num_experts)

@@ -1,7 +1,7 @@
-"""Align: from records, one a sample, to a RoutedBatch that lies as the tokens of a batch do. Host NumPy, strict, no
-silent repair.
+"""Align records, one for each sample, with the tokens of a batch as a RoutedBatch. Host NumPy, strict, no silent
+repair.
 
-Column of row t of a sample with S tokens, in rows of L places:
+Column of row t of a sample with S tokens, in rows of L positions:
     pad_right  t                      tokens left, padding right
     pad_left   L - S + t              padding left, tokens right
     pad_both   width - prompt_len + t prompts end, and completions begin, at prompt_width
@@ -27,8 +27,8 @@ LAYOUTS = ("pad_right", "pad_left", "pad_both", "packed")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence of a batch; a `record` of None has no valid row. `prompt_len` is expected by pad_both alone, and is
-    the record's there: of merged turns the first one's."""
+    """One sequence of a batch; a `record` of None has no valid row. `prompt_len` is needed for pad_both alone and
+    equals the record's; for merged turns it is that of the first turn."""
 
     record: RoutedExperts | None
     num_tokens: int
@@ -36,8 +36,8 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
-    """Tokens [first, end) of a sample stand at column `column` and on, in row `row` of the batch."""
+class _Span:
+    """Tokens [first, end) of a sample begin at column `column` in row `row` of the batch."""
 
     row: int
     column: int
@@ -57,23 +57,23 @@ def align(
     repeats_in_layers: Collection[int] = (),
     weights: bool = False,
 ) -> RoutedBatch:
-    """Lay records out as a batch of `seq_len` places a row; arrays are NumPy, to be put on devices as the tokens are.
+    """Lay records out as a batch of `seq_len` positions a row. Arrays are NumPy; put them on devices as the tokens are.
 
     `spec` is the model's `config.capture_spec`. A column is valid where its record holds the row and marks it valid;
-    what comes before a record's start, and the last token of a generated sequence, is neither valid nor pad. `zigzag` =
-    c permutes columns by `zigzag_order`, for context parallelism. `versions`: weight versions that rows may be of; None
+    tokens before a record's start, and the last token of a generated sequence, are neither valid nor pad. `zigzag` =
+    c permutes columns by `zigzag_order`, for context parallelism. `versions`: weight versions that rows may have; None
     allows any. `repeats_in_layers`: hash-routed layers. `weights` lays out recorded combine weights too. Raises
-    RoutingAlignmentError naming sample, row and layer of what does not fit."""
-    places = _places(samples, layout, seq_len, prompt_width)
+    RoutingAlignmentError naming sample, row and layer of a mismatch."""
+    spans = _spans(samples, layout, seq_len, prompt_width)
     order = zigzag_order(seq_len, zigzag)
     num_rows = 1 if layout == "packed" else len(samples)
     shape = (num_rows, seq_len, spec.num_moe_layers, spec.top_k)
     ids: UInt[np.ndarray, "B S M K"] = np.zeros(shape, spec.dtype)
-    mixed: Float32[np.ndarray, "B S M K"] | None = np.zeros(shape, np.float32) if weights else None
+    batch_weights: Float32[np.ndarray, "B S M K"] | None = np.zeros(shape, np.float32) if weights else None
     valid: Bool[np.ndarray, "B S"] = np.zeros((num_rows, seq_len), np.bool_)
     pad: Bool[np.ndarray, "B S"] = np.ones((num_rows, seq_len), np.bool_)
-    for index, (sample, place) in enumerate(zip(samples, places, strict=True)):
-        pad[place.row, place.column : place.column + place.end - place.first] = False
+    for index, (sample, span) in enumerate(zip(samples, spans, strict=True)):
+        pad[span.row, span.column : span.column + span.end - span.first] = False
         if sample.record is None:
             continue
         check_record(
@@ -84,27 +84,27 @@ def align(
             versions=versions,
             repeats_in_layers=repeats_in_layers,
         )
-        part = sample.record[place.first : place.end]
-        at = place.column + part.start - place.first
-        to = slice(at, at + part.num_rows)
-        ids[place.row, to], valid[place.row, to] = part.ids, True if part.valid is None else part.valid
-        if mixed is not None:
+        part = sample.record[span.first : span.end]
+        column = span.column + part.start - span.first
+        to = slice(column, column + part.num_rows)
+        ids[span.row, to], valid[span.row, to] = part.ids, True if part.valid is None else part.valid
+        if batch_weights is not None:
             if part.weights is None:
                 raise RoutingAlignmentError(
                     f"sample {index}: the record has no weights; leave weights=True out, or record them"
                 )
-            mixed[place.row, to] = part.weights
-    arrays: list[Any] = [ids, valid, pad, mixed]
+            batch_weights[span.row, to] = part.weights
+    arrays: list[Any] = [ids, valid, pad, batch_weights]
     if zigzag > 1:
         arrays = [None if array is None else np.take(array, order, axis=1) for array in arrays]
     return RoutedBatch(*arrays)
 
 
 def zigzag_order(seq_len: int, parts: int) -> Int[np.ndarray, " S"]:
-    """Which column stands where, so that a contiguous split in `parts` gives rank r the chunks r and 2 * parts - 1 - r:
-    each rank has as much of the causal triangle as any other. Permute tokens, positions and segment ids alike."""
-    _whole("seq_len", seq_len, 1)
-    _whole("zigzag", parts, 1)
+    """Return the order of columns for which a contiguous split in `parts` gives rank r the chunks r and 2 * parts -
+    1 - r: all ranks have equal parts of the causal triangle. Permute tokens, positions and segment ids alike."""
+    _check_int("seq_len", seq_len, 1)
+    _check_int("zigzag", parts, 1)
     if parts == 1:
         return np.arange(seq_len)
     if seq_len % (2 * parts):
@@ -115,10 +115,10 @@ def zigzag_order(seq_len: int, parts: int) -> Int[np.ndarray, " S"]:
     return np.concatenate([chunks[[rank, 2 * parts - 1 - rank]].reshape(-1) for rank in range(parts)])
 
 
-def _places(samples: Sequence[Sample], layout: str, seq_len: int, prompt_width: int | None) -> list[_Place]:
+def _spans(samples: Sequence[Sample], layout: str, seq_len: int, prompt_width: int | None) -> list[_Span]:
     if layout not in LAYOUTS:
         raise RoutingAlignmentError(f"layout={layout!r} is unknown; choose one of {', '.join(LAYOUTS)}")
-    _whole("seq_len", seq_len, 1)
+    _check_int("seq_len", seq_len, 1)
     if not samples:
         raise RoutingAlignmentError("samples is empty; give at least one")
     if (prompt_width is not None) != (layout == "pad_both"):
@@ -126,51 +126,51 @@ def _places(samples: Sequence[Sample], layout: str, seq_len: int, prompt_width: 
             f"prompt_width={prompt_width!r} with layout={layout!r}; it belongs to pad_both, and only there"
         )
     if prompt_width is not None:
-        _whole("prompt_width", prompt_width, 0, most=seq_len)
-    places: list[_Place] = []
+        _check_int("prompt_width", prompt_width, 0, most=seq_len)
+    spans: list[_Span] = []
     offset = 0
     for index, sample in enumerate(samples):
-        _whole(f"sample {index}: num_tokens", sample.num_tokens, 1)
+        _check_int(f"sample {index}: num_tokens", sample.num_tokens, 1)
         prompt_len = _prompt_len(sample, index, layout)
-        kept = min(sample.num_tokens, seq_len)
+        length = min(sample.num_tokens, seq_len)
         if layout == "pad_right":
-            places.append(_Place(index, 0, 0, kept))
+            spans.append(_Span(index, 0, 0, length))
         elif layout == "pad_left":
-            places.append(_Place(index, seq_len - kept, 0, kept))
+            spans.append(_Span(index, seq_len - length, 0, length))
         elif layout == "packed":
             if offset >= seq_len:
                 raise RoutingAlignmentError(
-                    f"sample {index} begins at place {offset} of a row of {seq_len}; pack it into another row"
+                    f"sample {index} begins at position {offset} of a row of {seq_len}; pack it into another row"
                 )
-            kept = min(sample.num_tokens, seq_len - offset)
-            places.append(_Place(0, offset, 0, kept))
-            offset += kept
+            length = min(sample.num_tokens, seq_len - offset)
+            spans.append(_Span(0, offset, 0, length))
+            offset += length
         else:
             assert prompt_width is not None
             first = max(prompt_len - prompt_width, 0)
             end = min(sample.num_tokens, prompt_len + seq_len - prompt_width)
-            places.append(_Place(index, prompt_width - (prompt_len - first), first, end))
-    return places
+            spans.append(_Span(index, prompt_width - (prompt_len - first), first, end))
+    return spans
 
 
 def _prompt_len(sample: Sample, index: int, layout: str) -> int:
-    """Where pad_both ends the prompt; a wrong one would move every row of the sample."""
+    """Return the prompt's length, which places every row of a pad_both sample."""
     if sample.prompt_len is None and layout != "pad_both":
         return 0
     if sample.prompt_len is None:
         raise RoutingAlignmentError(
-            f"sample {index}: prompt_len is missing; pad_both ends prompts at prompt_width, so say it"
+            f"sample {index}: prompt_len is missing; pad_both ends prompts at prompt_width, so give it"
         )
-    _whole(f"sample {index}: prompt_len", sample.prompt_len, 0, most=sample.num_tokens)
+    _check_int(f"sample {index}: prompt_len", sample.prompt_len, 0, most=sample.num_tokens)
     if layout == "pad_both" and sample.record is not None and sample.record.num_prompt_tokens != sample.prompt_len:
-        told = sample.record.num_prompt_tokens
         raise RoutingAlignmentError(
-            f"sample {index}: prompt_len={sample.prompt_len}, and its record has a prompt of {told}; give that one"
+            f"sample {index}: prompt_len={sample.prompt_len}, and its record has a prompt of "
+            f"{sample.record.num_prompt_tokens}; give that one"
         )
     return sample.prompt_len
 
 
-def _whole(name: str, value: object, least: int, *, most: int | None = None) -> None:
+def _check_int(name: str, value: object, least: int, *, most: int | None = None) -> None:
     if (
         isinstance(value, bool)
         or not isinstance(value, int | np.integer)

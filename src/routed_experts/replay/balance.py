@@ -1,8 +1,7 @@
-"""Balance statistics of a training forward: how many slots each expert ran, and how probable its router held it. Knows
-no optimiser.
+"""Balance statistics of a training forward: slots that each expert ran, and the mean probability its router gave it.
 
-A token that is there is counted, replayed or not; padding is not. Counts carry no gradient, probabilities do.
-Dims: M MoE layers, E experts, K experts per token."""
+Every token is counted, replayed or not; padding is not. Counts carry no gradient, probabilities do. Dims: M MoE
+layers, E experts, K experts per token."""
 
 import dataclasses
 from typing import Literal

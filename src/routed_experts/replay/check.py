@@ -35,15 +35,18 @@ def check_record(
     rows, end = record.num_rows, record.start + record.num_rows
     if record.num_tokens != num_tokens or end not in (num_tokens - 1, num_tokens):
         raise RoutingAlignmentError(
-            f"sample {sample}: {rows} rows of tokens [{record.start}, {end}) of a sequence of {record.num_tokens}; the sample has "
-            f"{num_tokens} tokens, so expected {num_tokens - 1 - record.start} rows (generate) or {num_tokens - record.start} (score); "
+            f"sample {sample}: {rows} rows of tokens [{record.start}, {end}) of a sequence of {record.num_tokens}; "
+            "the sample has "
+            f"{num_tokens} tokens, so expected {num_tokens - 1 - record.start} rows (generate) or "
+            f"{num_tokens - record.start} (score); "
             "cut both alike"
         )
     others = [] if versions is None else [span for span in record.version_spans if span[2] not in versions]
     if others:
         low, high, version = others[0]
         raise RoutingAlignmentError(
-            f"sample {sample}, row {low}: rows {low} to {high - 1} were routed by weight version {version}; this batch allows "
+            f"sample {sample}, row {low}: rows {low} to {high - 1} were routed by weight version {version}; this "
+            "batch allows "
             f"{sorted(versions or ())}; drop the sample, or allow the version"
         )
     _check_ids(record, spec, record.known, sample, repeats_in_layers)
@@ -64,7 +67,8 @@ def _check_model(record: RoutedExperts, spec: CaptureSpec, sample: int) -> None:
             if name == "layer_ids":
                 layers = f" (layers {sorted(set(record.layer_ids) ^ set(spec.layer_ids)) or 'in another order'} differ)"
             raise RoutingAlignmentError(
-                f"sample {sample}: the record has {name}={received}, the model {expected}{layers}; replay rows on the model that they came from"
+                f"sample {sample}: the record has {name}={received}, the model {expected}{layers}; replay rows on the "
+                "model that they came from"
             )
 
 
@@ -87,7 +91,8 @@ def _check_ids(
         if outside.any():
             row, column, slot = np.argwhere(outside)[0]
             raise RoutingAlignmentError(
-                f"sample {sample}, row {record.start + row}, layer {record.layer_ids[column]}: id {ids[row, column, slot]} in slot {slot}; "
+                f"sample {sample}, row {record.start + row}, layer {record.layer_ids[column]}: id "
+                f"{ids[row, column, slot]} in slot {slot}; "
                 f"expected 0 to {spec.num_experts - 1}; give logical ids of this model"
             )
     repeats = repeated_rows(ids)
@@ -97,6 +102,7 @@ def _check_ids(
     if repeats.any():
         row, column = np.argwhere(repeats)[0]
         raise RoutingAlignmentError(
-            f"sample {sample}, row {record.start + row}, layer {record.layer_ids[column]}: ids {ids[row, column].tolist()} repeat an "
+            f"sample {sample}, row {record.start + row}, layer {record.layer_ids[column]}: ids "
+            f"{ids[row, column].tolist()} repeat an "
             f"expert; expected {spec.top_k} distinct ones; mark a row that is not known as not valid, and never fill it"
         )

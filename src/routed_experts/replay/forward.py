@@ -1,7 +1,8 @@
-"""The training forward: whole sequences through the module that also serves, with live or replayed routing.
-Knows nothing of losses or optimisers. Differentiable; ids are inputs, so scan, remat and sharding see the same ids.
-Live is a replay in which no row is valid: one graph for both, so that a compiler fuses and rounds them alike.
-Dims: B sequences, S tokens of a sequence, M MoE layers, K experts per token, V vocabulary."""
+"""The training forward: whole sequences through the serving module, with live or replayed routing.
+
+Differentiable; ids are inputs, so scan, remat and sharding see the same ids. Live routing is a replay in which no
+row is valid: one graph for both, so that a compiler fuses and rounds them alike. Dims: B sequences, S tokens of a
+sequence, M MoE layers, K experts per token, V vocabulary."""
 
 import dataclasses
 
@@ -27,10 +28,10 @@ from routed_experts.replay.recorder import BalanceRecorder, RoutingRecorder
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Forward:
-    """Logits float32, the executed ids when they were asked for (logical, in executed order), and slot misses: how many
-    of the K experts of a row the live router of that layer would not have chosen; 0 where nothing is replayed, None
-    without MoE layers. `balance`: how evenly experts are used, where it was asked for."""
+class ForwardOutput:
+    """Logits float32, the executed ids on request (logical, in executed order), and slot misses: how many of the K
+    experts of a row the live router of that layer would not have chosen; 0 where nothing is replayed, None without MoE
+    layers. `balance`: how evenly experts are used, on request."""
 
     logits: Float[Array, "B S V"]
     ids: UInt[Array, "B S M K"] | None
@@ -49,13 +50,13 @@ def forward(
     balance_on: BalanceOn | None = None,
     backend: MoeBackend = MOE_BACKENDS["grouped"],
     remat: bool = False,
-) -> Forward:
+) -> ForwardOutput:
     """Score whole sequences causally. `routed=None` is another trace of the same graph; new ids or a new `valid` never
     retrace.
 
     `segment_ids` separate packed sequences (positions count anew in each); `remat` computes layers again in the
     backward pass, but never the choice of experts. `balance_on` counts slots and probabilities of the experts by layer
-    (`Forward.balance`), of what was "executed" or of what the live router chose ("native"); padding is left out.
+    (`ForwardOutput.balance`), of what was "executed" or of what the live router chose ("native"); padding is left out.
     Raises, at trace time, RoutingAlignmentError for a `routed` of other shapes than the tokens', InvalidRequestError
     for another `balance_on`."""
     if balance_on is not None and balance_on not in BALANCE_ON:
@@ -64,11 +65,13 @@ def forward(
         )
     (batch, length), spec = tokens.shape, model.config.capture_spec
     if routed is None and spec is not None:
-        routed = _nothing_known(batch, length, spec)
+        routed = _no_valid_rows(batch, length, spec)
     segments = segment_ids
-    if routed is not None:  # a place without a token is a segment of its own: padding may stand on either side
+    if routed is not None:  # padding, which may be on either side, is a segment of its own
         segments = jnp.where(routed.pad, -1, 0 if segment_ids is None else segment_ids)
-    where = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)) if positions is None else positions
+    token_positions = (
+        jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)) if positions is None else positions
+    )
 
     def attend(
         queries: Float[Array, "N H C"],
@@ -81,7 +84,7 @@ def forward(
         q, k = (x.reshape(batch, length, *x.shape[1:]) for x in (queries, keys))
         v = None if values is None else values.reshape(batch, length, *values.shape[1:])
         if features is None:
-            assert v is not None, "rows without values are latent, and say so in their features"
+            assert v is not None, "a cache without values is latent and has features"
             return causal_attention(q, k, v, segments).reshape(queries.shape), cache
         return causal_variant(q, k, v, segments, features).reshape(*queries.shape[:2], -1), cache
 
@@ -90,35 +93,42 @@ def forward(
 
     replay = None if routed is None else _token_routing(routed, tokens.shape, spec)
     valid = jnp.ones(tokens.size, bool) if routed is None else ~routed.pad.reshape(-1)
-    tape = balance = None
+    recorder = balance = None
     if spec is not None:
-        tape = RoutingRecorder.start(
+        recorder = RoutingRecorder.start(
             tokens.size, spec, None if balance_on is None else BalanceRecorder.start(valid, spec, balance_on)
         )
     kernels = Kernels(moe=backend)
     ops = attend if model.config.cache.recurrent is None else SequenceOps(attend, recur)
-    hidden, _, told = model(
-        tokens.reshape(-1), where.reshape(-1), valid, ops, None, tape, kernels=kernels, routed=replay, remat=remat
+    hidden, _, recorded = model(
+        tokens.reshape(-1),
+        token_positions.reshape(-1),
+        valid,
+        ops,
+        None,
+        recorder,
+        kernels=kernels,
+        routed=replay,
+        remat=remat,
     )
     ids = slot_miss = None
-    if isinstance(told, RoutingRecorder) and told.slot_miss is not None:
-        ids = told.rows().reshape(batch, length, -1, told.spec.top_k) if return_routed else None
-        slot_miss = told.slot_miss.T.reshape(batch, length, -1)
-        balance = None if told.balance is None else told.balance.told()
-    return Forward(model.logits(hidden).reshape(batch, length, -1), ids, slot_miss, balance)
+    if isinstance(recorded, RoutingRecorder) and recorded.slot_miss is not None:
+        ids = recorded.rows().reshape(batch, length, -1, recorded.spec.top_k) if return_routed else None
+        slot_miss = recorded.slot_miss.T.reshape(batch, length, -1)
+        balance = None if recorded.balance is None else recorded.balance.result()
+    return ForwardOutput(model.logits(hidden).reshape(batch, length, -1), ids, slot_miss, balance)
 
 
-def _nothing_known(batch: int, length: int, spec: CaptureSpec) -> RoutedBatch:
-    """A replay in which every place is a token and no row is valid. The barrier keeps a compiler from seeing that: it
-    would leave out what a replay needs, fuse otherwise, and round otherwise where fused operations round otherwise
-    (GPU, TPU)."""
-    nowhere = jnp.zeros((batch, length), bool)
+def _no_valid_rows(batch: int, length: int, spec: CaptureSpec) -> RoutedBatch:
+    """Return a replay in which every position is a token and no row is valid. The barrier hides this from the compiler,
+    which would otherwise drop the replay's operations, fuse differently, and round differently (GPU, TPU)."""
+    no = jnp.zeros((batch, length), bool)
     ids = jnp.zeros((batch, length, spec.num_moe_layers, spec.top_k), spec.dtype)
-    return lax.optimization_barrier(RoutedBatch(ids, nowhere, nowhere))
+    return lax.optimization_barrier(RoutedBatch(ids, no, no))
 
 
 def _token_routing(routed: RoutedBatch, shape: tuple[int, ...], spec: CaptureSpec | None) -> TokenRouting:
-    """The batch by token; refuses one that is not of these tokens and this model."""
+    """Flatten the batch to tokens. Raises RoutingAlignmentError for shapes other than the tokens' and the model's."""
     if spec is None:
         raise RoutingAlignmentError("routed is given, but this model has no MoE layer; leave it out")
     rows = (*shape, spec.num_moe_layers, spec.top_k)
@@ -130,9 +140,10 @@ def _token_routing(routed: RoutedBatch, shape: tuple[int, ...], spec: CaptureSpe
     ):
         if array is not None and (array.shape != expected or np.dtype(array.dtype).kind not in kinds):
             word = {"iu": "integers", "b": "booleans", "f": "floats"}[kinds]
-            came = f"{array.dtype}{list(array.shape)}"
+            received = f"{array.dtype}{list(array.shape)}"
             raise RoutingAlignmentError(
-                f"routed.{name} is {came}; expected {word} {list(expected)}: [B, S] of tokens and [M, K] of this model"
+                f"routed.{name} is {received}; expected {word} {list(expected)}: [B, S] of tokens and [M, K] of this "
+                "model"
             )
     weights = None if routed.weights is None else routed.weights.reshape(-1, *rows[2:])
     return TokenRouting(routed.ids.reshape(-1, *rows[2:]), routed.valid.reshape(-1), weights)

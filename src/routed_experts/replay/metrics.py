@@ -18,10 +18,7 @@ from routed_experts.core.errors import InvalidRequestError, RoutingReplayError
 from routed_experts.replay.batch import RoutedBatch
 
 logger = logging.getLogger(__name__)
-_RESAMPLES, _BLOCKS = (
-    1000,
-    2048,
-)  # of the bootstrap; neighbouring tokens stay together where there are more than so many
+_RESAMPLES, _BLOCKS = 1000, 2048  # of the bootstrap; beyond so many tokens, neighbours form blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +55,15 @@ def mismatch_report(
     versions: Any = None,
 ) -> MismatchReport:
     """Compare logprobs [B, S] (or any one shape) where `mask` is true: entry t is log p(token t | tokens before it),
-    both under the
-    sampling distribution. `slot_miss` [B, S, M] and `routed` come together, as `forward` gave and took them.
-    `versions`: how many
-    weight versions the rollout of each entry lags behind, same shape. Raises InvalidRequestError for shapes that
-    differ, for
-    logprobs that are no finite numbers at most 0, and for an empty mask."""
+    both under the sampling distribution. `slot_miss` [B, S, M] and `routed`, both or neither, are output and input
+    of `forward`. `versions`: how many weight versions the rollout of each entry lags behind, same shape. Raises
+    InvalidRequestError for shapes that differ, for logprobs that are not finite numbers of at most 0, and for an
+    empty mask."""
     rollout, train, chosen = _checked(rollout_logprobs, train_logprobs, mask)
     report = _report(rollout[chosen], train[chosen])
     if (slot_miss is None) != (routed is None):
         raise InvalidRequestError(
-            "slot_miss and routed come together: what forward gave, and what it was given", param="slot_miss"
+            "slot_miss and routed belong together: output and input of one forward", param="slot_miss"
         )
     if routed is not None:
         missed, shares = np.asarray(slot_miss), np.asarray(routed.valid)
@@ -86,13 +81,13 @@ def mismatch_report(
     if versions is not None:
         lags = np.asarray(versions)
         if lags.shape != chosen.shape or lags.dtype.kind not in "iu":
-            text = f"versions is {lags.dtype}{list(lags.shape)}; expected integers {list(chosen.shape)}: the lag of each token"
+            text = f"versions is {lags.dtype}{list(lags.shape)}; expected integers {list(chosen.shape)}, a lag a token"
             raise InvalidRequestError(text, param="versions")
-        found = {
+        by_lag = {
             int(lag): _report(rollout[chosen & (lags == lag)], train[chosen & (lags == lag)])
             for lag in np.unique(lags[chosen])
         }
-        report = dataclasses.replace(report, by_lag=found)
+        report = dataclasses.replace(report, by_lag=by_lag)
     return report
 
 
@@ -106,8 +101,7 @@ def canary(slot_miss: UInt8[Array, "B S M"], routed: RoutedBatch) -> Float[Array
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CanaryGate:
-    """Judges a canary outside jit. Drift over off-policy steps raises the canary too: set the limit by the setup, and
-    log it."""
+    """Checks a canary outside jit. Off-policy drift raises the canary too: set the limit for the setup, and log it."""
 
     limit: float = 0.05
     action: Literal["raise", "log"] = "raise"
@@ -122,15 +116,16 @@ class CanaryGate:
             raise InvalidRequestError(f"action={self.action!r} is unknown; choose raise or log", param="action")
 
     def __call__(self, value: float | Array) -> float:
-        """Give the value as a float. Above the limit, or not a number: RoutingReplayError, or a warning with action
+        """Return the value as a float. Above the limit, or NaN, raises RoutingReplayError, or warns with action
         "log"."""
         share = float(jax.device_get(value))
         if share <= self.limit:
             logger.debug("canary: %.4f of replayed slots are not the live router's", share)
             return share
         text = (
-            f"canary={share:.4f}: so large a share of the replayed slots is not what the live router chooses; the limit is {self.limit}. "
-            "Rows of other tokens, layers, samples or weights do that: check the alignment, or raise the limit for off-policy steps"
+            f"canary={share:.4f}: this share of the replayed slots is not the live router's choice; the limit is "
+            f"{self.limit}. Rows of other tokens, layers, samples or weights cause this: check the alignment, or raise "
+            "the limit for off-policy steps"
         )
         if self.action == "raise":
             raise RoutingReplayError(text)
@@ -145,8 +140,8 @@ def _checked(
     if chosen.dtype != np.bool_:
         raise InvalidRequestError(f"mask is {chosen.dtype}{list(chosen.shape)}; expected booleans", param="mask")
     arrays: dict[str, Float[np.ndarray, ...]] = {}
-    for name, given in (("rollout_logprobs", rollout), ("train_logprobs", train)):
-        array = np.asarray(given)
+    for name, logprobs in (("rollout_logprobs", rollout), ("train_logprobs", train)):
+        array = np.asarray(logprobs)
         if array.shape != chosen.shape:
             raise InvalidRequestError(
                 f"{name} is {list(array.shape)}, mask {list(chosen.shape)}; expected one shape", param=name
@@ -154,12 +149,14 @@ def _checked(
         wide = array.astype(np.float64)
         bad = chosen & ~(np.isfinite(wide) & (wide <= 1e-6))
         if bad.any():
-            place = np.argwhere(bad)[0].tolist()
-            text = f"{name}{place} is {wide[tuple(place)]}; expected finite logprobs of at most 0 wherever the mask is true"
+            index = np.argwhere(bad)[0].tolist()
+            text = (
+                f"{name}{index} is {wide[tuple(index)]}; expected finite logprobs of at most 0 where the mask is true"
+            )
             raise InvalidRequestError(text, param=name)
         arrays[name] = wide
     if not chosen.any():
-        raise InvalidRequestError("mask is true nowhere; there is nothing to compare", param="mask")
+        raise InvalidRequestError("mask has no true entry; there is nothing to compare", param="mask")
     return arrays["rollout_logprobs"], arrays["train_logprobs"], chosen
 
 

@@ -1,6 +1,7 @@
-"""The tape of a training forward: which experts every token ran on, how many of them its live router would not have
-chosen, and, where it was asked for, how evenly experts are used. Rides where the device cache of a serving step does.
-Dims: N tokens, M MoE layers, K experts per token, E experts."""
+"""RoutingRecorder, the capture of a training forward, where a serving step has its device cache.
+
+It records which experts every token ran on, how many of them its live router would not have chosen and, on request, how
+evenly experts are used. Dims: N tokens, M MoE layers, K experts per token, E experts."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,14 +28,14 @@ class BalanceRecorder:
 
     @staticmethod
     def start(counted: Bool[Array, " N"], spec: CaptureSpec, on: BalanceOn) -> "BalanceRecorder":
-        """Nothing seen."""
+        """Start without counts."""
         shape = (spec.num_moe_layers, spec.num_experts)
         return BalanceRecorder(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), counted, on)
 
-    def written(
+    def add_layer(
         self, layer: Int[Array, ""], ids: Int[Array, "N K"], probabilities: Float[Array, "N E"]
     ) -> "BalanceRecorder":
-        """With one layer more."""
+        """Return the counts with one more layer."""
         counted = self.counted[:, None]
         counts = jnp.zeros(self.counts.shape[1], jnp.int32).at[ids].add(counted.astype(jnp.int32))
         sums = jnp.sum(jnp.where(counted, probabilities, 0.0), axis=0)
@@ -43,8 +44,8 @@ class BalanceRecorder:
             self, counts=counts, sums=lax.dynamic_update_slice_in_dim(self.sums, sums[None], layer, axis=0)
         )
 
-    def told(self) -> RouterBalance:
-        """What is read off at the end."""
+    def result(self) -> RouterBalance:
+        """Return the counts and the mean probabilities."""
         num_tokens = jnp.sum(self.counted, dtype=jnp.int32)
         return RouterBalance(self.counts, self.sums / jnp.maximum(num_tokens, 1).astype(jnp.float32), num_tokens)
 
@@ -60,7 +61,7 @@ class RoutingRecorder(RoutedExpertsDeviceCache):
 
     @staticmethod
     def start(num_tokens: int, spec: CaptureSpec, balance: BalanceRecorder | None = None) -> "RoutingRecorder":
-        """An empty tape of a forward over `num_tokens`."""
+        """Start an empty record of a forward over `num_tokens`."""
         empty = RoutedExpertsDeviceCache.create(num_tokens, spec)
         slot_miss = jnp.zeros((spec.num_moe_layers, num_tokens), jnp.uint8)
         return RoutingRecorder(empty.ids, spec, slot_miss=slot_miss, balance=balance)
@@ -72,14 +73,14 @@ class RoutingRecorder(RoutedExpertsDeviceCache):
         native_ids: Int[Array, "N K"] | None = None,
         probabilities: Callable[[], Float[Array, "N E"]] | None = None,
     ) -> "RoutingRecorder":
-        """Write down one layer."""
+        """Record one layer."""
         written = super().capture_fwd_routed_experts(moe_layer, topk_ids)
-        assert self.slot_miss is not None and native_ids is not None, "a tape is given both choices"
+        assert self.slot_miss is not None and native_ids is not None, "a recorder needs both choices"
         hits = jnp.any(topk_ids[:, :, None] == native_ids[:, None, :], axis=2)  # [N, K]
         missed = jnp.sum(~hits, axis=1, dtype=jnp.uint8)
         row, balance = jnp.asarray(moe_layer, jnp.int32), self.balance
         slot_miss = lax.dynamic_update_slice_in_dim(self.slot_miss, missed[None], row, axis=0)
         if balance is not None:
-            assert probabilities is not None, "a tape of balance is given the router's probabilities"
-            balance = balance.written(row, native_ids if balance.on == "native" else topk_ids, probabilities())
+            assert probabilities is not None, "a balance recorder needs the router's probabilities"
+            balance = balance.add_layer(row, native_ids if balance.on == "native" else topk_ids, probabilities())
         return RoutingRecorder(written.ids, self.spec, slot_miss=slot_miss, balance=balance)

@@ -1,7 +1,7 @@
-"""Turns: one record of a conversation, or of a rollout that was aborted and continued, from the records of its parts.
+"""Merge the records of a conversation's turns, or of a rollout that was aborted and continued, into one record.
 
-A turn's row is usable where the turn ran on the same tokens; the first turn that has a row wins. Host NumPy; knows no
-model. Dims: S tokens of a sequence, R rows."""
+A turn's row is usable where the turn ran on the same tokens; the first turn that has a row wins. Host NumPy. Dims: S
+tokens of a sequence, R rows."""
 
 from collections.abc import Sequence
 
@@ -21,16 +21,18 @@ def merge_turns(
 
     Row t of a turn counts iff t lies before the first token in which the turn differs from `tokens`. The row of a
     turn's last token, which was never fed, comes from the next turn's prefill. A row that no turn has is not valid (its
-    version span is its neighbour's, and says nothing). The rows are those of tokens from the lowest start to S - 1, or
+    version span is its neighbour's and means nothing). The rows are those of tokens from the lowest start to S - 1, or
     to S where a turn fed the last token. Raises RoutingAlignmentError naming the turn that does not fit its tokens or
     the first turn's model."""
-    sequence = _row_of_ids(tokens, "tokens")
+    sequence = _check_tokens(tokens, "tokens")
     if not turns:
         raise RoutingAlignmentError("turns is empty; give at least one (tokens, record)")
     first = turns[0][1]
     for index, (own, record) in enumerate(turns):
-        _check_turn(index, _row_of_ids(own, f"turn {index}: tokens"), record, first)
-    usable = [min(_common(np.asarray(own), sequence), record.start + record.num_rows) for own, record in turns]
+        _check_turn(index, _check_tokens(own, f"turn {index}: tokens"), record, first)
+    usable = [
+        min(_common_prefix_len(np.asarray(own), sequence), record.start + record.num_rows) for own, record in turns
+    ]
     start = min(sequence.size - 1, *(record.start for _, record in turns))
     num_rows = max(sequence.size - 1, *usable) - start
     ids = np.zeros((num_rows, *first.ids.shape[1:]), first.ids.dtype)
@@ -52,14 +54,14 @@ def merge_turns(
         layer_ids=first.layer_ids,
         num_hidden_layers=first.num_hidden_layers,
         num_experts=first.num_experts,
-        version_spans=to_version_spans(start, _filled(versions, valid)),
+        version_spans=to_version_spans(start, _fill_unknown(versions, valid)),
         valid=None if valid.all() else valid,
         weights=weights,
         router=first.router,
     )
 
 
-def _row_of_ids(tokens: object, name: str) -> Int[np.ndarray, " S"]:
+def _check_tokens(tokens: object, name: str) -> Int[np.ndarray, " S"]:
     array = np.asarray(tokens)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise RoutingAlignmentError(
@@ -73,23 +75,24 @@ def _check_turn(index: int, own: Int[np.ndarray, " S_i"], record: RoutedExperts,
         raise RoutingAlignmentError(f"turn {index}: the record is a {type(record).__name__}; give a RoutedExperts")
     if record.num_tokens != own.size:
         raise RoutingAlignmentError(
-            f"turn {index}: the record is of {record.num_tokens} tokens, and {own.size} came with it; give all that the turn ran on"
+            f"turn {index}: the record is of {record.num_tokens} tokens, and {own.size} are given; give all that "
+            "the turn ran on"
         )
-    for name, came, expected in (
+    for name, received, expected in (
         ("layer_ids", record.layer_ids, first.layer_ids),
         ("num_hidden_layers", record.num_hidden_layers, first.num_hidden_layers),
         ("num_experts", record.num_experts, first.num_experts),
         ("top_k", record.top_k, first.top_k),
         ("router", record.router, first.router),
     ):
-        if came != expected:
+        if received != expected:
             raise RoutingAlignmentError(
-                f"turn {index}: {name}={came}, but turn 0 has {expected}; merge records of one model"
+                f"turn {index}: {name}={received}, but turn 0 has {expected}; merge records of one model"
             )
 
 
-def _common(own: Int[np.ndarray, " S_i"], tokens: Int[np.ndarray, " S"]) -> int:
-    """Length of the longest common prefix."""
+def _common_prefix_len(own: Int[np.ndarray, " S_i"], tokens: Int[np.ndarray, " S"]) -> int:
+    """Return the length of the longest common prefix."""
     length = min(own.size, tokens.size)
     differs = np.flatnonzero(own[:length] != tokens[:length])
     return int(differs[0]) if differs.size else length
@@ -100,8 +103,8 @@ def _versions(record: RoutedExperts) -> Int[np.ndarray, " R"]:
     return np.repeat(np.array([version for _, _, version in record.version_spans], np.int64), lengths)
 
 
-def _filled(versions: Int[np.ndarray, " R"], valid: np.ndarray) -> Int[np.ndarray, " R"]:
-    """Rows that nobody wrote get the version of the known row before them, or of the first one after."""
+def _fill_unknown(versions: Int[np.ndarray, " R"], valid: np.ndarray) -> Int[np.ndarray, " R"]:
+    """Give rows that are not known the version of the known row before them, or of the first one after."""
     known = np.flatnonzero(valid)
     if known.size == 0:
         return versions

@@ -1,8 +1,8 @@
-"""From rows to a ModelWorkerBatch: padding, slots, sampling columns. Knows no policy; the arrays are NumPy.
+"""Build a ModelWorkerBatch from scheduled chunks: padding, KV slots, sampling arrays. NumPy.
 
-Sampling parameters of running requests stand in one table by request slot, so that a step's columns are one gather, and
-the next step of the same slots uses them again: batches share these arrays, which cannot be written to. Slot 0 is the
-padding row: greedy and neutral."""
+A table holds the sampling parameters of running requests by request slot, so that a step's arrays are one gather; the
+next step of the same slots reuses them. Batches share these arrays, which are read-only. Slot 0 is the padding row:
+greedy and neutral."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _INT_COLUMNS = ("top_k", "choice", "prompt_len")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _BatchLayout:
-    """What steps of the same requests in the same slots have in common."""
+    """The arrays that steps of the same requests in the same slots share."""
 
     slots: list[int]
     request_slots: Int32[np.ndarray, " B"]
@@ -38,7 +38,7 @@ class _BatchLayout:
 
 
 class BatchBuilder:
-    """Builds batches; owns the table of sampling parameters."""
+    """Builds batches and owns the table of sampling parameters."""
 
     def __init__(
         self, buckets: Buckets, table: ReqToTokenPool, *, num_request_slots: int, page_size: int, vocab_size: int
@@ -48,13 +48,13 @@ class BatchBuilder:
             (len(_FLOAT_COLUMNS) + len(_INT_COLUMNS), num_request_slots), np.int32
         )  # floats as their bits
         self._seeds = np.zeros((num_request_slots, 2), np.uint32)
-        self._columns = _named(self._words)
+        self._columns = _to_columns(self._words)
         self._columns["top_p"][0] = self._columns["repetition"][0] = 1.0
         self._count = np.arange(max(buckets.max_requests, *buckets.extend) + 1, dtype=np.int32)
-        self._cached_layout: _BatchLayout | None = None  # of the last step, unless a request was given a slot since
+        self._cached_layout: _BatchLayout | None = None  # of the last step; None after a request was given a slot
 
     def register(self, req: Req) -> None:
-        """Note the parameters of a request that has just been given a slot."""
+        """Store the sampling parameters of a request that has just been given a slot."""
         sampling, columns, slot = req.source.sampling, self._columns, req.slot
         columns["temperature"][slot], columns["top_p"][slot] = sampling.temperature, sampling.top_p
         columns["min_p"][slot], columns["top_k"][slot] = sampling.min_p, sampling.top_k
@@ -63,28 +63,30 @@ class BatchBuilder:
         columns["choice"][slot], self._seeds[slot] = req.source.choice, sampling.seed_words
         self._cached_layout = None
 
-    def build(self, rows: Sequence[ScheduledChunk], *, step: int, all_generated: bool = False) -> ModelWorkerBatch:
-        """Pad the rows to the smallest bucket. Rows stand in the given order. `all_generated`: none of them feeds a
-        token of a prompt."""
-        counts = [row.count for row in rows]
-        total, scored = sum(counts), not all_generated and any(map(has_scored_prompt_tokens, rows))
+    def build(self, chunks: Sequence[ScheduledChunk], *, step: int, all_generated: bool = False) -> ModelWorkerBatch:
+        """Pad the chunks, in their order, to the smallest bucket. `all_generated`: no chunk feeds a token of a
+        prompt."""
+        counts = [chunk.count for chunk in chunks]
+        total, scored = sum(counts), not all_generated and any(map(has_scored_prompt_tokens, chunks))
         mode, padded_tokens, padded_rows = self._buckets.shape(
-            total, len(rows), all_decode=total == len(rows) and not scored
+            total, len(chunks), all_decode=total == len(chunks) and not scored
         )
-        modes = [row.req.required_mode() for row in rows]  # of chunks too: FULL counts every token fed
-        seated = self._layout(rows, padded_rows)
+        modes = [
+            chunk.req.required_mode() for chunk in chunks
+        ]  # also of chunks that sample nothing: FULL counts every token fed
+        layout = self._layout(chunks, padded_rows)
         seq_lens = np.zeros(padded_rows, np.int32)
-        seq_lens[: len(rows)] = [row.start + row.count for row in rows]
+        seq_lens[: len(chunks)] = [chunk.start + chunk.count for chunk in chunks]
         starts = np.minimum(self._count[: padded_rows + 1], total)
         token_rows, positions = np.zeros(padded_tokens, np.int32), np.zeros(padded_tokens, np.int32)
-        if total == len(rows):
+        if total == len(chunks):
             token_rows[:total], positions[:total] = self._count[:total], seq_lens[:total] - 1
         else:
-            starts[1 : len(rows) + 1] = np.cumsum(counts)
-            starts[len(rows) + 1 :] = total
-            token_rows[:total] = np.repeat(self._count[: len(rows)], counts)
+            starts[1 : len(chunks) + 1] = np.cumsum(counts)
+            starts[len(chunks) + 1 :] = total
+            token_rows[:total] = np.repeat(self._count[: len(chunks)], counts)
             positions[:total] = self._count[:total] - (starts[:-1] - seq_lens + np.diff(starts))[token_rows[:total]]
-        table = self._table.rows(seated.request_slots)
+        table = self._table.rows(layout.request_slots)
         page, offset = np.divmod(positions[:total], self._page_size)
         return ModelWorkerBatch(
             step=step,
@@ -92,27 +94,27 @@ class BatchBuilder:
             mode=mode,
             sampling_mode=max(modes),
             num_tokens=total,
-            num_requests=len(rows),
-            token_ids=self._token_ids(rows, padded_tokens, mode),
+            num_requests=len(chunks),
+            token_ids=self._token_ids(chunks, padded_tokens, mode),
             positions=positions,
             token_rows=token_rows,
             kv_slots=table[token_rows[:total], page].astype(np.int64) * self._page_size + offset,
             query_starts=starts,
             seq_lens=seq_lens,
-            request_slots=seated.request_slots,
+            request_slots=layout.request_slots,
             page_table=table,
-            sampling=self._sampling(rows, seated, seq_lens, full=SamplingMode.FULL in modes),
-            samples=tuple([row.samples for row in rows]),
-            prompt_targets=_prompt_targets(rows, padded_tokens) if scored else None,
-            return_routed_experts=seated.return_routed_experts,
+            sampling=self._sampling(chunks, layout, seq_lens, full=SamplingMode.FULL in modes),
+            samples=tuple([chunk.samples for chunk in chunks]),
+            prompt_targets=_prompt_targets(chunks, padded_tokens) if scored else None,
+            return_routed_experts=layout.return_routed_experts,
         )
 
-    def _layout(self, rows: Sequence[ScheduledChunk], padded: int) -> _BatchLayout:
-        """The last step's, where the same requests stand in the same order."""
-        slots, last = [row.req.slot for row in rows], self._cached_layout
+    def _layout(self, chunks: Sequence[ScheduledChunk], padded: int) -> _BatchLayout:
+        """Return the layout of the last step where the same requests are in the same order, else a new one."""
+        slots, last = [chunk.req.slot for chunk in chunks], self._cached_layout
         if last is None or last.slots != slots or last.request_slots.size != padded:
             request_slots = np.zeros(padded, np.int32)
-            request_slots[: len(rows)] = slots
+            request_slots[: len(chunks)] = slots
             seeds, words = self._seeds[request_slots], self._words[:, request_slots]
             for shared in (request_slots, seeds, words):
                 shared.flags.writeable = False
@@ -120,59 +122,61 @@ class BatchBuilder:
                 slots=slots,
                 request_slots=request_slots,
                 seeds=seeds,
-                columns=_named(words),
-                return_routed_experts=tuple([row.req.source.return_routed_experts for row in rows]),
+                columns=_to_columns(words),
+                return_routed_experts=tuple([chunk.req.source.return_routed_experts for chunk in chunks]),
             )
         return last
 
-    def _token_ids(self, rows: Sequence[ScheduledChunk], padded: int, mode: ForwardMode) -> Int32[np.ndarray, " N"]:
+    def _token_ids(self, chunks: Sequence[ScheduledChunk], padded: int, mode: ForwardMode) -> Int32[np.ndarray, " N"]:
         ids = np.zeros(padded, np.int32)
         if mode is ForwardMode.DECODE:
-            ids[: len(rows)] = [
-                row.req.tokens[row.start] if row.start < row.req.num_known else FROM_DEVICE for row in rows
+            ids[: len(chunks)] = [
+                chunk.req.tokens[chunk.start] if chunk.start < chunk.req.num_known else FROM_DEVICE for chunk in chunks
             ]
             return ids
-        at = 0
-        for row in rows:
-            known = row.start + row.count <= row.req.num_known
-            ids[at : at + row.count] = row.req.tokens[row.start : row.start + row.count] if known else FROM_DEVICE
-            at += row.count
+        first = 0
+        for chunk in chunks:
+            known = chunk.start + chunk.count <= chunk.req.num_known
+            ids[first : first + chunk.count] = (
+                chunk.req.tokens[chunk.start : chunk.start + chunk.count] if known else FROM_DEVICE
+            )
+            first += chunk.count
         return ids
 
     def _sampling(
-        self, rows: Sequence[ScheduledChunk], seated: _BatchLayout, seq_lens: Int32[np.ndarray, " B"], *, full: bool
+        self, chunks: Sequence[ScheduledChunk], layout: _BatchLayout, seq_lens: Int32[np.ndarray, " B"], *, full: bool
     ) -> SamplingArrays:
         bias_ids: Int32[np.ndarray, "B X"] | None = None
         bias_values: Float[np.ndarray, "B X"] | None = None
         if full:
             bias_ids = np.full((seq_lens.size, MAX_BIAS), self._vocab_size, np.int32)
             bias_values = np.zeros((seq_lens.size, MAX_BIAS), np.float32)
-            for index, row in enumerate(rows):
-                for place, (token, value) in enumerate(row.req.bias_now()):
-                    bias_ids[index, place], bias_values[index, place] = token, value
+            for index, chunk in enumerate(chunks):
+                for entry, (token, value) in enumerate(chunk.req.bias_now()):
+                    bias_ids[index, entry], bias_values[index, entry] = token, value
         return SamplingArrays(
-            seed=seated.seeds, position=seq_lens, bias_ids=bias_ids, bias_values=bias_values, **seated.columns
+            seed=layout.seeds, position=seq_lens, bias_ids=bias_ids, bias_values=bias_values, **layout.columns
         )
 
 
-def _named(words: Int32[np.ndarray, "C B"]) -> dict[str, np.ndarray]:
-    """The table's rows under their names, each in its own dtype; views."""
-    columns: dict[str, np.ndarray] = {name: words[place].view(np.float32) for place, name in enumerate(_FLOAT_COLUMNS)}
-    return columns | {name: words[len(_FLOAT_COLUMNS) + place] for place, name in enumerate(_INT_COLUMNS)}
+def _to_columns(words: Int32[np.ndarray, "C B"]) -> dict[str, np.ndarray]:
+    """Return views of the table's rows by name, each in its own dtype."""
+    columns: dict[str, np.ndarray] = {name: words[index].view(np.float32) for index, name in enumerate(_FLOAT_COLUMNS)}
+    return columns | {name: words[len(_FLOAT_COLUMNS) + index] for index, name in enumerate(_INT_COLUMNS)}
 
 
-def _prompt_targets(rows: Sequence[ScheduledChunk], padded: int) -> Int32[np.ndarray, " N"]:
-    """The prompt token that follows each token of the step, where there is one."""
+def _prompt_targets(chunks: Sequence[ScheduledChunk], padded: int) -> Int32[np.ndarray, " N"]:
+    """Return the prompt token that follows each token of the step, where there is one."""
     targets = np.zeros(padded, np.int32)
-    at = 0
-    for row in rows:
-        last = min(row.start + row.count + 1, row.req.prompt_len)
-        following = row.req.tokens[row.start + 1 : last]
-        targets[at : at + following.size] = following
-        at += row.count
+    first = 0
+    for chunk in chunks:
+        last = min(chunk.start + chunk.count + 1, chunk.req.prompt_len)
+        following = chunk.req.tokens[chunk.start + 1 : last]
+        targets[first : first + following.size] = following
+        first += chunk.count
     return targets
 
 
-def has_scored_prompt_tokens(row: ScheduledChunk) -> bool:
-    """Does this part of a request hold prompt tokens whose successors' logprobs were asked for."""
-    return not row.req.is_prefilled and row.req.wants_prompt_logprobs and row.start < row.req.prompt_len - 1
+def has_scored_prompt_tokens(chunk: ScheduledChunk) -> bool:
+    """Whether the chunk holds prompt tokens whose successors' logprobs were requested."""
+    return not chunk.req.is_prefilled and chunk.req.wants_prompt_logprobs and chunk.start < chunk.req.prompt_len - 1

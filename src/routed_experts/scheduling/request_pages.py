@@ -1,7 +1,7 @@
-"""RequestPages: which pages a request holds, and who owns them. Knows nothing of policy or batches.
+"""RequestPages: the pages of each request and their owners.
 
-A request's pages stand in one row of the page table: first `num_shared` pages that the prefix cache owns and the
-request has locked, then its own. Pages come from the free list, or from the cache by eviction."""
+A request's row of the page table has first `num_shared` pages, which the prefix cache owns and the request has locked,
+then its own pages. Pages come from the free list, or from the cache by eviction."""
 
 from collections.abc import Hashable, Iterable
 
@@ -16,7 +16,7 @@ from routed_experts.scheduling.schedule_batch import Req
 
 
 class RequestPages:
-    """The page table, the free list and the prefix cache as one."""
+    """The page table, the free list and the prefix cache together."""
 
     def __init__(
         self, *, num_pages: int, page_size: int, num_request_slots: int, table_width: int, use_prefix_cache: bool
@@ -29,19 +29,19 @@ class RequestPages:
 
     @property
     def num_available(self) -> int:
-        """Pages that could be handed out now, by eviction if need be."""
+        """Pages that can be handed out now, by eviction if necessary."""
         return self.allocator.num_free + self.cache.num_evictable
 
     def admit(self, req: Req, namespace: Hashable, *, spare: int) -> bool:
-        """Give a waiting request a slot, its cached prefix, and pages for all its known tokens; False if they are not
-        there, or if fewer than `spare` pages would be left."""
+        """Give a waiting request a slot, its cached prefix, and pages for all its known tokens. Returns False if
+        there are not enough, or if fewer than `spare` pages would be left."""
         if self.table.num_free == 0:
             return False
         limit = _matchable_tokens(req) if self.use_prefix_cache else 0
         match = self.cache.match(req.tokens[:limit], namespace)
         self.cache.lock(match.node)
-        expected = pages_for(req.num_known, self.page_size) - match.pages.size
-        if expected + spare > self.num_available:
+        needed = pages_for(req.num_known, self.page_size) - match.pages.size
+        if needed + spare > self.num_available:
             self._free(self.cache.unlock(match.node))
             return False
         slot = self.table.allocate()
@@ -51,28 +51,28 @@ class RequestPages:
         req.num_dispatched = req.num_committed = req.num_shared * self.page_size
         self.table.set_pages(slot, 0, match.pages)
         grown = self.grow(req, req.num_known)
-        assert grown, (req.rid, expected, self.num_available)
+        assert grown, (req.rid, needed, self.num_available)
         return True
 
     def grow(self, req: Req, num_tokens: int) -> bool:
-        """Make sure that a running request has pages for its first `num_tokens` tokens; False if there are none."""
+        """Ensure pages for the first `num_tokens` tokens of a running request; False if there are not enough."""
         if num_tokens <= req.num_pages * self.page_size:
             return True
-        expected = pages_for(num_tokens, self.page_size) - req.num_pages
-        if expected > self.num_available:
+        needed = pages_for(num_tokens, self.page_size) - req.num_pages
+        if needed > self.num_available:
             return False
-        if expected > self.allocator.num_free:
-            self._free(self.cache.evict(expected - self.allocator.num_free))
-        pages = self.allocator.allocate(expected)
-        assert pages is not None, (expected, self.allocator.num_free)
+        if needed > self.allocator.num_free:
+            self._free(self.cache.evict(needed - self.allocator.num_free))
+        pages = self.allocator.allocate(needed)
+        assert pages is not None, (needed, self.allocator.num_free)
         self.table.set_pages(req.slot, req.num_pages, pages)
-        req.num_pages += expected
+        req.num_pages += needed
         self._changed.append(pages)
         return True
 
     def cache_prefix(self, req: Req, namespace: Hashable) -> None:
-        """Let others use the full pages of what a running request has fed and read back; not where the cache already
-        knows those tokens under other pages: the request keeps the pages of its own pass."""
+        """Insert the full pages of a running request's committed tokens into the prefix cache, unless the cache has
+        those tokens under other pages: the request then keeps the pages of its own pass."""
         full = req.num_committed // self.page_size
         if (
             not self.use_prefix_cache
@@ -91,31 +91,31 @@ class RequestPages:
         req.node, req.num_shared = inserted.node, full
 
     def release(self, req: Req, namespace: Hashable, *, cache: bool) -> None:
-        """Take everything from a request. With `cache`, its full pages stay in the cache for others."""
+        """Release the slot and the pages of a request; with `cache`, its full pages go to the prefix cache."""
         assert req.node is not None, req.rid
         own = self._pages(req)[req.num_shared :]
         if cache and self.use_prefix_cache and self.cache.is_attached(req.node):
             full = req.num_committed // self.page_size
-            kept = self.cache.insert(req.tokens[: full * self.page_size], self._pages(req, full), namespace)
-            own = np.concatenate([kept.duplicates, self._pages(req)[max(full, req.num_shared) :]])
+            inserted = self.cache.insert(req.tokens[: full * self.page_size], self._pages(req, full), namespace)
+            own = np.concatenate([inserted.duplicates, self._pages(req)[max(full, req.num_shared) :]])
         self._free(own)
         self._free(self.cache.unlock(req.node))
         self.table.free(req.slot)
         req.slot, req.num_pages, req.num_shared, req.node = 0, 0, 0, None
 
     def kv_slots(self, req: Req, start: int, end: int) -> Int[np.ndarray, " R"]:
-        """The KV slots of tokens [start, end) of a running request."""
+        """Return the KV slots of tokens [start, end) of a running request."""
         positions = np.arange(start, end)
         return self.table.pages[req.slot, positions // self.page_size] * self.page_size + positions % self.page_size
 
     def flush(self) -> int:
-        """Forget all cached prefixes; returns the pages freed now. Pages of running requests stay theirs."""
+        """Drop all cached prefixes; returns the number of pages freed now. Running requests keep their pages."""
         pages = self.cache.flush()
         self._free(pages)
         return int(pages.size)
 
     def drain_changed_pages(self) -> Int32[np.ndarray, " P"]:
-        """Pages handed out or freed since this was last asked: what was recorded of their slots holds no more."""
+        """Return the pages handed out or freed since the last call: rows recorded for their slots are stale."""
         pages = np.concatenate(self._changed) if self._changed else np.zeros(0, np.int32)
         self._changed.clear()
         return pages

@@ -1,10 +1,10 @@
-"""Req: one sequence on its way through the engine, and the rows of a step. Knows nothing of pools or devices.
+"""Req, one sequence on its way through the engine, and ScheduledChunk, its part of a step.
 
-Only Req may change, and only on the engine thread. Its tokens run
+Only Req changes, and only on the engine thread. Its token counts are ordered
     0 .. num_committed .. num_dispatched .. num_known + num_pending
-where read tokens have been fed by a step whose outputs are on the host (their rows are filed), fed ones have been
-dispatched (their keys are or will be in the pool, in order), known ones are on the host, and pending ones have been
-sampled by a step that has not been read yet (at most one)."""
+Committed tokens were fed by a step whose outputs are on the host (their rows are filed). Dispatched tokens were fed in
+order (their keys are or will be in the pool). Known tokens are on the host. Pending tokens were sampled by a step that
+has not been read yet (at most one)."""
 
 import dataclasses
 import enum
@@ -27,28 +27,27 @@ class ReqState(enum.Enum):
 
 
 class Req:
-    """A sequence: its tokens, how far it has come, what it holds, and what it has to tell."""
+    """A sequence: its tokens, its progress, its pages and its outputs."""
 
     def __init__(self, source: TokenizedGenerateReqInput) -> None:
         self.source = source
         self.rid = source.rid
         self.prompt_len = int(source.input_ids.size)
         self.max_len = self.prompt_len + source.sampling.max_tokens
-        self.min_len = self.prompt_len + source.sampling.min_tokens
+        self.min_stop_len = self.prompt_len + source.sampling.min_tokens
         self.tokens: Int32[np.ndarray, " max_len"] = np.zeros(self.max_len, np.int32)
         self.tokens[: self.prompt_len] = source.input_ids
         ranks_tokens = source.return_logprob and source.top_logprobs_num > 0
         self.sampling_mode = SamplingMode.FULL if ranks_tokens else SamplingMode.required_by(source.sampling)
         self.state = ReqState.WAITING
         self.finish_reason: FinishReason | None = None
-        self.pending_finish: FinishReason | None = (
-            None  # why it ends once its last token has been fed, which is expected for its row
-        )
+        # Why it finishes once its last token has been fed, for that token's row.
+        self.pending_finish: FinishReason | None = None
         self.num_known, self.num_pending, self.num_dispatched, self.num_committed = self.prompt_len, 0, 0, 0
         self.slot, self.num_pages, self.num_shared = 0, 0, 0
         self.node: PrefixNode | None = None
         self.cached_tokens, self.weight_version = 0, 0
-        self.is_prefilled = False  # its whole prompt has been read back once
+        self.is_prefilled = False  # its whole prompt has been committed once
         self.saved_rows: SavedRows | None = None
         self.output_logprobs: list[float] = []
         self.output_top: list[tuple[tuple[float, int], ...] | None] = []
@@ -66,48 +65,49 @@ class Req:
 
     @property
     def wants_decode(self) -> bool:
-        """Is the next thing to feed the token sampled last, and is there room for one more (or a row to gain by it)."""
+        """Whether the next step feeds the token sampled last: one more token, or that token's row, is still to come."""
         length = self.num_known + self.num_pending
-        is_wanted = length < self.max_len + self.source.routed_experts.include_last
+        has_more = length < self.max_len + self.source.routed_experts.include_last
         if self.pending_finish is not None:
-            is_wanted = self.num_dispatched < self.num_known
-        return is_wanted and self.num_dispatched == length - 1 and self.num_dispatched >= self.prompt_len
+            has_more = self.num_dispatched < self.num_known
+        return has_more and self.num_dispatched == length - 1 and self.num_dispatched >= self.prompt_len
 
     @property
     def num_unfed(self) -> int:
-        """Known tokens still to be fed before the next can be sampled; a decoding request has one or none."""
+        """Known tokens to feed before the next is sampled; a decoding request has one or none."""
         return self.num_known - self.num_dispatched
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Were logprobs of prompt tokens asked for."""
+        """Whether logprobs of prompt tokens are requested."""
         return self.source.return_logprob and 0 <= self.source.logprob_start_len < self.prompt_len
 
     def required_mode(self) -> SamplingMode:
-        """The sampler that this request needs for its next token."""
-        return SamplingMode.FULL if self.num_known + self.num_pending < self.min_len else self.sampling_mode
+        """Return the sampler mode that the next token needs."""
+        return SamplingMode.FULL if self.num_known + self.num_pending < self.min_stop_len else self.sampling_mode
 
     def bias_now(self) -> tuple[tuple[int, float], ...]:
-        """Logit bias of the next token: the request's own, and stop ids forbidden until min_tokens are there."""
+        """Return the logit bias of the next token: the request's own, and stop ids banned before min_tokens."""
         sampling = self.source.sampling
-        if self.num_known + self.num_pending >= self.min_len:
+        if self.num_known + self.num_pending >= self.min_stop_len:
             return sampling.logit_bias
         return (*sampling.logit_bias, *((token, -np.inf) for token in sorted(self.source.stop_token_ids)))
 
     def finish(self, reason: FinishReason) -> None:
-        """End this request; it keeps its pages until it is released."""
+        """Finish this request; it keeps its pages until it is released."""
         assert self.state is not ReqState.FINISHED, (self.rid, self.finish_reason, reason)
         self.state, self.finish_reason = ReqState.FINISHED, reason
 
     def end(self, reason: FinishReason) -> None:
-        """End this request with the token that came last: now, or once that has been fed for its row."""
+        """Finish this request with its last token: now, or with include_last once that token has been fed for its
+        row."""
         if self.source.routed_experts.include_last:
             self.pending_finish = reason
         else:
             self.finish(reason)
 
     def stop_at(self, matched: str) -> None:
-        """End this request at a stop string; it outranks a length that the same token reached."""
+        """Finish this request at a stop string, which takes precedence over a length that the same token reached."""
         self.state = ReqState.RUNNING
         self.end(FinishReason(type="stop", matched=matched))
 
@@ -119,13 +119,13 @@ class Req:
 
     @property
     def last_row_ready(self) -> bool:
-        """Has the last token been fed and read back, for its row."""
+        """Whether the last token has been fed and committed, so that its row is filed."""
         return self.pending_finish is not None and self.num_committed == self.num_known
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """One request's part of a step: it feeds tokens [start, start + count), and samples the next if `samples`."""
+    """One request's part of a step: it feeds tokens [start, start + count), and samples the next one if `samples`."""
 
     req: Req
     start: int

@@ -1,9 +1,9 @@
-"""Scheduler: who goes next. Keeps the waiting queue, the running requests and their pages. Knows no device and no text.
+"""Scheduler: the waiting queue, the running requests and their pages.
 
-A step holds every request that can decode, then prompt chunks within the token budget: first of requests already
-running, then of waiting ones, first come first served. Requests of one prompt (n > 1) wait until the first has read its
-prompt back, then find it in the prefix cache. When pages run out, the request admitted last goes back to the queue with
-its rows. At most one step is in flight when the next is scheduled."""
+A step holds every request that can decode, then prompt chunks within the token budget: first of running requests,
+then of waiting ones, first come first served. Requests of one prompt (n > 1) wait until the first has committed its
+prompt, then find it in the prefix cache. When pages run out, the request admitted last returns to the queue with its
+rows. At most one step is in flight when the next is scheduled."""
 
 import collections
 from collections.abc import Hashable, Iterable, Sequence
@@ -24,7 +24,7 @@ from routed_experts.scheduling.schedule_batch import Req, ReqState, ScheduledChu
 
 
 class Scheduler:
-    """The queue, the running requests, and the policy between them. Engine thread only."""
+    """The queue, the running requests, and the scheduling policy. Engine thread only."""
 
     def __init__(self, args: ServerArgs, buckets: Buckets, *, num_pages: int, vocab_size: int) -> None:
         self._args, self._buckets = args, buckets
@@ -42,22 +42,21 @@ class Scheduler:
         )
         self.waiting: collections.deque[Req] = collections.deque()
         self.running: list[Req] = []
-        self._leaders: dict[str, Req] = {}  # group -> its first choice, while later choices may wait for it
-        self._in_flight: dict[
-            int, tuple[tuple[ScheduledChunk, ...], int]
-        ] = {}  # by step: its rows, and how many had been released before
+        self._leaders: dict[str, Req] = {}  # by group: its first choice, while later choices may wait for it
+        # By step: its chunks, and how many requests had been released before.
+        self._in_flight: dict[int, tuple[tuple[ScheduledChunk, ...], int]] = {}
         self._num_released = 0
         self._step = 0
         self.num_retracted = 0
-        self.accepts_new = True  # False while a pause lets what has started finish
+        self.accepts_new = True  # False while a pause lets running requests finish
 
     @property
     def has_started(self) -> bool:
-        """Is there a request that runs, or that has generated something and was sent back to the queue."""
+        """Whether a request runs, or has generated tokens and was returned to the queue."""
         return bool(self.running) or any(req.num_output for req in self.waiting)
 
     def add(self, reqs: Sequence[Req]) -> None:
-        """Queue the requests of one call, all or none; QueueFullError if they do not fit."""
+        """Queue the requests of one call, all or none. Raises QueueFullError if they do not fit."""
         limit = self._args.max_queued_requests
         if len(reqs) > limit:
             raise QueueFullError(
@@ -73,13 +72,13 @@ class Scheduler:
             self.waiting.append(req)
 
     def schedule(self) -> ModelWorkerBatch | None:
-        """Choose the rows of the next step; None when nothing can run now."""
-        rows = [
+        """Build the batch of the next step; None when nothing can run now."""
+        chunks = [
             ScheduledChunk(req, req.num_dispatched, 1, True)
             for req in self.running
             if req.wants_decode and self.pages.grow(req, req.num_dispatched + 1)
         ]
-        decoding, budget = len(rows), min(self._args.prefill_limit, self._buckets.extend[-1] - len(rows))
+        decoding, budget = len(chunks), min(self._args.prefill_limit, self._buckets.extend[-1] - len(chunks))
         for req in self.running:
             if (
                 req.state is ReqState.RUNNING
@@ -88,33 +87,33 @@ class Scheduler:
                 and budget > 0
                 and req.num_unfed > 0
             ):
-                rows.append(_next_chunk(req, budget))
-                budget -= rows[-1].count
-        budget = self._admit(rows, budget)
-        if not rows:
+                chunks.append(_next_chunk(req, budget))
+                budget -= chunks[-1].count
+        budget = self._admit(chunks, budget)
+        if not chunks:
             return None
-        batch = self._batch_builder.build(rows, step=self._step, all_generated=len(rows) == decoding)
-        self._in_flight[self._step] = tuple(rows), self._num_released
+        batch = self._batch_builder.build(chunks, step=self._step, all_generated=len(chunks) == decoding)
+        self._in_flight[self._step] = tuple(chunks), self._num_released
         self._step += 1
-        for row in rows:
-            row.req.num_dispatched = row.start + row.count
-            row.req.num_pending += row.samples
+        for chunk in chunks:
+            chunk.req.num_dispatched = chunk.start + chunk.count
+            chunk.req.num_pending += chunk.samples
         return batch
 
     def commit(self, batch: ModelWorkerBatch, result: StepResult) -> list[Req]:
-        """Take in what a step computed. Returns the requests that gained a token, those that it ended among them (they
-        keep their pages until `release`)."""
+        """Apply the result of a step. Returns the requests that advanced, including those that finished (they keep
+        their pages until `release`)."""
         advanced: list[Req] = []
-        rows, _ = self._in_flight.pop(batch.step)
+        chunks, _ = self._in_flight.pop(batch.step)
         tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
-        for index, row in enumerate(rows):
-            req = row.req
+        for index, chunk in enumerate(chunks):
+            req = chunk.req
             if req.state is ReqState.FINISHED:
                 continue
-            req.num_committed = row.start + row.count
-            if batch.prompt_targets is not None and has_scored_prompt_tokens(row):
-                _add_prompt_logprobs(req, row, int(batch.query_starts[index]), result)
-            if not row.samples:
+            req.num_committed = chunk.start + chunk.count
+            if batch.prompt_targets is not None and has_scored_prompt_tokens(chunk):
+                _add_prompt_logprobs(req, chunk, int(batch.query_starts[index]), result)
+            if not chunk.samples:
                 continue
             if not req.is_prefilled:
                 req.is_prefilled = True
@@ -122,20 +121,22 @@ class Scheduler:
             req.num_pending -= 1
             advanced.append(req)
             if req.pending_finish is not None:
-                req.finish(req.pending_finish)  # what was sampled after the last token is nobody's
+                req.finish(req.pending_finish)  # the token sampled after the last one is dropped
             else:
                 _append(req, tokens[index], logprobs[index], index, result)
         return advanced
 
     def live_tokens(self, batch: ModelWorkerBatch) -> Bool[np.ndarray, " num_tokens"] | None:
-        """Which tokens of a step in flight still belong to a request that has not ended: a mask, or None for all."""
-        rows, released = self._in_flight[batch.step]
-        if released == self._num_released:  # nobody has ended since
+        """Return a mask of the tokens of a step in flight whose request has not finished; None for all."""
+        chunks, released = self._in_flight[batch.step]
+        if released == self._num_released:  # no request has finished since
             return None
-        return np.repeat([row.req.state is not ReqState.FINISHED for row in rows], [row.count for row in rows])
+        return np.repeat(
+            [chunk.req.state is not ReqState.FINISHED for chunk in chunks], [chunk.count for chunk in chunks]
+        )
 
     def release(self, req: Req) -> None:
-        """Let go of a finished request: its pages go to the prefix cache or the free list."""
+        """Release a finished request: its pages go to the prefix cache or the free list."""
         assert req.state is ReqState.FINISHED, (req.rid, req.state)
         self._num_released += 1
         if req in self.running:
@@ -147,12 +148,11 @@ class Scheduler:
             del self._leaders[req.source.group]
 
     def preemption_victim(self) -> Req | None:
-        """The request to send back when pages run out: the one admitted last, but never the only one."""
+        """Return the request to retract when pages run out: the one admitted last, but never the only one."""
         return self.running[-1] if len(self.running) > 1 else None
 
     def retract(self, req: Req, saved: SavedRows | None) -> None:
-        """Send a running request back to the head of the queue, with its tokens and its rows. Nothing may be in
-        flight."""
+        """Return a running request to the head of the queue, with its tokens and its rows. No step may be in flight."""
         assert not self._in_flight and req.num_pending == 0, (req.rid, list(self._in_flight))
         self.running.remove(req)
         self.pages.release(req, self.namespace(req), cache=False)
@@ -162,11 +162,11 @@ class Scheduler:
         self.num_retracted += 1
 
     def namespace(self, req: Req) -> Hashable:
-        """What must be equal for two requests to share pages, beside their tokens."""
+        """Return what two requests must have in common, beside tokens, to share pages."""
         return req.weight_version, req.source.extra_key
 
     def check_integrity(self) -> list[Violation]:
-        """I3, I4, I5 of the live state."""
+        """Check the owners of pages and locks, and that waiting requests hold none."""
         found = self.pages.check_integrity(self.running)
         stray = [req.rid for req in self.waiting if req.num_pages or req.slot]
         if stray:
@@ -175,10 +175,10 @@ class Scheduler:
             )
         return found
 
-    def _admit(self, rows: list[ScheduledChunk], budget: int) -> int:
-        """Move waiting requests to running while tokens, slots and pages last; appends their first chunks to `rows`."""
+    def _admit(self, chunks: list[ScheduledChunk], budget: int) -> int:
+        """Admit waiting requests while tokens, slots and pages last; appends their first chunks to `chunks`."""
         for req in self._admissible():
-            if budget <= 0 or len(rows) >= self._args.running_limit or len(self.running) >= self._args.running_limit:
+            if budget <= 0 or len(chunks) >= self._args.running_limit or len(self.running) >= self._args.running_limit:
                 break
             req.weight_version = self.weight_version
             if not self.pages.admit(req, self.namespace(req), spare=len(self.running)):
@@ -189,8 +189,8 @@ class Scheduler:
             req.state = ReqState.RUNNING
             self.running.append(req)
             self._batch_builder.register(req)
-            rows.append(_next_chunk(req, budget))
-            budget -= rows[-1].count
+            chunks.append(_next_chunk(req, budget))
+            budget -= chunks[-1].count
         return budget
 
     def _admissible(self) -> Iterable[Req]:
@@ -208,38 +208,39 @@ class Scheduler:
 
 
 def _next_chunk(req: Req, budget: int) -> ScheduledChunk:
-    """The next part of a request's known tokens, of at most `budget` tokens."""
+    """Return the next chunk of a request's known tokens, at most `budget` tokens."""
     count = min(req.num_unfed, budget)
     return ScheduledChunk(req, req.num_dispatched, count, req.num_dispatched + count == req.num_known)
 
 
 def _append(req: Req, token: int, logprob: float, index: int, result: StepResult) -> None:
-    """Note a sampled token, and end the request if it was its last."""
+    """Append a sampled token, and finish the request if it was its last."""
     req.tokens[req.num_known] = token
     req.num_known += 1
     if req.source.return_logprob:
         req.output_logprobs.append(logprob)
         req.output_top.append(_top(result.top_logprobs, result.top_ids, index, req.source.top_logprobs_num))
-    if token in req.source.stop_token_ids and req.num_known >= req.min_len:
+    if token in req.source.stop_token_ids and req.num_known >= req.min_stop_len:
         req.end(FinishReason(type="stop", matched=token))
     elif req.num_known == req.max_len:
         req.end(FinishReason(type="length", length=req.num_output))
 
 
-def _add_prompt_logprobs(req: Req, row: ScheduledChunk, first: int, result: StepResult) -> None:
-    """Keep the logprobs of the prompt tokens that follow this row's tokens; the first pass that computes one wins."""
+def _add_prompt_logprobs(req: Req, chunk: ScheduledChunk, first: int, result: StepResult) -> None:
+    """Store the logprobs of the prompt tokens that follow this chunk's tokens; the first pass that computes one
+    wins."""
     assert result.prompt_logprobs is not None, req.rid
-    expected = max(req.source.logprob_start_len, 1)
-    for place in range(max(row.start, expected - 1), min(row.start + row.count, req.prompt_len - 1)):
-        at = first + place - row.start
-        top = _top(result.prompt_top_logprobs, result.prompt_top_ids, at, req.source.top_logprobs_num)
-        req.input_logprobs.setdefault(place + 1, (float(result.prompt_logprobs[at]), top))
+    start = max(req.source.logprob_start_len, 1)
+    for position in range(max(chunk.start, start - 1), min(chunk.start + chunk.count, req.prompt_len - 1)):
+        index = first + position - chunk.start
+        top = _top(result.prompt_top_logprobs, result.prompt_top_ids, index, req.source.top_logprobs_num)
+        req.input_logprobs.setdefault(position + 1, (float(result.prompt_logprobs[index]), top))
 
 
 def _top(
     values: np.ndarray | None, ids: np.ndarray | None, index: int, count: int
 ) -> tuple[tuple[float, int], ...] | None:
-    """The best `count` (logprob, id) of one row."""
+    """Return the best `count` (logprob, id) of one row."""
     if count == 0 or values is None or ids is None:
         return None
     return tuple(
