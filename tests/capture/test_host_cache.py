@@ -176,7 +176,7 @@ def test_what_waits_to_be_filed_is_bounded():
     assert not cache._steps, "a large step is filed at once"
     for _ in range(1000):
         cache.clear_pages(np.array([1]))
-        assert len(cache._forgotten) < 2 * host_cache._MAX_BUFFERED_STEPS
+        assert len(cache._invalidated) < 2 * host_cache._MAX_BUFFERED_STEPS
 
 
 def test_after_a_filing_that_failed_no_row_is_known():
@@ -210,5 +210,5 @@ def test_the_padding_of_a_step_is_not_kept_until_its_rows_are_counted():
     cache.flush()
     cache.append(np.arange(2), np.zeros((64, 9), np.int32), 0)
     cache.flush()
-    owned = [(rows if rows.base is None else rows.base, rows.shape) for rows, _ in cache._counts._noted]
+    owned = [(rows if rows.base is None else rows.base, rows.shape) for rows, _ in cache._counts._pending]
     assert [(base.nbytes, shape) for base, shape in owned] == [(2 * SPEC.row_bytes, (2, 4))] * 2

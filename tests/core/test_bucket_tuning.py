@@ -70,7 +70,7 @@ def test_loads_are_shares_and_the_harmonic_one_gives_every_doubling_as_much(larg
     ("wrong", "told"),
     [
         (lambda: StepCosts({}), "no bucket"),
-        (lambda: StepCosts({4: {1: 1.0}}), r"bucket 4 was measured at \[1\]; expected sizes in 1\.\.4, the last"),
+        (lambda: StepCosts({4: {1: 1.0}}), r"bucket 4 was measured at \[1\]; expected sizes in 1\.\.4, that one"),
         (lambda: StepCosts({4: {4: 1.0, 5: 1.0}}), r"measured at \[4, 5\]"),
         (lambda: StepCosts({4: {4: 0.0}}), "positive seconds"),
         (lambda: StepCosts({4: {4: float("nan")}}), "positive seconds"),

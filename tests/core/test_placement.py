@@ -28,7 +28,7 @@ def instance_maps(draw):
 @given(instance_maps())
 def test_a_placement_lists_every_instance_under_the_expert_it_holds(case):
     held, num_experts, num_devices = case
-    placement = ExpertPlacement.of(held, num_experts=num_experts, num_devices=num_devices)
+    placement = ExpertPlacement.from_instances(held, num_experts=num_experts, num_devices=num_devices)
     for layer, row in enumerate(held.tolist()):
         for expert in range(num_experts):
             instances = [i for i, one in enumerate(row) if one == expert]
@@ -53,7 +53,7 @@ def test_the_identity_holds_each_expert_once_in_order():
 
 def changed(name, *at, value):
     """A sound placement of 3 experts on 4 instances with one number changed."""
-    sound = ExpertPlacement.of(np.array([[0, 1, 2, 1]]), num_experts=3, num_devices=2)
+    sound = ExpertPlacement.from_instances(np.array([[0, 1, 2, 1]]), num_experts=3, num_devices=2)
     array = getattr(sound, name).copy()
     array[at] = value
     return lambda: dataclasses.replace(sound, **{name: array})
@@ -61,32 +61,32 @@ def changed(name, *at, value):
 
 WRONG_PLACEMENTS = {
     "expert without an instance": (
-        lambda: ExpertPlacement.of(np.array([[0, 0]]), num_experts=2, num_devices=1),
+        lambda: ExpertPlacement.from_instances(np.array([[0, 0]]), num_experts=2, num_devices=1),
         "expert 1 has 0 instances",
     ),
     "id that is no expert": (
-        lambda: ExpertPlacement.of(np.array([[0, 2]]), num_experts=2, num_devices=1),
+        lambda: ExpertPlacement.from_instances(np.array([[0, 2]]), num_experts=2, num_devices=1),
         "holds expert 2; expected 0 to 1",
     ),
     "hole in the instances": (
-        lambda: ExpertPlacement.of(np.array([[0, -1]]), num_experts=1, num_devices=1),
+        lambda: ExpertPlacement.from_instances(np.array([[0, -1]]), num_experts=1, num_devices=1),
         "holds expert -1",
     ),
     "too few instances": (
-        lambda: ExpertPlacement.of(np.array([[0]]), num_experts=2, num_devices=1),
+        lambda: ExpertPlacement.from_instances(np.array([[0]]), num_experts=2, num_devices=1),
         "1 instances for 2 experts",
     ),
     "uneven devices": (
-        lambda: ExpertPlacement.of(np.array([[0, 1, 1]]), num_experts=2, num_devices=2),
+        lambda: ExpertPlacement.from_instances(np.array([[0, 1, 1]]), num_experts=2, num_devices=2),
         "num_devices=2 does not divide 3",
     ),
     "no device": (lambda: ExpertPlacement.identity(1, 2, 0), "num_devices=0"),
     "more replicas than positions": (
-        lambda: ExpertPlacement.of(np.array([[0, 0, 0]]), num_experts=1, num_devices=1, max_replicas=2),
+        lambda: ExpertPlacement.from_instances(np.array([[0, 0, 0]]), num_experts=1, num_devices=1, max_replicas=2),
         "3 instances, above max_replicas=2",
     ),
     "one dimension": (
-        lambda: ExpertPlacement.of(np.array([0, 1]), num_experts=2, num_devices=1),
+        lambda: ExpertPlacement.from_instances(np.array([0, 1]), num_experts=2, num_devices=1),
         "shape [2]; expected [M, I]",
     ),
     "gap in a list": (changed("logical_to_physical_map", 0, 1, 0, value=-1), "list [-1, 3]"),
@@ -206,7 +206,7 @@ def test_a_wrong_residency_map_is_refused_by_name(name):
 
 
 def test_plans_come_back_from_files(tmp_path):
-    placement = ExpertPlacement.of(
+    placement = ExpertPlacement.from_instances(
         np.array([[0, 1, 2, 1], [2, 2, 1, 0]]), num_experts=3, num_devices=2, max_replicas=3, epoch=7
     )
     residency = ResidencyMap.from_experts(np.array([[2, 0], [1, 2]]), num_experts=3, epoch=5)

@@ -174,7 +174,7 @@ def test_a_worker_counts_what_is_handed_over_and_an_id_too_large_is_found(monkey
         for row, phase in zip(rows.reshape(5, 3, 4), generated.astype(int), strict=True):
             for layer in range(3):
                 np.add.at(expected[phase, layer], row[layer], 1)
-    assert counts._handed and (counts.stats().counts == expected).all() and not counts._handed
+    assert counts._submitted and (counts.stats().counts == expected).all() and not counts._submitted
     counts.enqueue(np.full((4, 12), 16, np.uint8), np.zeros(4, np.bool_))
     with pytest.raises(AssertionError, match="expert 16 of 16"):
         counts.stats()

@@ -40,9 +40,9 @@ def test_a_layer_counts_what_a_loop_counts(law, on):
     capture = CaptureSpec(num_hidden_layers=2, layer_ids=(0, 1), num_experts=spec.num_experts, top_k=spec.top_k)
 
     def run(logits, bias, replayed, valid, counted):
-        tape = RoutingRecorder.start(len(logits), capture, BalanceRecorder.start(counted, capture, on))
+        recorder = RoutingRecorder.start(len(logits), capture, BalanceRecorder.start(counted, capture, on))
         given = {"spec": spec, "kernels": Kernels(moe=MOE_BACKENDS["reference"]), "bias": bias if spec.biased else None}
-        return route(logits, LayerRouting(replayed, valid), jnp.int32(1), tape, **given)[1].balance.told()
+        return route(logits, LayerRouting(replayed, valid), jnp.int32(1), recorder, **given)[1].balance.result()
 
     told = jax.jit(run)(logits, bias.astype(np.float32), replayed, valid, counted)
     counts, sums = np.zeros(spec.num_experts, int), np.zeros(spec.num_experts)

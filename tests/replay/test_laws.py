@@ -1,4 +1,4 @@
-"""Replay for every law of routing, on a stack of sparse layers as decoders run them: scanned, recorded on the tape,
+"""Replay for every law of routing, on a stack of sparse layers as decoders run them: scanned, recorded on the recorder,
 rematerialised.
 
 C1 executed == forced; C2 self-replay is bitwise; C3 no valid row is live, bitwise; C4 remat changes no gradient; C5
@@ -42,34 +42,34 @@ def params_of(spec, seed=0):
 
 
 def stack(params, x, routed, spec, remat):
-    """Residual sparse layers over x [N, D]; gives what leaves the last, and the tape."""
+    """Residual sparse layers over x [N, D]; gives what leaves the last, and the recorder."""
     kernels = Kernels(moe=MOE_BACKENDS["reference"])
     capture = CaptureSpec(
         num_hidden_layers=LAYERS, layer_ids=tuple(range(LAYERS)), num_experts=spec.num_experts, top_k=spec.top_k
     )
 
     def layer(carry, scanned):
-        x, tape = carry
+        x, recorder = carry
         column, weights, rows = scanned
         replayed = None if rows is None else LayerRouting(rows[0], routed.valid, rows[1])
         logits = jnp.dot(x, weights["router"], preferred_element_type=jnp.float32)
         bias = weights["bias"] if spec.biased else None
-        routing, tape = route(logits, replayed, column, tape, spec=spec, kernels=kernels, bias=bias)
+        routing, recorder = route(logits, replayed, column, recorder, spec=spec, kernels=kernels, bias=bias)
         experts = ExpertWeights(weights["gate_up"], weights["down"], jnp.zeros((), jnp.int32))
         y = run_experts(x, routing, jnp.ones(TOKENS, bool), experts, spec=spec, kernels=kernels)
-        return (x + y, tape), None
+        return (x + y, recorder), None
 
     columns = jnp.arange(LAYERS, dtype=jnp.int32)
     body = checkpointed(layer) if remat else layer
-    (x, tape), _ = jax.lax.scan(
+    (x, recorder), _ = jax.lax.scan(
         body, (x, RoutingRecorder.start(TOKENS, capture)), (columns, params, slice_layers(routed, 0, LAYERS))
     )
-    return x, tape
+    return x, recorder
 
 
 def loss(params, x, routed, spec, remat):
-    out, tape = stack(params, x, routed, spec, remat)
-    return jnp.sum(jnp.sin(out)), tape
+    out, recorder = stack(params, x, routed, spec, remat)
+    return jnp.sum(jnp.sin(out)), recorder
 
 
 class World:
@@ -83,8 +83,8 @@ class World:
 
     def _run(self, params, x, routed):
         self.traces += 1
-        out, tape = stack(params, x, routed, self.spec, False)
-        return out, tape.rows().reshape(TOKENS, LAYERS, self.spec.top_k), tape.slot_miss
+        out, recorder = stack(params, x, routed, self.spec, False)
+        return out, recorder.rows().reshape(TOKENS, LAYERS, self.spec.top_k), recorder.slot_miss
 
 
 @pytest.fixture(scope="module", params=ALL_SPECS)

@@ -47,7 +47,7 @@ class ExpertPlacement:
             array.setflags(write=False)
 
     @staticmethod
-    def of(
+    def from_instances(
         physical_to_logical_map: Int[np.ndarray, "M I"],
         *,
         num_experts: int,
@@ -94,7 +94,7 @@ class ExpertPlacement:
     def identity(num_layers: int, num_experts: int, num_devices: int) -> "ExpertPlacement":
         """One instance an expert, in order of the ids: what a model has before it is placed."""
         held = np.broadcast_to(np.arange(num_experts, dtype=np.int32), (num_layers, num_experts))
-        return ExpertPlacement.of(held, num_experts=num_experts, num_devices=num_devices)
+        return ExpertPlacement.from_instances(held, num_experts=num_experts, num_devices=num_devices)
 
     @property
     def num_layers(self) -> int:

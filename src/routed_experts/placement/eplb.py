@@ -58,7 +58,7 @@ def rebalance(
     if refined:
         held = refine(rows, held, num_devices=num_devices // nodes, max_replicas=limit, num_nodes=nodes)
     instances = np.take_along_axis(experts, held, axis=1).reshape(len(load), num_instances)
-    return ExpertPlacement.of(
+    return ExpertPlacement.from_instances(
         instances, num_experts=num_experts, num_devices=num_devices, max_replicas=limit, epoch=epoch
     )
 

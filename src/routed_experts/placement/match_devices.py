@@ -47,7 +47,7 @@ def relabel(new: ExpertPlacement, old: ExpertPlacement, *, num_nodes: int = 1) -
     order = _match_devices(new, old, num_nodes)
     after = np.take_along_axis(after, order[:, :, None], axis=1)
     aligned = _keep_slots(after.reshape(-1, shape[2]), before.reshape(-1, shape[2]), new.num_experts)
-    return ExpertPlacement.of(
+    return ExpertPlacement.from_instances(
         aligned.reshape(new.num_layers, new.num_instances),
         num_experts=new.num_experts,
         num_devices=new.num_devices,

@@ -133,8 +133,8 @@ class RequestPages:
         for req in holders:
             assert req.node is not None, req.rid
             refs[req.node] = refs.get(req.node, 0) + 1
-        found = self.allocator.check_integrity({**owners, "prefix cache": self.cache.owned_pages()})
-        return [*found, *self.cache.check_integrity(refs), *self.table.check_integrity()]
+        violations = self.allocator.check_integrity({**owners, "prefix cache": self.cache.owned_pages()})
+        return [*violations, *self.cache.check_integrity(refs), *self.table.check_integrity()]
 
     def _pages(self, req: Req, count: int | None = None) -> Int32[np.ndarray, " P"]:
         return self.table.pages[req.slot, : req.num_pages if count is None else count].copy()

@@ -167,13 +167,13 @@ class Scheduler:
 
     def check_integrity(self) -> list[Violation]:
         """Check the owners of pages and locks, and that waiting requests hold none."""
-        found = self.pages.check_integrity(self.running)
+        violations = self.pages.check_integrity(self.running)
         stray = [req.rid for req in self.waiting if req.num_pages or req.slot]
         if stray:
-            found.append(
+            violations.append(
                 Violation(name="waiting_holds_pages", detail=f"waiting requests {stray[:8]} hold pages or a slot")
             )
-        return found
+        return violations
 
     def _admit(self, chunks: list[ScheduledChunk], budget: int) -> int:
         """Admit waiting requests while tokens, slots and pages last; appends their first chunks to `chunks`."""
