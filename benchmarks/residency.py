@@ -1,15 +1,15 @@
 """Who should be resident: first N, by frequency, adaptive, at several numbers of residents, on prompts whose domain
 changes half way.
 
-    python benchmarks/residency.py [--layers 4] [--batches 64] [--fractions 0.1 0.3 0.5 0.7 0.9] [--backend ffi]
+    python benchmarks/residency.py [--layers 4] [--batches 64] [--fractions 0.1 0.3 0.5 0.7 0.9]
     python benchmarks/residency.py --quick      # CPU, a small model in float32
 
 Model, domains and skew are those of domains.py; tokens are drawn at temperature 1, a domain's routers prefer experts of
 their own. Each policy sees --runs batches of one domain, then as many of the other. `first`: experts 0 to N-1.
 `static`: the most used of a run of the first domain with other prompts. `adaptive`: begins as these, and follows the
-load from the first step on (engine/control/resident_expert_updater.py). tok/s are decode tokens of a median step, of each half and
-(of a mean step) over both; hits are shares of slots that residents ran, of each half and of the last run; `copied`:
-experts brought to the accelerator. `gain` is tok/s over both halves against `first` at that number."""
+load from the first step on (engine/control/resident_expert_updater.py). tok/s are decode tokens of a median step, of
+each half and (of a mean step) over both; hits are shares of slots that residents ran, of each half and of the last run;
+`copied`: experts copied to the accelerator. `gain` is tok/s over both halves against `first` at that number."""
 
 import argparse
 import dataclasses
@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from common import print_table, write_result
 from domains import SMALL, domains_of, skewed_model
-from hybrid import Bench, by_frequency, server_args
+from expert_offload import Bench, by_frequency, server_args
 from step import QWEN3_30B_A3B
 
 from routed_experts.core.expert_offload_config import ExpertOffloadConfig
@@ -62,9 +62,7 @@ def of_fraction(
     """All policies at one number of residents."""
     gc.collect()  # the tables of the last engine
     config = json.loads((folder / "config.json").read_text())
-    shared = ExpertOffloadConfig(
-        kt_num_gpu_experts=round(fraction * int(config["num_experts"])), host_backend=args.backend
-    )
+    shared = ExpertOffloadConfig(kt_num_gpu_experts=round(fraction * int(config["num_experts"])))
     core = build_engine(server_args(args, folder), model=model, experts=shared).core
     runner, first = core.runner, core.runner.residency
     assert isinstance(runner, OffloadRunner)
@@ -92,7 +90,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batches", type=int, nargs="+", default=[64])
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.1, 0.3, 0.5, 0.7, 0.9])
-    parser.add_argument("--backend", default="ffi", choices=("ffi", "dispatch"))
     parser.add_argument("--runs", type=int, default=6, help="batches of each domain")
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--new", type=int, default=32)
@@ -116,7 +113,6 @@ def main() -> None:
         "prompt": args.prompt,
         "new": args.new,
         "runs": args.runs,
-        "backend": args.backend,
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,10 +1,10 @@
-// A stand-in for the NVIDIA driver, of as many calls as a lane makes: a stream is a thread that does one thing after another. And a
-// run of errands on it, each over memory of its own, as a program on a GPU would enqueue them without waiting.
+// A stand-in for the NVIDIA driver, of the calls that a host expert queue makes: a stream is a thread that runs its calls one after
+// another. And runs of jobs on it, each over arrays of its own, enqueued without waiting as a program on a GPU enqueues them.
 #include <cstdlib>
 #include <cstring>
 #include <future>
 
-#include "lane_handler.h"
+#include "host_expert_handlers.h"
 
 namespace {
 
@@ -38,13 +38,40 @@ struct Stream {
   std::thread thread;
 };
 
-std::atomic<int> granted{1 << 30};  // requests for memory that are still met
+std::atomic<int> granted{1 << 30};  // allocations that still succeed
 
 Stream& of(void* stream) { return *static_cast<Stream*>(stream); }
 constexpr int kNotSupported = 801;
 
-XLA_FFI_Buffer buffer(XLA_FFI_DataType dtype, void* memory, int64_t* dims, int64_t rank) {
-  return {XLA_FFI_Buffer_STRUCT_SIZE, nullptr, dtype, memory, rank, dims};
+// A buffer of an FFI call over memory of the test.
+struct Array {
+  Array(XLA_FFI_DataType dtype, void* memory, std::initializer_list<int64_t> shape)
+      : dims(shape), raw{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, dtype, memory, int64_t(dims.size()), dims.data()} {}
+  Array(const Array&) = delete;
+  ffi::AnyBuffer any() { return ffi::AnyBuffer(&raw); }
+  ffi::Result<ffi::AnyBuffer> result() { return ffi::Result<ffi::AnyBuffer>(any()); }
+  std::vector<int64_t> dims;
+  XLA_FFI_Buffer raw;
+};
+
+struct Shape {
+  int64_t queue, tokens, top_k, hidden;
+};
+
+ffi::Error submit(Stream& stream, const Shape& s, rex::JobKind kind, float* x, int32_t* words, int64_t num_words) {
+  Array rows(XLA_FFI_DataType_F32, x, {s.tokens, s.hidden}), told(XLA_FFI_DataType_S32, words, {num_words});
+  return rex::submit_on_gpu(&stream, rows.any(), ffi::Buffer<ffi::S32>(&told.raw), rows.result(), s.queue, int64_t(kind), 0, s.top_k);
+}
+
+ffi::Error wait(Stream& stream, const Shape& s, rex::JobKind kind, float* x, float* out) {
+  Array rows(XLA_FFI_DataType_F32, x, {s.tokens, s.hidden}), sums(XLA_FFI_DataType_F32, out, {s.tokens, s.hidden});
+  return rex::wait_sums_on_gpu(&stream, rows.any(), rows.result(), sums.result(), s.queue, int64_t(kind));
+}
+
+const char* message(const ffi::Error& error) {
+  static std::string text;
+  if (error.success()) return nullptr;
+  return text = error.message(), text.c_str();
 }
 
 }  // namespace
@@ -62,8 +89,8 @@ int cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, size_t bytes, void* 
 int cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, size_t bytes, void* stream) {
   return of(stream).put([=] { std::memcpy(reinterpret_cast<void*>(to), from, bytes); });
 }
-int cuLaunchHostFunc(void* stream, void (*call)(void*), void* given) {
-  return of(stream).put([=] { call(given); });
+int cuLaunchHostFunc(void* stream, void (*call)(void*), void* argument) {
+  return of(stream).put([=] { call(argument); });
 }
 int cuStreamWriteValue32_v2(void* stream, unsigned long long at, uint32_t value, unsigned) {
   if (!of(stream).words) return kNotSupported;
@@ -76,49 +103,77 @@ int cuStreamWaitValue32_v2(void* stream, unsigned long long at, uint32_t value, 
   });
 }
 
-void grant(int requests) { granted.store(requests); }
+void grant(int allocations) { granted.store(allocations); }
 
-// Close a lane while its stream has errands enqueued whose input has not arrived. Whether the stream ends all the same within
+// Close a queue while its stream has jobs enqueued whose inputs have not arrived. Whether the stream ends all the same within
 // `seconds`; out [N, D] is what it then copied.
-bool abandon_errand(int64_t lane, bool with_words, int64_t tokens, int64_t top_k, int64_t hidden, float* x, int32_t* words,
-                    float* out, int64_t seconds) {
+bool abandon_jobs(int64_t queue, bool with_words, int64_t tokens, int64_t top_k, int64_t hidden, float* x, int32_t* words, float* out,
+                  int64_t seconds) {
   auto* stream = new Stream(with_words);  // kept where it never ends
   std::promise<void> gate, ended;
   stream->put([opened = gate.get_future().share()] { opened.wait(); });
-  int64_t rows[] = {tokens, hidden}, length[] = {1 + 2 * tokens * top_k};
-  XLA_FFI_Buffer fed = buffer(XLA_FFI_DataType_F32, x, rows, 2), told = buffer(XLA_FFI_DataType_S32, words, length, 1);
-  XLA_FFI_Buffer given = buffer(XLA_FFI_DataType_F32, out, rows, 2);
-  const ffi::AnyBuffer from(&fed);
-  const ffi::Buffer<ffi::S32> told_words(&told);
-  for (int errand = 0; errand < 2; errand++) {  // the second one stays in the queue
-    if (rex::begin_on_gpu(stream, from, told_words, ffi::Result<ffi::AnyBuffer>(from), lane, 0, top_k).failure()) return false;
-    ffi::Result<ffi::Buffer<ffi::F32>> sums{ffi::Buffer<ffi::F32>(&given)};
-    if (rex::end_on_gpu(stream, from, ffi::Result<ffi::AnyBuffer>(from), sums, lane).failure()) return false;
+  const Shape shape{queue, tokens, top_k, hidden};
+  for (int job = 0; job < 2; job++) {  // the second one stays in the queue
+    if (submit(*stream, shape, rex::JobKind::kExperts, x, words, 1 + 2 * tokens * top_k).failure()) return false;
+    if (wait(*stream, shape, rex::JobKind::kExperts, x, out).failure()) return false;
   }
   stream->put([&] { ended.set_value(); });
-  RexLaneClose(lane);
+  RexQueueClose(queue);
   gate.set_value();
   if (ended.get_future().wait_for(std::chrono::seconds(seconds)) != std::future_status::ready) return false;
   delete stream;
   return true;
 }
 
-// x and out [L, N, D], words [L, 1 + 2 N K]; null, or what a handler complained of.
-const char* enqueue_errands(int64_t lane, bool with_words, int64_t errands, int64_t tokens, int64_t top_k, int64_t hidden, float* x,
-                            int32_t* words, float* out) {
-  static std::string complaint;
+// x and out [L, N, D], words [L, 1 + 2 N K]; null, or the error of a handler.
+const char* enqueue_jobs(int64_t queue, bool with_words, int64_t layers, int64_t tokens, int64_t top_k, int64_t hidden, float* x,
+                         int32_t* words, float* out) {
   Stream stream(with_words);
-  int64_t rows[] = {tokens, hidden}, length[] = {1 + 2 * tokens * top_k};
-  for (int64_t i = 0; i < errands; i++) {
-    XLA_FFI_Buffer fed = buffer(XLA_FFI_DataType_F32, x + i * tokens * hidden, rows, 2);
-    XLA_FFI_Buffer told = buffer(XLA_FFI_DataType_S32, words + i * length[0], length, 1);
-    XLA_FFI_Buffer given = buffer(XLA_FFI_DataType_F32, out + i * tokens * hidden, rows, 2);
-    const ffi::AnyBuffer from(&fed);
-    ffi::Error error = rex::begin_on_gpu(&stream, from, ffi::Buffer<ffi::S32>(&told), ffi::Result<ffi::AnyBuffer>(from), lane, 0, top_k);
-    if (error.success())
-      error = rex::end_on_gpu(&stream, from, ffi::Result<ffi::AnyBuffer>(from), ffi::Result<ffi::Buffer<ffi::F32>>(ffi::Buffer<ffi::F32>(&given)),
-                              lane);
-    if (error.failure()) return complaint = error.message(), complaint.c_str();
+  const Shape shape{queue, tokens, top_k, hidden};
+  const int64_t rows = tokens * hidden, length = 1 + 2 * tokens * top_k;
+  for (int64_t i = 0; i < layers; i++) {
+    ffi::Error error = submit(stream, shape, rex::JobKind::kExperts, x + i * rows, words + i * length, length);
+    if (error.success()) error = wait(stream, shape, rex::JobKind::kExperts, x + i * rows, out + i * rows);
+    if (error.failure()) return message(error);
+  }
+  return nullptr;
+}
+
+// The same with a deferred job in every layer, of `deferred` words, which the next layer waits for; late [L, N, D] has its sums.
+const char* enqueue_deferred_jobs(int64_t queue, bool with_words, int64_t layers, int64_t tokens, int64_t top_k, int64_t hidden, float* x,
+                                  int32_t* words, int32_t* deferred, float* out, float* late) {
+  Stream stream(with_words);
+  const Shape shape{queue, tokens, top_k, hidden};
+  const int64_t rows = tokens * hidden, length = 1 + 2 * tokens * top_k;
+  for (int64_t i = 0; i <= layers; i++) {
+    ffi::Error error = ffi::Error::Success();
+    if (i < layers) error = submit(stream, shape, rex::JobKind::kExperts, x + i * rows, words + i * length, length);
+    if (i < layers && error.success())
+      error = submit(stream, shape, rex::JobKind::kDeferredExperts, x + i * rows, deferred + i * length, length);
+    if (i < layers && error.success()) error = wait(stream, shape, rex::JobKind::kExperts, x + i * rows, out + i * rows);
+    if (i > 0 && error.success()) error = wait(stream, shape, rex::JobKind::kDeferredExperts, x, late + (i - 1) * rows);
+    if (error.failure()) return message(error);
+  }
+  return nullptr;
+}
+
+// Copies of weights, each enqueued before the one before it is waited for. words [L, 1 + C]; gate_up [L, C, D, 2F], down [L, C, F, D].
+const char* enqueue_weights(int64_t queue, bool with_words, int64_t jobs, int64_t experts, int64_t hidden, int64_t width, int32_t* words,
+                            float* gate_up, float* down) {
+  Stream stream(with_words);
+  std::vector<float> x(hidden);
+  const Shape shape{queue, 1, 0, hidden};
+  for (int64_t i = 0; i <= jobs; i++) {
+    if (i < jobs) {
+      const ffi::Error error = submit(stream, shape, rex::JobKind::kWeights, x.data(), words + i * (1 + experts), 1 + experts);
+      if (error.failure()) return message(error);
+    }
+    if (i == 0) continue;
+    const int64_t size = experts * hidden * width, first = (i - 1) * size;
+    Array rows(XLA_FFI_DataType_F32, x.data(), {1, hidden});
+    Array wide(XLA_FFI_DataType_F32, gate_up + 2 * first, {experts, hidden, 2 * width}), thin(XLA_FFI_DataType_F32, down + first, {experts, width, hidden});
+    const ffi::Error error = rex::wait_weights_on_gpu(&stream, rows.any(), rows.result(), wide.result(), thin.result(), queue);
+    if (error.failure()) return message(error);
   }
   return nullptr;
 }

@@ -90,15 +90,15 @@ def test_a_row_of_experts_is_its_own(dtype, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", EXPERTS[:2])
-def test_a_lane_gives_the_same_rows_with_any_number_of_threads(dtype, shape):
+def test_a_queue_gives_the_same_rows_with_any_number_of_threads(dtype, shape):
     """Of weights, and of rows that come in another dtype."""
     call = expert_call(dtype, shape)
     store, rng = ExpertTable(call.gate_up, call.down), np.random.default_rng(5)
     for fed in dict.fromkeys([dtype, "float32"]):
         x, told = call.x.astype(fed), []
         for num_threads in (1, 2, 3):
-            lane = HostExpertQueue([store], num_experts=4, num_threads=num_threads)
-            send = functools.partial(errand, lane)
+            queue = HostExpertQueue([store], num_experts=4, num_threads=num_threads)
+            send = functools.partial(run_job, queue)
             told.append(bits(send(x, call.ids, call.weights)))
             for count in (1, 5, 20):
                 rows = rng.permutation(ROWS)[:count]
@@ -107,8 +107,10 @@ def test_a_lane_gives_the_same_rows_with_any_number_of_threads(dtype, shape):
             np.testing.assert_array_equal(other, told[0])
 
 
-def errand(lane, x, ids, weights):
-    return jax.jit(lambda *given: lane.end(lane.begin(given[0], jnp.int32(0), *given[1:], store=0))[1])(x, ids, weights)
+def run_job(queue, x, ids, weights):
+    return jax.jit(lambda *given: queue.wait(queue.submit(given[0], jnp.int32(0), *given[1:], store=0))[1])(
+        x, ids, weights
+    )
 
 
 class Served:

@@ -1,8 +1,7 @@
-"""ExpertOffloadConfig: how a model's experts are shared out between the accelerator and the host. Knows no device and
-no weight.
+"""ExpertOffloadConfig: how a model's experts are shared between the accelerator and the host.
 
-The names are those that KTransformers gave to SGLang; each says here what it means. Checked once, when it is made;
-what needs the model or the machine is checked when the engine is built, before anything is allocated."""
+The names are those that KTransformers gave to SGLang. Values are checked when the config is made; what depends on the
+model or the machine is checked when the engine is built, before anything is allocated."""
 
 import dataclasses
 
@@ -10,7 +9,6 @@ from routed_experts.core.errors import ConfigError
 from routed_experts.core.placement import ResidencyMap
 
 KT_METHODS = ("auto", "bf16", "f32")
-HOST_BACKENDS = ("auto", "dispatch", "ffi")
 RESIDENCIES = ("first", "adaptive")
 _COUNTS = (
     "kt_num_gpu_experts",
@@ -24,33 +22,29 @@ _COUNTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertOffloadConfig:
-    """N experts of each MoE layer are on the accelerator, the others run on the host meanwhile. Without N nothing is
-    shared out.
+    """N experts of each MoE layer are on the accelerator; the host runs the others beside it. Without N all experts are
+    on the accelerator.
 
     Raises ConfigError for values that cannot work, naming field, value, limit and fix."""
 
-    kt_num_gpu_experts: int | None = (
-        None  # N, 0 to all; None: every expert is on the accelerator, as without this config
-    )
-    num_device_experts: int | None = None  # another name of kt_num_gpu_experts
-    kt_weight_path: str | None = None  # safetensors of the experts; None: the model's own
-    kt_method: str = "auto"  # number format of experts on the host: auto is the model's
-    kt_cpuinfer: int | None = (
-        None  # threads of the host's experts; with `dispatch` XLA's CPU client has them all, fixed at start
-    )
-    kt_threadpool_count: int | None = None  # pools of those threads: 1
-    kt_max_deferred_experts_per_token: int = (
-        0  # d: of a token's d lightest experts those on the host are added a MoE layer later
-    )
-    kt_gpu_prefill_token_threshold: int | None = (
-        None  # a step of at least that many tokens runs on the accelerator alone; 0, None: never
-    )
-    host_backend: str = (
-        "auto"  # `dispatch`: a step is cut at every layer; `ffi`: it is one program, not on a TPU; auto: the faster
-    )
-    residency: str | ResidencyMap = (
-        "first"  # "first" N by id; "adaptive": these at first, then they follow the load; or those of a plan
-    )
+    # N, 0 to all; None: every expert is on the accelerator, as without this config
+    kt_num_gpu_experts: int | None = None
+    # another name of kt_num_gpu_experts
+    num_device_experts: int | None = None
+    # safetensors of the experts; None: the model's own
+    kt_weight_path: str | None = None
+    # number format of experts on the host: auto is the model's
+    kt_method: str = "auto"
+    # threads for the host's experts; None: a core fewer than this process may run on
+    kt_cpuinfer: int | None = None
+    # pools of those threads: 1
+    kt_threadpool_count: int | None = None
+    # d: in decode steps, of a token's d lightest experts those on the host are added one MoE layer later
+    kt_max_deferred_experts_per_token: int = 0
+    # a step of at least that many tokens copies the host's experts to the accelerator; 0, None: never
+    kt_gpu_prefill_token_threshold: int | None = None
+    # "first" N by id; "adaptive": these at first, then they follow the load; or those of a plan
+    residency: str | ResidencyMap = "first"
 
     def __post_init__(self) -> None:
         """Check every field once."""
@@ -60,11 +54,11 @@ class ExpertOffloadConfig:
             left_out = value is None and name != "kt_max_deferred_experts_per_token"
             if not left_out and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise ConfigError(f"{name}={value!r} must be an integer of at least 0; leave it out if in doubt")
-        for name, allowed in (("kt_method", KT_METHODS), ("host_backend", HOST_BACKENDS)):
-            if values[name] not in allowed:
-                raise ConfigError(
-                    f"{name}={values[name]!r} is not among what exists here: {', '.join(allowed)}; choose one of them"
-                )
+        if self.kt_method not in KT_METHODS:
+            raise ConfigError(
+                f"kt_method={self.kt_method!r} is not among what exists here: {', '.join(KT_METHODS)}; "
+                "choose one of them"
+            )
         if self.kt_weight_path is not None and not isinstance(self.kt_weight_path, str):
             raise ConfigError(
                 f"kt_weight_path={self.kt_weight_path!r} must be text, the folder of the experts' safetensors, or None"
@@ -74,66 +68,62 @@ class ExpertOffloadConfig:
             and self.kt_num_gpu_experts != self.num_device_experts
         ):
             raise ConfigError(
-                f"kt_num_gpu_experts={self.kt_num_gpu_experts} and num_device_experts={self.num_device_experts} are two names of one "
-                "number; give one of them"
+                f"kt_num_gpu_experts={self.kt_num_gpu_experts} and num_device_experts={self.num_device_experts} "
+                "are two names of one number; give one of them"
             )
         if not isinstance(self.residency, ResidencyMap) and self.residency not in RESIDENCIES:
             raise ConfigError(
-                f"residency={self.residency!r} is not among what exists here: 'first', 'adaptive', or a ResidencyMap; for residents by "
-                "captured frequency plan one from RoutingStats, and give it here or to Engine.apply_residency"
+                f"residency={self.residency!r} is not among what exists here: 'first', 'adaptive', or a ResidencyMap; "
+                "for residents by captured frequency plan one from RoutingStats, and give it here or to "
+                "Engine.apply_residency"
             )
         planned = self.residency.num_resident if isinstance(self.residency, ResidencyMap) else None
-        given = self.num_device_experts if self.kt_num_gpu_experts is None else self.kt_num_gpu_experts
-        if None not in (planned, given) and planned != given:
+        number = self.num_device_experts if self.kt_num_gpu_experts is None else self.kt_num_gpu_experts
+        if None not in (planned, number) and planned != number:
             raise ConfigError(
-                f"kt_num_gpu_experts={given} and the plan's num_resident={planned} differ; leave the number out"
+                f"kt_num_gpu_experts={number} and the plan's num_resident={planned} differ; leave the number out"
             )
         if self.kt_threadpool_count not in (None, 1):
             raise ConfigError(
-                f"kt_threadpool_count={self.kt_threadpool_count}, but XLA's CPU client has 1 pool; leave it out or give 1"
-            )
-        if self.host_backend == "ffi" and self.kt_max_deferred_experts_per_token:
-            raise ConfigError(
-                f"kt_max_deferred_experts_per_token={self.kt_max_deferred_experts_per_token} with host_backend='ffi', which adds all "
-                "experts in their own layer; leave it at 0, or take host_backend='dispatch'"
+                f"kt_threadpool_count={self.kt_threadpool_count}, but the host's experts run in 1 pool of threads; "
+                "leave it out or give 1"
             )
         if self.kt_cpuinfer == 0:
+            raise ConfigError("kt_cpuinfer=0, but the host's experts need a thread; give at least 1, or leave it out")
+        changed = sorted(field.name for field in dataclasses.fields(self) if values[field.name] != field.default)
+        if self.num_resident is None and changed:
             raise ConfigError(
-                "kt_cpuinfer=0, but somebody must run the host's experts; give at least 1 thread, or leave it out"
-            )
-        told = sorted(field.name for field in dataclasses.fields(self) if values[field.name] != field.default)
-        if self.num_resident is None and told:
-            raise ConfigError(
-                f"{', '.join(told)} without kt_num_gpu_experts, which shares nothing out; give the number too, or none"
+                f"{', '.join(changed)} without kt_num_gpu_experts, so no expert is on the host; "
+                "give the number too, or none"
             )
 
     @property
     def num_resident(self) -> int | None:
-        """N, under whichever name it was given or of the plan; None: nothing is shared out."""
+        """N, by either name or of the plan; None: no expert is on the host."""
         if isinstance(self.residency, ResidencyMap):
             return self.residency.num_resident
         return self.num_device_experts if self.kt_num_gpu_experts is None else self.kt_num_gpu_experts
 
     @property
-    def streams_from(self) -> int | None:
-        """Tokens from which on a step runs on the accelerator alone; None: no step does."""
+    def stream_threshold(self) -> int | None:
+        """Tokens from which on a step streams the host's experts to the accelerator; None: no step does."""
         return self.kt_gpu_prefill_token_threshold or None
 
     def residents_of(self, num_layers: int, num_experts: int) -> ResidencyMap:
-        """The residents at the start, of a model of so many MoE layers (0: none) and experts. Raises ConfigError,
-        PlacementError."""
-        wanted = self.num_resident
-        assert wanted is not None, "nothing is shared out"
+        """The resident experts at the start, of a model of so many MoE layers (0: none) and experts. Raises
+        ConfigError, PlacementError."""
+        num_resident = self.num_resident
+        assert num_resident is not None, "all experts are on the accelerator"
         if num_layers == 0:
             raise ConfigError(
-                f"kt_num_gpu_experts={wanted}, but this model has no MoE layer; serve it without experts="
+                f"kt_num_gpu_experts={num_resident}, but this model has no MoE layer; serve it without experts="
             )
         if isinstance(self.residency, ResidencyMap):
             self.residency.check_model(num_layers, num_experts)
             return self.residency
-        if wanted > num_experts:
+        if num_resident > num_experts:
             raise ConfigError(
-                f"kt_num_gpu_experts={wanted} is above the {num_experts} experts of a layer of this model; lower it to at most "
-                f"{num_experts}, or leave experts= out"
+                f"kt_num_gpu_experts={num_resident} is above the {num_experts} experts of a layer of this model; "
+                f"lower it to at most {num_experts}, or leave experts= out"
             )
-        return ResidencyMap.first_n(num_layers, num_experts, wanted)
+        return ResidencyMap.first_n(num_layers, num_experts, num_resident)

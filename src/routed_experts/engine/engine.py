@@ -363,8 +363,8 @@ class Engine:
         program is compiled when a shape is first met. Rows are returned where the engine records them; to request them
         (True) or to replay elsewhere raises CaptureDisabledError. Raises InvalidRequestError for ids that are none,
         PromptTooLongError, and RoutingAlignmentError for rows that do not fit, naming sample, row and layer. With
-        experts= the host's experts run inside one program, as with host_backend="ffi" and on threads of their own, and
-        none is deferred; where that is not possible, InvalidRequestError names the reason."""
+        experts= the host's experts run on threads of the score's own, and
+        none is deferred."""
         outputs = self._scores.score(token_ids, routed=routed, return_routed_experts=return_routed_experts)
         return outputs if is_nested(token_ids) else outputs[0]
 

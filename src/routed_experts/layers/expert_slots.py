@@ -1,9 +1,8 @@
-"""Some of a step's expert slots, run: those whose experts are in one table, while the others run elsewhere. Knows
-nothing of routers, and not where the table is.
+"""Runs the expert slots of a step whose experts are in one table; the others run elsewhere.
 
-A slot that is not this table's is no row of the backend's: it costs no product, and its output is 0 before it is
-weighed, so that nothing of it (a NaN times 0 is a NaN) comes through. Dims: N tokens, K experts per token, T experts of
-the table in one layer, R layers, D hidden, F expert width."""
+A slot outside the table is no row of the backend's and costs no product. Its output is set to 0 before it is weighted,
+so that a NaN does not come through. Dims: N tokens, K experts per token, T experts of the table in one layer, R layers,
+D hidden, F expert width."""
 
 import dataclasses
 
@@ -18,7 +17,7 @@ from routed_experts.layers.moe import ExpertCall, MoeBackend
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertTable:
-    """T experts of every layer of a run. T may be 0: there are arrays of no rows then."""
+    """T experts of every layer of a group. T may be 0: then the arrays have no rows."""
 
     gate_up: Float[Array, "RT D 2F"]
     down: Float[Array, "RT F D"]
@@ -34,12 +33,12 @@ def run_slots(
     size: int,
     backend: MoeBackend,
 ) -> Float32[Array, "N D"]:
-    """Sum the weighed outputs of the slots that are not -1; the others add nothing. `slots` index the T=`size` experts
-    of `layer`. float32, so that the sums of two tables can be added before they are rounded."""
+    """Sum the weighted outputs of the slots that are not -1; the others add nothing. `slots` index the T=`size` experts
+    of `layer`. The sums are float32, so that those of two tables are added before they are rounded."""
     (num_rows, top_k), first = slots.shape, layer * size
     if size == 0:
         return jnp.zeros(x.shape, jnp.float32)
-    here, gate_up, down = slots.reshape(-1) >= 0, table.gate_up, table.down
+    valid, gate_up, down = slots.reshape(-1) >= 0, table.gate_up, table.down
     if not backend.takes_stacked:
         gate_up, down = (lax.dynamic_slice_in_dim(array, first, size) for array in (gate_up, down))
         first = jnp.zeros_like(first)
@@ -47,11 +46,11 @@ def run_slots(
         x=jnp.repeat(x.astype(gate_up.dtype), top_k, axis=0),  # a slot is a row, valid or not
         ids=jnp.maximum(slots.reshape(-1, 1), 0),
         weights=jnp.ones((num_rows * top_k, 1), jnp.float32),
-        valid=here,
+        valid=valid,
         gate_up=gate_up,
         down=down,
         first_expert=first,
         num_experts=size,
     )
-    outputs = jnp.where(here[:, None], backend.run(call).astype(jnp.float32), 0.0)
+    outputs = jnp.where(valid[:, None], backend.run(call).astype(jnp.float32), 0.0)
     return jnp.sum(outputs.reshape(num_rows, top_k, -1) * weights.astype(jnp.float32)[..., None], axis=1)

@@ -20,11 +20,11 @@ from routed_experts.core.expert_offload_config import ExpertOffloadConfig
 from routed_experts.core.placement_config import PlacementConfig, parse_fraction
 from routed_experts.core.server_args import ServerArgs
 from routed_experts.engine.build.backends import DEFAULT_BACKENDS, BackendRegistry
-from routed_experts.engine.build.expert_offload import ExpertOffload
 from routed_experts.engine.build.memory_planning import EnginePlan, arrays_of, plan_engine
 from routed_experts.engine.build.self_check import check_determinism, check_replay
 from routed_experts.engine.control.components import EngineComponents
 from routed_experts.engine.control.expert_load_monitor import ExpertLoadMonitor
+from routed_experts.engine.control.expert_offload import ExpertOffload
 from routed_experts.engine.control.rebalancer import Rebalancer
 from routed_experts.engine.control.score import Scorer
 from routed_experts.engine.control.served_model import (
@@ -104,7 +104,7 @@ def build_engine(
     check_single_process()
     shares = experts is not None and experts.num_resident is not None
     source, config = _open(args, model, load_format, in_parts=shares or placement is not None)
-    sharing = ExpertOffload.check(experts, args, config, registry) if experts is not None and shares else None
+    sharing = ExpertOffload.check(experts, args, config) if experts is not None and shares else None
     shards = shards_of(args, config, placement)
     args = _without_prefixes(args, config)
     devices = "" if shards is None else f", on {shards.mesh.size} devices"
@@ -112,7 +112,7 @@ def build_engine(
     kernels, attention = registry.choose(args, config.needs, placing=placement)
     clock.done(
         "kernels",
-        f"{kernels.moe.name} matrices, {attention.name} attention{'' if sharing is None else f'; {sharing.told}'}",
+        f"{kernels.moe.name} matrices, {attention.name} attention{'' if sharing is None else f'; {sharing.summary}'}",
     )
     planned = None if sharing is not None else _planned(clock, args, config, arrays_of(source, args.dtype), shards)
     served, state, parted = _load(source, config, args.dtype, sharing, shards, on_load)
@@ -224,7 +224,7 @@ def _restart(followers: tuple[ExpertLoadMonitor | None, Rebalancer | None]) -> N
 def _counts(args: ServerArgs, sharing: ExpertOffload | None, placement: PlacementConfig | None) -> bool:
     """Whether steps count their experts on the device: somebody follows the load, or wants to know how even it is."""
     if sharing is not None:
-        return sharing.counts and not args.enable_return_routed_experts
+        return sharing.needs_counts and not args.enable_return_routed_experts
     return placement is not None
 
 
@@ -240,7 +240,7 @@ def _new_core(
     pool, enable = runner.config.pool, runner.spec.capture is not None
     capturer = RoutedExpertsCapturer.create(capture, num_slots=pool.num_slots, page_size=args.page_size, enable=enable)
     scheduler = Scheduler(args, buckets, num_pages=pool.num_pages, vocab_size=runner.config.vocab_size)
-    follows = None if sharing is None else sharing.follower(capturer, runner)
+    follows = None if sharing is None else sharing.updater(capturer, runner)
     told = [one.after_step for one in followers if one is not None]
 
     def tell(took_s: float) -> None:
@@ -278,12 +278,12 @@ def _load(
     shards: ModelSharding | None,
     on_load: Callable[[int, int], None] | None,
 ) -> tuple[ServedModel, nnx.State[Any, Any], OffloadedModel | None]:
-    """The model and its arrays where they are served; with `sharing` its graph is that of the rim, and beside it stands
-    the parted model."""
+    """The model and its arrays where they are served; with `sharing` its graph is that of a decoder without layers, and beside it stands
+    the offloaded model."""
     if sharing is None:
         return *load_model(source, config, shards, dtype=dtype, progress=on_load), None
     parted = sharing.load(source, dtype, progress=on_load)
-    return ServedModel.of(config, parted.rim[0], parted.whole, None), parted.state, parted
+    return ServedModel.of(config, parted.layerless[0], parted.full_state, None), parted.state, parted
 
 
 def _without_prefixes(args: ServerArgs, config: DecoderConfig) -> ServerArgs:

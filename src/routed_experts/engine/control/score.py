@@ -25,11 +25,10 @@ from routed_experts.core.model_worker_batch import ModelWorkerBatch, StepResult
 from routed_experts.core.routed_experts import RoutedExperts
 from routed_experts.core.sampling_params import SamplingParams
 from routed_experts.core.server_args import ServerArgs
-from routed_experts.engine.build.expert_offload import usual_threads
 from routed_experts.execution.forward_batch import BatchShape, pack, shape_of
 from routed_experts.execution.model_runner import ModelRunner
 from routed_experts.execution.offload.offload_runner import OffloadRunner
-from routed_experts.execution.offload.offload_scorer import Between, SplitForward
+from routed_experts.execution.offload.offload_scorer import BetweenSteps, OffloadScorer
 from routed_experts.execution.programs import ForwardOut, ProgramSpec, forward, score_prompt
 from routed_experts.execution.spmd import POOL, REPLICATED, WEIGHTS, shard_program, zeros
 from routed_experts.models.base.interface import TokenRouting
@@ -52,7 +51,7 @@ class ScoreOutput:
 class Scorer:
     """Scores with given weights; one call at a time. While `lock` is held, the served weights may be donated."""
 
-    def __init__(self, args: ServerArgs, buckets: Buckets, runner: ModelRunner, between_steps: Between) -> None:
+    def __init__(self, args: ServerArgs, buckets: Buckets, runner: ModelRunner, between_steps: BetweenSteps) -> None:
         self._between_steps = between_steps
         self._args = dataclasses.replace(args, disable_radix_cache=True, max_queued_requests=1 << 30)
         self._buckets, self._runner = buckets, runner
@@ -63,7 +62,7 @@ class Scorer:
     def _forward(self) -> Callable[..., tuple[Any, ForwardOut]]:
         """Made at the first score: where experts are on the host it has threads of its own."""
         if isinstance(self._runner, OffloadRunner):
-            return SplitForward(self._runner, self._between_steps, num_threads=usual_threads())
+            return OffloadScorer(self._runner, self._between_steps)
         return jax.jit(_forward_on_all, static_argnames=("spec", "shape"), donate_argnames="pool")
 
     def run(

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Int32
@@ -16,7 +15,6 @@ from routed_experts.core.errors import (
     RoutingAlignmentError,
 )
 from routed_experts.core.routed_experts import RoutedExperts
-from routed_experts.engine.build.expert_offload import ffi_unavailable_reason
 from routed_experts.engine.control.context import EngineContext
 from routed_experts.engine.control.score import ScoreOutput
 from routed_experts.engine.requests.input_processor import is_nested
@@ -31,7 +29,6 @@ class ScoreControl:
 
     def score(self, token_ids: Any, *, routed: Any, return_routed_experts: bool | None) -> list[ScoreOutput]:
         """`Engine.score`, a list also for one sequence."""
-        self._check_can_score()
         self._context.check_not_released("score")
         several = is_nested(token_ids)
         sequences = [self._check_ids(ids) for ids in (token_ids if several else [token_ids])]
@@ -46,14 +43,6 @@ class ScoreControl:
             return runner.state, runner.weight_version
 
         return self._context.scorer.run(sequences, records, lambda: thread.run_between_steps(served))
-
-    def _check_can_score(self) -> None:
-        runner = self._context.offload_runner
-        if runner is None or not runner.split.has_host:
-            return
-        if reason := ffi_unavailable_reason(jax.default_backend()):
-            text = f"score with experts= runs the host's experts inside a program, and here {reason}"
-            raise InvalidRequestError(text, param="experts")
 
     def _check_ids(self, ids: Any) -> Int32[np.ndarray, " S"]:
         """Token ids of one sequence, of this model and within its context."""

@@ -89,7 +89,7 @@ def engine_stats(components: EngineComponents) -> EngineStats:
     core = components.core
     allocator = core.scheduler.pages.allocator
     split = core.runner if isinstance(core.runner, OffloadRunner) else None
-    host = None if split is None else split.host_counts()
+    host = None if split is None else split.offload_stats()
     return EngineStats(
         running=len(core.scheduler.running),
         waiting=len(core.scheduler.waiting),

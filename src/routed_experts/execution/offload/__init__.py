@@ -1,1 +1,1 @@
-"""Steps of models whose experts are split between the accelerator and the host."""
+"""Steps of models whose experts are shared between the device and its host."""

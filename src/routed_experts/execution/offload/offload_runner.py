@@ -1,44 +1,43 @@
-"""OffloadRunner: a ModelRunner whose model's experts are partly on the host. Runs a step layer by layer, and both sides
-of a layer's experts at once. Knows nothing of queues, nor of why an expert is where it is.
+"""OffloadRunner: a ModelRunner of a model whose experts are partly on the host. Each step is one program.
 
-    accelerator   layer 0 | residents of 0         | layer 1 | residents of 1         | ...
-    host                  | the others of 0        |         | the others of 1        |
-                     x, ids v                  sum ^    x, ids v                  sum ^
-Programs are started in that order, and none is waited for here. Only where accelerator and host are different platforms
-do the copies between them wait for what they copy; by then the residents have been started."""
+    device   layer 0 | experts in the table |   | layer 1 | experts in the table |   | ...
+    host             | the other experts    |   |         | the other experts    |   |
+                     submit              wait             submit              wait
+
+Which experts are in the tables is an argument of the programs: it changes between steps, and nothing is compiled.
+Dims: M MoE layers, N resident experts of a layer."""
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int64
+from jaxtyping import Array, Int32, Int64
 
 from routed_experts.core.errors import PlacementError
 from routed_experts.core.model_worker_batch import ModelWorkerBatch
 from routed_experts.core.placement import ResidencyMap
-from routed_experts.execution.aot_programs import RunnerConfig
+from routed_experts.execution.aot_programs import RunnerConfig, sampling_jobs
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.model_runner import ModelRunner, update_owned
-from routed_experts.execution.offload.offload_jobs import DevicePair, SplitJobs, numbers_of
-from routed_experts.execution.offload.offload_programs import OffloadSpec
-from routed_experts.execution.offload.offload_step import HostExperts
-from routed_experts.execution.offload.resident_tables import Tables, exchange, refill
-from routed_experts.execution.programs import ForwardOut, ProgramSpec
-from routed_experts.models.offload.layers import ExpertInputs, LayerIndex, layers_at
-from routed_experts.models.offload.offloaded_model import OffloadedModel, host_rows
+from routed_experts.execution.offload.offload_step import HostExperts, OffloadArrays, OffloadSpec, offload_step
+from routed_experts.execution.programs import ForwardOut
+from routed_experts.layers.expert_slots import ExpertTable
+from routed_experts.models.offload.layers import LayerGroup, LayerIndex, layer_indices
+from routed_experts.models.offload.offloaded_model import OffloadedModel, gather_host_rows, write_rows
 
-_KEPT_TALLIES = 8  # counts of so many steps stay on the accelerator: they are read when they have long been there
+_IN_FLIGHT = 8  # steps whose slot counts stay on the device: they are read when they have long been there
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HostCounts:
-    """`hits`: by hidden layer, the share of slots that residents ran. `deferred`: slots whose experts came a layer
-    late. `busy_s`: how long threads ran experts inside programs, those of scores too; the host's programs of a step
-    that is cut are not timed."""
+class OffloadStats:
+    """`hits`: by hidden layer, the share of slots whose experts were resident. `deferred`: slots that were added a
+    layer late. `busy_s`: seconds for which the host's threads ran experts, those of scores included."""
 
     hits: Mapping[int, float]
     deferred: int
@@ -46,52 +45,53 @@ class HostCounts:
 
 
 class OffloadRunner(ModelRunner):
-    """Weights, pools and compiled programs of one model on an accelerator and its host."""
+    """Weights, pools and compiled programs of one model on a device and its host. A step of at least `stream_threshold`
+    tokens streams the weights of the host's experts to the device and computes there alone; None: no step does."""
 
     def __init__(
         self,
         model: OffloadedModel,
-        split: OffloadSpec,
-        spec: ProgramSpec,
+        spec: OffloadSpec,
         config: RunnerConfig,
         *,
-        sides: DevicePair,
-        streams_from: int | None,
+        device: Any,
+        stream_threshold: int | None,
+        num_threads: int,
     ) -> None:
-        super().__init__(model.rim[1], spec, config)
-        self.residency, self.num_swapped, self.num_failed = (
-            model.residency,
-            0,
-            0,
-        )  # experts copied, exchanges that failed
-        self.exact = not (split.deferred and split.has_host)
-        self.model, self.split, self._sides, self._streams_from = model, split, sides, streams_from
+        super().__init__(model.layerless[1], spec.program, config)
+        self.exact = not (spec.num_deferred and spec.has_host)
+        self.model, self.offload, self.num_threads = model, spec, num_threads
         self.tables = dict(model.tables)
-        self.host_sides = list[HostExperts]()  # lanes over the host's store, of this runner's steps and of others'
-        self._layers = layers_at(model.config)
-        self._homes = frozenset(kind for kind in model.tables if split.has_device_experts(kind))
-        self._numbers = {layer: jax.device_put(numbers_of(layer), sides.device) for layer in self._layers}
-        self._places = {layer: jax.device_put(np.int32(layer.place), sides.host) for layer in self._layers}
-        self._tallies: collections.deque[Array] = collections.deque()
-        self._counted = np.zeros((split.num_moe_layers, 3), np.int64)
-        self._nothing: dict[int, Array] = {}  # by N: what a host without work gives
+        self.layers = layer_indices(model.config)
+        self.num_swapped = self.num_failed = 0  # experts copied to the device, and exchanges that failed
+        self._device, self._stream_threshold = device, stream_threshold
+        self._queues = list[HostExperts]()  # of this runner's steps, and of others over the same experts
+        self.host = self.open_host_experts()
+        self._pending_counts: collections.deque[Array] = collections.deque()
+        self._slot_counts = np.zeros((spec.num_moe_layers, 3), np.int64)
         self._bind(model.residency)
 
+    def open_host_experts(self) -> HostExperts | None:
+        """Open another queue over the experts on the host (None: all are on the device). It follows every change of
+        weights."""
+        if not self.offload.has_host:
+            return None
+        host = HostExperts.open(self.model, num_threads=self.num_threads)
+        self._queues.append(host)
+        return host
+
     def apply_residency(self, residency: ResidencyMap) -> int:
-        """Run all later steps with other residents, and return how many experts were copied to the accelerator; who is
-        there already keeps its slot. Nothing is compiled, and a step in flight ends with the residents that it began
-        with. Raises PlacementError for a map of another model or size, and what a copy raises: then the copies before
-        it hold, and all others stay who they were."""
+        """Run all later steps with other resident experts, and return how many were copied to the device. Experts that
+        stay resident keep their slots, and nothing is compiled. Raises PlacementError for a map of another model or
+        size, and what a copy raises: then the copies before it hold, and the other slots keep their experts."""
         residency.check_model(self.residency.num_layers, self.residency.num_experts)
         if residency.num_resident != self.residency.num_resident:
-            told = f"num_resident={residency.num_resident}; this engine's tables have {self.residency.num_resident} slots a layer"
-            raise PlacementError(f"the map has {told}")
-        wanted = residency.aligned_to(self.residency)
-        before, held, new = self.residency.experts, self.residency.experts, wanted.experts
+            slots = f"this engine's tables have {self.residency.num_resident} slots a layer"
+            raise PlacementError(f"the map has num_resident={residency.num_resident}; {slots}")
+        aligned = residency.aligned_to(self.residency)
+        before, held, new = self.residency.experts, self.residency.experts, aligned.experts
         try:
-            for layer in self._layers:
-                if layer.kind in self.tables:
-                    exchange(self.model, self.tables, self._programs, layer, held[layer.column], new[layer.column])
+            self._swap_residents(held, new)
         except Exception:
             self.num_failed += 1
             self._bind(ResidencyMap.from_experts(held, num_experts=residency.num_experts, epoch=self.residency.epoch))
@@ -99,147 +99,127 @@ class OffloadRunner(ModelRunner):
         finally:
             copied = int(np.count_nonzero(held != before))
             self.num_swapped += copied
-        self._bind(wanted)
+        self._bind(aligned)
         return copied
 
     def update_weights(self, state: nnx.State[Any, Any] | None, *, version: int, donate: bool = False) -> None:
-        """As a ModelRunner does, with a whole model's arrays, which lie where `OffloadedModel.placed` puts them. The host's
-        store is the new one's; residents are written into the tables that there are, so the accelerator holds them
-        once. Raises WeightsMismatchError, and what a copy raises: then the weights before it are served on. No step,
-        and no score, may be under way."""
+        """As a ModelRunner does, with arrays of a full model where `OffloadedModel.device_put` puts them. Residents are
+        written into the tables that exist, so the device holds them once. Raises WeightsMismatchError, and what a copy
+        raises: then the weights before it are served on. No step, and no score, may be under way."""
         if state is None:
             return super().update_weights(None, version=version)
         self.check_version(version)
-        new, tables, held = self.model.with_arrays(state), self.tables, self.residency.experts
+        new, tables = self.model.with_arrays(state), self.tables
         self.tables = {}  # while they hold some of both, and if they stay so, no step can run
         try:
-            refill(new, tables, self._programs, self._layers, held)
+            self._reload_residents(new, tables)
         except Exception:
-            refill(self.model, tables, self._programs, self._layers, held)
+            self._reload_residents(self.model, tables)
             self._serve(self.model, tables)
             raise
         self._serve(new, tables)
-        self._weights, self.weight_version = jax.tree.leaves(new.rim[1]), version
+        self._weights, self.weight_version = jax.tree.leaves(new.layerless[1]), version
         self._owned = update_owned(self._owned, jax.tree.leaves(state), donate=donate)
 
     def slot_counts(self) -> Int64[np.ndarray, "M 2"]:
-        """Slots of each MoE layer since the start: those that ran on the host, and all. Waits for the step in
+        """Slots of each MoE layer since the start: those whose experts were on the host, and all. Waits for the step in
         flight."""
-        self._note(keep=0)
-        return self._counted[:, :2].copy()
+        self._add_counts(in_flight=0)
+        return self._slot_counts[:, :2].copy()
 
-    def host_counts(self) -> HostCounts:
-        """Of steps that ended some steps ago; waits for nothing, any thread."""
-        spec, counted = self.model.config.capture_spec, self._counted.copy()
+    def offload_stats(self) -> OffloadStats:
+        """Counts up to some steps ago; waits for nothing. Any thread."""
+        spec, counts = self.model.config.capture_spec, self._slot_counts.copy()
         assert spec is not None
-        hits = {
-            layer: 1.0 - away / all_
-            for layer, (away, all_, _) in zip(spec.layer_ids, counted.tolist(), strict=True)
-            if all_
-        }
-        busy_s = sum(side.lane.counts().busy_s for side in tuple(self.host_sides))
-        return HostCounts(hits=hits, deferred=int(counted[:, 2].sum()), busy_s=busy_s)
+        layers = zip(spec.layer_ids, counts.tolist(), strict=True)
+        hits = {layer: 1.0 - on_host / all_slots for layer, (on_host, all_slots, _) in layers if all_slots}
+        busy_s = sum(host.queue.stats().busy_s for host in tuple(self._queues))
+        return OffloadStats(hits=hits, deferred=int(counts[:, 2].sum()), busy_s=busy_s)
 
-    def _serve(self, model: OffloadedModel, tables: Tables) -> None:
-        """Bind a model's arrays; its residents are those of the tables."""
+    def _serve(self, model: OffloadedModel, tables: dict[LayerGroup, ExpertTable]) -> None:
+        """Run a model's arrays from the next step on, with the residents that its tables hold."""
         self.model, self.tables = model, tables
-        for side in self.host_sides:
-            side.restock(model)
+        for host in self._queues:
+            host.swap_weights(model)
         self._bind(self.residency)
 
     def _bind(self, residency: ResidencyMap) -> None:
-        """Make the maps that the programs take."""
+        """Make the arguments of the programs."""
         self.residency = residency
-        self.slot_of = jax.device_put(residency.slot_of, self._sides.device)
-        if self._streams_from is None:
-            return
-        away = residency.slot_of < 0
-        self._away = [np.flatnonzero(row) for row in away]
-        places = np.where(away, np.cumsum(away, axis=1) - 1, -1).astype(np.int32)
-        self._block_slots = [jax.device_put(row, self._sides.device) for row in places]
+        self.slot_of = jax.device_put(residency.slot_of, self._device)
+        self._arrays = OffloadArrays.create(self.model, self.tables)
+
+    def _swap_residents(self, held: Int32[np.ndarray, "M N"], new: Int32[np.ndarray, "M N"]) -> None:
+        """Write the experts of all slots that change, and note each in `held`. A table is donated to each write and
+        bound anew after it, so a write that fails leaves what was written before."""
+        for layer in self._table_layers(self.tables):
+            slots, experts = held[layer.moe_layer], new[layer.moe_layer]
+            for slot in np.flatnonzero(slots != experts).tolist():
+                self._write(self.model, self.tables, layer, slot, int(experts[slot]))
+                slots[slot] = experts[slot]
+
+    def _reload_residents(self, model: OffloadedModel, tables: dict[LayerGroup, ExpertTable]) -> None:
+        """Write every resident anew from a model's experts on the host, and wait for the copies."""
+        for layer in self._table_layers(tables):
+            for slot, expert in enumerate(self.residency.experts[layer.moe_layer].tolist()):
+                self._write(model, tables, layer, slot, expert)
+        jax.block_until_ready(tables)
+
+    def _write(
+        self, model: OffloadedModel, tables: dict[LayerGroup, ExpertTable], layer: LayerIndex, slot: int, expert: int
+    ) -> None:
+        """Copy an expert of a model's host store into a slot of its layer."""
+        group, table = layer.group, tables[layer.group]
+        row = np.array([layer.index * model.residency.num_experts + expert])
+        block = gather_host_rows(model.host[group], row, table.gate_up.dtype)
+        first = np.int32(layer.index * model.residency.num_resident + slot)
+        tables[group] = self._programs["write", group](table, block, first)
+
+    def _table_layers(self, tables: Mapping[LayerGroup, ExpertTable]) -> Iterable[LayerIndex]:
+        return (layer for layer in self.layers if layer.group in tables)
 
     def _jobs(self) -> dict[tuple[object, ...], Callable[[], jax.stages.Lowered]]:
-        jobs = SplitJobs(
-            model=self.model,
-            split=self.split,
-            state=self.state,
-            spec=self.spec,
-            config=self.config,
-            sides=self._sides,
-            streams_from=self._streams_from,
-        )
-        return jobs.collect()
+        jobs: dict[tuple[object, ...], Callable[[], jax.stages.Lowered]] = {}
+        last_tokens = jax.ShapeDtypeStruct((self.config.num_request_slots,), jnp.int32)
+        counts = () if self.spec.counts is None else (self.spec.counts,)
+        for shape in self.config.shapes:
+            pool = self.config.pool.abstract
+            args = (_shapes(self._arrays), pool, last_tokens, shape.packed, self.offload.slot_map, *counts)
+            step = functools.partial(offload_step, spec=self.offload, shape=shape, host=self.host)
+            for streams in range(1 + self._may_stream(shape.num_tokens, shape)):
+                program = functools.partial(step, streams=bool(streams))
+                run = jax.jit(program, donate_argnums=(1, 5) if counts else (1,))
+                jobs["forward", shape, bool(streams)] = functools.partial(run.lower, *args)
+            out: Any = jax.eval_shape(step, *args)[1]
+            jobs |= sampling_jobs(self.state, self.spec, self.config, shape, out)
+        if self.offload.num_resident:
+            for group, table in self.model.tables.items():
+                block = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), table)
+                args = (_shapes(table), block, jax.ShapeDtypeStruct((), jnp.int32))
+                jobs["write", group] = functools.partial(write_rows.lower, *args)
+        return jobs
 
     def _forward(self, batch: ModelWorkerBatch, shape: BatchShape, packed: Any) -> ForwardOut:
-        """Start all layers of a step."""
-        programs, rim = self._programs, self.model.embed_head
-        stream, tokens, here = programs["open", shape](rim.embed, self._last_tokens, packed)
-        streams = self._streams(batch, shape)
-        given, waiting = tuple[Any, ...](), list[Any]()
-        for layer in self._layers:
-            program, arrays = programs["layer", shape, layer.kind, len(given)], self.model.layers[layer.kind]
-            stream, errand, self._pool = program(
-                stream, self._pool, arrays, self._numbers[layer], here, given, self.slot_of
-            )
-            given = (
-                () if errand is None else tuple(self._run_experts(shape, layer, here, errand, waiting, streams=streams))
-            )
-        counted = () if self._counts is None else (self._counts,)
-        out = programs["close", shape, len(given)](rim, stream, given, tokens, here, *counted)
+        program = self._programs["forward", shape, self._may_stream(batch.num_tokens, shape)]
+        counts = () if self._counts is None else (self._counts,)
+        args = (self._arrays, self._pool, self._last_tokens, packed, self.slot_of, *counts)
+        self._pool, out, slot_counts = program(*args)
         self._counts = out.counts
-        self._note(stream.tally)
+        self._add_counts(slot_counts)
         return out
 
-    def _streams(self, batch: ModelWorkerBatch, shape: BatchShape) -> bool:
-        """Whether a step copies the host's experts to the accelerator and runs there alone."""
-        return (
-            self._streams_from is not None
-            and batch.num_tokens >= self._streams_from
-            and not self.split.deferred_in(shape)
-        )
+    def _may_stream(self, num_tokens: int, shape: BatchShape) -> bool:
+        """Whether a step of so many tokens streams the host's experts; steps that defer experts do not."""
+        threshold = self._stream_threshold if self.offload.has_host else None
+        return threshold is not None and num_tokens >= threshold and not self.offload.deferred_in(shape)
 
-    def _run_experts(
-        self,
-        shape: BatchShape,
-        layer: LayerIndex,
-        packed: Array,
-        errand: ExpertInputs,
-        waiting: list[Any],
-        *,
-        streams: bool,
-    ) -> Sequence[Any]:
-        """Start both sides of a layer's experts; what each gives is on the accelerator, or on its way. `waiting`: what
-        the host still owes from the layer before, and then from this one."""
-        programs, kind, given = self._programs, layer.kind, list[Any]()
-        at_host = self.split.has_host and not streams
-        later = () if errand.later is None or layer.column == self.split.num_moe_layers - 1 else (errand.later,)
-        sent = self._sides.send((errand.fed, errand.away, errand.weights, *later)) if at_host else ()
-        if kind in self._homes:
-            arrays, numbers = self.model.layers[kind], self._numbers[layer]
-            given.append(programs["home", shape, kind](self.tables[kind], arrays, numbers, packed, errand))
-        if at_host:
-            fed, away, weights, *later = self._sides.arrived(sent)
-            given.append(self._sides.bring(self._at_host(shape, layer, fed, away, weights)))
-            owed, waiting[:] = list(waiting), [self._at_host(shape, layer, fed, ids, weights) for ids in later]
-            given += map(self._sides.bring, owed)
-        elif self.split.has_host:
-            rows = layer.place * self.residency.num_experts + self._away[layer.column]
-            block = jax.device_put(host_rows(self.model.host[kind], rows, errand.fed.dtype), self._sides.device)
-            given.append(programs["stream", shape.num_tokens, kind](block, self._block_slots[layer.column], errand))
-        return given
+    def _add_counts(self, *slot_counts: Array, in_flight: int = _IN_FLIGHT) -> None:
+        """Keep the slot counts of steps that were started, and sum those of all but the last `in_flight` steps."""
+        self._pending_counts.extend(slot_counts)
+        while len(self._pending_counts) > in_flight:
+            self._slot_counts += np.asarray(self._pending_counts.popleft())
 
-    def _at_host(self, shape: BatchShape, layer: LayerIndex, fed: Any, ids: Any, weights: Any) -> Any:
-        if isinstance(ids, np.ndarray) and (ids < 0).all():  # it had to be waited for: then no work is not done at all
-            rows = shape.num_tokens
-            if rows not in self._nothing:
-                self._nothing[rows] = jax.device_put(np.zeros((rows, fed.shape[1]), np.float32), self._sides.device)
-            return self._nothing[rows]
-        program, stored = self._programs["host", shape.num_tokens, layer.kind], self.model.host[layer.kind]
-        return program(stored, self._places[layer], fed, ids, weights)
 
-    def _note(self, *tallies: Array, keep: int = _KEPT_TALLIES) -> None:
-        """Keep the tallies of steps that were started, and add up those of all but the last `keep`, which may be in
-        flight."""
-        self._tallies.extend(tallies)
-        while len(self._tallies) > keep:
-            self._counted += np.asarray(self._tallies.popleft())
+def _shapes(tree: Any) -> Any:
+    """Shapes and dtypes of arrays, without their devices: programs are compiled for the default one."""
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tree)

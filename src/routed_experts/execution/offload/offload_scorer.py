@@ -1,7 +1,6 @@
-"""SplitForward: `programs.forward` of a model whose experts are shared out, for steps beside those that are served:
-scores. Knows nothing of queues.
+"""OffloadScorer: `programs.forward` for scores of a model whose experts are partly on the host.
 
-A step is one program whatever the served ones are, with a lane of its own, for it may run at the same time as they."""
+Scores run beside the served steps, so they have a queue of their own. They defer and stream nothing."""
 
 import dataclasses
 import functools
@@ -13,55 +12,47 @@ import jax
 
 from routed_experts.execution.forward_batch import BatchShape
 from routed_experts.execution.offload.offload_runner import OffloadRunner
-from routed_experts.execution.offload.offload_step import HostExperts, OffloadArrays, whole_step
+from routed_experts.execution.offload.offload_step import OffloadArrays, offload_step
 from routed_experts.execution.programs import ForwardOut, ProgramSpec
 
-Between = Callable[
-    [Callable[[], Any]], Any
-]  # runs a function between two steps, where tables are not exchanged, and gives its result
+# Runs a function between two steps, when no table is written, and returns its result.
+BetweenSteps = Callable[[Callable[[], Any]], Any]
 
 
-class SplitForward:
-    """Programs are made at a shape's first use, in the caller's thread."""
+class OffloadScorer:
+    """Programs are compiled at a shape's first use, in the caller's thread."""
 
-    def __init__(self, runner: OffloadRunner, between_steps: Between, *, num_threads: int) -> None:
+    def __init__(self, runner: OffloadRunner, between_steps: BetweenSteps) -> None:
         self._runner, self._between_steps = runner, between_steps
-        self._host = HostExperts.of(runner.model, num_threads=num_threads) if runner.split.has_host else None
-        runner.host_sides += (
-            [self._host] if self._host is not None else []
-        )  # it has new weights when the runner has them
+        self._host = runner.open_host_experts()
         self._programs: dict[tuple[object, ...], jax.stages.Compiled] = {}
-        self._making = threading.Lock()
+        self._compiling = threading.Lock()
 
     def __call__(
         self, state: Any, pool: Any, last_tokens: Any, packed: Any, routed: Any, *, spec: ProgramSpec, shape: BatchShape
     ) -> tuple[Any, ForwardOut]:
-        """Run all layers with the residents of now. `state`, the weights that a score was begun with, are those of the
-        runner."""
+        """Run all layers with the current residents. `state`, the weights that the score was begun with, are those of
+        the runner."""
         del state
-        rest = (pool, last_tokens, packed)
-        with self._making:
-            program = self._program(rest, routed, spec, shape)
+        step = (pool, last_tokens, packed)
+        with self._compiling:
+            program = self._program(step, routed, spec, shape)
 
         def start() -> tuple[Any, ForwardOut]:  # an exchange of residents donates the tables: here none is under way
-            arrays = OffloadArrays.of(self._runner.model, self._runner.tables)
-            pool, out, _ = program(arrays, *rest, self._runner.slot_of, None, routed)
+            pool, out, _ = program(*self._args(step, routed))
             return pool, out
 
         return self._between_steps(start)
 
-    def _program(self, rest: tuple[Any, ...], routed: Any, spec: ProgramSpec, shape: BatchShape) -> jax.stages.Compiled:
+    def _args(self, step: tuple[Any, ...], routed: Any) -> tuple[Any, ...]:
+        runner = self._runner
+        return OffloadArrays.create(runner.model, runner.tables), *step, runner.slot_of, None, routed
+
+    def _program(self, step: tuple[Any, ...], routed: Any, spec: ProgramSpec, shape: BatchShape) -> jax.stages.Compiled:
         key = (shape, spec.num_pages, spec.samples, routed is not None)
         if key not in self._programs:
-            split = dataclasses.replace(self._runner.split, num_pages=spec.num_pages, deferred=0, samples=spec.samples)
-            step = functools.partial(whole_step, spec=split, shape=shape, host=self._host)
-            arrays = (
-                OffloadArrays.of(self._runner.model, self._runner.tables),
-                *rest,
-                self._runner.slot_of,
-                None,
-                routed,
-            )
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays)
-            self._programs[key] = jax.jit(step, donate_argnums=(1,)).lower(*shapes).compile()
+            offload = dataclasses.replace(self._runner.offload, program=spec, num_deferred=0)
+            program = functools.partial(offload_step, spec=offload, shape=shape, host=self._host)
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._args(step, routed))
+            self._programs[key] = jax.jit(program, donate_argnums=(1,)).lower(*shapes).compile()
         return self._programs[key]

@@ -3,7 +3,7 @@
 #include "argmax.h"
 #include "experts.h"
 #include "handlers.h"
-#include "lane_handler.h"
+#include "host_expert_handlers.h"
 #include "linear.h"
 #include "qk_norm_rope.h"
 #include "router.h"
@@ -266,36 +266,57 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(RexSelect, rex::run_select,
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Attr<bool>("overflows"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RexErrandBegins, rex::begin_on_cpu,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexSubmitHostJob, rex::submit_on_cpu,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("lane")
+                                  .Attr<int64_t>("queue")
+                                  .Attr<int64_t>("kind")
                                   .Attr<int64_t>("store")
                                   .Attr<int64_t>("top_k"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RexErrandEnds, rex::end_on_cpu,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexWaitHostSums, rex::wait_sums_on_cpu,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("lane"));
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("queue")
+                                  .Attr<int64_t>("kind"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RexErrandBeginsOnGpu, rex::begin_on_gpu,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexWaitHostWeights, rex::wait_weights_on_cpu,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("queue"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexSubmitHostJobOnGpu, rex::submit_on_gpu,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<void*>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("lane")
+                                  .Attr<int64_t>("queue")
+                                  .Attr<int64_t>("kind")
                                   .Attr<int64_t>("store")
                                   .Attr<int64_t>("top_k"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RexErrandEndsOnGpu, rex::end_on_gpu,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexWaitHostSumsOnGpu, rex::wait_sums_on_gpu,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<void*>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("lane"));
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("queue")
+                                  .Attr<int64_t>("kind"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RexWaitHostWeightsOnGpu, rex::wait_weights_on_gpu,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<void*>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("queue"));

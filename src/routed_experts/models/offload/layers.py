@@ -1,9 +1,10 @@
-"""A FamilyDecoder cut at its experts: the layers one by one, each as what comes before the experts run and what comes
-after. Knows nothing of devices, and not where the experts are that a table lacks.
+"""The layers of a FamilyDecoder whose experts run apart: attention and router, then the experts on each side, then the
+sum.
 
-    embed -> [ what the experts gave is added -> attention, router -> errand ] for each layer -> added, normed
+    residual -> attention, router -> ExpertInputs -> experts of the table -+-> summed, rounded once -> residual
+                                                  -> experts elsewhere ----+
 
-The numbers are those of models/decoder/decoder.py, up to the order in which the outputs of a token's experts are summed.
+The numbers are those of models/decoder/decoder.py, up to the order in which a token's expert outputs are summed.
 Dims: N tokens, D hidden, M MoE layers, E experts of a layer, K experts per token."""
 
 import dataclasses
@@ -29,175 +30,179 @@ from routed_experts.models.decoder.layer_parts import LayerContext, ReplayInputs
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """Layers that share arrays: those at one place of a run's pattern."""
+    """Layers that share stacked arrays: those at one position in the pattern of a block."""
 
-    run: int
-    index: int
+    block: int
+    position: int
 
-    def of(self, config: FamilyConfig) -> LayerSpec:
-        """What such a layer is made of."""
-        return config.blocks[self.run].pattern[self.index]
+    def spec(self, config: FamilyConfig) -> LayerSpec:
+        """The parts of these layers."""
+        return config.blocks[self.block].pattern[self.position]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerIndex:
-    """One layer: its kind, its place in the arrays of that kind, its number among those that attend (or keep a state),
-    and among the MoE layers (-1: it is none)."""
+    """One layer. `index`: in the arrays of its group; `cache_index`: among the layers with KV pages, or those with a
+    recurrent state; `moe_layer`: among the MoE layers, -1 for a dense one."""
 
-    kind: LayerGroup
-    place: int
-    ordinal: int
-    column: int
+    group: LayerGroup
+    index: int
+    cache_index: int
+    moe_layer: int
 
 
-def layers_at(config: FamilyConfig) -> tuple[LayerIndex, ...]:
+def layer_indices(config: FamilyConfig) -> tuple[LayerIndex, ...]:
     """All layers, in order."""
-    found: list[LayerIndex] = []
-    attending = recurrent = columns = 0
-    for number, run in enumerate(config.blocks):
-        for place in range(run.repeats):
-            for index, layer in enumerate(run.pattern):
-                keeps_state, sparse = isinstance(layer.mixer, DeltaAttention), isinstance(layer.feed, Sparse)
-                ordinal, column = recurrent if keeps_state else attending, columns if sparse else -1
-                found.append(
-                    LayerIndex(kind=LayerGroup(run=number, index=index), place=place, ordinal=ordinal, column=column)
+    layers: list[LayerIndex] = []
+    num_attending = num_recurrent = num_moe = 0
+    for number, block in enumerate(config.blocks):
+        for index in range(block.repeats):
+            for position, layer in enumerate(block.pattern):
+                recurrent, sparse = isinstance(layer.mixer, DeltaAttention), isinstance(layer.feed, Sparse)
+                layers.append(
+                    LayerIndex(
+                        group=LayerGroup(block=number, position=position),
+                        index=index,
+                        cache_index=num_recurrent if recurrent else num_attending,
+                        moe_layer=num_moe if sparse else -1,
+                    )
                 )
-                recurrent, attending, columns = recurrent + keeps_state, attending + (not keeps_state), columns + sparse
-    return tuple(found)
+                num_recurrent, num_attending = num_recurrent + recurrent, num_attending + (not recurrent)
+                num_moe += sparse
+    return tuple(layers)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerIndexArrays:
-    """The numbers of a LayerIndex, as arrays, so that the layers of a kind share a program."""
+    """The numbers of a LayerIndex as arrays, so that a scan runs the layers of a group with one program."""
 
-    place: Int32[Array, ""]
-    ordinal: Int32[Array, ""]
-    column: Int32[Array, ""]
+    index: Int32[Array, ""]
+    cache_index: Int32[Array, ""]
+    moe_layer: Int32[Array, ""]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Stream:
-    """What goes from layer to layer. `tally`: of each MoE layer, the slots of this step that were not the table's, all
-    slots, and those that were added a layer late."""
+class Residual:
+    """What goes from layer to layer. `slot_counts`: by MoE layer, this step's slots with experts outside the table, all
+    slots, and the deferred slots."""
 
     x: Float[Array, "N D"]
     capture: RoutedExpertsDeviceCache | None
-    tally: Int32[Array, "M 3"]
+    slot_counts: Int32[Array, "M 3"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertInputs:
-    """What the experts of a layer are sent. Of the executed ids, `slots` are those in the table and `away` the others,
-    by expert; those among them that may wait for the next MoE layer are `later`, where any may. -1 stands for what is
-    not theirs, padding included. `normed`: what shared experts are fed, where that is another."""
+    """Inputs of a layer's experts. `table_slots` index the table; `host_ids` are the experts outside it, but for those
+    in `deferred_ids`, which the next MoE layer adds. -1 is no slot; padding has none. `shared_input`: what shared
+    experts read, where it differs from `x`."""
 
-    fed: Float[Array, "N D"]
-    slots: Int32[Array, "N K"]
-    away: Int32[Array, "N K"]
-    later: Int32[Array, "N K"] | None
+    x: Float[Array, "N D"]
+    table_slots: Int32[Array, "N K"]
+    host_ids: Int32[Array, "N K"]
+    deferred_ids: Int32[Array, "N K"] | None
     weights: Float[Array, "N K"]
-    normed: Float[Array, "N D"] | None
+    shared_input: Float[Array, "N D"] | None
 
 
 def attention_and_router(
     config: FamilyConfig,
-    kind: LayerGroup,
+    group: LayerGroup,
     arrays: Mapping[str, Array],
-    numbers: LayerIndexArrays,
-    stream: Stream,
-    given: Sequence[Float32[Array, "N D"]],
+    layer: LayerIndexArrays,
+    residual: Residual,
     step: LayerContext,
     cache: Any,
     slot_of: Int32[Array, "M E"],
     *,
-    deferred: int = 0,
+    num_deferred: int = 0,
     routed: LayerRouting | None = None,
-) -> tuple[Stream, ExpertInputs | None, Any]:
-    """Add what the experts of the layer before gave, attend, and route (rows of `routed` that are valid: as they say);
-    a layer without experts runs to its end, and sends nothing. Of a token's `deferred` lightest experts those that are
-    away may wait, but in the last MoE layer."""
-    layer, scale = kind.of(config), config.residual_scale
-    params = _view(config, layer, arrays, numbers.place, step.kernels)
-    x = add_expert_outputs(config, stream.x, given)
-    mixed, cache = layer.mixer.run(apply_norm(config, x, "input_norm", params), params, step, cache, numbers.ordinal)
-    x = x + (mixed * scale if scale != 1.0 else mixed)
+) -> tuple[Residual, ExpertInputs | None, Any]:
+    """Run a layer up to its experts (None: a dense layer, run to its end). `slot_of`: each expert's slot in the table,
+    -1 outside it. Rows of `routed` that are valid are executed as they are. Of a token's `num_deferred` lightest
+    experts those outside the table are deferred, except in the last MoE layer."""
+    spec, scale = group.spec(config), config.residual_scale
+    params = _layer_params(config, spec, arrays, layer.index, step.kernels)
+    normed = apply_norm(config, residual.x, "input_norm", params)
+    mixed, cache = spec.mixer.run(normed, params, step, cache, layer.cache_index)
+    x = residual.x + (mixed * scale if scale != 1.0 else mixed)
     normed = apply_norm(config, x, "post_norm", params)
-    if not isinstance(layer.feed, Sparse):
-        y, capture = layer.feed.run(normed, params, step, None, stream.capture)
-        return Stream(x + (y * scale if scale != 1.0 else y), capture, stream.tally), None, cache
-    fed, routing, capture = layer.feed.route_and_record(
-        normed, params, step, ReplayInputs(numbers.column, routed), stream.capture
-    )
-    slots = lax.dynamic_index_in_dim(slot_of, numbers.column, keepdims=False)[routing.ids]
+    if not isinstance(spec.feed, Sparse):
+        y, capture = spec.feed.run(normed, params, step, None, residual.capture)
+        return Residual(x + (y * scale if scale != 1.0 else y), capture, residual.slot_counts), None, cache
+    replay = ReplayInputs(layer.moe_layer, routed)
+    expert_input, routing, capture = spec.feed.route_and_record(normed, params, step, replay, residual.capture)
+    slots = lax.dynamic_index_in_dim(slot_of, layer.moe_layer, keepdims=False)[routing.ids]
     valid = step.valid[:, None]
-    away, later = jnp.where(valid & (slots < 0), routing.ids.astype(jnp.int32), -1), None
-    counted = [jnp.sum(away >= 0, dtype=jnp.int32), jnp.sum(step.valid, dtype=jnp.int32) * routing.ids.shape[1]]
-    if deferred:
-        waits = lightest(routing.weights, deferred) & (numbers.column < slot_of.shape[0] - 1)
-        away, later = jnp.where(waits, -1, away), jnp.where(waits, away, -1)
-    late = jnp.zeros((), jnp.int32) if later is None else jnp.sum(later >= 0, dtype=jnp.int32)
-    errand = ExpertInputs(
-        fed=fed,
-        slots=jnp.where(valid, slots, -1),
-        away=away,
-        later=later,
+    host_ids, deferred_ids = jnp.where(valid & (slots < 0), routing.ids.astype(jnp.int32), -1), None
+    counts = [jnp.sum(host_ids >= 0, dtype=jnp.int32), jnp.sum(step.valid, dtype=jnp.int32) * routing.ids.shape[1]]
+    if num_deferred:
+        deferred = lightest(routing.weights, num_deferred) & (layer.moe_layer < slot_of.shape[0] - 1)
+        host_ids, deferred_ids = jnp.where(deferred, -1, host_ids), jnp.where(deferred, host_ids, -1)
+        counts.append(jnp.sum(deferred_ids >= 0, dtype=jnp.int32))
+    else:
+        counts.append(jnp.zeros((), jnp.int32))
+    inputs = ExpertInputs(
+        x=expert_input,
+        table_slots=jnp.where(valid, slots, -1),
+        host_ids=host_ids,
+        deferred_ids=deferred_ids,
         weights=routing.weights,
-        normed=normed if layer.feed.weight_inputs and layer.feed.shared_width else None,
+        shared_input=normed if spec.feed.weight_inputs and spec.feed.shared_width else None,
     )
-    return Stream(x, capture, stream.tally.at[numbers.column].add(jnp.stack([*counted, late]))), errand, cache
+    slot_counts = residual.slot_counts.at[layer.moe_layer].add(jnp.stack(counts))
+    return Residual(x, capture, slot_counts), inputs, cache
 
 
 def lightest(weights: Float[Array, "N K"], count: int) -> Bool[Array, "N K"]:
-    """The `count` slots of the smallest weights of each token; of equal ones those that stand last."""
+    """The `count` slots of the smallest weights of each token; of equal weights the last slots."""
     own, other = weights[:, :, None], weights[:, None, :]
-    places = jnp.arange(weights.shape[1])
-    before = (other < own) | ((other == own) & (places[None, :] > places[:, None]))
+    slots = jnp.arange(weights.shape[1])
+    before = (other < own) | ((other == own) & (slots[None, :] > slots[:, None]))
     return jnp.sum(before, axis=-1) < count
 
 
 def device_experts(
     config: FamilyConfig,
-    kind: LayerGroup,
+    group: LayerGroup,
     table: ExpertTable,
     arrays: Mapping[str, Array],
-    numbers: LayerIndexArrays,
-    errand: ExpertInputs,
+    layer: LayerIndexArrays,
+    inputs: ExpertInputs,
     step: LayerContext,
     *,
     size: int,
 ) -> Float32[Array, "N D"]:
-    """The slots whose experts are in the table of `size` experts a layer, and the experts that every token runs."""
-    layer = kind.of(config)
-    assert isinstance(layer.feed, Sparse), kind
-    y = run_slots(errand.fed, errand.slots, errand.weights, table, numbers.place, size=size, backend=step.kernels.moe)
-    params = _view(config, layer, arrays, numbers.place, step.kernels)
-    shared = layer.feed.run_shared(errand.fed if errand.normed is None else errand.normed, params)
+    """The weighted sums of the slots in the table of `size` experts a layer, and of the shared experts."""
+    spec = group.spec(config)
+    assert isinstance(spec.feed, Sparse), group
+    y = run_slots(inputs.x, inputs.table_slots, inputs.weights, table, layer.index, size=size, backend=step.kernels.moe)
+    params = _layer_params(config, spec, arrays, layer.index, step.kernels)
+    shared = spec.feed.run_shared(inputs.x if inputs.shared_input is None else inputs.shared_input, params)
     return y if shared is None else y + shared.astype(jnp.float32)
 
 
 def add_expert_outputs(
-    config: FamilyConfig, x: Float[Array, "N D"], given: Sequence[Float32[Array, "N D"]]
+    config: FamilyConfig, x: Float[Array, "N D"], partial_sums: Sequence[Float32[Array, "N D"]]
 ) -> Float[Array, "N D"]:
-    """Add what the experts gave, here and elsewhere; rounded once."""
-    if not given:
-        return x
-    y = sum(given[1:], start=given[0]).astype(x.dtype)
+    """Add the partial sums of a layer's experts to the residual, rounded once."""
+    y = sum(partial_sums[1:], start=partial_sums[0]).astype(x.dtype)
     return x + (y * config.residual_scale if config.residual_scale != 1.0 else y)
 
 
-def _view(
-    config: FamilyConfig, layer: LayerSpec, arrays: Mapping[str, Array], place: Int32[Array, ""], kernels: Kernels
+def _layer_params(
+    config: FamilyConfig, spec: LayerSpec, arrays: Mapping[str, Array], index: Int32[Array, ""], kernels: Kernels
 ) -> LayerParams:
-    """One layer's weights but its experts: slices, and for kernels that read in place the arrays of its kind."""
+    """One layer's weights but its experts: slices, or the stacked arrays for kernels that read in place."""
     weights = [
-        weight for weight in layer.weights(config) if weight.kind is not ParamKind.EXPERTS and weight.name in arrays
+        weight for weight in spec.weights(config) if weight.kind is not ParamKind.EXPERTS and weight.name in arrays
     ]
     sliced = {
-        w.name: lax.dynamic_index_in_dim(arrays[w.name], place, keepdims=False)
-        for w in weights
-        if not takes_stacked(w, kernels)
+        weight.name: lax.dynamic_index_in_dim(arrays[weight.name], index, keepdims=False)
+        for weight in weights
+        if not takes_stacked(weight, kernels)
     }
-    return LayerParams(sliced, arrays, place, kernels)
+    return LayerParams(sliced, arrays, index, kernels)

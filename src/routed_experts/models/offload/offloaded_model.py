@@ -1,10 +1,9 @@
-"""Where the experts of a served model are kept: all of them on the host, and those that are resident in tables on the
-accelerator too. Knows no schedule; what is resident is a ResidencyMap's to say.
+"""OffloadedModel: the arrays of a model whose experts are kept in host memory, with copies of some in device tables.
 
-    checkpoint -> all experts, on the host -> rows of the residents -> tables, on the accelerator
-               -> everything else --------------------------------------------> on the accelerator
-so an expert that is not resident is never there. Dims: M MoE layers, N resident experts of a layer, E experts, R layers
-of a kind, J rows of a block."""
+    checkpoint -> all experts, on the host -> experts that a ResidencyMap names -> tables, on the device
+               -> everything else ------------------------------------------------> on the device
+
+Dims: M MoE layers, N resident experts of a layer, E experts, R layers of a group, J rows of a block."""
 
 import dataclasses
 import functools
@@ -22,21 +21,21 @@ from routed_experts.layers.expert_slots import ExpertTable
 from routed_experts.layers.linear import LinearBackend
 from routed_experts.models.decoder.decoder import FamilyDecoder, lm_logits
 from routed_experts.models.decoder.family_config import FamilyConfig
-from routed_experts.models.offload.layers import LayerGroup, LayerIndex, layers_at
+from routed_experts.models.offload.layers import LayerGroup, LayerIndex, layer_indices
 from routed_experts.models.sharding import DonatedBuffers
 
-_TABLE_ARRAYS = ("gate_up", "down")
+_EXPERT_ARRAYS = ("gate_up", "down")
 
 
 def is_expert(target: str) -> bool:
     """Whether a dotted name is that of an array of experts."""
-    return target.rsplit(".", 1)[-1] in _TABLE_ARRAYS
+    return target.rsplit(".", 1)[-1] in _EXPERT_ARRAYS
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedHeadArrays:
-    """What a step takes before and behind its layers. `head` None: embeddings are tied."""
+    """The arrays before and behind the layers. `head` None: embeddings are tied."""
 
     embed: Float[Array, "V D"]
     norm: Float[Array, " D"]
@@ -51,124 +50,135 @@ class EmbedHeadArrays:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedModel:
-    """A model's arrays by where they are. `state`: all that is on the accelerator, as the decoder's own tree (of its
-    tables, as they were at first); `rim` is a decoder without layers, what stands before and behind them."""
+    """A model's arrays by where they are kept. `state`: what is on the device, as the decoder's own tree, with the
+    tables as they were at first. `layerless`: graph and state of a decoder without layers."""
 
     config: FamilyConfig
     state: nnx.State[Any, Any]
-    rim: tuple[nnx.GraphDef[Any], nnx.State[Any, Any]]
+    layerless: tuple[nnx.GraphDef[Any], nnx.State[Any, Any]]
     embed_head: EmbedHeadArrays
-    layers: Mapping[LayerGroup, dict[str, Array]]  # but experts
+    layers: Mapping[LayerGroup, dict[str, Array]]  # without experts
     tables: Mapping[LayerGroup, ExpertTable]
     host: Mapping[LayerGroup, ExpertTable]
     residency: ResidencyMap
 
     @property
-    def whole(self) -> nnx.State[Any, Any]:
-        """Names, shapes and dtypes of the model's arrays as they are before it is parted."""
-        kept, flat = self._kept(), nnx.to_flat_state(self.state)
+    def full_state(self) -> nnx.State[Any, Any]:
+        """Names, shapes and dtypes of the model's arrays as in a model that is not offloaded."""
+        kept, flat = self._kept_arrays(), nnx.to_flat_state(self.state)
         return nnx.from_flat_state(
             [(path, leaf.replace(jax.ShapeDtypeStruct(kept[path].shape, leaf.dtype))) for path, leaf in flat]
         )
 
-    def placed(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
-        """Arrays of a whole model, in the places of this one's: experts on the host, in its number format, the rest on
-        the accelerator. What is there already is not copied; with `donate` a device's array that had to be copied is
+    @property
+    def host_bytes(self) -> int:
+        """Size of the experts in host memory."""
+        return sum(array.nbytes for array in jax.tree.leaves([*self.host.values()]))
+
+    def device_put(self, state: nnx.State[Any, Any], *, donate: bool = False) -> nnx.State[Any, Any]:
+        """Copy the arrays of a full model to where this model keeps them: experts to the host, in its number format,
+        the rest to the device. What is there already is not copied. With `donate`, an array that had to be copied is
         deleted."""
-        flat, gifts, kept = list[Any](), DonatedBuffers(jax.tree.leaves(state) if donate else ()), self._kept()
+        flat, donated, kept = list[Any](), DonatedBuffers(jax.tree.leaves(state) if donate else ()), self._kept_arrays()
         for path, leaf in nnx.to_flat_state(state):
             given, like = leaf.get_raw_value(), kept[path]
             owned = np.array(given) if isinstance(given, np.ndarray) else given  # the caller may change its own
-            placed = jax.device_put(owned, like.sharding)
-            placed = placed if placed.dtype == like.dtype else placed.astype(like.dtype)
-            gifts.copied(given, placed)
-            flat.append((path, leaf.replace(placed)))
+            copied = jax.device_put(owned, like.sharding)
+            copied = copied if copied.dtype == like.dtype else copied.astype(like.dtype)
+            donated.copied(given, copied)
+            flat.append((path, leaf.replace(copied)))
         return nnx.from_flat_state(flat)
 
     def device_of(self, name: str) -> Any:
-        """The device where the array of a dotted name is kept."""
-        (device,) = next(array for path, array in self._kept().items() if ".".join(map(str, path)) == name).devices()
+        """The device that keeps the array of a dotted name."""
+        arrays = {".".join(map(str, path)): array for path, array in self._kept_arrays().items()}
+        (device,) = arrays[name].devices()
         return device
 
     def with_arrays(self, state: nnx.State[Any, Any]) -> "OffloadedModel":
-        """The same with arrays that `placed` gave, but for its tables: they are written anew, in place."""
-        given = dict(nnx.to_flat_state(state))
-        flat = [
-            (path, leaf if is_expert(str(path[-1])) else given[path]) for path, leaf in nnx.to_flat_state(self.state)
-        ]
-        host = _stored({path: leaf.get_raw_value() for path, leaf in given.items() if is_expert(str(path[-1]))})
-        return _parted(self.config, flat, self.rim[0], self.tables, host, self.residency)
+        """The same model with arrays that `device_put` returned. Its tables stay, for the caller to write in place."""
+        new = dict(nnx.to_flat_state(state))
+        flat = [(path, leaf if _is_expert(path) else new[path]) for path, leaf in nnx.to_flat_state(self.state)]
+        host = _stores({path: leaf.get_raw_value() for path, leaf in new.items() if _is_expert(path)})
+        return _build(self.config, flat, self.layerless[0], self.tables, host, self.residency)
 
-    def _kept(self) -> dict[tuple[Any, ...], Array]:
-        """Where the arrays of the whole model are now, by path."""
-        found = dict[tuple[Any, ...], Array]()
+    def _kept_arrays(self) -> dict[tuple[Any, ...], Array]:
+        """The model's arrays by path, all experts from the host."""
+        kept = dict[tuple[Any, ...], Array]()
         for path, leaf in nnx.to_flat_state(self.state):
-            stored = self.host[_kind_of(path)] if is_expert(str(path[-1])) else None
-            if stored is None:
-                found[path] = leaf.get_raw_value()
+            if _is_expert(path):
+                store = self.host[_group_of(path)]
+                kept[path] = store.gate_up if path[-1] == "gate_up" else store.down
             else:
-                found[path] = stored.gate_up if path[-1] == "gate_up" else stored.down
-        return found
-
-    @property
-    def host_bytes(self) -> int:
-        """Of the host's store."""
-        return sum(array.nbytes for array in jax.tree.leaves([*self.host.values()]))
+                kept[path] = leaf.get_raw_value()
+        return kept
 
 
 def offload_model(
     model: FamilyDecoder, residency: ResidencyMap, *, device: Any, host: Any, host_dtype: jnp.dtype | None
 ) -> OffloadedModel:
-    """Part a model whose experts may still be anywhere; those that are on the host in `host_dtype` (None: the model's)
-    are not copied."""
+    """Split a model between a device and its host, from wherever its arrays are. Experts on the host have `host_dtype`
+    (None: the model's, without a copy)."""
     config, flat = model.config, nnx.to_flat_state(nnx.split(model)[1])
     experts = dict[tuple[Any, ...], Array]()
     for path, leaf in flat:
-        if is_expert(str(path[-1])):
+        if _is_expert(path):
             array = jax.device_put(leaf[...], host)
             experts[path] = array if host_dtype is None else array.astype(host_dtype)
-    stored, dtype = _stored(experts), model.embed[...].dtype
-    tables = {kind: _fill_table(kind, table, config, residency, device, dtype) for kind, table in stored.items()}
-    filled = list[Any]()
+    stores, dtype = _stores(experts), model.embed[...].dtype
+    tables = {group: _fill_table(group, store, config, residency, device, dtype) for group, store in stores.items()}
+    on_device = list[Any]()
     for path, leaf in flat:
-        if is_expert(str(path[-1])):
-            table = tables[_kind_of(path)]
-            filled.append((path, leaf.replace(table.gate_up if path[-1] == "gate_up" else table.down)))
+        if _is_expert(path):
+            table = tables[_group_of(path)]
+            on_device.append((path, leaf.replace(table.gate_up if path[-1] == "gate_up" else table.down)))
         else:
-            filled.append((path, leaf.replace(jax.device_put(leaf[...], device))))
-    rim = nnx.split(
-        nnx.eval_shape(lambda: FamilyDecoder(dataclasses.replace(config, layers=()), rngs=nnx.Rngs(0), dtype=dtype))
-    )[0]
-    return _parted(config, filled, rim, tables, stored, residency)
+            on_device.append((path, leaf.replace(jax.device_put(leaf[...], device))))
+    without_layers = dataclasses.replace(config, layers=())
+    layerless = nnx.eval_shape(lambda: FamilyDecoder(without_layers, rngs=nnx.Rngs(0), dtype=dtype))
+    return _build(config, on_device, nnx.split(layerless)[0], tables, stores, residency)
 
 
-def _stored(experts: Mapping[tuple[Any, ...], Array]) -> dict[LayerGroup, ExpertTable]:
-    """Arrays of experts, by path, as stores."""
-    found = dict[LayerGroup, dict[str, Array]]()
-    for path, array in experts.items():
-        found.setdefault(_kind_of(path), {})[str(path[-1])] = array
-    return {kind: ExpertTable(**arrays) for kind, arrays in found.items()}
+def gather_host_rows(store: ExpertTable, rows: Int[np.ndarray, " J"], dtype: jnp.dtype) -> ExpertTable:
+    """Experts of a store as NumPy arrays in the device's dtype. Consecutive rows in their own dtype are views."""
+    first, count = int(rows[0]), len(rows)
+    consecutive = bool((rows == np.arange(first, first + count)).all())
+    index = slice(first, first + count) if consecutive else rows
+    gate_up, down = (np.asarray(array)[index].astype(dtype, copy=False) for array in (store.gate_up, store.down))
+    return ExpertTable(gate_up, down)  # pyright: ignore[reportArgumentType]
 
 
-def _parted(
+@functools.partial(jax.jit, donate_argnums=0)
+def write_rows(table: ExpertTable, block: ExpertTable, first: Int[Array, ""]) -> ExpertTable:
+    """Write a block of experts into the table, in place, from row `first` on."""
+    return jax.tree.map(functools.partial(_write, first=first), table, block)
+
+
+def _write(
+    array: Float[Array, "RN ..."], rows: Float[Array, "J ..."], *, first: Int[Array, ""]
+) -> Float[Array, "RN ..."]:
+    return jax.lax.dynamic_update_slice_in_dim(array, rows, first, axis=0)
+
+
+def _build(
     config: FamilyConfig,
     flat: Sequence[tuple[Any, Any]],
-    rim: nnx.GraphDef[Any],
+    layerless: nnx.GraphDef[Any],
     tables: Mapping[LayerGroup, ExpertTable],
     host: Mapping[LayerGroup, ExpertTable],
     residency: ResidencyMap,
 ) -> OffloadedModel:
-    """A parted model, of the decoder's own tree with tables for experts."""
+    """A model from the decoder's flat state, with tables in place of its experts."""
     layers = dict[LayerGroup, dict[str, Array]]()
     for path, leaf in flat:
-        if path[0] == "blocks" and not is_expert(str(path[-1])):
-            layers.setdefault(_kind_of(path), {})[str(path[-1])] = leaf.get_raw_value()
+        if path[0] == "blocks" and not _is_expert(path):
+            layers.setdefault(_group_of(path), {})[str(path[-1])] = leaf.get_raw_value()
     ends = [(path, leaf) for path, leaf in flat if path[0] != "blocks"]
     named = {str(path[0]): leaf.get_raw_value() for path, leaf in ends}
     return OffloadedModel(
         config=config,
         state=nnx.from_flat_state(list(flat)),
-        rim=(rim, nnx.from_flat_state(ends)),
+        layerless=(layerless, nnx.from_flat_state(ends)),
         embed_head=EmbedHeadArrays(
             embed=named["embed"],
             norm=named["norm"],
@@ -183,46 +193,35 @@ def _parted(
     )
 
 
-def host_rows(stored: ExpertTable, rows: Int[np.ndarray, " J"], dtype: jnp.dtype) -> ExpertTable:
-    """Experts of the host's store as NumPy arrays of the accelerator's dtype; copied unless they are neighbours in
-    their own dtype."""
-    first, count = int(rows[0]), len(rows)
-    neighbours = bool((rows == np.arange(first, first + count)).all())
-    picked = slice(first, first + count) if neighbours else rows
-    gate_up, down = (np.asarray(array)[picked].astype(dtype, copy=False) for array in (stored.gate_up, stored.down))
-    return ExpertTable(gate_up, down)  # pyright: ignore[reportArgumentType]
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def write_rows(table: ExpertTable, block: ExpertTable, first: Int[Array, ""]) -> ExpertTable:
-    """Put a block of experts into the table, in place, from row `first` on."""
-    return jax.tree.map(functools.partial(_write, first=first), table, block)
-
-
-def _write(
-    array: Float[Array, "RN ..."], rows: Float[Array, "J ..."], *, first: Int[Array, ""]
-) -> Float[Array, "RN ..."]:
-    return jax.lax.dynamic_update_slice_in_dim(array, rows, first, axis=0)
-
-
-def layers_of_kind(config: FamilyConfig, kind: LayerGroup) -> list[LayerIndex]:
-    """The MoE layers of a kind."""
-    return [layer for layer in layers_at(config) if layer.kind == kind and layer.column >= 0]
+def _stores(experts: Mapping[tuple[Any, ...], Array]) -> dict[LayerGroup, ExpertTable]:
+    """Arrays of experts, by path, as stores."""
+    groups = dict[LayerGroup, dict[str, Array]]()
+    for path, array in experts.items():
+        groups.setdefault(_group_of(path), {})[str(path[-1])] = array
+    return {group: ExpertTable(**arrays) for group, arrays in groups.items()}
 
 
 def _fill_table(
-    kind: LayerGroup, stored: ExpertTable, config: FamilyConfig, residency: ResidencyMap, device: Any, dtype: jnp.dtype
+    group: LayerGroup, store: ExpertTable, config: FamilyConfig, residency: ResidencyMap, device: Any, dtype: jnp.dtype
 ) -> ExpertTable:
-    """A table of the residents of every layer of a kind, a layer at a time."""
-    layers, size = layers_of_kind(config, kind), residency.num_resident
-    shapes = ((len(layers) * size, *array.shape[1:]) for array in (stored.gate_up, stored.down))
+    """A table of the resident experts of every layer of a group, written a layer at a time."""
+    layers, size = _moe_layers(config, group), residency.num_resident
+    shapes = ((len(layers) * size, *array.shape[1:]) for array in (store.gate_up, store.down))
     table = ExpertTable(*(jnp.zeros(shape, dtype, device=device) for shape in shapes))
     for layer in layers if size else ():
-        rows = layer.place * residency.num_experts + residency.experts[layer.column]
-        table = write_rows(table, host_rows(stored, rows, dtype), np.int32(layer.place * size))
+        rows = layer.index * residency.num_experts + residency.experts[layer.moe_layer]
+        table = write_rows(table, gather_host_rows(store, rows, dtype), np.int32(layer.index * size))
     return table
 
 
-def _kind_of(path: tuple[Any, ...]) -> LayerGroup:
-    """blocks.<run>.<index>.<name>"""
-    return LayerGroup(run=int(path[1]), index=int(path[2]))
+def _moe_layers(config: FamilyConfig, group: LayerGroup) -> list[LayerIndex]:
+    return [layer for layer in layer_indices(config) if layer.group == group and layer.moe_layer >= 0]
+
+
+def _is_expert(path: tuple[Any, ...]) -> bool:
+    return is_expert(str(path[-1]))
+
+
+def _group_of(path: tuple[Any, ...]) -> LayerGroup:
+    """The group of blocks.<block>.<position>.<name>."""
+    return LayerGroup(block=int(path[1]), position=int(path[2]))

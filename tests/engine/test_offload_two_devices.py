@@ -1,8 +1,5 @@
-"""Engines whose experts are shared out between two devices of the CPU: 0 plays the accelerator, 1 the host. Run by
-test_experts_shared_out.py in a process of its own, for JAX shows two devices only if it was told so before it
-started."""
+"""Engines whose experts are shared between two devices of the CPU: 0 plays the accelerator, 1 the host."""
 
-import collections
 import contextlib
 import gc
 import threading
@@ -28,13 +25,14 @@ from routed_experts import (
 )
 from routed_experts.engine.async_engine import AsyncEngine
 from routed_experts.execution.model_runner import ModelRunner
-from routed_experts.execution.offload.offload_jobs import DevicePair
 from routed_experts.formats.meta_info import record_from_meta_info
 from routed_experts.models.model_folder import ModelFolder
 from routed_experts.server.admin.metrics import Metrics
 from routed_experts.server.routing.store import RoutingStore
 from support.engines import assert_idle, assert_nothing_allocated
 from support.tiny_checkpoint import write_tiny_checkpoint
+
+pytestmark = [pytest.mark.devices(2), pytest.mark.usefixtures("fast_compilation")]
 
 EXPERTS, TOP_K, MOE_LAYERS = 6, 2, 2
 MODEL = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "num_hidden_layers": 3}  # the first one is dense
@@ -93,13 +91,13 @@ def most_bytes():
 @pytest.fixture(scope="module")
 def engine(folder, most_bytes):
     """Two of six experts on the accelerator."""
-    before = bytes_there()
-    how = {"on_load": lambda done, total: most_bytes.append(bytes_there() - before)}
+    before = device_bytes()
+    how = {"on_load": lambda done, total: most_bytes.append(device_bytes() - before)}
     with shared_out(folder, how, kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=9) as engine:
         yield engine
 
 
-def bytes_there():
+def device_bytes():
     """Of the accelerator's arrays, each buffer once, however many arrays share it."""
     return sum(
         {a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays() if jax.devices()[0] in a.devices()}.values()
@@ -151,14 +149,14 @@ def assert_served(engine, answers, wanted, version):
     assert_same(answers, wanted)
     assert {answer["meta_info"]["weight_version"] for answer in answers} == {str(version)}
     runner = engine.components.core.runner
-    for kind, table in runner.tables.items():  # residents are the new store's, byte for byte
+    for group, table in runner.tables.items():  # residents are the new store's, byte for byte
         held = (
-            (layer.place * EXPERTS + runner.residency.experts[layer.column]).tolist()
-            for layer in runner._layers
-            if layer.kind == kind
+            (layer.index * EXPERTS + runner.residency.experts[layer.moe_layer]).tolist()
+            for layer in runner.layers
+            if layer.group == group
         )
         rows = np.array([*held], np.int64).reshape(-1)
-        np.testing.assert_array_equal(table.down, np.asarray(runner.model.host[kind].down)[rows])
+        np.testing.assert_array_equal(table.down, np.asarray(runner.model.host[group].down)[rows])
 
 
 def assert_same(answers, wanted):
@@ -196,58 +194,42 @@ def compile_events():
         jax.monitoring.unregister_event_duration_listener(note)
 
 
-@contextlib.contextmanager
-def recorded_starts(engine):
-    """The programs that the runner starts, in order, with what they take and give; arrays that were donated cannot be
-    read."""
-    programs, started = engine.components.core.runner._programs, []
-
-    def noted(key, program):
-        def start(*args):
-            out = program(*args)
-            started.append((key, args, out))
-            return out
-
-        return start
-
-    kept = dict(programs)
-    programs.update({key: noted(key, program) for key, program in kept.items()})
-    try:
-        yield started
-    finally:
-        programs.update(kept)
-
-
 def test_there_are_two_devices():
     assert len(jax.devices()) == 2
 
 
 @pytest.mark.parametrize("num_resident", range(EXPERTS + 1))
 def test_any_number_of_residents_says_the_same(folder, undivided, other, undivided_other, num_resident):
-    """Also after other weights have come."""
+    """Also after other weights have come, from disk or as arrays, and with one thread or two."""
     how = (
         {"residency": any_residents(num_resident, num_resident)}
         if num_resident % 2
         else {"kt_num_gpu_experts": num_resident}
     )
-    with shared_out(folder, **how) as engine:
+    with shared_out(folder, **how, kt_cpuinfer=1 + num_resident % 2) as engine:
         assert_same(ask(engine), undivided)
         held, hits = engine.residency()
-        if num_resident == EXPERTS:  # nobody is on the host, and who is here stays in its slot
+        core, host = engine.components.core, engine.components.core.runner.host
+        steps, jobs = core.num_steps, 0 if host is None else host.queue.stats().num_jobs
+        if num_resident == EXPERTS:  # no expert is on the host, and resident experts keep their slots
             assert engine.apply_residency(any_residents(1, EXPERTS, epoch=1)) == 0
             assert_same(ask(engine), undivided)
         gc.collect()  # what is left over of loading
-        there = bytes_there()
+        before = device_bytes()
         exchange(engine, other, 5, given=num_resident % 2 == 0)
-        assert bytes_there() == there, "the accelerator holds residents and the rest once"
+        assert device_bytes() == before, "the accelerator holds residents and the rest once"
         with compile_events() as seen:
             assert_served(engine, ask(engine), undivided_other, 5)
         assert seen == []
+        busy_s = metrics_of(engine)["host_experts_seconds_total"]
+        assert busy_s == (0 if host is None else host.queue.stats().busy_s)
+        assert (busy_s > 0) == (num_resident < EXPERTS)
     rows = [
         extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for answer in undivided
     ]
     rows = np.concatenate(rows)  # the last token of each was not fed
     np.testing.assert_allclose(hits, hits_of(held, rows), atol=1e-12)
+    assert jobs == (0 if num_resident == EXPERTS else steps * MOE_LAYERS)  # one of each step and MoE layer
 
 
 def test_host_experts_are_never_on_the_accelerator(engine, most_bytes):
@@ -285,24 +267,33 @@ def test_swaps_under_load_change_nothing_and_compile_nothing(engine, undivided):
 
 
 def test_weights_and_residents_change_at_once(engine, folder, undivided, other, undivided_other):
-    """Requests, swaps and updates in three threads: every answer is of one version's weights, or of two and says so."""
-    wanted, version, ended, swapped = {0: undivided, 1: undivided_other}, version_of(engine), threading.Event(), []
+    """Requests, swaps and updates in three threads: every answer is of one version's weights. The queues of steps and
+    of scores read the new weights from the next job on."""
+    expected, version, ended, swapped = (undivided, undivided_other), version_of(engine), threading.Event(), []
+    scores = []
 
     def swap():
         while not ended.is_set():
-            swapped.append(engine.apply_residency(any_residents(len(swapped), 2, epoch=len(swapped) + 1)))
+            swapped.append(engine.apply_residency(any_residents(len(swapped), 2, epoch=10**6 + len(swapped))))
 
     thread = threading.Thread(target=swap)
     thread.start()
     try:
         for number in range(1, 5):
             exchange(engine, (folder, other)[number % 2], version + number, given=number > 2)
-            assert_same(ask(engine), wanted[number % 2])
+            assert_same(ask(engine), expected[number % 2])
+            scores.append(engine.score(PROMPTS[0]))
     finally:
         ended.set()
         thread.join()
     assert_served(engine, ask(engine), undivided, version + 4)
     assert len(swapped) > 3
+    for first, again in (scores[0::2], scores[1::2]):
+        np.testing.assert_allclose(first.logprobs, again.logprobs, atol=1e-5, rtol=0)
+    for score, answers in zip(scores, (undivided_other, undivided) * 2, strict=True):
+        prompt = [value for value, *_ in answers[0]["meta_info"]["input_token_logprobs"][1:]]
+        np.testing.assert_allclose(score.logprobs, prompt, atol=1e-5, rtol=0)
+    assert not np.allclose(scores[0].logprobs, scores[1].logprobs, atol=1e-3)
 
 
 @pytest.mark.parametrize("cache", ["flush", "keep"])
@@ -359,76 +350,17 @@ def test_an_array_under_two_names_is_given_away_once(engine, folder):
     mine, version = jax.device_put(np.asarray(state[pair[0]]), jax.devices()[1]), version_of(engine)
     engine.update_weights(state | dict.fromkeys(pair, twice), version=version + 1, donate=True)
     runner = engine.components.core.runner
-    layers = runner.model.layers[runner._layers[-1].kind]
+    layers = runner.model.layers[runner.layers[-1].group]
     assert twice.is_deleted() and not mine.is_deleted()
     for name in pair:
         np.testing.assert_array_equal(layers[name.rsplit(".", 1)[1]], mine)
     engine.update_weights_from_disk(folder, version=version + 2)
 
 
-def test_copies_between_platforms_say_the_same(engine, undivided, monkeypatch):
-    """Between two platforms arrays go through NumPy, and a host that has nothing to do is not started."""
-    monkeypatch.setattr(DevicePair, "alike", property(lambda sides: False))
-    busiest = np.concatenate(
-        [extract_routed_experts_from_meta_info(a).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:] for a in undivided]
-    )
-    held = np.stack([np.argsort(-np.bincount(busiest[:, m].ravel(), minlength=EXPERTS))[:2] for m in range(MOE_LAYERS)])
-    engine.apply_residency(ResidencyMap.from_experts(held, num_experts=EXPERTS))
-    engine.generate(input_ids=[3], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=24)
-    with recorded_starts(engine) as started, compile_events() as seen:
-        assert_same(ask(engine), undivided)
-    assert seen == []
-    starts = collections.Counter(key[0] for key, *_ in started)
-    assert all((np.asarray(args[3]) >= 0).any() for key, args, _ in started if key[0] == "host")
-    assert 0 < starts["host"] + starts["stream"] < starts["home"]
-
-
-def test_both_sides_are_started_before_either_is_needed(engine):
-    """Of each layer that goes to the host: residents first, the host beside them, and only then what adds both."""
-    engine.flush_cache()
-    with recorded_starts(engine) as started:
-        engine.generate(input_ids=[1, 2, 3], sampling_params={"temperature": 0.0}, max_new_tokens=2)
-    names = [key[0] for key, *_ in started]
-    assert names == ["open", "layer", *["layer", "home", "host"] * MOE_LAYERS, "close", "sample"] * 2
-
-
-def test_the_host_is_sent_what_the_rows_say_and_no_padding(engine):
-    engine.flush_cache()
-    engine.apply_residency(any_residents(9, 2, epoch=10**6))
-    slot_of = engine.residency()[0].slot_of
-    with recorded_starts(engine) as started:
-        answer = engine.generate(
-            input_ids=[1, 2, 3], sampling_params={"temperature": 0.0}, max_new_tokens=5, return_routed_experts=True
-        )
-    rows = extract_routed_experts_from_meta_info(answer).reshape(-1, MOE_LAYERS + 1, TOP_K)[:, 1:]
-    wanted = np.where(slot_of[np.arange(MOE_LAYERS)[None, :, None], rows] < 0, rows, -1)
-    sent = collections.defaultdict(list)
-    for index, (key, args, _) in enumerate(entry for entry in started if entry[0][0] == "host"):
-        assert key[1] in (4, 16)  # padded
-        sent[index % MOE_LAYERS].append(np.asarray(args[3]))
-    for column, padded in sent.items():
-        real = np.concatenate([ids[: 3 if step == 0 else 1] for step, ids in enumerate(padded)])
-        np.testing.assert_array_equal(real, wanted[:, column])
-        assert all((ids[3 if step == 0 else 1 :] == -1).all() for step, ids in enumerate(padded))
-
-
-def test_a_long_step_runs_on_the_accelerator_alone(engine, undivided):
-    engine.flush_cache()
-    with recorded_starts(engine) as started, compile_events() as seen:
-        assert_same(ask(engine), undivided)
-    assert seen == []
-    tokens = {"stream": [], "host": []}
-    for key, args, _ in started:
-        if key[0] in tokens:
-            ids = np.asarray(args[2].away if key[0] == "stream" else args[3])
-            tokens[key[0]].append(key[1] if key[0] == "stream" else int((ids >= 0).any(axis=1).sum()))
-    assert tokens["stream"] == [16] * 2 * MOE_LAYERS  # of 35 tokens: 16, 16, and 3 that are below the threshold of 9
-    assert tokens["host"] and max(tokens["host"]) < 9
-
-
 def metrics_of(engine):
     metrics = Metrics(compat=None)
-    metrics.watch(AsyncEngine(engine), RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, later=lambda *_: None))
+    store = RoutingStore(max_bytes=1, ttl_s=1.0, clock=lambda: 0.0, call_later=lambda *_: None)
+    metrics.watch(AsyncEngine(engine), store)
     lines = (line.rsplit(" ", 1) for line in metrics.text(None).decode().splitlines() if not line.startswith("#"))
     return {name.removeprefix("routed_experts_"): float(value) for name, value in lines}
 
@@ -441,67 +373,6 @@ def test_metrics_tell_the_share_of_hits_by_layer(engine, undivided):
     np.testing.assert_allclose(hits, engine.residency()[1], atol=1e-9)
     assert told["resident_swaps_total"] == engine.components.core.runner.num_swapped
     assert told["deferred_slots_total"] == 0
-
-
-def test_deferred_experts_are_added_one_layer_later(folder, undivided, monkeypatch):
-    """In decode steps alone; of each token's lightest `deferred` those on the host, but none of the last layer's."""
-    with shared_out(folder, kt_num_gpu_experts=2, kt_max_deferred_experts_per_token=1) as engine:
-        with compile_events() as seen:
-            answers = ask(engine)
-        with recorded_starts(engine) as started:
-            engine.generate(
-                input_ids=[5, 6], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=6
-            )
-        slot_of = engine.residency()[0].slot_of
-        counted = metrics_of(engine)["deferred_slots_total"]
-        engine.flush_cache()
-        with recorded_starts(engine) as again:
-            engine.generate(
-                input_ids=[5, 6], sampling_params={"temperature": 0.0, "ignore_eos": True}, max_new_tokens=6
-            )
-        engine.residency()
-        more = metrics_of(engine)["deferred_slots_total"] - counted
-        engine.flush_cache()
-        monkeypatch.setattr(DevicePair, "alike", property(lambda sides: False))
-        assert_same(ask(engine), answers)
-    assert seen == []
-    for ours, theirs in zip(answers, undivided, strict=True):
-        assert ours["meta_info"]["exact"] is False and "exact" not in theirs["meta_info"]
-        prompts = [
-            [value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]] for answer in (ours, theirs)
-        ]
-        np.testing.assert_allclose(*prompts, atol=1e-5, rtol=0)  # prefill waits for everybody
-    steps, waited = cut_into_steps(started), 0
-    both, ending = ["layer", "home", "host"], ["close", "sample"]
-    assert [key[0] for key, *_ in steps[0]] == ["open", "layer", *both, *both, *ending]
-    for step in steps[1:]:
-        assert [key[0] for key, *_ in step] == ["open", "layer", *both, "host", *both, *ending]
-        _, _, first, home, now, late, second, last_home, last_now, close, _ = step
-        assert_given(second[1][5], home, now)
-        assert_given(close[1][2], last_home, last_now, late)
-        ids, later, weights = (np.asarray(part)[0] for part in (now[1][3], late[1][3], now[1][4]))
-        executed = np.where(ids >= 0, ids, later)
-        light = int(np.argmin(weights))
-        assert (later >= 0).tolist() == [slot == light and executed[slot] >= 0 for slot in range(TOP_K)]
-        assert all(slot_of[0, expert] < 0 for expert in executed if expert >= 0)
-        waited += int((later >= 0).sum())
-        assert (np.asarray(last_now[1][3])[1:] == -1).all() and first[2][1].later is not None
-    assert waited > 0
-    late = [step[5] for step in cut_into_steps(again)[1:]]  # what the first layer's host was sent late
-    assert more == sum(int((np.asarray(args[3]) >= 0).sum()) for _, args, _ in late) > 0
-
-
-def cut_into_steps(started):
-    """What was started, step by step."""
-    starts = [index for index, (key, *_) in enumerate(started) if key[0] == "open"]
-    return [started[first:end] for first, end in zip(starts, [*starts[1:], len(started)], strict=True)]
-
-
-def assert_given(given, *programs):
-    """What a program added is what those programs gave."""
-    assert len(given) == len(programs)
-    for array, (_, _, out) in zip(given, programs, strict=True):
-        np.testing.assert_array_equal(array, out)
 
 
 def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path):
@@ -517,7 +388,7 @@ def test_what_cannot_be_is_refused_before_anything_is_allocated(folder, tmp_path
         build({"kt_num_gpu_experts": 2}, deterministic=True)
     with pytest.raises(ConfigError, match="tp_size=2 with experts="):
         build({"kt_num_gpu_experts": 2}, tp_size=2)
-    with pytest.raises(ConfigError, match="kt_cpuinfer=12345, but XLA's CPU client has"):
+    with pytest.raises(ConfigError, match=r"kt_cpuinfer=12345 is above the [0-9]+ cores"):
         build({"kt_num_gpu_experts": 2, "kt_cpuinfer": 12345})
     fewer = write_tiny_checkpoint(tmp_path / "fewer", tokenizer=False, **(MODEL | {"num_experts": 5}))
     with pytest.raises(CheckpointError, match=r"missing \(model.layers.1.mlp.experts.5.gate_proj.weight"):
@@ -530,7 +401,7 @@ def test_experts_come_from_the_weight_path_and_all_else_from_the_model(folder, t
     with shared_out(folder, kt_num_gpu_experts=2, kt_weight_path=str(other), kt_method="bf16") as engine:
         runner = engine.components.core.runner
         (stored,), (table,) = runner.model.host.values(), runner.tables.values()
-        router = runner.model.layers[runner._layers[1].kind]["router"]
+        router = runner.model.layers[runner.layers[1].group]["router"]
         down = np.array(table.down)  # the table is written anew, in place
         engine.update_weights_from_disk(folder, version=1)  # with its own experts, in the host's number format
         (later,) = engine.components.core.runner.model.host.values()

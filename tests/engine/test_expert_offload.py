@@ -1,0 +1,181 @@
+"""An engine with experts on the host says what the engine says that has all of them on the accelerator: scores, long
+steps that stream the host's experts, steps that defer some. Here device and host are one CPU; with two devices:
+test_offload_two_devices.py."""
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import pytest
+
+from engine.test_offload_two_devices import (
+    EXPERTS,
+    MODEL,
+    MOE_LAYERS,
+    PROMPTS,
+    SIZES,
+    any_residents,
+    ask,
+    assert_same,
+    compile_events,
+    metrics_of,
+    shared_out,
+)
+from routed_experts import ConfigError, Engine, ExpertOffloadConfig
+from routed_experts.engine.control import expert_offload
+from support.engines import assert_nothing_allocated
+from support.tiny_checkpoint import write_tiny_checkpoint
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), seed=2, tokenizer=False, **MODEL))
+
+
+@pytest.fixture(scope="module")
+def undivided(folder):
+    with Engine(folder, **SIZES) as engine:
+        return ask(engine)
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    """Two residents; a step of nine tokens streams the other experts."""
+    with shared_out(folder, kt_num_gpu_experts=2, kt_gpu_prefill_token_threshold=9) as engine:
+        yield engine
+
+
+def queue_of(engine):
+    return engine.components.core.runner.host.queue
+
+
+@contextlib.contextmanager
+def recorded_steps(engine):
+    """The steps that the runner starts: padded tokens, and whether they stream."""
+    runner, steps = engine.components.core.runner, []
+    programs = runner._programs
+
+    class Programs(dict):
+        def __getitem__(self, key):
+            if key[0] == "forward":
+                steps.append((key[1].num_tokens, key[2]))
+            return programs[key]
+
+    runner._programs = Programs()
+    try:
+        yield steps
+    finally:
+        runner._programs = programs
+
+
+def test_a_long_step_streams_the_hosts_experts(engine, undivided):
+    engine.flush_cache()
+    before = queue_of(engine).stats().num_jobs
+    with recorded_steps(engine) as steps, compile_events() as seen:
+        assert_same(ask(engine), undivided)
+    assert seen == []
+    streaming = [tokens for tokens, streams in steps if streams]
+    assert streaming == [16, 16]  # of 35 tokens: 16, 16, and 3 that are below the threshold of 9
+    assert len(steps) > 10
+    assert queue_of(engine).stats().num_jobs - before == len(steps) * MOE_LAYERS  # a layer's experts fit one chunk
+
+
+def test_in_turn_the_numbers_are_the_same(engine, undivided):
+    queue_of(engine).set_signals(serial=True)
+    assert_same(ask(engine), undivided)
+    queue_of(engine).set_signals(serial=False)
+
+
+def test_residents_change_between_streaming_steps(engine, undivided):
+    for seed in range(3):
+        engine.apply_residency(any_residents(seed, 2, epoch=100 + seed))
+        engine.flush_cache()
+        assert_same(ask(engine), undivided)
+
+
+def test_scores_are_those_of_an_undivided_engine(folder):
+    """Live, on other routes, and while residents change; requests go on beside it."""
+    prompts = [PROMPTS[0], PROMPTS[1]]
+    with Engine(folder, **SIZES) as whole:
+        live = whole.score(prompts)
+        drifted = [dataclasses.replace(out.routed_experts, ids=(out.routed_experts.ids + 1) % EXPERTS) for out in live]
+        forced = whole.score(prompts, routed=drifted)
+    with Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=2), **SIZES) as engine:
+        swapped = 0
+        for seed in range(3):
+            answer = engine.generate(input_ids=PROMPTS[1], sampling_params={"temperature": 0.0}, max_new_tokens=4)
+            for expected, routed in ((live, None), (forced, drifted)):
+                for ours, theirs in zip(engine.score(prompts, routed=routed), expected, strict=True):
+                    np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5, rtol=0)
+                    np.testing.assert_array_equal(ours.routed_experts.ids, theirs.routed_experts.ids)
+            swapped += engine.apply_residency(any_residents(seed, 2, epoch=seed + 1))
+        assert swapped > 0 and len(answer["output_ids"]) == 4
+    assert not np.allclose(live[0].logprobs, forced[0].logprobs, atol=1e-3)  # other routes are other numbers
+
+
+def test_deferral_changes_decode_steps_alone_and_says_so(folder, undivided):
+    """What is deferred: tests/execution/test_offload_step.py. Scores defer nothing; steps that defer do not stream."""
+    fields = {"kt_max_deferred_experts_per_token": 1, "kt_gpu_prefill_token_threshold": 1}
+    sizes = SIZES | {"precompile_bs_paddings": (1, 4)}
+    with Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=2, **fields), **sizes) as engine:
+        with recorded_steps(engine) as steps, compile_events() as seen:
+            answers = ask(engine)
+            batch = engine.generate(input_ids=PROMPTS[:1] * 4, sampling_params=GREEDY, max_new_tokens=6)
+        assert seen == []
+        assert {streams for tokens, streams in steps if tokens == 16} == {True}
+        assert (4, False) in steps and (4, True) not in steps
+        assert len({tuple(answer["output_ids"]) for answer in batch}) == 1
+        engine.residency()  # the counts of the last steps
+        counts, before = engine.components.core.runner._slot_counts, metrics_of(engine)["deferred_slots_total"]
+        assert before == counts[:, 2].sum() > 0 and counts[-1, 2] == 0  # none of the last MoE layer
+        assert (counts[:, 2] <= counts[:, 0]).all()
+        engine.flush_cache()
+        assert [answer["output_ids"] for answer in ask(engine)] == [answer["output_ids"] for answer in answers]
+        score = engine.score(PROMPTS[0])
+    for ours, theirs in zip(answers, undivided, strict=True):
+        assert ours["meta_info"]["exact"] is False and "exact" not in theirs["meta_info"]
+        prompts = [
+            [value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]] for answer in (ours, theirs)
+        ]
+        np.testing.assert_allclose(*prompts, atol=1e-5, rtol=0)
+    expected = [value for value, *_ in undivided[0]["meta_info"]["input_token_logprobs"][1:]]
+    np.testing.assert_allclose(score.logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_the_start_says_where_experts_run(folder):
+    phases = []
+    experts = ExpertOffloadConfig(kt_num_gpu_experts=2, kt_cpuinfer=1)
+    with Engine(folder, experts=experts, on_phase=phases.append, **SIZES):
+        (detail,) = (phase.detail for phase in phases if phase.name == "kernels")
+    assert "4 of 6 experts of a layer on 1 threads of the host" in detail
+
+
+def test_what_cannot_be_is_refused(folder, monkeypatch):
+    def build(**experts):
+        with assert_nothing_allocated():
+            Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=2, **experts), **SIZES)
+
+    with pytest.raises(ConfigError, match="kt_cpuinfer=0, but the host's experts need a thread"):
+        build(kt_cpuinfer=0)
+    with pytest.raises(ConfigError, match=r"kt_cpuinfer=12345 is above the [0-9]+ cores"):
+        build(kt_cpuinfer=12345)
+    monkeypatch.setattr(expert_offload, "unavailable_reason", lambda: "no C++ compiler was found; install one")
+    message = r"with the native library, which cannot be built: no C\+\+ compiler was found; install one"
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+def test_without_experts_on_the_host_no_library_is_needed(folder, undivided, monkeypatch):
+    monkeypatch.setattr(expert_offload, "unavailable_reason", lambda: "no C++ compiler was found; install one")
+    with Engine(folder, experts=ExpertOffloadConfig(kt_num_gpu_experts=EXPERTS), **SIZES) as engine:
+        assert_same(ask(engine), undivided)
+
+
+def test_a_tpu_is_refused_by_name():
+    message = "experts= runs the host's experts beside a CPU or an NVIDIA GPU, and the default device is a tpu"
+    with pytest.raises(ConfigError, match=message):
+        expert_offload.check_platform("tpu", needs_library=False)
